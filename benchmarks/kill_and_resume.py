@@ -3,7 +3,7 @@
     python benchmarks/kill_and_resume.py                            # 20 kills each: 1 process, 2, and changing
     python benchmarks/kill_and_resume.py --kills 3 --processes 2 1  # each restart has the next number of processes
     python benchmarks/kill_and_resume.py --recipe lora_finetune --settings adapter.dropout=0.1
-    python benchmarks/kill_and_resume.py --kills 5 --processes 4 2 --layouts parallel.tp=2 parallel.pp=2
+    python benchmarks/kill_and_resume.py --kills 5 --processes 4 2 --layouts parallel.cp=2 parallel.tp=2
 
 All processes die by SIGKILL at one instant, drawn from the time that a run takes after its imports. A checkpoint is
 written after every step, so that many instants lie within a save. Exits with 1 if a curve differs or a checkpoint is

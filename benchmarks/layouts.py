@@ -38,7 +38,7 @@ SHAPE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "
 
 def settings(folder: str, *overrides: str) -> Any:
     sizes = ["max_seq_len=128", "global_batch_size=8", "device=cpu", "dtype=fp32", "checkpointer.async=false"]
-    return config.load("full_finetune", [f"model.path={folder}", "dataset.path=none", *sizes, *overrides])
+    return config.load("pipeline_finetune", [f"model.path={folder}", "dataset.path=none", *sizes, *overrides])
 
 
 def step_of(cfg: Any) -> Callable[[], None]:

@@ -81,16 +81,15 @@ CASES: list[tuple] = [
 
 def tracked(cfg: Any, processes: int, rows: int, checkpointing: Any, more: dict[str, Any], stage: int = 0) -> float:
     """Bytes of a process at the peak of its forwards and backwards, as the tracker counts them."""
-    dist.init_process_group(
-        "fake", store=FakeStore(), rank=stage * (processes // cfg.parallel.pp), world_size=processes
-    )
+    rank = stage * (processes // more.get("pp", 1))
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=processes)
     axes = {name: size for name, size in more.items() if "." not in name}
     world = distributed.init("cpu", **axes, max_seq_len=cfg.max_seq_len, reduce_every_micro_batch=True)
     with torch.device("meta"):
         model = config.instantiate(cfg.model)
-    if cfg.quantization.float8:
+    if cfg.quantization.get("float8"):
         quantization.compute_in_float8(model, cfg.quantization.float8, torch.device("cuda"))
-    if cfg.quantization.qat:
+    if cfg.quantization.get("qat"):
         types = exported_types(model, cfg.model.path, cfg.export.dtype)
         quantization.round_linears(model, cfg.quantization.qat, types, cfg.dtype)
     loss_fn = config.instantiate(cfg.loss)
@@ -168,7 +167,7 @@ def compare(
     micro_batches = 2 if "zero_stage" in more else stages + (stages > 1)
     sizes = [f"max_seq_len={length}", f"global_batch_size={rows * data * micro_batches}", f"micro_batch_size={rows}"]
     sizes += [f"{name if '.' in name else f'parallel.{name}'}={value}" for name, value in more.items()]
-    cfg = config.load("full_finetune", [
+    cfg = config.load("pipeline_finetune" if stages > 1 else "full_finetune", [
         f"model.path={folder}", "dataset.path=none", f"memory.activation_checkpointing={checkpointing}", *sizes
     ])  # fmt: skip
     job = Job(cfg, DEVICES["h100"], processes)

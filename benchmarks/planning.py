@@ -39,7 +39,6 @@ CASES = [
     ("llama", 1, FULL, 1, 4096, ALL),
     ("llama", 1, FULL, 2, 512, "global_batch_size=4"),
     ("llama", 1, FULL, 4, 250, "packed=false"),
-    ("llama", 1, FULL, 4, 512, "max_grad_norm=null optimizer_in_backward=true"),
     ("llama", 1, LORA, 1, 2048, ""),
     ("llama", 1, LORA, 8, 250, "packed=false"),
     ("llama", 1, LORA, 2, 2048, ALL),

@@ -33,10 +33,7 @@ def main(cfg):
         types = checkpointers.exported_types(model, cfg.model.path)
         quantization.round_linears(model, cfg.quantization.qat, types, cfg.dtype)
     distributed.require_layout(model, world, cfg.dtype, cfg.master_dtype)  # before the data are prepared
-    datasets.require_batches(
-        cfg.global_batch_size, cfg.micro_batch_size, world.data_size,
-        accumulate=not cfg.optimizer_in_backward,
-    )  # fmt: skip
+    datasets.require_batches(cfg.global_batch_size, cfg.micro_batch_size, world.data_size)
 
     tokenizer = instantiate(cfg.tokenizer)
     dataset, validation = instantiate_data(
@@ -46,7 +43,7 @@ def main(cfg):
     pad_to = cfg.max_seq_len if cfg.packed and cfg.compile else None  # compiled blocks want batches of one shape
     data = datasets.DataLoader(
         dataset, world, cfg.global_batch_size, cfg.micro_batch_size, epochs=cfg.epochs, max_steps=cfg.max_steps,
-        seed=cfg.seed, accumulate=not cfg.optimizer_in_backward, pad_to=pad_to,
+        seed=cfg.seed, pad_to=pad_to,
     )  # fmt: skip
     evaluator = instantiate(cfg.evaluate, run, model, tokenizer, world)
     run.describe(
@@ -79,7 +76,6 @@ def main(cfg):
         evaluator.add(validate, every=cfg.validate_every, first=cfg.validate_first)
     groups = optimizers.parameter_groups(model, cfg.optimizer.lr, **cfg.parameter_groups)
     optimizer = instantiate(cfg.optimizer, groups)
-    in_backward = optimizers.InBackward(optimizer) if cfg.optimizer_in_backward else None
     schedule = instantiate(cfg.schedule, optimizer, total_steps=len(data))
     checkpointer = instantiate(
         cfg.checkpointer, run.path / "checkpoints", world, model=model, optimizer=optimizer, schedule=schedule,
@@ -98,15 +94,10 @@ def main(cfg):
                 # The model calls loss_fn with the weight of its head: a sum over this rank's supervised tokens. It is
                 # divided by the number of those of all ranks, as gradients are summed over ranks, not averaged.
                 loss = model(micro_batch, loss_fn) / max(1, batch.num_supervised)
-                if in_backward:  # the last moment before weights change
-                    checkpointers.require_finite(step, batch.rows, **world.fetch(loss=world.sum(loss)))
                 loss.backward()
                 total_loss += loss.detach()
 
-            if in_backward:
-                grad_norm = in_backward.norm()
-            else:
-                grad_norm = distributed.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
+            grad_norm = distributed.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
             metrics = world.fetch(  # the one wait for the device in a step
                 loss=world.sum(total_loss),
                 grad_norm=grad_norm,  # of all ranks already
@@ -128,7 +119,7 @@ def main(cfg):
         run.finish(checkpointer, evaluator)
         card = checkpointers.model_card("lora_finetune", cfg.model.path, dataset.accounting.source)
         peft.export_adapter(
-            model, lora, run.path / "adapter", world, base=cfg.model.path, tokenizer=tokenizer, card=card
+            model, run.path / "adapter", world=world, base=cfg.model.path, tokenizer=tokenizer, card=card
         )
         run.info(f"done: the adapter is in {run.path / 'adapter'}")
         if cfg.export.merge:

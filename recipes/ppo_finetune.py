@@ -116,7 +116,7 @@ def main(cfg):
         """The values of a micro-batch's tokens before the step, and the advantages by them, `[tokens]` each."""
         values = critic(batch, losses.token_values)
         ratio = losses.of_tokens("sampled", batch) - reference(batch) if cfg.kl else torch.zeros_like(values)
-        return values, losses.gae(-cfg.kl * ratio, values, batch, cfg.gae_lambda)
+        return values, losses.gae(-cfg.kl * ratio, values, batch, cfg.gae_lambda, batch.columns["reward"])
 
     def measure(batch, judgement, mean, deviation):
         """The loss of a micro-batch's tokens, and metrics: sums, and of how many they are."""

@@ -51,12 +51,10 @@ def main(cfg):
     lora = instantiate(cfg.adapter) if cfg.adapter else None
     adapted = peft.add_adapters(model, lora) if lora else None
     loss_fn = instantiate(cfg.loss)
+    losses.require_attributes(loss_fn, "rows", "needs_reference", "reward")
     log_probs = losses.LogProbs(cfg.memory.loss_chunk_tokens)
     distributed.require_layout(model, world, cfg.dtype, cfg.master_dtype)  # before the data are prepared
-    datasets.require_batches(
-        cfg.global_batch_size, cfg.micro_batch_size, world.data_size, world.num_stages,
-        accumulate=not cfg.optimizer_in_backward,
-    )  # fmt: skip
+    datasets.require_batches(cfg.global_batch_size, cfg.micro_batch_size, world.data_size)
 
     tokenizer = instantiate(cfg.tokenizer)
     has_own_reference = loss_fn.needs_reference and cfg.reference not in ("precomputed", "adapter_off")
@@ -71,7 +69,7 @@ def main(cfg):
     pad_to = cfg.max_seq_len if cfg.packed and cfg.compile else None  # compiled blocks want batches of one shape
     data = datasets.DataLoader(
         dataset, world, cfg.global_batch_size, cfg.micro_batch_size, epochs=cfg.epochs, max_steps=cfg.max_steps,
-        seed=cfg.seed, accumulate=not cfg.optimizer_in_backward, pad_to=pad_to,
+        seed=cfg.seed, pad_to=pad_to,
     )  # fmt: skip
     evaluator = instantiate(cfg.evaluate, run, model, tokenizer, world)
     run.describe(
@@ -94,7 +92,6 @@ def main(cfg):
     # Before the first forward, which leaves some parameters gathered.
     groups = optimizers.parameter_groups(model, cfg.optimizer.lr, **cfg.parameter_groups)
     optimizer = instantiate(cfg.optimizer, groups)
-    in_backward = optimizers.InBackward(optimizer) if cfg.optimizer_in_backward else None
     schedule = instantiate(cfg.schedule, optimizer, total_steps=len(data))
 
     if loss_fn.needs_reference and cfg.reference != "adapter_off":
@@ -173,15 +170,10 @@ def main(cfg):
                 distributed.set_gradient_sync(model, is_last)
                 measured = measure(micro_batch, kl)
                 loss = measured["loss"][0] / batch.num_pairs
-                if in_backward:  # the last moment before weights change
-                    checkpointers.require_finite(step, batch.rows, **world.fetch(loss=world.sum(loss)))
                 loss.backward()
                 evaluation.add(totals, measured)
 
-            if in_backward:
-                grad_norm = in_backward.norm()
-            else:
-                grad_norm = distributed.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
+            grad_norm = distributed.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
             metrics = world.fetch(  # the one wait for the device in a step
                 grad_norm=grad_norm,  # of all ranks already
                 **evaluation.routing(model, world),

@@ -40,11 +40,9 @@ def main(cfg):
     lora = instantiate(cfg.adapter) if cfg.adapter else None
     adapted = peft.add_adapters(model, lora) if lora else None  # the head is trained in full
     loss_fn = instantiate(cfg.loss)
+    losses.require_attributes(loss_fn, "rows")
     distributed.require_layout(model, world, cfg.dtype, cfg.master_dtype)  # before the data are prepared
-    datasets.require_batches(
-        cfg.global_batch_size, cfg.micro_batch_size, world.data_size, world.num_stages,
-        accumulate=not cfg.optimizer_in_backward,
-    )  # fmt: skip
+    datasets.require_batches(cfg.global_batch_size, cfg.micro_batch_size, world.data_size)
 
     tokenizer = instantiate(cfg.tokenizer)
     prepare_scores(model, tokenizer)
@@ -55,7 +53,7 @@ def main(cfg):
     pad_to = cfg.max_seq_len if cfg.packed and cfg.compile else None  # compiled blocks want batches of one shape
     data = datasets.DataLoader(
         dataset, world, cfg.global_batch_size, cfg.micro_batch_size, epochs=cfg.epochs, max_steps=cfg.max_steps,
-        seed=cfg.seed, accumulate=not cfg.optimizer_in_backward, pad_to=pad_to,
+        seed=cfg.seed, pad_to=pad_to,
     )  # fmt: skip
     run.describe(
         model, data, tokenizer, validation, base=cfg.model.path, dtype=cfg.dtype, master_dtype=cfg.master_dtype,
@@ -90,7 +88,6 @@ def main(cfg):
         evaluator.add(validate, every=cfg.validate_every, first=cfg.validate_first)
     groups = optimizers.parameter_groups(model, cfg.optimizer.lr, **cfg.parameter_groups)
     optimizer = instantiate(cfg.optimizer, groups)
-    in_backward = optimizers.InBackward(optimizer) if cfg.optimizer_in_backward else None
     schedule = instantiate(cfg.schedule, optimizer, total_steps=len(data))
     checkpointer = instantiate(
         cfg.checkpointer, run.path / "checkpoints", world, model=model, optimizer=optimizer, schedule=schedule,
@@ -108,15 +105,10 @@ def main(cfg):
                 distributed.set_gradient_sync(model, is_last)
                 measured = measure(micro_batch)
                 loss = measured["loss"][0] / batch.num_pairs
-                if in_backward:  # the last moment before weights change
-                    checkpointers.require_finite(step, batch.rows, **world.fetch(loss=world.sum(loss)))
                 loss.backward()
                 evaluation.add(totals, measured)
 
-            if in_backward:
-                grad_norm = in_backward.norm()
-            else:
-                grad_norm = distributed.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
+            grad_norm = distributed.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
             metrics = world.fetch(  # the one wait for the device in a step
                 grad_norm=grad_norm,  # of all ranks already
                 **evaluation.routing(model, world),

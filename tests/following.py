@@ -59,6 +59,20 @@ def commands(text: str) -> Iterator[str]:
             yield from filter(COMMAND.match, block.splitlines())
 
 
+def change(diff: str, folder: Path) -> None:
+    """Make the changes of a diff without line numbers to its file in `folder`: what a hunk shows must be there once."""
+    header, *hunks = re.split(r"^@@\n", diff, flags=re.MULTILINE)
+    file = folder / header.split("+++ ")[1].strip()
+    text = file.read_text()
+    for hunk in hunks:
+        lines = hunk.splitlines(keepends=True)
+        before = "".join(line[1:] for line in lines if line[0] in " -")
+        after = "".join(line[1:] for line in lines if line[0] in " +")
+        assert text.count(before) == 1, f"{file.name} has {text.count(before)} times:\n{before}"
+        text = text.replace(before, after)
+    file.write_text(text)
+
+
 class Reader:
     """Follows pages in `folder`, with the tiny `checkpoint` and `chats` for all models and data they name."""
 
@@ -86,7 +100,7 @@ class Reader:
         with self.at_work():
             for language, block in BLOCK.findall(text):
                 if language == "diff" and block.startswith("--- "):
-                    self.change(block)
+                    change(block, self.folder)
                 elif language and (named := FILE.match(block)):
                     (self.folder / named[1]).write_text(block)
                 elif language == "python" and SCRIPT.match(block):
@@ -117,19 +131,6 @@ class Reader:
             finally:
                 for number, handler in handlers.items():
                     signal.signal(number, handler)
-
-    def change(self, diff: str) -> None:
-        """Make the changes of a diff without line numbers: what a hunk shows must be there once."""
-        header, *hunks = re.split(r"^@@\n", diff, flags=re.MULTILINE)
-        file = self.folder / header.split("+++ ")[1].strip()
-        text = file.read_text()
-        for hunk in hunks:
-            lines = hunk.splitlines(keepends=True)
-            before = "".join(line[1:] for line in lines if line[0] in " -")
-            after = "".join(line[1:] for line in lines if line[0] in " +")
-            assert text.count(before) == 1, f"{file.name} has {text.count(before)} times:\n{before}"
-            text = text.replace(before, after)
-        file.write_text(text)
 
     def run(self, line: str) -> None:
         program, *arguments = shlex.split(line, comments=True)

@@ -128,7 +128,7 @@ def make_adapter(base: Path, folder: Path, seed: int, **settings) -> Path:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
-    export_adapter(model, lora, folder, distributed.init("cpu"), base=str(base), tokenizer=Ours(str(base)))
+    export_adapter(model, folder, world=distributed.init("cpu"), base=str(base), tokenizer=Ours(str(base)))
     return folder
 
 

@@ -1,11 +1,16 @@
+import inspect
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import pytest
+import torch
 
 from tune import types
+from tune.errors import TuneError
 from tune.types import fits, mismatch
 
 RANGES = {
@@ -71,3 +76,46 @@ def test_what_fits(value: Any, kind: Any, expected: bool) -> None:
 )
 def test_how_it_is_said(value: Any, kind: Any, sentence: str) -> None:
     assert mismatch(value, kind) == sentence
+
+
+@types.checked
+@dataclass
+class Settings:
+    size: types.PositiveInt
+    share: types.UnitInterval | None = None
+    kind: Literal["one", "two"] = "one"
+    names: list[str] = field(default_factory=list)
+
+
+@types.checked
+def scaled(values: torch.Tensor, factor: types.PositiveFloat = 1.0, *others: int, **options: int) -> Any:
+    return values * factor
+
+
+@pytest.mark.parametrize(
+    ("call", "argument", "value"),
+    [
+        (lambda: Settings(0), "size", "0"),
+        (lambda: Settings(size=1.5), "size", "1.5"),
+        (lambda: Settings(1, 2.0), "share", "2.0"),
+        (lambda: Settings(1, kind="three"), "kind", "three"),
+        (lambda: Settings(1, names="abc"), "names", "abc"),
+        (lambda: replace(Settings(1), size=-1), "size", "-1"),
+        (lambda: scaled(torch.ones(2), -0.5), "factor", "-0.5"),
+        (lambda: scaled(torch.ones(2), factor=math.nan), "factor", "nan"),
+    ],
+)
+def test_arguments_hold_what_their_annotations_say(call: Callable[[], Any], argument: str, value: str) -> None:
+    with pytest.raises(TuneError) as error:
+        call()
+    assert str(error.value).startswith(f"{argument}: ") and value in str(error.value)
+
+
+def test_checked_arguments_arrive() -> None:
+    assert Settings(np.int64(3), np.float32(0.5), names=("a",)) == Settings(3, 0.5, "one", ("a",))
+    assert scaled(torch.ones(2), 3, 4, five=5).tolist() == [3, 3]
+    assert fits(Path("a"), Path) and not fits(Path("a"), str)
+    assert [*inspect.signature(Settings).parameters] == ["size", "share", "kind", "names"]
+    assert inspect.signature(scaled).parameters["factor"].annotation == types.PositiveFloat
+    with pytest.raises(TypeError, match="Settings"):
+        Settings()

@@ -2,12 +2,13 @@
 
 import difflib
 import importlib
+import logging
 import os
 import pkgutil
 import re
 import shlex
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -49,10 +50,30 @@ def is_on_the_hub(path: str) -> bool:
     return not Path(path).parent.exists() and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) is not None
 
 
-def needs(extra: str, what: str) -> AbstractContextManager[None]:
+@contextmanager
+def needs(extra: str, what: str) -> Iterator[None]:
     """Around imports of packages that come with an extra of this library. Raises TuneError, which says `what` needs
     them, if they are not installed, or do not fit together (protobuf's VersionError is a RuntimeError)."""
-    return explained(f"{what} needs the {extra} extra (pip install 'tune-recipes[{extra}]')", ImportError, RuntimeError)
+    install = f"{what} needs the {extra} extra (pip install 'tune-recipes[{extra}]')"
+    with explained(install, ImportError, RuntimeError), _quiet_import():
+        yield
+
+
+@contextmanager
+def _quiet_import() -> Iterator[None]:
+    """Without torchao's warnings to its developers when it is imported: about kernels for other machines, and its
+    enums."""
+    filters: dict[str, Callable[[logging.LogRecord], bool]] = {
+        "torchao": lambda record: record.levelno > logging.WARNING,
+        "torch.utils._pytree": lambda record: "is an Enum subclass" not in record.msg,
+    }
+    for name, kept in filters.items():
+        logging.getLogger(name).addFilter(kept)
+    try:
+        yield
+    finally:
+        for name, kept in filters.items():
+            logging.getLogger(name).removeFilter(kept)
 
 
 def locate(path: str) -> Callable[..., Any]:
@@ -79,7 +100,8 @@ def locate(path: str) -> Callable[..., Any]:
 
 def _import(name: str, path: str, missing_in: ModuleType | None = None) -> ModuleType | None:
     try:
-        return importlib.import_module(name)
+        with _quiet_import():
+            return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name == name and missing_in:
             return None

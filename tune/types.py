@@ -1,13 +1,20 @@
 """Types that carry a range, for annotating settings and the arguments of components; whether a value from YAML fits a
 type, and what to tell the user if it does not."""
 
+import functools
 import inspect
 import json
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import inf
+from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+
+from tune.errors import TuneError
+
+C = TypeVar("C", bound=Callable[..., Any])
 
 
 class Range(NamedTuple):
@@ -31,6 +38,46 @@ SCALARS: dict[Any, str] = {int: "an integer", float: "a number", bool: "true or 
 SCALARS |= {Path: "a path", NoneType: "null"}
 LISTS = (list, tuple, Sequence, Iterable, Collection)
 GROUPS = (dict, Mapping)
+
+
+def checked(component: C) -> C:
+    """Decorate a function or a class: its arguments are checked against their annotations, as a config's values are.
+
+    Arguments that are left out are not checked, nor are those of types that YAML cannot express (tensors, optimizers).
+    A class gets the check in its own `__init__`; put the decorator above `@dataclass`.
+
+    Raises:
+        TuneError: when the function or the class is called: an argument has another type or is out of range. The
+            message begins with the argument's name.
+    """
+    if isinstance(component, type):
+        component.__init__ = checked(component.__init__)  # type: ignore[misc]
+        return component
+
+    @functools.wraps(component)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        signature = _signature(component)
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            return component(*args, **kwargs)  # Python's own error names the function
+        for name, value in given.items():
+            parameter = signature.parameters[name]
+            is_one = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            value = os.fspath(value) if isinstance(value, os.PathLike) else value
+            if is_one and (problem := mismatch(value, parameter.annotation)):
+                raise TuneError(f"{name}: {problem}")
+        return component(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+@functools.cache
+def _signature(component: Callable[..., Any]) -> inspect.Signature:
+    try:
+        return inspect.signature(component, eval_str=True)
+    except (NameError, SyntaxError, TypeError, AttributeError):  # an annotation that only a type checker can read
+        return inspect.signature(component)
 
 
 def mismatch(value: Any, kind: Any) -> str:
@@ -89,9 +136,9 @@ def fits(value: Any, kind: Any) -> bool:
         return is_list and all(fits(each, kind) for kind in arguments[:1] for each in value)
     if origin in GROUPS:
         return isinstance(value, dict) and all(fits(each, kind) for kind in arguments[1:] for each in value.values())
-    if kind in (int, float):
-        return isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
-    return kind not in tuple(SCALARS) or isinstance(value, str if kind is Path else kind)
+    if kind in (int, float):  # in Python also numbers of NumPy
+        return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+    return kind not in tuple(SCALARS) or isinstance(value, str | Path if kind is Path else kind)
 
 
 def describe(kind: Any) -> str:

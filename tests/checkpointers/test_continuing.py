@@ -27,7 +27,7 @@ OPTIMIZERS = {
     "Rprop": torch.optim.Rprop,
     "SGD": torch.optim.SGD,
     "SGD, momentum": lambda groups: torch.optim.SGD(groups, momentum=0.9, weight_decay=0.1),
-    "Muon": optimizers.Muon,
+    "Muon": lambda groups: optimizers.Muon([groups[0] | {"in_blocks": True}, *groups[1:]]),
     "Adafactor": optimizers.Adafactor,
 }
 SCHEDULES = {

@@ -347,12 +347,12 @@ def test_an_adapter_that_is_not_finite_replaces_nothing(checkpoint, tmp_path):
     given = {"base": str(checkpoint), "tokenizer": Tokenizer(str(checkpoint))}
     name = "model.layers.1.self_attn.v_proj.lora_B.weight"
     with pytest.raises(TuneError, match=re.escape(name)):
-        export_adapter(model, lora, folder, distributed.init("cpu"), **given)
+        export_adapter(model, folder, world=distributed.init("cpu"), **given)
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
-    export_adapter(model, lora, folder, Second([]), **given)  # its own copy is not what is written
+    export_adapter(model, folder, world=Second([]), **given)  # its own copy is not what is written
     layer.lora_b.data[2] = 0
     with pytest.raises(TuneError, match=re.escape(name)):
-        export_adapter(model, lora, folder, Second([name]), **given)
+        export_adapter(model, folder, world=Second([name]), **given)
 
 
 def test_an_adapter_of_integers_is_refused(checkpoint, tmp_path):
@@ -367,3 +367,36 @@ def test_an_adapter_of_integers_is_refused(checkpoint, tmp_path):
     with pytest.raises(TuneError) as error:
         load_adapter(model, str(folder))
     assert all(part in str(error.value) for part in (name, "int8", str(file)))
+
+
+def test_a_source_of_another_kind_is_refused(checkpoint, tmp_path):
+    """All of its tensors were copied next to those of the model."""
+    model = torch.nn.ModuleDict({"other": torch.nn.Linear(2, 2)})
+    with pytest.raises(TuneError, match=r"lacks other\.bias \(2 such tensors\)"):
+        export(model, None, tmp_path / "out", source=checkpoint)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_of_peft_is_refused(checkpoint, tmp_path):
+    """The untrained base was written."""
+    peft = pytest.importorskip("peft")
+    base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    theirs = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"]))
+    for model in (theirs, theirs.base_model.model):
+        with pytest.raises(TuneError, match=r"merge_and_unload"):
+            export(model, None, tmp_path / "out", source=checkpoint)
+    assert not (tmp_path / "out").exists()
+    merged = theirs.merge_and_unload()
+    export(merged, None, tmp_path / "out", source=checkpoint, dtype=torch.bfloat16)
+    assert {tensor.dtype for tensor in tensors_of(tmp_path / "out").values()} == {torch.bfloat16}
+
+
+def test_an_adapted_transformers_model_is_written_merged(checkpoint, tmp_path):
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    add_adapters(model, LoRA(rank=4))
+    for parameter in model.parameters():
+        parameter.data += 0.01 * parameter.requires_grad
+    export(model, None, tmp_path / "out", source=checkpoint)
+    written = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    tokens = torch.arange(5, 25)[None]
+    assert_close(written(tokens).logits, model(tokens).logits, atol=1e-5, rtol=1e-5)

@@ -148,22 +148,25 @@ WRONG = {
     ),
     "folder": (["--device", "h100", "model.path=none"], "model.path: none does not exist"),
     "no config": (["--device", "h100", "model.path=tests"], "has no config.json"),
-    "stages": (["--device", "h100", "--world-size", "4", "parallel.pp=4"], "4 stages cannot share 3 blocks"),
-    "batch of stages": (
-        ["--device", "h100", "--world-size", "2", "parallel.pp=2", "micro_batch_size=16"],
-        "take turns",
-    ),
     "experts of axes": (["--device", "h100", "--world-size", "2", "parallel.ep=3"], "parallel.ep: 3 does not divide"),
     "a price below 0": (["--device", "h100", "--price", "-2"], "--price -2: it must be 0 or more"),
     "key": (["--device", "h100", "model.pat=x"], "model.pat"),
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+WRONG_STAGES = {
+    "stages": (["--world-size", "4", "parallel.pp=4"], "4 stages cannot share 3 blocks"),
+    "batch of stages": (["--world-size", "2", "parallel.pp=2", "micro_batch_size=16"], "take turns"),
+    "schedule": (["--world-size", "2", "parallel.pp=2", "parallel.pp_schedule=zero_bubble"], "zero_bubble is not plan"),
+}
+
+
+@pytest.mark.parametrize("name", [*WRONG, *WRONG_STAGES])
 def test_wrong_inputs(name, checkpoint, capsys):
-    arguments, message = WRONG[name]
+    recipe, device = ("pipeline_finetune", ["--device", "h100"]) if name in WRONG_STAGES else ("full_finetune", [])
+    arguments, message = (WRONG | WRONG_STAGES)[name]
     with pytest.raises(SystemExit) as exit:
-        main(["plan", "full_finetune", f"model.path={checkpoint}", *arguments])
+        main(["plan", recipe, f"model.path={checkpoint}", *device, *arguments])
     assert exit.value.code == 2 and message in capsys.readouterr().err
 
 

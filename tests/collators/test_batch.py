@@ -1,9 +1,12 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
+from transformers.loss.loss_utils import ForCausalLMLoss
 
-from tune.collators import Sample, collate
+from tune.collators import Batch, Sample, collate, shift_labels
+from tune.errors import TuneError
 
 
 def sample(*tokens: int) -> Sample:
@@ -70,3 +73,50 @@ def test_the_first_answer_of_a_group_is_compared_with_each_of_the_others():
     answers = [replace(sample(5, 6), columns={"answer": number}) for number in (0, 1, 2, 0, 1)]
     batch = collate([answers[:3], answers[3:]], pad_to=7)
     assert batch.pairs.tolist() == [[0, 0, 4], [1, 2, 5]]
+
+
+def test_labels_as_hugging_face_has_them_are_shifted():
+    """transformers' own loss of the unshifted labels is that of ours, shifted: the same targets at the same places."""
+    tokens = torch.tensor([[5, 6, 7, 8], [9, 4, 3, 0]])
+    labels = torch.tensor([[-100, 6, 7, 8], [9, 4, 3, -100]])
+    batch = Batch.of(tokens, labels, shifted=False)
+    assert batch.labels.tolist() == [[6, 7, 8, -100], [4, 3, -100, -100]]
+    logits = torch.randn(2, 4, 11, generator=torch.Generator().manual_seed(0))
+    theirs = ForCausalLMLoss(logits, labels, vocab_size=11)
+    ours = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
+    torch.testing.assert_close(ours, theirs)
+    assert torch.equal(shift_labels(labels), batch.labels)
+    assert labels.tolist()[0] == [-100, 6, 7, 8]  # as it was
+    given = Batch.of(tokens, batch.labels)
+    assert torch.equal(given.labels, batch.labels)
+
+
+def test_shifted_labels_do_not_cross_documents():
+    documents = [[0, 0, 1, 1, 1], [2, 2, 2, 2, 3]]
+    tokens = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 9]]
+    batch = Batch.of(tokens, tokens, documents, shifted=False)
+    assert batch.labels.tolist() == [[6, -100, 8, 9, -100], [6, 7, 8, -100, -100]]
+    assert batch.documents.num_supervised.tolist() == [1, 2, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "facts"),
+    [
+        ({"tokens": [[1.0, 2.0]]}, ("tokens", "float64")),
+        ({"tokens": [[True, False]]}, ("tokens", "bool")),
+        ({"tokens": [1, 2, 3]}, ("tokens", "[3]")),
+        ({"tokens": np.zeros((1, 0), int)}, ("tokens", "[1, 0]")),
+        ({"tokens": [[1, 2], [3]]}, ("tokens",)),
+        ({"tokens": torch.ones(1, 3, dtype=torch.long, device="meta")}, ("tokens", "meta")),
+        ({"labels": [[1, 2]]}, ("labels", "[1, 2]", "[1, 3]")),
+        ({"labels": [[1.0, 2.0, 3.0]]}, ("labels", "float64")),
+        ({"labels": [[1, -1, -100]]}, ("labels", "-1")),
+        ({"documents": [[0, 0]]}, ("documents", "[1, 2]", "[1, 3]")),
+        ({"samples": [1, 2]}, ("samples", "2")),
+        ({"columns": {"reward": [1.0, 2.0]}}, ("columns.reward", "[2]")),
+    ],
+)
+def test_inputs_that_do_not_fit(inputs, facts):
+    with pytest.raises(TuneError) as error:
+        Batch.of(**{"tokens": [[1, 2, 3]], **inputs})
+    assert all(fact in str(error.value) for fact in facts)

@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from tune.collators import Sample
@@ -63,7 +64,7 @@ def dataset(lengths: list[int], capacity: int = 64, packed: bool = False) -> Dat
 
 
 def world(rank: int = 0, size: int = 1) -> SimpleNamespace:
-    return SimpleNamespace(data_rank=rank, data_size=size)
+    return SimpleNamespace(data_rank=rank, data_size=size, device=torch.device("cpu"))
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ def pairs(count, seed=0, longest=9):
 
 
 def ranks(size):
-    return [SimpleNamespace(data_rank=rank, data_size=size) for rank in range(size)]
+    return [SimpleNamespace(data_rank=rank, data_size=size, device=torch.device("cpu")) for rank in range(size)]
 
 
 def documents_of(batch):

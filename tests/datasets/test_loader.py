@@ -125,19 +125,6 @@ def test_batch_sizes_that_do_not_divide(make):
         DataLoader(data, make.world(0, 4), 3, 1)
 
 
-def test_one_backward_per_step(make):
-    data = make.dataset([4] * 20)
-    with pytest.raises(
-        TuneError,
-        match=r"12 .* must be 4 \(micro_batch_size=1 x 4 .* Set global_batch_size to 4, or micro_batch_size to 3",
-    ):
-        DataLoader(data, make.world(0, 4), 12, 1, accumulate=False)
-    with pytest.raises(TuneError, match=r"data-parallel processes\)\. Set global_batch_size to 8$"):
-        DataLoader(data, make.world(0, 4), 3, 2, accumulate=False)
-    steps = list(DataLoader(data, make.world(0, 4), 12, 3, accumulate=False))
-    assert [len(batch.micro_batches) for _, batch in steps] == [1, 1]
-
-
 def test_more_processes_than_rows(make):
     with pytest.raises(TuneError, match=r"has 2 rows for 4 data-parallel processes: use at most 2$"):
         DataLoader(make.dataset([4, 4]), make.world(0, 4), 4, 1)

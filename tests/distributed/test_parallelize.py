@@ -1,6 +1,11 @@
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
+from helpers import run_processes
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing import assert_close
 
@@ -237,3 +242,35 @@ def test_the_norm_of_many_numbers_is_that_in_fp64():
     assert_close(distributed.clip_grad_norm_([parameter], None).double(), expected, rtol=1e-5, atol=0)
     in_backward = distributed.sum_of_squares([parameter.grad]).sqrt()
     assert_close(in_backward.double(), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", torch.float32, "bf16", torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cpu_offload", [True, False])  # with FSDP, and without it
+def test_loaded_weights_stay(cpu_offload, dtype, checkpoint):
+    """They were replaced by memory with whatever it held."""
+    model, reference = load_model(str(checkpoint)), load_model(str(checkpoint), dtype=dtype)
+    add_adapters(model, LoRA(rank=4, modules_to_save=["norm"]))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    distributed.parallelize(model, dtype=dtype, cpu_offload=cpu_offload)
+    for name, parameter in model.named_parameters():
+        assert_close(distributed.full_tensor(parameter.detach()), before[name].to(parameter.dtype), rtol=0, atol=0)
+    assert_close(model(TOKENS), reference(TOKENS))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_loaded_weights_stay_on_two_processes(tp, checkpoint):
+    run_processes(Path(__file__).with_name("loaded_model.py"), 2, str(checkpoint), str(tp))
+
+
+def test_types_have_two_spellings(checkpoint):
+    for spelling in ("bf16", torch.bfloat16):
+        assert next(load_model(str(checkpoint), dtype=spelling).parameters()).dtype == torch.bfloat16
+    for wrong in ("bfloat", torch.int8, 16):
+        with pytest.raises(TuneError, match=str(wrong)):
+            distributed.as_dtype(wrong)
+
+
+def test_a_loaded_model_is_not_cut_into_stages(checkpoint):
+    world = replace(distributed.init("cpu"), experts=init_device_mesh("cpu", (1,)))
+    with pytest.raises(TuneError, match="meta"):
+        distributed.parallelize(load_model(str(checkpoint)), world)

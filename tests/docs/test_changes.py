@@ -118,6 +118,22 @@ def test_samples_leave_the_training_alone(reader, run, dtype):
     assert [line["loss"] for line in logged(sampled)] == [line["loss"] for line in logged(plain)]
 
 
+def test_updates_in_the_backward(reader, run):
+    """The losses and weights of a step after it, bitwise; a run goes on with the other, and `max_grad_norm` is gone."""
+    reader.follow("```\ntune cp full_finetune mine.py\n```\n")
+    plain = run("max_grad_norm=null", "micro_batch_size=8", folder="plain")
+    (reader.folder / "mine.py").unlink(), (reader.folder / "mine.yaml").unlink()
+    follow(reader, "Update each parameter in the backward")
+    changed = run("micro_batch_size=8", folder="changed")
+    resumed = run("micro_batch_size=8", f"resume={plain / 'checkpoints' / 'step-00000002'}", folder="resumed")
+    losses = [[line["loss"] for line in logged(folder)] for folder in (plain, changed, resumed)]
+    assert losses[1] == losses[0] and losses[2] == losses[0][2:]
+    for folder in (changed, resumed):
+        torch.testing.assert_close(exported(folder), exported(plain), rtol=0, atol=0)
+    with pytest.raises(SystemExit):
+        run("micro_batch_size=8", "max_grad_norm=1", folder="clipped")
+
+
 SMOOTHED = functools.partial(F.cross_entropy, label_smoothing=0.2, reduction="sum")
 
 
@@ -139,7 +155,7 @@ def test_losses(reader, run, settings, reference):
     loss_fn = runpy.run_path(str(reader.folder / "my_losses.py"))[kind](value, chunk_tokens=5)
     hidden, weight = torch.randn(2, 8, 16, requires_grad=True), torch.randn(30, 16, requires_grad=True)
     labels = torch.randint(0, 30, (2, 8)).masked_fill(torch.rand(2, 8) < 0.2, -100)
-    ours = loss_fn(hidden, weight, Batch.of(torch.zeros(2, 8), labels=labels))
+    ours = loss_fn(hidden, weight, Batch.of(torch.zeros(2, 8, dtype=torch.long), labels=labels))
     theirs = reference((hidden @ weight.T)[labels != -100], labels[labels != -100])
     assert math.isclose(ours.item(), theirs.item(), rel_tol=1e-6)
     for one, other in zip(*(torch.autograd.grad(loss, (hidden, weight)) for loss in (ours, theirs)), strict=True):

@@ -50,13 +50,13 @@ def test_a_loss(reader):
     hidden, weight = torch.randn(2, 8, 4, requires_grad=True), torch.randn(11, 4, requires_grad=True)
     labels = torch.randint(11, (2, 8))
     labels[0, ::2] = -100
-    batch = Batch.of(torch.zeros(2, 8), labels)
+    batch = Batch.of(torch.zeros(2, 8, dtype=torch.long), labels)
     p = (hidden @ weight.T).softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     expected = (-((1 - p) ** 1.5) * p.log())[labels != -100].sum()
     found = focal(hidden, weight, batch)
     assert_close(found, expected)
     assert_close(torch.autograd.grad(found, (hidden, weight)), torch.autograd.grad(expected, (hidden, weight)))
-    assert focal(hidden, weight, Batch.of(torch.zeros(2, 8))) == 0
+    assert focal(hidden, weight, Batch.of(torch.zeros(2, 8, dtype=torch.long))) == 0
     assert metrics(reader.folder / "runs" / "1")[0] > 0
 
 

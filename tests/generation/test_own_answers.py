@@ -30,7 +30,7 @@ def conversation(index):
 def step(rows):
     batches = [collate(each) for each in rows]
     count = sum(each.num_tokens for each in batches)
-    return GlobalBatch([], batches, count, sum(each.num_supervised for each in batches), 0)
+    return GlobalBatch([], batches, torch.device("cpu"), count, sum(each.num_supervised for each in batches), 0)
 
 
 def documents(batch):

@@ -14,7 +14,7 @@ from helpers import run_processes
 from tune import distributed
 from tune.datasets import Prompt, PromptLoader, Prompts
 from tune.errors import TuneError
-from tune.generation import Completion, Episode, Reward, counts, is_live, micro_batches, rollout, statistics
+from tune.generation import Completion, Episode, Reward, counts, global_batch, is_live, rollout, statistics
 from tune.tokenizers import Tokenizer
 
 QUESTION = [{"role": "user", "content": "the cat"}]
@@ -102,7 +102,7 @@ def test_turns_of_an_environment(tokenizer, world, prompt):
     assert first.text == "dog\nthe mat"
 
     sample = first.sample(0.25)
-    (batch,) = micro_batches([sample], 4, world)
+    (batch,) = global_batch([sample], 4, world, seed=0, step=1).micro_batches
     learned = [token for token in sample.labels.tolist() if token != -100]
     assert learned == letters + end + tokenizer.encode("the mat") + end  # and nothing of the environment
     assert batch.num_supervised == len(learned) == sum(sample.columns["sampled"] == -0.5)

@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 from tune import cli
 
 RECIPES = (
-    "full_finetune", "lora_finetune", "preference_finetune", "reward_finetune", "distill", "grpo", "ppo_finetune",
-    "evaluate",
+    "full_finetune", "lora_finetune", "pipeline_finetune", "preference_finetune", "reward_finetune", "distill", "grpo",
+    "ppo_finetune", "evaluate",
 )  # fmt: skip
 REWARD = "def length(row, completion):\n    return float(len(completion) % 5)\n"
 

@@ -20,7 +20,7 @@ def batch():
         "advantage": torch.tensor([1.5, 0.0, -0.7, 0.4, -1.1, 0.0]),
         "sampled": torch.arange(22.0).reshape(2, 11),
     }
-    return Batch.of(torch.zeros(2, 11), labels, ids, columns=columns)
+    return Batch.of(torch.zeros(2, 11, dtype=torch.long), labels, ids, columns=columns)
 
 
 def values():
@@ -80,7 +80,7 @@ def test_on_policy_all_have_the_gradient_of_reinforce(loss, batch):
 
 
 def test_no_tokens():
-    batch = Batch.of(torch.zeros(1, 4))
+    batch = Batch.of(torch.zeros(1, 4, dtype=torch.long))
     empty = torch.zeros(0, requires_grad=True)
     for loss in (PolicyGradient(), ClippedPolicy(), GSPO()):
         found, is_clipped = loss(empty, empty.detach(), empty.detach(), batch)

@@ -8,6 +8,7 @@ from torch.testing import assert_close
 
 from tune import losses
 from tune.collators import Batch
+from tune.errors import TuneError
 from tune.losses import CPO, DPO, IPO, KTO, ORPO, AnswerLogProbs, SimPO
 
 
@@ -132,7 +133,8 @@ def test_extremes_are_finite(loss):
     each = torch.cartesian_prod(torch.arange(len(lengths)), torch.arange(len(lengths))).T
     every = AnswerLogProbs(policy, torch.zeros(len(lengths)), lengths)
     if loss is KTO:
-        found = torch.stack([KTO()(every, torch.tensor(good), torch.tensor(9.0)) for good in (True, False)])
+        sides = torch.ones(len(lengths), dtype=torch.bool), torch.zeros(len(lengths), dtype=torch.bool)
+        found = torch.stack([KTO()(every, is_good, torch.tensor(9.0)) for is_good in sides])
     else:
         found = loss()(every.at(each[0]), every.at(each[1]))
     assert found.isfinite().all()
@@ -194,3 +196,35 @@ def test_metrics_of_pairs_and_of_labelled_answers():
     }  # fmt: skip
     assert found["rewards/chosen"][0].item() == pytest.approx(rewards[0][:4].sum().item(), rel=1e-5)
     assert found["logps/rejected"][0].item() == pytest.approx(chosen.policy[4:].sum().item(), rel=1e-5)
+
+
+class Bare:
+    """A loss of pairs by someone who has read nothing."""
+
+    def __call__(self, chosen, rejected):
+        return rejected.ratio - chosen.ratio
+
+
+def test_what_recipes_read_of_a_loss_is_named_where_it_is_missing():
+    loss_fn, names = Bare(), ("rows", "needs_reference", "reward")
+    for name, value in (
+        ("rows", "preferences"),
+        ("needs_reference", False),
+        ("reward", lambda answers: answers.policy),
+    ):
+        with pytest.raises(TuneError, match=rf"Bare has no `{name}`"):
+            losses.require_attributes(loss_fn, *names)
+        setattr(loss_fn, name, value)
+    losses.require_attributes(loss_fn, *names)
+    losses.require_attributes(losses.BradleyTerry(), "rows")
+    with pytest.raises(TuneError, match="needs_reference = True"):  # so it must say that it needs one
+        loss_fn(AnswerLogProbs(torch.zeros(2)), AnswerLogProbs(torch.zeros(2)))
+    loss_fn.rows = "pairs"
+    with pytest.raises(TuneError, match=r"'pairs'.*preferences"):
+        losses.require_attributes(loss_fn, *names)
+    with pytest.raises(TuneError, match="of_function has no `rows`"):
+        losses.require_attributes(of_function, *names)
+
+
+def of_function(chosen, rejected):
+    return rejected.ratio - chosen.ratio

@@ -30,7 +30,7 @@ def make(device="cpu", dtype=torch.float32, head_dim=16, kv_heads=2, value_dim=N
     shapes = [(3, 32, 4, head_dim), (3, 32, kv_heads, head_dim), (3, 32, kv_heads, value_dim or head_dim)]
     heads = [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
     ids = [[i for i, length in enumerate(lengths) for _ in range(length)] for lengths in LENGTHS]
-    return heads, Batch.of(torch.zeros(3, 32), documents=torch.tensor(ids)).documents
+    return heads, Batch.of(torch.zeros(3, 32, dtype=torch.long), documents=torch.tensor(ids)).documents
 
 
 @pytest.mark.parametrize(("capability", "fits"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
@@ -113,7 +113,7 @@ def test_document_by_document_and_masked(kind, value_dim):
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_one_document_a_row_needs_no_documents(kind, kv_heads):
     heads, _ = make(kv_heads=kv_heads)
-    documents = Batch.of(torch.zeros(3, 32)).documents
+    documents = Batch.of(torch.zeros(3, 32, dtype=torch.long)).documents
     expected = attend_masked(*heads, documents, SCORINGS[kind])
     assert_close(attend(*heads, None, SCORINGS[kind]), expected, atol=1e-5, rtol=1e-5)
 
@@ -128,7 +128,7 @@ def test_token_by_token_with_a_cache(kind):
     ]
     documents = torch.arange(3).repeat_interleave(torch.tensor(lengths))[None]
     cache = KeyValueCache([scoring.window or 40], rows=3, capacity=40)
-    cache.start([2, 0, 1], Batch.of(torch.zeros(1, 14), documents=documents), torch.device("cpu"))
+    cache.start([2, 0, 1], Batch.of(torch.zeros(1, 14, dtype=torch.long), documents=documents), torch.device("cpu"))
     layer = cache.layers[0]
     layer.write(*heads[1:])
     order = [1, 2, 0]  # the row of make's that row i of the cache is

@@ -167,7 +167,7 @@ def export_random_adapter(model, lora, to, base):
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.normal_(std=0.2)
-        export_adapter(model, lora, to, distributed.init("cpu"), base=str(base), tokenizer=NoTokenizer())
+        export_adapter(model, to, world=distributed.init("cpu"), base=str(base), tokenizer=NoTokenizer())
         return model.eval()(TOKENS)
 
 

@@ -6,6 +6,8 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tune import distributed
@@ -111,6 +113,28 @@ def test_muon_refuses_parts_of_matrices():
         Muon([{"params": [cut], "in_blocks": True}])
 
 
+def test_muon_refuses_matrices_that_it_cannot_place():
+    """Bare parameters: it would be AdamW for all of them, and embedding and head are matrices too."""
+    model = Model()
+    with pytest.raises(TuneError, match=r"group 0 has 4 matrices, the first one of the shape \[7, 6\]"):
+        Muon(model.parameters(), 0.02)
+    with pytest.raises(TuneError, match=r"group 1 has in_blocks=True and a parameter of the shape \[6\]"):
+        Muon([{"params": [model.head.weight], "in_blocks": False}, {"params": model.blocks[0].bias, "in_blocks": True}])
+
+
+def test_muon_for_groups_of_ones_own_is_torchs_muon():
+    """Vectors need no mark, and a group may be added later."""
+    ours, theirs = Model(), Model()
+    optimizer = Muon([block.bias for block in ours.blocks], 0.02, weight_decay=0.1)
+    optimizer.add_param_group({"params": [block.weight for block in ours.blocks], "in_blocks": True})
+    optimizer.add_param_group({"params": [ours.embedding.weight, ours.head.weight], "in_blocks": False})
+    matrices = [block.weight for block in theirs.blocks]
+    others = [*(block.bias for block in theirs.blocks), theirs.embedding.weight, theirs.head.weight]
+    muon = torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(others, lr=0.02, weight_decay=0.1, betas=(0.9, 0.95))
+    assert_equal(train(ours, [optimizer]), train(theirs, [muon, adamw]))
+
+
 @pytest.mark.parametrize("make", [Muon, Adafactor])
 def test_continued_from_its_state(make):
     def start():
@@ -172,6 +196,26 @@ def test_updates_in_backward_are_those_of_a_step(make):
             assert in_backward.norm() == 0
     assert_equal(models[1].state_dict(), models[0].state_dict())
     assert norms[1] == pytest.approx(norms[0], rel=1e-6)
+
+
+def test_a_second_backward_before_the_norm_is_refused():
+    """The first one has updated the parameters: gradients do not add up."""
+    model = Model()
+    in_backward = InBackward(torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.arange(5)).sum().backward()
+    in_backward.norm()
+    model(torch.arange(5)).sum().backward()
+    with pytest.raises(TuneError, match=r"global_batch_size: .*micro_batch_size"):
+        model(torch.arange(5)).sum().backward()
+
+
+def test_parameters_that_a_gpu_keeps_on_the_host_are_refused(monkeypatch):
+    distributed.init("cpu")
+    model = fully_shard(Model(), mesh=init_device_mesh("cpu", (1,)))
+    InBackward(torch.optim.SGD(model.parameters(), lr=0.1))
+    monkeypatch.setattr(DeviceMesh, "device_type", property(lambda mesh: "cuda"))
+    with pytest.raises(TuneError, match=r"memory\.cpu_offload"):
+        InBackward(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ COUNT = SAMPLES * LENGTH * WIDTH
 
 def mask(probability=0.3, name="layer", seed=0, step=1, sample=0, position=0):
     """Which elements stay, for tokens of two samples, the first of which are at `sample` and `position`."""
-    batch = Batch.of(torch.zeros(SAMPLES, LENGTH), samples=range(sample, sample + SAMPLES))
+    batch = Batch.of(torch.zeros(SAMPLES, LENGTH, dtype=torch.long), samples=range(sample, sample + SAMPLES))
     layer = nn.Module()
     prepare_dropout(layer, name, probability)
     batch = replace(batch, positions=batch.positions + position).in_step(seed, step, num_supervised=1)

@@ -33,7 +33,7 @@ def test_adapter(family, tmp_path):
     assert (logits - base_logits).abs().max() > 1e-3
 
     world, adapter = distributed.init("cpu"), tmp_path / "adapter"
-    export_adapter(model, lora, adapter, world, base=str(folder), tokenizer=Tokenizer(str(folder)))
+    export_adapter(model, adapter, world=world, base=str(folder), tokenizer=Tokenizer(str(folder)))
     base = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     theirs = peft.PeftModel.from_pretrained(base, adapter).eval()
     assert_close(theirs(TOKENS).logits, logits, atol=1e-5, rtol=1e-5)

@@ -72,7 +72,7 @@ def test_dropout_follows_a_token_and_its_expert(layer):
     def outputs(order):
         """Of each token's two experts, with the tokens in this order."""
         plan = Dispatch.of(experts[order], num_experts=4)
-        batch = replace(Batch.of(torch.zeros(1, 6)), positions=order[None])
+        batch = replace(Batch.of(torch.zeros(1, 6, dtype=torch.long)), positions=order[None])
         set_dropout_keys(layer, (batch.in_step(0, 1, num_supervised=1),))
         return layer(plan.of_tokens(tokens[order]), plan)[plan.places].view(6, 2, -1)
 
@@ -85,7 +85,7 @@ def test_dropout_differs_between_tokens_and_between_experts(layer):
     layer.lora_b.data.fill_(1)
     rows = torch.ones(12, 12)
     plan = Dispatch.of(torch.tensor([[0, 1]] * 6), num_experts=4)
-    set_dropout_keys(layer, (Batch.of(torch.zeros(1, 6)).in_step(0, 1, num_supervised=1),))
+    set_dropout_keys(layer, (Batch.of(torch.zeros(1, 6, dtype=torch.long)).in_step(0, 1, num_supervised=1),))
     added = (layer(rows, plan) - layer.eval()(rows, plan))[plan.places, 0].view(6, 2)
     assert (added[0, 0] - added[:, 0]).abs().max() > 1
     assert (added[:, 0] - added[:, 1]).abs().max() > 1  # and not by rounding alone

@@ -51,7 +51,7 @@ def test_peft_and_merge(family, tmp_path):
     logits = model(TOKENS)
     assert (logits - before).abs().max() > 1e-2
     world, adapter = distributed.init("cpu"), tmp_path / "adapter"
-    export_adapter(model, lora, adapter, world, base=str(folder), tokenizer=Tokenizer(str(folder)))
+    export_adapter(model, adapter, world=world, base=str(folder), tokenizer=Tokenizer(str(folder)))
     with safe_open(adapter / "adapter_model.safetensors", framework="pt") as tensors:
         kind = ".experts.base_layer.lora_A.weight" if family == "gpt_oss" else ".experts.1."
         assert any(kind in name for name in tensors.keys())  # noqa: SIM118
@@ -105,7 +105,7 @@ def test_a_stack_of_another_base_is_not_merged(changes, tmp_path):
     model, lora = load_model(str(folder)), LoRA(rank=4, target_modules=["down_proj"])
     add_adapters(model, lora)
     tokenizer = Tokenizer(str(folder))
-    export_adapter(model, lora, tmp_path / "adapter", distributed.init("cpu"), base=str(folder), tokenizer=tokenizer)
+    export_adapter(model, tmp_path / "adapter", world=distributed.init("cpu"), base=str(folder), tokenizer=tokenizer)
     other = save_checkpoint(tmp_path / "other", "GptOssConfig", **VARIANTS["gpt_oss"][1] | changes)
     with pytest.raises(TuneError, match="is for another model:"):
         merge(other, tmp_path / "adapter", tmp_path / "merged")

@@ -48,7 +48,7 @@ def test_ours_in_peft_and_merged(family, kind, tmp_path, recwarn):
             parameter.data += 0.1 * torch.randn_like(parameter)
     logits = ours(TOKENS)
     assert (logits - theirs(TOKENS).logits).abs().max() > 1e-3
-    export_adapter(ours, lora, tmp_path / "adapter", distributed.init("cpu"), base=str(base), tokenizer=NoTokenizer())
+    export_adapter(ours, tmp_path / "adapter", world=distributed.init("cpu"), base=str(base), tokenizer=NoTokenizer())
     recwarn.clear()
     adapted = peft.PeftModel.from_pretrained(WHOLE.from_pretrained(base), tmp_path / "adapter").eval()
     assert not any("adapter keys" in str(warning.message) for warning in recwarn)  # also none beside the language model

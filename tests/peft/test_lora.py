@@ -62,7 +62,7 @@ def randomized(model):
 
 
 def exported(model, lora, folder, base):
-    export_adapter(model, lora, str(folder), distributed.init("cpu"), base=str(base), tokenizer=Tokenizer(str(base)))
+    export_adapter(model, str(folder), world=distributed.init("cpu"), base=str(base), tokenizer=Tokenizer(str(base)))
     return folder
 
 

@@ -40,7 +40,7 @@ def adapters(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
             if parameter.requires_grad:
                 torch.nn.init.normal_(parameter, std=0.05)
         world, tokenizer = distributed.init("cpu"), Tokenizer(str(checkpoint))
-        export_adapter(model, lora, folder / name, world, base=str(checkpoint), tokenizer=tokenizer)
+        export_adapter(model, folder / name, world=world, base=str(checkpoint), tokenizer=tokenizer)
         found[name] = folder / name
     return found
 

@@ -26,6 +26,7 @@ def job(
     processes=1,
 ) -> Job:  # fmt: skip
     recipe, given = ("lora_finetune", ["adapter.rank=4"]) if lora else ("full_finetune", [])
+    recipe = "pipeline_finetune" if any("parallel.pp" in each for each in more) else recipe
     given += ["quantization.weights=nf4"] if nf4 else []
     sizes = [f"max_seq_len={length}", f"global_batch_size={rows}", f"dtype={dtype}", f"master_dtype={master}"]
     cfg = config.load(recipe, [f"model.path={path}", "dataset.path=none", *sizes, *given, *more])
@@ -145,6 +146,13 @@ def test_the_search_is_the_best_of_all(checkpoint):
     assert fitting == sorted(fitting) and len(fitting) > 10
     assert {each.layout.size for each in found} == {3}
     assert found == planned.search()
+
+
+def test_a_search_tries_stages_where_the_recipe_has_them(checkpoint):
+    for more, stages in (([], {1}), (["parallel.pp_schedule=1f1b"], {1, 2})):
+        planned = job(checkpoint, rows=4, dtype="bf16", processes=2, more=more)
+        assert {each.layout.pp for each in planned.search()} == stages
+        assert ("parallel.pp" in planned.chosen) == (stages != {1})
 
 
 def test_what_a_search_puts_first_is_not_on_a_line(checkpoint):

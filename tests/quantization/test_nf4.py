@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from torch._inductor import metrics
 from torch.testing import assert_close
 
@@ -111,8 +112,8 @@ def test_a_quantised_model(checkpoint, double, cpu_offload):
 
 
 def test_columns_that_make_no_blocks():
-    with pytest.raises(TuneError, match="48 columns cannot be cut into blocks of 64"):
-        NF4Weight(4, 48, double=False, device=torch.device("meta"))
+    with pytest.raises(TuneError, match="48 columns, which cannot be cut into blocks of 64"):
+        quantize_linears(nn.Sequential(nn.Sequential(nn.Linear(64, 4), nn.Linear(48, 4))))
 
 
 @pytest.mark.parametrize("double", [False, True])

@@ -22,4 +22,6 @@ def delayed(*args, **kwargs):
 
 
 nn.RMSNorm.forward = delayed
-run_variants("full_finetune", output, common, variants)
+for recipe in ("full_finetune", "pipeline_finetune"):
+    chosen = {name: given for name, given in variants.items() if ("parallel.pp=" in str(given)) == ("pipe" in recipe)}
+    run_variants(recipe, output, common, chosen)

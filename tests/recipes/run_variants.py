@@ -1,9 +1,12 @@
-"""Runs a recipe several times in one process group: `run_variants.py RECIPE OUTPUT COMMON_JSON VARIANTS_JSON`."""
+"""Runs a recipe, or the copy of one, several times in one process group: `run_variants.py RECIPE OUTPUT COMMON_JSON
+VARIANTS_JSON`."""
 
 import functools
 import importlib
 import json
+import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,15 +14,22 @@ import torch
 from tune import config
 
 
+def main_of(recipe: str) -> tuple[Callable[..., None], str]:
+    """The `main` of a recipe, given its name or the path of a copy, and the name or path of its settings."""
+    if recipe.endswith(".py"):
+        return runpy.run_path(recipe)["main"], str(Path(recipe).with_suffix(".yaml"))
+    return importlib.import_module(recipe).main, recipe
+
+
 def run_variants(recipe: str, output: Path, common: list[str], variants: dict[str, list[str]]) -> None:
     """Each variant's overrides come on top of the common ones; its run folder is `output`/name."""
     sys.path[:0] = [str(config.find_recipe(recipe).parent), str(Path(__file__).parents[1])]  # with tests' own functions
-    main = importlib.import_module(recipe).main
+    main, default = main_of(recipe)
     torch.compile = functools.partial(torch.compile, backend="aot_eager")
     for name, overrides in variants.items():
         is_compiled = "compile=" in " ".join(overrides)  # else torchao's optimizers compile themselves
         with torch.compiler.set_stance("default" if is_compiled else "force_eager"):
-            main(config.load(recipe, [*common, *overrides, f"output_dir={output / name}"]))
+            main(config.load(default, [*common, *overrides, f"output_dir={output / name}"]))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,14 @@
 import pytest
 from helpers import save_checkpoint
 from models.test_families import SMALL, VARIANTS
-from recipes.test_tensor_parallel import LORA, NF4, assert_one_curve, common, wide  # noqa: F401
+from recipes.test_tensor_parallel import (
+    LORA,
+    NF4,
+    assert_curve_in_backward,
+    assert_one_curve,
+    common,  # noqa: F401
+    wide,  # noqa: F401
+)
 
 LAYOUTS = {
     "cp x FSDP": ["parallel.cp=2", "micro_batch_size=4"],
@@ -29,7 +36,6 @@ def test_all_parameters(checkpoint, common, tmp_path):  # noqa: F811
     names = {
         "packed": list(LAYOUTS),
         "recomputed": ["cp x FSDP"],
-        "in backward": ["cp x HSDP"],
         "gemma3_text-scaled": ["cp"],
         "gpt_oss": ["cp x tp"],
         "deepseek_v3": ["cp"],
@@ -37,7 +43,6 @@ def test_all_parameters(checkpoint, common, tmp_path):  # noqa: F811
     variants = {
         "packed": [],
         "recomputed": ["memory.activation_checkpointing=selective"],
-        "in backward": ["optimizer_in_backward=true", "max_grad_norm=null"],
     }
     for name in names.keys() - variants:
         kind, changes = VARIANTS[name]
@@ -45,6 +50,12 @@ def test_all_parameters(checkpoint, common, tmp_path):  # noqa: F811
         variants[name] = [f"model.path={tmp_path / name}"]
     common = [*common, f"model.path={checkpoint}"]
     assert_one_curve("full_finetune", common, variants, LAYOUTS, 4, tmp_path / "runs", names)
+
+
+@pytest.mark.slow
+def test_in_backward(checkpoint, common, tmp_path):  # noqa: F811
+    layouts = {"cp x HSDP": LAYOUTS["cp x HSDP"]}
+    assert_curve_in_backward(common, {"all": [f"model.path={checkpoint}"]}, layouts, 4, tmp_path)
 
 
 @pytest.mark.slow

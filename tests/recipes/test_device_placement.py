@@ -3,7 +3,6 @@
 The device is `meta`: it has shapes and types but no values, and torch refuses operations on two devices at once.
 """
 
-import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +11,10 @@ import pytest
 import torch
 from evaluation.task_files import write_tasks
 from helpers import save_checkpoint
+from in_backward import in_backward
 from models.test_attention import SCORINGS, make
 from models.test_families import VARIANTS
+from recipes.run_variants import main_of
 
 from tune import checkpointers, config, distributed
 from tune.models import attention
@@ -35,7 +36,6 @@ SETTINGS = {
         "SGD": ["optimizer._component_=torch.optim.SGD"],
         "Adafactor": ["optimizer._component_=tune.optimizers.Adafactor"],
         "Muon": ["optimizer._component_=tune.optimizers.Muon"],
-        "in backward": ["optimizer_in_backward=true", "max_grad_norm=null"],
         "tasks": ["evaluate.tasks=[choice,rolling,answer]", "evaluate.include_path=TASKS", "evaluate.every=1"],
     },
     "evaluate": {
@@ -57,6 +57,10 @@ SETTINGS = {
         "float8, DoRA": ["quantization.float8=rowwise", "adapter.dora=true"],
         "rounded, DoRA": ["quantization.qat=fp8", "adapter.dora=true"],
         "NF4, DoRA": ["quantization.weights=nf4", "adapter.dora=true", "adapter.dropout=0.1"],
+    },
+    "pipeline_finetune": {
+        "one stage": [],
+        "one stage, an adapter": ["adapter={_component_: tune.peft.adapter, dropout: 0.1}", "quantization.weights=nf4"],
     },
     "distill": {
         "forward KL": ["teacher.path=${model.path}"],
@@ -124,12 +128,13 @@ def step(chats, tmp_path, monkeypatch):
     pairs.write_text("".join(json.dumps({**pair, "instruction": f"Hi {number}?"}) + "\n" for number in range(4)))
 
     def run(recipe, folder, *settings):
+        main, default = main_of(recipe)
         places = {"TASKS": write_tasks(tmp_path), "ROWS": rows} if recipe in ("evaluate", "full_finetune") else {}
         for name, place in places.items():
             settings = [each.replace(f"={name}", f"={place}") for each in settings]
         if recipe == "evaluate":
             with pytest.raises(SteppedError):
-                importlib.import_module(recipe).main(config.load(recipe, [f"model.path={folder}", *settings]))
+                main(config.load(default, [f"model.path={folder}", *settings]))
             return
         data = pairs if recipe in ("preference_finetune", "reward_finetune") else rows
         batches = ["max_seq_len=128", "global_batch_size=4"]
@@ -137,12 +142,12 @@ def step(chats, tmp_path, monkeypatch):
             batches = ["reward=recipes.test_grpo.different", "sampling.max_new_tokens=3", "prompts_per_step=2"]
         overrides = [
             f"model.path={folder}", f"dataset.path={data}", f"validation_dataset.path={data}", *batches,
-            "micro_batch_size=4", "dtype=fp32", "validate_every=1", f"output_dir={tmp_path / recipe}", *settings,
+            "micro_batch_size=4", "dtype=fp32", "validate_every=1", f"output_dir={tmp_path / 'run'}", *settings,
         ]  # fmt: skip
         if not any("tune.optimizers" in each for each in settings):
             overrides.append("optimizer.fused=false")
         with pytest.raises(SteppedError):
-            importlib.import_module(recipe).main(config.load(recipe, overrides))
+            main(config.load(default, overrides))
 
     return run
 
@@ -169,6 +174,10 @@ def test_every_family(family, step, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("recipe", "name"), [(recipe, name) for recipe in RECIPES for name in SETTINGS[recipe]])
 def test_settings(recipe, name, checkpoint, step):
     step(recipe, checkpoint, *SETTINGS[recipe][name])
+
+
+def test_in_backward(checkpoint, step, tmp_path):
+    step(in_backward("full_finetune", tmp_path / "changed"), checkpoint)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])

@@ -8,7 +8,15 @@ import torch
 from helpers import run_processes, save_checkpoint
 from models.test_families import SMALL, VARIANTS
 from recipes.test_grpo import assert_same_run, requests, settings_of  # noqa: F401
-from recipes.test_tensor_parallel import ADAFACTOR, LORA, NF4, RUN_VARIANTS, assert_one_curve, common  # noqa: F401
+from recipes.test_tensor_parallel import (
+    ADAFACTOR,
+    LORA,
+    NF4,
+    RUN_VARIANTS,
+    assert_curve_in_backward,
+    assert_one_curve,
+    common,  # noqa: F401
+)
 from safetensors.torch import load_file
 
 from recipes import test_grpo
@@ -76,7 +84,6 @@ def test_ways(common, tmp_path):  # noqa: F811
         "from random weights": ["from_scratch=true"],
         "recomputed": ["memory.activation_checkpointing=full"],
         "on the host": ["memory.cpu_offload=true"],
-        "in backward": ["optimizer_in_backward=true", "max_grad_norm=null"],
         "reduced once": ["parallel.reduce_every_micro_batch=false"],
         "Adafactor": ADAFACTOR,
         "Muon": ["optimizer._component_=tune.optimizers.Muon", "optimizer.lr=2e-5"],  # which multiplies in bf16
@@ -87,6 +94,8 @@ def test_ways(common, tmp_path):  # noqa: F811
     variants["fewer experts than devices"] = [few]
     layouts = {"ep x FSDP": LAYOUTS["ep x FSDP"]}
     assert_one_curve("full_finetune", common, variants, layouts, 4, tmp_path / "runs")
+    variants = {"in backward": [model, "model.router_loss=0.1"]}
+    assert_curve_in_backward(common, variants, layouts, 4, tmp_path / "in backward")
 
 
 @pytest.mark.slow

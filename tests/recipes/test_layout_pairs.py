@@ -6,6 +6,7 @@ from collections import defaultdict
 
 import pytest
 from helpers import curve_steps, run_processes, save_checkpoint
+from in_backward import in_backward
 from recipes.test_pairs import FACTORS, covering
 from recipes.test_tensor_parallel import RUN_VARIANTS
 
@@ -34,7 +35,7 @@ HOW = {
     "layout": LAYOUTS,
     "checkpointing": FACTORS["checkpointing"],
     "cpu_offload": FACTORS["cpu_offload"],
-    "in_backward": {"false": [], "true": ["optimizer_in_backward=true"]},
+    "in_backward": {"false": ["max_grad_norm=null"], "true": []},  # the changed copy has no such setting
 }
 PIPELINES = ("interleaved", "zero bubble")
 REFUSED = [
@@ -57,29 +58,33 @@ def test_two_processes_give_the_numbers_of_one(chats, pairs, tmp_path):
     )  # fmt: skip
     common = [
         "max_seq_len=128", "device=cpu", "dtype=fp32", "global_batch_size=8", f"max_steps={curve_steps()}", "epochs=6",
-        "max_grad_norm=null", "optimizer.lr=1e-3", "schedule.warmup=0", "checkpointer.every=null",
+        "optimizer.lr=1e-3", "schedule.warmup=0", "checkpointer.every=null",
     ]  # fmt: skip
     alone, shared, expected = defaultdict(dict), defaultdict(dict), {}
     for row in covering(random.Random(2), WHAT | HOW, REFUSED):
         recipe = RECIPES.get(row["trained"], "lora_finetune")
+        recipe_of_two = "pipeline_finetune" if row["layout"] in PIPELINES else recipe
+        if row["in_backward"] == "true":
+            recipe_of_two = in_backward(recipe, tmp_path / "changed")
         mixture = row["trained"] == "experts" or row["layout"] == "ep"
         plain = [f"model.path={experts if mixture else dense}"]
         plain += [f"dataset.path={pairs if row['trained'] == 'DPO' else chats}"]
         plain += [setting for name in WHAT for setting in WHAT[name][row[name]]]
         name = ", ".join(row.values())
         expected[name] = ", ".join([*(row[each] for each in WHAT), "experts" if mixture else "dense"])
-        alone[recipe][expected[name]] = [*plain, "micro_batch_size=8"]
-        shared[recipe][name] = plain + [setting for each in HOW for setting in HOW[each][row[each]]]
+        alone[recipe][expected[name]] = [*plain, "micro_batch_size=8", "max_grad_norm=null"]
+        shared[recipe_of_two][name] = plain + [setting for each in HOW for setting in HOW[each][row[each]]]
         if row["in_backward"] == "true":  # which wants one backward in a step
-            shared[recipe][name].append(f"micro_batch_size={8 if row['layout'].startswith(('tp', 'cp')) else 4}")
+            shared[recipe_of_two][name].append(f"micro_batch_size={8 if row['layout'].startswith(('tp', 'cp')) else 4}")
 
     def measured(run):
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         return [line[name] for line in lines for name in ("loss", "grad_norm")]
 
-    for recipe in shared:
-        run_processes(RUN_VARIANTS, 1, recipe, str(tmp_path / "alone"), json.dumps(common), json.dumps(alone[recipe]))
-        run_processes(RUN_VARIANTS, 2, recipe, str(tmp_path / "two"), json.dumps(common), json.dumps(shared[recipe]))
+    for folder, runs, processes in (("alone", alone, 1), ("two", shared, 2)):
+        for recipe, variants in runs.items():
+            given = [str(tmp_path / folder), json.dumps(common), json.dumps(variants)]
+            run_processes(RUN_VARIANTS, processes, recipe, *given)
     for name, one in expected.items():
         tolerance = 1e-3 if "Muon" in name else 1e-5  # Muon scales the smallest directions of an update up, in bf16
         assert measured(tmp_path / "two" / name) == pytest.approx(measured(tmp_path / "alone" / one), rel=tolerance), (

@@ -5,6 +5,7 @@ import json
 
 import pytest
 from helpers import run_processes, save_checkpoint
+from in_backward import in_backward
 from recipes.test_tensor_parallel import RUN_VARIANTS
 
 METHODS = {
@@ -23,7 +24,6 @@ LAYOUTS = {
     for axis, settings in AXES.items()
     for stage in range(4)
 }
-WHEN = {"after": [], "in": ["optimizer_in_backward=true"]}
 ROWS = 4
 
 
@@ -42,28 +42,31 @@ def norms_of(run):
 
 @pytest.fixture
 def assert_norms(mixture, checkpoint, chats, pairs, tmp_path):
-    def assert_norms(recipe, layouts, when):
+    def assert_norms(recipe, layouts, moments):
         data = pairs if recipe in ("preference_finetune", "reward_finetune") else chats
         common = [
             f"model.path={mixture}", f"dataset.path={data}", "max_seq_len=128", "device=cpu", "dtype=fp32",
-            f"global_batch_size={ROWS}", "max_steps=2", "max_grad_norm=null", "optimizer.lr=1e-3",
-            "schedule.warmup=0", "checkpointer.every=null",
+            f"global_batch_size={ROWS}", "max_steps=2", "optimizer.lr=1e-3", "schedule.warmup=0",
+            "checkpointer.every=null",
         ]  # fmt: skip
         common += [f"teacher.path={checkpoint}", "teacher.dtype=fp32"] * (recipe == "distill")
         alone = {name: [*settings, f"micro_batch_size={ROWS}"] for name, settings in METHODS[recipe].items()}
         shared = {
-            f"{name}, {layout}, {moment}": [
-                *settings, *LAYOUTS[layout], *WHEN[moment],
+            f"{name}, {layout}": [
+                *settings, *LAYOUTS[layout],
                 f"micro_batch_size={ROWS if layout.startswith(('cp', 'tp')) else ROWS // 2}",
             ]
-            for name, settings in METHODS[recipe].items() for layout in layouts for moment in when
+            for name, settings in METHODS[recipe].items() for layout in layouts
         }  # fmt: skip
-        run_processes(RUN_VARIANTS, 1, recipe, str(tmp_path / "alone"), json.dumps(common), json.dumps(alone))
-        run_processes(RUN_VARIANTS, 2, recipe, str(tmp_path / "two"), json.dumps(common), json.dumps(shared))
-        for run in shared:
-            expected = norms_of(tmp_path / "alone" / run.partition(",")[0])
-            assert norms_of(tmp_path / "two" / run) == pytest.approx(expected, rel=2e-5), (recipe, run)
-            assert len(set(expected)) == 2 and min(expected) > 1e-3
+        after = [*common, "max_grad_norm=null"]
+        run_processes(RUN_VARIANTS, 1, recipe, str(tmp_path / "alone"), json.dumps(after), json.dumps(alone))
+        for moment in moments:
+            script, given = (recipe, after) if moment == "after" else (in_backward(recipe, tmp_path), common)
+            run_processes(RUN_VARIANTS, 2, script, str(tmp_path / moment), json.dumps(given), json.dumps(shared))
+            for run in shared:
+                expected = norms_of(tmp_path / "alone" / run.partition(",")[0])
+                assert norms_of(tmp_path / moment / run) == pytest.approx(expected, rel=2e-5), (recipe, run, moment)
+                assert len(set(expected)) == 2 and min(expected) > 1e-3
 
     return assert_norms
 
@@ -75,4 +78,4 @@ def test_norms_in_backward(assert_norms):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", METHODS)
 def test_norms(recipe, assert_norms):
-    assert_norms(recipe, LAYOUTS, WHEN if recipe == "full_finetune" else ["in"])
+    assert_norms(recipe, LAYOUTS, ["after", "in"] if recipe == "full_finetune" else ["in"])

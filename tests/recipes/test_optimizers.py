@@ -1,6 +1,5 @@
 """Optimizers by name, in both recipes: on any number of processes, continued exactly, and updating in backward."""
 
-import importlib
 import json
 import os
 import shutil
@@ -12,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from helpers import HANGS, run_processes, save_checkpoint, slow_but
+from in_backward import in_backward
+from recipes.run_variants import main_of
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tune import checkpointers, config
@@ -79,8 +80,8 @@ def losses(run):
 
 
 def train(recipe, folder, *overrides):
-    main = importlib.import_module(recipe).main
-    main(config.load(recipe, [*overrides, f"output_dir={folder}"]))
+    main, default = main_of(recipe)
+    main(config.load(default, [*overrides, f"output_dir={folder}"]))
     return curve(folder)
 
 
@@ -112,14 +113,14 @@ def test_a_continued_run_is_that_without_interruption(name, recipe, common, told
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_two_processes(recipe, common, told_to, tmp_path):
     """The curves of one process, which continues what they begin; bitwise among themselves, resumed or in backward."""
-    common = [*common, *RECIPES[recipe], "micro_batch_size=4", "max_grad_norm=null"]
+    changed, unclipped = in_backward(recipe, tmp_path / "changed"), [*common, *RECIPES[recipe], "micro_batch_size=4"]
+    common = [*unclipped, "max_grad_norm=null"]
     variants = {}
     for name, (settings, _) in OPTIMIZERS.items():
         middle = tmp_path / "2" / name / "checkpoints" / "step-00000002"
         variants |= {
             name: settings,
             f"{name}, resumed": [*settings, f"resume={middle}"],
-            f"{name}, in backward": [*settings, "optimizer_in_backward=true"],
         }
         if name in LOW_BIT:  # cut within rows and blocks
             every = ["checkpointer.every=1", "parallel.tp=2"]
@@ -127,6 +128,9 @@ def test_two_processes(recipe, common, told_to, tmp_path):
             again = tmp_path / "2" / f"{name}, resumed, shared" / "checkpoints" / "step-00000003"
             variants[f"{name}, resumed twice"] = [*settings, f"resume={again}"]
     run_processes(RUN_VARIANTS, 2, recipe, str(tmp_path / "2"), json.dumps(common), json.dumps(variants))
+    each_in_backward = {f"{name}, in backward": settings for name, (settings, _) in OPTIMIZERS.items()}
+    given = [str(tmp_path / "2"), json.dumps(unclipped), json.dumps(each_in_backward)]
+    run_processes(RUN_VARIANTS, 2, changed, *given)
     lines = [[recipe, *common, *settings, f"output_dir={tmp_path / name}"] for name, settings in variants.items()]
     assert {*told_to(2, *lines)} == {""}
     for name, (settings, tolerance) in OPTIMIZERS.items():
@@ -157,19 +161,20 @@ def test_schedules_continue_exactly(name, common, tmp_path):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_in_backward_or_in_a_step_is_the_same(recipe, common, tmp_path):
     """A run that began with one may go on with the other."""
-    common = [*common, *RECIPES[recipe], "max_grad_norm=null", "micro_batch_size=8"]
-    in_step = train(recipe, tmp_path / "step", *common)
-    in_backward = train(recipe, tmp_path / "backward", *common, "optimizer_in_backward=true")
-    assert near(in_backward, in_step)
+    changed, common = in_backward(recipe, tmp_path / "changed"), [*common, *RECIPES[recipe], "micro_batch_size=8"]
+    in_step = train(recipe, tmp_path / "step", *common, "max_grad_norm=null")
+    at_once = train(changed, tmp_path / "backward", *common)
+    assert near(at_once, in_step)
     middle = tmp_path / "step" / "checkpoints" / "step-00000002"
-    resumed = train(recipe, tmp_path / "resumed", *common, "optimizer_in_backward=true", f"resume={middle}")
-    assert near(resumed, in_backward[2:])
+    resumed = train(changed, tmp_path / "resumed", *common, f"resume={middle}")
+    assert near(resumed, at_once[2:])
 
 
 def test_in_backward_wants_one_micro_batch(common, tmp_path):
-    one_backward = ["optimizer_in_backward=true", "max_grad_norm=null", "micro_batch_size=2"]
-    with pytest.raises(TuneError, match="Set global_batch_size to 2, or micro_batch_size to 8"):
-        train("full_finetune", tmp_path / "run", *common, *one_backward)
+    changed = in_backward("full_finetune", tmp_path / "changed")
+    with pytest.raises(TuneError, match=r"second gradient .* micro_batch_size"):
+        train(changed, tmp_path / "run", *common, "micro_batch_size=2")
+    assert not [*(tmp_path / "run" / "checkpoints").glob("step-*")]
 
 
 def test_in_backward_does_not_update_on_a_loss_that_is_not_finite(common, tmp_path, monkeypatch):
@@ -182,9 +187,9 @@ def test_in_backward_does_not_update_on_a_loss_that_is_not_finite(common, tmp_pa
 
     monkeypatch.setattr(LinearCrossEntropy, "__call__", spoilt)
     monkeypatch.setattr(checkpointers, "check", lambda model: models.append(model) or check(model))
-    settings = ["optimizer_in_backward=true", "max_grad_norm=null", "micro_batch_size=8"]
+    changed = in_backward("full_finetune", tmp_path / "changed")
     with pytest.raises(TuneError, match="loss is nan at step 3"):
-        train("full_finetune", tmp_path / "run", *common, *settings)
+        train(changed, tmp_path / "run", *common, "micro_batch_size=8")
     torch.testing.assert_close(models[-1].state_dict(), weights[-1], rtol=0, atol=0)
 
 

@@ -58,7 +58,7 @@ HOW = {
     "checkpointing": {each: [f"memory.activation_checkpointing={each}"] for each in ("none", "selective", "full")},
     "activation_offload": {"false": [], "true": ["memory.activation_offload=true"]},
     "cpu_offload": {"false": [], "true": ["memory.cpu_offload=true"]},
-    "in_backward": {"false": ["micro_batch_size=4"], "true": ["optimizer_in_backward=true"]},
+    "micro_batch": {"4": ["micro_batch_size=4"], "8": []},
 }
 # What a run does beside, or what its rows are.
 BESIDE = {
@@ -133,9 +133,6 @@ REFUSED = [
     ({"trained": ["lora, float8"], "quantization": ["nf4", "double"]}, "quantization.weights: it does not go"),
     ({"trained": ["lora, int8"], "quantization": ["nf4", "double"]}, "is quantised already"),
     ({"trained": ["lora, int8"], "dtype": ["bf16/fp32", "bf16"]}, "is exported as float32"),
-    ({"in_backward": ["true"], "cpu_offload": ["true"]}, "memory.cpu_offload: gradients may still"),
-    ({"in_backward": ["true"], "clipping": ["1.0"]}, "max_grad_norm: gradients are gone"),
-    ({"in_backward": ["true"], "on_nan": ["skip", "rollback"]}, "checkpointer.on_nan: weights change before"),
     (
         {"activation_offload": ["true"], "checkpointing": ["selective"], "compile": ["false", "one"]},
         "memory.activation_offload: what activation_checkpointing=selective keeps is",
@@ -280,7 +277,7 @@ for name, factors in METHODS.items():
     factors["validation"] = {each: BESIDE["validation"][each] for each in ("none", "path")}
     if name == "reward_finetune":
         del factors["model"], factors["trained"]["head"]  # it scores, and transformers' models have no such head
-        factors |= {each: FACTORS[each] for each in ("packed", "in_backward")}
+        factors |= {each: FACTORS[each] for each in ("packed", "micro_batch")}
         factors["center"] = {"0": [], "0.1": ["loss.center=0.1"]}
     else:
         del factors["profiler"]  # a trace of all that is sampled is of a GiB
@@ -302,9 +299,6 @@ NOT_TOGETHER = [
     *({"trained": "all", "quantization": each} for each in ("nf4", "double")),
     {"optimizer": "AdamW8bit", "cpu_offload": "true", "dtype": "bf16"},
     {"trained": "tokens", "kl": "base"},
-    {"in_backward": "true", "cpu_offload": "true"},
-    {"in_backward": "true", "clipping": "1.0"},
-    *({"in_backward": "true", "on_nan": each} for each in ("skip", "rollback")),
     {"trained": "head", "model": "hf", "dropout": "0.2"},
 ]
 # What is compiled for each shape: the step of torchao's optimizers, which the rows above have, and models of

@@ -1,9 +1,10 @@
-"""One loss curve, also where processes are stages that have some of the blocks each (pipeline parallelism)."""
+"""The curve of one process, also where processes are stages with some of the blocks each (pipeline parallelism)."""
 
+import functools
 import itertools
 import json
 
-import full_finetune
+import pipeline_finetune
 import pytest
 import torch
 from helpers import run_processes, save_checkpoint
@@ -22,7 +23,11 @@ LAYOUTS = {
     "pp x tp": ["parallel.pp=2", "parallel.tp=2", "micro_batch_size=2"],
     "pp x cp": ["parallel.pp=2", "parallel.cp=2", "micro_batch_size=2"],
     "pp x ep": ["parallel.pp=2", "parallel.ep=2", "micro_batch_size=1"],
+    "pp x ZeRO 0": ["parallel.pp=2", "parallel.zero_stage=0", "micro_batch_size=1"],
 }  # fmt: skip
+# Against the recipes without stages, on one process.
+assert_curve_of_all = functools.partial(assert_one_curve, "pipeline_finetune", alone="full_finetune")
+assert_curve_of_adapters = functools.partial(assert_one_curve, "pipeline_finetune", alone="lora_finetune")
 FAMILIES = {"qwen3": ["pp"], "gemma3_text-scaled": ["pp x FSDP"], "qwen3_moe": ["pp", "pp x ep"]}
 
 
@@ -37,7 +42,7 @@ def test_two_stages(checkpoint, tied_checkpoint, common, tmp_path):  # noqa: F81
     variants["alike"] = [f"model.path={tied_checkpoint}", f"dataset.path={tmp_path / 'alike.jsonl'}", "packed=false"]
     layouts = {"pp": ["parallel.pp=2", "micro_batch_size=1"], "pp of several": ["parallel.pp=2", "micro_batch_size=4"]}
     names = {"packed": ["pp"], "tied": ["pp"], "alike": ["pp of several"]}
-    assert_one_curve("full_finetune", common, variants, layouts, 2, tmp_path, names)
+    assert_curve_of_all(common, variants, layouts, 2, tmp_path, names)
     for name, (layout,) in names.items():
         files = (tmp_path / run / "model" / "model.safetensors" for run in (f"{name}, {layout}", f"alone/{name}"))
         torch.testing.assert_close(*map(load_file, files), rtol=1e-3, atol=2e-5)
@@ -56,7 +61,7 @@ def test_all_parameters(common, tmp_path):  # noqa: F811
     names = {name: ["pp x FSDP"] for name in variants}
     names |= {
         "packed": [each for each in LAYOUTS if each != "pp x ep"],
-        "tied": ["pp x FSDP", "reduced once"],
+        "tied": ["pp x FSDP", "reduced once", "pp x ZeRO 0"],
     }
     for name, layouts in FAMILIES.items():
         kind, changes = VARIANTS[name]
@@ -65,7 +70,7 @@ def test_all_parameters(common, tmp_path):  # noqa: F811
         )
         router = ["model.router_loss=0.1"] if "moe" in name else []
         variants[name], names[name] = [f"model.path={tmp_path / name}", *router], layouts
-    assert_one_curve("full_finetune", common, variants, LAYOUTS, 4, tmp_path / "runs", names)
+    assert_curve_of_all(common, variants, LAYOUTS, 4, tmp_path / "runs", names)
 
 
 SEVERAL_STAGES = {
@@ -82,7 +87,8 @@ SEVERAL_STAGES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
 def test_several_stages_of_each_process(schedule, common, tmp_path):  # noqa: F811
-    common = [*common, "micro_batch_size=1", f"parallel.pp_schedule={schedule}"]
+    common = [*common, "micro_batch_size=1"]
+    layouts = {name: [*layout, f"parallel.pp_schedule={schedule}"] for name, layout in SEVERAL_STAGES.items()}
     kind, changes = VARIANTS["qwen3_moe"]
     deep = {"vocab_size": 300, "num_hidden_layers": 8, "layer_types": None}
     save_checkpoint(tmp_path / "experts", kind, **SMALL | changes | deep)
@@ -95,13 +101,11 @@ def test_several_stages_of_each_process(schedule, common, tmp_path):  # noqa: F8
     names = {"tied": ["pp", "pp x FSDP", "pp x tp"], "experts": ["pp x ep"], "recomputed": ["pp"]}
     if schedule == "zero_bubble":  # whose backwards are in two parts
         names["tied"] = [*SEVERAL_STAGES][:-1]
-    assert_one_curve("full_finetune", common, variants, SEVERAL_STAGES, 4, tmp_path / "runs", names)
+    assert_curve_of_all(common, variants, layouts, 4, tmp_path / "runs", names)
     saved = (tmp_path / "runs" / run / "model" / "model.safetensors" for run in ("tied, pp", "alone/tied"))
     torch.testing.assert_close(*map(load_file, saved), rtol=1e-3, atol=2e-5)
     variants = {"LoRA": [f"model.path={tmp_path / 'tied'}", *LORA]}
-    assert_one_curve(
-        "lora_finetune", common, variants, SEVERAL_STAGES, 4, tmp_path / "adapted", {"LoRA": ["pp x FSDP"]}
-    )
+    assert_curve_of_adapters(common, variants, layouts, 4, tmp_path / "adapted", {"LoRA": ["pp x FSDP"]})
 
 
 @pytest.mark.slow
@@ -121,10 +125,11 @@ def test_continued(common, told_to, tmp_path):  # noqa: F811
         for name, (before, step) in starts.items()
     }
     variants = {name: [*way, resumed.get(name, "resume=auto")] for name, way in ways.items() if name != "alone"}
-    run_processes(RUN_VARIANTS, 2, "full_finetune", str(tmp_path), json.dumps(common), json.dumps(variants))
+    run_processes(RUN_VARIANTS, 2, "pipeline_finetune", str(tmp_path), json.dumps(common), json.dumps(variants))
     new = [*common, "parallel.pp=2", "micro_batch_size=1", f"output_dir={tmp_path / 'new'}"]
-    assert told_to(2, *(["full_finetune", *new, each] for each in resumed.values())) == [""] * len(resumed)
-    full_finetune.main(config.load("full_finetune", [*common, resumed["alone"], f"output_dir={tmp_path / 'alone'}"]))
+    assert told_to(2, *(["pipeline_finetune", *new, each] for each in resumed.values())) == [""] * len(resumed)
+    alone = [*common, resumed["alone"], f"output_dir={tmp_path / 'alone'}"]
+    pipeline_finetune.main(config.load("pipeline_finetune", alone))
     found = {name: measured(tmp_path / name) for name in ways}
     assert found["stages"] == found["whole"][6:] and len(found["whole"]) == 15
     for name, (before, step) in starts.items():
@@ -145,7 +150,7 @@ def test_dropout_is_recomputed_with_the_keys_of_its_micro_batch(tied_checkpoint,
     }
     layouts = {name: ["parallel.pp=2", "micro_batch_size=1", *how] for name, how in layouts.items()}
     variants = {"LoRA": [f"model.path={tied_checkpoint}", *LORA, "optimizer.lr=1e-2"]}
-    assert_one_curve("lora_finetune", common, variants, layouts, 2, tmp_path)
+    assert_curve_of_adapters(common, variants, layouts, 2, tmp_path)
 
 
 @pytest.mark.slow
@@ -160,13 +165,13 @@ def test_adapters(wide, common, tmp_path):  # noqa: F811
     }  # fmt: skip
     names = {name: ["pp x FSDP"] for name in variants} | {"LoRA": ["pp x FSDP", "pp x tp"]}
     common = [*common, f"model.path={wide}"]
-    assert_one_curve("lora_finetune", common, variants, LAYOUTS, 4, tmp_path, names)
+    assert_curve_of_adapters(common, variants, LAYOUTS, 4, tmp_path, names)
     for name in variants:
         for file in ("adapter/adapter_model.safetensors", *(["model/model.safetensors"] if name == "LoRA" else [])):
             one, other = (load_file(tmp_path / run / file) for run in (f"{name}, pp x FSDP", f"alone/{name}"))
             torch.testing.assert_close(one, other, rtol=1e-3, atol=2e-5)
         settings = [
-            (tmp_path / run / "adapter/adapter_config.json").read_text()
+            json.loads((tmp_path / run / "adapter/adapter_config.json").read_text())
             for run in (f"{name}, pp x FSDP", f"alone/{name}")
         ]
         assert settings[0] == settings[1]

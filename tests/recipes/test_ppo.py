@@ -204,7 +204,7 @@ def test_advantages_are_those_of_the_formula():
     ]
     batch = collate([[sample] for sample in samples])
     rewards, values = (torch.tensor(draw.normal(size=sum(lengths))) for _ in range(2))
-    found, start = gae(rewards, values, batch, decay), 0
+    found, start = gae(rewards, values, batch, decay, batch.columns["reward"]), 0
     for number, length in enumerate(lengths, 1):
         r, v = rewards[start : start + length].clone(), [*values[start : start + length], 0.0]
         r[-1] += number

@@ -77,7 +77,7 @@ METHODS = {  # by recipe: its settings, what it trains, and how
     ),
 }  # fmt: skip
 SAMPLING = ("grpo", "ppo_finetune")
-STAGED = ("full_finetune", "lora_finetune")  # these can have stages
+STAGED = ("full_finetune", "lora_finetune")  # pipeline_finetune is these with stages
 LAYOUTS = {
     "dp": [],
     "HSDP": ["parallel.dp_replicate=2"],
@@ -112,13 +112,11 @@ OF_ADAPTERS = [
 OF_ROWS = [
     [["max_seq_len=128"], ["max_seq_len=93", "dataset.too_long=truncate"]],
     [[], ["packed=true"]],
-    [["max_grad_norm=null"], ["max_grad_norm=0.3"], ["max_grad_norm=null", "optimizer_in_backward=true"]],
+    [["max_grad_norm=null"], ["max_grad_norm=0.3"]],
     [[], ["validation_dataset.path={validated}", "validate_every=1"]],
 ]
 # What is refused always, and would take half of the draws.
 NOT_TOGETHER = [
-    ("optimizer_in_backward=true", "memory.cpu_offload=true"),
-    ("optimizer_in_backward=true", "parallel.pp=2"),
     ("parallel.pp=2", "parallel.zero_stage=3"),
     ("parallel.pp_schedule=zero_bubble", "memory.activation_checkpointing=selective"),
     ("parallel.pp_schedule=zero_bubble", "memory.activation_checkpointing=full"),
@@ -131,7 +129,7 @@ OF_SPEED = re.compile("time|second|per_s|flops|mfu|memory|gib|slowest|wait", re.
 
 
 def drawn(seed, number):
-    """A recipe, the name of its model, its settings, and those of one process and of two."""
+    """The recipes of one process and of two, the name of their model, their settings, and those of each."""
     draw = random.Random(f"{seed}, {number}")
     while True:
         found = drawn_by(draw)
@@ -155,11 +153,11 @@ def drawn_by(draw):
     if trained == "all" and OFF in settings:
         settings.remove(OFF)
     rows = ROWS if layout.startswith(("cp", "tp")) else ROWS // 2  # at most, of a process
-    if "optimizer_in_backward=true" not in settings:
-        rows = draw.choice([each for each in (1, 2, 4, 8) if each <= rows])
+    rows = draw.choice([each for each in (1, 2, 4, 8) if each <= rows])
     shared = [*LAYOUTS[layout], *(draw.choice(SCHEDULES) if layout == "pp" else []), *one_of_each(OF_LAYOUTS)]
     shared += [f"micro_batch_size={rows}", "parallel.timeout=5"]
-    return recipe, name, settings, [f"micro_batch_size={ROWS}"], shared
+    recipes = recipe, "pipeline_finetune" if layout == "pp" else recipe
+    return recipes, name, settings, [f"micro_batch_size={ROWS}"], shared
 
 
 def command(recipe, settings, processes):
@@ -210,7 +208,7 @@ def difference(alone, two, start, is_rough):
 class Combination:
     def __init__(self, seed, number, data, folder, again=False):
         """`again`: with the rows in another order."""
-        self.recipe, name, settings, alone, shared = drawn(seed, number)
+        self.recipes, name, settings, alone, shared = drawn(seed, number)
         self.model, self.has_experts = model_of(name, folder), name in EXPERTS
         data = data | {"teacher": model_of(TEACHER, folder)}
         data["validated"] = data["pairs"] if "{pairs}" in str(settings) else data["chats"]
@@ -232,8 +230,10 @@ class Combination:
         return difference(*self.folders, start, is_rough="Muon" in str(self.runs)) or "equal"
 
     def commands(self):
-        runs = enumerate(zip(self.runs, self.folders, strict=True), 1)
-        return "\n".join(command(self.recipe, [*each, f"output_dir={folder}"], count) for count, (each, folder) in runs)
+        runs = enumerate(zip(self.recipes, self.runs, self.folders, strict=True), 1)
+        return "\n".join(
+            command(recipe, [*settings, f"output_dir={folder}"], count) for count, (recipe, settings, folder) in runs
+        )
 
 
 def model_of(name, folder):
@@ -250,7 +250,8 @@ def outcomes(combinations):
     fails, each has its own."""
     try:
         for processes in (1, 2):
-            runs = [(each.recipe, str(each.folders[processes - 1]), each.runs[processes - 1]) for each in combinations]
+            at = processes - 1
+            runs = [(each.recipes[at], str(each.folders[at]), each.runs[at]) for each in combinations]
             run_processes(SCRIPT, processes, json.dumps(runs))
     except AssertionError as error:
         if len(combinations) == 1:

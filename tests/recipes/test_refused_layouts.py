@@ -24,7 +24,7 @@ for recipe, settings in json.loads(sys.argv[1]):
 """
 WRONG = [
     ("full_finetune", "parallel.ep=2"),
-    ("lora_finetune", "model._component_=tune.models.hf", "parallel.pp=2"),
+    ("pipeline_finetune", "adapter.rank=4", "model._component_=tune.models.hf", "parallel.pp=2"),
     ("preference_finetune", "parallel.ep=2"),
 ]
 
@@ -45,4 +45,4 @@ def test_before_the_data_are_read(checkpoint, told_to, tmp_path):
 def test_in_all_recipes():
     recipes = [path.read_text() for path in Path(full_finetune.__file__).parent.glob("*.py")]
     placed = [text.index("require_layout(") - text.index("tokenizer = inst") for text in recipes if "backward" in text]
-    assert len(placed) == 7 and max(placed) < 0
+    assert len(placed) == 8 and max(placed) < 0

@@ -7,6 +7,8 @@ in the other makes another difference: make it in both, or, if it belongs to the
 import difflib
 from pathlib import Path
 
+import pytest
+
 from tune import config
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -19,6 +21,7 @@ def difference(one: str, other: str) -> str:
     return "\n".join("@@" if line.startswith("@@") else line for line in lines if line[:3] not in ("---", "+++"))
 
 
-def test_lora_is_full_finetuning_plus_the_lines_in_the_docs():
-    shown = (DOCS / "lora.md").read_text().split("```diff\n")[1].split("\n```")[0]
-    assert shown == difference("full_finetune", "lora_finetune")
+@pytest.mark.parametrize(("page", "recipe"), [("lora.md", "lora_finetune"), ("layouts.md", "pipeline_finetune")])
+def test_it_is_full_finetuning_but_for_the_lines_in_the_docs(page, recipe):
+    shown = (DOCS / page).read_text().split("```diff\n")[1].split("\n```")[0]
+    assert shown == difference("full_finetune", recipe)

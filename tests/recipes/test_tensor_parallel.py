@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import curve_steps, run_processes, save_checkpoint
+from in_backward import in_backward
 from models.test_families import SMALL, VARIANTS
 from safetensors.torch import load_file
 
@@ -45,18 +46,26 @@ def measured(run):
     return [line[name] for line in lines for name in MEASURED if name in line]
 
 
-def assert_one_curve(recipe, common, variants, layouts, count, folder, names=None):
+def assert_one_curve(recipe, common, variants, layouts, count, folder, names=None, alone=None, of_alone=()):
     """Each of `variants` in each of `layouts`, or in those that `names` has for it, on `count` processes, against one
-    process."""
+    process, which runs the recipe `alone` where it is another, with the settings `of_alone`."""
     pairs = [(name, layout) for name in variants for layout in (names[name] if names else layouts)]
-    main = importlib.import_module(recipe).main
+    alone = alone or recipe
+    main = importlib.import_module(alone).main
     for name, overrides in variants.items():
-        main(config.load(recipe, [*common, *overrides, f"output_dir={folder / 'alone' / name}"]))
+        main(config.load(alone, [*common, *overrides, *of_alone, f"output_dir={folder / 'alone' / name}"]))
     shared = {f"{name}, {layout}": [*variants[name], *layouts[layout]] for name, layout in pairs}
     run_processes(RUN_VARIANTS, count, recipe, str(folder), json.dumps(common), json.dumps(shared))
-    alone = {name: measured(folder / "alone" / name) for name in variants}
+    expected = {name: measured(folder / "alone" / name) for name in variants}
     for name, layout in pairs:
-        assert measured(folder / f"{name}, {layout}") == pytest.approx(alone[name], rel=1e-5), (name, layout)
+        assert measured(folder / f"{name}, {layout}") == pytest.approx(expected[name], rel=1e-5), (name, layout)
+
+
+def assert_curve_in_backward(common, variants, layouts, count, folder, names=None):
+    """All parameters, each updated in the backward, against one process that updates them after it."""
+    changed = in_backward("full_finetune", folder / "changed")
+    others = {"alone": "full_finetune", "of_alone": ["max_grad_norm=null"]}
+    assert_one_curve(changed, common, variants, layouts, count, folder, names, **others)
 
 
 LAYOUTS = {
@@ -96,7 +105,6 @@ def test_all_parameters(checkpoint, tied_checkpoint, wide, common, tmp_path):
         "from random weights": [f"model.path={checkpoint}", "from_scratch=true"],
         "recomputed": [f"model.path={checkpoint}", "memory.activation_checkpointing=selective"],
         "on the host": [f"model.path={checkpoint}", "memory.cpu_offload=true"],
-        "in backward": [f"model.path={checkpoint}", "optimizer_in_backward=true", "max_grad_norm=null"],
         "Adafactor": [f"model.path={checkpoint}", *ADAFACTOR],
     }
     names = {
@@ -107,10 +115,16 @@ def test_all_parameters(checkpoint, tied_checkpoint, wide, common, tmp_path):
         "from random weights": ["tp x HSDP"],
         "recomputed": ["tp"],
         "on the host": ["tp x HSDP"],
-        "in backward": ["tp x FSDP"],
         "Adafactor": ["tp x FSDP"],
     }
     assert_one_curve("full_finetune", common, variants, LAYOUTS, 4, tmp_path, names)
+
+
+@pytest.mark.slow
+def test_in_backward(checkpoint, common, tmp_path):
+    assert_curve_in_backward(
+        common, {"all": [f"model.path={checkpoint}"]}, LAYOUTS, 4, tmp_path, {"all": ["tp x FSDP"]}
+    )
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ def adapter(inputs, checkpoint):
     model, lora = load_model(str(checkpoint)), LoRA(rank=4, modules_to_save=["embed_tokens"])
     add_adapters(model, lora)
     folder, world = inputs.folder / "adapter", distributed.init("cpu")
-    export_adapter(model, lora, folder, world, base=str(checkpoint), tokenizer=Tokenizer(str(checkpoint)))
+    export_adapter(model, folder, world=world, base=str(checkpoint), tokenizer=Tokenizer(str(checkpoint)))
     return folder
 
 

@@ -24,6 +24,7 @@ VALUES = [
 RECIPES = {
     "full_finetune": ["dataset.path=chats.jsonl"],
     "lora_finetune": ["dataset.path=chats.jsonl"],
+    "pipeline_finetune": ["dataset.path=chats.jsonl"],
     "distill": ["dataset.path=chats.jsonl", "teacher.path=model"],
     "preference_finetune": ["dataset.path=pairs.jsonl"],
     "reward_finetune": ["dataset.path=pairs.jsonl"],
@@ -48,6 +49,8 @@ KNOWN = [
     ("full_finetune", f"seed={'[' * 3000}{']' * 3000}"),
     ("full_finetune", f"resume={'x' * 300}"),
     ("lora_finetune", "evaluate.tasks=[null]"),
+    ("pipeline_finetune", "parallel.pp_schedule=[]"),
+    ("pipeline_finetune", "adapter=[a,1]"),
     ("ppo_finetune", "reward=${oc.env:NOT_SET}"),
     ("evaluate", "model.path=0.0"),
     ("evaluate", "model.path=null"),
@@ -146,7 +149,7 @@ def test_a_wrong_value_is_reported_by_its_key(recipe, wrong, here):
 
 @pytest.mark.parametrize("others", [[], ["parallel.pp=2"], ["micro_batch_size=4"], ["micro_batch_size=0"]])
 def test_a_wrong_batch_size_has_no_consequences(others, here):
-    _, errors = found_by_both("full_finetune", "global_batch_size=0", *others)
+    _, errors = found_by_both("pipeline_finetune", "global_batch_size=0", *others)
     wrong = {"global_batch_size", *(each.partition("=")[0] for each in others if each.endswith("=0"))}
     of_sizes = {each.partition(":")[0] for each in errors if "batch" in each}
     assert of_sizes == wrong, errors

@@ -1,7 +1,14 @@
 """One loss curve, whatever FSDP's processes share between steps and in them (ZeRO 0 to 3)."""
 
 import pytest
-from recipes.test_tensor_parallel import LORA, NF4, assert_one_curve, common, wide  # noqa: F401
+from recipes.test_tensor_parallel import (
+    LORA,
+    NF4,
+    assert_curve_in_backward,
+    assert_one_curve,
+    common,  # noqa: F401
+    wide,  # noqa: F401
+)
 
 from tune import distributed
 from tune.errors import TuneError
@@ -10,7 +17,7 @@ STAGES = {f"ZeRO {stage}": [f"parallel.zero_stage={stage}", "micro_batch_size=1"
 # ZeRO 1 is ZeRO 2 that reduces once, as pipelines do without a stage; ZeRO 0 has copies only.
 BESIDE = {
     f"{name}, ZeRO {stage}": [f"parallel.zero_stage={stage}", f"parallel.{name}=2", f"micro_batch_size={rows}"]
-    for name, rows, stages in (("cp", 2, (0, 2)), ("tp", 2, (0, 1)), ("pp", 1, (0,)), ("dp_replicate", 1, (1,)))
+    for name, rows, stages in (("cp", 2, (0, 2)), ("tp", 2, (0, 1)), ("dp_replicate", 1, (1,)))
     for stage in stages
 }
 
@@ -37,17 +44,20 @@ def test_all_parameters(checkpoint, tied_checkpoint, common, tmp_path):  # noqa:
         "little memory": [
             f"model.path={checkpoint}", "memory.activation_checkpointing=full", "memory.cpu_offload=true"
         ],
-        "in backward": [f"model.path={checkpoint}", "optimizer_in_backward=true", "max_grad_norm=null"],
         "reduced once": [f"model.path={checkpoint}", "parallel.reduce_every_micro_batch=false"],
     }  # fmt: skip
-    whole = {f"{name}, whole": [*STAGES[name][:-1], "micro_batch_size=2"] for name in ("ZeRO 0", "ZeRO 2")}
     names = {
         "tied": [*STAGES, *BESIDE],
         "little memory": ["ZeRO 0", "ZeRO 2"],
-        "in backward": [*whole],
         "reduced once": ["ZeRO 0", "ZeRO 3"],
     }
-    assert_one_curve("full_finetune", common, variants, STAGES | BESIDE | whole, 4, tmp_path, names)
+    assert_one_curve("full_finetune", common, variants, STAGES | BESIDE, 4, tmp_path, names)
+
+
+@pytest.mark.slow
+def test_in_backward(checkpoint, common, tmp_path):  # noqa: F811
+    whole = {name: [*STAGES[name][:-1], "micro_batch_size=2"] for name in ("ZeRO 0", "ZeRO 2")}
+    assert_curve_in_backward(common, {"all": [f"model.path={checkpoint}"]}, whole, 4, tmp_path)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Saving and restoring training states with torch.distributed.checkpoint (DCP), also on another number of processes."""
 
+import base64
 import functools
 import json
 import os
@@ -8,10 +9,12 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -28,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from tune.checkpointers.best import Best
 from tune.checkpointers.disk import found_damage, gather_digests, replace_json, write_digests
@@ -44,18 +47,30 @@ from tune.checkpointers.reading import (
     require_same,
     whole_states,
 )
-from tune.distributed import World, is_ray_worker, report, reshard
-from tune.errors import TuneError
+from tune.distributed import World, current_world, is_ray_worker, report, reshard
+from tune.errors import TuneError, explained
 from tune.files import CHECKPOINT, lock, written_aside
 from tune.lookup import in_shell
-from tune.types import PositiveInt
+from tune.types import PositiveInt, checked
 
 # In state.json, of the checkpointer itself.
 OF_ITSELF = {"step", "groups", "best", "optimizer", "updates", "stopped"}
-PAIRS = "__pairs__"
+
 STORED = ".store"  # in a run folder that is uploaded: each node has its own, with what its processes write
 
 
+class Tag(StrEnum):
+    """The only key of a dict in state.json that stands for what JSON does not have."""
+
+    PAIRS = "__pairs__"
+    TUPLE = "__tuple__"
+    SET = "__set__"
+    BYTES = "__bytes__"
+    ARRAY = "__array__"
+    TENSOR = "__tensor__"
+
+
+@checked
 class Checkpointer:
     """Saves and restores model, optimizer, schedule and position in the data under `folder`/step-00000500/.
 
@@ -77,23 +92,30 @@ class Checkpointer:
     as `more_is_better` has it; for a task's metric, `tasks.higher_is_better` says which. After `patience` values in a
     row that were no better, the training `is_over`.
 
-    `extra` is state of your own, by name: averaged weights, counters, a second optimizer. Plain values are saved as
-    JSON. Tensors, also sharded ones, are loaded in place where the object has them before it is restored, as an
-    optimizer is made to; an object without any gets whole ones.
+    `extra` is state of your own, by name: averaged weights, counters, a second optimizer, a torch.Generator. Numbers,
+    texts, lists, tuples, sets, bytes, arrays, and dicts with any keys of these come back as rank 0 had them. Tensors,
+    also sharded ones, are loaded in place where the object has them before it is restored, as an optimizer is made to;
+    an object without any gets whole ones.
+
+    `schedule` is any scheduler of torch or transformers, made before `resume`. `world=None` is
+    `tune.distributed.current_world()`.
+
+    Raises:
+        TuneError: an argument is not as annotated, or `extra` names an object without `state_dict`.
     """
 
     def __init__(
         self,
-        folder: Path,
-        world: World,
+        folder: Path | str,
+        world: World | None = None,
         *,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        schedule: Stateful,
-        data: Stateful,
+        schedule: Stateful | None = None,
+        data: Stateful | None = None,
         base: Stateful | None = None,
         adapter: Stateful | None = None,
-        extra: Mapping[str, Stateful] | None = None,
+        extra: Mapping[str, Stateful | torch.Generator] | None = None,
         every: PositiveInt | None = 500,
         keep: PositiveInt | None = 2,
         async_: bool = True,
@@ -104,10 +126,13 @@ class Checkpointer:
         tasks: Any = None,
         tell: Callable[[str], None] = print,
     ):
+        folder, world = Path(folder), current_world(world)
+        if not dist.is_initialized():
+            world.mesh.size()  # of a process alone: its process group is made with it
         self.folder, self.world = folder, world
         self.model, self.optimizer = model, optimizer
         self.settings = [dict(group) for group in optimizer.param_groups]
-        small = {"schedule": schedule, "data": data, "base": base, "adapter": adapter, **(extra or {})}
+        small = {"schedule": schedule, "data": data, "base": base, "adapter": adapter, **_stateful(extra or {})}
         self.small: dict[str, Stateful] = {name: part for name, part in small.items() if part is not None}
         self.every, self.keep, self.asynchronous = every, keep, async_
         self.on_error, self.on_nan, self.refused = on_error, on_nan, 0
@@ -132,7 +157,7 @@ class Checkpointer:
         self.stopped = False  # by the recipe's own decision
         self.metrics: dict[int, dict[str, float]] = {}  # of steps that are not yet reported to Ray
 
-    def resume(self, resume: str) -> int:
+    def resume(self, resume: str | Path = "auto") -> int:
         """Restore the newest complete checkpoint (`auto`), the one at a path, or none (`never`); return its step.
         Raises TuneError if there is none at the path, it is of another training, or it would replace later ones; or if
         another run has begun in this folder."""
@@ -154,10 +179,10 @@ class Checkpointer:
         if (found := small.keys() - OF_ITSELF) != self.small.keys():
             raise TuneError(
                 f"resume: {path} is of another training: it has the state of {', '.join(sorted(found))}, this one of "
-                f"{', '.join(sorted(self.small))}. Continue with its recipe and settings, or give another output_dir"
+                f"{', '.join(sorted(self.small))}. Give the same parts (schedule, data, extra), or another output_dir"
             )
         _, extra = self._states()
-        if lazy := [name for name in self.small if small[name] is None and name not in extra]:
+        if lazy := [name for name in self.small if _has_tensors(small[name]) and name not in extra]:
             for optimizer in (self.small[name] for name in lazy):
                 if isinstance(optimizer, torch.optim.Optimizer):
                     _init_optim_state(optimizer)
@@ -167,7 +192,7 @@ class Checkpointer:
             self.small[name].load_state_dict(_from_json(small[name]))
         require_none_later(small["step"], self.newest())
         self._restore(path, small, extra)
-        if "schedule" not in extra:  # after the rates, which some compute anew and others go on from
+        if "schedule" in self.small.keys() - extra.keys():  # after the rates: some compute them anew, others go on
             self.small["schedule"].load_state_dict(_from_json(small["schedule"]))
         self.updates, self.stopped = small["updates"], small.get("stopped", False)
         self.best.load_state_dict(small.get("best", {}))
@@ -222,7 +247,7 @@ class Checkpointer:
         groups: Any = optimizer["param_groups"]
         if len(groups) != (count := len(small["groups"])):
             raise TuneError(f"resume: {path} has {count} parameter groups, not {len(groups)}. Restore parameter_groups")
-        for group, settings, changed in zip(groups, self.settings, small["groups"], strict=True):
+        for group, settings, changed in zip(groups, self.settings, _from_json(small["groups"]), strict=True):
             group |= {name: value for name, value in settings.items() if name != "params"} | changed
             if torch.is_tensor(settings.get("lr")):  # as torchao's optimizers want it
                 group["lr"] = torch.full_like(settings["lr"], changed["lr"])
@@ -234,7 +259,12 @@ class Checkpointer:
             if not _get_fqns(self.model, name) & with_states:  # it had no gradient yet
                 self.optimizer.state.pop(parameter, None)
         for name, tensors in extra.items():
-            self.small[name].load_state_dict(tensors)
+            if not _has_tensors(small[name]):
+                raise TuneError(
+                    f"resume: {path} has no place for the tensors of extra.{name}: an earlier version wrote it. Start "
+                    "anew with resume=never and another output_dir"
+                )
+            self.small[name].load_state_dict(_from_json(small[name], tensors))
 
     def accepts(self, step: int, rows: list[int], **values: float) -> bool:
         """Whether the gradients of a step may change the weights: its `values`, the same on all processes, are finite.
@@ -346,7 +376,7 @@ class Checkpointer:
             self.best.values = {each: value for each, value in self.best.values.items() if self._has(each, step)}
         if step == saved:
             self._renew_notes(step)
-            self._settled(step, (self.best.value, self.best.step))
+            self._completed(step, (self.best.value, self.best.step))
             return
         self.unwritten = ""
         self.writing, best = step, (self.best.value, self.best.step)
@@ -384,12 +414,12 @@ class Checkpointer:
                 raise TuneError(
                     f"the checkpoint of step {step} could not be written: {cause_of(error)}. {kept}."
                 ) from error
-            self._settled(step, best)
+            self._completed(step, best)
 
         if self.asynchronous:
             self.pending = self.background.submit(write)
         else:  # in this thread, whose device is that of the tensors
-            self._settle(write)
+            self._finish_writing(write)
         if wait:
             self._written()
 
@@ -474,10 +504,10 @@ class Checkpointer:
     def _collect(self) -> None:
         if self.pending is not None:
             pending, self.pending = self.pending, None
-            self._settle(pending.result)
+            self._finish_writing(pending.result)
 
-    def _settle(self, result: Callable[[], None]) -> None:
-        """If the checkpoint could not be written, that is told or raised."""
+    def _finish_writing(self, result: Callable[[], None]) -> None:
+        """Call `result`, which raises if the checkpoint could not be written: with `on_error="retry"` report it."""
         try:
             result()
         except TuneError as error:
@@ -503,8 +533,8 @@ class Checkpointer:
             with written_aside(complete, folder=True) as unfinished:
                 shutil.copytree(before, unfinished, copy_function=_link, dirs_exist_ok=True)
 
-    def _settled(self, step: int, best: tuple[float, int]) -> None:
-        """The checkpoint of a step is complete: remove those that are not to be kept."""
+    def _completed(self, step: int, best: tuple[float, int]) -> None:
+        """The checkpoint of a step is complete: remove older ones beyond `keep`, apart from the best."""
         self.saved, self.best.kept = step, best
         if self.tidies and self.keep:
             kept = {*sorted(self.folder.glob(CHECKPOINT))[-self.keep :], self.folder / f"step-{best[1]:08d}"}
@@ -513,16 +543,24 @@ class Checkpointer:
                 shutil.rmtree(old.rename(self.folder / f".{old.name}.removed"), ignore_errors=True)
 
     def _states(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The states to save as JSON (None in place of those with tensors), and those with tensors."""
-        states = {name: part.state_dict() for name, part in self.small.items()}
-        extra = {name: state for name, state in states.items() if any(map(torch.is_tensor, tree_leaves(state)))}
-        return _to_json(states | dict.fromkeys(extra)), extra
+        """The states to save as JSON, with the names of tensors in their places, and for those with any these tensors
+        by name."""
+        parts: dict[str, Any] = {}
+        tensors: dict[str, dict[str, Tensor]] = {name: {} for name in self.small}
+        for name, part in self.small.items():
+            with explained(f"the state of {name} cannot be saved"):
+                parts[name] = _to_json(part.state_dict(), tensors[name])
+        return parts, {name: each for name, each in tensors.items() if each}
 
     def _changed(self) -> list[dict[str, Any]]:
         """Values of the parameter groups that training changed, and the learning rate."""
         pairs = zip(self.optimizer.param_groups, self.settings, strict=True)
         return [
-            {name: group[name] for name in group.keys() - {"params", "lr"} if group[name] != settings.get(name)}
+            {
+                name: _to_json(group[name].item() if torch.is_tensor(group[name]) else group[name])
+                for name in group.keys() - {"params", "lr"}
+                if group[name] != settings.get(name)
+            }
             | ({"lr": float(group["lr"])} if "lr" in group else {})
             for group, settings in pairs
         ]
@@ -557,21 +595,95 @@ def _with_states(saved: Iterable[str], names: Collection[str]) -> set[str]:
     return found & {*names}
 
 
-def _to_json(state: Any) -> Any:
-    """JSON has texts alone as keys: other dicts (milestones of a schedule) are written as pairs."""
+class OfGenerator:
+    """A generator as a part of a checkpoint."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["state"].cpu())
+
+
+def _stateful(extra: Mapping[str, Any]) -> dict[str, Stateful]:
+    parts: dict[str, Stateful] = {}
+    for name, part in extra.items():
+        if isinstance(part, torch.Generator):
+            parts[name] = OfGenerator(part)
+        elif hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
+            parts[name] = part
+        else:
+            raise TuneError(
+                f"extra.{name}: {type(part).__name__} has no state_dict() and load_state_dict(state), which save and "
+                "restore it"
+            )
+    return parts
+
+
+def _to_json(state: Any, tensors: dict[str, Tensor] | None = None, path: tuple[Any, ...] = ()) -> Any:
+    """A state as JSON has it, with a `Tag` where it has no such thing. Tensors go into `tensors`, each under its place
+    in the state. Raises TuneError for objects that would not come back as they were."""
+    if state is None or isinstance(state, bool | int | float | str):
+        return state
+    if isinstance(state, Tensor) and tensors is not None:
+        name = ".".join(map(str, path))
+        while name in tensors:  # of other keys that read the same
+            name += "'"
+        tensors[name] = state
+        return {Tag.TENSOR: name}
     if isinstance(state, Mapping):
-        if all(isinstance(key, str) for key in state):
-            return {key: _to_json(value) for key, value in state.items()}
-        return {PAIRS: [[key, _to_json(value)] for key, value in state.items()]}
-    return [_to_json(each) for each in state] if isinstance(state, list | tuple) else state
+        if all(isinstance(key, str) and key not in {*Tag} for key in state):
+            return {key: _to_json(value, tensors, (*path, key)) for key, value in state.items()}
+        return {Tag.PAIRS: [[_to_json(key), _to_json(value, tensors, (*path, key))] for key, value in state.items()]}
+    if isinstance(state, list | tuple | set):
+        values = [_to_json(value, tensors, (*path, index)) for index, value in enumerate(state)]
+        return values if isinstance(state, list) else {Tag.TUPLE if isinstance(state, tuple) else Tag.SET: values}
+    if isinstance(state, bytes):
+        return {Tag.BYTES: base64.b64encode(state).decode()}
+    if isinstance(state, np.generic):
+        return state.item()
+    if isinstance(state, np.ndarray) and state.dtype.kind in "biuf":
+        return {Tag.ARRAY: [state.dtype.str, list(state.shape), base64.b64encode(state.tobytes()).decode()]}
+    place = f"{'.'.join(map(str, path))}: " if path else ""
+    raise TuneError(
+        f"{place}{type(state).__name__} would not come back. Give numbers, texts, lists, tuples, sets, dicts, bytes, "
+        "arrays or tensors"
+    )
 
 
-def _from_json(state: Any) -> Any:
-    if isinstance(state, dict):
-        if state.keys() == {PAIRS}:
-            return {key: _from_json(value) for key, value in state[PAIRS]}
-        return {key: _from_json(value) for key, value in state.items()}
-    return [_from_json(each) for each in state] if isinstance(state, list) else state
+def _from_json(state: Any, tensors: Mapping[str, Tensor] | None = None) -> Any:
+    """What `_to_json` was given, with these tensors."""
+    if isinstance(state, list):
+        return [_from_json(value, tensors) for value in state]
+    if not isinstance(state, dict):
+        return state
+    only: Any = next(iter(state.items())) if len(state) == 1 else ("", None)
+    tag, value = only
+    match tag:
+        case Tag.PAIRS:
+            return {_from_json(key): _from_json(each, tensors) for key, each in value}
+        case Tag.TUPLE:
+            return tuple(_from_json(value, tensors))
+        case Tag.SET:
+            return {*_from_json(value, tensors)}
+        case Tag.BYTES:
+            return base64.b64decode(value)
+        case Tag.ARRAY:
+            dtype, shape, content = value
+            return np.frombuffer(base64.b64decode(content), dtype).reshape(shape).copy()
+        case Tag.TENSOR:
+            return (tensors or {})[value]
+    return {key: _from_json(each, tensors) for key, each in state.items()}
+
+
+def _has_tensors(state: Any) -> bool:
+    """Whether there are tensors in what `_to_json` gave."""
+    if isinstance(state, list):
+        return any(map(_has_tensors, state))
+    return isinstance(state, dict) and (state.keys() == {Tag.TENSOR} or any(map(_has_tensors, state.values())))
 
 
 def _link(source: str, target: str) -> None:

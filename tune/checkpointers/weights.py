@@ -18,7 +18,7 @@ from tune.checkpointers.disk import (
     shape_differences,
     unread_weights,
 )
-from tune.distributed import World, check_plan, from_its_stage, full_tensor, local_shard, parallelize
+from tune.distributed import Dtype, World, as_dtype, check_plan, from_its_stage, full_tensor, local_shard, parallelize
 from tune.errors import TuneError, explained
 from tune.models import (
     ConfigFile,
@@ -270,8 +270,8 @@ def require_frozen(setting: str, path: str, tokenizer: Tokenizer) -> None:
 
 def load_frozen(
     path: str,
-    world: World,
-    dtype: Literal["bf16", "fp32"],
+    world: World | None = None,
+    dtype: Dtype = "fp32",
     quantization: Literal["nf4"] | None = None,
     setting: str = "reference",
     head: Literal["tokens", "score"] = "tokens",
@@ -288,12 +288,15 @@ def load_frozen(
 
 
 def load_model(
-    path: str, device: str = "cpu", dtype: torch.dtype = torch.float32, head: Literal["tokens", "score"] = "tokens"
+    path: str | Path,
+    device: str | torch.device = "cpu",
+    dtype: Dtype = "fp32",
+    head: Literal["tokens", "score"] = "tokens",
 ) -> Decoder:
     """The model of a checkpoint folder on one device, for use outside a recipe; with the head `score` a reward model
     (see `tune.losses.score`). Raises TuneError if that has no scores."""
     model, weights = open_checkpoint(path, head)
     weights.require_complete()
-    model.to(dtype).to_empty(device=device)
+    model.to(as_dtype(dtype)).to_empty(device=device)
     weights.load(model)
     return model.eval()

@@ -8,7 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from tune.checkpointers.disk import SAFETENSORS_DTYPES, DiskTensor, disk_tensors, has_weights
 from tune.checkpointers.weights import Pretrained, hf_tensors
-from tune.distributed import DTYPES, World
+from tune.distributed import Dtype, World, as_dtype, current_world
 from tune.errors import TuneError
 from tune.files import CHECKPOINT, exported, require_replaceable
 from tune.lookup import in_shell
-from tune.models import ConfigFile, Names, as_reward_model, build, disk_names, read_json
+from tune.models import ConfigFile, Names, as_reward_model, build, disk_names, read_json, require_no_peft
 from tune.quantization import Compressor
 from tune.secrets import without_secrets
 from tune.tokenizers import Tokenizer
@@ -39,10 +39,10 @@ def export(
     model: Any,
     tokenizer: Tokenizer | None,
     folder: str | Path,
-    world: World,
+    world: World | None = None,
     *,
-    source: str,
-    dtype: Literal["bf16", "fp32"] | None = None,
+    source: str | Path,
+    dtype: Dtype | None = None,
     card: str = "",
     base: Pretrained | None = None,
     compressor: Compressor | None = None,
@@ -57,8 +57,11 @@ def export(
 
     Raises:
         TuneError: the folder is `source` itself or holds files that an export did not write; `source` is of another
-            size than `model`; a weight is not finite. What was in the folder stays as it is.
+            size than `model`, or lacks tensors of it; the model has adapters of the library peft; a weight is not
+            finite. What was in the folder stays as it is.
     """
+    require_no_peft(model)
+    world = current_world(world)
     origin, folder = Path(source), Path(folder)
     scores = getattr(getattr(model, "config", None), "scores", False)
     fields, there, type_of = _described(origin, dtype)
@@ -66,7 +69,7 @@ def export(
     if folder.resolve() == origin.resolve():
         raise TuneError(f"{folder} is the model that would be read: it would be written over. Give another folder")
     world.of_main(lambda: require_replaceable(folder))
-    _require_same_depth(Names.of(model), there, origin)
+    _require_same_tensors(Names.of(model), there, origin)
     misfits: list[str] = []  # descriptions of tensors that have another shape in `source`
     broken: list[str] = []  # names of tensors that are not finite; all processes must see all tensors first
 
@@ -91,7 +94,7 @@ def export(
             _require_fitting(world, misfits, origin)
             if dtype and fields:
                 key = "torch_dtype" if "torch_dtype" in fields else "dtype"
-                fields[key] = str(DTYPES[dtype]).removeprefix("torch.")
+                fields[key] = str(as_dtype(dtype)).removeprefix("torch.")
             if scores:
                 fields = as_reward_model(fields, model.config.pad_id)
             if compressor:
@@ -147,12 +150,13 @@ def require_finite_on_all(world: World, what: str, broken: list[str], folder: Pa
         )
 
 
-def _require_same_depth(names: Names, there: dict[str, DiskTensor], source: Path) -> None:
-    """Raises TuneError if the model and the checkpoint `source` have another number of blocks or experts: the tensors
-    of one alone have the name of one of both, but for the number."""
+def _require_same_tensors(names: Names, there: dict[str, DiskTensor], source: Path) -> None:
+    """Raises TuneError if the checkpoint `source` lacks a tensor of the model, or has another number of blocks or
+    experts: tensors that it has alone have the name of one of both, but for the number."""
     if not there:
         return
-    ours = {name for on_disk in names.in_checkpoint(there).values() for name in disk_names(on_disk)}
+    on_disk = names.in_checkpoint(there)
+    ours = {name for each in on_disk.values() for name in disk_names(each)}
     theirs = {name for name in there if name in ours or not names.is_ignored(name)}
     kinds = {re.sub(r"\d+", "#", name) for name in ours & theirs}
     for alone, owner in ((ours - theirs, "the model"), (theirs - ours, f"source={source}")):
@@ -161,6 +165,12 @@ def _require_same_depth(names: Names, there: dict[str, DiskTensor], source: Path
                 f"source={source} is of another size than the model: only {owner} has {more[0]} ({len(more)} such "
                 "tensors). Name the checkpoint that the model was made of"
             )
+    new = {name for ours_name in names.replaced for name in disk_names(on_disk[ours_name])}
+    if lacking := sorted(ours - theirs - new):
+        raise TuneError(
+            f"source={source} is of another kind than the model: it lacks {lacking[0]} ({len(lacking)} such tensors). "
+            "Name the checkpoint that the model was made of"
+        )
 
 
 def _require_fitting(world: World, misfits: list[str], source: Path) -> None:
@@ -172,7 +182,7 @@ def _require_fitting(world: World, misfits: list[str], source: Path) -> None:
         )
 
 
-def exported_types(model: nn.Module, source: str, dtype: str | None = None) -> dict[str, torch.dtype]:
+def exported_types(model: nn.Module, source: str, dtype: str | torch.dtype | None = None) -> dict[str, torch.dtype]:
     """The types in which `export` writes the tensors of `model`, by our names; stacks of tensors are left out."""
     _, there, type_of = _described(Path(source), dtype)
     on_disk = Names.of(model).in_checkpoint(there)
@@ -180,13 +190,13 @@ def exported_types(model: nn.Module, source: str, dtype: str | None = None) -> d
 
 
 def _described(
-    source: Path, dtype: str | None
+    source: Path, dtype: str | torch.dtype | None
 ) -> tuple[dict[str, Any], dict[str, DiskTensor], Callable[[str], torch.dtype]]:
     """The config of a checkpoint, its tensors, and the type of an exported one, by its name on disk."""
     fields = read_json(source / "config.json") if (source / "config.json").exists() else {}
     there = disk_tensors(source) if has_weights(source) else {}
     declared = getattr(torch, fields.get("dtype") or fields.get("torch_dtype") or "float32")
-    return fields, there, lambda name: DTYPES[dtype] if dtype else there[name].dtype if name in there else declared
+    return fields, there, lambda name: as_dtype(dtype) if dtype else there[name].dtype if name in there else declared
 
 
 def with_progress(tensors: Iterable[T], total: int | None) -> Iterator[T]:

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tune.errors import TuneError
+
 IGNORE = -100
 """The label of a position that is not supervised."""
 
@@ -140,22 +142,54 @@ class Batch:
         samples: Sequence[int] | None = None,
         columns: Mapping[str, Any] | None = None,
         num_tokens: int | None = None,
+        *,
+        shifted: bool = True,
     ) -> "Batch":
-        """From `tokens` `[rows, seq]`, an array or a tensor on the host.
+        """From `tokens` `[rows, seq]`: lists, an array or a tensor on the host, as all others here.
 
-        A run of equal ids in a row of `documents` `[rows, seq]` is a document; by default each row is one. Without
-        `labels` nothing is supervised. `samples` and `columns` are in the order of the documents.
+        Args:
+            tokens: ids, int.
+            labels: `[rows, seq]`, the id to predict at each position, -100 where none is. By default nothing is
+                supervised.
+            documents: `[rows, seq]`; a run of equal numbers in a row is a document. By default each row is one.
+            samples: the index of each document's sample in its dataset.
+            columns: further values by name, `[rows, seq, ...]` or in the order of the documents, `[documents]`.
+            num_tokens: without padding; by default all.
+            shifted: whether `labels[i]` is the target of position i, the id of token i + 1. With False it is the id of
+                token i, as in Hugging Face's batches, and the labels are shifted here (`shift_labels`).
+
+        Raises:
+            TuneError: shapes do not fit, ids are no integers, or negative ones other than -100.
         """
-        tokens = np.asarray(tokens, dtype=np.int64)
-        labels = np.full_like(tokens, IGNORE) if labels is None else np.asarray(labels, dtype=np.int64)
+        tokens = _ids("tokens", tokens)
+        if tokens.ndim != 2 or not tokens.size:
+            raise TuneError(f"tokens: their shape is {[*tokens.shape]}; it must be [rows, seq], of one token at least")
+        labels = np.full_like(tokens, IGNORE) if labels is None else _ids("labels", labels)
+        documents = None if documents is None else _host("documents", documents)
+        for name, values in (("labels", labels), ("documents", documents)):
+            if values is not None and values.shape != tokens.shape:
+                raise TuneError(f"{name}: their shape is {[*values.shape]}, and that of tokens {[*tokens.shape]}")
+        if len(wrong := labels[(labels < 0) & (labels != IGNORE)]):
+            raise TuneError(f"labels: {wrong[0]} is no id; {IGNORE} marks a position that is not supervised")
+        if not shifted:
+            labels = shift_labels(torch.from_numpy(labels), documents).numpy()
         starts = np.ones_like(tokens, dtype=bool)
-        starts[:, 1:] = False if documents is None else np.diff(np.asarray(documents), axis=1) != 0
+        starts[:, 1:] = False if documents is None else np.diff(documents, axis=1) != 0
         begins = np.flatnonzero(starts)
+        columns = {name: _host(f"columns.{name}", values) for name, values in (columns or {}).items()}
+        for name, values in columns.items():
+            if values.shape[:2] != tokens.shape and values.shape[:1] != begins.shape:
+                raise TuneError(
+                    f"columns.{name}: the shape is {[*values.shape]}; it must begin with {[*tokens.shape]}, for a "
+                    f"value per token, or be [{len(begins)}], one per document"
+                )
+        if samples is not None and len(samples) != len(begins):
+            raise TuneError(f"samples: there are {len(samples)} of them, and {len(begins)} documents")
         lengths = np.diff(begins, append=tokens.size)
         positions = np.arange(tokens.size) - begins.repeat(lengths)
         supervised = labels.ravel() != IGNORE
         places = np.flatnonzero(supervised)
-        answers = np.asarray((columns or {}).get("answer", []), dtype=np.int64)  # its number in the group
+        answers = np.asarray(columns.get("answer", []), dtype=np.int64)  # its number in the group
         others = np.flatnonzero(answers)
         return cls(
             torch.from_numpy(tokens),
@@ -171,7 +205,7 @@ class Batch:
             ),
             torch.from_numpy(places),
             places,
-            {name: torch.as_tensor(np.asarray(values)) for name, values in (columns or {}).items()},
+            {name: torch.as_tensor(values) for name, values in columns.items()},
             torch.from_numpy(np.stack([others - answers[others], others])),
             num_tokens=tokens.size if num_tokens is None else num_tokens,
             num_supervised=int(supervised.sum()),
@@ -194,23 +228,43 @@ class Batch:
         return _each_tensor(self, Tensor.pin_memory)
 
 
+def shift_labels(labels: Tensor, documents: Any = None) -> Tensor:
+    """Labels as the losses here take them, of labels as Hugging Face has them: `labels[..., i]` becomes the id of token
+    i + 1 and was that of token i. The last token of a row has -100, and so has that of a document, by `documents`
+    `[rows, seq]`, the number of each token's.
+
+    `labels` `[..., seq]` -> a new tensor of the same shape.
+    """
+    shifted = torch.full_like(labels, IGNORE)
+    shifted[..., :-1] = labels[..., 1:]
+    if documents is not None:
+        documents = torch.as_tensor(documents, device=labels.device)
+        shifted[..., :-1].masked_fill_(documents[..., 1:] != documents[..., :-1], IGNORE)
+    return shifted
+
+
 def collate(
-    rows: list[list[Sample]], pad_to: int | None = None, columns: Mapping[str, np.ndarray] | None = None
+    rows: Sequence[Sample | Sequence[Sample]],
+    pad_to: int | None = None,
+    columns: Mapping[str, np.ndarray] | None = None,
 ) -> Batch:
     """A batch `[len(rows), pad_to]`, or with `pad_to=None` all rows joined into one, `[1, total]`, without padding.
 
-    A row is a list of documents. It may be empty, to fill up a batch. `columns` has an example of each column by name,
-    for batches without any document; by default, the columns are those of the first document. In joined rows, documents
-    share what they begin with alike: compiled blocks want the shape that they are given.
+    A row is a document or a list of documents. It may be empty, to fill up a batch. `columns` has an example of each
+    column by name, for batches without any document; by default, the columns are those of the first document. In joined
+    rows, documents share what they begin with alike: compiled blocks want the shape that they are given.
+
+    It is a `collate_fn` of torch.utils.data.DataLoader.
     """
     joined = pad_to is None
-    present = [document for row in rows for document in row]
+    lists = [[row] if isinstance(row, Sample) else [*row] for row in rows]
+    present = [document for row in lists for document in row]
     if pad_to is None:
-        rows, pad_to = [present], max(1, sum(len(document.tokens) for document in present))
+        lists, pad_to = [present], max(1, sum(len(document.tokens) for document in present))
     if columns is None:
         columns = {name: np.asarray(value) for name, value in (present[0].columns if present else {}).items()}
     documents: list[Sample] = []
-    for row in rows:
+    for row in lists:
         padding = pad_to - sum(len(document.tokens) for document in row)
         zeros = {
             name: np.zeros((padding, *each.shape[1:]) if each.ndim else (), each.dtype)
@@ -219,9 +273,9 @@ def collate(
         documents += row
         if padding:
             documents.append(Sample(np.zeros(padding, np.int32), np.full(padding, IGNORE, np.int32), columns=zeros))
-    tokens = np.concatenate([document.tokens for document in documents]).reshape(len(rows), pad_to)
-    labels = np.concatenate([document.labels for document in documents]).reshape(len(rows), pad_to)
-    ids = np.arange(len(documents)).repeat([len(each.tokens) for each in documents]).reshape(len(rows), pad_to)
+    tokens = np.concatenate([document.tokens for document in documents]).reshape(len(lists), pad_to)
+    labels = np.concatenate([document.labels for document in documents]).reshape(len(lists), pad_to)
+    ids = np.arange(len(documents)).repeat([len(each.tokens) for each in documents]).reshape(len(lists), pad_to)
     values = {}
     for name, example in columns.items():
         dtype = np.int64 if example.dtype.kind in "iub" else np.float32
@@ -262,6 +316,24 @@ def _shared(batch: Batch) -> Shared | None:
         part=Repeats(documents, *all_of, torch.from_numpy((kept.cumsum() - 1)[index])),
     )
     return Shared(batch.tokens[:, places], batch.positions[:, places], part)
+
+
+def _host(name: str, values: Any) -> np.ndarray:
+    """`values` as an array."""
+    if isinstance(values, Tensor) and values.device.type != "cpu":
+        raise TuneError(f"{name}: they are on {values.device}. Make the Batch on the host, then batch.to(device)")
+    try:
+        return np.asarray(values.detach() if isinstance(values, Tensor) else values)
+    except (ValueError, TypeError) as error:
+        raise TuneError(f"{name}: they are no array ({error}). Pad rows to one length, or use collate") from error
+
+
+def _ids(name: str, values: Any) -> np.ndarray:
+    """`values` as int64."""
+    array = _host(name, values)
+    if array.dtype.kind not in "iu":
+        raise TuneError(f"{name}: they are {array.dtype}; ids are integers")
+    return array.astype(np.int64, copy=False)
 
 
 def _each_tensor(value: T, function: Callable[[Tensor], Tensor]) -> T:

@@ -12,7 +12,7 @@ from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryV
 
 from tune.config.conflicts import conflicts
 from tune.config.instantiate import COMPONENT
-from tune.config.options import OFF_BY_DEFAULT, OPTIONS
+from tune.config.options import MOVED, OFF_BY_DEFAULT, OPTIONS
 from tune.config.paths import find_config, list_recipes
 from tune.config.text import Layer, Values
 from tune.errors import TuneError
@@ -118,7 +118,8 @@ class _Combination:
         for name, value in values.items():
             key, place = f"{prefix}{name}", cast(Any, default.get(name))
             if name not in default:
-                hint = self._place_of(str(name), default, prefix) or _elsewhere(key) or " --help lists all of them."
+                hint = f" {MOVED[key]}" if key in MOVED else self._place_of(str(name), default, prefix)
+                hint = hint or _elsewhere(key) or " --help lists all of them."
                 self.findings.append(f"{key}: is not a setting.{hint}{origin}")
             elif _is_group(place) and not isinstance(value, dict):
                 keys = f"a group of keys, not the single value {show(value)}. Its keys: {', '.join(place)}."
@@ -288,9 +289,10 @@ def _elsewhere(key: str) -> str:
 
 
 def _is_called_like(component: Any, usual: Any) -> bool:
-    """Whether instances of `component` take the arguments that those of `usual` want."""
+    """Whether instances of `component` take the arguments that a recipe gives those of `usual`: all that have a place,
+    also where `usual` can do without, and those that have none and no default."""
     wanted = inspect.signature(usual.__call__).parameters.values()
-    given = [each for each in wanted if each.default is each.empty]
+    given = [each for each in wanted if each.default is each.empty or each.kind is each.POSITIONAL_OR_KEYWORD]
     named = {each.name: None for each in given if each.kind is each.KEYWORD_ONLY}
     try:
         inspect.signature(component.__call__).bind(*[None] * (len(given) - len(named)), **named)

@@ -27,13 +27,6 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
     for key in ("optimizer._component_", "loss._component_"):
         if (component := value(key)) in UNSUPPORTED:
             yield key, f"{component} {UNSUPPORTED[component]}"
-    for key, right, problem in (
-        ("max_grad_norm", "null", "gradients are gone before their norm is known"),
-        ("checkpointer.on_nan", "stop", "weights change before the gradient is known"),
-        ("memory.cpu_offload", "false", "gradients may still be on their way to the host"),
-    ):
-        if value("optimizer_in_backward") and value(key) not in (None, False, right):
-            yield key, f"{problem} when optimizer_in_backward=true. Set {key}={right}, or optimizer_in_backward=false."
     rate, decay = value("optimizer.lr"), value("optimizer.weight_decay")
     if isinstance(rate, int | float) and isinstance(decay, int | float) and rate * decay > 1:
         problem = f"optimizer.lr={rate} times {decay} is more than 1: a step would take off more than a whole weight"
@@ -70,7 +63,6 @@ def conflicts(cfg: DictConfig, keys: Iterable[str]) -> Iterator[tuple[str, str]]
     if (stages := value("parallel.pp") or 1) > 1:
         recomputes = value("adapter.dropout") and is_selective and value("compile")
         for key, is_wrong, problem in (
-            ("optimizer_in_backward", value("optimizer_in_backward"), "leaves stages one micro-batch: set it to false"),
             ("evaluate.tasks", value("evaluate.tasks"), "needs all blocks in one process: evaluate the exported model"),
             ("evaluate.prompts", value("evaluate.prompts"), "needs all blocks in one process: generate afterwards"),
             ("adapter.dropout", recomputes, "is drawn anew where compiled blocks recompute a part: set compile=false"),

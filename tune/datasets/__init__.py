@@ -18,10 +18,12 @@ Where a new one goes:
 - a way to mix: `mix.py`
 """
 
+from tune.collators import Sample, collate, collate_inputs
 from tune.datasets.dataset import Dataset, pack
 from tune.datasets.display import MARKS, first_rows, histogram, marked, parts_of
 from tune.datasets.formats.messages import checked_messages, conversation
 from tune.datasets.from_path import load, ray
+from tune.datasets.labels import tokenize_conversation
 from tune.datasets.loader import DataLoader, GlobalBatch, require_batches, validation_batches
 from tune.datasets.mix import Mixture, mix
 from tune.datasets.prompts import Prompt, PromptLoader, Prompts, load_prompts, open_prompts, placed_rows
@@ -43,8 +45,11 @@ __all__ = [
     "PromptLoader",
     "Prompts",
     "RowReader",
+    "Sample",
     "Stream",
     "add_scores",
+    "collate",
+    "collate_inputs",
     "load",
     "load_prompts",
     "mix",
@@ -52,5 +57,6 @@ __all__ = [
     "ray",
     "require_batches",
     "require_kept",
+    "tokenize_conversation",
     "validation_batches",
 ]

@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import operator
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -23,6 +24,9 @@ class Dataset:
     `row_tokens` and `row_supervised` count the tokens of each row, `row_pairs` its pairs: the first sample of a
     group with each of the others. `lengths` and `supervised` count the tokens and the learned tokens of each sample,
     `digests` (uint64) are equal for equal tokens. `validation` is what was held out of the source.
+
+    `dataset[index]` is a row, of `len(dataset)`: torch.utils.data.DataLoader takes it with `collate_fn=collate`, or
+    `collate_inputs` for models of transformers.
     """
 
     validation: "Dataset | None" = None
@@ -52,6 +56,7 @@ class Dataset:
         self.row_pairs = np.diff(self._row_starts) - np.diff(row_starts)
         self.row_tokens = np.add.reduceat(samples.lengths[self._order], self._row_starts[:-1])
         self.row_supervised = np.add.reduceat(samples.supervised[self._order], self._row_starts[:-1])
+        self._has_lists = bool(pack_to) or "group" in samples.columns
         accounting.training_rows, accounting.row_capacity = len(self), pack_to
 
     @classmethod
@@ -69,6 +74,15 @@ class Dataset:
 
     def __len__(self) -> int:
         return len(self._row_starts) - 1
+
+    def __getitem__(self, index: int) -> Sample | list[Sample]:
+        """The sample of a row, or the list of those of a packed row or of a group, as torch.utils.data.DataLoader asks
+        for them. Raises IndexError behind the last row."""
+        place = operator.index(index)
+        if not -len(self) <= place < len(self):
+            raise IndexError(f"row {place} of a dataset of {len(self)}")
+        documents = self.row(place % len(self))
+        return documents if self._has_lists else documents[0]
 
     def order(self, seed: int, epoch: int) -> np.ndarray:
         """The rows of an epoch in the order of training."""

@@ -25,14 +25,15 @@ from tune.datasets.workers import available_cores, map_chunks
 from tune.errors import TuneError
 from tune.files import cache_folder
 from tune.lookup import did_you_mean
-from tune.tokenizers import Tokenizer
-from tune.types import Fraction, NonNegativeInt, PositiveInt
+from tune.tokenizers import Tokenizer, require_ours
+from tune.types import Fraction, NonNegativeInt, PositiveInt, checked
 
 Chunks = Callable[[int], Iterator[Chunk]]  # the samples behind the first so many rows
 WINDOW = 8192  # rows of a stream that are shuffled together
 TRUSTED = 1000  # rows from which on the share of bad ones is trusted
 
 
+@checked
 def load(
     tokenizer: Tokenizer,
     path: str,
@@ -84,6 +85,8 @@ def load(
     `streaming` keeps nothing: rows are tokenised while they are read, and shuffled and packed among `shuffle_buffer` of
     them (default: 8,192). Each process does all of that; with "ray", Ray Data tokenises once for all processes.
     """
+    require_ours(tokenizer)
+    path, train_on = os.fspath(path), _plain(train_on)
     if kind != "supervised":
         if train_on != "assistant" or too_long == "split":
             raise TuneError(f"{kind} rows: answers are learned, and not split: leave out train_on and too_long=split")
@@ -123,6 +126,10 @@ def ray(tokenizer: Tokenizer, path: str, split: str = "train", **options: Any) -
     """A stream as `load` with `streaming=true` gives it, the same rows in the same order, that Ray Data reads and
     tokenises on the CPUs of a cluster, once for all processes. A checkpoint of one continues with the other."""
     return load(tokenizer, path, split, **options, streaming="ray")
+
+
+def _plain(train_on: TrainOn) -> TrainOn:
+    return train_on if isinstance(train_on, str) else [*train_on]
 
 
 NOT_STREAMED = ("streaming", "validation_fraction", "validation_seed", "cache_dir")
@@ -184,7 +191,7 @@ def _chunks(
 def _require_few_bad_rows(seen: Accounting, max_bad_share: float, name: str, which: str = "") -> None:
     bad = seen.dropped[CANNOT_BE_USED]
     if bad > max_bad_share * seen.rows:
-        share = f", more than dataset.max_bad_share={max_bad_share}" if max_bad_share else ""
+        share = f", more than max_bad_share={max_bad_share}" if max_bad_share else ""
         found = f"{name}: {bad:,} of {which}{seen.rows:,} rows cannot be used{share}:"
         raise TuneError("\n  ".join([found, *seen.mistakes]))
 

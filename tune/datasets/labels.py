@@ -12,9 +12,10 @@ from tokenizers import Encoding
 
 from tune.collators import IGNORE, Sample
 from tune.datasets.formats.content import Chat, Content, Plain, Tokens
-from tune.datasets.formats.messages import ROLES, is_empty_answer
+from tune.datasets.formats.messages import ROLES, checked_messages, is_empty_answer
 from tune.errors import TuneError
-from tune.tokenizers import Message, Span, Tokenizer, around_content, require_unicode
+from tune.tokenizers import Message, Span, Tokenizer, around_content, require_ours, require_unicode
+from tune.types import checked
 
 TrainOn = Literal["assistant", "all", "last"] | list[Literal["system", "developer", "user", "assistant", "tool"]]
 
@@ -35,6 +36,36 @@ def learned_roles(train_on: TrainOn) -> Iterable[str]:
     if isinstance(train_on, list):
         return train_on
     return ROLES if train_on == "all" else ("assistant",)
+
+
+@checked
+def tokenize_conversation(
+    tokenizer: Tokenizer,
+    messages: list[Message],
+    *,
+    tools: list | None = None,
+    train_on: TrainOn = "assistant",
+    train_on_end_of_turn: bool = True,
+) -> Sample:
+    """The tokens and labels of a conversation, of any length: `labels[i]` is `tokens[i + 1]` where that is learned, or
+    -100. `messages` are as in the rows of a dataset, `tools` JSON schemas; `train_on` is that of `tune.datasets.load`.
+
+    Raises:
+        TuneError: a message is none, the tokenizer has no chat template, or its template does not take them.
+    """
+    require_ours(tokenizer)
+    tokenizer.require_chat_template()
+    chat = Chat(checked_messages([*messages], "messages"), tools)
+    train_on = train_on if isinstance(train_on, str) else [*train_on]
+    return sample_of(chat, tokenizer, train_on, train_on_end_of_turn)
+
+
+def sample_of(content: Content, tokenizer: Tokenizer, train_on: TrainOn, train_on_end_of_turn: bool) -> Sample:
+    """One content as one sample, however long."""
+    content = flagged(content, train_on) if isinstance(content, Chat) else content
+    draft = rendered(content, tokenizer, train_on)
+    (encoding,) = tokenizer.encode_with_offsets([draft.text])
+    return labelled(draft, encoding, tokenizer, train_on_end_of_turn)
 
 
 def flagged(chat: Chat, train_on: TrainOn) -> Chat:

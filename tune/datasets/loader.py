@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,8 +14,10 @@ from tune.collators import Batch, collate
 from tune.datasets.dataset import Dataset
 from tune.datasets.mix import Mixture
 from tune.datasets.stream import DrawnRows, Position, Stream, ahead
-from tune.distributed import World
 from tune.errors import TuneError
+
+if TYPE_CHECKING:  # FSDP and pipelines, of which reading data needs nothing
+    from tune.distributed import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +45,17 @@ class DataLoader:
 
     The rows of a step are a function of (seed, epoch) alone; ranks and micro-batches only divide them. The rows of one
     step are sorted by length so that those of a micro-batch are alike; the last step of an epoch may have fewer rows,
-    but every rank gets the same number of micro-batches: one, or a TuneError, unless `accumulate`. A stream has no
-    epochs: it needs `max_steps`. A fraction of an epoch is its first steps. `pad_to` is that of `collate`. A batch is
-    made while the one before it is used. Of `world` only `data_rank` and `data_size` are read.
+    but every rank gets the same number of micro-batches. A stream has no epochs: it needs `max_steps`. A fraction of an
+    epoch is its first steps. `pad_to` is that of `collate`. A batch is made while the one before it is used. Of `world`
+    `data_rank`, `data_size` and `device` are read; None is `tune.distributed.current_world()`.
     """
 
     def __init__(
-        self, dataset: Dataset | Mixture | Stream, world: World, global_batch_size: int, micro_batch_size: int, *,
-        epochs: float = 1, max_steps: int | None = None, seed: int = 0, accumulate: bool = True,
+        self, dataset: Dataset | Mixture | Stream, world: "World | None" = None, global_batch_size: int = 16,
+        micro_batch_size: int = 1, *, epochs: float = 1, max_steps: int | None = None, seed: int = 0,
         pad_to: int | None = None,
     ) -> None:  # fmt: skip
+        world = _world(world)
         self.dataset, self.world, self.seed, self.pad_to = dataset, world, seed, pad_to
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self.epochs, self.max_steps = epochs, max_steps
@@ -73,7 +76,7 @@ class DataLoader:
             self.steps_per_epoch = -(-len(dataset) // global_batch_size)
             whole = steps_of(epochs, self.steps_per_epoch)
             self._steps = whole if max_steps is None else min(whole, max_steps)
-        require_batches(global_batch_size, micro_batch_size, world.data_size, accumulate=accumulate)
+        require_batches(global_batch_size, micro_batch_size, world.data_size)
         self._step, self._position = 0, Position()
 
     def __len__(self) -> int:
@@ -149,12 +152,17 @@ def require_continuable(state: Mapping[str, Any], now: Mapping[str, Any], steps:
 
 
 def validation_batches(
-    dataset: Dataset | Mixture | Stream, world: World, micro_batch_size: int, pad_to: int | None = None
+    dataset: Dataset | Mixture | Stream,
+    world: "World | None" = None,
+    micro_batch_size: int = 1,
+    pad_to: int | None = None,
 ) -> Iterator[tuple[tuple[str, ...], Batch]]:
     """Every row once over all ranks, and the same number of batches on each, on the device.
 
     A batch comes with the metrics that its loss belongs to: `validation_loss`, and that of its source in a mixture.
+    `world=None` is `tune.distributed.current_world()`.
     """
+    world = _world(world)
     parts = (("", data) for _, data in dataset.windows()) if isinstance(dataset, Stream) else dataset.parts.items()
     for source, part in parts:
         names = ("validation_loss", f"validation_loss/{source}") if source else ("validation_loss",)
@@ -162,8 +170,18 @@ def validation_batches(
             yield names, batch.to(world.device)
 
 
+def _world(world: "World | None") -> "World":
+    if isinstance(world, int):
+        raise TuneError(f"world: {world} is no World. Name the sizes: global_batch_size={world}, micro_batch_size=1")
+    if world is not None:
+        return world
+    from tune.distributed import current_world
+
+    return current_world()
+
+
 def _micro_batches(
-    data: Dataset | Mixture | DrawnRows, rows: np.ndarray, world: World, micro_batch_size: int, pad_to: int | None
+    data: Dataset | Mixture | DrawnRows, rows: np.ndarray, world: "World", micro_batch_size: int, pad_to: int | None
 ) -> Iterator[Batch]:
     by_length = rows[np.argsort(-data.row_tokens[rows], kind="stable")]
     together = world.data_size * micro_batch_size
@@ -173,11 +191,9 @@ def _micro_batches(
         yield collate([*map(data.row, mine), *([[]] * missing)], pad_to, data.columns)
 
 
-def require_batches(
-    global_batch_size: int, micro_batch_size: int, ranks: int, stages: int = 1, *, accumulate: bool = True
-) -> None:
-    """Raises TuneError if a global batch is not a number of micro-batches on each of the data-parallel `ranks` (one,
-    unless `accumulate`), or these are fewer than the `stages` of a pipeline."""
+def require_batches(global_batch_size: int, micro_batch_size: int, ranks: int, stages: int = 1) -> None:
+    """Raises TuneError if a global batch is not a number of micro-batches on each of the data-parallel `ranks`, or if
+    there are fewer of them than `stages` of a pipeline."""
     together = ranks * micro_batch_size
     if stages * together > global_batch_size and global_batch_size % together == 0:
         raise TuneError(
@@ -185,18 +201,13 @@ def require_batches(
             f"some always wait. Set global_batch_size to {stages * together} or more, or parallel.pp or "
             "micro_batch_size lower"
         )
-    if global_batch_size == together or (accumulate and global_batch_size % together == 0):
+    if global_batch_size % together == 0:
         return
-    wrong, fitting = "is not a multiple of", [together]
     micro = [size for size in range(1, global_batch_size) if global_batch_size % (ranks * size) == 0]
-    if accumulate:
-        below = global_batch_size // together * together
-        fitting = [size for size in (below, below + together) if size]
-    else:
-        wrong = "with optimizer_in_backward=true, which updates in the one backward of a step, must be"
-        micro = [global_batch_size // ranks] if global_batch_size % ranks == 0 else []
+    below = global_batch_size // together * together
+    fitting = [size for size in (below, below + together) if size]
     others = f", or micro_batch_size to {', '.join(map(str, micro))}" if micro else ""
     raise TuneError(
-        f"global_batch_size={global_batch_size} {wrong} {together} (micro_batch_size={micro_batch_size} x {ranks} "
-        f"data-parallel processes). Set global_batch_size to {' or '.join(map(str, fitting))}{others}"
+        f"global_batch_size={global_batch_size} is not a multiple of {together} (micro_batch_size={micro_batch_size} x "
+        f"{ranks} data-parallel processes). Set global_batch_size to {' or '.join(map(str, fitting))}{others}"
     )

@@ -14,8 +14,8 @@ from tune.datasets.formats.formats import Kind
 from tune.datasets.from_path import load
 from tune.errors import TuneError, explained
 from tune.lookup import did_you_mean
-from tune.tokenizers import Tokenizer
-from tune.types import PositiveFloat, PositiveInt, mismatch
+from tune.tokenizers import Tokenizer, require_ours
+from tune.types import PositiveFloat, PositiveInt, checked, mismatch
 
 # Settings of the whole mixture, and those of streams, which cannot be mixed.
 NOT_OF_A_SOURCE = ("tokenizer", "max_seq_len", "packed", "kind", "streaming", "shuffle_buffer", "return")
@@ -23,6 +23,7 @@ NOT_OF_A_SOURCE = ("tokenizer", "max_seq_len", "packed", "kind", "streaming", "s
 EpochEnds = PositiveInt | Literal["all_exhausted", "first_exhausted"]
 
 
+@checked
 def mix(
     tokenizer: Tokenizer,
     sources: Mapping[str, Mapping[str, Any]],
@@ -38,6 +39,7 @@ def mix(
     An epoch ends when every source has been read at least once, when the first one has been, or after so many training
     rows. Without weights a source counts by its size. Raises TuneError for invalid sources or weights.
     """
+    require_ours(tokenizer)
     _check(sources)
     datasets = {}
     for name, source in sources.items():

@@ -15,7 +15,7 @@ from tune.datasets.formats.columns import OtherMeaning, recognise, renamed, requ
 from tune.datasets.formats.content import Answers, Chat, Content, Dropped, Plain, Row, shown
 from tune.datasets.formats.formats import FORMATS, Format, Kind
 from tune.datasets.formats.messages import is_empty_answer
-from tune.datasets.labels import Draft, TrainOn, flagged, labelled, rendered, shares_a_token
+from tune.datasets.labels import Draft, TrainOn, flagged, labelled, rendered, sample_of, shares_a_token
 from tune.datasets.remarks import SHARED_TOKEN, columns_left_out, remarks
 from tune.datasets.user_functions import applied
 from tune.errors import TuneError
@@ -88,10 +88,7 @@ class RowReader:
 
     def sample(self, content: Content) -> Sample:
         """One content as one sample, however long."""
-        content = flagged(content, self.train_on) if isinstance(content, Chat) else content
-        draft = rendered(content, self.tokenizer, self.train_on)
-        (encoding,) = self.tokenizer.encode_with_offsets([draft.text])
-        return labelled(draft, encoding, self.tokenizer, self.train_on_end_of_turn)
+        return sample_of(content, self.tokenizer, self.train_on, self.train_on_end_of_turn)
 
     def _drafts(self, row: Any) -> list[Draft]:
         """What a row says: one content, or one for each of several answers. Raises Dropped if it is of no use."""
@@ -143,7 +140,7 @@ class RowReader:
             if value.ndim and (len(samples) > 1 or len(value) != whole):
                 raise TuneError(
                     f"{name} has {len(value)} numbers for a row of {whole} tokens, which must be in one piece: a list "
-                    "of extra_columns has one for each of the input_ids, and is not for dataset.too_long=split"
+                    "of extra_columns has one for each of the input_ids, and is not for too_long=split"
                 )
             value = value.astype(np.float32)
             columns[name] = value[: len(samples[0].tokens)] if value.ndim else value

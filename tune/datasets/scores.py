@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,9 +16,11 @@ from tune.datasets.dataset import Dataset
 from tune.datasets.loader import validation_batches
 from tune.datasets.mix import Mixture
 from tune.datasets.stream import Stream
-from tune.distributed import World
 from tune.errors import TuneError
 from tune.files import written_aside
+
+if TYPE_CHECKING:
+    from tune.distributed import World
 
 SUMMED = 1 << 16  # rows at a time
 
@@ -27,8 +29,7 @@ def require_kept(name: str, *parts: Any) -> None:
     """Raises TuneError if one of `parts` is a stream, of which nothing can be computed before the training."""
     for stream in (part for part in parts if isinstance(part, Stream)):
         raise TuneError(
-            f"{name}: the rows of {stream.name} are streamed, and not there before the training. Set "
-            "dataset.streaming=false"
+            f"{name}: the rows of {stream.name} are streamed, and not there before the training. Set streaming=false"
         )
 
 
@@ -37,7 +38,7 @@ def add_scores(
     dataset: Dataset | Mixture | Stream,
     name: str,
     score: Callable[[Batch], torch.Tensor],
-    world: World,
+    world: "World",
     *,
     micro_batch_size: int,
     pad_to: int | None,

@@ -9,7 +9,9 @@ from tune.distributed.interrupt import Interrupt
 from tune.distributed.pace import PACE
 from tune.distributed.parallelize import (
     DTYPES,
+    Dtype,
     allocate,
+    as_dtype,
     cast_by_fsdp,
     clip_grad_norm_,
     parallelize,
@@ -27,7 +29,7 @@ from tune.distributed.restarts import end_with_parent, launcher_store
 from tune.distributed.shards import full_tensor, layout_of, local_shard, norm_of_squares, sum_of_squares
 from tune.distributed.tensor_parallel import share, undivided
 from tune.distributed.traffic import bytes_sent
-from tune.distributed.world import World, device_type, init, join
+from tune.distributed.world import World, current_world, device_type, init, join
 
 # Other names are for the packages of `tune` alone.
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
     "bytes_sent",
     "check_plan",
     "clip_grad_norm_",
+    "current_world",
     "from_its_stage",
     "full_tensor",
     "inference",

@@ -16,7 +16,7 @@ class Interrupt:
     """Installs handlers: the first SIGINT (Ctrl-C) or SIGTERM sets `requested`, a second raises KeyboardInterrupt, and
     after `end` the first one.
 
-    Signals reach the processes at different times, so the recipe combines the flags (`world.any`) and all stop after
+    Signals reach the processes at different times, so the run combines the flags (`world.any`) and all stop after
     the same step. A launcher whose workers get no signals (Ray's run the recipe in a thread) names a file in
     TUNE_STOP_FILE, and makes it.
     """

@@ -1,4 +1,4 @@
-"""From a model on the meta device to shards: stages -> activation checkpointing -> compile -> FSDP2 -> memory."""
+"""From a model to shards: stages -> activation checkpointing -> compile -> FSDP2 -> memory."""
 
 import copy
 import logging
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import filter as matching
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,25 +24,36 @@ from tune.distributed.pace import count_time
 from tune.distributed.pipeline import Pipeline, cut
 from tune.distributed.shards import layout_of, norm_of_squares, sum_of_squares
 from tune.distributed.tensor_parallel import share
-from tune.distributed.world import World
+from tune.distributed.world import World, current_world
 from tune.errors import TuneError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """Types of tensors by their names in settings."""
+Dtype: TypeAlias = Literal["bf16", "fp16", "fp32"] | torch.dtype
+
+
+def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """The type that `dtype` means: a name of `DTYPES`, or a floating-point type itself. Raises TuneError for others."""
+    found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        known = ", ".join(f"{name} ({each})" for name, each in DTYPES.items())
+        raise TuneError(f"dtype: {dtype!r} is no type of weights here. Take one of {known}")
+    return found
 
 
 def parallelize(
     model: nn.Module,
-    world: World,
+    world: World | None = None,
     *,
-    dtype: Literal["bf16", "fp32"] = "bf16",
-    master_dtype: Literal["bf16", "fp32"] = "fp32",
+    dtype: Dtype = "bf16",
+    master_dtype: Dtype = "fp32",
     activation_checkpointing: Literal["none", "selective", "full"] = "none",
     activation_offload: bool = False,
     cpu_offload: bool = False,
     compile: bool | Sequence[str] = False,
 ) -> None:
-    """Shard `model`, any module with repeated blocks, in place, and allocate it. Its weights are then uninitialised.
+    """Shard `model`, any module with repeated blocks, in place. Parameters that have values keep them, as with
+    `fully_shard`: all processes must have the same. Those on the meta device get memory, which is uninitialized.
 
     Computation and frozen parameters are in `dtype`, trained parameters and optimizer states in `master_dtype`.
     Gradients are reduced in fp32, and summed over processes, not averaged: divide the loss by the count of the step.
@@ -56,6 +67,13 @@ def parallelize(
     Two attributes of a module change this: `casts_parameters` (it casts its trained parameters to the type of its input
     itself, as adapters do) and `trains_in_fp32` (its trained parameters are always in fp32).
     """
+    world = current_world(world)
+    dtype, master_dtype = as_dtype(dtype), as_dtype(master_dtype)
+    if (world.num_stages > 1 or world.experts is not None) and not all(each.is_meta for each in model.parameters()):
+        raise TuneError(
+            "parallel: with stages (pp) or shared experts (ep) a model is loaded after it is cut. Make it under "
+            "torch.device('meta'), and load its weights afterwards (tune.checkpointers.Pretrained)"
+        )
     # It warns, once for each mesh, that a parameter is gathered over one axis after the other.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     for module in model.modules():  # first: setting `data` does not change the type of a DTensor's shard
@@ -64,7 +82,7 @@ def parallelize(
     blocks = repeated_blocks(model)
     compiled = _named(blocks, model, ["*"] * compile if isinstance(compile, bool) else compile)
     if world.num_stages > 1:
-        cut(model, world, DTYPES[dtype])
+        cut(model, world, dtype)
         blocks = repeated_blocks(model)
     units = units_of(model, blocks)
     if world.experts is not None:
@@ -87,13 +105,11 @@ def parallelize(
     # Without anything to gather, cast or move, FSDP would compute the same and copy every parameter and gradient once
     # more per micro-batch.
     if world.size > 1 or needs_cast or cpu_offload:
-        _shard(model, units, world, DTYPES[dtype], needs_cast, cpu_offload)
+        _shard(model, units, world, dtype, needs_cast, cpu_offload)
     allocate(model, torch.device("cpu") if cpu_offload else world.device, world.device)
 
 
-def require_layout(
-    model: nn.Module, world: World, dtype: Literal["bf16", "fp32"], master_dtype: Literal["bf16", "fp32"]
-) -> None:
+def require_layout(model: nn.Module, world: World, dtype: Dtype, master_dtype: Dtype) -> None:
     """Raise the TuneError with which `parallelize` would refuse `model`, on the meta device, which stays as it is."""
     if world.size > 1:
         nowhere = replace(world, device=torch.device("meta"))
@@ -101,7 +117,8 @@ def require_layout(
 
 
 def allocate(model: nn.Module, device: torch.device, buffer_device: torch.device) -> None:
-    """Uninitialised memory for parameters. Buffers with values keep them: they may be in no checkpoint."""
+    """Memory on `device` for the parameters, uninitialized for those on the meta device. The others keep their values,
+    and so do buffers, which may be in no checkpoint."""
     persistent = model.state_dict().keys()
     buffers = dict(model.named_buffers(remove_duplicate=False))
     if lost := [name for name, buffer in buffers.items() if buffer.is_meta and name not in persistent]:
@@ -109,7 +126,7 @@ def allocate(model: nn.Module, device: torch.device, buffer_device: torch.device
             f"model: the values of the buffer {lost[0]} are in no checkpoint, and it was made on the meta device: give "
             "it its values, torch.arange(..., device='cpu') for example, or make it persistent"
         )
-    model.to_empty(device=device)
+    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
     placed = {
         buffer: torch.empty_like(buffer, device=buffer_device) if buffer.is_meta else buffer.to(buffer_device)
         for buffer in buffers.values()
@@ -119,20 +136,22 @@ def allocate(model: nn.Module, device: torch.device, buffer_device: torch.device
         setattr(model.get_submodule(module), kind, placed[buffer])
 
 
-def stored_dtype(module: nn.Module, parameter: Tensor, dtype: str, master_dtype: str) -> torch.dtype:
+def stored_dtype(
+    module: nn.Module, parameter: Tensor, dtype: str | torch.dtype, master_dtype: str | torch.dtype
+) -> torch.dtype:
     """The type in which a parameter of `module` is stored."""
     if not parameter.is_floating_point():
         return parameter.dtype
     if parameter.requires_grad and getattr(module, "trains_in_fp32", False):
         return torch.float32
-    return DTYPES[master_dtype if parameter.requires_grad else dtype]
+    return as_dtype(master_dtype if parameter.requires_grad else dtype)
 
 
-def cast_by_fsdp(model: nn.Module, dtype: str, master_dtype: str) -> set[nn.Parameter]:
+def cast_by_fsdp(model: nn.Module, dtype: str | torch.dtype, master_dtype: str | torch.dtype) -> set[nn.Parameter]:
     """The trained parameters that FSDP must cast, as their modules do not."""
     others = [module for module in model.modules() if not getattr(module, "casts_parameters", False)]
     trained = {each for module in others for each in module.parameters(recurse=False) if each.requires_grad}
-    return set() if dtype == master_dtype else trained
+    return set() if as_dtype(dtype) == as_dtype(master_dtype) else trained
 
 
 def _shard(
@@ -242,7 +261,10 @@ def gathered(model: nn.Module) -> Iterator[None]:
     finally:
         for unit in units:
             unit.reshard()
-            unit.set_reshard_after_forward(unit is not model and not model.units_stay_gathered, recurse=False)
+            stays = unit is model or getattr(
+                model, "units_stay_gathered", False
+            )  # else FSDP's own way: all but the root
+            unit.set_reshard_after_forward(not stays, recurse=False)
 
 
 def reshard(model: nn.Module) -> None:

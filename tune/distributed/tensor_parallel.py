@@ -37,7 +37,8 @@ def share(
     experts: DeviceMesh | None = None,
     loss_parallel: bool = True,
 ) -> None:
-    """Make the parameters of `model`, on the meta device, DTensors on `mesh`, and its forwards see their shares.
+    """Make the parameters of `model` DTensors on `mesh`, with their values if they have some, and its forwards see
+    their shares.
 
     The parameters of each of the `units`, among them the `blocks`, become plain when its forward begins. Those that
     processes of `ep` share are DTensors already, and become ones on the mesh of both, `experts`. Without
@@ -85,7 +86,9 @@ def share(
                         on = mesh
                         if experts is not None and isinstance(parameter, DTensor):
                             on, placements = experts, [*parameter.placements, *placements]
-                        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                        whole = parameter.detach()
+                        if parameter.is_meta or isinstance(parameter, DTensor):
+                            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
                         tensor = distribute_tensor(whole, on, placements, src_data_rank=None)
                         shared[parameter] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
                     module._parameters[kind] = shared[parameter]

@@ -1,10 +1,10 @@
 """What each axis of a mesh makes a process send."""
 
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
-from tune.distributed.parallelize import DTYPES, cast_by_fsdp, repeated_blocks, stored_dtype, units_of
+from tune.distributed.parallelize import Dtype, as_dtype, cast_by_fsdp, repeated_blocks, stored_dtype, units_of
 from tune.distributed.tensor_parallel import undivided
 from tune.distributed.world import World
 
@@ -14,8 +14,8 @@ REDUCED = 4  # bytes of a gradient when it is summed
 def bytes_sent(
     model: nn.Module,
     world: World,
-    dtype: Literal["bf16", "fp32"],
-    master_dtype: Literal["bf16", "fp32"],
+    dtype: Dtype,
+    master_dtype: Dtype,
     *,
     tokens: float,
     micro_batches: int,
@@ -47,7 +47,7 @@ def bytes_sent(
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            stored = DTYPES[dtype] if parameter in casts else stored_dtype(module, parameter, dtype, master_dtype)
+            stored = as_dtype(dtype) if parameter in casts else stored_dtype(module, parameter, dtype, master_dtype)
             count = parameter.numel() / shares / (1 if module in whole else tp) / pp
             # In forward and again in backward, the root's but once; once a step what stays gathered.
             times = 1 if world.units_stay_gathered else micro_batches * (1 + (id(parameter) in twice))
@@ -60,7 +60,7 @@ def bytes_sent(
     found = {"dp_replicate" + (beside if world.zero_stage == 0 else ""): replicas, f"dp_shard{beside}": sharding}
     config: Any = getattr(model, "config", None)
     if (tp, cp, ep, pp) != (1, 1, 1, 1) and hasattr(config, "layers"):  # a Decoder: others have only `tp`, by a plan
-        numbers = DTYPES[dtype].itemsize * tokens
+        numbers = as_dtype(dtype).itemsize * tokens
         hidden, layers = config.hidden_size, config.layers
         # Two parts a block, each with a gather and a scatter in forward and in backward; what its stage's blocks begin
         # with, in backward, and what they end with; the embedded tokens and the head's input, both summed, of shares.

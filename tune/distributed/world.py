@@ -4,6 +4,7 @@ import atexit
 import gc
 import os
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +24,8 @@ PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 T = TypeVar("T")
+OWN_GROUPS: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()  # that this module has made
+LATEST: "dict[dist.ProcessGroup, World]" = {}  # by its default process group, of which there is one at a time
 ALLOCATOR_SETTINGS = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
 
 
@@ -202,7 +205,7 @@ def join(device: Literal["auto", "cpu", "cuda", "mps"] = "auto", timeout: float 
         if store:  # else torch makes one
             rank = int(os.environ.get("RANK", 0))
             place = {"store": of_this_start(store, rank, size), "rank": rank, "world_size": size}
-        dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", timeout=duration, **place)
+        _init_group(kind, timeout=duration, **place)
     atexit.unregister(_leave)
     atexit.register(_abort)
     return torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
@@ -235,6 +238,8 @@ def init(
     whole head. `timeout` is in minutes. It must exceed the longest work of one process for which others wait, such as
     writing a large model.
 
+    A process group that is there already is taken as it is: its timeout stays, and so do those of other groups.
+
     Raises:
         TuneError: the device is not available, or the mesh does not match the number of processes.
     """
@@ -250,7 +255,7 @@ def init(
     virtual = pp_virtual or (2 if pp_schedule == "interleaved" else 1)
     zero_stage = zero_stage if zero_stage is not None else 3 if pp == 1 else 2
     here, duration = join(device, timeout), timedelta(minutes=timeout)
-    size = dist.get_world_size()
+    size, present = dist.get_world_size(), {*dist.distributed_c10d._world.pg_map}
     shards = size // (dp_replicate * cp * tp * pp) if dp_shard == "auto" else dp_shard
     if dp_replicate * shards * cp * tp * pp != size:
         raise TuneError(
@@ -287,9 +292,7 @@ def init(
         ranks = mesh.mesh.view(pp, -1).T.tolist()
         links = [dist.new_subgroups_by_enumeration(ranks)[0] for _ in range(3 if virtual > 1 else 1)]
         links = [mesh.get_group("pp"), *links]
-    for group in dist.distributed_c10d._world.pg_map:  # a mesh makes groups with torch's default
-        if dist.get_backend() != "fake":  # of `tune validate`: no processes, nothing to wait for
-            group.set_timeout(duration)
+    _set_timeouts(present, duration)
     if replicas.size() > 1:
         sharding = DeviceMesh._concatenate([replicas, sharding])
     PACE.device, PACE.scale = here, 1.0
@@ -300,7 +303,131 @@ def init(
         gpus = len(set(world.all_gather(str(torch.cuda.get_device_properties(here).uuid))))
         if gpus < size:
             raise TuneError(f"device: {size} processes share {gpus} GPUs. Start one for each GPU, or set device=cpu")
+    _remember(world)
     return world
+
+
+class OneProcess(World):
+    """The World of a process without a process group, which is initialized where the first mesh is needed."""
+
+    rank, size, data_rank, data_size, is_main, num_stages, is_last_stage = 0, 1, 0, 1, True, 1, True
+
+    def __getattr__(self, name: str) -> Any:
+        """Fields that are made when they are first read."""
+        if name == "device":
+            made = {name: _device_of(None)}
+        elif name in ("mesh", "data", "peers", "shards"):
+            if not dist.is_initialized():
+                _init_group(device_type("auto"), store=dist.HashStore(), rank=0, world_size=1, timeout=self.timeout)
+                atexit.register(_leave)
+            made = {each: getattr(_world_over(dist.group.WORLD), each) for each in ("mesh", "data", "peers", "shards")}
+            _remember(self)
+        else:
+            raise AttributeError(name)
+        vars(self).update(made)
+        return made[name]
+
+    def sum(self, value: torch.Tensor | float) -> torch.Tensor:
+        return self._fp64(value)
+
+    def sum_of_parts(self, value: torch.Tensor | float) -> torch.Tensor:
+        return self._fp64(value)
+
+    def any(self, flag: bool) -> bool:
+        return bool(flag)
+
+    def broadcast(self, value: T) -> T:
+        return value
+
+    def all_gather(self, value: T) -> list[T]:
+        return [value]
+
+    def of_peers(self, make: Callable[[], T]) -> T:
+        return make()
+
+    def of_main(self, make: Callable[[], T]) -> T:
+        return make()
+
+    def barrier(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+def current_world(world: World | None = None) -> World:
+    """`world`, if it is given. Else the last World that was made over the default process group; else one over that
+    group, whose processes read different data; without a process group, that of a single process. All processes must
+    make the first call over a group: it makes the groups of a mesh.
+
+    Raises:
+        TuneError: a launcher started several processes, and they have no process group yet.
+    """
+    if world is not None:
+        return world
+    if dist.is_initialized():
+        default: Any = dist.group.WORLD
+        if default not in LATEST:
+            _remember(_world_over(default))
+            atexit.register(LATEST.clear)  # whose groups would keep their threads
+        return LATEST[default]
+    if (size := int(os.environ.get("WORLD_SIZE", 1))) > 1:
+        raise TuneError(
+            f"there is no process group, but WORLD_SIZE is {size}. Call tune.distributed.init() or "
+            "torch.distributed.init_process_group() first"
+        )
+    alone = object.__new__(OneProcess)
+    vars(alone)["timeout"] = dist.constants.default_pg_timeout
+    return alone
+
+
+def _world_over(group: Any) -> World:
+    """The World of a default process group whose processes read different data. Those of FSDP share the weights."""
+    here, timeout = _device_of(group), _timeout_of(group)
+    shape, present = (1, 1, dist.get_world_size(), 1, 1), {*dist.distributed_c10d._world.pg_map}
+    mesh = init_device_mesh("cuda" if here.type == "cuda" else "cpu", shape, mesh_dim_names=AXES)
+    data = mesh["dp_replicate", "dp_shard"]._flatten("data")
+    peers = mesh["cp", "tp"]._flatten("peers")
+    _set_timeouts(present, timeout)
+    return World(mesh, here, data, peers, mesh["dp_shard"], timeout)
+
+
+def _init_group(kind: str, **place: Any) -> None:
+    dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", **place)
+    OWN_GROUPS.add(dist.group.WORLD)  # type: ignore[arg-type]
+
+
+def _set_timeouts(present: set[dist.ProcessGroup], timeout: timedelta) -> None:
+    """Of the groups that are not `present`, which a mesh has made with torch's default, and of earlier ones."""
+    groups = {*dist.distributed_c10d._world.pg_map}
+    OWN_GROUPS.update(groups - present)
+    if dist.get_backend() != "fake":  # of `tune validate`: no processes, nothing to wait for
+        for group in groups & {*OWN_GROUPS}:
+            group.set_timeout(timeout)
+
+
+def _remember(world: World) -> None:
+    LATEST.clear()
+    LATEST[dist.group.WORLD] = world  # type: ignore[index]
+
+
+def _device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """The GPU of this process, if there is one and the group communicates on it; else the host, or mps for a single
+    process, as in `join`."""
+    kind = device_type("auto")
+    if kind == "cuda" and (group is None or "nccl" in dist.get_backend_config(group)):
+        if bound := getattr(group, "bound_device_id", None):
+            return bound
+        if torch.cuda.is_initialized():
+            return torch.device("cuda", torch.cuda.current_device())
+        # As a mesh does, which sets the device of a process that has not.
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    return torch.device("mps" if kind == "mps" and (group is None or group.size() == 1) else "cpu")
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    backend = group._get_backend(group._device_types[0])
+    return getattr(getattr(backend, "options", None), "_timeout", dist.constants.default_pg_timeout)
 
 
 def device_type(device: str) -> str:
@@ -313,6 +440,7 @@ def device_type(device: str) -> str:
 
 
 def _leave() -> None:
+    LATEST.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
         gc.collect()  # groups in cycles join their threads; those that DTensor's caches hold do not

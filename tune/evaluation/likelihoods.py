@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from tune.collators import IGNORE, Batch, Sample, collate
-from tune.distributed import World, inference
+from tune.distributed import World, current_world, inference
 from tune.errors import TuneError
+from tune.evaluation.validation import device_of
 from tune.losses import LogProbs, TokenLogProbs
+from tune.models import Decoder, HuggingFaceModel
 
 BATCH_TOKENS = 8192  # of a forward
 
@@ -21,7 +23,11 @@ Ids = Sequence[int]
 
 
 def log_likelihoods(
-    model: nn.Module, requests: Sequence[tuple[Ids, Ids]], world: World, max_length: int, batch_size: int | None = None
+    model: nn.Module,
+    requests: Sequence[tuple[Ids, Ids]],
+    world: World | None = None,
+    max_length: int | None = None,
+    batch_size: int | None = None,
 ) -> list[tuple[float, bool]]:
     """For each of `requests`, a context and its continuation, the log-prob of the continuation, and whether each of its
     tokens is the most probable one. All processes call it with the same requests, and share them.
@@ -30,9 +36,19 @@ def log_likelihoods(
     are sorted by their tokens: those that begin alike, as a question with each of its choices, or behind the same
     examples, are then in one batch, and models of `tune.models.build` compute their beginning once. A batch has
     `batch_size` documents, or as many as have `BATCH_TOKENS` tokens. Contexts are cut from the left to `max_length`
-    tokens. Raises TuneError for a continuation that is longer, for an empty context, and on all processes if the
-    log-prob of a continuation is NaN.
+    tokens; by default none is. `world=None` is `tune.distributed.current_world()`.
+
+    `model` is called as `model(batch, head)`: one of `tune.models`, or one of your own that keeps documents apart.
+
+    Raises:
+        TuneError: a continuation is longer than `max_length`; a context is empty. On all processes: the log-prob of a
+            continuation is NaN; the model is one of transformers that `tune.models.hf` has not wrapped; tokens see
+            other documents of their batch (with `batch_size=1` there are none).
     """
+    _require_documents(model)
+    device, world = device_of(model, world), current_world(world)
+    longest = max((len(context) + len(continuation) for context, continuation in requests), default=0)
+    max_length = longest if max_length is None else max_length
     inputs: dict[tuple[int, ...], list[int]] = {}
     for index, (context, continuation) in enumerate(requests):
         if len(continuation) > max_length:
@@ -46,23 +62,56 @@ def log_likelihoods(
     bounds = ends[-1] * np.array([world.data_rank, world.data_rank + 1]) / world.data_size
     mine = ordered[slice(*np.searchsorted(ends, bounds))]
     found: dict[int, tuple[float, bool]] = {}
+    difference = 0.0, 0.0
     is_off = None if world.is_main else True  # None: without a terminal
     with inference(model), tqdm(total=len(mine), desc="log-likelihoods", disable=is_off) as bar:
+        if batch_size != 1 and len(mine) > 1 and not isinstance(model, Decoder | HuggingFaceModel):
+            difference = _difference_beside_another(model, mine[0], mine[1], device)
         while mine:
             sizes = np.cumsum([1 if batch_size else len(each) for each in mine[:BATCH_TOKENS]])
             fitting = max(1, int(np.searchsorted(sizes, batch_size or BATCH_TOKENS, "right")))
             documents, mine = mine[:fitting], mine[fitting:]
             indices = [inputs[each] for each in documents]
-            answers = _forward(model, documents, [[requests[at][1] for at in each] for each in indices], world.device)
+            answers = _forward(model, documents, [[requests[at][1] for at in each] for each in indices], device)
             found |= zip(itertools.chain(*indices), answers, strict=True)
             bar.update(len(documents))
-    together = {index: value for each in world.all_gather(found) for index, value in each.items()}
+    gathered = world.all_gather((found, difference))
+    if different := [(by, limit) for _, (by, limit) in gathered if by > limit]:
+        raise TuneError(
+            f"model: in {type(model).__name__} the tokens of a document see other documents of the batch: its hidden "
+            f"states differ by {max(different)[0]:.1%} from those that it has alone. Keep attention within "
+            "batch.documents and count positions by batch.positions, or give batch_size=1"
+        )
+    together = {index: value for each, _ in gathered for index, value in each.items()}
     if broken := [index for index, (value, _) in together.items() if math.isnan(value)]:
         raise TuneError(
             f"the log-probs of {len(broken)} of {len(requests)} texts are NaN, as weights or activations are. Go back "
             "to an earlier checkpoint, or use dtype=fp32"
         )
     return [together.get(index, (0.0, True)) for index in range(len(requests))]  # an empty one has no tokens
+
+
+def _require_documents(model: nn.Module) -> None:
+    """Raises TuneError for a model that is not called with a `Batch`."""
+    if hasattr(model, "get_output_embeddings") and not isinstance(model, HuggingFaceModel):
+        name = type(model).__name__
+        raise TuneError(f"model: {name} of transformers takes no batch of documents. Wrap it with tune.models.hf")
+
+
+def _difference_beside_another(
+    model: nn.Module, first: tuple[int, ...], second: tuple[int, ...], device: torch.device
+) -> tuple[float, float]:
+    """The relative difference of the hidden states of the `second` document from those it has alone, when it follows
+    the `first` in a batch, and the most that rounding makes."""
+
+    def hidden_of(*documents: tuple[int, ...]) -> Tensor:
+        unlabelled = [Sample(np.array(each), np.full(len(each), IGNORE)) for each in documents]
+        hidden: Tensor = model(collate([unlabelled]).to(device), lambda hidden, *_, **softcap: hidden)
+        return hidden.flatten(0, 1)[-len(second) :]
+
+    alone, together = hidden_of(second).float(), hidden_of(first, second)
+    limit = 1e-3 if together.dtype == torch.float32 else 5e-2
+    return float((together.float() - alone).norm() / alone.norm()), limit
 
 
 def _forward(

@@ -5,24 +5,38 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tune.collators import Batch
-from tune.distributed import World
+from tune.distributed import World, current_world
 
 
 def evaluate(
-    model: nn.Module, batches: Iterable[tuple[Iterable[str], Batch]], loss_fn: Callable[..., Any], world: World
+    model: nn.Module,
+    batches: Iterable[tuple[Iterable[str], Batch]],
+    loss_fn: Callable[..., Any],
+    world: World | None = None,
 ) -> dict[str, float]:
     """Mean loss over all supervised tokens of the `batches` of all processes, and over those of each source.
 
     `batches` are those of `tune.datasets.validation_batches`; `loss_fn` returns a sum over supervised tokens.
+    `world=None` is `tune.distributed.current_world()`.
     """
+    device, world = device_of(model, world), current_world(world)
 
     def measure(batch: Batch) -> dict[str, Tensor]:
-        loss = model(batch, loss_fn)
+        loss = model(batch.to(device), loss_fn)
         return {"loss": torch.stack([loss, torch.full_like(loss, batch.num_supervised * world.is_last_stage)])}
 
     return world.fetch(**means(validate(model, batches, measure), world), **accuracy(loss_fn, world, "validation_"))
+
+
+def device_of(model: nn.Module, world: World | None) -> torch.device:
+    """The device of the batches of a model. Without a `world`, a model that is not sharded computes where it is."""
+    parameter = next(model.parameters(), None)
+    if world is not None or parameter is None or isinstance(parameter, DTensor):  # which may rest on the host
+        return current_world(world).device
+    return parameter.device
 
 
 @torch.no_grad()

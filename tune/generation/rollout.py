@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, starmap
+from itertools import chain
 from numbers import Real
 from operator import methodcaller
 from typing import Any, Protocol
@@ -187,90 +187,117 @@ def rollout(
         return world.of_peers(lambda: found)
 
     if environment is None:
-        indices = [each.position for each in mine]
-        found = sample([each.tokens for each in mine], samples=samples, step=step, indices=indices)
-        for episode, completion in zip(chain(*groups), chain(*found), strict=True):
+        positions = [prompt.position for prompt in mine]
+        completions = sample([prompt.tokens for prompt in mine], samples=samples, step=step, indices=positions)
+        for episode, completion in zip(chain(*groups), chain(*completions), strict=True):
             episode.add(completion)
     else:
-        _converse(sample, sampler.room(model), tokenizer, groups, world, step, environment, max_turns)
+        conversations = [_Conversation(episode, tokenizer, sampler.room(model)) for episode in chain(*groups)]
+        _converse(conversations, sample, world, step, environment, max_turns)
     episodes = [*chain(*groups)]
-    for each in rewards:
-        for episode, value in zip(episodes, each.of(episodes, tokenizer, world), strict=True):
-            episode.add_reward(each.name, value, each.weight)
+    for reward in rewards:
+        for episode, value in zip(episodes, reward.of(episodes, tokenizer, world), strict=True):
+            episode.add_reward(reward.name, value, reward.weight)
     return groups
 
 
-def _converse(
-    sample: Callable[..., list[list[Completion]]], room: float, tokenizer: Tokenizer, groups: list[list[Episode]],
-    world: World, step: int, environment: Callable[[], Environment], max_turns: int,
-) -> None:  # fmt: skip
-    """Completions and an environment's answers in turn, while a conversation has at most `room` tokens. Sampled ids are
-    never tokenised again: what the template writes behind an answer is appended. Of tensor-parallel processes only the
-    first has environments."""
-    running = [*chain(*groups)]
-    environments: dict[int, Environment] = {}  # by id: prompts of a validation have one index
-    stops = [tokenizer.decode([index]) for index in sorted(tokenizer.stop_ids)]
+class _Conversation:
+    """An episode that an environment answers, while it has at most `room` tokens.
 
-    def begin() -> list[list[Message]]:
-        """What stands behind the messages of each episode's row."""
-        given = []
-        for episode in running:
-            made = environments[id(episode)] = called("environment: it cannot be made", environment)
-            found = called("environment: start fails", methodcaller("start", episode.prompt.row), made)
-            is_none = found is None or found == []
-            given.append([] if is_none else checked_messages(found, "environment: what start returns"))
-        return given
+    Sampled ids are never tokenized again: what the template writes after an answer is appended. Of processes that read
+    the same, only the first one has the environment, and calls `start` and `answer`.
+    """
 
-    def answer(is_last: bool, episode: Episode, completion: Completion) -> tuple[float, list[int] | None]:
-        """The reward for a completion, and the tokens after which the episode goes on; None: it is over."""
+    def __init__(self, episode: Episode, tokenizer: Tokenizer, room: float):
+        self.episode, self.tokenizer, self.room = episode, tokenizer, room
+        self.messages = list(episode.prompt.messages or [])
+        self.tools = episode.prompt.tools
+        self.environment: Environment
+
+    def start(self, make: Callable[[], Environment]) -> list[Message]:
+        """Make the environment; returns its messages that follow those of the row."""
+        self.environment = called("environment: it cannot be made", make)
+        messages = called("environment: start fails", methodcaller("start", self.episode.prompt.row), self.environment)
+        is_none = messages is None or messages == []
+        return [] if is_none else checked_messages(messages, "environment: what start returns")
+
+    def begin(self, messages: list[Message]) -> bool:
+        """Add the environment's first `messages` to the prompt; returns whether there is room for a completion."""
+        episode = self.episode
+        episode.rewards["environment"] = 0.0
+        if messages:
+            self.messages += messages
+            text = self.tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, tools=self.tools)
+            tokens = self.tokenizer.encode(text)
+            episode.prompt = replace(episode.prompt, tokens=tokens, messages=list(self.messages))
+            if len(tokens) > self.room:
+                episode.finish = "room"
+        return episode.finish != "room"
+
+    def answer(self, completion: Completion, stops: list[str], is_last: bool) -> tuple[float, list[int] | None]:
+        """The environment's reward for a completion, and the tokens with which the episode goes on; None if it is over.
+        `stops` are the texts of the tokens that end a turn; after the last completion nothing follows."""
+        tokenizer = self.tokenizer
         is_stop = completion.tokens[-1] in tokenizer.stop_ids  # otherwise a stop string: the template ends the turn
-        conversation, tools = conversations[id(episode)], episode.prompt.tools
         text = tokenizer.decode(completion.tokens[:-1] if is_stop else completion.tokens)
-        message = assistant_message(text, tools, len(conversation))
-        answer = called(f"environment: step fails on {text!r}", environments[id(episode)].step, message)
-        if not isinstance(answer, tuple) or len(answer) != 3:
-            raise TuneError(f"environment: step gives {answer!r}; it must give (reward, messages, done)")
-        given, messages, done = answer
-        reward = _finite(given, f"environment: step gives the reward {given!r}")
+        message = assistant_message(text, self.tools, len(self.messages))
+        result = called(f"environment: step fails on {text!r}", self.environment.step, message)
+        if not isinstance(result, tuple) or len(result) != 3:
+            raise TuneError(f"environment: step gives {result!r}; it must give (reward, messages, done)")
+        value, messages, done = result
+        reward = _finite(value, f"environment: step gives the reward {value!r}")
         if done or completion.finish == "length" or is_last:
             return reward, None
         turn = answered(message, checked_messages(messages, "environment: the messages of step"))
-        render = partial(tokenizer.apply_chat_template, tools=tools)
+        render = partial(tokenizer.apply_chat_template, tools=self.tools)
         end = tokenizer.decode(completion.tokens[-1:]) if is_stop else None
-        suffix = tokenizer.encode(text_behind(render, conversation, turn, stops, end))
-        conversation += turn
+        suffix = tokenizer.encode(text_behind(render, self.messages, turn, stops, end))
+        self.messages += turn
         return reward, suffix
 
-    for episode, messages in zip(running, world.of_peers(begin), strict=True):
-        episode.rewards["environment"] = 0.0
-        if messages:
-            asked = [*(episode.prompt.messages or []), *messages]
-            text = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tools=episode.prompt.tools)
-            episode.prompt = replace(episode.prompt, tokens=tokenizer.encode(text), messages=asked)
-            episode.finish = "room" if len(episode.prompt.tokens) > room else episode.finish
-    conversations = {id(episode): list(episode.prompt.messages or []) for episode in running}
-    running = [episode for episode in running if episode.finish != "room"]
+    def go_on(self, completion: Completion, reward: float, suffix: list[int] | None) -> bool:
+        """Add a completion with its reward, and the tokens after it; returns whether another one follows."""
+        episode = self.episode
+        episode.add(completion)
+        episode.add_reward("environment", reward)
+        if suffix is None:
+            return False
+        if len(episode.prompt.tokens) + len(episode.tokens) + len(suffix) > self.room:
+            episode.finish = "room"
+            return False
+        episode.tokens += suffix
+        episode.log_probs += [None] * len(suffix)
+        return True
+
+
+def _converse(
+    conversations: list[_Conversation], sample: Callable[..., list[list[Completion]]], world: World,
+    step: int, environment: Callable[[], Environment], max_turns: int,
+) -> None:  # fmt: skip
+    """Completions and the environments' answers in turn, until all conversations are over. All processes call it."""
+    beginnings = world.of_peers(lambda: [conversation.start(environment) for conversation in conversations])
+    running = [talk for talk, messages in zip(conversations, beginnings, strict=True) if talk.begin(messages)]
+    tokenizer = conversations[0].tokenizer if conversations else None
+    stops = [tokenizer.decode([token]) for token in sorted(tokenizer.stop_ids)] if tokenizer else []
     for turn in range(max_turns):
         if not world.any(bool(running)):
             return
-        found = sample(
-            [[*episode.prompt.tokens, *episode.tokens] for episode in running],
-            step=step * max_turns + turn,
-            indices=[episode.index for episode in running],
-        )
-        completed = [*zip(running, chain(*found), strict=True)]
-        reply = partial(answer, turn == max_turns - 1)
-        answers = world.of_peers(lambda: [*starmap(reply, completed)])  # noqa: B023
-        running = []
-        for (episode, completion), (reward, suffix) in zip(completed, answers, strict=True):
-            episode.add(completion)
-            episode.add_reward("environment", reward)
-            if suffix is not None and len(episode.prompt.tokens) + len(episode.tokens) + len(suffix) > room:
-                episode.finish = "room"
-            elif suffix is not None:
-                episode.tokens += suffix
-                episode.log_probs += [None] * len(suffix)
-                running.append(episode)
+        episodes = [conversation.episode for conversation in running]
+        completions = [*chain(*sample(
+            [[*episode.prompt.tokens, *episode.tokens] for episode in episodes],
+            step=step * max_turns + turn, indices=[episode.index for episode in episodes],
+        ))]  # fmt: skip
+        answers = partial(_answers, running, completions, stops, is_last=turn == max_turns - 1)
+        results = zip(running, completions, world.of_peers(answers), strict=True)
+        running = [talk for talk, completion, (reward, suffix) in results if talk.go_on(completion, reward, suffix)]
+
+
+def _answers(
+    conversations: list[_Conversation], completions: list[Completion], stops: list[str], *, is_last: bool
+) -> list[tuple[float, list[int] | None]]:
+    return [
+        talk.answer(completion, stops, is_last) for talk, completion in zip(conversations, completions, strict=True)
+    ]
 
 
 def global_batch(

@@ -3,7 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal
 
@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tune.collators import Batch
-from tune.distributed import World, inference
+from tune.distributed import World, current_world, inference
 from tune.errors import TuneError
-from tune.losses import Rows, normalize
-from tune.models import Decoder, HuggingFaceModel
+from tune.losses import VocabularyShard, normalize
+from tune.models import Decoder, HuggingFaceModel, hf, is_transformers_model
 from tune.tokenizers import Tokenizer
-from tune.types import NonNegativeFloat, NonNegativeInt, PositiveInt, Share, UnitInterval, mismatch
+from tune.types import NonNegativeFloat, NonNegativeInt, PositiveInt, Share, UnitInterval, checked
 
 PREFILL_TOKENS = 8192  # prompts are read together up to so many tokens
 GenerativeModel = Decoder | HuggingFaceModel
@@ -50,6 +50,7 @@ class SampledRow:
     uniforms: Iterator[float]
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
     """Samples completions of prompts from a model.
@@ -59,7 +60,8 @@ class Sampler:
         for completion in completions:
             print(tokenizer.decode(completion.tokens), sum(completion.log_probs), completion.finish)
 
-    The model may be sharded, adapted and quantised: its weights are gathered once for all prompts. Those in 4 bits are
+    The model is one of `tune.models.build` or `tune.models.hf`, or a causal language model of transformers. It may be
+    sharded, adapted and quantised: its weights are gathered once for all prompts. Those in 4 bits are
     dequantised anew for each token, which saves memory and takes about twice the time. At most `max_rows` completions
     are computed at a time, each with a cache for the longest prompt and `max_new_tokens`; together they are at most
     `max_len` (None: what the model takes).
@@ -83,9 +85,6 @@ class Sampler:
     max_len: PositiveInt | None = None
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            if problem := mismatch(getattr(self, each.name), each.type):
-                raise TuneError(f"{each.name}: {problem}")
         if "" in self.stop_strings:
             raise TuneError(f"stop_strings: none may be empty; found {list(self.stop_strings)}")
         if self.stop_strings and self.decode is None:
@@ -152,6 +151,9 @@ class Sampler:
 
     def check(self, model: nn.Module, prompts: Sequence[Sequence[int]], names: Sequence[object]) -> GenerativeModel:
         """Raises TuneError, with its number or other name, if a prompt cannot be completed by this model so."""
+        if is_transformers_model(model):
+            model = hf(model)
+            model.check()
         if not isinstance(model, GenerativeModel):
             raise TuneError(
                 f"a {type(model).__name__} has no cache: take a model of tune.models.build or tune.models.hf"
@@ -179,11 +181,12 @@ def answer(
     sampler: Sampler,
     tokenizer: Tokenizer,
     prompts: Mapping[int, Sequence[int]],
-    world: World,
+    world: World | None = None,
     samples: int = 1,
 ) -> dict[int, list[Completion]]:
     """`samples` completions of each of `prompts`, token ids by their numbers, with their texts. All processes call it
     with the same prompts, sample a share of them and have all."""
+    world = current_world(world)
     mine = [*prompts][world.data_rank :: world.data_size]
     found = sampler(model, [prompts[index] for index in mine], samples=samples, indices=mine)
     for completion in chain(*found):
@@ -284,7 +287,7 @@ def choose(
     have this probability, `min_p` (Nguyen et al., 2024) those at least so likely in proportion to the most likely: in
     this order, as in transformers. Log-probs are those without these three; with temperature 0, those at temperature 1.
     """
-    ids_of, last = Rows(logits, dim=1), logits.shape[1] - 1
+    ids_of, last = VocabularyShard(logits, dim=1), logits.shape[1] - 1
     own = logits.to_local() if isinstance(logits, DTensor) else logits
     log_probs = _log_softmax(own.float() / (temperature or 1.0), ids_of)
     if temperature == 0:
@@ -301,7 +304,7 @@ def choose(
     return ids[:, 0], ids_of.at(ids, log_probs)[:, 0]
 
 
-def _log_softmax(logits: Tensor, ids_of: Rows) -> Tensor:
+def _log_softmax(logits: Tensor, ids_of: VocabularyShard) -> Tensor:
     if ids_of.group is None:
         return logits.log_softmax(dim=-1)
     shifted = logits.clone()
@@ -309,7 +312,9 @@ def _log_softmax(logits: Tensor, ids_of: Rows) -> Tensor:
     return shifted - normalizer.log()
 
 
-def _kept(log_probs: Tensor, top_k: int | None, top_p: float | None, min_p: float | None, ids_of: Rows) -> Tensor:
+def _kept(
+    log_probs: Tensor, top_k: int | None, top_p: float | None, min_p: float | None, ids_of: VocabularyShard
+) -> Tensor:
     """`log_probs` `[rows, vocab]`, with -inf for what is not among the top."""
     if top_k is not None:
         smallest = ids_of.topk(log_probs, top_k)[0][:, -1:]

@@ -1,11 +1,12 @@
-"""Losses, and the heads that give what they are made of. A new one goes into a file of its own.
+"""Losses of tensors, and the heads that give what they are made of. A new one goes into a file of its own.
 
 `LinearCrossEntropy` and the divergences are heads that return a sum over supervised tokens: the caller divides by the
-count of the whole optimizer step. `LogProbs` returns values per token, `LastTokenScores` values per document: a recipe
-makes its loss of them. All but the last take shares of the output weight's rows (`takes_shares`).
+count of the whole optimizer step. `LogProbs` returns values per token, `LastTokenScores` values per document: losses of
+preferences, of policies and of scores take those. Heads are called with hidden states, an output weight, and labels or
+a Batch. All but the last take shares of the output weight's rows (`takes_shares`).
 """
 
-from tune.losses.chunks import LOGITS, Rows, normalize, takes_shares
+from tune.losses.chunks import LOGITS, VocabularyShard, normalize, takes_shares
 from tune.losses.divergences import Divergence, ForwardKL, JensenShannon, MostProbable, ReverseKL, Teacher, TopK
 from tune.losses.linear_cross_entropy import LinearCrossEntropy
 from tune.losses.log_probs import LogProbs, TokenLogProbs, per_document
@@ -21,11 +22,12 @@ from tune.losses.preference import (
     of_labelled,
     of_pairs,
     of_rewards,
+    require_attributes,
     sum_and_count,
 )
 from tune.losses.reward import BradleyTerry, LastTokenScores, score
 
-# Other names are for the packages of `tune` alone.
+# Other names are for the packages and the recipes of `tune`.
 __all__ = [
     "CPO",
     "DPO",
@@ -51,13 +53,7 @@ __all__ = [
     "TopK",
     "gae",
     "kl_estimate",
-    "of_labelled",
-    "of_pairs",
-    "of_rewards",
-    "of_tokens",
     "per_document",
     "score",
-    "sum_and_count",
     "takes_shares",
-    "token_values",
 ]

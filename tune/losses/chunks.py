@@ -1,16 +1,20 @@
 """What heads share that work by chunks of tokens: logits, normalisation over the vocabulary, gradients."""
 
+import math
+import sys
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from tune.collators import Batch
-from tune.distributed import full_tensor, local_shard
+from tune.errors import TuneError
+from tune.losses.supervised import Labels, label_ids, require_tokens, supervised_places
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 SMALL_CHUNK = 512  # tokens
 LOGITS = 2**27  # half a GiB in fp32
@@ -25,35 +29,47 @@ def takes_shares(head: HeadFunction) -> HeadFunction:
     return head
 
 
+def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
+    """Whether `tensor` is a DTensor. Does not import its module, which takes a second: before someone else has, there
+    is none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def default_chunk_tokens(vocab: int, device: str) -> int:
     """The number of tokens in a chunk, on a type of device."""
     return SMALL_CHUNK if device == "cpu" else max(SMALL_CHUNK, LOGITS // vocab)
 
 
-class Rows:
-    """The rows of a head's weight that this process has, `count` from `first` on, of those below `size`: all, but for a
-    weight whose rows the processes of a mesh share (a DTensor of `tune.distributed.tensor_parallel`). Of logits, which
-    are shared so too, they are along the last `dim`."""
+class VocabularyShard:
+    """The rows of a head's weight that this process has: `count` rows from `first` on, of `size` in all.
+
+    With tensor parallelism the weight is a DTensor, whose rows the processes of a mesh share. A plain tensor has all
+    rows. Logits are shared in the same way, along their last `dim`.
+    """
 
     def __init__(self, weight: Tensor, size: int | None = None, dim: int = 0):
-        mesh = weight.device_mesh if isinstance(weight, DTensor) else None
+        mesh = weight.device_mesh if is_dtensor(weight) else None
         self.group = None if mesh is None else mesh.get_group()
         self.rank = 0 if mesh is None else mesh.get_local_rank()
-        own = weight.to_local() if isinstance(weight, DTensor) else weight
+        own = weight.to_local() if is_dtensor(weight) else weight
         self.first = self.rank * own.shape[dim]  # each process has as many
         left = (weight.shape[dim] if size is None else size) - self.first
-        self.has_none = left <= 0  # then it has one nevertheless, which counts for nothing
+        self.has_none = left <= 0  # only padding: one row is computed all the same, and masked
         self.count = max(1, min(own.shape[dim], left))
 
     def of(self, logits: Tensor) -> Tensor:
-        """The logits of the own rows, in place."""
+        """`logits` of the own rows, in place: masked if all of these are padding."""
         return logits.fill_(LOWEST) if self.has_none else logits
 
     def of_other(self, weight: Tensor, is_alike: bool) -> Tensor:
         """The same rows of another head's `weight`, which processes share alike, or which has others or all."""
         if is_alike:
-            return local_shard(weight)[0][: self.count]
-        weight = full_tensor(weight)
+            return (weight.to_local() if is_dtensor(weight) else weight)[: self.count]
+        if is_dtensor(weight):
+            from tune.distributed import full_tensor  # only here: losses are imported without process groups
+
+            weight = full_tensor(weight)
         return weight[min(self.first, len(weight) - 1) :][: self.count]
 
     def reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
@@ -69,9 +85,11 @@ class Rows:
         return places.clamp(0, logits.shape[1] - 1), inside.to(logits.dtype)
 
     def at(self, targets: Tensor, logits: Tensor) -> Tensor:
-        """The logits of the targets, `[chunk, k]`."""
+        """The logits of the targets, `[chunk, k]`. That of a target which is no row is NaN, as `check_ids` does not see
+        it on a GPU; where processes share the rows it is 0."""
         places, inside = self.find(targets, logits)
-        return self.reduce(logits.gather(1, places).where(inside > 0, 0))  # others may be -inf
+        outside = math.nan if self.group is None else 0.0
+        return self.reduce(logits.gather(1, places).where(inside > 0, outside))  # others may be -inf
 
     def add_at(self, targets: Tensor, logits: Tensor, values: Tensor | float) -> Tensor:
         """`logits`, to which `values` `[chunk, k]` are added at `targets` `[chunk, k]`, in place."""
@@ -110,22 +128,60 @@ class Rows:
         return self.reduce(torch.where(is_highest, place + self.first, none), dist.ReduceOp.MIN)
 
 
-ALL = Rows(torch.empty(1))
+ALL = VocabularyShard(torch.empty(1))
 
 
-def of_supervised(values: Tensor, batch: Batch) -> Tensor:
-    """The rows of `values` `[rows, seq, ...]` at supervised tokens, `[num_supervised, ...]`."""
-    return values.flatten(0, 1).index_select(0, batch.supervised)
-
-
-def operands(hidden: Tensor, weight: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+def operands(hidden: Tensor, weight: Tensor, labels: Labels, vocab: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """`hidden` and labels of the supervised tokens, and the own rows of `weight` between them, as an autograd function
-    takes them."""
-    if isinstance(weight, DTensor):
+    takes them: `[tokens, dim]`, `[rows of vocab, dim]`, int64 `[tokens]`. Of two types, both become the wider one.
+
+    Raises:
+        TuneError: shapes do not fit, or a label is not below `vocab`. The latter is found on a CPU alone, where it
+            costs no wait, and not looked for where labels only say what is supervised (`vocab=None`).
+    """
+    ids = label_ids(labels)
+    if hidden.ndim != ids.ndim + 1:
+        raise TuneError(
+            f"labels: their shape is {[*ids.shape]}, and that of hidden {[*hidden.shape]}: hidden must have one "
+            "dimension more, the last"
+        )
+    require_tokens("hidden", hidden, labels)
+    if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise TuneError(
+            f"weight: its shape is {[*weight.shape]}, and that of hidden {[*hidden.shape]}: it must be [vocab, dim]"
+        )
+    places = supervised_places(labels)
+    targets = ids.flatten().index_select(0, places)
+    if vocab is not None:
+        check_ids("labels", targets, vocab)
+    if is_dtensor(weight):
         weight = weight.to_local()
     if not torch.is_grad_enabled():  # the function would still be told that a parameter needs its gradient
         weight = weight.detach()
-    return of_supervised(hidden, batch), weight, of_supervised(batch.labels, batch)
+    return *promoted(hidden.flatten(0, -2).index_select(0, places), weight), targets.long()
+
+
+def promoted(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the wider of their two types: hidden states of a bf16 model and an fp32 head in fp32."""
+    dtype = torch.promote_types(hidden.dtype, weight.dtype)
+    return hidden.to(dtype), weight.to(dtype)
+
+
+def check_ids(name: str, ids: Tensor, vocab: int) -> None:
+    """Raise TuneError, which begins with `name`, for a mask in the place of ids; on a CPU also for ids that are not
+    below `vocab`."""
+    if ids.dtype == torch.bool:
+        raise TuneError(f"{name}: a mask has no ids. Label the tokens that do not count with -100")
+    is_at_hand = type(ids) is Tensor and ids.device.type == "cpu" and not torch.compiler.is_compiling()
+    if not is_at_hand or not ids.numel():
+        return
+    values = ids.numpy()  # memory of the host, read without an operation that would wait elsewhere
+    for wrong in (int(values.min()), int(values.max())):
+        if not 0 <= wrong < vocab:
+            raise TuneError(
+                f"{name}: {wrong} is no id of a vocabulary of {vocab:,}, by the weight's rows or vocab_size. What is "
+                "not supervised is labeled -100"
+            )
 
 
 def chunks_of_logits(
@@ -138,7 +194,8 @@ def chunks_of_logits(
     be changed: the next chunk overwrites them. (On a CPU, fresh memory for each takes a quarter of the product's time.)
     """
     chunk_tokens = chunk_tokens or default_chunk_tokens(len(weight), weight.device.type)
-    buffer = torch.empty(min(chunk_tokens, len(hidden)), len(weight), device=weight.device)
+    size = min(chunk_tokens, len(hidden)), len(weight)
+    buffer = torch.empty(size, dtype=torch.float32, device=weight.device)
     for start in range(0, len(hidden), chunk_tokens):
         chunk = slice(start, min(start + chunk_tokens, len(hidden)))
         logits = buffer[: chunk.stop - start]
@@ -154,7 +211,7 @@ def chunks_of_logits(
         yield chunk, logits if temperature == 1 else logits.div_(temperature), slope
 
 
-def normalize(logits: Tensor, out: Tensor | None = None, rows: Rows = ALL) -> tuple[Tensor, Tensor, Tensor]:
+def normalize(logits: Tensor, out: Tensor | None = None, rows: VocabularyShard = ALL) -> tuple[Tensor, Tensor, Tensor]:
     """Subtract their maximum from `logits` `[chunk, vocab]` in place. Returns it, their exponentials (in `out`, which
     may be the logits) and the sums of these; both over all processes that share the vocabulary's `rows`.
     """
@@ -165,7 +222,7 @@ def normalize(logits: Tensor, out: Tensor | None = None, rows: Rows = ALL) -> tu
 
 
 def cross_entropy(
-    logits: Tensor, targets: Tensor, out: Tensor | None = None, rows: Rows = ALL
+    logits: Tensor, targets: Tensor, out: Tensor | None = None, rows: VocabularyShard = ALL
 ) -> tuple[Tensor, Tensor]:
     """The sum over a chunk, and the gradient of `logits` `[chunk, vocab]` (in `out`). They change as in `normalize`."""
     target_logits = rows.at(targets, logits)
@@ -210,7 +267,7 @@ class SumOfChunks(torch.autograd.Function):
         of_chunk: Callable[[slice, Tensor], tuple[Tensor, Tensor]],
     ) -> Tensor:  # fmt: skip
         gradients = Gradients(hidden, weight, *ctx.needs_input_grad[:2])
-        total = torch.zeros((), device=hidden.device)
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for chunk, logits, slope in chunks_of_logits(hidden, weight, chunk_tokens, softcap):
             value, grad_logits = of_chunk(chunk, logits)
             total += value

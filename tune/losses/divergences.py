@@ -6,21 +6,22 @@ from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from tune.collators import Batch
 from tune.errors import TuneError
 from tune.losses.chunks import (
-    Rows,
     SumOfChunks,
+    VocabularyShard,
+    check_ids,
     chunks_of_logits,
     cross_entropy,
+    is_dtensor,
     normalize,
-    of_supervised,
     operands,
+    promoted,
     takes_shares,
 )
-from tune.types import PositiveFloat, PositiveInt, Range, UnitInterval
+from tune.losses.supervised import Labels, of_supervised
+from tune.types import PositiveFloat, PositiveInt, Range, UnitInterval, checked
 
 
 class Teacher(NamedTuple):
@@ -28,11 +29,11 @@ class Teacher(NamedTuple):
 
     hidden: Tensor
     weight: Tensor
-    softcap: float | None
+    softcap: float | None = None
 
     @classmethod
     @takes_shares
-    def head(cls, hidden: Tensor, weight: Tensor, batch: Batch, *, softcap: float | None = None) -> "Teacher":
+    def head(cls, hidden: Tensor, weight: Tensor, labels: Labels, *, softcap: float | None = None) -> "Teacher":
         return cls(hidden, weight, softcap)
 
 
@@ -44,13 +45,14 @@ class TopK(NamedTuple):
     log_probs: Tensor
 
     @classmethod
-    def stored(cls, values: Tensor, batch: Batch) -> "TopK":
+    def stored(cls, values: Tensor, labels: Labels) -> "TopK":
         """From a column `[rows, seq, 2 k + 1]` of ids and log-probs: what `MostProbable` gave."""
-        of_tokens = of_supervised(values, batch)
+        of_tokens = of_supervised(values, labels)
         k = of_tokens.shape[1] // 2
         return cls(of_tokens[:, :k].long(), of_tokens[:, k:])
 
 
+@checked
 @dataclass
 class MostProbable:
     """A head that gives the `k` most probable of the ids below `vocab_size`, at a `temperature`, and the log-probs of
@@ -65,13 +67,16 @@ class MostProbable:
 
     def __post_init__(self) -> None:
         if self.k > (self.vocab_size or self.k):
-            raise TuneError(f"{self.k} is more than the {self.vocab_size} tokens of the vocabulary: take at most these")
+            raise TuneError(f"{self.k} is more than the {self.vocab_size} tokens of the vocabulary: lower k")
 
     @torch.no_grad()
-    def __call__(self, hidden: Tensor, weight: Tensor, batch: Batch, *, softcap: float | None = None) -> Tensor:
-        rows = Rows(weight, self.vocab_size)
-        hidden, weight, _ = operands(hidden, weight, batch)
-        values = torch.empty(len(hidden), 2 * self.k + 1, device=hidden.device)
+    def __call__(self, hidden: Tensor, weight: Tensor, labels: Labels, *, softcap: float | None = None) -> Tensor:
+        """`hidden` `[rows, seq, dim]`, `weight` `[vocab, dim]`; `labels` say which tokens are supervised."""
+        if self.k > len(weight):
+            raise TuneError(f"k: {self.k} is more than the {len(weight):,} rows of the weight")
+        rows = VocabularyShard(weight, self.vocab_size)
+        hidden, weight, _ = operands(hidden, weight, labels, vocab=None)
+        values = torch.empty(len(hidden), 2 * self.k + 1, dtype=torch.float32, device=hidden.device)
         inputs = hidden, weight[: rows.count], self.chunk_tokens, softcap
         for chunk, logits, _ in chunks_of_logits(*inputs, self.temperature):
             log_p, p = _distribution(rows.of(logits), rows)
@@ -88,6 +93,7 @@ class Distribution(NamedTuple):
     p: Tensor
 
 
+@checked
 @dataclass
 class Divergence(ABC):
     """Sum over supervised tokens of (1 - c) T^2 D + c H, or of D alone for c = 0: D is the divergence of student and
@@ -109,29 +115,41 @@ class Divergence(ABC):
         in each row."""
 
     def __call__(
-        self, hidden: Tensor, weight: Tensor, batch: Batch, *, teacher: Teacher | TopK, softcap: float | None = None
+        self, hidden: Tensor, weight: Tensor, labels: Labels, *, teacher: Teacher | TopK, softcap: float | None = None
     ) -> Tensor:
-        """`hidden` `[rows, seq, dim]`, `weight` `[vocab, dim]` -> scalar. A `TopK` is at the same temperature."""
+        """`hidden` `[rows, seq, dim]`, `weight` `[vocab, dim]` -> scalar. `labels` are as those of
+        `LinearCrossEntropy`: they say which tokens are supervised. A `TopK` is at the same temperature; a `Teacher` has
+        hidden states of the same rows and tokens, of any width.
+
+        Raises:
+            TuneError: shapes do not fit, or a label is no row of `weight` (on a CPU).
+        """
         size = len(weight)
         if isinstance(teacher, TopK) or size != len(teacher.weight):
             size = self.vocab_size or min(size, len(teacher[1]) if isinstance(teacher, Teacher) else size)
-        rows = Rows(weight, size)
+        rows = VocabularyShard(weight, size)
         teachers = None
         if isinstance(teacher, Teacher):
-            is_sharded, teachers_is = (isinstance(each, DTensor) for each in (weight, teacher.weight))
+            is_sharded, teachers_is = (is_dtensor(each) for each in (weight, teacher.weight))
             is_alike = len(weight) == len(teacher.weight) and is_sharded == teachers_is
             theirs = rows.of_other(teacher.weight, is_alike)
-            inputs = of_supervised(teacher.hidden, batch), theirs, self.chunk_tokens, teacher.softcap
-            teachers = chunks_of_logits(*inputs, self.temperature)
-        hidden, weight, labels = operands(hidden, weight, batch)
+            inputs = promoted(of_supervised(teacher.hidden, labels, "teacher.hidden"), theirs)
+            teachers = chunks_of_logits(*inputs, self.chunk_tokens, teacher.softcap, self.temperature)
+        hidden, weight, targets = operands(hidden, weight, labels, size if self.cross_entropy else None)
+        if isinstance(teacher, TopK):
+            if len(teacher.ids) != len(hidden):
+                raise TuneError(f"teacher: it has {len(teacher.ids)} tokens, and {len(hidden)} are supervised")
+            check_ids("teacher.ids", teacher.ids, size)
 
         def of_chunk(chunk: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
             target = rows.of(next(teachers)[1]) if teachers else TopK(teacher[0][chunk], teacher[1][chunk])
-            return self._of_chunk(rows.of(logits), target, labels[chunk, None], rows)
+            return self._of_chunk(rows.of(logits), target, targets[chunk, None], rows)
 
         return SumOfChunks.apply(hidden, weight[: rows.count], self.chunk_tokens, softcap, of_chunk)
 
-    def _of_chunk(self, logits: Tensor, target: Tensor | TopK, labels: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    def _of_chunk(
+        self, logits: Tensor, target: Tensor | TopK, labels: Tensor, rows: VocabularyShard
+    ) -> tuple[Tensor, Tensor]:
         """The sum and the gradient of `logits`."""
         factor = (1 - self.cross_entropy) * self.temperature**2 if self.cross_entropy else 1.0
         if self.cross_entropy:
@@ -150,7 +168,7 @@ class Divergence(ABC):
         of_divergence.add_(gradient, alpha=self.cross_entropy)
         return values.sum() * factor + total * self.cross_entropy, of_divergence
 
-    def _of_buckets(self, student: Distribution, target: TopK, rows: Rows) -> tuple[Tensor, Tensor]:
+    def _of_buckets(self, student: Distribution, target: TopK, rows: VocabularyShard) -> tuple[Tensor, Tensor]:
         """D of the k ids and all others as one, and its gradient: the others share theirs by their probabilities."""
         log_p = rows.at(target.ids, student.log_p)
         others = rows.without(target.ids, student.p)
@@ -178,6 +196,7 @@ class ReverseKL(Divergence):
         return weighted.sum(dim=1, keepdim=True), weighted
 
 
+@checked
 @dataclass
 class JensenShannon(Divergence):
     """b KL(teacher || M) + (1 - b) KL(student || M), where M = b teacher + (1 - b) student and b is `beta`.
@@ -197,11 +216,11 @@ class JensenShannon(Divergence):
         return self.beta * of_teacher + weighted.sum(dim=1, keepdim=True), weighted
 
 
-def _distribution(logits: Tensor, rows: Rows) -> Distribution:
+def _distribution(logits: Tensor, rows: VocabularyShard) -> Distribution:
     _, exponentials, normalizer = normalize(logits, rows=rows)
     return Distribution(logits.sub_(normalizer.log()), exponentials.div_(normalizer))
 
 
-def _log_of_sum(p: Tensor, rows: Rows) -> Tensor:
+def _log_of_sum(p: Tensor, rows: VocabularyShard) -> Tensor:
     """`[chunk, 1]`, finite."""
     return rows.reduce(p.sum(dim=1, keepdim=True)).clamp_(min=torch.finfo(p.dtype).tiny).log_()

@@ -5,19 +5,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tune.collators import Batch
-from tune.losses.chunks import Gradients, Rows, chunks_of_logits, normalize, of_supervised, operands
-from tune.types import PositiveFloat, PositiveInt
+from tune.losses.chunks import Gradients, VocabularyShard, chunks_of_logits, normalize, operands
+from tune.losses.supervised import Labels, documents_of, require_vectors
+from tune.types import PositiveFloat, PositiveInt, checked
 
 
 class TokenLogProbs(NamedTuple):
-    """Values per supervised token, in the order of `batch.supervised`, `[num_supervised]`."""
+    """Values per supervised token, row by row, `[tokens]`."""
 
     log_probs: Tensor  # fp32, of the labels
     entropies: Tensor  # fp32, of the predicted distributions, in nats; without gradient
     is_argmax: Tensor  # bool: no token is more probable than the label
 
 
+@checked
 class LogProbs:
     """A head that gives the `TokenLogProbs` of a batch: those of `(hidden @ weight.T / temperature).log_softmax(-1)`.
 
@@ -32,27 +33,35 @@ class LogProbs:
     def __init__(self, chunk_tokens: PositiveInt | None = None, temperature: PositiveFloat = 1.0):
         self.chunk_tokens, self.temperature = chunk_tokens, temperature
 
-    def __call__(self, hidden: Tensor, weight: Tensor, batch: Batch, *, softcap: float | None = None) -> TokenLogProbs:
-        """`hidden` `[rows, seq, dim]`, `weight` `[vocab, dim]`. `softcap` bounds logits by tanh, before `temperature`
-        divides them."""
+    def __call__(
+        self, hidden: Tensor, weight: Tensor, labels: Labels, *, softcap: float | None = None
+    ) -> TokenLogProbs:
+        """`hidden` `[rows, seq, dim]`, `weight` `[vocab, dim]`; `labels` as those of `LinearCrossEntropy`. `softcap`
+        bounds logits by tanh, before `temperature` divides them."""
         options = self.chunk_tokens, softcap, self.temperature
-        return TokenLogProbs(*_LogProbs.apply(*operands(hidden, weight, batch), Rows(weight), options))
+        rows = VocabularyShard(weight)
+        return TokenLogProbs(*_LogProbs.apply(*operands(hidden, weight, labels, len(weight)), rows, options))
 
 
-def per_document(values: Tensor, batch: Batch) -> Tensor:
-    """Sums of `values` of supervised tokens `[num_supervised]` over each document, `[documents]`; 0 for padding."""
-    documents = of_supervised(batch.documents.ids, batch)
-    return values.new_zeros(len(batch.documents.lengths)).index_add(0, documents, values)
+def per_document(values: Tensor, labels: Labels) -> Tensor:
+    """Sums of `values` of supervised tokens `[tokens]` over each document, `[documents]`; 0 for padding.
+
+    The documents are those of a Batch, or the rows of labels or of a mask (bool) `[rows, seq]`: then the sums of what
+    `LogProbs` gives are the log-probs of whole rows, `[rows]`. Raises TuneError for another number of tokens.
+    """
+    documents, count = documents_of(labels)
+    require_vectors(labels=documents, values=values)
+    return values.new_zeros(count).index_add(0, documents, values)
 
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, rows: Rows,
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, rows: VocabularyShard,
         options: tuple[int | None, float | None, float],
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         gradients = Gradients(hidden, weight, of_hidden=ctx.needs_input_grad[0], of_weight=False)
-        log_probs, entropies = (torch.empty(len(hidden), device=hidden.device) for _ in range(2))
+        log_probs, entropies = torch.empty(2, len(hidden), dtype=torch.float32, device=hidden.device)
         is_argmax = torch.empty_like(log_probs, dtype=torch.bool)
         log_normalizer = torch.empty_like(log_probs)[:, None]
         buffer = None
@@ -91,6 +100,6 @@ class _LogProbs(torch.autograd.Function):
         return grad_hidden, gradients.weight.to(weight.dtype), None, None, None
 
 
-def _grad_logits(probabilities: Tensor, targets: Tensor, rows: Rows) -> Tensor:
+def _grad_logits(probabilities: Tensor, targets: Tensor, rows: VocabularyShard) -> Tensor:
     """That of the target's log-prob, in place of `probabilities` `[chunk, vocab]`."""
     return rows.add_at(targets, probabilities.neg_(), 1.0)

@@ -1,8 +1,12 @@
 """Policy gradient losses of sampled tokens.
 
-Each takes, per supervised token, the policy's log-probs, those recorded while sampling and the advantages, `[tokens]`,
-and the batch; it returns a loss for every token and whether its ratio was clipped, which removes its gradient or bounds
-it. The caller divides the sum by the tokens of the whole step.
+Each takes, per supervised token, the policy's log-probs, those recorded while sampling and the advantages, `[tokens]`;
+it returns a loss for every token and whether its ratio was clipped, which removes its gradient or bounds it. The caller
+divides the sum by the tokens of the whole step. Of padded rows `[rows, seq]`, give the tokens that count:
+`values[mask]`.
+
+What depends on whole completions (`GSPO`, `gae`) takes last which tokens these have: a Batch, or a mask (bool) or
+labels `[rows, seq]`, whose rows are completions. Recipes call every loss so.
 """
 
 import torch
@@ -10,11 +14,15 @@ from torch import Tensor
 
 from tune.collators import Batch
 from tune.errors import TuneError
-from tune.losses.chunks import of_supervised
 from tune.losses.log_probs import per_document
-from tune.types import PositiveFloat
+from tune.losses.reward import require_one_output
+from tune.losses.supervised import Labels, documents_of, of_supervised, require_equal_shapes, require_vectors
+from tune.types import PositiveFloat, UnitInterval, checked
+
+OF_TOKENS = "Of padded rows [rows, seq], give the tokens that count: values[mask]"
 
 
+@checked
 class PolicyGradient:
     """-min(ratio, max_ratio) A log p, where the ratio of the policy to the sampler is a constant: it corrects for the
     difference of the two, whether it comes from rounding or from an older policy (truncated importance sampling, Yao et
@@ -23,23 +31,33 @@ class PolicyGradient:
     def __init__(self, max_ratio: PositiveFloat = 2.0):
         self.max_ratio = max_ratio
 
-    def __call__(self, log_probs: Tensor, sampled: Tensor, advantages: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, log_probs: Tensor, sampled: Tensor, advantages: Tensor, labels: Labels | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """All `[tokens]`; `labels` are not needed."""
+        require_vectors(OF_TOKENS, log_probs=log_probs, sampled=sampled, advantages=advantages)
         ratio = (log_probs - sampled).exp().detach()
         return -ratio.clamp(max=self.max_ratio) * advantages * log_probs, ratio > self.max_ratio
 
 
+@checked
 class ClippedPolicy:
     """-min(ratio A, clip(ratio, 1 - low, 1 + high) A) (Schulman et al. 2017), with two bounds (Yu et al. 2025)."""
 
     def __init__(self, low: PositiveFloat = 0.2, high: PositiveFloat = 0.28):
         self.low, self.high = low, high
 
-    def __call__(self, log_probs: Tensor, sampled: Tensor, advantages: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, log_probs: Tensor, sampled: Tensor, advantages: Tensor, labels: Labels | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """All `[tokens]`; `labels` are not needed."""
+        require_vectors(OF_TOKENS, log_probs=log_probs, sampled=sampled, advantages=advantages)
         ratio = (log_probs - sampled).exp()
         clipped = ratio.clamp(1 - self.low, 1 + self.high)
         return -torch.minimum(ratio * advantages, clipped * advantages), clipped * advantages < ratio * advantages
 
 
+@checked
 class GSPO(ClippedPolicy):
     """`ClippedPolicy` with the ratio of whole completions: the exponential of their mean log-ratio (Zheng et al. 2025).
     A completion counts by its tokens."""
@@ -47,14 +65,25 @@ class GSPO(ClippedPolicy):
     def __init__(self, low: PositiveFloat = 3e-4, high: PositiveFloat = 4e-4):
         super().__init__(low, high)
 
-    def __call__(self, log_probs: Tensor, sampled: Tensor, advantages: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        sums = per_document(log_probs - sampled, batch) / batch.documents.num_supervised.clamp(min=1)
-        of_sequence = sums[of_supervised(batch.documents.ids, batch)]
-        return super().__call__(of_sequence, torch.zeros_like(of_sequence), advantages, batch)
+    def __call__(
+        self, log_probs: Tensor, sampled: Tensor, advantages: Tensor, labels: Labels | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """All `[tokens]`; `labels` say which tokens a completion has: a Batch, or a mask or labels `[rows, seq]`."""
+        require_vectors(OF_TOKENS, log_probs=log_probs, sampled=sampled, advantages=advantages)
+        if labels is None:
+            raise TuneError("labels: GSPO needs the tokens of whole completions: give a Batch, or a mask [rows, seq]")
+        completions, _ = documents_of(labels)
+        means = per_document(log_probs - sampled, labels) / per_document(torch.ones_like(sampled), labels).clamp(min=1)
+        of_completion = means[completions]
+        return super().__call__(of_completion, torch.zeros_like(of_completion), advantages)
 
 
 def kl_estimate(log_probs: Tensor, others: Tensor) -> Tensor:
-    """KL(policy | other) of each token, from one sample: e^d - d - 1, where d = other - policy (Schulman 2020)."""
+    """KL(policy | other) of each token, from one sample: e^d - d - 1, where d = other - policy (Schulman 2020).
+
+    Both of one shape, which the result has. Raises TuneError if they are not.
+    """
+    require_equal_shapes(log_probs=log_probs, others=others)
     difference = others - log_probs
     return difference.exp() - difference - 1
 
@@ -67,28 +96,38 @@ def of_tokens(column: str, batch: Batch) -> Tensor:
     return values[of_supervised(batch.documents.ids, batch)]
 
 
-def token_values(hidden: Tensor, weight: Tensor, batch: Batch, *, softcap: float | None = None) -> Tensor:
+def token_values(hidden: Tensor, weight: Tensor, labels: Labels, *, softcap: float | None = None) -> Tensor:
     """A head of one output, `weight` `[1, dim]`: a value before each supervised token, `[tokens]`, in fp32. Raises
     TuneError for a head of more outputs."""
-    if len(weight) != 1:
-        raise TuneError(
-            f"value: the model's head has {len(weight):,} outputs, and a value is one: set value.head=score"
-        )
-    return of_supervised(hidden, batch).float() @ weight[0].float()
+    require_one_output(weight)
+    return of_supervised(hidden, labels, "hidden").float() @ weight[0].float()
 
 
-def gae(rewards: Tensor, values: Tensor, batch: Batch, decay: float) -> Tensor:
-    """Advantages by generalised advantage estimation (Schulman et al. 2016), without discount: all `[tokens]`.
+@checked
+def gae(rewards: Tensor, values: Tensor, labels: Labels, decay: UnitInterval, final: Tensor | None = None) -> Tensor:
+    """Advantages by generalized advantage estimation (Schulman et al. 2016), without discount, `[tokens]`.
 
-    The column `reward` of a document is added to that of its last token. Computed on the host.
+    Args:
+        rewards: of each token, `[tokens]`.
+        values: the critic's before each token, `[tokens]`.
+        labels: which tokens a completion has: a Batch, or a mask (bool) or labels `[rows, seq]`.
+        decay: lambda: 0 looks one token ahead, 1 to the end.
+        final: the rewards of whole completions, added to those of their last tokens, `[documents]` or `[rows]`.
+
+    Computed on the host. Raises TuneError if shapes do not fit.
     """
-    columns = of_supervised(batch.documents.ids, batch), of_tokens("reward", batch), rewards, values
-    tokens = zip(*torch.stack([each.float() for each in columns]).cpu().tolist(), strict=True)
-    found, document_after, later, value_after = list[float](), -1.0, 0.0, 0.0
+    completions, count = documents_of(labels)
+    require_vectors(OF_TOKENS, labels=completions, rewards=rewards, values=values)
+    if final is None:
+        final = rewards.new_zeros(count)
+    require_vectors(labels=completions.new_zeros(count), final=final)
+    columns = (completions, final[completions], rewards, values)
+    tokens = zip(*torch.stack([column.double() for column in columns]).cpu().tolist(), strict=True)
+    advantages, document_after, later, value_after = list[float](), -1.0, 0.0, 0.0
     for document, of_document, reward, value in reversed(list(tokens)):
         if document != document_after:
             later, value_after, reward = 0.0, 0.0, reward + of_document
         later = reward + value_after - value + decay * later
-        found.append(later)
+        advantages.append(later)
         document_after, value_after = document, value
-    return torch.tensor(found[::-1]).to(values)
+    return torch.tensor(advantages[::-1], dtype=torch.float64).to(values)

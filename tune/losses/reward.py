@@ -7,7 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tune.collators import Batch
-from tune.types import NonNegativeFloat
+from tune.errors import TuneError
+from tune.losses.supervised import require_tokens, require_vectors
+from tune.types import NonNegativeFloat, NonNegativeInt, checked
 
 
 def score(model: Any, batch: Batch) -> Tensor:
@@ -16,15 +18,27 @@ def score(model: Any, batch: Batch) -> Tensor:
     return model(batch, LastTokenScores(model.config.pad_id))
 
 
+def require_one_output(weight: Tensor) -> None:
+    """Raise TuneError for a head of more outputs than one."""
+    if len(weight) != 1:
+        raise TuneError(
+            f"weight: the head has {len(weight):,} outputs, and must have one: build the model with head=score"
+        )
+
+
+@checked
 class LastTokenScores:
     """A head of one output that gives documents' scores: of each the one at its last token that is not `pad_id`, as
     transformers' `...ForSequenceClassification` does, also where `pad_id` is the token that ends documents."""
 
-    def __init__(self, pad_id: int | None = None):
+    def __init__(self, pad_id: NonNegativeInt | None = None):
         self.pad_id = pad_id
 
     def __call__(self, hidden: Tensor, weight: Tensor, batch: Batch, *, softcap: float | None = None) -> Tensor:
-        """`hidden` `[rows, seq, dim]`, `weight` `[1, dim]` -> `[documents]`, in fp32."""
+        """`hidden` `[rows, seq, dim]`, `weight` `[1, dim]` -> `[documents]`, in fp32. Raises TuneError if shapes do not
+        fit."""
+        require_one_output(weight)
+        require_tokens("hidden", hidden, batch)
         starts, ends = (batch.documents.boundaries[part].long() for part in (slice(-1), slice(1, None)))
         last = ends - 1
         if self.pad_id is not None:
@@ -34,6 +48,7 @@ class LastTokenScores:
         return hidden.flatten(0, 1).index_select(0, last).float() @ weight[0].float()
 
 
+@checked
 class BradleyTerry:
     """-log s(r_w - r_l - m) + center (r_w + r_l)^2, where r are the scores of the better and the worse answer and m is
     the pair's margin (Ouyang et al. 2022; Touvron et al. 2023; `center`, about 0.01, keeps scores near zero: Eisenstein
@@ -44,6 +59,9 @@ class BradleyTerry:
     def __init__(self, center: NonNegativeFloat = 0.0):
         self.center = center
 
-    def __call__(self, chosen: Tensor, rejected: Tensor, margin: Tensor) -> Tensor:
-        """All `[pairs]`."""
+    def __call__(self, chosen: Tensor, rejected: Tensor, margin: Tensor | None = None) -> Tensor:
+        """The scores of the better and the worse answers and their margins, by default 0, all `[pairs]` -> a loss for
+        each pair, `[pairs]`. Raises TuneError if shapes do not fit."""
+        margin = torch.zeros_like(chosen) if margin is None else margin
+        require_vectors(chosen=chosen, rejected=rejected, margin=margin)
         return -F.logsigmoid(chosen - rejected - margin) + self.center * (chosen + rejected).square()

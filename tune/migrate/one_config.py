@@ -34,7 +34,11 @@ def migrate(
     facts = {"method": given, **theirs}
     usual = {k: v for each in lines["defaults"] if holds(each["when"], facts) for k, v in each["are"].items()}
     has_adapter = holds(lines["adapter"], usual | theirs)
-    name = found["recipe"] if found["recipe"] != "sft" else "lora_finetune" if has_adapter else "full_finetune"
+    name = found["recipe"]
+    if name == "sft" and "stages" in lines and holds(lines["stages"], usual | theirs):
+        name = "pipeline_finetune"
+    elif name == "sft":
+        name = "lora_finetune" if has_adapter else "full_finetune"
     referred = set(re.findall(r"\$\{([\w.]+)\}", str(values)))
     run = Migration(peer, given, name, theirs, referred, recipes[name], usual, world_size, has_adapter, vars(rules))
     for key, value in found.items():

@@ -16,7 +16,7 @@ FILES = ("json", "csv", "parquet", "text", "arrow")  # names of `datasets`' read
 LAYERS = {"output_proj": ["o_proj"], "mlp": ["gate_proj", "up_proj", "down_proj"], "output": ["lm_head"]}  # torchtune's
 TEXTS = r"_component_=torchtune\.datasets\.(text_completion|wikitext|cnn_dailymail_articles)_dataset"
 COMPARE = ("preference_finetune", "reward_finetune")
-AXES = ("dp_replicate", "dp_shard", "cp", "tp")
+AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 BREAKS = "LLaMA-Factory puts one line break between an instruction and its input, tune two"
 ROUNDED = "as there: updates below 1/256 of a weight are lost; master_dtype=fp32 keeps them, for more memory"
 
@@ -194,7 +194,7 @@ def batch(run: Migration) -> None:
     micro, steps, whole = run.pop("_micro", 1), run.pop("_accumulation", 1), run.pop("_global")
     sizes = {axis: run.settings.get(f"parallel.{axis}", Setting(1, [])).value for axis in AXES}
     sizes = {axis: size if isinstance(size, int) and size > 0 else 1 for axis, size in sizes.items()}
-    same = sizes["cp"] * sizes["tp"]  # devices that read the same rows
+    same = sizes["cp"] * sizes["tp"] * sizes["pp"]  # devices that read the same rows
     devices = max(run.world_size, math.prod(sizes.values())) // same
     rows = micro.value * steps.value * devices
     of_devices = f" groups of {same}" if same > 1 else ""

@@ -5,7 +5,7 @@ from tune.models.build import as_reward_model, build, prepare_scores
 from tune.models.config_file import ConfigFile, read_json
 from tune.models.context import KeyValueCache
 from tune.models.decoder import Decoder, DecoderConfig, TrainableModel, weight_flops
-from tune.models.hf import HuggingFaceModel, hf, without_bars
+from tune.models.hf import HuggingFaceModel, hf, is_transformers_model, require_no_peft, without_bars
 from tune.models.moe import Dispatch, ExpertLinear, ExpertsConfig, grouped_product
 from tune.models.names import Names, OnDisk, disk_names, disk_parts, own_name, peft_name, stored_tensors
 from tune.models.rope import SCALINGS, RopeConfig

@@ -26,18 +26,26 @@ from tune.models.names import Names, OnDisk
 # If padding all documents to the longest multiplies the tokens by at most this, each gets a row of its own: plainly
 # causal attention has faster kernels.
 MAX_PADDING = 1.25
+MODEL_CLASS = "transformers.modeling_utils.PreTrainedModel"
 # How a forward calls what it keeps of a text.
 STATES = ("past_key_values", "cache_params", "state")
 
 
-def hf(path: str, trust_remote_code: bool = False) -> "HuggingFaceModel":
-    """The model that transformers builds from `path`/config.json, with parameters on the meta device.
+def hf(path: str | Path | nn.Module, trust_remote_code: bool = False) -> "HuggingFaceModel":
+    """The model that transformers builds from `path`/config.json, with parameters on the meta device; or `path` itself,
+    a causal language model of transformers in memory, which shares its parameters with the result and stays whole.
 
-    For architectures that `tune.models.build` does not have. Code in the folder runs only with `trust_remote_code`.
+    For architectures that `tune.models.build` does not have. Code in the folder runs only with `trust_remote_code`. A
+    model in memory keeps its own dropout. If it was made on the meta device, buffers that no checkpoint has get their
+    values.
 
     Raises:
-        TuneError: transformers cannot build it as a causal language model, or it cannot be trained here.
+        TuneError: transformers cannot build it as a causal language model, or it cannot be trained here; the model in
+            memory is none of transformers, quantized, sharded, or has adapters of the library peft.
     """
+    if isinstance(path, nn.Module):
+        return _in_memory(path)
+    path = str(path)
     file = ConfigFile(Path(path))
     file.require_texts()
     with needs("hf", "tune.models.hf"):
@@ -67,9 +75,39 @@ def hf(path: str, trust_remote_code: bool = False) -> "HuggingFaceModel":
     return wrapped
 
 
+def is_transformers_model(model: Any) -> bool:
+    """Whether it is a model of transformers, which need not be imported to know it."""
+    return any(f"{kind.__module__}.{kind.__name__}" == MODEL_CLASS for kind in type(model).__mro__)
+
+
+def _in_memory(model: Any) -> "HuggingFaceModel":
+    require_no_peft(model)
+    name = type(model).__name__
+    if isinstance(model, HuggingFaceModel):
+        return model
+    if not is_transformers_model(model):
+        raise TuneError(f"model: {name} is no model of transformers. Give one, or the folder of one")
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise TuneError(f"model: the weights of {name} are quantized by transformers. Load the original checkpoint")
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise TuneError(f"model: {name} is sharded already. Wrap it with tune.models.hf first, and shard the result")
+    persistent = model.state_dict().keys()
+    lost = [each for each, buffer in model.named_buffers() if buffer.is_meta and each not in persistent]
+    if lost:
+        import accelerate
+
+        with torch.device("cpu"), accelerate.init_empty_weights(include_buffers=False):
+            buffers = dict(type(model)(model.config).named_buffers())
+        for each in lost:
+            owner, _, kind = each.rpartition(".")
+            setattr(model.get_submodule(owner), kind, buffers[each])
+    return HuggingFaceModel(model)
+
+
 class HuggingFaceModel(nn.Module):
     """A causal language model of transformers, split into `body` and output `head` (None if tied to the embedding), so
-    that head and loss are computed by chunks, where FSDP has the weight gathered.
+    that head and loss are computed by chunks, where FSDP has the weight gathered. The given model stays whole: `body`
+    shares all of its modules but those around the head.
 
     Called as `tune.models.Decoder`.
     """
@@ -84,9 +122,9 @@ class HuggingFaceModel(nn.Module):
         self.config = model.config.get_text_config()
         self.routing = None
         self.tp_plan = getattr(self.config, "base_model_tp_plan", None)
-        self.body = model
         arguments = inspect.signature(model.forward).parameters
         self.takes_positions = "position_ids" in arguments
+        self.takes_use_cache = "use_cache" in arguments
         self.state = next((each for each in STATES if each in arguments), None)
         self.max_positions = getattr(self.config, "max_position_embeddings", None)
         self.max_generated, self.beyond = _longest(model, self.config)  # nor can longer documents be trained on
@@ -100,8 +138,9 @@ class HuggingFaceModel(nn.Module):
                 module.activated_share = getattr(self.config, "num_experts_per_tok", len(stack)) / len(stack)
         head_name = next(each for each, module in model.named_modules() if module is head)
         self.head_input = _HeadInput(self)
-        model.set_submodule(head_name, self.head_input)
-        self.tied = next((f"body.{each}" for each, weight in model.named_parameters() if weight is head.weight), "")
+        self.body = _with_submodule(model, head_name, self.head_input)
+        self.training = model.training
+        self.tied = next((f"body.{each}" for each, weight in self.body.named_parameters() if weight is head.weight), "")
         if self.tied and head.bias is not None:
             raise TuneError(f"model: {name} has an output bias beside tied weights: it cannot be trained here")
         self.head = None if self.tied else head
@@ -147,12 +186,12 @@ class HuggingFaceModel(nn.Module):
         self, tokens: Tensor, positions: Tensor | None = None, cache: "TransformersCache | None" = None, row: int = 0
     ) -> Tensor:
         """The input of the head, `[batch, seq, hidden]`; with a `cache` behind what it keeps of `row`."""
-        arguments: dict[str, Any] = {}
+        arguments: dict[str, Any] = {"use_cache": False} if self.takes_use_cache else {}
         if cache is not None:
             state = cache.states[row]
             if isinstance(state, Tensor):  # the tokens, which are read again
                 tokens, positions, state = torch.cat([state, tokens], dim=1), None, None
-            arguments = {self.state: state, "use_cache": True} if self.state else {}
+            arguments |= {self.state: state, "use_cache": True} if self.state else {}
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         if self.takes_positions:
@@ -283,6 +322,17 @@ class _HeadInput(nn.Module):
         return hidden
 
 
+def _with_submodule(module: Any, name: str, replacement: nn.Module) -> Any:
+    """A copy of `module` that has `replacement` in place of its submodule `name`, and shares all else with it: its own
+    parameters and buffers, and the modules that `name` is not a part of."""
+    child, _, rest = name.partition(".")
+    other = copy.copy(module)
+    vars(other).update({key: value.copy() for key, value in vars(module).items() if key.endswith("_hooks")})
+    inner = _with_submodule(module._modules[child], rest, replacement) if rest else replacement
+    other._modules = module._modules | {child: inner}
+    return other
+
+
 def _logit_transform(config: Any) -> tuple[float, float | None]:
     """The factor and the softcap of logits, from the fields that configs of transformers have for them."""
     scale = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1.0
@@ -337,6 +387,17 @@ def _on_disk(model: Any, name: str, whole: Tensor) -> OnDisk:
         f"model: how transformers converts {name} of {type(model).__name__} is not supported. Use tune.models.build if "
         "it has this architecture"
     )
+
+
+def require_no_peft(model: nn.Module) -> None:
+    """Raises TuneError if `model` has adapters of the library peft."""
+    for name, module in model.named_modules():
+        if type(module).__module__.partition(".")[0] == "peft":
+            where = f" ({name})" if name else ""
+            raise TuneError(
+                f"the model has a {type(module).__name__}{where} of the library peft, whose adapters are not known "
+                "here. Merge them first, model = model.merge_and_unload(), or add adapters with tune.peft.add_adapters"
+            )
 
 
 def without_bars() -> AbstractContextManager:

@@ -85,10 +85,13 @@ class Names:
 
 
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of `model` in a checkpoint: parameters, tied ones once, and persistent buffers."""
+    """The tensors of `model` in a checkpoint: parameters, tied ones once, and persistent buffers. Without those that
+    adapters have added to a module, which it names in `added`."""
     persistent = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
-    return dict(model.named_parameters()) | buffers
+    added = {f"{name}.{each}" for name, module in model.named_modules() for each in getattr(module, "added", ())}
+    tensors = dict(model.named_parameters()) | buffers
+    return {name: tensor for name, tensor in tensors.items() if name not in added}
 
 
 def disk_names(on_disk: Any) -> list[str]:

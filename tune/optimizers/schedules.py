@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from tune.errors import TuneError
-from tune.types import StepsOrFraction, UnitInterval
+from tune.types import PositiveInt, StepsOrFraction, UnitInterval, checked
 
 
 class Schedule(LambdaLR):
@@ -35,20 +35,23 @@ class Schedule(LambdaLR):
             group["lr"] = rate * factor(self.last_epoch)
 
 
-def constant(optimizer: Optimizer, total_steps: int, warmup: StepsOrFraction = 0) -> Schedule:
+@checked
+def constant(optimizer: Optimizer, total_steps: PositiveInt, warmup: StepsOrFraction = 0) -> Schedule:
     """The learning rate stays as it is."""
     return _schedule(optimizer, total_steps, warmup, lambda progress: 1.0)
 
 
+@checked
 def linear(
-    optimizer: Optimizer, total_steps: int, warmup: StepsOrFraction = 0, min_ratio: UnitInterval = 0.0
+    optimizer: Optimizer, total_steps: PositiveInt, warmup: StepsOrFraction = 0, min_ratio: UnitInterval = 0.0
 ) -> Schedule:
     """A straight line down to `min_ratio`, which the step after the last would have."""
     return _schedule(optimizer, total_steps, warmup, lambda progress: 1 - (1 - min_ratio) * progress)
 
 
+@checked
 def cosine(
-    optimizer: Optimizer, total_steps: int, warmup: StepsOrFraction = 0, min_ratio: UnitInterval = 0.0
+    optimizer: Optimizer, total_steps: PositiveInt, warmup: StepsOrFraction = 0, min_ratio: UnitInterval = 0.0
 ) -> Schedule:
     """Half a cosine down to `min_ratio`, which the step after the last would have (Loshchilov and Hutter, 2017, without
     restarts)."""
@@ -59,9 +62,10 @@ def cosine(
     return _schedule(optimizer, total_steps, warmup, shape)
 
 
+@checked
 def warmup_stable_decay(
     optimizer: Optimizer,
-    total_steps: int,
+    total_steps: PositiveInt,
     warmup: StepsOrFraction = 0,
     decay: UnitInterval = 0.2,
     min_ratio: UnitInterval = 0.0,
@@ -75,7 +79,8 @@ def warmup_stable_decay(
     return _schedule(optimizer, total_steps, warmup, shape)
 
 
-def inverse_square_root(optimizer: Optimizer, total_steps: int, warmup: StepsOrFraction = 0.03) -> Schedule:
+@checked
+def inverse_square_root(optimizer: Optimizer, total_steps: PositiveInt, warmup: StepsOrFraction = 0.03) -> Schedule:
     """Falls with the square root of the step after warm-up (Vaswani et al., 2017)."""
     steps = max(1, _warmup_steps(warmup, total_steps))
 

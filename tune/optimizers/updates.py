@@ -21,8 +21,14 @@ class Muon(Optimizer):
     """torch's Muon (Jordan et al., 2024) for the matrices of the blocks, torch's AdamW for vectors, embeddings and
     output head. Muon updates each matrix of a stack, such as the weights of experts, by itself.
 
-    `params` are the groups of `parameter_groups`. Muon's updates are scaled to the size of AdamW's (Liu et al., 2025),
-    so that one `lr` and `weight_decay` suit both. `betas` and `eps` are AdamW's.
+    `params` are the groups of `parameter_groups`. Of other groups, those with a matrix say which of the two updates
+    them: {"params": [...], "in_blocks": True} is for Muon. Shapes do not: embedding and head are matrices too. Muon's
+    updates are scaled to the size of AdamW's (Liu et al., 2025), so that one `lr` and `weight_decay` suit both. `betas`
+    and `eps` are AdamW's.
+
+    Raises:
+        TuneError: a group with a matrix does not say whether it is for Muon; a parameter for Muon is neither a matrix
+            nor a stack of them, or not whole on one process.
     """
 
     def __init__(
@@ -37,7 +43,32 @@ class Muon(Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
     ):
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "in_blocks": False})
+        self.settings = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}, {"betas": betas, "eps": eps}
+        self.parts: dict[bool, Optimizer] = {}
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "in_blocks": None})
+        self._make_parts()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        number, group = len(self.param_groups) - 1, self.param_groups[-1]
+        shapes = [list(each.shape) for each in group["params"]]
+        if group["in_blocks"] is None:
+            if matrices := [shape for shape in shapes if len(shape) > 1]:
+                raise TuneError(
+                    f"Muon: group {number} has {len(matrices)} matrices, the first one of the shape {matrices[0]}, and "
+                    "does not say whether they belong to blocks, for Muon, or to an embedding or head, for AdamW. "
+                    "Take tune.optimizers.parameter_groups(model, lr), or give groups in_blocks=True or False"
+                )
+            group["in_blocks"] = False
+        if group["in_blocks"] and (others := [shape for shape in shapes if len(shape) not in (2, 3)]):
+            raise TuneError(
+                f"Muon: group {number} has in_blocks=True and a parameter of the shape {others[0]}, "
+                "which is neither a matrix nor a stack of matrices. Give it a group with in_blocks=False"
+            )
+        if self.parts:
+            self._make_parts()
+
+    def _make_parts(self) -> None:
         in_blocks = [parameter for group in self._groups(in_blocks=True) for parameter in group["params"]]
         if any(isinstance(each, DTensor) and "tp" in (each.device_mesh.mesh_dim_names or ()) for each in in_blocks):
             raise TuneError("optimizer._component_: Muon needs whole matrices: set parallel.tp=1")
@@ -47,14 +78,12 @@ class Muon(Optimizer):
                 "optimizer._component_: Muon needs whole matrices of experts: with parallel.ep their number must "
                 "be a multiple of dp_shard x cp. Raise parallel.dp_replicate"
             )
-        self.parts: dict[bool, Optimizer] = {}
+        of_muon, of_adamw = self.settings
         if self._groups(in_blocks=True):
             a_matrix = nn.Parameter(torch.empty(1, 1))  # a placeholder: `step` gives it the matrices
-            self.parts[True] = torch.optim.Muon(
-                [a_matrix], momentum=momentum, nesterov=nesterov, ns_steps=ns_steps, adjust_lr_fn="match_rms_adamw"
-            )
+            self.parts[True] = torch.optim.Muon([a_matrix], adjust_lr_fn="match_rms_adamw", **of_muon)  # type: ignore[arg-type]
         if groups := self._groups(in_blocks=False):
-            self.parts[False] = torch.optim.AdamW(groups, betas=betas, eps=eps)
+            self.parts[False] = torch.optim.AdamW(groups, **of_adamw)  # type: ignore[arg-type]
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         for in_blocks, part in self.parts.items():
@@ -115,24 +144,42 @@ class InBackward:
     """Registers hooks by which `optimizer` updates each parameter as soon as its gradient is complete, then frees the
     gradient. `optimizer.step()` then has nothing to do; learning rates and state stay in the optimizer.
 
-    There must be one backward per optimizer step. Gradients cannot be clipped: the norm is known after the updates.
+    There must be one backward between two calls of `norm`: another one raises a TuneError. Gradients cannot be clipped:
+    the norm is known after the updates.
+
+    Raises:
+        TuneError: FSDP keeps the parameters of a GPU in host memory, where gradients arrive after the hooks.
     """
 
     def __init__(self, optimizer: Optimizer):
         self.optimizer = optimizer
         self.squares: dict[object, Tensor] = {}  # of gradients, by how processes share these
+        self.updated: set[int] = set()  # ids of the parameters that have been updated since the last call of norm
         for index, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
+                if isinstance(parameter, DTensor) and _is_offloaded(parameter):
+                    raise TuneError(
+                        "memory.cpu_offload=true: gradients are still on their way to the host when InBackward reads "
+                        "them. Set it to false, or update in optimizer.step()"
+                    )
                 parameter.register_post_accumulate_grad_hook(functools.partial(self._update, index))
 
     def norm(self) -> Tensor:
         """The norm of all gradients since the last call. A collective: all processes must call it."""
         squares = list(self.squares.values())
         self.squares.clear()
+        self.updated.clear()
         return norm_of_squares(squares)
 
     def _update(self, index: int, parameter: Tensor) -> None:
         assert parameter.grad is not None
+        if id(parameter) in self.updated:
+            raise TuneError(
+                "global_batch_size: a parameter has a second gradient in one step, and InBackward has updated it by "
+                "the first one. A step must have one micro-batch: set micro_batch_size to global_batch_size divided "
+                "by the number of data-parallel processes. In a loop of your own, call norm() once a step"
+            )
+        self.updated.add(id(parameter))
         layout = layout_of(parameter.grad)
         square = sum_of_squares([parameter.grad])
         self.squares[layout] = self.squares[layout] + square if layout in self.squares else square
@@ -141,3 +188,7 @@ class InBackward:
         self.optimizer.step()
         self.optimizer.param_groups = groups
         parameter.grad = None
+
+
+def _is_offloaded(parameter: DTensor) -> bool:
+    return parameter.to_local().device.type == "cpu" != parameter.device_mesh.device_type

@@ -7,9 +7,19 @@ PEFT's format.
 from tune.peft.adapters import adapted_modules, initialize, switched_off
 from tune.peft.adding import add_adapters
 from tune.peft.dropout import set_dropout_keys
-from tune.peft.files import CONFIG, adapter, digest, export_adapter, export_trained, load_adapter, read_adapter, start
+from tune.peft.files import (
+    CONFIG,
+    adapter,
+    adapter_state_dict,
+    digest,
+    export_adapter,
+    export_trained,
+    load_adapter,
+    read_adapter,
+    start,
+)
 from tune.peft.lora import LoRA, LoRALinear
-from tune.peft.merging import give_memory, merge, open_on_disk
+from tune.peft.merging import give_memory, merge, merge_in_place, open_on_disk
 from tune.peft.named import adapter_folder, exported_folder, open_model, resolve_model
 from tune.peft.reference import Reference
 from tune.peft.tokens import untrained_tokens
@@ -21,6 +31,7 @@ __all__ = [
     "Reference",
     "adapted_modules",
     "adapter",
+    "adapter_state_dict",
     "add_adapters",
     "digest",
     "export_adapter",
@@ -29,6 +40,7 @@ __all__ = [
     "initialize",
     "load_adapter",
     "merge",
+    "merge_in_place",
     "open_model",
     "open_on_disk",
     "read_adapter",

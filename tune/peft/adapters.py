@@ -1,7 +1,7 @@
 """The adapters of a model: finding, initializing and switching them off."""
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
@@ -21,10 +21,13 @@ def adapted_modules(model: nn.Module) -> dict[str, Adapter]:
     return {name: module for name, module in model.named_modules() if isinstance(module, Adapter)}
 
 
-def initialize(model: nn.Module, seed: int) -> None:
-    """Initialize new adapters, with the same values in any layout. The base must be loaded; all processes must call."""
+def initialize(model: nn.Module, seed: int, earlier: Collection[str] = ()) -> None:
+    """Initialize the adapters of `model`, without those of the modules named in `earlier`, with the same values in any
+    layout. The base must be loaded; all processes must call."""
     with torch.no_grad():
         for name, layer in adapted_modules(model).items():
+            if name in earlier:
+                continue
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             for part, full in layer.initial_values(generator).items():
                 shard, where = local_shard(getattr(layer, part))

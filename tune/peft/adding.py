@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from tune.errors import TuneError
 from tune.lookup import did_you_mean
-from tune.models import ExpertLinear, Names
+from tune.models import ExpertLinear, Names, require_no_peft
 from tune.peft.adapters import Adapter, adapted_modules, initialize, is_tied
 from tune.peft.dropout import set_dropout_keys
 from tune.peft.files import load_adapter
 from tune.peft.lora import KINDS, LoRA, LoRAExperts, LowRank, matches
 from tune.peft.tokens import TokenEmbedding, TokenHead, TokenRows
-from tune.quantization import NF4Weight, count_parameters
+from tune.quantization import NF4Weight, block_linears, call_all_layers, count_parameters, uncalled_linears
 
 HEADS = ("lm_head", "head", "output")
 
@@ -46,12 +47,17 @@ def add_adapters(model: nn.Module, lora: LoRA) -> Adapted:
     """Freeze `model`, any module, and give the layers that `lora` targets an adapter, in place.
 
     On the meta device the adapters are undefined until `initialize`; elsewhere they are initialized here, and the model
-    computes what it did before. A layer narrower than the rank gets the largest rank that fits.
+    computes what it did before. A layer narrower than the rank gets the largest rank that fits. Adapters that the model
+    has already on other layers stay as they are, and are trained too.
 
     Raises:
-        TuneError: a name matches no layer, or one that cannot be adapted.
+        TuneError: a name matches no layer, or one that cannot be adapted or is adapted already; the model is sharded,
+            or has adapters of the library peft.
     """
-    names = Names.of(model)
+    require_no_peft(model)
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise TuneError("adapter: the model is sharded already: FSDP would not train new parameters. Add them before")
+    names, earlier = Names.of(model), adapted_modules(model)
     try:
         targets = adapted_layers(model, lora)
         whole = modules_to_save(model, lora, targets)
@@ -62,8 +68,9 @@ def add_adapters(model: nn.Module, lora: LoRA) -> Adapted:
         reason = str(error).partition(". ")[0].removeprefix("adapter.")  # the rest is for whoever chose the targets
         instead = "Take the model that it was trained on, or another adapter"
         raise TuneError(f"adapter.path: {lora.path} does not fit this model: {reason}. {instead}") from error
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
+    if not earlier:
+        model.requires_grad_(False)
+    call_all_layers(model)
     widest = max((_largest_rank(layer) for layer in targets.values()), default=0)
     for name, layer in targets.items():
         rank, alpha = lora.at(*names.spellings(name))
@@ -89,7 +96,7 @@ def add_adapters(model: nn.Module, lora: LoRA) -> Adapted:
     for module in whole.values():
         module.requires_grad_(True)
     if not next(model.parameters()).is_meta:
-        initialize(model, seed=0)
+        initialize(model, seed=0, earlier=earlier)
     elif lora.path:
         load_adapter(model, lora.path)  # its names and shapes alone
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -117,15 +124,12 @@ def adapted_layers(model: nn.Module, lora: LoRA) -> dict[str, Any]:
     layers: dict[str, Any] = {name: each for name, each in model.named_modules() if isinstance(each, tuple(KINDS))}
     of_experts = {_last(name) for name in names.stacked_modules()}
     if wanted == "all-linear":
-        # Not the head, which is no part of another module, and not a gate with one output. Not what has the name of an
-        # expert's projection either: PEFT would take its adapter for one of an expert.
+        # Not a gate with one output. Not what has the name of an expert's projection either: PEFT would take its
+        # adapter for one of an expert.
         chosen: dict[str, Any] = {
             name: layer
-            for name, layer in layers.items()
-            if isinstance(layer, nn.Linear)
-            and layer.out_features > 1
-            and "." in name
-            and _last(names.module(name)) not in of_experts
+            for name, layer in block_linears(model).items()
+            if layer.out_features > 1 and _last(names.module(name)) not in of_experts
         }
     elif isinstance(wanted, str):
         try:
@@ -137,6 +141,7 @@ def adapted_layers(model: nn.Module, lora: LoRA) -> dict[str, Any]:
         chosen = _named(model, "target_modules", wanted, layers)
     if not chosen:
         raise _no_match(model, "target_modules", str(wanted), layers)
+    uncalled = uncalled_linears(model)
     for name, layer in chosen.items():
         if is_tied(model, layer):
             raise _tied(names.module(name), names.module(name))
@@ -147,6 +152,10 @@ def adapted_layers(model: nn.Module, lora: LoRA) -> dict[str, Any]:
         is_head = hasattr(model, "head_input") and layer is model.head
         if lora.dropout and is_head:  # its body drops padding, its head not
             reason = "is the head of a model of transformers, which goes without dropout. Set adapter.dropout=0"
+        if layer in uncalled:
+            reason = "is never called: torch's attention reads its weight. Leave it out"
+        if isinstance(layer, Adapter):
+            reason = "has an adapter already. Name other layers, or merge it first (tune.peft.merge_in_place)"
         if reason:
             raise TuneError(f"adapter.target_modules: {names.module(name)} {reason}")
     known = {spelling for name in chosen for spelling in names.spellings(name)}
@@ -197,7 +206,7 @@ def modules_to_save(model: nn.Module, lora: LoRA, targets: Mapping[str, nn.Modul
     wanted = [*lora.modules_to_save, *["score"] * scores]
     chosen = _named(model, "modules_to_save", wanted, candidates, any_end=True)
     for names, reason in (
-        (chosen.keys() & targets.keys(), "has an adapter too (target_modules); choose one"),
+        (chosen.keys() & {*targets, *adapted_modules(model)}, "has an adapter too (target_modules); choose one"),
         (chosen.keys() & quantised, "is quantised and cannot be trained; leave it out"),
         ({name for name in chosen if isinstance(chosen[name], ExpertLinear)}, "are experts, which PEFT cannot save"),
     ):
@@ -220,7 +229,7 @@ def token_modules(model: nn.Module, lora: LoRA, others: Mapping[str, nn.Module])
         if isinstance(module, nn.Linear) and module.out_features == size
     }
     tokens_of = _tokens_of(model, lora.trainable_tokens, {name: embedding, **heads})
-    if clash := tokens_of.keys() & others.keys():
+    if clash := tokens_of.keys() & {*others, *adapted_modules(model)}:
         raise TuneError(f"adapter.trainable_tokens: {clash.pop()} is trained already in another way; choose one")
     if name in tokens_of and type(embedding) is not nn.Embedding:
         raise TuneError(f"adapter.trainable_tokens: {name} is a {type(embedding).__name__}, which is not supported")

@@ -4,7 +4,7 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,12 @@ from tune.checkpointers import (
     save_tensors,
     shape_differences,
 )
-from tune.distributed import World, from_its_stage, full_tensor, local_shard, uncut
+from tune.distributed import World, current_world, from_its_stage, full_tensor, local_shard, uncut
 from tune.errors import TuneError
 from tune.files import content_digest, exported, require_replaceable
-from tune.models import Names, OnDisk, disk_parts, own_name, peft_name, read_json
+from tune.models import Decoder, HuggingFaceModel, Names, OnDisk, disk_parts, own_name, peft_name, read_json
 from tune.peft.adapters import Adapter, adapted_modules, initialize, is_tied
-from tune.peft.lora import LoRA, LoRAExperts, LowRank
+from tune.peft.lora import LoRA, LoRAExperts, LoRALinear, LowRank
 from tune.peft.tokens import TokenRows
 from tune.tokenizers import Tokenizer
 
@@ -71,7 +71,7 @@ def adapter(path: str | None = None, **settings: Any) -> LoRA:
 adapter.__signature__ = inspect.signature(LoRA)  # type: ignore[attr-defined]  # what settings are checked against
 
 
-def read_adapter(path: str) -> LoRA:
+def read_adapter(path: str | Path) -> LoRA:
     """The settings of the adapter in the folder `path`. Raises TuneError if there is none, or it is of a kind or has an
     option that is not supported."""
     file = Path(path) / CONFIG
@@ -102,7 +102,7 @@ def read_adapter(path: str) -> LoRA:
     if settings.get("task_type") == SCORES:  # PEFT's names of heads that score, of which models here have one
         settings["modules_to_save"] = [*({*(settings.get("modules_to_save") or ()), "score"} - {"classifier"})]
     fields = {ours: settings[theirs] for ours, theirs in FIELDS.items() if settings.get(theirs)}
-    return LoRA(path=path, target_modules=target_modules, trainable_tokens=tokens, **fields)
+    return LoRA(path=str(path), target_modules=target_modules, trainable_tokens=tokens, **fields)
 
 
 def _on_disk(file: Path, part: str) -> list[str]:
@@ -113,9 +113,48 @@ def _on_disk(file: Path, part: str) -> list[str]:
     return sorted({name.partition(part)[0] for name in names if part in name})
 
 
-def load_adapter(model: nn.Module, path: str) -> None:
-    """Load the trained parameters of `model` from the folder `path`. Each process reads its own slices. Raises
-    TuneError if names or shapes do not fit, with all of them."""
+def load_adapter(model: nn.Module, path: str | Path) -> None:
+    """Load the trained parameters of `model` from the folder `path`. Each process reads its own slices.
+
+    Raises:
+        TuneError: names or shapes do not fit, with all of them, or the adapter in the folder has another scaling
+            (alpha, rank, rsLoRA) or kind (DoRA) than that of a layer.
+    """
+    load_parameters(model, path, read_adapter(path))
+
+
+def _require_same_kind(model: nn.Module, theirs: LoRA) -> None:
+    """Raises TuneError if only one of the adapters of `model` and `theirs` is DoRA."""
+    for name, layer in adapted_modules(uncut(model)).items():
+        if isinstance(layer, LoRALinear) and (layer.magnitude is not None) != theirs.dora:
+            raise _other_settings(name, theirs, f"dora={theirs.dora}", f"dora={not theirs.dora}")
+
+
+def _require_same_scaling(model: nn.Module, theirs: LoRA) -> None:
+    """Raises TuneError if a layer of `model` scales the product of its matrices by another factor than `theirs`."""
+    whole = uncut(model)
+    names = Names.of(whole)
+    for name, layer in adapted_modules(whole).items():
+        if isinstance(layer, LowRank):
+            rank, alpha = theirs.at(*names.spellings(name))
+            if not math.isclose(theirs.scaling(rank, alpha), layer.scaling, rel_tol=1e-6):
+                there = f"alpha={alpha:g}, rank={rank}, rank_stabilized={theirs.rank_stabilized}"
+                is_stabilized = layer.settings.rank_stabilized
+                here = f"alpha={layer.alpha:g}, rank={layer.rank}, rank_stabilized={is_stabilized}"
+                raise _other_settings(names.module(name), theirs, there, here)
+
+
+def _other_settings(layer: str, theirs: LoRA, there: str, here: str) -> TuneError:
+    return TuneError(
+        f"adapter.path: {theirs.path} was trained with {there} in {layer}, and the model has {here}. Add the adapter "
+        "of the file: add_adapters(model, read_adapter(path))"
+    )
+
+
+def load_parameters(model: nn.Module, path: str | Path, theirs: LoRA | None = None) -> None:
+    """As `load_adapter`; without `theirs`, the settings of the adapter in the folder, whatever its scaling and kind."""
+    if theirs is not None:
+        _require_same_kind(model, theirs)
     file, parts = Path(path) / WEIGHTS, _parts(model)
     stored = [part.stored(torch.empty(part.parameter.shape, device="meta")) for part in parts]
     needed = {own_name(name): list(tensor.shape) for each in stored for name, tensor in each.items()}
@@ -138,6 +177,8 @@ def load_adapter(model: nn.Module, path: str) -> None:
             f"{differences}"
         )
     require_floats([found[name] for name in needed], "adapter.path")
+    if theirs is not None:
+        _require_same_scaling(model, theirs)
     with torch.no_grad():
         for part, each in zip(parts, stored, strict=True):
             part.load({name: found[own_name(name)] for name in each})
@@ -151,7 +192,7 @@ def _other_type(base: str | None, model: Any) -> str:
     return f"model_type: {types[0]} there, {types[1]} here" if len({*types} - {None}) == 2 else ""
 
 
-def _require_equal(model: nn.Module, name: str, copy: DiskTensor, path: str) -> None:
+def _require_equal(model: nn.Module, name: str, copy: DiskTensor, path: str | Path) -> None:
     """PEFT saves an adapted embedding or head beside its adapter: it must be equal to that of `model`."""
     names, here = Names.of(model), dict(model.named_modules())
     adapted = adapted_modules(uncut(model))
@@ -166,42 +207,87 @@ def _require_equal(model: nn.Module, name: str, copy: DiskTensor, path: str) -> 
     raise TuneError(f"adapter.path: {path} is for another model: {name.removeprefix(PREFIX)} differs from model.path")
 
 
-def export_adapter(
-    model: nn.Module, lora: LoRA, folder: str | Path, world: World, *, base: str, tokenizer: Tokenizer, card: str = ""
-) -> None:
-    """Write the adapters of `model` as PEFT, transformers and vLLM load them on top of the model `base`.
+def adapter_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The trained parameters of `model` by their names in PEFT's files, in full, in fp32, on the CPU.
 
-    All processes take part. The folder appears when it is complete.
-
-    Raises:
-        TuneError: a value is not finite, on all processes, or the folder holds files that an export did not write. What
-            was in the folder stays as it is.
+    It is what peft's `get_peft_model_state_dict` returns for the same adapter, apart from types. All processes must
+    call it, and have all of them.
     """
-    world.of_main(lambda: require_replaceable(Path(folder)))
-    tensors: dict[str, torch.Tensor] = {}
-    broken: list[str] = []
+    return {name: tensor for full in _full_parts(model) for name, tensor in full.items()}
+
+
+def _full_parts(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors of `adapter_state_dict`, one of the trained parameters after the other."""
+    is_tied = _trains_tied_embedding(model)
     for part in _parts(model):
         is_here = not part.parameter.is_meta
         full = from_its_stage(model, full_tensor(part.value().detach()) if is_here else None).to("cpu", torch.float32)
-        if not full.isfinite().all():
-            broken.append(next(iter(part.stored(full))).removeprefix(PREFIX))
+        stored = part.stored(full)
+        for name in [*stored]:
+            if is_tied and name.endswith("embed_tokens.weight"):  # PEFT expects tied weights twice
+                stored[PREFIX + HEAD] = stored[name]
+        yield {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in stored.items()}
+
+
+def export_adapter(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    world: World | None = None,
+    base: str | Path = "",
+    tokenizer: Tokenizer | None = None,
+    task_type: str | None = None,
+    card: str = "",
+) -> None:
+    """Write the adapters of `model`, any module, as PEFT, transformers and vLLM load them on top of the model `base`.
+
+    The settings are those that the adapters were made with. `base` is named in the file; by default it is the folder
+    or name that the model was loaded from, if that is known. With a `tokenizer` the folder has it too, and the
+    generation config of `base`. `task_type` is PEFT's; by default "CAUSAL_LM" for language models, "SEQ_CLS" for those
+    that score, and null, with which PEFT calls the model as it is, for any other. All processes take part. The folder
+    appears when it is complete.
+
+    Raises:
+        TuneError: the model has no adapter, or several with settings that PEFT has once; a value is not finite, on all
+            processes; the folder is `base`, or holds files that an export did not write. What was in the folder stays
+            as it is.
+    """
+    world, folder = current_world(world), Path(folder)
+    base = str(base) or _name_of_base(model)
+    world.of_main(lambda: _require_other_folder(folder, base))
+    config = _config(model, base, task_type)
+    tensors: dict[str, torch.Tensor] = {}
+    broken: list[str] = []
+    for full in _full_parts(model):
+        broken += [name.removeprefix(PREFIX) for name, tensor in full.items() if not tensor.isfinite().all()]
         if world.is_main:
-            for name, tensor in part.stored(full).items():
-                tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
-                if name.endswith("embed_tokens.weight") and _trains_tied_embedding(model):
-                    tensors[PREFIX + HEAD] = tensor.clone()  # PEFT expects tied weights twice
-    require_finite_on_all(world, "adapter", broken, Path(folder))
+            tensors |= full
+    require_finite_on_all(world, "adapter", broken, folder)
     if world.is_main:
-        with exported(Path(folder)) as unfinished:
+        with exported(folder) as unfinished:
             save_tensors(tensors, unfinished / WEIGHTS, "adapter")
-            (unfinished / CONFIG).write_text(json.dumps(_config(model, lora, base), indent=2) + "\n", encoding="utf-8")
-            (unfinished / "README.md").write_text(card, encoding="utf-8")
-            generation = Path(base) / GENERATION  # into which the tokenizer writes where to stop
-            (unfinished / GENERATION).write_text(
-                generation.read_text(encoding="utf-8") if generation.exists() else "{}\n", encoding="utf-8"
-            )
-            tokenizer.save(unfinished)
+            (unfinished / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            if card:
+                (unfinished / "README.md").write_text(card, encoding="utf-8")
+            if tokenizer is not None:
+                generation = Path(base or folder) / GENERATION  # into which the tokenizer writes where to stop
+                (unfinished / GENERATION).write_text(
+                    generation.read_text(encoding="utf-8") if generation.exists() else "{}\n", encoding="utf-8"
+                )
+                tokenizer.save(unfinished)
     world.barrier()
+
+
+def _require_other_folder(folder: Path, base: str) -> None:
+    """Raises TuneError if an adapter of `base` cannot be written to `folder`."""
+    if base and folder.resolve() == Path(base).resolve():
+        raise TuneError(f"{folder} is the base of the adapter: it would be written over. Give another folder")
+    require_replaceable(folder)
+
+
+def _name_of_base(model: Any) -> str:
+    """The folder or the name on the hub that `model` was loaded from, as far as it knows."""
+    return getattr(model, "source", None) or getattr(getattr(model, "config", None), "_name_or_path", None) or ""
 
 
 def start(model: nn.Module, lora: LoRA | None, seed: int) -> None:
@@ -225,7 +311,7 @@ def export_trained(
     `folder`/model. Returns where it is, in words. All processes take part."""
     written = []
     if lora:
-        export_adapter(model, lora, folder / "adapter", world, base=base.path, tokenizer=tokenizer, card=card)
+        export_adapter(model, folder / "adapter", world=world, base=base.path, tokenizer=tokenizer, card=card)
         written.append(f"the adapter is in {folder / 'adapter'}")
     if merge or not lora:
         export(model, tokenizer, folder / "model", world, source=base.path, card=card, base=base if lora else None)
@@ -233,7 +319,8 @@ def export_trained(
     return ", ".join(written)
 
 
-def _config(model: nn.Module, lora: LoRA, base: str) -> dict[str, Any]:
+def _config(model: nn.Module, base: str, task_type: str | None) -> dict[str, Any]:
+    """PEFT's config of the adapters of `model`."""
     model, names = uncut(model), Names.of(model)
     adapted = {peft_name(each): layer for name, layer in adapted_modules(model).items() for each in names.members(name)}
     layers = {name: layer for name, layer in adapted.items() if isinstance(layer, LowRank)}
@@ -241,13 +328,14 @@ def _config(model: nn.Module, lora: LoRA, base: str) -> dict[str, Any]:
     parameters = {names.module(name) for name in _joined_experts(model)}
     saved = [str(part.on_disk) for part in _parts(model) if not isinstance(part.module, Adapter)]
     whole = {name.removeprefix(PREFIX).rpartition(".")[0] for name in saved}
+    lora = _common_settings([layer.settings for layer in layers.values()])
     # With a frozen start the exported rank is twice the trained one, at the same scaling.
     rank_factor = 1 if lora.init == "default" else 2
     alpha_factor = math.sqrt(rank_factor) if lora.rank_stabilized else rank_factor
     return {
         "peft_type": "LORA",
-        "task_type": SCORES if "score" in whole else "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "task_type": task_type or (SCORES if "score" in whole else _task_of(model)),
+        "base_model_name_or_path": base or None,
         "r": lora.rank * rank_factor,
         "lora_alpha": lora.alpha * alpha_factor,
         # PEFT has no dropout for experts, and refuses to load an adapter with one.
@@ -268,6 +356,22 @@ def _config(model: nn.Module, lora: LoRA, base: str) -> dict[str, Any]:
         "inference_mode": True,
         "init_lora_weights": True,
     }
+
+
+def _common_settings(settings: list[LoRA]) -> LoRA:
+    """The first of `settings`. Raises TuneError if there is none, or others differ in what PEFT has one of."""
+    if not settings:
+        raise TuneError("the model has no adapter to export: add_adapters(model, LoRA(...)) adds one")
+    for name in ("rank_stabilized", "dora", "init", "dropout"):
+        if len(values := {getattr(each, name) for each in settings}) > 1:
+            raise TuneError(f"PEFT has one {name} for all layers, and those of the model have {sorted(values)}")
+    return settings[0]
+
+
+def _task_of(model: Any) -> str | None:
+    """PEFT's task of a language model: it asks for what generates. None for any other module."""
+    generates = isinstance(model, Decoder | HuggingFaceModel) or hasattr(model, "prepare_inputs_for_generation")
+    return "CAUSAL_LM" if generates and not getattr(model.config, "is_encoder_decoder", False) else None
 
 
 def _shortest(model: nn.Module, adapted: set[str]) -> list[str]:

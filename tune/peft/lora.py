@@ -15,9 +15,10 @@ from tune.errors import TuneError
 from tune.models import Dispatch, ExpertLinear, grouped_product
 from tune.peft.dropout import THIRD, dropout, mix, prepare_dropout
 from tune.quantization import NF4Weight, Rounding
-from tune.types import Fraction, PositiveFloat, PositiveInt
+from tune.types import Fraction, PositiveFloat, PositiveInt, checked
 
 
+@checked
 @dataclass(frozen=True)
 class LoRA:
     """Which layers get an adapter, of what kind, and which other parameters are trained.
@@ -82,6 +83,7 @@ class LowRank(nn.Module):
 
     # The trained parameters, and the ends of their names in PEFT's files.
     PARTS: ClassVar = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
+    added: ClassVar = ("lora_a", "lora_b", "start_a", "start_b", "magnitude", "layer_seed")  # to the layer's tensors
     casts_parameters: ClassVar = True
     is_off = False  # computes without the adapter
     first_input = 0  # of the inputs that this process has
@@ -91,6 +93,7 @@ class LowRank(nn.Module):
     in_features: int
     lora_a: nn.Parameter
     lora_b: nn.Parameter
+    settings: LoRA  # that it was made with; its own rank and alpha may be others
     rank: int
     alpha: float
     scaling: float
@@ -102,12 +105,20 @@ class LowRank(nn.Module):
     def adapt(cls, layer: Any, name: str, rank: int, alpha: float, lora: LoRA) -> None:
         """Give the `layer` called `name` an adapter, whose parameters are undefined until they are initialized."""
         layer.base, layer.__class__ = type(layer), cls
+        layer.settings = lora
         layer.rank, layer.alpha, layer.scaling = rank, alpha, lora.scaling(rank, alpha)
         prepare_dropout(layer, name, lora.dropout)
         layer.add_parameters(lora)
 
     def add_parameters(self, lora: LoRA) -> None:
         raise NotImplementedError
+
+    def remove(self) -> None:
+        """Become the layer again that was adapted, with the weight that it has now."""
+        for name in (*self.added, "dropout_keys", "settings"):
+            if hasattr(self, name):
+                delattr(self, name)
+        self.__class__ = self.base  # type: ignore[assignment]
 
     def initial_values(self, generator: torch.Generator) -> dict[str, Tensor]:
         """Initial values of the parameters, in full: A uniform as in `nn.Linear`, B zero."""
@@ -120,7 +131,8 @@ class LowRank(nn.Module):
         return self.lora_a, self.lora_b
 
     def _dropped(self, input: Tensor, keys_of: Callable[[Tensor], Tensor]) -> Tensor:
-        """`input` with dropout; `keys_of` gives the random bits of its rows, of those of the batch's tokens."""
+        """`input` with dropout; `keys_of` gives the random bits of its rows, of those of the batch's tokens. Without
+        such bits it is torch's dropout, by torch's generator."""
         if not (self.dropout and self.training):
             return input
         if self.dropout_keys is None:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tune import distributed
 from tune.checkpointers import Pretrained, card, export, name_of, open_checkpoint
@@ -15,7 +16,7 @@ from tune.errors import TuneError
 from tune.models import ConfigFile, Names
 from tune.peft.adapters import adapted_modules
 from tune.peft.adding import add_adapters
-from tune.peft.files import load_adapter, read_adapter
+from tune.peft.files import load_adapter, load_parameters, read_adapter
 from tune.peft.lora import LoRALinear
 from tune.tokenizers import Tokenizer
 
@@ -36,6 +37,29 @@ def merge(base: str | Path, adapter: str | Path | Sequence[str | Path], out: str
     what = f"adapter {names} merged" if len(adapters) == 1 else f"adapters {names} merged ({combination['method']})"
     text = card(source, f"`{name_of(source)}` with the {what} in by tune.")
     export(model, tokenizer, out, distributed.init("cpu"), source=str(source), card=text, base=weights)
+
+
+@torch.no_grad()
+def merge_in_place(model: nn.Module) -> None:
+    """Merge the adapters of `model` into its weights in memory, in fp32 and one at a time. The adapted modules are the
+    plain ones again; nothing of the model requires a gradient that did not before.
+
+    Raises:
+        TuneError: it has no adapter, or adapted weights that are quantized or sharded: `export` with the original
+            weights as `base`, or `merge` of files, can merge these. The model is unchanged.
+    """
+    layers: dict[str, Any] = dict(adapted_modules(model))
+    if not layers:
+        raise TuneError("the model has no adapter to merge")
+    for name, layer in layers.items():
+        if not isinstance(layer.weight, Tensor):
+            raise TuneError(f"{name} is quantized, and a merged weight would be rounded. Merge into the original model")
+        if isinstance(layer.weight, DTensor):
+            raise TuneError(f"{name} is sharded: its adapter cannot be taken off. tune.checkpointers.export merges it")
+    for layer in layers.values():
+        layer.weight.copy_(layer.merged(layer.weight))
+        layer.remove()
+    vars(model).pop("has_dropout", None)
 
 
 def open_on_disk(
@@ -111,7 +135,7 @@ def load_combined(
         lora = read_adapter(str(folder))
         if lora.dora or lora.modules_to_save or not all(isinstance(layer, LoRALinear) for layer in layers.values()):
             raise TuneError(f"{folder} has more than LoRA's matrices of linear layers: it cannot be one of several")
-        load_adapter(model, str(folder))
+        load_parameters(model, folder)
         for name, layer in layers.items():
             _, alpha = lora.at(*Names.of(model).spellings(name))
             share = weight * lora.scaling(layer.rank, alpha)

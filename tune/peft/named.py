@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tune.checkpointers import check, open_checkpoint
-from tune.distributed import DTYPES, allocate, repeated_blocks, share, units_of
+from tune.distributed import Dtype, allocate, as_dtype, repeated_blocks, share, units_of
 from tune.errors import TuneError
 from tune.files import CHECKPOINT
 from tune.lookup import in_shell, local_path
@@ -104,7 +104,7 @@ def open_model(
     *,
     adapters: Sequence[str | Path] = (),
     device: str | torch.device = "cpu",
-    dtype: Literal["bf16", "fp16", "fp32"] | None = None,
+    dtype: Dtype | None = None,
     quantization: Literal["nf4"] | None = None,
     peers: DeviceMesh | None = None,
 ) -> tuple[Any, Tokenizer]:
@@ -128,7 +128,7 @@ def open_model(
         raise TuneError(f"{path} is a reward model: it scores texts and writes none")
     model, weights = open_checkpoint(found.base)
     on_disk = max(weights.tensors.values(), key=lambda tensor: torch.Size(tensor.shape).numel()).dtype
-    chosen = DTYPES[dtype] if dtype else torch.float32 if torch.device(device).type == "cpu" else on_disk
+    chosen = as_dtype(dtype) if dtype else torch.float32 if torch.device(device).type == "cpu" else on_disk
     for parameter in model.parameters():
         parameter.data = parameter.data.to(chosen)
     if quantization:
@@ -169,6 +169,4 @@ def _take_off(model: nn.Module, changes: dict[str, Tensor]) -> None:
             before = changes[name] if magnitude is None else changes[name] * layer._ratio(magnitude)[:, None]
             change = change + before
         changes[name] = change
-        for part in layer.PARTS:
-            delattr(layer, part)
-        layer.__class__ = type(layer).__bases__[-1]
+        layer.remove()

@@ -20,6 +20,7 @@ class TokenRows(nn.Module):
     """Mixin of both: `rows` `[len(tokens), dim]` replace the rows of `tokens` in the weight."""
 
     PARTS: ClassVar = {"rows": "token_adapter.trainable_tokens_delta"}
+    added: ClassVar = ("rows", "token_ids")  # to the module's tensors
     casts_parameters: ClassVar = True
 
     weight: Tensor
@@ -34,6 +35,12 @@ class TokenRows(nn.Module):
         rows = module.weight.new_empty(len(tokens), module.weight.shape[1])
         module.rows = nn.Parameter(rows) if tied_to is None else tied_to.rows
         return module
+
+    def remove(self) -> None:
+        """Become the module again whose rows were trained, with the weight that it has now."""
+        for name in (*self.added, "tokens"):
+            delattr(self, name)
+        self.__class__ = type(self).__bases__[-1]
 
     def initial_values(self, generator: torch.Generator) -> dict[str, Tensor]:
         """Initial values of the parameters, in full: the rows of the weight."""

@@ -33,7 +33,6 @@ class Layout:
     activation_offload: bool = False
     cpu_offload: bool = False
     reduce_every_micro_batch: bool = True
-    optimizer_in_backward: bool = False
     micro_batches: int = 1
 
     @property
@@ -118,7 +117,7 @@ def _moments(stage: Stage, layout: Layout, plain: bool) -> Iterator[tuple[str, f
     trace, shards, stays = stage.trace, layout.shards, layout.units_stay_gathered
     throughout = layout.throughout(trace)
     beside = 0.0 if stays else max((each.gathered for each in trace.others[:-1]), default=0.0)
-    adds = layout.micro_batches == 1 and not layout.cpu_offload and not layout.optimizer_in_backward
+    adds = layout.micro_batches == 1 and not layout.cpu_offload
     kept = 0.0 if layout.activation_offload else trace.saved
     tail = trace.loss.live
     embedded = trace.embed.live + (stage.held - 1) * (trace.embed.live + kept + tail) + stage.sent

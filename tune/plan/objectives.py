@@ -109,7 +109,7 @@ def as_rows(cfg: DictConfig) -> DictConfig:
     if "value" in cfg or (cfg.get("on_policy") or {}).get("share") or not cfg.get("loss", {}).get("_component_"):
         raise TuneError(
             "plan: evaluate, ppo_finetune and on_policy.share are not planned; planned are full_finetune, "
-            "lora_finetune, preference_finetune, reward_finetune, distill and grpo"
+            "lora_finetune, pipeline_finetune, preference_finetune, reward_finetune, distill and grpo"
         )
     if "group_size" not in cfg:
         return cfg

@@ -39,7 +39,7 @@ CHOSEN = (
 )
 INPUT = 7e-8  # seconds of a core for a token of a batch: 60 to 90 ns, in rows of 1,000 tokens and in packed ones
 LEAST_TOKENS = 4096  # of a row, on each device of cp: with fewer, gathering keys takes longer than what is saved
-KEPT = ("parallel.pp_schedule", "parallel.reduce_every_micro_batch", "optimizer_in_backward")
+KEPT = ("parallel.pp_schedule", "parallel.reduce_every_micro_batch")
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Job:
         if samples := self.subjects[-1].place == "rollout":
             mine = self._prompts(layout) * group
         else:
-            require_batches(rows, micro, layout.data, layout.pp, accumulate=not layout.optimizer_in_backward)
+            require_batches(rows, micro, layout.data, layout.pp)
             mine = rows // layout.data
         layout = replace(layout, micro_batches=-(-mine // micro))
         plain = layout.size == 1 and not self.casts and not layout.cpu_offload  # as `parallelize` has it
@@ -307,10 +307,10 @@ class Job:
         data = self.processes // (tp * cp * pp)
         rows = self.cfg.global_batch_size // data if self.cfg.global_batch_size % data == 0 else 0
         first = Layout(**self._settings(*KEPT), tp=tp, cp=cp, ep=ep, pp=pp)
-        micros = [rows] if first.optimizer_in_backward else _powers(rows, rows // pp)
+        micros = _powers(rows, rows // pp)
         offloads: list[dict[str, Any]] = [{}]
         if pp == 1 and not self.device.is_host:
-            offloads += [{"activation_offload": True}, {"cpu_offload": True}][: 1 if first.optimizer_in_backward else 2]
+            offloads += [{"activation_offload": True}, {"cpu_offload": True}]
         all_copies = [each for each in _powers(data, data) if data // each * cp % ep == 0] if micros else []
         for checkpointing, offload in itertools.product(get_args(Checkpointing), offloads):
             if checkpointing == "selective" and "activation_offload" in offload and self.cfg.compile is not True:

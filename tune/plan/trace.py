@@ -281,7 +281,7 @@ def trace(
 @contextmanager
 def _kernels(device: Device, recorder: Recorder) -> Iterator[None]:
     """Attention and chunks of logits as on the device; weights of 4 bits become whole ones in one kernel; a compiler
-    reads twice what it casts to 8 bits; the first process's rows; experts get as many tokens from each process."""
+    reads twice what it casts to 8 bits; experts get as many tokens from each process."""
     chunk_tokens, kind = chunks.default_chunk_tokens, "cpu" if device.is_host else "cuda"
 
     def whole(codes: Tensor, scales: Tensor, ranges: Any, dtype: torch.dtype, pairs: Any = None) -> Tensor:
@@ -294,17 +294,12 @@ def _kernels(device: Device, recorder: Recorder) -> Iterator[None]:
         recorder.compute = before + device.seconds(0, 2 * tensor.nbytes + tensor.numel(), "")
         return found
 
-    def first(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        return local, tuple(slice(0, size) for size in local.shape)
-
     linears = sys.modules.get("torchao.float8.float8_linear") if recorder.fused else None  # its layers are imported
     name = "hp_tensor_to_float8_dynamic"
     with (
         mock.patch.object(linears, name, partial(cast, getattr(linears, name))) if linears else nullcontext(),
         mock.patch.object(attention, "has_flash", lambda tensor: device.flash),
         mock.patch.object(nf4, "dequantize", whole),
-        mock.patch.object(chunks, "local_shard", first),
         mock.patch.object(chunks, "default_chunk_tokens", lambda vocab, _: chunk_tokens(vocab, kind)),
         mock.patch.object(moe, "on_processes", in_equal_shares),
     ):

@@ -3,5 +3,14 @@ products in float8."""
 
 from tune.quantization.compressed import Compressor
 from tune.quantization.float8 import compute_in_float8
-from tune.quantization.nf4 import NF4Weight, count_parameters, dequantize, quantize, quantize_linears
+from tune.quantization.nf4 import (
+    NF4Weight,
+    block_linears,
+    call_all_layers,
+    count_parameters,
+    dequantize,
+    quantize,
+    quantize_linears,
+    uncalled_linears,
+)
 from tune.quantization.rounding import Rounding, quantised_linears, round_linears

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tune.distributed import full_tensor, local_shard
 from tune.errors import TuneError
@@ -40,8 +41,6 @@ class NF4Weight(nn.Module):
 
     def __init__(self, rows: int, columns: int, double: bool, device: torch.device):
         super().__init__()
-        if columns % BLOCK:
-            raise TuneError(f"quantization: a weight with {columns} columns cannot be cut into blocks of {BLOCK}")
         self.codes = _frozen(torch.empty(rows, columns // 2, dtype=torch.uint8, device=device))
         scale_bytes = columns // BLOCK * (1 if double else 4)
         self.scales = _frozen(torch.empty(rows, scale_bytes, dtype=torch.uint8, device=device))
@@ -127,18 +126,69 @@ def _compiled_values() -> Callable[..., Tensor]:
 
 
 def quantize_linears(model: nn.Module, *, double: bool = False) -> int:
-    """Replace the weights of linear layers inside the blocks of `model`, on the meta device, by an `NF4Weight` to be
-    loaded from a checkpoint. Embeddings, norms and head stay as they are. Returns the number of weights."""
-    count = 0
-    for name, linear in model.named_modules():
-        if isinstance(linear, nn.Linear) and "." in name:
-            rows, columns = linear.weight.shape
-            device = linear.weight.device
-            del linear.weight
-            linear.weight = NF4Weight(rows, columns, double, device)  # type: ignore[assignment]
-            linear.__class__ = NF4Linear
-            count += rows * columns
-    return count
+    """Replace the weights of the linear layers inside the blocks of `model` by an `NF4Weight`, in place.
+
+    Weights are quantized where they are, one at a time. Those on the meta device stay there, to be loaded from a
+    checkpoint. Embeddings, norms and head stay as they are. Returns the number of quantized weights.
+
+    Raises:
+        TuneError: there is no such layer, or one is quantized, adapted or sharded already, or computes in another way
+            than `nn.Linear`, or its width is no multiple of 64. The model is unchanged.
+    """
+    linears = block_linears(model)
+    if not linears:
+        raise TuneError("quantization: the model has no linear layers in its blocks")
+    for name, linear in linears.items():
+        _require_quantizable(name, linear)
+    call_all_layers(model)
+    for linear in linears.values():
+        weight = linear.weight.detach()
+        quantized = NF4Weight(linear.out_features, linear.in_features, double, weight.device)
+        if not weight.is_meta:
+            quantized.load(weight)
+        del linear.weight
+        linear.weight = quantized  # type: ignore[assignment]
+        linear.__class__ = NF4Linear
+    return sum(linear.out_features * linear.in_features for linear in linears.values())
+
+
+def block_linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """The linear layers inside the modules of `model`, by name. Without the head, which is a child of `model` itself,
+    and without `uncalled_linears`."""
+    uncalled = uncalled_linears(model)
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and "." in name and module not in uncalled
+    }
+
+
+def uncalled_linears(model: nn.Module) -> set[nn.Module]:
+    """The output projections of every `nn.MultiheadAttention`, whose forward reads their weights and calls none."""
+    return {module.out_proj for module in model.modules() if isinstance(module, nn.MultiheadAttention)}
+
+
+def call_all_layers(model: nn.Module) -> None:
+    """Have every `nn.TransformerEncoderLayer` call its linear layers: in evaluation torch would compute with their
+    plain weights instead, without adapters."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0  # which is only read to choose that way
+
+
+def _require_quantizable(name: str, linear: nn.Linear) -> None:
+    """Raises TuneError if the weight of `linear`, a layer called `name`, cannot be quantized."""
+    if type(linear).forward is not nn.Linear.forward:
+        raise TuneError(
+            f"quantization: {name} is a {type(linear).__name__}, which computes in its own way. Quantize a model once, "
+            "and before adapters are added"
+        )
+    if isinstance(linear.weight, DTensor):
+        raise TuneError(f"quantization: {name} is sharded already. Quantize the model before it is sharded")
+    if linear.in_features % BLOCK:
+        raise TuneError(
+            f"quantization: {name} has {linear.in_features} columns, which cannot be cut into blocks of {BLOCK}"
+        )
 
 
 def count_parameters(model: nn.Module) -> int:

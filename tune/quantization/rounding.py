@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tune.distributed import DTYPES
+from tune.distributed import Dtype, as_dtype
 from tune.errors import TuneError
 from tune.quantization.compressed import dequantize, group_size, quantize
+from tune.quantization.nf4 import block_linears
 
 
 @torch.library.custom_op("tune::rounded", mutates_args=())
@@ -47,7 +48,7 @@ class RoundedLinear(nn.Linear):
         return F.linear(input, self.rounding(self.weight), self.bias)
 
 
-def round_linears(model: nn.Module, kind: str, exported: Mapping[str, torch.dtype], dtype: str) -> None:
+def round_linears(model: nn.Module, kind: str, exported: Mapping[str, torch.dtype], dtype: Dtype) -> None:
     """Have the linear layers of the blocks of `model`, adapters merged, compute with weights quantised to `kind`.
 
     `exported` has the types in which weights are exported, by their names; `dtype` is that of the computation. Call it
@@ -59,7 +60,7 @@ def round_linears(model: nn.Module, kind: str, exported: Mapping[str, torch.dtyp
         if not isinstance(linear.weight, Tensor):
             raise TuneError(f"quantization.qat: {name} is quantised already. Set quantization.weights=null")
         stored = exported[f"{name}.weight"]
-        if torch.promote_types(stored, DTYPES[dtype]) != DTYPES[dtype]:
+        if torch.promote_types(stored, as_dtype(dtype)) != as_dtype(dtype):
             kept = str(stored).removeprefix("torch.")
             raise TuneError(
                 f"quantization.qat: {name} is exported as {kept}, of which dtype={dtype} sees too little to round as "
@@ -72,7 +73,7 @@ def round_linears(model: nn.Module, kind: str, exported: Mapping[str, torch.dtyp
 
 def quantised_linears(model: Any) -> dict[str, nn.Linear]:
     """The layers that are quantised, by name: those in blocks. Raises TuneError if there are experts, or no layers."""
-    linears = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear) and "." in name}
+    linears = block_linears(model)
     if getattr(model, "routing", None):
         raise TuneError("only dense models are quantised: this one has experts, which each reader stores otherwise")
     if not linears:

@@ -106,43 +106,51 @@ class Run:
         require_installed(tensorboard, wandb)
         self.recipe, self.world, self.settings = recipe, world, settings
         self.tensorboard, self.wandb = tensorboard, wandb
-        chosen = run_folder.choose(output_dir, recipe, world)
-        self.path = config.local_folder(chosen)
-        world.of_main(lambda: lock.hold(self.path))  # before anything in it is changed
-        is_url = "://" in chosen
-        self.store = Store(chosen, self.path, world) if is_url else None
-        # The command that continues this run, in words.
-        self.again = f"the same command with output_dir={in_shell(chosen)}{'' if resume == 'auto' else ' resume=auto'}"
-        self.resume = world.broadcast(run_folder.resumption(self.path, resume))
-        mark = self.path / f".{world.broadcast(uuid.uuid4().hex)}"
-        if refusal := world.broadcast(
-            run_folder.refusal(self.path, self.resume, mark, recipe) if world.is_main else ""
-        ):
-            raise TuneError(refusal)
-        if self.store is None:
-            run_folder.require_shared(mark, world)
-        else:
-            mark.unlink(missing_ok=True)
-        run_folder.require_same_files(OmegaConf.to_container(settings, resolve=True), world)
+        self._open_folder(run_folder.choose(output_dir, recipe, world), resume)
+
+        # What is to be shown and written. Messages of the set-up are kept until the training begins.
         self.sinks: list[Sink] = [Console(console_every)] if world.is_main else []
         self.messages: list[str] = []
         self.files: Files | None = None  # of the first process, once the training has begun
         self.unwritten: list[str] = []  # what the disk did not take
         self.waits = False  # whether it does not take lines now
-        if self.store:
-            self.info(f"{self.path} is uploaded to {self.store.name} while the run goes on")
-        self._apply_rules()
+        # What the data are: for data.json and first_row.txt.
         self.data: dict[str, Any] = {}
         self.first_row = ""
         self.stream: Stream | None = None
-        self.step_began = time.perf_counter()
-        self.data_seconds, self.save_seconds, self.flops_per_token = 0.0, 0.0, 0.0
-        self.timings: dict[str, float] = {}
-        self.has_begun = False  # on the first process
+        # Where the training is.
         self.step, self.total = 0, 0  # the last step that began, and that of the end
+        self.has_begun = False  # on the first process
         self.was_done = False  # whether it starts where an earlier start has ended, with all its results
         self.interrupt: Interrupt | None = None  # from the first step on
         self.asked, self.interrupted = 0, False  # the step in which `is_interrupted` was asked last, and its answer
+        # How long a step takes, for its metrics.
+        self.step_began = time.perf_counter()
+        self.data_seconds, self.save_seconds, self.flops_per_token = 0.0, 0.0, 0.0
+        self.timings: dict[str, float] = {}
+
+        if self.store:
+            self.info(f"{self.path} is uploaded to {self.store.name} while the run goes on")
+        self._apply_rules()
+
+    def _open_folder(self, chosen: str, resume: str) -> None:
+        """Lock the run folder `chosen`, a path or a URL, and check that this run can use it."""
+        world, is_url = self.world, "://" in chosen
+        self.path = config.local_folder(chosen)
+        world.of_main(lambda: lock.hold(self.path))  # before anything in it is changed
+        self.store = Store(chosen, self.path, world) if is_url else None
+        # The command that continues this run, in words.
+        self.again = f"the same command with output_dir={in_shell(chosen)}{'' if resume == 'auto' else ' resume=auto'}"
+        self.resume = world.broadcast(run_folder.resumption(self.path, resume))
+        mark = self.path / f".{world.broadcast(uuid.uuid4().hex)}"
+        refusal = run_folder.refusal(self.path, self.resume, mark, self.recipe) if world.is_main else ""
+        if refusal := world.broadcast(refusal):
+            raise TuneError(refusal)
+        if is_url:  # each node has a folder of its own
+            mark.unlink(missing_ok=True)
+        else:
+            run_folder.require_shared(mark, world)
+        run_folder.require_same_files(OmegaConf.to_container(self.settings, resolve=True), world)
 
     def _apply_rules(self) -> None:
         device = self.world.device

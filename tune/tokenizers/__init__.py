@@ -4,7 +4,7 @@ from tune.tokenizers.chat_template import ChatTemplate, Message, Span
 from tune.tokenizers.folder import mapping_in
 from tune.tokenizers.ranks import LLAMA3_WORDS, QWEN_WORDS
 from tune.tokenizers.supervision import PROBE, around_content, common_prefix, supervised_spans
-from tune.tokenizers.tokenizer import Tokenizer, require_unicode
+from tune.tokenizers.tokenizer import Tokenizer, require_ours, require_unicode
 
 # Other names are for the packages of `tune` alone.
 __all__ = [

@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from functools import cached_property, partial
@@ -38,16 +39,21 @@ class Tokenizer:
 
     def __init__(
         self,
-        path: str,
+        path: str | Path,
         chat_template: str | None = None,
         eos_token: str | None = None,
         date: str | None = "2024-07-26",  # transformers' templates print it where they are given no clock
     ) -> None:
+        if not isinstance(path, str | Path):
+            raise TuneError(
+                f"path: {type(path).__name__} is not a folder. Tokenizer.of(...) takes a tokenizer of transformers"
+            )
         self.path = local_path(path)
         with explained(f"tokenizer.date={date} is not a date such as 2024-07-26", ValueError):
             self._date = datetime.fromisoformat(date) if date else None
         self._source, self._tokenizer, self.special_tokens = read_vocabulary(self.path)
         self._added: dict[int, AddedToken] = {}
+        self._folder: Any = None
         configs = (mapping_in(self.path / name) for name in ("generation_config.json", "config.json"))
         self._generation_eos = next(filter(None, (_listed(config.get("eos_token_id")) for config in configs)), [])
         if "eos_token" not in self.special_tokens and self._generation_eos:
@@ -65,9 +71,27 @@ class Tokenizer:
             self._chosen["chat_template"] = self._choose(chat_template)
             self._templates = {"default": self._chosen["chat_template"]}
 
+    @classmethod
+    def of(cls, tokenizer: Any, **options: Any) -> "Tokenizer":
+        """One of transformers as it is in memory, with its added tokens and its chat template. It is written to a
+        temporary folder, which is read and lasts as long as the result. `options` are arguments of `Tokenizer`.
+
+        Raises:
+            TuneError: it is no tokenizer of transformers, or one of which no vocabulary can be read.
+        """
+        if not hasattr(tokenizer, "save_pretrained"):
+            instead = " A folder is read by Tokenizer(path)" if isinstance(tokenizer, str | Path) else ""
+            raise TuneError(f"Tokenizer.of: {type(tokenizer).__name__} is no tokenizer of transformers.{instead}")
+        folder = tempfile.TemporaryDirectory(prefix="tokenizer-")
+        tokenizer.save_pretrained(folder.name)
+        made = cls(folder.name, **options)
+        made._folder = folder
+        return made
+
     def __getstate__(self) -> dict[str, Any]:
-        """Without the compiled templates, which cannot be pickled."""
-        return {name: value for name, value in vars(self).items() if name != "_compiled"}
+        """Without the compiled templates, which cannot be pickled, and without the temporary folder, which is of one
+        process."""
+        return {name: value for name, value in vars(self).items() if name not in ("_compiled", "_folder")}
 
     @property
     def vocab_size(self) -> int:
@@ -364,6 +388,12 @@ class TextStream:
     def _rest(self) -> str:
         before = self._decode(self._ids[self._start : self._given])
         return self._decode(self._ids[self._start :])[len(before) :]
+
+
+def require_ours(tokenizer: Any) -> None:
+    """Raises TuneError for a tokenizer of transformers."""
+    if hasattr(tokenizer, "save_pretrained"):
+        raise TuneError(f"tokenizer: {type(tokenizer).__name__} is transformers'. Give Tokenizer.of(tokenizer)")
 
 
 def require_unicode(text: str) -> None:

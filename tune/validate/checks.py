@@ -183,8 +183,7 @@ def _check(told: Told, world: World | None, rows: int | None, recipe: str | None
     sizes_are_right = not any(each.startswith(("global_batch_size:", "micro_batch_size:")) for each in told.settings)
     if world and "global_batch_size" in cfg and sizes_are_right:
         sizes = cfg.global_batch_size, cfg.micro_batch_size, world.data_size, world.num_stages
-        accumulate = not cfg.get("optimizer_in_backward")
-        told("global_batch_size", require_batches, *sizes, accumulate=accumulate)
+        told("global_batch_size", require_batches, *sizes)
     if tokenizer:
         data = _data(told, tokenizer, model, world, rows, rewards)
     elif told.value("dataset._component_") in LOADED:
@@ -423,7 +422,7 @@ def _data(
         told.add(LIMITED.format(rows), "dataset", Level.INFO)
     return None if not (is_whole and world) else told("dataset", lambda: datasets.DataLoader(
         dataset, world, cfg.global_batch_size, cfg.micro_batch_size, epochs=cfg.epochs, max_steps=cfg.max_steps,
-        seed=cfg.seed, accumulate=not cfg.optimizer_in_backward,
+        seed=cfg.seed,
     ))  # fmt: skip
 
 

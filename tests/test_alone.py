@@ -1,0 +1,70 @@
+"""What an import of the library changes in a process: nothing."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import tune
+from tune.errors import TuneError
+
+QUIET = """
+import logging, os, sys, threading, warnings
+before = dict(os.environ), list(warnings.filters), list(sys.path)
+import tune
+assert (dict(os.environ), list(warnings.filters), list(sys.path)) == before
+loggers = [logging.root, *map(logging.getLogger, logging.root.manager.loggerDict), logging.getLogger("torchao")]
+assert not [each for each in loggers if each.filters or each.handlers]
+assert "torch" not in sys.modules and "numpy" not in sys.modules
+"""
+
+TORCHAO = """
+import logging
+from tune.lookup import locate
+locate("torchao.optim.AdamW8bit")
+assert not logging.getLogger("torchao").filters and not logging.getLogger("torch.utils._pytree").filters
+"""
+
+# Packages, and what an import of them does not need.
+FORBIDDEN = {
+    "tune.tokenizers": ["torch", "transformers", "datasets"],
+    "tune.collators": ["tune.distributed", "torch.distributed.fsdp", "tokenizers"],
+    "tune.datasets": ["tune.distributed", "torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers"],
+    "tune.checkpointers": ["transformers", "peft", "torchao", "datasets"],
+    "tune.evaluation": ["transformers", "lm_eval", "datasets"],
+}
+
+
+def run(code):
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+
+
+def test_an_import_changes_nothing_in_the_process():
+    run(QUIET)
+
+
+def test_torchao_is_quiet_when_it_is_imported():
+    pytest.importorskip("torchao")
+    done = run(TORCHAO)
+    assert "Failed to load" not in done.stderr and "is an Enum subclass" not in done.stderr
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_a_component_loads_no_more_than_it_needs(package):
+    done = run(f"import sys, {package}; print([each for each in {FORBIDDEN[package]} if each in sys.modules])")
+    assert done.stdout.strip() == "[]"
+
+
+def test_errors_are_at_the_top():
+    assert tune.TuneError is TuneError
+
+
+@pytest.mark.slow
+def test_the_wheel_says_that_it_is_typed(tmp_path):
+    root = Path(tune.__file__).parents[1]
+    command = ["hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True, cwd=root)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert "tune/py.typed" in zipfile.ZipFile(wheel).namelist()
