@@ -10,7 +10,7 @@ import signal
 from pathlib import Path
 
 import torch
-from following import BLOCK, FILE, ROOT, Reader
+from following import BLOCK, FILE, ROOT, Reader, change
 from helpers import run_processes
 from safetensors.torch import load_file
 
@@ -46,7 +46,7 @@ class Copied(Reader):
             cli.main(["cp", recipe, "mine.py", "--force"])
         for language, block in BLOCK.findall(edit):
             if language == "diff":
-                self.change(re.sub(r"^\+\+\+ \w+\.py$", "+++ mine.py", block, flags=re.MULTILINE))
+                change(re.sub(r"^\+\+\+ \w+\.py$", "+++ mine.py", block, flags=re.MULTILINE), self.folder)
             elif language and (named := FILE.match(block)):
                 (self.folder / named[1]).write_text(block, encoding="utf-8")
             for line in block.splitlines() if not language else ():
