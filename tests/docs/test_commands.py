@@ -11,7 +11,8 @@ PAGES = {
     str(page.relative_to(ROOT)): page.read_text()
     for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md"))
 }
-FOLLOWED_ELSEWHERE = {"docs/extending.md", "docs/changes.md"}  # test_guides.py, test_changes.py
+# By test_guides.py, test_changes.py, test_contracts.py.
+FOLLOWED_ELSEWHERE = {"docs/extending.md", "docs/changes.md", "docs/contracts.md"}
 HUB = "reads from the Hugging Face hub; tests/cli/test_download.py has a hub of its own"
 HUB_TASKS = "reads its data from the Hugging Face hub; tests/recipes/test_evaluate.py has tasks with local data"
 TERMINAL = "is for a terminal; tests/cli/test_chat.py has one"

@@ -44,6 +44,7 @@ def run(clock, monkeypatch, tmp_path):
         timeout=timedelta(hours=1),
         broadcast=lambda value: value,
         of_main=lambda make: make(),
+        any=bool,
     )
     run = Run("test", world, str(tmp_path), settings=OmegaConf.create())
     run.sinks, run.flops_per_token = [Kept()], 50.0
@@ -71,11 +72,12 @@ def test_rates_are_those_of_a_device_over_the_time_of_the_step(run, clock):
             clock.now += 3  # it waits for data
             yield "batch"
 
-    for step, _ in enumerate(run.track(batches(), 0, 2), 1):
+    for step, _ in run.steps(enumerate(batches(), 1), total=2):
         clock.now += 5
         with run.pause():
             clock.now += 1000  # validation
-        run.log(step, tokens=6400, supervised_tokens=1600, loss=0.5, validation_loss=None)
+        batch = SimpleNamespace(num_tokens=6400, num_supervised=1600)
+        run.log(step, batch, {"loss": 0.5, "validation_loss": None})
         clock.now += 2  # a checkpoint, which the next step's time contains
     for values, seconds, saving in zip(run.sinks[0].values, (8, 10), (0, 2), strict=True):
         assert values["loss"] == 0.5 and "validation_loss" not in values
@@ -105,9 +107,9 @@ def test_sinks_are_closed_on_every_exit(run, error, exit_code):
 def test_a_step_that_learns_nothing_is_told(run, clock):
     run.sinks[0].message = (told := []).append
     run.step_began, run.data_seconds = 0.0, 0.0
-    for step, values in enumerate([{"supervised_tokens": 3}, {"dead_groups": 2.0}, {"loss": 0.0}], 1):
+    for step, (supervised, metrics) in enumerate([(3, {}), (0, {"dead_groups": 2.0}), (0, {"loss": 0.0})], 1):
         clock.now += 1
-        run.log(step, **{"tokens": 10, "supervised_tokens": 0} | values)
+        run.log(step, SimpleNamespace(num_tokens=10, num_supervised=supervised), metrics)
     assert told == [
         "warning: nothing was learned in step 2: all groups are dead, or were cut",
         "warning: nothing was learned in step 3: no token is supervised",
@@ -131,3 +133,24 @@ def test_a_step_that_learns_nothing_is_told(run, clock):
 def test_axes_that_exchange_within_a_block_over_nodes_of_two(tp, cp, ep, told):
     expected = [f"{axis} goes over nodes of 2 processes, whose links are slow. Set {most}" for axis, most in told]
     assert [*module.over_slow_links({"tp": tp, "cp": cp}, ep, here=2)] == expected
+
+
+def test_the_last_step_is_saved_where_data_end_early(run):
+    saved = []
+
+    def step(number, metrics, now):
+        saved.append(number)
+
+    waits, ends = (lambda: max([2, *saved])), (lambda: None)
+    checkpointer = SimpleNamespace(wait=waits, step=step, finish=ends, unwritten="")
+    run.step, run.total = 3, 5
+    run.finish(checkpointer)
+    run.finish(checkpointer)
+    assert saved == [3]
+
+
+def test_an_interrupted_run_without_a_checkpointer_has_saved_nothing(run):
+    run.step, run.interrupt = 3, SimpleNamespace(requested=True)
+    with pytest.raises(SystemExit):
+        run.finish()
+    assert "step 3" in run.messages[-1] and run.again not in run.messages[-1]

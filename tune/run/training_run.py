@@ -227,10 +227,12 @@ class Run:
         """
         self._end_if_interrupted(checkpointer)
         # What a run that is done measured, it need not measure again when it is started once more.
-        if evaluator and not self.was_done and (metrics := evaluator.at_end(self.step)):
+        metrics = evaluator.at_end(self.step) if evaluator and not self.was_done else {}
+        if metrics:
             self.record(self.step, metrics)
-            if checkpointer:
-                checkpointer.step(self.step, metrics, now=True)
+        # Data may end before the last step that was announced, which is then not saved yet.
+        if checkpointer and (metrics or checkpointer.wait() < self.step):
+            checkpointer.step(self.step, metrics, now=True)
         if checkpointer:
             checkpointer.finish()
             if checkpointer.unwritten and self.world.is_main:
@@ -242,8 +244,10 @@ class Run:
     def _end_if_interrupted(self, checkpointer: Checkpointer | None) -> None:
         if not self.world.any(self.interrupt is not None and self.interrupt.requested):
             return
-        saved = checkpointer.wait() if checkpointer else 0
-        self.info(f"interrupted: step {saved} is saved, {self.again} continues after it")
+        if checkpointer:
+            self.info(f"interrupted: step {checkpointer.wait()} is saved, {self.again} continues after it")
+        else:
+            self.info(f"interrupted after step {self.step}: without a checkpointer, nothing is saved")
         sys.exit(130)
 
     def info(self, message: str) -> None:

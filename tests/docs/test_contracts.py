@@ -1,0 +1,44 @@
+"""docs/contracts.md, followed to the letter."""
+
+import json
+from pathlib import Path
+
+import pytest
+from following import BLOCK, ROOT, Reader
+from helpers import run_processes
+from pytest import MonkeyPatch
+
+PAGE = (ROOT / "docs" / "contracts.md").read_text(encoding="utf-8")
+OWN, AFTER = PAGE.split("## Reward\n")
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_one_script_replaces_all(processes: int, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    """The same again, and in two parts."""
+    script = "\n\n".join(block for language, block in BLOCK.findall(OWN) if language == "python")
+    (tmp_path / "own.py").write_text(script, encoding="utf-8")
+    (tmp_path / "half.py").write_text(script.replace("train(total=4)", "train(total=2)"), encoding="utf-8")
+    for folder, scripts in {"whole": ["own.py"], "again": ["own.py"], "parts": ["half.py", "own.py"]}.items():
+        (tmp_path / folder).mkdir()
+        monkeypatch.chdir(tmp_path / folder)
+        for each in scripts:
+            run_processes(tmp_path / each, processes)
+    whole, again, parts = (losses(tmp_path / folder / "runs" / "own") for folder in ("whole", "again", "parts"))
+    assert len(whole) == 4 and whole == again == parts
+    table = [line.split() for line in (tmp_path / "parts" / "losses.txt").read_text().splitlines()]
+    assert [(int(step), float(loss)) for step, loss in table] == [*enumerate(whole, 1)]
+
+
+def test_reward_and_environment(checkpoint: Path, chats: Path, tmp_path: Path) -> None:
+    reader = Reader(tmp_path, checkpoint, chats)
+    rows = [{"instruction": f"the cat {number}"} for number in range(8)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    few = " sampling.max_new_tokens=4 prompts_per_step=2 group_size=4 max_prompt_len=64"
+    reader.follow(AFTER.replace("is_short\n```", f"is_short{few}\n```").replace("reward=null\n", f"reward=null{few}\n"))
+    for run, name in ((1, "is_short"), (2, "environment")):
+        (step,) = (tmp_path / "runs" / str(run) / "metrics.jsonl").read_text().splitlines()
+        assert json.loads(step)[f"reward/{name}"] > 0

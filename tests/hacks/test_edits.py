@@ -1,0 +1,264 @@
+"""Edits that people make to a copied recipe: about as long as the idea, and everything around still works.
+
+The edits are sections of docs/changes.md and docs/extending.md, and of edits.md here. tests/docs has what the others
+promise on one process.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import transformers
+from copied import CHANGES, EDITS, EXTENDING, SAMPLED, TINY, Copied, assert_same, lines_of
+from torch.nn.functional import cross_entropy, softplus
+
+from tune import datasets
+from tune.tokenizers import Tokenizer
+
+
+class Edit(NamedTuple):
+    """`guide` are the lines that the idea takes, `lines` those that it takes here."""
+
+    recipe: str
+    section: str
+    guide: int
+    lines: int
+    settings: tuple[str, ...] = ("dataset.path=chats.jsonl",)
+
+
+CHATS = "dataset.path=chats.jsonl"
+REPLAY = (CHATS, "replay_every=2", "max_steps=2")  # and as many of replay
+WEIGHTED = ("dataset.path=weighted.jsonl", "dataset.extra_columns=[weight]")
+PAIRS = ("dataset.path=margins.jsonl", "dataset.ignore=[margin]")
+MARGINS = ("dataset.path=margins.jsonl", "dataset.extra_columns=[margin]")
+PROMPTS = ("dataset.path=prompts.jsonl", "reward=rewarding.length")
+
+TABLE = {
+    "3 average": Edit("full_finetune", "An average of the weights", 8, 26, (CHATS, "ema_decay=0.5")),
+    "4 two losses": Edit("full_finetune", "Two losses, each logged", 10, 12),
+    "5 frozen": Edit("full_finetune", "The first layers frozen", 4, 3),
+    "6 rates": Edit("full_finetune", "A learning rate for each layer", 6, 5),
+    "7 memory": Edit("full_finetune", "Rows in memory", 5, 4, ()),
+    "8 weights": Edit("full_finetune", "A weight for each row, or token", 8, 4, WEIGHTED),
+    "9 exact match": Edit("lora_finetune", "An exact-match metric", 12, 13, (CHATS, "ask_every=2", "good_enough=2")),
+    "10 tracker": Edit("full_finetune", "A logger", 8, 14),
+    "11 module": Edit("full_finetune", "A module and weights of your own", 10, 30),
+    "13 noise": Edit("full_finetune", "Noise on the embeddings", 6, 5),
+    "14 curriculum": Edit("full_finetune", "Short rows first", 6, 2),
+    "15 two loaders": Edit("full_finetune", "Two data loaders in turn", 10, 13, REPLAY),
+    "16 no checkpointer": Edit("full_finetune", "No checkpointer", 6, 8),
+    "17 mixed objective": Edit("preference_finetune", "A supervised loss beside that of preferences", 6, 3, PAIRS),
+    "18 ranks": Edit("grpo", "Advantages by rank", 8, 10, PROMPTS),
+    "19 judge": Edit("grpo", "A second reward that is trained along", 20, 31, PROMPTS),
+    "20 tokens": Edit("full_finetune", "Steps of a number of tokens", 12, 18, (CHATS, "tokens_per_step=300")),
+    "21 sam": Edit("full_finetune", "Sharpness-aware minimization", 14, 14),
+    "23 moving mixture": Edit("full_finetune", "A mixture that changes", 25, 23, (CHATS, "share_at_end=1")),
+    "25 margin": Edit("preference_finetune", "A margin for each pair", 4, 2, MARGINS),
+    "second validation": Edit("full_finetune", "A second validation set", 8, 6),
+}  # fmt: skip
+
+
+def section(name: str) -> str:
+    return (CHANGES | EDITS | EXTENDING)[TABLE[name].section]
+
+
+def prepare(copied: Copied, name: str) -> list[str]:
+    """Copy and change the recipe; the settings of a run."""
+    copied.copy(TABLE[name].recipe, section(name))
+    tiny = SAMPLED if TABLE[name].recipe == "grpo" else TINY
+    if name == "16 no checkpointer":
+        tiny = [each for each in tiny if not each.startswith("checkpointer.")]
+    if name == "11 module":
+        copied.save_tower()
+    return [*tiny, "model.path=SmolLM2-135M-Instruct", *TABLE[name].settings]
+
+
+def train(copied: Copied, name: str, *settings: str) -> list[dict[str, float]]:
+    """The metrics of the changed recipe's steps, which `tune validate` finds no error in."""
+    given = [*prepare(copied, name), *settings]
+    assert copied.validate(*given) == 0
+    return copied.train("run", *given)
+
+
+def logits_and_labels(copied: Copied, model: torch.nn.Module, file: str, **how: object) -> list[tuple]:
+    """Of each row, by a model of transformers."""
+    tokenizer = Tokenizer(str(copied.checkpoint))
+    rows = datasets.load(tokenizer, str(copied.folder / file), max_seq_len=128, **how)
+    tensors = [(torch.tensor(row.tokens).long(), torch.tensor(row.labels).long(), row) for row in rows]
+    return [(model(tokens[None]).logits[0], labels, row) for tokens, labels, row in tensors]
+
+
+@pytest.fixture
+def pretrained(checkpoint: Path) -> torch.nn.Module:
+    """The model before training, by transformers."""
+    return transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_lines(name: str) -> None:
+    assert lines_of(section(name)) == TABLE[name].lines
+
+
+@torch.no_grad()
+def test_two_losses(copied: Copied, pretrained: torch.nn.Module) -> None:
+    (step, *_) = train(copied, "4 two losses", "global_batch_size=48", "max_steps=1")
+    rows = logits_and_labels(copied, pretrained, "chats.jsonl")
+    logits = torch.cat([logits[labels >= 0] for logits, labels, _ in rows])
+    labels = torch.cat([labels[labels >= 0] for _, labels, _ in rows])
+    assert step["loss"] == pytest.approx(float(cross_entropy(logits, labels)), rel=1e-5)
+    assert step["z_loss"] == pytest.approx(float(logits.exp().sum(-1).log().square().mean()), rel=1e-5)
+
+
+def test_rows_in_memory(copied: Copied) -> None:
+    steps = train(copied, "7 memory")
+    assert [step["step"] for step in steps] == [1, 2, 3]  # of 24 rows, 8 in each
+    assert json.loads((copied.folder / "run" / "data.json").read_text())["rows"] == 24
+
+
+@torch.no_grad()
+def test_weights(copied: Copied, pretrained: torch.nn.Module) -> None:
+    (step, *_) = train(copied, "8 weights", "global_batch_size=16", "max_steps=1")
+    total, count = 0.0, 0
+    for logits, labels, row in logits_and_labels(copied, pretrained, "weighted.jsonl", extra_columns=["weight"]):
+        total += float(row.columns["weight"]) * float(cross_entropy(logits, labels, reduction="sum"))
+        count += int((labels >= 0).sum())
+    assert step["loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+@torch.no_grad()
+def test_weights_of_tokens(copied: Copied, pretrained: torch.nn.Module) -> None:
+    row = {"input_ids": [9, 8, 7, 6, 5], "labels": [-100, 8, 7, 6, 5], "weight": [0, 1, 2, 0, 0.5]}
+    (copied.folder / "weighted.jsonl").write_text(json.dumps(row) + "\n")
+    (step, *_) = train(copied, "8 weights", "global_batch_size=2", "max_steps=1")
+    nll = -pretrained(torch.tensor([row["input_ids"]])).logits[0].log_softmax(-1)
+    by_position = [nll[at, row["input_ids"][at + 1]] for at in range(4)]
+    # A number stands with the token that is read where the next one is predicted.
+    expected = sum(weight * each for weight, each in zip(row["weight"], by_position, strict=False))
+    assert step["loss"] == pytest.approx(float(expected) / 4, rel=1e-5)
+
+
+def test_exact_match(copied: Copied, pretrained: torch.nn.Module) -> None:
+    """Of two questions one has the answer of transformers' greedy search. The training stops, and has stopped."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(copied.checkpoint)
+    chat = [{"role": "user", "content": "the cat"}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    (found,) = pretrained.generate(**prompt, max_new_tokens=64, do_sample=False)
+    answer = tokenizer.decode(found[prompt["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+    rows = [{"instruction": "the cat", "answer": answer}, {"instruction": "the cat", "answer": "no"}]
+    (copied.folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = ["optimizer.lr=1e-12", "good_enough=0.5"]
+    steps = train(copied, "9 exact match", *settings)
+    assert {step["step"]: step["exact_match"] for step in steps if "exact_match" in step} == {0: 0.5, 2: 0.5}
+    assert [step["step"] for step in train(copied, "9 exact match", *settings)] == [0, 1, 2]
+
+
+def test_curriculum(copied: Copied) -> None:
+    tokens = [step["tokens"] for step in train(copied, "14 curriculum", "epochs=2", "max_steps=12")]
+    assert tokens[:6] == sorted(tokens[:6]) and tokens[6:] != sorted(tokens[6:])
+    assert sum(tokens[:6]) == sum(tokens[6:])
+
+
+def test_two_loaders(copied: Copied) -> None:
+    steps = train(copied, "15 two loaders")
+    others = datasets.load(Tokenizer(str(copied.checkpoint)), str(copied.folder / "replay.jsonl"), max_seq_len=128)
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    assert [step["tokens"] == others.accounting.tokens for step in steps] == [False, True, False, True]
+
+
+def test_no_checkpointer(copied: Copied) -> None:
+    settings = prepare(copied, "16 no checkpointer")
+    assert copied.validate(*settings) == 0
+    copied.train("run", *settings)
+    copied.copy("full_finetune", "")
+    copied.train("with", *settings)
+    model = transformers.AutoModelForCausalLM.from_pretrained(copied.folder / "with" / "model").state_dict()
+    ours = torch.load(copied.folder / "run" / "model.pt")
+    assert sorted(each.sum().item() for each in ours.values()) == sorted(each.sum().item() for each in model.values())
+
+
+def test_mixed_objective(copied: Copied) -> None:
+    (step, *_) = train(copied, "17 mixed objective", "max_steps=1")
+    assert step["loss"] == pytest.approx(math.log(2) + 0.5 * step["nll"], rel=1e-6)
+
+
+def test_ranks(copied: Copied) -> None:
+    train(copied, "18 ranks", "max_steps=1")
+    samples = [json.loads(line) for line in (copied.folder / "run" / "samples.jsonl").read_text().splitlines()]
+    for sample in samples:
+        alike = [each for each in samples if (each["prompt"], each["text"]) == (sample["prompt"], sample["text"])]
+        assert sample["novelty"] == 1 / len(alike)
+        parts = sample["length"], -0.5 * len(sample["tokens"]) / 6, 0.1 * sample["novelty"]
+        assert sample["reward"] == pytest.approx(sum(parts))
+
+
+def test_judge(copied: Copied) -> None:
+    steps = train(copied, "19 judge", "judge_lr=1")
+    assert steps[0]["judge_loss"] == pytest.approx(math.log(2)) and steps[-1]["judge_loss"] < 0.5
+
+
+def test_tokens(copied: Copied) -> None:
+    """Whole data: the training ends before `total`, and the last step is saved as any other."""
+    steps = train(copied, "20 tokens", "max_steps=null", "global_batch_size=2", "checkpointer.every=null")
+    assert all(300 <= step["tokens"] < 300 + 2 * 128 for step in steps)
+    (saved,) = (copied.folder / "run" / "checkpoints").glob("step-*")
+    assert int(saved.name.removeprefix("step-")) == len(steps)
+
+
+def test_sam(copied: Copied, pretrained: torch.nn.Module) -> None:
+    plain = ["optimizer._component_=torch.optim.SGD", "~optimizer.betas", "max_grad_norm=null"]
+    settings = ["optimizer.lr=0.1", "schedule._component_=tune.optimizers.constant", "schedule.warmup=0"]
+    train(copied, "21 sam", "global_batch_size=48", "max_steps=1", "rho=0.5", *plain[:1], *plain[2:], *settings)
+
+    def gradients() -> list[torch.Tensor]:
+        rows = logits_and_labels(copied, pretrained, "chats.jsonl")
+        loss = sum(cross_entropy(logits, labels, reduction="sum") for logits, labels, _ in rows)
+        return torch.autograd.grad(loss / sum((labels >= 0).sum() for _, labels, _ in rows), [*pretrained.parameters()])
+
+    before = {name: weight.detach().clone() for name, weight in pretrained.named_parameters()}
+    first = gradients()
+    norm = torch.cat([each.flatten() for each in first]).norm()
+    with torch.no_grad():
+        for weight, gradient in zip(pretrained.parameters(), first, strict=True):
+            weight += 0.5 * gradient / norm
+    expected = {name: before[name] - 0.1 * each for name, each in zip(before, gradients(), strict=True)}
+    torch.testing.assert_close(copied.exported("run"), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_moving_mixture(copied: Copied) -> None:
+    (copied.folder / "other.jsonl").write_text(json.dumps({"text": "the cat sat on the mat"}) + "\n")
+    steps = train(copied, "23 moving mixture")
+    other = datasets.load(Tokenizer(str(copied.checkpoint)), str(copied.folder / "other.jsonl"), max_seq_len=128)
+    is_other = [step["tokens"] == 8 * other.accounting.tokens for step in steps]
+    assert is_other == [False, False, False, True]
+
+
+def test_margin(copied: Copied) -> None:
+    """At first the rewards are 0."""
+    (step, *_) = train(copied, "25 margin", "global_batch_size=16", "max_steps=1")
+    margins = [0.25 * number for number in range(8)]
+    assert step["loss"] == pytest.approx(float(softplus(torch.tensor(margins)).mean()), rel=1e-5)
+    assert copied.validate(*prepare(copied, "25 margin"), "loss.length_normalized=true", "loss.beta=5") == 0
+
+
+def test_second_validation(copied: Copied) -> None:
+    steps = train(copied, "second validation", "validation_dataset.path=held_out.jsonl", "validate_every=2")
+    found = [(step["validation_loss"], step["second_validation_loss"]) for step in steps if "validation_loss" in step]
+    assert len(found) == 2 and all(one == other for one, other in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TABLE)
+def test_two_processes_and_continuing(name: str, copied: Copied) -> None:
+    """Two processes follow the curve of one. From a checkpoint, both continue to the bit."""
+    settings = prepare(copied, name)
+    one, two = (copied.train(f"on_{count}", *settings, processes=count) for count in (1, 2))
+    losses = [step["loss"] for step in one if "loss" in step]
+    assert [step["loss"] for step in two if "loss" in step] == pytest.approx(losses, rel=1e-4)
+    for processes in (1, 2) if name != "16 no checkpointer" else ():
+        saved = copied.folder / f"on_{processes}" / "checkpoints" / "step-00000002"
+        copied.train("rest", *settings, f"resume={saved}", processes=processes)
+        assert_same(copied.exported("rest"), copied.exported(f"on_{processes}"))
+        copied.remove("rest")
