@@ -102,6 +102,7 @@ def test_lines(name: str) -> None:
     assert lines_of(section(name)) == TABLE[name].lines
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_two_losses(copied: Copied, pretrained: torch.nn.Module) -> None:
     (step, *_) = train(copied, "4 two losses", "global_batch_size=48", "max_steps=1")
@@ -128,6 +129,7 @@ def test_weights(copied: Copied, pretrained: torch.nn.Module) -> None:
     assert step["loss"] == pytest.approx(total / count, rel=1e-5)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_weights_of_tokens(copied: Copied, pretrained: torch.nn.Module) -> None:
     row = {"input_ids": [9, 8, 7, 6, 5], "labels": [-100, 8, 7, 6, 5], "weight": [0, 1, 2, 0, 0.5]}
@@ -155,6 +157,7 @@ def test_exact_match(copied: Copied, pretrained: torch.nn.Module) -> None:
     assert [step["step"] for step in train(copied, "9 exact match", *settings)] == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_curriculum(copied: Copied) -> None:
     tokens = [step["tokens"] for step in train(copied, "14 curriculum", "epochs=2", "max_steps=12")]
     assert tokens[:6] == sorted(tokens[:6]) and tokens[6:] != sorted(tokens[6:])
@@ -168,6 +171,7 @@ def test_two_loaders(copied: Copied) -> None:
     assert [step["tokens"] == others.accounting.tokens for step in steps] == [False, True, False, True]
 
 
+@pytest.mark.slow
 def test_no_checkpointer(copied: Copied) -> None:
     settings = prepare(copied, "16 no checkpointer")
     assert copied.validate(*settings) == 0
@@ -184,6 +188,7 @@ def test_mixed_objective(copied: Copied) -> None:
     assert step["loss"] == pytest.approx(math.log(2) + 0.5 * step["nll"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_ranks(copied: Copied) -> None:
     train(copied, "18 ranks", "max_steps=1")
     samples = [json.loads(line) for line in (copied.folder / "run" / "samples.jsonl").read_text().splitlines()]
@@ -194,6 +199,7 @@ def test_ranks(copied: Copied) -> None:
         assert sample["reward"] == pytest.approx(sum(parts))
 
 
+@pytest.mark.slow
 def test_judge(copied: Copied) -> None:
     steps = train(copied, "19 judge", "judge_lr=1")
     assert steps[0]["judge_loss"] == pytest.approx(math.log(2)) and steps[-1]["judge_loss"] < 0.5
@@ -207,10 +213,11 @@ def test_tokens(copied: Copied) -> None:
     assert int(saved.name.removeprefix("step-")) == len(steps)
 
 
+@pytest.mark.slow
 def test_sam(copied: Copied, pretrained: torch.nn.Module) -> None:
-    plain = ["optimizer._component_=torch.optim.SGD", "~optimizer.betas", "max_grad_norm=null"]
-    settings = ["optimizer.lr=0.1", "schedule._component_=tune.optimizers.constant", "schedule.warmup=0"]
-    train(copied, "21 sam", "global_batch_size=48", "max_steps=1", "rho=0.5", *plain[:1], *plain[2:], *settings)
+    plain = ["optimizer._component_=torch.optim.SGD", "schedule._component_=tune.optimizers.constant"]
+    settings = ["optimizer.lr=0.1", "schedule.warmup=0", "max_grad_norm=null", "rho=0.5"]
+    train(copied, "21 sam", "global_batch_size=48", "max_steps=1", *plain, *settings)
 
     def gradients() -> list[torch.Tensor]:
         rows = logits_and_labels(copied, pretrained, "chats.jsonl")
@@ -243,6 +250,7 @@ def test_margin(copied: Copied) -> None:
     assert copied.validate(*prepare(copied, "25 margin"), "loss.length_normalized=true", "loss.beta=5") == 0
 
 
+@pytest.mark.slow
 def test_second_validation(copied: Copied) -> None:
     steps = train(copied, "second validation", "validation_dataset.path=held_out.jsonl", "validate_every=2")
     found = [(step["validation_loss"], step["second_validation_loss"]) for step in steps if "validation_loss" in step]
@@ -255,8 +263,8 @@ def test_two_processes_and_continuing(name: str, copied: Copied) -> None:
     """Two processes follow the curve of one. From a checkpoint, both continue to the bit."""
     settings = prepare(copied, name)
     one, two = (copied.train(f"on_{count}", *settings, processes=count) for count in (1, 2))
-    losses = [step["loss"] for step in one if "loss" in step]
-    assert [step["loss"] for step in two if "loss" in step] == pytest.approx(losses, rel=1e-4)
+    losses = [step["loss"] for step in one if "loss" in step]  # those of a policy are about 0
+    assert [step["loss"] for step in two if "loss" in step] == pytest.approx(losses, rel=1e-4, abs=1e-6)
     for processes in (1, 2) if name != "16 no checkpointer" else ():
         saved = copied.folder / f"on_{processes}" / "checkpoints" / "step-00000002"
         copied.train("rest", *settings, f"resume={saved}", processes=processes)
