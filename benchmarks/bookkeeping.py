@@ -14,6 +14,7 @@ import json
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import torch
@@ -74,11 +75,13 @@ def attempt(world: distributed.World, folder: Path, options: argparse.Namespace)
         )  # fmt: skip
         start = checkpointer.resume(run.resume)
         until = min(start + options.restart_every + 30, options.steps)
-        steps = run.track(range(start, until), start, total=options.steps)
+        batch = SimpleNamespace(num_tokens=1000, num_supervised=500)
+        data = ((step, batch) for step in range(start + 1, until + 1))
+        steps = run.steps(data, start, total=options.steps)
         began = time.perf_counter()
-        for position.step, _ in enumerate(steps, start + 1):
-            run.log(position.step, tokens=1000, supervised_tokens=500, loss=1.0 / position.step, grad_norm=0.5, lr=1e-5)
-            checkpointer.step(position.step, now=position.step == options.steps)
+        for position.step, _ in steps:
+            run.log(position.step, batch, {"loss": 1.0 / position.step, "grad_norm": 0.5, "lr": 1e-5})
+            checkpointer.step(position.step, now=run.is_end(position.step))
         seconds = (time.perf_counter() - began) / (until - start)
         saved = checkpointer.wait()
         for sink in run.sinks:

@@ -50,14 +50,11 @@ class Job:
 
 def prepare(job: Job) -> None:
     """Write the rows of each step in the order in which the recipe will take them."""
-    from types import SimpleNamespace
-
     from tune.datasets import DataLoader, load
     from tune.tokenizers import Tokenizer
 
     dataset = load(Tokenizer(job.model), job.data, max_seq_len=job.max_seq_len, packed=job.packed)
-    one_process = SimpleNamespace(data_rank=0, data_size=1)
-    data = DataLoader(dataset, one_process, job.rows_per_step, job.micro_batch, max_steps=job.steps)
+    data = DataLoader(dataset, None, job.rows_per_step, job.micro_batch, max_steps=job.steps)
     batches = [batch for _, batch in data]
     if len(dataset) < job.steps * job.rows_per_step:
         kind = "packed rows" if job.packed else "rows"

@@ -14,7 +14,6 @@ import json
 import sys
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 from trl_preferences import DATA, ROWS, tiny
 
@@ -88,8 +87,7 @@ def theirs(name: str, student: str, options: argparse.Namespace, folder: str) ->
         return batch
 
     data = load(Tokenizer(student), str(DATA), max_seq_len=2048)
-    alone = SimpleNamespace(data_rank=0, data_size=1)
-    order = [row for _, batch in DataLoader(data, alone, ROWS, ROWS, max_steps=options.steps) for row in batch.rows]
+    order = [row for _, batch in DataLoader(data, None, ROWS, ROWS, max_steps=options.steps) for row in batch.rows]
     chats = [json.loads(line)["messages"] for line in DATA.read_text(encoding="utf-8").splitlines()]
     assert len(data) == len(chats)  # rows are numbered as in the file
     trainer = GKDTrainer(

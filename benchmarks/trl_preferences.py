@@ -20,7 +20,6 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 
 HERE = Path(__file__).parent
 DATA = HERE.parent / "examples/home_commands/train.jsonl"
@@ -117,8 +116,7 @@ def write_rows(model: str, folder: Path, steps: int, labelled: bool = False) -> 
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     kind = "labelled" if labelled else "preferences"
     data = load(Tokenizer(model), str(file), max_seq_len=2048, kind=kind)
-    alone = SimpleNamespace(data_rank=0, data_size=1)
-    order = [row for _, batch in DataLoader(data, alone, ROWS, ROWS, max_steps=steps) for row in batch.rows]
+    order = [row for _, batch in DataLoader(data, None, ROWS, ROWS, max_steps=steps) for row in batch.rows]
     assert len(data) == len(rows) == len(order)
     mismatched = [
         {**row, "mismatched": rows[(number + 1) % len(rows)].get("completion")} for number, row in enumerate(rows)
