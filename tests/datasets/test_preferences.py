@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from tune.datasets import DataLoader, load
 from tune.errors import TuneError
@@ -151,7 +152,7 @@ def test_pairs_are_packed_and_batched_as_units(read):
     data = read(*rows, max_seq_len=64, packed=True)
 
     class One:
-        data_rank, data_size = 0, 1
+        data_rank, data_size, device = 0, 1, torch.device("cpu")
 
     seen = []
     for _, batch in DataLoader(data, One(), 2, 1):
@@ -215,7 +216,7 @@ def test_streams_draw_whole_pairs(read):
     row = {"prompt": "p", "chosen": "a", "rejected": "b"}
 
     class One:
-        data_rank, data_size = 0, 1
+        data_rank, data_size, device = 0, 1, torch.device("cpu")
 
     (_, batch), *_ = DataLoader(read(*[row] * 8, streaming=True), One(), 4, 4, max_steps=2)
     assert batch.num_pairs == 4

@@ -46,6 +46,11 @@ def of_values(hidden, weight, batch):
     return policy.token_values(hidden, weight[:1], batch)
 
 
+def of_scores(scores):
+    """The scores by the first row of a head for tokens."""
+    return lambda hidden, weight, batch: scores(hidden, weight[:1], batch)
+
+
 def hidden_states(hidden, weight, batch):
     return divergences.Teacher.head(hidden, weight, batch).hidden.clone()
 
@@ -68,8 +73,8 @@ HEADS = {
     "stored": of_stored,
     "most probable": divergences.MostProbable(K),
     "hidden states": hidden_states,
-    "scores": losses.LastTokenScores(),
-    "scores before padding": losses.LastTokenScores(pad_id=0),
+    "scores": of_scores(losses.LastTokenScores()),
+    "scores before padding": of_scores(losses.LastTokenScores(pad_id=0)),
     "values": of_values,
     "logits": None,
     "your own": of_your_own,

@@ -211,10 +211,8 @@ def test_stages_that_compute_alike_are_not_slow(tmp_path, monkeypatch):
             took[place] = blocks
             for _ in range(round(blocks)):
                 pace.intervals.append((0.0, 1.5 if slow == place else 1.0, pace.scale))
-            pace.own = 0.0
-            pace.collect([])
-            seconds.append(pace.own)
-        pace.collect(seconds)
+            seconds.append(pace.take())
+        pace.add(seconds)
         expected = {} if slow is None else {"slowest_rank": 1, "slowest_excess": pytest.approx(0.5)}
         assert pace.slowest() == expected
     assert took[0] >= 2 * took[1]  # the head is as much as several blocks

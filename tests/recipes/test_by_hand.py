@@ -25,7 +25,7 @@ SEED, DROPOUT = 3, 0.4
 
 
 class Alone:
-    data_rank, data_size = 0, 1
+    data_rank, data_size, device = 0, 1, torch.device("cpu")
 
 
 @pytest.fixture(scope="module")

@@ -110,7 +110,7 @@ def test_a_teacher_in_bf16_gives_nearly_the_losses_of_fp32(common, tmp_path):
 
 
 class Alone:
-    data_rank, data_size = 0, 1
+    data_rank, data_size, device = 0, 1, torch.device("cpu")
 
 
 WAYS = {

@@ -45,7 +45,7 @@ RECIPES = {"full_finetune": full_finetune, "lora_finetune": lora_finetune}
 
 
 class Alone:
-    data_rank, data_size = 0, 1
+    data_rank, data_size, device = 0, 1, torch.device("cpu")
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)

@@ -44,7 +44,7 @@ VARIANTS = {
 
 
 class Alone:
-    data_rank, data_size = 0, 1
+    data_rank, data_size, device = 0, 1, torch.device("cpu")
 
 
 def losses(run):

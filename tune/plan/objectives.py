@@ -151,8 +151,8 @@ def _token_sampled(cfg: DictConfig, model: Any, batch: Batch) -> Any:
 
 
 def _chosen(cfg: DictConfig, logits: Tensor) -> Any:
-    of = cfg.sampling
-    return choose(logits, torch.zeros(len(logits)), of.temperature, of.top_k, of.top_p, of.min_p)
+    top_k, top_p, min_p = (cfg.sampling.get(name) for name in ("top_k", "top_p", "min_p"))
+    return choose(logits, torch.zeros(len(logits)), cfg.sampling.temperature, top_k, top_p, min_p)
 
 
 def full_rows(cfg: DictConfig, rows: int) -> Batch:
