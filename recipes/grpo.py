@@ -110,7 +110,7 @@ def main(cfg):
             return frozen(batch, head).log_probs
 
     def roll_out(prompts, step, sampler=sampler, samples=cfg.group_size):
-        """For each of this rank's prompts a group of episodes: completions with their rewards."""
+        """Of the `prompts` of all ranks, this rank's share: for each a group of episodes, completions with rewards."""
         return generation.rollout(
             model, sampler, tokenizer, prompts, rewards, world, samples=samples, step=step,
             environment=environment, max_turns=cfg.max_turns,
@@ -181,7 +181,8 @@ def main(cfg):
                 **{name: world.sum(count) for name, count in generation.counts(rollout, environment).items()},
                 **evaluation.means(generation.statistics(rollout, rewards, environment), world),
             )
-            # Updates on the same samples, whose last one is logged. Without any, all groups were dead.
+            # Several updates are on the same samples; the last one is logged. Where no token is supervised, all groups
+            # are dead or masked, and nothing is updated.
             for _ in range(cfg.updates if batch.num_supervised else 0):
                 totals: dict[str, torch.Tensor] = {}
                 for micro_batch, is_last in batch:
@@ -201,7 +202,7 @@ def main(cfg):
                 if checkpointer.refused:
                     break  # another update would use the same batch; after a rollback, one of other weights' samples
             metrics |= optimizers.learning_rates(optimizer)
-            schedule.step()  # even if all groups are dead, so that the schedule reaches its end
+            schedule.step()  # once for all updates, and even if all groups are dead, so that it reaches its end
 
             metrics |= evaluator(step)
             run.append("samples.jsonl", [episode.record(step) for group in rollout for episode in group])

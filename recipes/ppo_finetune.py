@@ -104,7 +104,7 @@ def main(cfg):
             return frozen(batch, head).log_probs
 
     def roll_out(prompts, step, sampler=sampler, samples=cfg.samples_per_prompt):
-        """For each of this rank's prompts a group of episodes: completions with their rewards."""
+        """Of the `prompts` of all ranks, this rank's share: for each a group of episodes, completions with rewards."""
         return generation.rollout(model, sampler, tokenizer, prompts, rewards, world, samples=samples, step=step)
 
     @torch.no_grad()

@@ -335,9 +335,9 @@ class Checkpointer:
         return self.world.broadcast(max(self.folder.glob(CHECKPOINT), default=None, key=lambda path: path.name))
 
     def step(self, step: int, metrics: Mapping[str, Any] = MappingProxyType({}), now: bool = False) -> None:
-        """Call it after each optimizer step, and what was measured then: it saves when a checkpoint is due, the best
-        one, or `now`, for which it waits. With `on_error="stop"` it raises TuneError if a checkpoint could not be
-        written; earlier ones are intact."""
+        """Call it after each optimizer step, and what was measured then. It saves when a checkpoint is due, the best
+        one, that of the step at which training `is_over`, or `now`, for which it waits. With `on_error="stop"` it
+        raises TuneError if a checkpoint could not be written; earlier ones are intact."""
         if self.pending is not None and self.pending.done():
             self._collect()
         try:

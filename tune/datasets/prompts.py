@@ -213,7 +213,7 @@ class PromptLoader:
             yield self.step, self.draw(self.prompts_per_step)
 
     def draw(self, count: int) -> list[Prompt]:
-        """The next prompts, in epoch after epoch."""
+        """The next prompts, in epoch after epoch. More than those of the steps may be drawn: `len` stays."""
         start, self.position = self.position, self.position + count
         indices = drawn_places(len(self.dataset), start, self.position, self.seed)
         return [replace(self.dataset.prompts[index], position=at) for at, index in enumerate(indices.tolist(), start)]

@@ -61,10 +61,10 @@ class Sampler:
             print(tokenizer.decode(completion.tokens), sum(completion.log_probs), completion.finish)
 
     The model is one of `tune.models.build` or `tune.models.hf`, or a causal language model of transformers. It may be
-    sharded, adapted and quantised: its weights are gathered once for all prompts. Those in 4 bits are
-    dequantised anew for each token, which saves memory and takes about twice the time. At most `max_rows` completions
-    are computed at a time, each with a cache for the longest prompt and `max_new_tokens`; together they are at most
-    `max_len` (None: what the model takes).
+    sharded, adapted and quantised: its weights are gathered once for all prompts. Dropout is off, and blocks run
+    uncompiled. Weights in 4 bits are dequantised anew for each token, which saves memory and takes about twice the
+    time. At most `max_rows` completions are computed at a time, each with a cache for the longest prompt and
+    `max_new_tokens`; together they are at most `max_len` (None: what the model takes).
 
     A completion ends with one of `stop_ids`, or with the token that completes one of `stop_strings` in the text that
     `decode` makes of ids. `temperature`, `top_k`, `top_p` and `min_p` are those of `choose`. The random number of a

@@ -105,7 +105,8 @@ class Run:
         tensorboard: bool = False,
         wandb: WandbOptions = WANDB_OFF,
     ):
-        """`settings` are all those of the recipe, to be recorded in config.yaml and W&B."""
+        """`settings` are all those of the recipe, to be recorded in config.yaml and W&B. The rules of `tune.rules`
+        judge them: they raise, warn, or change a value in `settings`, which the recipe reads afterwards."""
         require_installed(tensorboard, wandb)
         self.recipe, self.world, self.settings = recipe, world, settings
         self.tensorboard, self.wandb = tensorboard, wandb
@@ -340,8 +341,8 @@ class Run:
     ) -> None:
         """Report the model, which may be on the meta device, the data and warnings about them; data.json and
         first_row.txt keep those of the data.
-        `base` is the folder that the weights are from, and `how` are the arguments of `describe_model`. Raises
-        TuneError if a process has other data."""
+        `base` is the folder that the weights are from, by which tokens are found whose frozen rows were never trained;
+        `how` are the arguments of `describe_model`. Raises TuneError if a process has other data."""
         self._require_same_data(data.dataset, validation)
         accounting = data.dataset.accounting
         longest = data.dataset.max_seq_len if isinstance(data.dataset, Stream) else accounting.longest
