@@ -22,14 +22,14 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tune import distributed
 from tune.collators import Batch
 from tune.distributed import local_shard
 from tune.errors import TuneError
-from tune.losses import LinearCrossEntropy, chunks
+from tune.losses import LinearCrossEntropy
 from tune.models import build, moe
 from tune.plan import in_equal_shares
 
@@ -81,17 +81,13 @@ def step(folder, processes, rank, axes, tokens):
         with fake:
             return allocate(device=device)
 
-    def place(tensor):
-        with unset_fake_temporarily():
-            return local_shard(tensor)
-
     model.to_empty = without_memory
     distributed.parallelize(model, world)
     pipeline = distributed.Pipeline(model, world)
     built = time.perf_counter() - begin
     numbers = np.arange(tokens)[None] % model.config.vocab_size
     batch = Batch.of(numbers, numbers)
-    with fake, mock.patch.object(chunks, "local_shard", place), mock.patch.object(moe, "on_processes", in_equal_shares):
+    with fake, mock.patch.object(moe, "on_processes", in_equal_shares):
         for each in pipeline.turns([batch]):
             loss = model(each, LinearCrossEntropy())
             for due, _ in pipeline.due(loss):

@@ -182,10 +182,10 @@ def test_another_component_inherits_only_what_it_takes(folder: Path) -> None:
     [
         ("torch.optim.SGD", {"lr", "weight_decay"}),
         ("tune.optimizers.Adafactor", {"lr", "weight_decay"}),
-        ("tune.optimizers.Muon", {"lr", "weight_decay", "betas", "eps"}),
-        ("torchao.optim.AdamW8bit", {"lr", "weight_decay", "betas", "eps"}),
-        ("torchao.optim.AdamW4bit", {"lr", "weight_decay", "betas", "eps"}),
-        ("torchao.optim.AdamWFp8", {"lr", "weight_decay", "betas", "eps"}),
+        ("tune.optimizers.Muon", {"lr", "weight_decay", "betas"}),
+        ("torchao.optim.AdamW8bit", {"lr", "weight_decay", "betas"}),
+        ("torchao.optim.AdamW4bit", {"lr", "weight_decay", "betas"}),
+        ("torchao.optim.AdamWFp8", {"lr", "weight_decay", "betas"}),
     ],
 )
 @pytest.mark.parametrize("recipe", ["full_finetune", "lora_finetune"])

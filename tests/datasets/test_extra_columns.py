@@ -143,7 +143,7 @@ def test_lists_have_a_number_for_each_token_and_are_cut_with_them(tokenizer, tmp
         ([{"text": "a", "w": "1"}], {}, r"rows.jsonl:1: w is .*; extra_columns must be numbers"),
         ([{"text": "a", "w": [[1]]}], {}, r"extra_columns must be numbers, or lists of numbers"),
         ([{"input_ids": [5, 6], "w": [1]}], {}, r"w has 1 numbers for a row of 2 tokens"),
-        ([{"input_ids": [5, 6, 7, 8], "w": [1, 2, 3, 4]}], {"too_long": "split"}, r"is not for dataset.too_long=split"),
+        ([{"input_ids": [5, 6, 7, 8], "w": [1, 2, 3, 4]}], {"too_long": "split"}, r"is not for too_long=split"),
     ],
 )
 def test_wrong_columns_are_mistakes_of_their_rows(tokenizer, tmp_path, rows, options, message):

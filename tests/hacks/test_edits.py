@@ -49,7 +49,7 @@ TABLE = {
     "13 noise": Edit("full_finetune", "Noise on the embeddings", 6, 5),
     "14 curriculum": Edit("full_finetune", "Short rows first", 6, 2),
     "15 two loaders": Edit("full_finetune", "Two data loaders in turn", 10, 13, REPLAY),
-    "16 no checkpointer": Edit("full_finetune", "No checkpointer", 6, 8),
+    "16 no checkpointer": Edit("full_finetune", "No checkpointer", 6, 9),
     "17 mixed objective": Edit("preference_finetune", "A supervised loss beside that of preferences", 6, 3, PAIRS),
     "18 ranks": Edit("grpo", "Advantages by rank", 8, 10, PROMPTS),
     "19 judge": Edit("grpo", "A second reward that is trained along", 20, 31, PROMPTS),

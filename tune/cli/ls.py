@@ -10,6 +10,7 @@ import inspect
 from argparse import ArgumentParser
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any, get_origin
 
 from tune import config
 from tune.cli.prepare import recipe_of
@@ -54,7 +55,15 @@ def others(path: str, given: Collection[str]) -> list[str]:
     """The optional arguments of a component that are not `given`, as far as a YAML has values for them."""
     parameters = config.signature_of(path).parameters
     return [
-        f"{name}={show(list(parameter.default) if isinstance(parameter.default, tuple) else parameter.default)}"
+        f"{name}={show(_default(parameter))}"
         for name, parameter in parameters.items()
         if name not in given and parameter.default is not inspect.Parameter.empty and is_plain(parameter.annotation)
     ]
+
+
+def _default(parameter: inspect.Parameter) -> Any:
+    """The default of an argument as YAML has it: of a field of a dataclass, what its factory makes."""
+    default = parameter.default
+    if repr(default) == "<factory>":  # of dataclasses, which keep the factory elsewhere
+        default = {} if get_origin(parameter.annotation) is dict else []
+    return list(default) if isinstance(default, tuple) else default

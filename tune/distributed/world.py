@@ -109,7 +109,7 @@ class World:
         highest = torch.zeros(1 + self.size, dtype=torch.float64)
         highest[0], highest[1 + self.rank] = flag, PACE.take()
         dist.all_reduce(highest, op=dist.ReduceOp.MAX)
-        is_set, *seconds = highest.tolist()
+        is_set, *seconds = highest.numpy().tolist()
         PACE.add(seconds)
         return bool(is_set)
 

@@ -242,6 +242,7 @@ def shorten(model: nn.Module) -> tuple[nn.Module, list[tuple[int, list[int]]]]:
             del blocks[index]
     if layers:
         short.config = replace(short.config, layers=tuple(layers[index] for index in kept))
+        short.running = range(len(kept))
     elif hasattr(short, "config"):
         short.config.num_hidden_layers = len(kept)
     return short, [(kept.index(one), places) for one, places in zip(chosen, kinds.values(), strict=True)]

@@ -243,8 +243,11 @@ class Run:
         self._end_if_interrupted(checkpointer)
 
     def _end_if_interrupted(self, checkpointer: Checkpointer | None) -> None:
-        if not self.world.any(self.interrupt is not None and self.interrupt.requested):
-            return
+        if self.world.any(self.interrupt is not None and self.interrupt.requested):
+            self._exit(checkpointer)
+
+    def _exit(self, checkpointer: Checkpointer | None) -> None:
+        """End an interrupted run, whose last step is saved."""
         if checkpointer:
             self.info(f"interrupted: step {checkpointer.wait()} is saved, {self.again} continues after it")
         else:
@@ -486,7 +489,7 @@ class Run:
                 begin = time.perf_counter()
                 self.save_seconds = begin - self.step_began  # what comes behind a step's log is its checkpoint
                 if self.is_interrupted(self.step):
-                    self._end_if_interrupted(checkpointer)
+                    self._exit(checkpointer)
         finally:
             watchdog.end()
 
