@@ -2,11 +2,11 @@
 
 import json
 import re
-import signal
 import sys
 from pathlib import Path
 
 import pytest
+from copied import exit_status
 from helpers import slow_but
 from omegaconf import OmegaConf
 
@@ -69,25 +69,12 @@ def top_level(recipe: str) -> list[str]:
     return [str(key) for key in OmegaConf.load(file)]
 
 
-def run(*arguments: str) -> int:
-    """A verb's exit status."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        cli.main([*arguments])
-    except SystemExit as end:
-        return int(end.code or 0)
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    return 0
-
-
 @pytest.mark.parametrize("recipe", slow_but(["full_finetune"], RECIPES))
 def test_all_settings_renamed(recipe: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = top_level(recipe)
     rename(recipe, keys)
-    assert run("validate", "mine.py", *settings(recipe, keys)) == 0
-    assert run("run", "mine.py", *settings(recipe, keys)) == 0, capsys.readouterr().err
+    assert exit_status("validate", "mine.py", *settings(recipe, keys)) == 0
+    assert exit_status("run", "mine.py", *settings(recipe, keys)) == 0, capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -97,9 +84,9 @@ def test_each_setting_renamed(recipe: str, here: Path, capsys: pytest.CaptureFix
     # By `value`, validate knows of the second model of PPO, whose parameters have a learning rate of their own.
     for key in (key for key in top_level(recipe) if key != "value"):
         rename(recipe, [key])
-        assert run("validate", "mine.py", *settings(recipe, [key])) == 0, (key, capsys.readouterr().out)
+        assert exit_status("validate", "mine.py", *settings(recipe, [key])) == 0, (key, capsys.readouterr().out)
         for verb in ("preview", "prepare", "plan") if "tokenizer" in top_level(recipe) else ():
-            assert run(verb, "mine.py", *settings(recipe, [key])) in (0, 2), (key, verb)
+            assert exit_status(verb, "mine.py", *settings(recipe, [key])) in (0, 2), (key, verb)
 
 
 DELETED = {  # of a group: its lines in the script, without it
@@ -130,5 +117,5 @@ def test_groups_deleted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine.py").write_text(script)
     Path("mine.yaml").write_text(text)
     assert not [group for group in DELETED if f"cfg.{group}" in script or re.search(rf"^{group}:", text, re.MULTILINE)]
-    assert run("validate", "mine.py", *settings("full_finetune", [])) == 0, capsys.readouterr().out
-    assert run("run", "mine.py", *settings("full_finetune", [])) == 0, capsys.readouterr().err
+    assert exit_status("validate", "mine.py", *settings("full_finetune", [])) == 0, capsys.readouterr().out
+    assert exit_status("run", "mine.py", *settings("full_finetune", [])) == 0, capsys.readouterr().err
