@@ -55,14 +55,14 @@ def needs(extra: str, what: str) -> Iterator[None]:
     """Around imports of packages that come with an extra of this library. Raises TuneError, which says `what` needs
     them, if they are not installed, or do not fit together (protobuf's VersionError is a RuntimeError)."""
     install = f"{what} needs the {extra} extra (pip install 'tune-recipes[{extra}]')"
-    with explained(install, ImportError, RuntimeError), _quiet_import():
+    with explained(install, ImportError, RuntimeError), quiet_torchao():
         yield
 
 
 @contextmanager
-def _quiet_import() -> Iterator[None]:
-    """Without torchao's warnings to its developers when it is imported: about kernels for other machines, and its
-    enums."""
+def quiet_torchao() -> Iterator[None]:
+    """Leave out torchao's warnings to its developers when it is imported: about kernels for other machines, and its
+    enums. transformers imports it late, so a process of ours is quiet from its start to its end."""
     filters: dict[str, Callable[[logging.LogRecord], bool]] = {
         "torchao": lambda record: record.levelno > logging.WARNING,
         "torch.utils._pytree": lambda record: "is an Enum subclass" not in record.msg,
@@ -100,7 +100,7 @@ def locate(path: str) -> Callable[..., Any]:
 
 def _import(name: str, path: str, missing_in: ModuleType | None = None) -> ModuleType | None:
     try:
-        with _quiet_import():
+        with quiet_torchao():
             return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name == name and missing_in:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tune import __version__
 from tune.errors import TuneError
+from tune.lookup import quiet_torchao
 
 VERBS = [
     "ls", "cp", "cat", "run", "sweep", "runs", "watch", "report", "diff", "checkpoints", "validate", "preview", "plan",
@@ -42,7 +43,8 @@ def main(arguments: list[str] | None = None) -> None:
         if "\n\n" in (module.__doc__ or ""):  # it has command lines
             parser.formatter_class = argparse.RawDescriptionHelpFormatter
         _require_folders(verb, arguments[1:])
-        module.main(parser, arguments[1:])
+        with quiet_torchao():
+            module.main(parser, arguments[1:])
     except TuneError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

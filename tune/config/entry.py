@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from tune.config.load import load, parse
 from tune.config.paths import find_default
 from tune.errors import TuneError
-from tune.lookup import in_shell
+from tune.lookup import in_shell, quiet_torchao
 
 PATIENCE = 10.0  # seconds
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -68,7 +68,7 @@ def entrypoint(default: str) -> Callable[[Main], Callable[..., None]]:
                 cfg = _settings(main.__globals__, default)
             if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # `tune run`, which has nothing to end until here
                 signal.signal(signal.SIGINT, signal.default_int_handler)
-            with explained_errors(cfg):
+            with explained_errors(cfg), quiet_torchao():
                 return main(cfg)
 
         return run
