@@ -116,7 +116,9 @@ def test_a_new_setting_of_a_copy_works_at_once(
     with Path("mine.yaml").open("a") as settings:
         settings.write("greeting: hello\n")
     text = Path("mine.py").read_text()
-    Path("mine.py").write_text(text.replace("def main(cfg):\n", "def main(cfg):\n    sys.exit(f'{cfg.greeting}!')\n"))
+    Path("mine.py").write_text(
+        text.replace("def main(cfg):\n", "def main(cfg):\n    raise SystemExit(f'{cfg.greeting}!')\n")
+    )
     arguments = [f"model.path={checkpoint}", f"dataset.path={chats}"]
     for start in (
         ["mine.py"],
