@@ -142,7 +142,8 @@ def step(chats, tmp_path, monkeypatch):
             batches = ["reward=recipes.test_grpo.different", "sampling.max_new_tokens=3", "prompts_per_step=2"]
         overrides = [
             f"model.path={folder}", f"dataset.path={data}", f"validation_dataset.path={data}", *batches,
-            "micro_batch_size=4", "dtype=fp32", "validate_every=1", f"output_dir={tmp_path / 'run' / Path(recipe).stem}", *settings,
+            "micro_batch_size=4", "dtype=fp32", "validate_every=1", *settings,
+            f"output_dir={tmp_path / 'run' / Path(recipe).stem}",
         ]  # fmt: skip
         if not any("tune.optimizers" in each for each in settings):
             overrides.append("optimizer.fused=false")
