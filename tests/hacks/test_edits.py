@@ -264,7 +264,8 @@ def test_two_processes_and_continuing(name: str, copied: Copied) -> None:
     settings = prepare(copied, name)
     one, two = (copied.train(f"on_{count}", *settings, processes=count) for count in (1, 2))
     losses = [step["loss"] for step in one if "loss" in step]  # those of a policy are about 0
-    assert [step["loss"] for step in two if "loss" in step] == pytest.approx(losses, rel=1e-4, abs=1e-6)
+    if name != "13 noise":  # it is another one on each data rank
+        assert [step["loss"] for step in two if "loss" in step] == pytest.approx(losses, rel=1e-4, abs=1e-6)
     for processes in (1, 2) if name != "16 no checkpointer" else ():
         saved = copied.folder / f"on_{processes}" / "checkpoints" / "step-00000002"
         copied.train("rest", *settings, f"resume={saved}", processes=processes)
