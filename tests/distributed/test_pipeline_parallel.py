@@ -112,18 +112,19 @@ class Turns(pipeline.Pipeline):
 def order_of(schedule, processes, place, count, virtual=1):
     """What a process does in a step of so many micro-batches: F, B or W, its own stage, the micro-batch."""
     mesh = SimpleNamespace(size=lambda: processes, get_local_rank=lambda: place, get_group=lambda: None)
-    model = SimpleNamespace(config=SimpleNamespace(tied_head=False), turn=None)
+    stages = SimpleNamespace(turn=None)
+    model = SimpleNamespace(config=SimpleNamespace(tied_head=False), stages=stages)
     world = SimpleNamespace(mesh={"pp": mesh}, num_stages=processes, pp_schedule=schedule, pp_virtual=virtual)
     turns = Turns(model, world)
     done, ends = [], []
     for index in turns.turns(range(count)):
-        done.append(("F", model.turn, index))
-        model.received = place + model.turn or None
-        for due, is_last in turns.due((model.turn, index)):
+        done.append(("F", stages.turn, index))
+        stages.received = place + stages.turn or None
+        for due, is_last in turns.due((stages.turn, index)):
             whole = [("B", *due), ("W", *due)][: 1 + turns.splits] if isinstance(due, tuple) else []
             done += whole or due.backward()
             ends.append(is_last)
-    assert model.turn is None and ends[-1] and not any(ends[:-1])
+    assert stages.turn is None and ends[-1] and not any(ends[:-1])
     return done
 
 

@@ -22,7 +22,7 @@ from tune.distributed.parallelize import (
     stored_dtype,
     units_of,
 )
-from tune.distributed.pipeline import Pipeline, from_its_stage, split_blocks, uncut
+from tune.distributed.pipeline import Pipeline, Stage, from_its_stage, split_blocks, uncut
 from tune.distributed.plans import check_plan
 from tune.distributed.ray_train import is_ray_worker, report
 from tune.distributed.restarts import end_with_parent, launcher_store

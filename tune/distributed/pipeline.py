@@ -35,6 +35,56 @@ from tune.errors import TuneError
 M = TypeVar("M")
 
 
+class Stage:
+    """Consecutive blocks of a model that one forward computes. `count` are the blocks of the whole model. The stages
+    `before` and `after` are on other processes, which exchange hidden states in `dtype`."""
+
+    def __init__(
+        self, blocks: range, count: int, before: "Link | None" = None, after: "Link | None" = None,
+        hidden_size: int = 0, dtype: torch.dtype = torch.float32,
+    ):  # fmt: skip
+        self.blocks, self.before, self.after = blocks, before, after
+        self.is_first = blocks.start == 0  # it embeds the tokens
+        self.is_last = blocks.stop == count  # it has the norm and the head
+        self.hidden_size, self.dtype = hidden_size, dtype
+        self.received: Tensor | None = None  # in the last forward: its gradient is that of all that was received
+
+    @classmethod
+    def whole(cls, count: int) -> "Stage":
+        """The only stage of a model that is not cut."""
+        return cls(range(count), count)
+
+    def receive(self, tokens: Tensor) -> Tensor:
+        """Hidden states of the stage before, `[rows, seq, hidden]`, for `tokens` `[rows, seq]`."""
+        self.received = torch.empty(0, device=tokens.device, requires_grad=True)  # so that there is a backward
+        return _Received.apply(self.received, self.before, (*tokens.shape, self.hidden_size), self.dtype)
+
+    def send(self, hidden: Tensor) -> Tensor:
+        """Send hidden states to the stage after. Returns a scalar 0, whose backward receives their gradients."""
+        return _Sent.apply(hidden.to(self.dtype), self.after)
+
+
+class Stages:
+    """The stages of a model that this process computes, first to last. Iteration gives the ones that the next forward
+    computes: all of them, or only the one whose `turn` it is."""
+
+    def __init__(self, model: Any, world: World, blocks: list[range], dtype: torch.dtype):
+        self.mesh = world.mesh["pp"]
+        self.uncut = copy.deepcopy(model)  # on the meta device
+        place = self.mesh.get_local_rank()
+        links = Link(world, place - 1), Link(world, place + 1)
+        self.own = [Stage(each, len(model.blocks), *links, model.config.hidden_size, dtype) for each in blocks]
+        self.turn: int | None = None  # set by a schedule of backwards, `Pipeline`
+
+    def __iter__(self) -> Iterator[Stage]:
+        return iter(self.own if self.turn is None else [self.own[self.turn]])
+
+    @property
+    def received(self) -> Tensor | None:
+        """What the stage whose turn it is has received in its last forward."""
+        return self.own[self.turn or 0].received
+
+
 def split_blocks(model: Any, size: int, virtual: int = 1, length: int = 1) -> list[range]:
     """The blocks of each of the stages of `model`, of so many processes with `virtual` each, for rows of
     `length` tokens.
@@ -43,7 +93,7 @@ def split_blocks(model: Any, size: int, virtual: int = 1, length: int = 1) -> li
         TuneError: it has fewer blocks than there are stages, or does not say what they cost, or a stage has nothing to
             train.
     """
-    if not hasattr(model, "keep_blocks"):
+    if not hasattr(model, "keep_stages"):
         raise TuneError(
             f"parallel.pp: a {type(model).__name__} is not cut into stages; those of tune.models.build are. Set it to 1"
         )
@@ -66,57 +116,30 @@ def split_blocks(model: Any, size: int, virtual: int = 1, length: int = 1) -> li
 
 
 def cut(model: Any, world: World, dtype: torch.dtype) -> None:
-    """Have `model`, on the meta device, be this process's stages, which send hidden states in `dtype`. Raises TuneError
-    as `split_blocks` does."""
-    place = world.mesh["pp"].get_local_rank()
-    stages = split_blocks(model, world.num_stages, world.pp_virtual, world.max_seq_len)
-    mine = stages[place :: world.num_stages]
-    count = len(model.blocks)
-    PACE.scale = work_scale(model.costs(world.max_seq_len)[:-1], mine, world.num_stages)
-    model.uncut = (copy.deepcopy(model),)  # in a tuple, so that it is no part of the model
-    model.stages = world.mesh["pp"]
-    model.keep_blocks(mine)
-    model.turn = None
-    before, after = Link(world, place - 1), Link(world, place + 1)
-    forward, embed, output_operands = model.forward, model.embed, model.output_operands
-
-    def embed_or_receive(tokens: Tensor) -> Tensor:
-        model.received = None
-        if model.running.start == 0:
-            return embed(tokens)
-        model.received = torch.empty(0, device=tokens.device, requires_grad=True)  # so that it has a gradient
-        return _Received.apply(model.received, before, (*tokens.shape, model.config.hidden_size), dtype)
-
-    def send(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
-        return _Sent.apply(hidden.to(dtype), after)
-
-    def run(batch: Any, head: Any = None, **others: Any) -> Any:
-        for stage in mine if model.turn is None else [mine[model.turn]]:
-            model.running = stage
-            result = forward(batch, head if model.running.stop == count else send, **others)
-        return result
-
-    def operands(hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        return output_operands(hidden) if model.running.stop == count else (hidden, None)
-
-    model.embed, model.forward, model.output_operands = embed_or_receive, run, operands
+    """Delete from `model`, on the meta device, what other processes compute. Its stages then exchange hidden states in
+    `dtype`. Raises TuneError as `split_blocks` does."""
+    place, length = world.mesh["pp"].get_local_rank(), world.max_seq_len
+    blocks = split_blocks(model, world.num_stages, world.pp_virtual, length)[place :: world.num_stages]
+    PACE.scale = work_scale(model.costs(length)[:-1], blocks, world.num_stages)
+    model.stages = Stages(model, world, blocks, dtype)
+    model.keep_stages(model.stages.own)
 
 
 def uncut(model: Any) -> Any:
     """The model that a stage is cut from, on the meta device; `model` itself if it is whole."""
-    return getattr(model, "uncut", (model,))[0]
+    return getattr(getattr(model, "stages", None), "uncut", model)
 
 
 def from_its_stage(model: Any, tensor: Tensor | None) -> Tensor:
     """The `tensor` of the first stage that has it, for the other stages, which give None. All processes take part."""
-    if not hasattr(model, "stages"):
+    if not isinstance(stages := getattr(model, "stages", None), Stages):
         return tensor  # type: ignore[return-value]
-    group = model.stages.get_group()
-    kinds: list[Any] = [None] * model.stages.size()
+    group = stages.mesh.get_group()
+    kinds: list[Any] = [None] * stages.mesh.size()
     mine = None if tensor is None else {"size": tensor.shape, "dtype": tensor.dtype, "device": tensor.device.type}
     dist.all_gather_object(kinds, mine, group=group)
     source, kind = next((stage, kind) for stage, kind in enumerate(kinds) if kind is not None)
-    if tensor is None or model.stages.get_local_rank() != source:
+    if tensor is None or stages.mesh.get_local_rank() != source:
         tensor = torch.empty(**kind)
     tensor = tensor.contiguous()
     dist.broadcast(tensor, group=group, group_src=source)
@@ -187,15 +210,15 @@ class Pipeline:
         for number, self.at in enumerate(order, 1):
             self.is_last = number == len(order)
             if self.size > 1:
-                self.model.turn = self.at[0]
+                self.model.stages.turn = self.at[0]
             yield micro_batches[self.at[1]]
         if self.size > 1:
-            self.model.turn = None
+            self.model.stages.turn = None
 
     def due(self, loss: Tensor) -> Iterator[tuple["Tensor | Work", bool]]:
         """The losses, or parts of their work, whose backward comes after the forward that gave `loss`, and whether each
         is the step's last."""
-        self.waiting[self.at] = loss, self.model.received if self.splits else None
+        self.waiting[self.at] = loss, self.model.stages.received if self.splits else None
         while len(self.waiting) > (0 if self.is_last else self.ahead):
             loss, received = self.waiting.pop(self.left.popleft())
             yield (loss if received is None else self._split(loss, received)), not (self.left or self.splits)

@@ -187,12 +187,14 @@ def _share_tokens(model: Any, peers: Peers) -> None:
     """Have the blocks begin and end with a part of the tokens, `[1, tokens / size, hidden]`."""
     run_blocks = model.run_blocks
 
-    def on_parts(hidden: Tensor, positions: Tensor, documents: Any, cache: Any = None) -> Tensor:
+    def on_parts(
+        hidden: Tensor, positions: Tensor, documents: Any, cache: Any = None, indices: range | None = None
+    ) -> Tensor:
         if cache is not None:  # what is generated is a token a row
-            return run_blocks(hidden, positions, documents, cache)
+            return run_blocks(hidden, positions, documents, cache, indices)
         parts = [peers.own(_padded(hidden, peers))[None]]
         del hidden  # so that neither those of all tokens nor this part are kept while blocks run
-        return _rows(peers.whole(run_blocks(parts.pop(), positions, documents)[0]), positions)
+        return _rows(peers.whole(run_blocks(parts.pop(), positions, documents, None, indices)[0]), positions)
 
     model.run_blocks = on_parts
 

@@ -1,6 +1,6 @@
 """The decoder of all families: embedding, blocks, norm, head."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tune.collators import Batch, Documents
+from tune.distributed import Stage
 from tune.models.context import Context, KeyValueCache
 from tune.models.layers import AttentionPartConfig, NormConfig, PartConfig
 from tune.models.moe import ExpertsConfig
@@ -138,7 +139,7 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(Block(layer, config.norm, config.hidden_size) for layer in config.layers)
         self.norm = config.norm.build(config.hidden_size)
-        self.running: Any = range(len(config.layers))  # blocks of the next forward; others belong to other stages
+        self.stages: Iterable[Stage] = [Stage.whole(len(config.layers))]  # what a forward computes, one after the other
         # A tied head has no module of its own: one parameter, one name, one gradient.
         outputs = 1 if config.scores else config.vocab_size
         self.head = None if config.tied_head else nn.Linear(config.hidden_size, outputs, bias=False)
@@ -168,11 +169,11 @@ class Decoder(nn.Module):
             costs[index] += 6 * attention.pair_width * seen * (2 * length - seen + 1) / (2 * length)
         return costs
 
-    def keep_blocks(self, kept: list[range]) -> None:
-        """Have the blocks of these stages of a pipeline; the first stage has the embedding too, the last one the norm
-        and the head. All keep their names. Which of them a forward computes is `running`."""
-        is_first, is_last = kept[0].start == 0, kept[-1].stop == len(self.blocks)
-        for index in {*range(len(self.blocks))} - {block for stage in kept for block in stage}:
+    def keep_stages(self, stages: Sequence[Stage]) -> None:
+        """Delete all parameters that are not part of these stages of a pipeline. The first stage has the embedding too,
+        the last one the norm and the head. Names stay."""
+        is_first, is_last = stages[0].is_first, stages[-1].is_last
+        for index in {*range(len(self.blocks))} - {block for stage in stages for block in stage.blocks}:
             self.blocks[index] = nn.Identity()
         if not (is_first or (is_last and self.config.tied_head)):
             del self.embedding
@@ -192,6 +193,15 @@ class Decoder(nn.Module):
         last token `[documents, 1, vocab]`, or more tokens for each row of the cache, at `positions` `[rows, seq]`, of
         which the last get theirs.
         """
+        for stage in self.stages:
+            output = self._compute(stage, batch, head, positions, cache)
+        return output
+
+    def _compute(
+        self, stage: Stage, batch: Batch | Tensor, head: Head | None, positions: Tensor | None,
+        cache: KeyValueCache | None,
+    ) -> Any:  # fmt: skip
+        """The forward of one stage, see `forward`."""
         shared = batch.shared if isinstance(batch, Batch) and self._can_share(batch.documents) else None
         if isinstance(batch, Batch):
             computed = shared or batch
@@ -200,7 +210,8 @@ class Decoder(nn.Module):
             tokens, documents = batch, None
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        hidden = self.run_blocks(self.embed(tokens), positions, documents, cache)
+        hidden = self.embed(tokens) if stage.is_first else stage.receive(tokens)
+        hidden = self.run_blocks(hidden, positions, documents, cache, stage.blocks)
         if self.routing is not None and isinstance(batch, Batch):
             in_step = batch.supervised_in_step
             supervised = batch.documents.whole.num_supervised.sum() if in_step is None else in_step
@@ -209,8 +220,10 @@ class Decoder(nn.Module):
             hidden = hidden[0][documents.boundaries[1:] - 1, None]
         elif cache is not None:
             hidden = hidden[:, -1:]
+        if not stage.is_last:
+            return stage.send(hidden)
         hidden, weight = self.output_operands(hidden)
-        if shared is not None and self.running.stop == len(self.config.layers):  # a stage passes it on as it is
+        if shared is not None:
             hidden = shared.of_batch(hidden)
         softcap = self.config.logit_softcap
         function: Any = head or self.logits
@@ -243,12 +256,14 @@ class Decoder(nn.Module):
         return hidden
 
     def run_blocks(
-        self, hidden: Tensor, positions: Tensor, documents: Documents | None, cache: KeyValueCache | None = None
-    ) -> Tensor:
+        self, hidden: Tensor, positions: Tensor, documents: Documents | None, cache: KeyValueCache | None = None,
+        indices: range | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The hidden states after the blocks with these `indices` (None: all)."""
         rotations = {config: rope(positions, documents, hidden.dtype) for config, rope in self.ropes.items()}
         stats = []
         for index, (block, layer) in enumerate(zip(self.blocks, self.config.layers, strict=True)):
-            if index not in self.running:
+            if indices is not None and index not in indices:
                 if self.training and isinstance(layer.mlp, ExpertsConfig):
                     none = hidden.new_zeros((), dtype=torch.float32)
                     stats.append(RoutingStats(none.expand(layer.mlp.router.num_experts), none, none))

@@ -30,6 +30,7 @@ from tune.collators import Batch
 from tune.devices import Device
 from tune.distributed import (
     DTYPES,
+    Stage,
     cast_by_fsdp,
     repeated_blocks,
     share,
@@ -242,7 +243,7 @@ def shorten(model: nn.Module) -> tuple[nn.Module, list[tuple[int, list[int]]]]:
             del blocks[index]
     if layers:
         short.config = replace(short.config, layers=tuple(layers[index] for index in kept))
-        short.running = range(len(kept))
+        short.stages = [Stage.whole(len(kept))]
     elif hasattr(short, "config"):
         short.config.num_hidden_layers = len(kept)
     return short, [(kept.index(one), places) for one, places in zip(chosen, kinds.values(), strict=True)]
