@@ -22,6 +22,7 @@ MATMULS = {"aten::mm", "aten::addmm", "aten::_grouped_mm"}
 COMMUNICATION = {f"_c10d_functional::{each}" for each in ("reduce_scatter_tensor", "all_reduce", "all_to_all_single")}
 NARROW = 8  # ratio of the sides from which on a matrix is narrow, as LoRA's are
 
+KINDS = 64  # of forwards that the compiler may specialize a block for; torch's own limit is 8
 Layout: TypeAlias = tuple[torch.device, torch.Size, tuple[int, ...]]
 
 
@@ -40,6 +41,8 @@ def wrap_forward(
 
     Where `backwards_wait` for forwards of other micro-batches, what is recomputed has the dropout keys of its own.
     """
+    if compile:  # all blocks share one code: training, validation, generation, and frozen blocks are a kind each
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, KINDS)
     adapted: list[Any] = [module for module in block.modules() if backwards_wait and hasattr(module, "dropout_keys")]
     adapted = [layer for layer in adapted if layer.dropout]
     is_whole = all(getattr(module, "expert_mesh", None) is None for module in block.modules())
