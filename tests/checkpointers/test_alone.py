@@ -6,6 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from helpers import run_processes
 from torch.optim import lr_scheduler as theirs
 
 from tune import optimizers
@@ -212,3 +213,54 @@ def test_tensors_within_tuples_and_behind_other_keys(tmp_path):
     assert mine.state.keys() == state.keys() and isinstance(mine.state[1], tuple) and mine.state[1][1] == "a"
     assert torch.equal(mine.state[1][0], torch.ones(2)) and torch.equal(mine.state["1"][0], torch.zeros(3))
     assert mine.state[("x", 2)]["deep"][0].item() == 7.0
+
+
+def test_parameters_that_are_not_in_the_model_are_refused(tmp_path):
+    model, other = torch.nn.Linear(3, 3), torch.nn.Linear(5, 2)
+    optimizer = torch.optim.AdamW([{"params": model.parameters()}, {"params": other.parameters()}])
+    with pytest.raises(TuneError, match=r"group 1 .*\(2, 5\)"):
+        Checkpointer(tmp_path, model=model, optimizer=optimizer)
+
+
+OWN_TO_EACH_RANK = """
+import sys
+import torch
+from tune import distributed
+from tune.checkpointers import Checkpointer
+
+world = distributed.init("cpu")
+
+
+class Counts:
+    def __init__(self):
+        self.tensors = {f"t{i}": torch.full((4,), float(world.rank + 1)) for i in range(5)}
+    def state_dict(self):
+        return dict(self.tensors)
+    def load_state_dict(self, state):
+        self.tensors = state
+
+
+def make():
+    model = torch.nn.Linear(3, 3)
+    for i in range(6):
+        model.register_buffer(f"b{i}", torch.tensor(world.rank + 1.0))
+    counts, generator = Counts(), torch.Generator().manual_seed(world.rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    extra = {"counts": counts, "generator": generator}
+    return model, counts, generator, Checkpointer(sys.argv[1], model=model, optimizer=optimizer, extra=extra)
+
+
+model, counts, generator, checkpointer = make()
+checkpointer.step(1, now=True)
+model, counts, generator, checkpointer = make()
+assert checkpointer.resume() == 1
+assert [float(buffer) for buffer in model.buffers()] == [1.0] * 6, [*model.buffers()]
+assert all(bool((tensor == 1).all()) for tensor in counts.tensors.values()), counts.tensors
+assert torch.equal(generator.get_state(), torch.Generator().manual_seed(0).get_state())
+world.finish()
+"""
+
+
+def test_what_is_not_sharded_comes_back_as_rank_0_had_it(tmp_path):
+    (tmp_path / "script.py").write_text(OWN_TO_EACH_RANK)
+    run_processes(tmp_path / "script.py", 2, str(tmp_path / "checkpoints"))

@@ -2,6 +2,7 @@
 
 from itertools import islice
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -154,3 +155,26 @@ def test_a_fraction_of_an_epoch_is_continued(make):
     assert [(step, batch.rows) for step, batch in resumed] == list(enumerate(whole[5:], 6))
     with pytest.raises(TuneError, match="step 5"):
         DataLoader(data, make.world(), 4, 2, epochs=0.3).load_state_dict(stopped.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("order", "facts"),
+    [
+        (np.arange(15), ["30", "(15,)"]),
+        (np.arange(30) - 1, ["-1 to 28", "29"]),
+        (np.arange(30) + 1, ["1 to 30", "29"]),
+        (np.arange(30) / 2, ["float64"]),
+    ],
+)
+def test_wrong_orders_are_refused(make, order, facts):
+    data = make.dataset([2] * 30)
+    data.order = lambda seed, epoch: order
+    with pytest.raises(TuneError) as error:
+        list(DataLoader(data, make.world(), 10, 1))
+    assert all(fact in str(error.value) for fact in facts)
+
+
+def test_an_order_may_be_a_list_and_repeat_rows(make):
+    data = make.dataset([2] * 30)
+    data.order = lambda seed, epoch: [3] * 30
+    assert [batch.rows for _, batch in DataLoader(data, make.world(), 15, 1)] == [[3] * 15] * 2

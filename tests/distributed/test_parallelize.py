@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import run_processes
+from helpers import run_processes, save_checkpoint
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from tune import distributed
 from tune.checkpointers import Pretrained, load_model
 from tune.collators import Batch
+from tune.distributed.parallelize import units_of
 from tune.errors import TuneError
 from tune.losses import LinearCrossEntropy
 from tune.models import build
@@ -274,3 +275,45 @@ def test_a_loaded_model_is_not_cut_into_stages(checkpoint):
     world = replace(distributed.init("cpu"), experts=init_device_mesh("cpu", (1,)))
     with pytest.raises(TuneError, match="meta"):
         distributed.parallelize(load_model(str(checkpoint)), world)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_another_linear_child_is_no_head(tmp_path, tied):
+    """With a tied head the embedding stays in the root, which is gathered while the loss reads it."""
+    folder = save_checkpoint(tmp_path / "model", num_hidden_layers=2, tie_word_embeddings=tied)
+    with torch.device("meta"):
+        model = build(str(folder))
+        before = units_of(model, [*model.blocks])
+        model.topic_head = torch.nn.Linear(64, 3)
+    assert (model.embedding in before) is not tied
+    assert units_of(model, [*model.blocks]) == before
+
+
+AUXILIARY = """
+import sys
+import torch
+from tune import distributed, losses
+from tune.checkpointers import Pretrained
+from tune.collators import Batch
+from tune.models import build
+
+world = distributed.init("cpu")
+with torch.device("meta"):
+    model = build(sys.argv[1])
+weights = Pretrained(sys.argv[1], model)
+model.topic_head = torch.nn.Linear(64, 3, device="meta")
+distributed.parallelize(model, world, dtype="fp32")
+weights.load(model)
+tokens = torch.randint(0, 256, (2, 12), generator=torch.Generator().manual_seed(0))[world.data_rank :: world.data_size]
+total = world.sum(model(Batch.of(tokens, labels=tokens), losses.LinearCrossEntropy()).detach())
+if world.is_main:
+    print(f"loss {total.item()}")
+world.finish()
+"""
+
+
+def test_a_head_of_ones_own_beside_a_tied_one_leaves_the_loss_alone(tmp_path):
+    folder = save_checkpoint(tmp_path / "model", num_hidden_layers=2, tie_word_embeddings=True)
+    (tmp_path / "script.py").write_text(AUXILIARY)
+    one, two = (float(run_processes(tmp_path / "script.py", n, str(folder)).split("loss ")[1]) for n in (1, 2))
+    assert two == pytest.approx(one, rel=1e-5)

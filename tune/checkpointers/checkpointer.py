@@ -8,6 +8,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
@@ -21,6 +22,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.checkpoint.state_dict import (
     _get_fqns,
     _init_optim_state,
@@ -68,6 +71,33 @@ class Tag(StrEnum):
     BYTES = "__bytes__"
     ARRAY = "__array__"
     TENSOR = "__tensor__"
+
+
+def _require_own_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raises TuneError if `optimizer` updates a tensor that is not in `model`: states are saved by its names."""
+    own = {*model.parameters()}
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter not in own:
+                raise TuneError(
+                    f"optimizer: group {index} has a parameter of shape {tuple(parameter.shape)} that is not in the "
+                    "model, so that its state has no name in a checkpoint. Add its module to the model, or give it an "
+                    "optimizer of its own and save both as extra={...}"
+                )
+
+
+class SavePlanner(dcp.DefaultSavePlanner):
+    """Has what is not sharded written as the lowest rank that has it; torch shares such duplicates out among the
+    ranks, which may have other values: statistics of a BatchNorm, counters, generators."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        taken: set[MetadataIndex] = set()
+        plans = []
+        for plan in all_plans:
+            items = [item for item in plan.items if item.type == WriteItemType.SHARD or item.index not in taken]
+            taken |= {item.index for item in items if item.type != WriteItemType.SHARD}
+            plans.append(replace(plan, items=items))
+        return super().create_global_plan(plans)
 
 
 @checked
@@ -127,6 +157,7 @@ class Checkpointer:
         tell: Callable[[str], None] = print,
     ):
         folder, world = Path(folder), current_world(world)
+        _require_own_parameters(model, optimizer)
         if not dist.is_initialized():
             world.mesh.size()  # of a process alone: its process group is made with it
         self.folder, self.world = folder, world
@@ -400,7 +431,7 @@ class Checkpointer:
 
         def write() -> None:
             try:
-                dcp.save(tensors, checkpoint_id=unfinished, process_group=self.group)
+                dcp.save(tensors, checkpoint_id=unfinished, planner=SavePlanner(), process_group=self.group)
                 digests = gather_digests(unfinished, self.group)
                 if self.world.is_main:  # from here on no process waits for another: this may fail
                     (unfinished / "state.json").write_text(small, encoding="utf-8")

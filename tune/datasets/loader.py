@@ -94,7 +94,7 @@ class DataLoader:
         for step in range(first, self._steps):
             epoch, position = divmod(step, -(-len(dataset) // self.global_batch_size))
             if step == first or not position:
-                order = dataset.order(self.seed, epoch)
+                order = checked_order(dataset, self.seed, epoch)
             rows = order[position * self.global_batch_size : (position + 1) * self.global_batch_size]
             yield self._batch(dataset, rows, rows.tolist(), step + 1), self._position
 
@@ -127,6 +127,24 @@ class DataLoader:
 
     def _identity(self) -> dict[str, Any]:
         return {"fingerprint": self.dataset.fingerprint, "seed": self.seed, "global_batch_size": self.global_batch_size}
+
+
+def checked_order(dataset: Dataset | Mixture, seed: int, epoch: int) -> np.ndarray:
+    """The rows of an epoch as `dataset.order` gives them, which may be a function of your own. Raises TuneError if they
+    are not as many row numbers as an epoch has rows: steps would be empty."""
+    order = np.asarray(dataset.order(seed, epoch))
+    rows = dataset.parts.values() if isinstance(dataset, Mixture) else [dataset]
+    known = sum(len(part) for part in rows)
+    what = f"dataset.order(seed={seed}, epoch={epoch}): "
+    if order.shape != (len(dataset),):
+        raise TuneError(
+            f"{what}an epoch has {len(dataset)} rows, and the order has the shape {order.shape}. Give one row number "
+            "for each; rows may be repeated, so for fewer of them repeat those you keep (np.resize)"
+        )
+    if order.dtype.kind not in "iu" or order.min() < 0 or order.max() >= known:
+        found = f"{order.dtype}" if order.dtype.kind not in "iu" else f"{order.min()} to {order.max()}"
+        raise TuneError(f"{what}found {found}. Give integers from 0 to {known - 1}")
+    return order
 
 
 def steps_of(epochs: float, steps_per_epoch: int) -> int:

@@ -211,11 +211,19 @@ def _placements(experts: set[nn.Parameter], mesh: DeviceMesh) -> Callable[[nn.Pa
 
 
 def units_of(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    """The modules that FSDP gathers one at a time: blocks, untied embeddings, and the model for all other weights."""
-    heads = [child.weight for child in model.children() if isinstance(child, nn.Linear)]
+    """The modules that FSDP gathers one at a time: blocks, embeddings that share nothing with the head, and the model
+    for all other weights. The head is the model's `head_module`; else a Linear child with an output for each token."""
+    linears = [child for child in model.children() if isinstance(child, nn.Linear)]
+    says = hasattr(model, "head_module")
+
+    def is_untied(embedding: nn.Embedding) -> bool:
+        heads = [each for each in linears if says or each.out_features == embedding.num_embeddings]
+        return bool(heads) and all(each.weight is not embedding.weight for each in heads)
+
+    if says:  # another Linear child is no head
+        linears = [each for each in linears if each is model.head_module]
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    untied = [module for module in embeddings if heads and all(module.weight is not head for head in heads)]
-    return [*blocks, *untied, model]
+    return [*blocks, *filter(is_untied, embeddings), model]
 
 
 def _require_one_type(unit: nn.Module, parameters: set[nn.Parameter], cast: torch.dtype | None) -> None:

@@ -49,6 +49,12 @@ class VocabularyShard:
     """
 
     def __init__(self, weight: Tensor, size: int | None = None, dim: int = 0):
+        if is_dtensor(weight) and isinstance(weight, torch.nn.Parameter):
+            raise TuneError(
+                "weight: the head's weight is a sharded parameter, and would be taken for rows of the vocabulary that "
+                "tensor-parallel ranks share. Compute the loss inside the forward of the FSDP module that owns the "
+                "weight, where it is gathered, or pass weight.full_tensor()"
+            )
         mesh = weight.device_mesh if is_dtensor(weight) else None
         self.group = None if mesh is None else mesh.get_group()
         self.rank = 0 if mesh is None else mesh.get_local_rank()

@@ -489,6 +489,8 @@ class Run:
                 begin = time.perf_counter()
                 self.save_seconds = begin - self.step_began  # what comes behind a step's log is its checkpoint
                 if self.is_interrupted(self.step):
+                    if checkpointer and checkpointer.wait() < self.step:  # `continue` in the loop went past the save
+                        checkpointer.step(self.step, now=True)
                     self._exit(checkpointer)
         finally:
             watchdog.end()
