@@ -78,7 +78,7 @@ def test_all_settings_renamed(recipe: str, here: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["full_finetune", "preference_finetune", "ppo_finetune", "evaluate"])
 def test_each_setting_renamed(recipe: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`tune validate` finds no error. It imports no copy: one process looks at all of them."""
     # By `value`, validate knows of the second model of PPO, whose parameters have a learning rate of their own.

@@ -69,11 +69,10 @@ PACKED = ["packed=true"]
 HSDP = ["parallel.dp_replicate=2", "parallel.dp_shard=2", "micro_batch_size=2"]
 WAYS = {  # by the number of processes
     1: {ALONE: [], "micro-batches of 4": ["micro_batch_size=4"], "packed": PACKED},
-    2: {"FSDP": ["micro_batch_size=4"], "two copies": ["parallel.dp_replicate=2", "micro_batch_size=2"]},
+    2: {"FSDP": ["micro_batch_size=4"]},
     4: {
         "HSDP": HSDP,
         "TP x FSDP": ["parallel.tp=2", "micro_batch_size=4"],
-        "TP x FSDP, whole heads": ["parallel.tp=2", "parallel.loss_parallel=false", "micro_batch_size=4"],
         "TP x CP": ["parallel.tp=2", "parallel.cp=2", "micro_batch_size=8"],
         "packed": [*PACKED, *HSDP],
     },

@@ -154,3 +154,20 @@ def test_an_interrupted_run_without_a_checkpointer_has_saved_nothing(run):
     with pytest.raises(SystemExit):
         run.finish()
     assert "step 3" in run.messages[-1] and run.again not in run.messages[-1]
+
+
+def test_a_step_that_went_on_before_its_save_is_saved_when_interrupted(run, monkeypatch):
+    """`continue` in a copied loop leaves out what follows, also `checkpointer.step`."""
+    saved = []
+
+    def step(number, metrics=None, now=False):
+        saved.append(number)
+
+    waits = lambda: max([0, *saved])  # noqa: E731
+    checkpointer = SimpleNamespace(wait=waits, step=step, is_over=lambda: False, keep=None)
+    with pytest.raises(SystemExit) as end:
+        for number, _ in run.steps([(1, "a"), (2, "b"), (3, "c")], 0, checkpointer):
+            if number == 2:
+                run.interrupt = SimpleNamespace(requested=True)
+            continue
+    assert end.value.code == 130 and saved == [2]

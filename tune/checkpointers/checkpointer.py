@@ -75,6 +75,7 @@ class Tag(StrEnum):
 
 def _require_own_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raises TuneError if `optimizer` updates a tensor that is not in `model`: states are saved by its names."""
+    reshard(model)  # after a forward, FSDP's root still has its gathered parameters in place of its own
     own = {*model.parameters()}
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
