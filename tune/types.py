@@ -23,6 +23,9 @@ class Range(NamedTuple):
     description: str
     has: Callable[[float], bool]
 
+    def __repr__(self) -> str:
+        return self.description
+
 
 PositiveInt = Annotated[int, Range("a positive integer", lambda x: x >= 1)]
 NonNegativeInt = Annotated[int, Range("a non-negative integer", lambda x: x >= 0)]

@@ -23,6 +23,9 @@ def copied(checkpoint: Path, chats: Path, tmp_path: Path) -> Copied:
     weights = [{"prompt": f"{word} ", "completion": text, "weight": 0.5 * number}
                for number, (word, text) in enumerate(zip(WORDS, texts, strict=True))]  # fmt: skip
     write(tmp_path / "weighted.jsonl", weights * 2)
+    topics = [{"prompt": f"{word} ", "completion": text, "topic": number % 4}
+              for number, (word, text) in enumerate(zip(WORDS, texts, strict=True))]  # fmt: skip
+    write(tmp_path / "topics.jsonl", topics * 2)
     write(tmp_path / "questions.jsonl", [{"instruction": word, "answer": f"{word} sat"} for word in WORDS])
     write(tmp_path / "prompts.jsonl", [{"prompt": word, "answer": f" {word} sat"} for word in WORDS])
     pairs = [{"instruction": word, "chosen": f"{word} sat", "rejected": "no", "margin": 0.25 * number}

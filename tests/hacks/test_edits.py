@@ -32,6 +32,7 @@ class Edit(NamedTuple):
 CHATS = "dataset.path=chats.jsonl"
 REPLAY = (CHATS, "replay_every=2", "max_steps=2")  # and as many of replay
 WEIGHTED = ("dataset.path=weighted.jsonl", "dataset.extra_columns=[weight]")
+TOPICS = ("dataset.path=topics.jsonl", "dataset.extra_columns=[topic]", "epochs=2")
 PAIRS = ("dataset.path=margins.jsonl", "dataset.ignore=[margin]")
 MARGINS = ("dataset.path=margins.jsonl", "dataset.extra_columns=[margin]")
 PROMPTS = ("dataset.path=prompts.jsonl", "reward=rewarding.length")
@@ -57,6 +58,7 @@ TABLE = {
     "21 sam": Edit("full_finetune", "Sharpness-aware minimization", 14, 14),
     "23 moving mixture": Edit("full_finetune", "A mixture that changes", 25, 23, (CHATS, "share_at_end=1")),
     "25 margin": Edit("preference_finetune", "A margin for each pair", 4, 2, MARGINS),
+    "a head": Edit("full_finetune", "A head of your own", 20, 21, TOPICS),
     "second validation": Edit("full_finetune", "A second validation set", 8, 6),
 }  # fmt: skip
 
@@ -248,6 +250,17 @@ def test_margin(copied: Copied) -> None:
     margins = [0.25 * number for number in range(8)]
     assert step["loss"] == pytest.approx(float(softplus(torch.tensor(margins)).mean()), rel=1e-5)
     assert copied.validate(*prepare(copied, "25 margin"), "loss.length_normalized=true", "loss.beta=5") == 0
+
+
+def test_a_head(copied: Copied) -> None:
+    """Of zeros it starts at log 4, learns, and is in a file next to the export, which has what the model had before."""
+    steps = train(copied, "a head")
+    topic_losses = [step["topic_loss"] for step in steps]
+    assert topic_losses[0] == pytest.approx(math.log(4)) and len({*topic_losses}) == 4
+    head = torch.load(copied.folder / "run" / "topic_head.pth")
+    assert {name: tuple(each.shape) for name, each in head.items()} == {"weight": (4, 64), "bias": (4,)}
+    assert not [name for name in copied.exported("run") if "topic" in name]
+    assert "topic_head.weight, topic_head.bias" in copied.said
 
 
 @pytest.mark.slow

@@ -46,7 +46,8 @@ def validate(
     measure: Callable[[Batch], Mapping[str, Tensor]],
 ) -> dict[str, Tensor]:
     """Add up, without dropout, what `measure` gives for each of this process's `batches`: by metric `[2]`, a sum and of
-    how many it is. The metric `loss` becomes `validation_loss`, and `validation_loss/SOURCE` for each source."""
+    how many it is. Metrics are renamed as the loss is, which becomes `validation_loss`, and `validation_loss/SOURCE`
+    for each source: `right` becomes `validation_right`, and `right/SOURCE`."""
     model.eval()  # no dropout
     totals: dict[str, Tensor] = {}
     for names, batch in batches:

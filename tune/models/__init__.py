@@ -7,7 +7,7 @@ from tune.models.context import KeyValueCache
 from tune.models.decoder import Decoder, DecoderConfig, TrainableModel, weight_flops
 from tune.models.hf import HuggingFaceModel, hf, is_transformers_model, require_no_peft, without_bars
 from tune.models.moe import Dispatch, ExpertLinear, ExpertsConfig, grouped_product
-from tune.models.names import Names, OnDisk, disk_names, disk_parts, own_name, peft_name, stored_tensors
+from tune.models.names import Names, OnDisk, disk_names, disk_parts, own_name, peft_name, stored_tensors, without_names
 from tune.models.rope import SCALINGS, RopeConfig
 
 # Other names are for the packages of `tune` alone.

@@ -94,6 +94,13 @@ def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if name not in added}
 
 
+def without_names(model: nn.Module) -> list[str]:
+    """The trained parameters of `model` that have no name on disk, such as a head of your own: exports leave them
+    out."""
+    known = Names.of(model).on_disk
+    return [name for name, each in stored_tensors(model).items() if each.requires_grad and name not in known]
+
+
 def disk_names(on_disk: Any) -> list[str]:
     """All names in `on_disk`, an `OnDisk` or a part of one."""
     return [on_disk] if isinstance(on_disk, str) else [name for each in on_disk for name in disk_names(each)]
