@@ -338,6 +338,20 @@ def test_wrong_prompts(message, prompts, settings, llama):
         Sampler(max_new_tokens=8, **settings)(llama[1], prompts)
 
 
+@pytest.mark.parametrize(
+    ("prompts", "given", "facts"),
+    [
+        ([5, 6], {}, ["prompts:", "[[1, 2, 3]]"]),
+        (["the cat"], {}, ["prompts:"]),
+        ([[5], [6]], {"indices": [0]}, ["indices:", "1 for 2"]),
+    ],
+)
+def test_wrong_calls(prompts, given, facts, llama):
+    with pytest.raises(TuneError) as error:
+        Sampler(max_new_tokens=2)(llama, prompts, **given)
+    assert all(fact in str(error.value) for fact in facts)
+
+
 def test_a_prompt_that_just_fits(llama):
     """Into what the model takes, and into `max_len`."""
     (longest, short), settings = make_prompts([248, 5]), {"max_new_tokens": 8}

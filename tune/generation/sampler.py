@@ -100,8 +100,13 @@ class Sampler:
         which the model is sharded call it at the same time; they may have different prompts, or none.
 
         Raises:
-            TuneError: the model has no cache, a prompt or a stop id does not fit it, or it gives NaN.
+            TuneError: the model has no cache, a prompt or a stop id does not fit it, or it gives NaN; `prompts` are not
+                lists of ids, or `indices` are not as many.
         """
+        if any(isinstance(prompt, int | str) for prompt in prompts):
+            raise TuneError("prompts: give a list of token ids for each prompt; for a single one [[1, 2, 3]]")
+        if indices is not None and len(indices) != len(prompts):
+            raise TuneError(f"indices: found {len(indices)} for {len(prompts)} prompts. Give one for each")
         indices = range(len(prompts)) if indices is None else indices
         rows = [
             SampledRow(tuple(map(int, prompt)), Completion(), uniforms(self.seed, step, index, sample))
