@@ -210,8 +210,8 @@ class Decoder(nn.Module):
             tokens, documents = batch, None
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        hidden = self.embed(tokens) if stage.is_first else stage.receive(tokens)
-        hidden = self.run_blocks(hidden, positions, documents, cache, stage.blocks)
+        first = self.embed if stage.is_first else stage.receive  # its result is not kept here while blocks run
+        hidden = self.run_blocks(first(tokens), positions, documents, cache, stage.blocks)
         if self.routing is not None and isinstance(batch, Batch):
             in_step = batch.supervised_in_step
             supervised = batch.documents.whole.num_supervised.sum() if in_step is None else in_step

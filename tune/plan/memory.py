@@ -64,7 +64,7 @@ class Layout:
         return trace.whole.gathered if self.units_stay_gathered else trace.others[-1].gathered
 
 
-class Stage(NamedTuple):
+class PlannedStage(NamedTuple):
     """A stage of a pipeline, or without one the whole model: what a micro-batch takes, how many micro-batches are held
     between forward and backward at one time, and the bytes on their way to other stages."""
 
@@ -74,8 +74,8 @@ class Stage(NamedTuple):
 
 
 def memory(
-    stage: Stage, layout: Layout, states: float, plain: bool, device: Device, copies: str = "", frozen: float = 0.0,
-    in_head: float = 0.0,
+    stage: PlannedStage, layout: Layout, states: float, plain: bool, device: Device, copies: str = "",
+    frozen: float = 0.0, in_head: float = 0.0,
 ) -> tuple[str, dict[str, float], float]:  # fmt: skip
     """When memory is at its peak in a step (not the first one), the bytes of each part then, and the bytes in host
     memory. `states` are the optimizer's bytes for a trained parameter. With `copies` a checkpoint is written from a
@@ -111,7 +111,7 @@ def memory(
     return peak, moments[peak], host
 
 
-def _moments(stage: Stage, layout: Layout, plain: bool) -> Iterator[tuple[str, float, float, float, float]]:
+def _moments(stage: PlannedStage, layout: Layout, plain: bool) -> Iterator[tuple[str, float, float, float, float]]:
     """Moments of a step, and what is alive beside weights, states and the gradients of earlier micro-batches: in
     activations, of head and loss, for communication, in gradients of this micro-batch."""
     trace, shards, stays = stage.trace, layout.shards, layout.units_stay_gathered

@@ -24,7 +24,7 @@ from tune.distributed import DTYPES, LARGE, cast_by_fsdp, repeated_blocks, split
 from tune.errors import TuneError
 from tune.optimizers import parameter_groups
 from tune.plan.alter import alter
-from tune.plan.memory import GIB, IN_STEP, PARTS, Checkpointing, Layout, Stage, bytes_of_states, memory
+from tune.plan.memory import GIB, IN_STEP, PARTS, Checkpointing, Layout, PlannedStage, bytes_of_states, memory
 from tune.plan.objectives import as_rows, full_rows, read_together, subjects
 from tune.plan.speed import seconds
 from tune.plan.trace import Trace, trace
@@ -188,7 +188,7 @@ class Job:
             return self.trace(micro, axes, *key)
 
         found = traced(layout.activation_checkpointing, plain, plain and layout.micro_batches > 1)
-        stages, hop = [Stage(found)], 0.0
+        stages, hop = [PlannedStage(found)], 0.0
         if layout.pp > 1:
             hop = micro * self.row_tokens * self.hidden * DTYPES[self.cfg.dtype].itemsize / layout.cp
             stages = self._stages(found, layout, hop)
@@ -199,7 +199,7 @@ class Job:
             if each.place == "rollout":
                 continue
             other, alone = traced("none", layout.size == 1, False, number), replace(layout, cpu_offload=False)
-            given = Stage(other), alone, 0.0, layout.size == 1, self.device
+            given = PlannedStage(other), alone, 0.0, layout.size == 1, self.device
             more = seconds(*given, hop)
             longest = {name: value + each.passes * more[name] for name, value in longest.items()}
             beside = found.whole.stored / layout.shards if each.place == "beside" else 0.0
@@ -254,15 +254,17 @@ class Job:
         reserve = self.device.reserve * GIB + self.device.reserve_share * sum(sizes.values())
         return dict.fromkeys(PARTS, 0.0) | sizes | {"reserve": reserve}, spent
 
-    def _stages(self, whole: Trace, layout: Layout, hop: float) -> list[Stage]:
+    def _stages(self, whole: Trace, layout: Layout, hop: float) -> list[PlannedStage]:
         """Those that differ. What a stage has sent, it keeps until as much has followed."""
-        stages, found = self.blocks(layout.pp), dict[Any, Stage]()
+        stages, found = self.blocks(layout.pp), dict[Any, PlannedStage]()
         for number, blocks in enumerate(stages):
             behind, ends = layout.pp - 1 - number, (number == 0, number == layout.pp - 1)
             held = min(behind + 1, layout.micro_batches) if layout.pp_schedule == "1f1b" else layout.micro_batches
             kinds = [len({*places} & {*blocks}) for _, places in self.subjects[0].kinds]
             sent = (2 - sum(ends)) * min(layout.pp, layout.micro_batches) * hop
-            found.setdefault((*ends, *kinds), Stage(whole.stage(kinds, *ends), held, sent))  # the first holds most
+            found.setdefault(
+                (*ends, *kinds), PlannedStage(whole.stage(kinds, *ends), held, sent)
+            )  # the first holds most
         return list(found.values())
 
     def search(self) -> list[Plan]:

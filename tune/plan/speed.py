@@ -1,11 +1,13 @@
 """Seconds of a step: computation by the roofline of each operation, and what communication adds."""
 
 from tune.devices import Device
-from tune.plan.memory import Layout, Stage
+from tune.plan.memory import Layout, PlannedStage
 from tune.plan.trace import REDUCED, Interval, Unit
 
 
-def seconds(stage: Stage, layout: Layout, states: float, plain: bool, device: Device, hop: float) -> dict[str, float]:
+def seconds(
+    stage: PlannedStage, layout: Layout, states: float, plain: bool, device: Device, hop: float
+) -> dict[str, float]:
     """Seconds of an optimizer step, by part. Computation is `products` and `memory`: operations that are bound by
     products, and those that are bound by memory. `tensor` are the collectives of tp, cp and ep, which computation waits
     for, `sharding` those of FSDP that computation does not hide, `optimizer` the update, and `pipeline` the waits for
