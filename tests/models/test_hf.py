@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import run_processes
+from helpers import run_processes, save_checkpoint
 from safetensors.torch import load_file, save_file
 from stacked import NoTokenizer
 from torch.distributed.tensor import DTensor
@@ -18,7 +18,7 @@ from tune.collators import Batch
 from tune.errors import TuneError
 from tune.generation import Continuation, Sampler
 from tune.losses import LinearCrossEntropy
-from tune.models import hf
+from tune.models import HuggingFaceModel, build, hf
 from tune.peft import LoRA, add_adapters, export_adapter, merge
 
 transformers = pytest.importorskip("transformers")
@@ -366,3 +366,12 @@ def test_a_folder_of_another_model_is_refused(tmp_path):
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(TuneError, match=r"missing: \w+\.weight \[90, 32\]\n  not known: gpt_neox\.more \[90, 32\]"):
         load(folder)
+
+
+def test_a_family_that_is_not_native_goes_through_transformers(tmp_path):
+    folder = save_checkpoint(tmp_path / "neox", "GPTNeoXConfig", tie_word_embeddings=False)
+    with torch.device("meta"):
+        assert isinstance(build(str(folder)), HuggingFaceModel)
+        for setting in ({"head": "score"}, {"router_loss": 0.1}):
+            with pytest.raises(TuneError, match=rf"^{next(iter(setting))}: .*'gpt_neox'"):
+                build(str(folder), **setting)

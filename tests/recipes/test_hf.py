@@ -57,7 +57,7 @@ def architecture(request, tmp_path_factory):
 @pytest.fixture
 def common(architecture, chats):
     return [
-        "model._component_=tune.models.hf", f"model.path={architecture[1]}", f"dataset.path={chats}", "max_seq_len=128",
+        f"model.path={architecture[1]}", f"dataset.path={chats}", "max_seq_len=128",
         "global_batch_size=8", "dtype=fp32", "device=cpu", "optimizer.lr=1e-3", "optimizer.weight_decay=0.0",
         f"max_steps={curve_steps()}", "epochs=6", "schedule._component_=tune.optimizers.constant", "schedule.warmup=0",
         "max_grad_norm=null", "checkpointer.every=null",

@@ -150,9 +150,9 @@ def broken_config_json(inputs):
     (inputs.model / "config.json").write_text('{"model_type": "llama",')
 
 
-@wrong("config.json", "model_type 'mamba' is not supported", "model._component_=tune.models.hf")
+@wrong("config.json", "model_type 'unheard' is not native", "llama")
 def unsupported_architecture(inputs):
-    inputs.change_json("config.json", model_type="mamba")
+    inputs.change_json("config.json", model_type="unheard")
 
 
 @wrong("config.json", "logit_scale=0.5", "not supported for model_type 'llama'")

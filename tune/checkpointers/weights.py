@@ -29,10 +29,8 @@ from tune.models import (
     build,
     disk_names,
     disk_parts,
-    hf,
     stored_tensors,
 )
-from tune.models.families import supported
 from tune.quantization import NF4Weight, quantize_linears
 from tune.tokenizers import Tokenizer
 
@@ -246,7 +244,7 @@ def open_checkpoint(
     if head == "tokens":
         file.require_texts()
     with torch.device("meta"):
-        model = build(str(path), head=head) if file.get("model_type") in supported() else hf(str(path))
+        model = build(str(path), head=head)
     return model, Pretrained(str(path), model, setting=setting)
 
 

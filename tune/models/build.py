@@ -1,4 +1,4 @@
-"""Builds the decoder that a checkpoint's config.json describes."""
+"""Builds the model that a checkpoint's config.json describes."""
 
 import re
 from dataclasses import replace
@@ -8,7 +8,8 @@ from typing import Any, Literal
 from tune.errors import TuneError
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import Decoder, DecoderConfig
-from tune.models.families import family
+from tune.models.families import FAMILIES, family, supported
+from tune.models.hf import HuggingFaceModel, hf
 from tune.models.names import Names, own_name
 from tune.tokenizers import Tokenizer
 from tune.types import NonNegativeFloat
@@ -16,8 +17,10 @@ from tune.types import NonNegativeFloat
 
 def build(
     path: str, router_loss: NonNegativeFloat | None = None, head: Literal["tokens", "score"] = "tokens"
-) -> Decoder:
-    """The decoder that `path`/config.json describes. Under `torch.device("meta")` it takes no memory.
+) -> Decoder | HuggingFaceModel:
+    """The model that `path`/config.json describes: a `Decoder` for the families that are native, see
+    `tune.models.families`, and transformers' own model for any other (`hf`). Under `torch.device("meta")` it takes no
+    memory.
 
     `router_loss` is the weight of the load-balancing loss of experts (see `RoutingStats`); None: the file's
     `router_aux_loss_coef` if its `output_router_logits` is true, else 0. With the head `score`, one output takes the
@@ -25,10 +28,14 @@ def build(
 
     Raises:
         TuneError: the folder does not exist, config.json is unreadable or has an unsupported architecture or field, or
-            there is a `router_loss` for a model without experts, or the model scores several labels.
+            there is a `router_loss` for a model without experts, or the model scores several labels; of a family that
+            is not native: transformers is not installed or cannot make it, or there is a `router_loss` or another head.
     """
     file = ConfigFile(Path(path))
-    architecture = family(str(file.get("model_type", "(none)")))
+    model_type = file.get("model_type", "(none)")
+    if isinstance(model_type, str) and "model_type" in file.fields and model_type not in FAMILIES:
+        return _of_transformers(path, model_type, router_loss, head)
+    architecture = family(str(model_type))
     config = architecture.read_config(file)
     if head == "score":
         config = _with_scores(config, file)
@@ -51,6 +58,17 @@ def build(
         model.names.on_disk["head.weight"] = "score.weight"
         model.names.replaced["head.weight"] = re.escape(own_name(lm_head)) + "$"
     return model
+
+
+def _of_transformers(path: str, model_type: str, router_loss: float | None, head: str) -> HuggingFaceModel:
+    known = f"model_type '{model_type}' is not native; these are: {', '.join(supported())}"
+    if router_loss is not None or head != "tokens":
+        what = "router_loss" if router_loss is not None else "head"
+        raise TuneError(f"{what}: {known}. Models of transformers have neither a router_loss nor a head that scores")
+    try:
+        return hf(path)
+    except TuneError as error:
+        raise TuneError(f"{error}. {known}") from error
 
 
 def _with_scores(config: DecoderConfig, file: ConfigFile) -> DecoderConfig:

@@ -18,8 +18,7 @@ from tune.distributed import DTYPES
 from tune.errors import TuneError
 from tune.generation import EXAMPLES, PREFILL_TOKENS, Sampler, choose
 from tune.lookup import locate
-from tune.models import ConfigFile, build, hf
-from tune.models.families import supported
+from tune.models import ConfigFile, build
 from tune.plan.trace import Subject, shorten
 
 
@@ -95,9 +94,9 @@ def subjects(cfg: DictConfig, model: Any) -> list[Subject]:
 
 def _frozen(setting: str, given: Any, dtype: str, head: Any) -> Subject:
     """As `tune.checkpointers.load_frozen` makes it, of its config.json alone."""
-    ours = ConfigFile(Path(given["path"]), setting).get("model_type") in supported()
+    ConfigFile(Path(given["path"]), setting)
     with torch.device("meta"):
-        model: Any = build(given["path"]) if ours else hf(given["path"])
+        model: Any = build(given["path"])
     if given.get("quantization"):
         quantization.quantize_linears(model, double=True)
     return Subject(*shorten(model.requires_grad_(False).eval()), lambda model, batch: model(batch, head), dtype, dtype)

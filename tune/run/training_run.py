@@ -41,7 +41,7 @@ from tune.files import CHECKPOINT, lock
 from tune.generation import Sampler
 from tune.loggers import WANDB_OFF, Console, Files, Sink, WandbOptions, lines_after, open_sinks, require_installed
 from tune.lookup import in_shell
-from tune.models import without_names
+from tune.models import HuggingFaceModel, without_names
 from tune.peft import untrained_tokens
 from tune.quantization import count_parameters
 from tune.rules import Facts, Level, judge
@@ -291,6 +291,11 @@ class Run:
         trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self.info(f"{self.path}: {self.world.size} process(es) on {self.world.device.type}, torch {torch.__version__}")
         self.info(f"model: {count_parameters(model):,} parameters, {trainable:,} trainable")
+        if isinstance(model, HuggingFaceModel):
+            self.info(
+                f"model: {model.config.model_type} is computed by transformers, slower than a family of "
+                "tune.models.families, and without parallel.cp, pp and ep"
+            )
         if left_out := without_names(model):
             self.info(
                 f"warning: {', '.join(left_out)}: trained, and left out of the export, as the model on disk has no "

@@ -55,10 +55,7 @@ def family(model_type: str) -> Family:
     """The family of a `model_type`. Raises TuneError if it is not supported, with those that are."""
     if found := FAMILIES.get(model_type):
         return found
-    raise TuneError(
-        f"config.json: model_type '{model_type}' is not supported; supported: {', '.join(supported())}. Any other "
-        "model of transformers is trained by model._component_=tune.models.hf"
-    )
+    raise TuneError(f"config.json: model_type '{model_type}' is not native; these are: {', '.join(supported())}")
 
 
 for each in pkgutil.iter_modules(__path__):
