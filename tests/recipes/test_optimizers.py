@@ -110,7 +110,7 @@ def test_a_continued_run_is_that_without_interruption(name, recipe, common, told
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["full_finetune"])
 def test_two_processes(recipe, common, told_to, tmp_path):
     """The curves of one process, which continues what they begin; bitwise among themselves, resumed or in backward."""
     changed, unclipped = in_backward(recipe, tmp_path / "changed"), [*common, *RECIPES[recipe], "micro_batch_size=4"]

@@ -11,7 +11,6 @@ from tune.distributed.pace import Pace
 ONE_SLOW_RANK = Path(__file__).with_name("one_slow_rank.py")
 LAYOUTS = {
     2: {"tp": ["parallel.tp=2"]},
-    3: {"dp": [], "cp": ["parallel.cp=3"], "pp": ["parallel.pp=3", "parallel.pp_schedule=gpipe"]},
     4: {"dp": [], "dp, tp": ["parallel.tp=2"], "cp, pp": ["parallel.cp=2", "parallel.pp=2"], "ep": ["parallel.ep=2"]},
 }
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
