@@ -8,7 +8,7 @@ from typing import Any, Literal
 from tune.errors import TuneError
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import Decoder, DecoderConfig
-from tune.models.families import FAMILIES, family, supported
+from tune.models.families import family, supported
 from tune.models.hf import HuggingFaceModel, hf
 from tune.models.names import Names, own_name
 from tune.tokenizers import Tokenizer
@@ -33,7 +33,7 @@ def build(
     """
     file = ConfigFile(Path(path))
     model_type = file.get("model_type", "(none)")
-    if isinstance(model_type, str) and "model_type" in file.fields and model_type not in FAMILIES:
+    if isinstance(model_type, str) and "model_type" in file.fields and model_type not in supported():
         return _of_transformers(path, model_type, router_loss, head)
     architecture = family(str(model_type))
     config = architecture.read_config(file)
