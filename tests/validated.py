@@ -10,6 +10,7 @@ from tune.validate.checks import validate
 
 found = []
 for recipe, *settings in json.loads(sys.argv[2]):
-    findings = validate(*config.read(*recipe_of(recipe, settings)), processes=int(sys.argv[1]))
+    read = config.read(*recipe_of(recipe, settings))
+    findings = validate(config.find_recipe(recipe), *read, processes=int(sys.argv[1]))
     found.append("\n".join(str(each) for each in findings if each.level == "error" or each.rule))
 print(json.dumps(found))

@@ -13,7 +13,7 @@ from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils._pytree import tree_map_only
 
+from tune import rehearsal
 from tune.checkpointers.best import Best
 from tune.checkpointers.disk import found_damage, gather_digests, replace_json, write_digests
 from tune.checkpointers.finite import CAUSES, STOPPED, not_finite, require_finite
@@ -135,6 +136,12 @@ class Checkpointer:
         TuneError: an argument is not as annotated, or `extra` names an object without `state_dict`.
     """
 
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        from tune.checkpointers.rehearsed import RehearsedCheckpointer
+
+        kind: Any = RehearsedCheckpointer if cls is Checkpointer and rehearsal.current() else cls
+        return object.__new__(kind)
+
     def __init__(
         self,
         folder: Path | str,
@@ -180,7 +187,7 @@ class Checkpointer:
                 "node has only its part with a URL. Give a folder that all nodes share, or leave both out"
             )
         self.tidies = world.is_main or is_first_here  # the one process of a folder that renames and removes in it
-        self.group = _background_group(dist.group.WORLD, world.timeout)
+        self.group = None if rehearsal.current() else _background_group(dist.group.WORLD, world.timeout)
         self.background = ThreadPoolExecutor(max_workers=1)
         self.pending: Future[None] | None = None
         self.told = ""  # why the last checkpoint was not written
@@ -209,10 +216,7 @@ class Checkpointer:
             raise TuneError(f"resume: {path} is damaged: {damage}. Give the checkpoint before it")
         small = json.loads((path / "state.json").read_text(encoding="utf-8"))
         if (found := small.keys() - OF_ITSELF) != self.small.keys():
-            raise TuneError(
-                f"resume: {path} is of another training: it has the state of {', '.join(sorted(found))}, this one of "
-                f"{', '.join(sorted(self.small))}. Give the same parts (schedule, data, extra), or another output_dir"
-            )
+            raise self._of_another(path, found)
         _, extra = self._states()
         if lazy := [name for name in self.small if _has_tensors(small[name]) and name not in extra]:
             for optimizer in (self.small[name] for name in lazy):
@@ -232,6 +236,12 @@ class Checkpointer:
         self.resumed[self.saved] = path
         self._find_best(path.parent)
         return self.saved
+
+    def _of_another(self, path: Path, found: Iterable[str]) -> TuneError:
+        return TuneError(
+            f"resume: {path} is of another training: it has the state of {', '.join(sorted(found))}, this one of "
+            f"{', '.join(sorted(self.small))}. Give the same parts (schedule, data, extra), or another output_dir"
+        )
 
     def _find_best(self, before: Path) -> None:
         """Look for the checkpoints with the best values: they may be in the folder `before`, from which training

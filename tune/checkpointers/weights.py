@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from tune import rehearsal
 from tune.checkpointers.disk import (
     DiskTensor,
     disk_tensors,
@@ -116,6 +117,8 @@ class Pretrained:
 
     def load(self, model: nn.Module) -> None:
         """Load each process's own slices into `model`, in its types. Parameters added later are left alone."""
+        if rehearsal.current():
+            return
         here = dict(model.named_modules())  # a stage of a pipeline has some of them
         with torch.no_grad():
             for name, on_disk in self.names.items():
@@ -207,6 +210,8 @@ class Random:
 @torch.no_grad()
 def initialize(model: Any, names: Iterable[str], seed: int) -> None:
     """Give the tensors of these names their initial values, see `Random`."""
+    if rehearsal.current():
+        return
     for name in names:
         parameter = operator.attrgetter(name)(model)
         shard, where = local_shard(parameter)
@@ -230,6 +235,8 @@ def check_forward(model: nn.Module) -> None:
     """Check with a few tokens whether a model computes by its plan of tensor parallelism what it computes without, and
     whether one of transformers can be trained, and how documents can share a row; if not, raise TuneError. All
     processes must call it, after loading."""
+    if rehearsal.current():
+        return
     check_plan(model)
     if isinstance(model, HuggingFaceModel):
         model.check()

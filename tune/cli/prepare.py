@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from tune import config
 from tune.cli.run import default_config, parse_options
 from tune.errors import TuneError
+from tune.lookup import locate
 from tune.secrets import without_secrets
 
 
@@ -24,7 +25,6 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     cfg = settings(options.recipe, rest)
 
     from tune.datasets import Stream, parts_of, warnings_about
-    from tune.validate import data_of
 
     tokenizer = config.instantiate(cfg.tokenizer)
     if "max_prompt_len" in cfg:
@@ -46,6 +46,14 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         recipe = runpy.run_path(str(config.find_recipe("distill")))
         recipe["store_predictions"](cfg, distributed.init(cfg.device), tokenizer, dataset, validation)
         print(f"the teacher's {cfg.teacher.top_k} most probable tokens are stored")
+
+
+def data_of(cfg: DictConfig, tokenizer: Any, vocab_size: int | None = None) -> tuple[Any, Any]:
+    """The datasets that a recipe makes of its settings, to train and to validate on."""
+    rows = {"max_seq_len": cfg.max_seq_len, "packed": cfg.packed}
+    if kind := getattr(locate(cfg.loss._component_), "rows", None):  # what the loss compares
+        rows["kind"] = kind
+    return config.instantiate_data(cfg.dataset, cfg.validation_dataset, tokenizer, vocab_size=vocab_size, **rows)
 
 
 def prompts_of(cfg: DictConfig, tokenizer: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from tune.datasets import MARKS, Stream, first_rows, histogram, marked, parts_of
 from tune.errors import TuneError, explained
 from tune.launchers import count
 from tune.lookup import did_you_mean
-from tune.validate import data_of
+from tune.cli.prepare import data_of
 
 STYLES = {True: ("black on pale_green1", "black on pale_green3"), False: ("grey62", "grey50")}
 BAR = 40  # characters of the longest bar

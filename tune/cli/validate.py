@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tune import config
 from tune.cli.prepare import recipe_of
-from tune.cli.run import parse_options, run_name
+from tune.cli.run import parse_options
 from tune.errors import TuneError
 from tune.launchers import count
 
@@ -46,8 +46,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         machine = {"processes": options.world_size, "device": kind, "capability": capability}
         is_config = options.recipe.endswith((".yaml", ".yml"))
         file = Path(options.recipe).with_suffix(".py") if is_config else config.find_recipe(options.recipe)
-        recipe = run_name(file) if file.is_file() else None
-        found = validate(cfg, problems, **machine, rows=rows, strict=options.strict, recipe=recipe)
+        found = validate(file, cfg, problems, **machine, rows=rows, strict=options.strict)
     except TuneError as error:  # an option that is unknown, a recipe or a config that is not there
         found = [Finding(Level.ERROR, "", str(error))]
     finally:

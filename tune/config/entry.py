@@ -71,6 +71,7 @@ def entrypoint(default: str) -> Callable[[Main], Callable[..., None]]:
             with explained_errors(cfg), quiet_torchao():
                 return main(cfg)
 
+        run.settings_of_recipe = default  # type: ignore[attr-defined]  # by which `tune` finds it in a module
         return run
 
     return decorate

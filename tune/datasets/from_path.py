@@ -9,13 +9,14 @@ from inspect import signature
 from itertools import chain, islice
 from typing import Any, Literal
 
+from tune import rehearsal
 from tune.datasets.accounting import NAMES_SHOWN, Accounting
 from tune.datasets.cache import content_of, hash_of, key_of, prepared
 from tune.datasets.dataset import Dataset, with_mismatched
 from tune.datasets.formats.columns import recognise
 from tune.datasets.formats.formats import FORMATS, Format, Kind
 from tune.datasets.labels import TrainOn
-from tune.datasets.ray_data import for_all_processes, map_by_ray
+from tune.datasets.ray_data import for_all_processes, map_by_ray, require_ray
 from tune.datasets.rows import CANNOT_BE_USED, RowReader, TooLong
 from tune.datasets.samples import Chunk, chunk
 from tune.datasets.sources.opening import Source, open_source
@@ -85,8 +86,9 @@ def load(
     `streaming` keeps nothing: rows are tokenised while they are read, and shuffled and packed among `shuffle_buffer` of
     them (default: 8,192). Each process does all of that; with "ray", Ray Data tokenises once for all processes.
     """
-    require_ours(tokenizer)
     path, train_on = os.fspath(path), _plain(train_on)
+    source = open_source(path, split, subset, take)
+    require_ours(tokenizer)
     if kind != "supervised":
         if train_on != "assistant" or too_long == "split":
             raise TuneError(f"{kind} rows: answers are learned, and not split: leave out train_on and too_long=split")
@@ -98,8 +100,11 @@ def load(
     )  # fmt: skip
     if "group" in extra_columns and (streaming or validation_fraction):
         raise TuneError("extra_columns: streaming and validation_fraction could part the rows of a group")
-    source = open_source(path, split, subset, take)
+    source = source.rehearsed()
     pack_to = max_seq_len if packed else None
+    if streaming == "ray" and rehearsal.current():  # no cluster is started for so few rows
+        require_ray()
+        streaming = True
     if streaming:
         if kind == "labelled":
             raise TuneError("streaming: labelled answers are compared with those to other prompts; set streaming=false")
@@ -110,7 +115,7 @@ def load(
     content = content_of(source.files, folder) if source.files else _content_of_rows(source)
 
     def dataset(reader: RowReader, accounting: Accounting) -> Dataset:
-        key = key_of(content, take, tokenizer.fingerprint, _settings(reader))
+        key = key_of(content, source.take, tokenizer.fingerprint, _settings(reader))
         chunks = _chunks(source, reader, accounting, workers)  # nothing is read until it is iterated
         data = Dataset(prepared(chunks, key, accounting, folder), accounting, pack_to)
         return with_mismatched(data, max_seq_len) if kind == "labelled" else data

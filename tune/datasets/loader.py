@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from tune import rehearsal
 from tune.collators import Batch, collate
 from tune.datasets.dataset import Dataset
 from tune.datasets.mix import Mixture
@@ -66,7 +67,7 @@ class DataLoader:
                 raise TuneError(f"{missing}: {dataset.name} is streamed, and read until max_steps")
             self._steps = max_steps
         else:
-            if len(dataset) < world.data_size:
+            if len(dataset) < world.data_size and not rehearsal.is_cut():
                 accounting = dataset.accounting
                 instead = f", or packed=false ({accounting.samples} rows)" if accounting.row_capacity else ""
                 raise TuneError(
@@ -74,7 +75,7 @@ class DataLoader:
                     f"use at most {len(dataset)}{instead}"
                 )
             self.steps_per_epoch = -(-len(dataset) // global_batch_size)
-            whole = steps_of(epochs, self.steps_per_epoch)
+            whole = steps_of(epochs, self.steps_per_epoch) if not rehearsal.is_cut() else rehearsal.UNKNOWN
             self._steps = whole if max_steps is None else min(whole, max_steps)
         require_batches(global_batch_size, micro_batch_size, world.data_size)
         self._step, self._position = 0, Position()
@@ -95,6 +96,8 @@ class DataLoader:
             epoch, position = divmod(step, -(-len(dataset) // self.global_batch_size))
             if step == first or not position:
                 order = checked_order(dataset, self.seed, epoch)
+                if rehearsal.is_cut():  # as if there were enough of them
+                    order = np.resize(order, self.global_batch_size)
             rows = order[position * self.global_batch_size : (position + 1) * self.global_batch_size]
             yield self._batch(dataset, rows, rows.tolist(), step + 1), self._position
 
@@ -186,6 +189,8 @@ def validation_batches(
         names = ("validation_loss", f"validation_loss/{source}") if source else ("validation_loss",)
         for batch in _micro_batches(part, np.arange(len(part)), world, micro_batch_size, pad_to):
             yield names, batch.to(world.device)
+            if rehearsal.current():  # one stands for all
+                break
 
 
 def _world(world: "World | None") -> "World":

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tune import rehearsal
 from tune.datasets.cache import hash_of
 from tune.datasets.dataset import drawn_places
 from tune.datasets.formats.columns import QUESTIONS, require_columns, require_meaning
@@ -82,7 +83,7 @@ def load_prompts(
     """
     prompts: list[Prompt] = []
     dropped: Counter[str] = Counter()
-    for place, row in open_source(path, split, subset, take):
+    for place, row in open_source(path, split, subset, take).rehearsed():
         with explained(place):
             if filter and isinstance(row, dict) and not applied(filter, "filter", row):
                 dropped[LEFT_OUT + filter] += 1
@@ -196,11 +197,11 @@ class PromptLoader:
     ) -> None:
         self.dataset, self.prompts_per_step, self.seed = dataset, prompts_per_step, seed
         self.epochs, self.max_steps, self.steps_per_epoch = epochs, max_steps, len(dataset) // prompts_per_step
-        if prompts_per_step > len(dataset):
+        if prompts_per_step > len(dataset) and not rehearsal.is_cut():
             raise TuneError(
                 f"prompts_per_step={prompts_per_step} is more than the {len(dataset)} of {dataset.name}: lower it"
             )
-        whole = steps_of(epochs, self.steps_per_epoch)
+        whole = steps_of(epochs, self.steps_per_epoch) if not rehearsal.is_cut() else rehearsal.UNKNOWN
         self.steps = whole if max_steps is None else min(whole, max_steps)
         self.step = self.position = 0
 

@@ -5,6 +5,7 @@ import pickle
 import sys
 import uuid
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from itertools import count, islice
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from tune.datasets.samples import Chunk
 from tune.datasets.workers import CHUNK
 from tune.errors import TuneError
+from tune.lookup import needs
 from tune.ray_cluster import connect
 
 BLOCK = 2**20  # bytes of rows that a task gets
@@ -55,6 +57,12 @@ def map_by_ray(
         if isinstance(found, TuneError):
             raise found
         yield found
+
+
+def require_ray() -> None:
+    """Raises TuneError if Ray is not installed."""
+    with needs("ray", "Ray"):
+        metadata.version("ray")  # without an import, which takes long
 
 
 def _result(function: Callable[[list[Any]], Chunk], rows: list[Any] | TuneError) -> Chunk | TuneError:

@@ -4,7 +4,7 @@ import copy
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from fnmatch import filter as matching
 from typing import Any, Literal, TypeAlias
@@ -17,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.tensor import DTensor, Shard
 
+from tune import rehearsal
 from tune.distributed.activations import wrap_forward
 from tune.distributed.context_parallel import split
 from tune.distributed.expert_parallel import share_experts, shared_experts, whole_experts
@@ -126,11 +127,13 @@ def allocate(model: nn.Module, device: torch.device, buffer_device: torch.device
             f"model: the values of the buffer {lost[0]} are in no checkpoint, and it was made on the meta device: give "
             "it its values, torch.arange(..., device='cpu') for example, or make it persistent"
         )
-    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
-    placed = {
-        buffer: torch.empty_like(buffer, device=buffer_device) if buffer.is_meta else buffer.to(buffer_device)
-        for buffer in buffers.values()
-    }
+    rehearsed = rehearsal.current()
+    with rehearsed.fake_tensors() if rehearsed and device.type != "meta" else nullcontext():
+        model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
+        placed = {
+            buffer: torch.empty_like(buffer, device=buffer_device) if buffer.is_meta else buffer.to(buffer_device)
+            for buffer in buffers.values()
+        }
     for name, buffer in buffers.items():
         module, _, kind = name.rpartition(".")
         setattr(model.get_submodule(module), kind, placed[buffer])

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from tune import rehearsal
 from tune.distributed.pace import PACE
 from tune.distributed.restarts import end_with_parent, launcher_store, of_this_start
 from tune.distributed.srun import join_step
@@ -182,7 +183,11 @@ def _of_first(make: Callable[[], T], group: dist.ProcessGroup | None) -> T:
 def join(device: Literal["auto", "cpu", "cuda", "mps"] = "auto", timeout: float = 60) -> torch.device:
     """Join the process group that a launcher (torchrun, SLURM, Ray) describes; without one, a group of one process.
     Gives the device of this process. `timeout` is in minutes. Raises TuneError if the device is not available."""
-    kind = device_type(device)
+    rehearsed = rehearsal.current()
+    kind = rehearsed.device if rehearsed and rehearsed.device else device_type(device)
+    if rehearsed:
+        _require_one_mps(kind, dist.get_world_size())
+        return torch.device("cpu")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
     if "RANK" not in os.environ:
@@ -198,8 +203,7 @@ def join(device: Literal["auto", "cpu", "cuda", "mps"] = "auto", timeout: float 
             found = torch.cuda.device_count()
             raise TuneError(f"device: process {local_rank} has no GPU; {found} found. Start fewer, or set device=cpu")
         torch.cuda.set_device(local_rank)
-    if kind == "mps" and size > 1:
-        raise TuneError(f"device: mps is one device; found {size} processes. Start one process, or set device=cpu")
+    _require_one_mps(kind, size)
     if not dist.is_initialized():
         store = dist.HashStore() if "RANK" not in os.environ else launcher_store(duration)
         place: Any = {}
@@ -299,13 +303,49 @@ def init(
     PACE.device, PACE.scale = here, 1.0
     every = reduce_every_micro_batch and zero_stage != 1
     ways = tuple(links), virtual if pp > 1 else 1, pp_schedule, zero_stage, every, plan, loss_parallel, max_seq_len
-    world = World(mesh, here, data, peers, sharding, duration, experts, *ways)
+    kind = RehearsedWorld if rehearsal.current() else World
+    world = kind(mesh, here, data, peers, sharding, duration, experts, *ways)
     if here.type == "cuda":
         gpus = len(set(world.all_gather(str(torch.cuda.get_device_properties(here).uuid))))
         if gpus < size:
             raise TuneError(f"device: {size} processes share {gpus} GPUs. Start one for each GPU, or set device=cpu")
     _remember(world)
     return world
+
+
+class RehearsedWorld(World):
+    """The World of a rehearsal, in which the other processes are not there: they have what this one has. What is known
+    here stays what it is; of fake tensors nothing is known."""
+
+    def sum(self, value: torch.Tensor | float) -> torch.Tensor:
+        return self._fp64(value) * self.data_size
+
+    def sum_of_parts(self, value: torch.Tensor | float) -> torch.Tensor:
+        return self.sum(value)
+
+    def any(self, flag: bool) -> bool:
+        return bool(flag)
+
+    def fetch(self, **values: torch.Tensor | float) -> dict[str, float]:
+        return {name: self._fp64(value).item() for name, value in values.items()}
+
+    def broadcast(self, value: T) -> T:
+        return value
+
+    def all_gather(self, value: T) -> list[T]:
+        return [value] * self.size
+
+    def of_peers(self, make: Callable[[], T]) -> T:
+        return make()
+
+    def of_main(self, make: Callable[[], T]) -> T:
+        return make()
+
+    def barrier(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
 
 
 class OneProcess(World):
@@ -438,6 +478,11 @@ def device_type(device: str) -> str:
     if device not in ("auto", *available):
         raise TuneError(f"device: {device} is not available on this machine; available: {', '.join(available)}")
     return available[0] if device == "auto" else device
+
+
+def _require_one_mps(kind: str, size: int) -> None:
+    if kind == "mps" and size > 1:
+        raise TuneError(f"device: mps is one device; found {size} processes. Start one process, or set device=cpu")
 
 
 def _leave() -> None:

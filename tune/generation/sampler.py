@@ -3,7 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tune import rehearsal
 from tune.collators import Batch
 from tune.distributed import World, current_world, inference
 from tune.errors import TuneError
@@ -119,7 +120,9 @@ class Sampler:
     def complete(self, model: GenerativeModel, rows: list[SampledRow]) -> None:
         """Sample what completes the `rows`, of which there may be none."""
         with inference(model):
-            if rows:
+            if rows and rehearsal.current():
+                _rehearse(self, model, rows)
+            elif rows:
                 _Rollout(self, model, deque(rows)).run()
 
     def stops(self, tokens: list[int]) -> bool:
@@ -181,6 +184,18 @@ class Sampler:
         return model
 
 
+def _rehearse(sampler: Sampler, model: GenerativeModel, rows: list[SampledRow]) -> None:
+    """Sample two tokens after the first prompts; all rows then have completions of a few tokens, the first of them
+    ended."""
+    first = [replace(row, completion=Completion()) for row in rows[:2]]
+    _Rollout(replace(sampler, max_new_tokens=min(2, sampler.max_new_tokens)), model, deque(first)).run()
+    length = min(8, sampler.max_new_tokens)
+    for number, row in enumerate(rows):
+        row.completion.tokens = [*row.prompt, *([0] * length)][:length]
+        row.completion.log_probs = [-1.0] * length
+        row.completion.finish = "stop" if number == 0 else "length"
+
+
 def answer(
     model: nn.Module,
     sampler: Sampler,
@@ -192,7 +207,7 @@ def answer(
     """`samples` completions of each of `prompts`, token ids by their numbers, with their texts. All processes call it
     with the same prompts, sample a share of them and have all."""
     world = current_world(world)
-    mine = [*prompts][world.data_rank :: world.data_size]
+    mine = [*prompts] if rehearsal.current() else [*prompts][world.data_rank :: world.data_size]
     found = sampler(model, [prompts[index] for index in mine], samples=samples, indices=mine)
     for completion in chain(*found):
         completion.text = tokenizer.decode(completion.tokens, skip_special_tokens=True)

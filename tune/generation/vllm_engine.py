@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tune import rehearsal
 from tune.checkpointers import hf_tensors
 from tune.errors import TuneError
 from tune.generation.sampler import GenerativeModel, SampledRow, Sampler
@@ -44,6 +45,9 @@ class VLLM(Sampler):
 
     def complete(self, model: GenerativeModel, rows: list[SampledRow]) -> None:
         """See `Sampler`."""
+        if rehearsal.current():
+            super().complete(model, rows)
+            return
         from vllm import SamplingParams
 
         is_on_cpu = _device_type(model) == "cpu"

@@ -8,6 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
+from tune import rehearsal
 from tune.distributed import local_shard
 from tune.peft.lora import LowRank
 from tune.peft.tokens import TokenRows
@@ -24,6 +25,8 @@ def adapted_modules(model: nn.Module) -> dict[str, Adapter]:
 def initialize(model: nn.Module, seed: int, earlier: Collection[str] = ()) -> None:
     """Initialize the adapters of `model`, without those of the modules named in `earlier`, with the same values in any
     layout. The base must be loaded; all processes must call."""
+    if rehearsal.current():
+        return
     with torch.no_grad():
         for name, layer in adapted_modules(model).items():
             if name in earlier:

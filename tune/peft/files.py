@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tune import rehearsal
 from tune.checkpointers import (
     DiskTensor,
     Pretrained,
@@ -179,6 +180,8 @@ def load_parameters(model: nn.Module, path: str | Path, theirs: LoRA | None = No
     require_floats([found[name] for name in needed], "adapter.path")
     if theirs is not None:
         _require_same_scaling(model, theirs)
+    if rehearsal.current():
+        return
     with torch.no_grad():
         for part, each in zip(parts, stored, strict=True):
             part.load({name: found[own_name(name)] for name in each})
@@ -199,7 +202,7 @@ def _require_equal(model: nn.Module, name: str, copy: DiskTensor, path: str | Pa
     modules = {own_name(names.module(ours)): here.get(ours, module) for ours, module in adapted.items()}
     module = modules.get(name.removeprefix(PREFIX).removesuffix(BASE_COPY))
     if isinstance(weight := getattr(module, "weight", None), torch.Tensor):
-        if weight.is_meta:  # as in `merge`, where only the adapter is loaded
+        if weight.is_meta or rehearsal.current():  # as in `merge`, where only the adapter is loaded
             return
         shard, where = local_shard(weight)
         if copy.shape == list(weight.shape) and torch.equal(shard, copy.read(where).to(shard)):
@@ -256,6 +259,8 @@ def export_adapter(
     base = str(base) or _name_of_base(model)
     world.of_main(lambda: _require_other_folder(folder, base))
     config = _config(model, base, task_type)
+    if rehearsal.current():
+        return
     tensors: dict[str, torch.Tensor] = {}
     broken: list[str] = []
     for full in _full_parts(model):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from tune import rehearsal
 from tune.checkpointers import check_forward, open_checkpoint
 from tune.distributed import Dtype, allocate, as_dtype, repeated_blocks, share, units_of
 from tune.errors import TuneError
@@ -127,6 +128,8 @@ def open_model(
     if any("score" in lora.modules_to_save for lora in loras):
         raise TuneError(f"{path} is a reward model: it scores texts and writes none")
     model, weights = open_checkpoint(found.base)
+    if rehearsal.current():
+        raise rehearsal.RehearsalEnded
     on_disk = max(weights.tensors.values(), key=lambda tensor: torch.Size(tensor.shape).numel()).dtype
     chosen = as_dtype(dtype) if dtype else torch.float32 if torch.device(device).type == "cpu" else on_disk
     for parameter in model.parameters():

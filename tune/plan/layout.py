@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
-from tune import distributed
+from tune import distributed, rehearsal
 from tune.devices import DEVICES, Device, named
 from tune.errors import TuneError
 from tune.plan.planning import Job
@@ -27,6 +27,8 @@ def layout_of(parallel: DictConfig, cfg: DictConfig) -> dict[str, Any]:
     """
     if parallel.get("auto"):
         here = distributed.join(cfg.get("device", "auto"), parallel.timeout)
+        if rehearsal.current():
+            return _rehearsed(parallel, cfg)
         box: list[Any] = [None]
         if dist.get_rank() == 0:
             try:
@@ -43,6 +45,15 @@ def layout_of(parallel: DictConfig, cfg: DictConfig) -> dict[str, Any]:
         for key, value in box[0].items():
             OmegaConf.update(cfg, key, value)
         parallel.auto = False  # config.yaml says what was chosen
+    return {str(name): value for name, value in parallel.items() if name != "auto"}
+
+
+def _rehearsed(parallel: DictConfig, cfg: DictConfig) -> dict[str, Any]:
+    """The group as it stands, if the recipe is planned: no layout is looked for. Raises TuneError."""
+    try:
+        Job(cfg, DEVICES["cpu"], dist.get_world_size())
+    except TuneError as error:
+        raise TuneError(f"parallel.auto: {error}") from error
     return {str(name): value for name, value in parallel.items() if name != "auto"}
 
 

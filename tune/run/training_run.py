@@ -19,7 +19,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from tune import config, records
+from tune import config, records, rehearsal
 from tune.checkpointers import Checkpointer
 from tune.datasets import (
     MARKS,
@@ -93,6 +93,12 @@ class Run:
         TuneError: the folder cannot be written, another run is writing there, or it holds another run's results and
             `resume` is `never`; or a logger is not installed.
     """
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        from tune.run.rehearsed import RehearsedRun
+
+        kind: Any = RehearsedRun if cls is Run and rehearsal.current() else cls
+        return object.__new__(kind)
 
     def __init__(
         self,
@@ -432,14 +438,17 @@ class Run:
         In each step the generators of torch, NumPy and `random` are a function of the `seed`, the step and the data
         rank: what a recipe draws is the same when it is run again, also from a checkpoint.
         """
+        self._set_ends(data, start, total)
+        self._begin(start)
+        self.interrupt = Interrupt()
+        return profile(self._steps(data, checkpointer, seed), self.path / "profile", self.world, **(profiler or {}))
+
+    def _set_ends(self, data: Iterable[Any], start: int, total: int | None) -> None:
         if total is None:
             if not isinstance(data, Sized):
                 raise TuneError(f"total: a {type(data).__name__} has no length. Give the number of optimizer steps")
             total = len(data)
         self.step, self.total = start, total
-        self._begin(start)
-        self.interrupt = Interrupt()
-        return profile(self._steps(data, checkpointer, seed), self.path / "profile", self.world, **(profiler or {}))
 
     def is_interrupted(self, step: int) -> bool:
         """Whether Ctrl-C or SIGTERM has come on any rank, as it was when this was first asked in this step. All

@@ -1,10 +1,11 @@
 """Where rows come from: files, the Hugging Face hub, or a function."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
+from tune import rehearsal
 from tune.datasets.sources.data_files import File, choose_files, is_on_the_hub, place_at, require_train
 from tune.datasets.sources.readers import PlacedRows, numbered, read
 from tune.datasets.user_functions import load_function
@@ -28,6 +29,15 @@ class Source:
 
     def __iter__(self) -> PlacedRows:
         return islice(self.read(), self.take)
+
+    def rehearsed(self) -> "Source":
+        """In a rehearsal, the first rows, of which it knows if they are not all."""
+        rehearsed = rehearsal.current()
+        if rehearsed is None or rehearsed.rows is None or (self.take or 1 << 62) <= rehearsed.rows:
+            return self
+        if next(islice(self.read(), rehearsed.rows, None), None) is not None:
+            rehearsed.cut.add(self.name)
+        return replace(self, take=rehearsed.rows)
 
 
 def open_source(path: str, split: str = "train", subset: str | None = None, take: int | None = None) -> Source:

@@ -1,0 +1,92 @@
+"""Weights that have shapes alone. What a recipe computes with them has shapes alone too; all else is computed."""
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+LARGE = 1 << 20  # numbers: a tensor of more is not made
+NUMBER = torch.ops.aten._local_scalar_dense.default
+PLAIN = {Tensor, torch.nn.Parameter, FakeTensor}
+UNINITIALISED = {
+    torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty,
+    torch.ops.aten.new_empty_strided,
+}  # fmt: skip
+
+
+class FakeWeights(TorchDispatchMode):
+    """Operations on fake tensors give fake tensors, and operations on others are computed as ever: a number that is
+    known stays what it is. Memory without values is fake too, and so is a tensor that a fake one was written to.
+
+    A number of a fake tensor is 1, or False for a condition. `asked` counts them.
+
+    It begins with the first fake tensors: files of weights are not read in such a mode. `close` ends it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.written = WeakIdKeyDictionary()  # tensors that fake ones were written to
+        self.asked = 0
+        self.mode = ExitStack()
+        self.has_begun = False
+
+    @contextmanager
+    def made(self) -> Iterator[None]:
+        """All tensors that are made within are fake."""
+        if not self.has_begun:
+            self.has_begun = True
+            self.mode.enter_context(self)
+        with self.fake:
+            yield
+
+    def close(self) -> None:
+        self.mode.close()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(kind not in PLAIN for kind in types):  # a DTensor: it calls this again with its parts
+            return NotImplemented
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        if any(self.is_fake(each) for each in tensors):
+            if function is NUMBER:
+                self.asked += 1
+                return _number(args[0])
+            self._note_written(function, args)
+            return self._faked(function, args, kwargs)
+        is_meta = str(kwargs.get("device")) == "meta" or any(each.is_meta for each in tensors)
+        if not is_meta and (function.overloadpacket in UNINITIALISED or (not tensors and _is_large(args))):
+            return self._faked(function, args, kwargs)
+        return function(*args, **kwargs)
+
+    def is_fake(self, tensor: Tensor) -> bool:
+        return isinstance(tensor, FakeTensor) or tensor in self.written
+
+    def _faked(self, function: Any, args: Any, kwargs: Any) -> Any:
+        with self.fake:
+            return function(*args, **kwargs)
+
+    def _note_written(self, function: Any, args: Any) -> None:
+        for argument, given in zip(function._schema.arguments, args, strict=False):
+            if argument.is_write:
+                for each in tree_leaves(given):
+                    if isinstance(each, Tensor) and not isinstance(each, FakeTensor):
+                        self.written[each] = True
+
+
+def _number(tensor: Tensor) -> bool | int | float:
+    if tensor.dtype == torch.bool:
+        return False
+    return 1.0 if tensor.dtype.is_floating_point else 1
+
+
+def _is_large(args: Any) -> bool:
+    """Whether a function without tensors that has these arguments makes a large one."""
+    sizes = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
+    return all(isinstance(size, int) for size in sizes) and math.prod(sizes) > LARGE
