@@ -30,7 +30,7 @@ def main(cfg):
     path = cfg.dataset.get("path", "data")  # a component of several files has no path
     evaluation.require_work(cfg.tasks, path, cfg.score, cfg.limit, cfg.log_samples, cfg.out)
     if cfg.limit and path:
-        cfg.dataset.take = min(int(cfg.limit), cfg.dataset.get("take") or int(cfg.limit))
+        cfg.dataset.take = max(1, min(int(cfg.limit), cfg.dataset.get("take") or int(cfg.limit)))
     if cfg.score and cfg.dataset._component_ == "tune.datasets.load":
         cfg.dataset._component_ = "tune.datasets.load_prompts"  # of the same rows
     world = distributed.init(cfg.device, tp=cfg.parallel.tp)

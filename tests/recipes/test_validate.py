@@ -92,7 +92,7 @@ def test_settings_that_are_wrong_have_no_effects_that_are_told_too(inputs, told)
 @pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
 def test_an_optimizer_that_cannot_take_a_step_with_these_groups(name, inputs, told):
     found = told("full_finetune", inputs.settings(f"optimizer._component_=torch.optim.{name}"))
-    assert f"torch.optim.{name} does not" in found and len(found.splitlines()) == 1
+    assert f"{name} does" in found and len(found.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

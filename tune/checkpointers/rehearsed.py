@@ -6,6 +6,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from tune import rehearsal
 from tune.checkpointers.checkpointer import OF_ITSELF, Checkpointer
 from tune.checkpointers.reading import checkpoint_at, cut_short, require_continuable, require_none_later
@@ -15,8 +17,6 @@ from tune.files import CHECKPOINT
 
 class RehearsedCheckpointer(Checkpointer):
     """A `Checkpointer` by what a checkpoint says of itself. Errors are reported, and the rehearsal goes on."""
-
-    continued: Path | None = None  # the checkpoint that the training goes on from
 
     def resume(self, resume: str | Path = "auto") -> int:
         rehearsed = rehearsal.current()
@@ -39,8 +39,22 @@ class RehearsedCheckpointer(Checkpointer):
                     self.small[name].load_state_dict(state[name])
                 except TuneError as error:
                     rehearsed.report(error)
-        self.continued = found
+        try:
+            require_continuable(found, self.model, self._names_of_states())
+        except TuneError as error:
+            rehearsed.report(error)
         return int(state["step"])
+
+    def _names_of_states(self) -> set[str]:
+        """Those that the optimizer keeps of a parameter, by a step: parameters have no values that it could change."""
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()
+        names = {name for state in self.optimizer.state.values() for name in state}
+        self.optimizer.zero_grad()
+        self.optimizer.state.clear()
+        return names
 
     def _found(self, folder: Path, resume: str | Path, rehearsed: rehearsal.Rehearsal) -> Path | None:
         """The checkpoint to continue from, the newest intact one with `auto`."""
@@ -64,14 +78,7 @@ class RehearsedCheckpointer(Checkpointer):
         return True
 
     def step(self, step: int, metrics: Mapping[str, Any] = MappingProxyType({}), now: bool = False) -> None:
-        found, self.continued = self.continued, None
-        rehearsed = rehearsal.current()
-        if found and rehearsed:
-            try:
-                states = {name for each in self.optimizer.state.values() for name in each}
-                require_continuable(found, self.model, states)
-            except TuneError as error:
-                rehearsed.report(error)
+        pass
 
     def save(self, step: int, wait: bool = False) -> None:
         pass

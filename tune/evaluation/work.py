@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tune import rehearsal
 from tune.errors import TuneError
 
 
@@ -24,6 +25,7 @@ def require_work(
     if log_samples and not out:
         raise TuneError("log_samples: samples are written next to the results: say where, out=results.json")
     if out:
+        made = [folder for folder in Path(out).parents if not folder.exists()]
         try:
             Path(out).parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=Path(out).parent):
@@ -31,6 +33,8 @@ def require_work(
                     raise IsADirectoryError("it is a folder")
         except (OSError, ValueError) as error:
             raise TuneError(f"out: {out} cannot be written: {error}. Name a JSON file") from error
+        for folder in made if rehearsal.current() else ():
+            folder.rmdir()
         _require_results(Path(out), log_samples)
 
 

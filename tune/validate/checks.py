@@ -10,13 +10,12 @@ from importlib import metadata
 from pathlib import Path
 
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 from packaging.requirements import Requirement
 
 from tune.distributed import device_type
 from tune.errors import TuneError
 from tune.rules import Facts, Finding, Level, judge
-from tune.validate.rehearse import Recipe, described, rehearse
+from tune.validate.rehearse import Recipe, described, is_limit, is_own, rehearse
 
 PLACE = re.compile(r"([\w./\[\]-]+(?::\d+)?): (.+)", re.DOTALL)
 LIMITED = "the first {:,} rows were read; `--all` reads all of them"
@@ -24,8 +23,7 @@ LIMITED = "the first {:,} rows were read; `--all` reads all of them"
 
 @dataclass
 class Findings:
-    """What is found, each thing once. If `settings` are wrong, the recipe may fail in any way: errors that are not
-    TuneErrors are left out then."""
+    """What is found, each thing once. `settings` are problems of the settings themselves."""
 
     settings: Sequence[str]
     all: list[Finding] = field(default_factory=list)
@@ -49,9 +47,15 @@ class Findings:
             self.all.append(Finding(level, place, text))
 
     def add_error(self, error: Exception, file: Path) -> None:
+        """Keep what a rehearsal of `file` raises. After a first error, the library may fail in any way: what it raises
+        then that is no TuneError follows from that."""
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
             self.add(f"'{error.filename}' is too long for the name of a file")
-        elif isinstance(error, TuneError) or not (self.settings or isinstance(error, OmegaConfBaseException)):
+        elif isinstance(error, TuneError):
+            self.add(str(error))
+        elif is_limit(error):
+            self.add(f"what follows is not rehearsed: {described(error, file)}", level=Level.INFO)
+        elif is_own(error, file) or not any(finding.level is Level.ERROR for finding in self.all):
             self.add(described(error, file))
 
     def add_note(self, message: str) -> None:
@@ -71,7 +75,7 @@ def validate(
     """
     findings = Findings(settings)
     try:
-        kind = device or device_type(cfg.device)
+        kind = device or device_type(cfg.get("device", "auto"))
     except TuneError as error:
         findings.add(str(error), "device")
         kind = "cpu"

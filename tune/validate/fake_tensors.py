@@ -69,7 +69,14 @@ class FakeWeights(TorchDispatchMode):
         return isinstance(tensor, FakeTensor) or tensor in self.written
 
     def _faked(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Of a fake condition, all places are chosen."""
         with self.fake:
+            if function.overloadpacket is torch.ops.aten.nonzero:
+                return torch.zeros(args[0].numel(), args[0].ndim, dtype=torch.long)
+            if function.overloadpacket is torch.ops.aten.masked_select:
+                return torch.broadcast_tensors(args[0], args[1])[0].flatten()
+            if function.overloadpacket is torch.ops.aten.index:
+                args = (args[0], [place for each in args[1] for place in _places(each)])
             return function(*args, **kwargs)
 
     def _note_written(self, function: Any, args: Any) -> None:
@@ -78,6 +85,13 @@ class FakeWeights(TorchDispatchMode):
                 for each in tree_leaves(given):
                     if isinstance(each, Tensor) and not isinstance(each, FakeTensor):
                         self.written[each] = True
+
+
+def _places(index: Tensor | None) -> list[Tensor | None]:
+    """The indices that a condition stands for, one for each of its dimensions."""
+    if index is None or index.dtype not in (torch.bool, torch.uint8):
+        return [index]
+    return [torch.zeros(index.numel(), dtype=torch.long) for _ in range(index.ndim)]
 
 
 def _number(tensor: Tensor) -> bool | int | float:

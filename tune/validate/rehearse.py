@@ -9,10 +9,17 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+)
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -23,6 +30,8 @@ from tune.errors import TuneError
 from tune.validate.fake_tensors import FakeWeights
 from tune.validate.statements import Missing, Statements, Unknown
 
+LIMITS = DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException
+LIMITS_IN_WORDS = ("is not supported for tensor subclasses", "FakeTensor", "WeakValueDictionary")
 LIBRARY = str(Path(tune.__file__).parent)
 
 
@@ -55,6 +64,8 @@ class Recipe:
             exec(compile(self.tree, str(file), "exec"), vars(self.module))
         except SyntaxError as error:
             raise TuneError(f"{error.filename}:{error.lineno}: {error.msg}") from error
+        except TuneError:
+            raise
         except Exception as error:
             raise TuneError(described(error, file)) from error
         found = [each for each in vars(self.module).values() if hasattr(each, "settings_of_recipe")]
@@ -93,7 +104,8 @@ def _rehearse(
         lambda error: failed(error, False), note, rows, device, fake_tensors=weights.made
     )
     with _process_group(processes, rank), Uninitialised(), closing(weights), rehearsal.start(rehearsed):
-        with torch.compiler.set_stance("force_eager"):
+        # What a user's own lines save would replace what is there by tensors without values.
+        with torch.compiler.set_stance("force_eager"), torch.enable_grad(), mock.patch("torch.save"):
             function = inspect.unwrap(recipe.main)
             body = next(
                 each for each in recipe.tree.body if isinstance(each, ast.FunctionDef) and each.name == function.__name__
@@ -116,15 +128,27 @@ def _process_group(processes: int, rank: int) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def described(error: BaseException, file: Path) -> str:
-    """What is wrong; of an error that is not a `TuneError`, with the line of the user's code that it comes from."""
-    if isinstance(error, TuneError):
-        return str(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if _is_users(frame.filename, file)]
-    place = f"{Path(own[-1].filename).name}:{own[-1].lineno}: " if own else f"{file.name}: "
+def described(error: Exception, file: Path) -> str:
+    """What an error that is no `TuneError` says, and the line of the user's code that it comes from."""
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename, file)]
+    place = f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else file.name
+    if isinstance(error, ConfigAttributeError | ConfigKeyError):
+        return f"{error.full_key}: {place} reads it, and there is no such setting"
     text = str(error).splitlines()[0] if str(error) else ""
-    return f"{place}{type(error).__name__}: {text}"
+    return f"{place}: {type(error).__name__}: {text}"
+
+
+def is_own(error: Exception, file: Path) -> bool:
+    """Whether the user's code raises an error itself."""
+    if isinstance(error, ConfigAttributeError | ConfigKeyError):
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and _is_users(frames[-1].filename, file)
+
+
+def is_limit(error: Exception) -> bool:
+    """Whether an error says that numbers are needed which are not there in a rehearsal."""
+    return isinstance(error, LIMITS) or any(text in str(error) for text in LIMITS_IN_WORDS)
 
 
 def _is_users(name: str, file: Path) -> bool:

@@ -33,10 +33,13 @@ class Missing:
 
     __call__ = __iter__ = __len__ = __getitem__ = __contains__ = __enter__ = __next__ = _needed
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _needed
-    __or__ = __ror__ = __lt__ = __le__ = __gt__ = __ge__ = __float__ = __int__ = __index__ = __fspath__ = _needed
+    __or__ = __ror__ = __lt__ = __le__ = __gt__ = __ge__ = __float__ = __int__ = __index__ = _needed
 
     def __exit__(self, *_: Any) -> None:
         pass
+
+
+Missing.__name__ = repr(Missing())  # in messages, by which what follows from it is told
 
 
 class _Break(Exception):
