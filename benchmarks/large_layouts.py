@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import torch
@@ -30,8 +29,7 @@ from tune.collators import Batch
 from tune.distributed import local_shard
 from tune.errors import TuneError
 from tune.losses import LinearCrossEntropy
-from tune.models import build, moe
-from tune.plan import in_equal_shares
+from tune.models import build
 
 MODELS = {
     "llama-405b": {
@@ -87,7 +85,7 @@ def step(folder, processes, rank, axes, tokens):
     built = time.perf_counter() - begin
     numbers = np.arange(tokens)[None] % model.config.vocab_size
     batch = Batch.of(numbers, numbers)
-    with fake, mock.patch.object(moe, "on_processes", in_equal_shares):
+    with fake:
         for each in pipeline.turns([batch]):
             loss = model(each, LinearCrossEntropy())
             for due, _ in pipeline.due(loss):

@@ -1,11 +1,11 @@
-"""Whether a recipe is rehearsed: run to the end of its first optimizer step to find out what is wrong with it.
+"""Whether a recipe is rehearsed: run to the end of its first optimizer step, to find out what is wrong with it.
 
-In a rehearsal no weights are read, no process is spoken to and nothing is written. What does such things asks here:
-`if rehearsal.current(): ...`. `tune.validate` starts one; a recipe, or a copy of one, knows nothing of it.
+In a rehearsal no weights are read, other processes are not there, and nothing is written. Code that does such things
+asks here: `if rehearsal.current(): ...`. `tune.validate` starts one; a recipe, or a copy of one, knows nothing of it.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,22 +18,17 @@ class RehearsalEnded(Exception):
 
 @dataclass
 class Rehearsal:
-    """What is rehearsed: `rows` of each dataset are read (None: all), on the kind of `device` that a run will have
-    (None: this machine's). `report` takes what is wrong, and `note` what a run would say. Within `fake_tensors` new
-    tensors have shapes alone."""
+    """How a recipe is rehearsed. Of each dataset the first `rows` are read (None: all). `report` takes an error after
+    which the rehearsal goes on, and `note` what a run would say. Within `fake_tensors` new tensors have shapes alone.
+    `start_processes` makes a process group of so many, of which only one is there."""
 
     report: Callable[[TuneError], None]
     note: Callable[[str], None]
-    rows: int | None = None
-    device: str | None = None
-    fake_tensors: Callable[[], AbstractContextManager[None]] = nullcontext
+    rows: int | None
+    fake_tensors: Callable[[], AbstractContextManager[None]]
+    start_processes: Callable[[int], None]
     cut: set[str] = field(default_factory=set)  # names of the data of which not all rows were read
-    folders: dict[Path, Path] = field(default_factory=dict)  # of runs: for the temporary one the one that is named
-
-    def goes_on_after(self, error: TuneError) -> bool:
-        """Report an error after which something else can stand in for what could not be made."""
-        self.report(error)
-        return True
+    folders: dict[Path, Path] = field(default_factory=dict)  # for the temporary folder of a run the one that is named
 
 
 _current: Rehearsal | None = None

@@ -107,7 +107,9 @@ def found_by_both(recipe: str, *wrong: str) -> tuple[list[str], list[str]]:
     """The problems that `tune run` finds in the settings, and the errors of `tune validate`."""
     given = settings(recipe, *wrong)
     cfg, problems = config.read(*recipe_of(recipe, given))
-    errors = [str(each) for each in validate(config.find_recipe(recipe), cfg, problems, rows=8) if each.level == "error"]
+    errors = [
+        str(each) for each in validate(config.find_recipe(recipe), cfg, problems, rows=8) if each.level == "error"
+    ]
     if problems:
         with pytest.raises(TuneError) as refused:
             config.load(recipe, given)

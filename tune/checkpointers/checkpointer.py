@@ -187,7 +187,7 @@ class Checkpointer:
                 "node has only its part with a URL. Give a folder that all nodes share, or leave both out"
             )
         self.tidies = world.is_main or is_first_here  # the one process of a folder that renames and removes in it
-        self.group = None if rehearsal.current() else _background_group(dist.group.WORLD, world.timeout)
+        self.group: Any = None if rehearsal.current() else _background_group(dist.group.WORLD, world.timeout)
         self.background = ThreadPoolExecutor(max_workers=1)
         self.pending: Future[None] | None = None
         self.told = ""  # why the last checkpoint was not written

@@ -1,4 +1,4 @@
-"""The checkpointer of a rehearsal: what it would continue from is compared with the run, and nothing is read or saved."""
+"""The checkpointer of a rehearsal: a checkpoint to continue from is compared with the run, and nothing is saved."""
 
 import json
 from collections.abc import Mapping

@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from tune.cli.prepare import prompts_of, settings
+from tune.cli.prepare import data_of, prompts_of, settings
 from tune.cli.run import parse_options
 from tune.collators import IGNORE
 from tune.config import instantiate
@@ -21,7 +21,6 @@ from tune.datasets import MARKS, Stream, first_rows, histogram, marked, parts_of
 from tune.errors import TuneError, explained
 from tune.launchers import count
 from tune.lookup import did_you_mean
-from tune.cli.prepare import data_of
 
 STYLES = {True: ("black on pale_green1", "black on pale_green3"), False: ("grey62", "grey50")}
 BAR = 40  # characters of the longest bar

@@ -111,15 +111,19 @@ def with_folder(default: str | None, recipe: Path, settings: list[str]) -> tuple
     return ([*settings, f"output_dir={new}"] if "output_dir" in cfg else settings), Path(new)
 
 
-def run_name(recipe: Path) -> str | None:
-    """What the recipe calls its runs, the NAME in its `Run("NAME", ...)`, read without running it; None without one."""
-    found = re.search(r"""\bRun\(\s*["']([^"']+)["']""", recipe.read_text(encoding="utf-8"))
-    return found[1] if found else None
-
-
 def default_config(recipe: Path) -> str | None:
-    """The default of the recipe's `@config.entrypoint("default")`, read without running it; None without one."""
-    found = re.search(
-        r"""^@.*\bentrypoint\(\s*["']([^"']+)["']\s*\)""", recipe.read_text(encoding="utf-8"), re.MULTILINE
-    )
-    return str(config.find_default(recipe, found[1])) if found else None
+    """The default of the recipe's `@config.entrypoint("default")`, read without running it; None without one. Raises
+    TuneError if the file is no Python."""
+    try:
+        tree = ast.parse(recipe.read_text(encoding="utf-8"))
+    except SyntaxError as error:
+        raise TuneError(f"{recipe}:{error.lineno}: {error.msg}") from error
+    functions = [each for each in tree.body if isinstance(each, ast.FunctionDef)]
+    for decorator in (each for function in functions for each in function.decorator_list):
+        match decorator:
+            case ast.Call(
+                func=ast.Attribute(attr="entrypoint") | ast.Name(id="entrypoint"),
+                args=[ast.Constant(value=str(default))],
+            ):
+                return str(config.find_default(recipe, default))
+    return None

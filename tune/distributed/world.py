@@ -1,6 +1,7 @@
 """The process group of a run, as a mesh. One process is a mesh of size 1."""
 
 import atexit
+import functools
 import gc
 import os
 import time
@@ -183,11 +184,9 @@ def _of_first(make: Callable[[], T], group: dist.ProcessGroup | None) -> T:
 def join(device: Literal["auto", "cpu", "cuda", "mps"] = "auto", timeout: float = 60) -> torch.device:
     """Join the process group that a launcher (torchrun, SLURM, Ray) describes; without one, a group of one process.
     Gives the device of this process. `timeout` is in minutes. Raises TuneError if the device is not available."""
-    rehearsed = rehearsal.current()
-    kind = rehearsed.device if rehearsed and rehearsed.device else device_type(device)
-    if rehearsed:
-        _require_one_mps(kind, dist.get_world_size())
+    if rehearsal.current():
         return torch.device("cpu")
+    kind = device_type(device)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
     if "RANK" not in os.environ:
@@ -203,7 +202,8 @@ def join(device: Literal["auto", "cpu", "cuda", "mps"] = "auto", timeout: float 
             found = torch.cuda.device_count()
             raise TuneError(f"device: process {local_rank} has no GPU; {found} found. Start fewer, or set device=cpu")
         torch.cuda.set_device(local_rank)
-    _require_one_mps(kind, size)
+    if kind == "mps" and size > 1:
+        raise TuneError(f"device: mps is one device; found {size} processes. Start one process, or set device=cpu")
     if not dist.is_initialized():
         store = dist.HashStore() if "RANK" not in os.environ else launcher_store(duration)
         place: Any = {}
@@ -216,6 +216,24 @@ def join(device: Literal["auto", "cpu", "cuda", "mps"] = "auto", timeout: float 
     return torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
 
 
+def _alone_where_it_fails(make: Callable[..., World]) -> Callable[..., World]:
+    """In a rehearsal, have what does not depend on a layout go on in one process if there is no such layout."""
+
+    @functools.wraps(make)
+    def init(*args: Any, **axes: Any) -> World:
+        try:
+            return make(*args, **axes)
+        except TuneError as error:
+            if (rehearsed := rehearsal.current()) is None:
+                raise
+            rehearsed.report(error)
+            rehearsed.start_processes(1)
+            return make()
+
+    return init
+
+
+@_alone_where_it_fails
 def init(
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto",
     dp_replicate: int = 1,
@@ -478,11 +496,6 @@ def device_type(device: str) -> str:
     if device not in ("auto", *available):
         raise TuneError(f"device: {device} is not available on this machine; available: {', '.join(available)}")
     return available[0] if device == "auto" else device
-
-
-def _require_one_mps(kind: str, size: int) -> None:
-    if kind == "mps" and size > 1:
-        raise TuneError(f"device: mps is one device; found {size} processes. Start one process, or set device=cpu")
 
 
 def _leave() -> None:

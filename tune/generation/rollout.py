@@ -57,8 +57,9 @@ class Reward:
     def _rehearsed(self, episodes: Sequence["Episode"], tokenizer: Tokenizer, world: World) -> list[float]:
         """Call a function with the first prompt, of which it is the completion too, and a reward model; a judge, which
         may not be here, is not called. The rewards of a group differ."""
-        if getattr(self.function, "is_sharded", False):
-            called(f"{self.setting}: {self.name} fails", self.function.scores, episodes[:1], tokenizer, world)
+        model: Any = self.function
+        if getattr(model, "is_sharded", False):
+            called(f"{self.setting}: {self.name} fails", model.scores, episodes[:1], tokenizer, world)
         elif episodes and isinstance(self.function, partial):
             self(episodes[0].prompt.row, tokenizer.decode(episodes[0].prompt.tokens))
         return [float(number % 2) for number, _ in enumerate(episodes)]

@@ -8,7 +8,6 @@ from tune.plan.alter import alter
 from tune.plan.layout import layout_of
 from tune.plan.memory import GIB
 from tune.plan.planning import CHOSEN, Job, calibrate
-from tune.plan.trace import in_equal_shares
 
 # Other names are for the packages of `tune` alone.
 __all__ = [

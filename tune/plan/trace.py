@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
@@ -42,7 +42,7 @@ from tune.distributed import (
     wrap_forward,
 )
 from tune.losses import chunks
-from tune.models import attention, moe
+from tune.models import attention
 from tune.quantization import nf4
 
 REDUCED = 4  # bytes of a gradient while FSDP reduces it: fp32
@@ -303,16 +303,8 @@ def _kernels(device: Device, recorder: Recorder) -> Iterator[None]:
         mock.patch.object(attention, "has_flash", lambda tensor: device.flash),
         mock.patch.object(nf4, "dequantize", whole),
         mock.patch.object(chunks, "default_chunk_tokens", lambda vocab, _: chunk_tokens(vocab, kind)),
-        mock.patch.object(moe, "on_processes", in_equal_shares),
     ):
         yield
-
-
-def in_equal_shares(mesh: DeviceMesh, experts: nn.Module, rows: Tensor, plan: Any, call: Any = moe.on_processes) -> Any:
-    """How many rows are sent to each process and received, which a forward asks for, no number says in fake tensors."""
-    counts = [[len(rows) // mesh.size()] * mesh.size()] * 2
-    with mock.patch.object(FakeTensor, "tolist", lambda _: counts):
-        return call(mesh, experts, rows, plan)
 
 
 def _step(blocks: list[nn.Module], call: Callable[[], Any], recorder: Recorder) -> list[Any]:

@@ -79,6 +79,8 @@ def validate(
     except TuneError as error:
         findings.add(str(error), "device")
         kind = "cpu"
+    if kind == "mps" and processes > 1:
+        findings.add(f"device: mps is one device; found {processes} processes. Start one process, or set device=cpu")
     findings.all += judge(Facts(cfg, kind, processes, capability), strict)
     _require_versions(findings)
     try:
@@ -87,8 +89,8 @@ def validate(
         findings.add(str(error))
         return findings.all
     cut = rehearse(
-        found, cfg, processes=processes, device=kind, rows=rows,
-        report=lambda error: findings.add_error(error, recipe), note=findings.add_note,
+        found, cfg, processes=processes, rows=rows, report=lambda error: findings.add_error(error, recipe),
+        note=findings.add_note,
     )  # fmt: skip
     if cut:
         findings.add(LIMITED.format(rows), "dataset", Level.INFO)

@@ -1,12 +1,14 @@
-"""A recipe, any file, run to the end of its first optimizer step: without weights, processes or results."""
+"""A recipe, any file, run to the end of its first optimizer step: without weights, other processes or results."""
 
 import ast
 import inspect
+import io
 import sys
 import traceback
 import types
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +21,7 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
 )
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -30,9 +33,16 @@ from tune.errors import TuneError
 from tune.validate.fake_tensors import FakeWeights
 from tune.validate.statements import Missing, Statements, Unknown
 
-LIMITS = DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException
-LIMITS_IN_WORDS = ("is not supported for tensor subclasses", "FakeTensor", "WeakValueDictionary")
+# What fails for want of numbers is no mistake.
+LIMITS = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+LIMITS_IN_WORDS = (".numpy() is not supported for tensor subclasses", "'WeakValueDictionary.__init__")  # of pickle
 LIBRARY = str(Path(tune.__file__).parent)
+MODULE = "__rehearsed__"
 
 
 class Uninitialised(TorchFunctionMode):
@@ -48,84 +58,97 @@ class Uninitialised(TorchFunctionMode):
 
 
 class Recipe:
-    """The module of a recipe's file, its function with `@config.entrypoint`, and the YAML that this names.
+    """The module that a recipe's file makes, and its function with `@config.entrypoint`.
 
     Raises:
-        TuneError: it is no Python, raises an error, or has no such function.
+        TuneError: it is no Python, it raises an error, or it has no such function.
     """
 
     def __init__(self, file: Path):
         self.file = file
-        self.source = file.read_text(encoding="utf-8")
-        self.module = sys.modules["__rehearsed__"] = types.ModuleType("__rehearsed__")
+        self.module = sys.modules[MODULE] = types.ModuleType(MODULE)
         self.module.__file__ = str(file)
         try:
-            self.tree = ast.parse(self.source, str(file))
-            exec(compile(self.tree, str(file), "exec"), vars(self.module))
+            tree = ast.parse(file.read_text(encoding="utf-8"), str(file))
+            exec(compile(tree, str(file), "exec"), vars(self.module))
         except SyntaxError as error:
             raise TuneError(f"{error.filename}:{error.lineno}: {error.msg}") from error
         except TuneError:
             raise
         except Exception as error:
             raise TuneError(described(error, file)) from error
-        found = [each for each in vars(self.module).values() if hasattr(each, "settings_of_recipe")]
+        functions = [each for each in vars(self.module).values() if hasattr(each, "settings_of_recipe")]
+        names = [inspect.unwrap(each).__name__ for each in functions]
+        found = [each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name in names]
         if not found:
             raise TuneError(f"{file}: no function of it has @config.entrypoint(...)")
         self.main = found[0]
 
+    def namespace(self, cfg: DictConfig) -> dict[str, Any]:
+        """The names that the statements of the function see, without those that they make."""
+        return vars(self.module) | {self.main.args.args[0].arg: cfg.copy()}
+
 
 def rehearse(
-    recipe: Recipe, cfg: DictConfig, *, processes: int, device: str | None, rows: int | None,
-    report: Callable[[Exception], None], note: Callable[[str], None],
+    recipe: Recipe, cfg: DictConfig, *, processes: int, rows: int | None, report: Callable[[Exception], None],
+    note: Callable[[str], None],
 ) -> bool:  # fmt: skip
     """Run `recipe` with the settings `cfg` as the first of so many processes, and where they are stages of a pipeline
     as the last one too. Errors go to `report`, and what a run would say to `note`. Returns whether rows of the data
     were left out."""
-    cut, stages = _rehearse(recipe, cfg, processes, 0, device, rows, report, note)
+
+    def run(rank: int) -> tuple[bool, int]:
+        weights = FakeWeights()
+
+        def failed(error: Exception, needs_missing: bool) -> None:
+            follows = isinstance(error, Unknown) or (needs_missing and not isinstance(error, TuneError))
+            if not follows and repr(Missing()) not in str(error):
+                report(error)
+
+        with _process_group(rank) as start, Uninitialised(), closing(weights):
+            start(processes)
+            rehearsed = rehearsal.Rehearsal(lambda error: failed(error, False), note, rows, weights.made, start)
+            # What a user's own lines save would replace what is there by tensors without values.
+            not_saved, not_compiled = mock.patch("torch.save"), torch.compiler.set_stance("force_eager")
+            with _told(note, recipe.file), rehearsal.start(rehearsed), not_saved, not_compiled, torch.enable_grad():
+                Statements(str(recipe.file), recipe.namespace(cfg), failed).run(recipe.main)
+            return bool(rehearsed.cut), current_world().num_stages
+
+    is_cut, stages = run(0)
     if stages > 1:
-        _rehearse(recipe, cfg, processes, processes - 1, device, rows, report, note)
-    return cut
-
-
-def _rehearse(
-    recipe: Recipe, cfg: DictConfig, processes: int, rank: int, device: str | None, rows: int | None,
-    report: Callable[[Exception], None], note: Callable[[str], None],
-) -> tuple[bool, int]:  # fmt: skip
-    """Whether rows were left out, and how many stages there are."""
-    weights = FakeWeights()
-
-    def failed(error: Exception, needs_missing: bool) -> None:
-        if isinstance(error, Unknown) or (needs_missing and not isinstance(error, TuneError)):
-            return
-        if repr(Missing()) not in str(error):
-            report(error)
-
-    rehearsed = rehearsal.Rehearsal(
-        lambda error: failed(error, False), note, rows, device, fake_tensors=weights.made
-    )
-    with _process_group(processes, rank), Uninitialised(), closing(weights), rehearsal.start(rehearsed):
-        # What a user's own lines save would replace what is there by tensors without values.
-        with torch.compiler.set_stance("force_eager"), torch.enable_grad(), mock.patch("torch.save"):
-            function = inspect.unwrap(recipe.main)
-            body = next(
-                each for each in recipe.tree.body if isinstance(each, ast.FunctionDef) and each.name == function.__name__
-            )
-            namespace = vars(recipe.module) | {body.args.args[0].arg: cfg.copy()}
-            Statements(str(recipe.file), namespace, failed).run(body)
-        world = current_world()
-    return bool(rehearsed.cut), world.num_stages
+        run(processes - 1)
+    return is_cut
 
 
 @contextmanager
-def _process_group(processes: int, rank: int) -> Iterator[None]:
-    """That of so many processes, of which only one is there."""
-    if is_new := not dist.is_initialized():
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=processes)
-    try:
-        yield
-    finally:
-        if is_new:
+def _process_group(rank: int) -> Iterator[Callable[[int], None]]:
+    """A function that makes a process group of so many processes, of which only this one is there. One that is there
+    already stays."""
+    is_new = not dist.is_initialized()
+
+    def end() -> None:
+        if is_new and dist.is_initialized():
             dist.destroy_process_group()
+
+    def start(processes: int) -> None:
+        end()
+        if not dist.is_initialized():
+            dist.init_process_group("fake", store=FakeStore(), rank=min(rank, processes - 1), world_size=processes)
+
+    try:
+        yield start
+    finally:
+        end()
+
+
+@contextmanager
+def _told(note: Callable[[str], None], file: Path) -> Iterator[None]:
+    """Nothing is printed within; warnings of this library and of the user's code are notes."""
+    with warnings.catch_warnings(record=True) as caught, redirect_stdout(io.StringIO()):
+        yield
+    for each in caught:
+        if each.filename.startswith(LIBRARY) or _is_users(each.filename, file):
+            note(f"warning: {each.message}")
 
 
 def described(error: Exception, file: Path) -> str:

@@ -3,6 +3,7 @@ mistakes."""
 
 import ast
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import CodeType
 from typing import Any
 
@@ -63,10 +64,8 @@ class Statements:
 
     def run(self, function: ast.FunctionDef) -> None:
         """The body of a function, whose arguments are among the names."""
-        try:
+        with suppress(_Return, RehearsalEnded):
             self._all(function.body)
-        except (_Return, _Break, _Continue, RehearsalEnded):
-            pass
 
     def _all(self, statements: Sequence[ast.stmt]) -> None:
         for statement in statements:
@@ -110,21 +109,18 @@ class Statements:
 
     def _for(self, loop: ast.For) -> None:
         items = self._tried(loop.iter, lambda: iter(self._value(loop.iter)))
-        if isinstance(items, Missing):
+        if isinstance(items, Missing):  # once: the body may have mistakes of its own
             self._forget(loop)
-            return
+            items = iter([items])
         ended = object()
-        while True:
-            item = self._tried(loop.iter, lambda: next(items, ended))
-            if item is ended or isinstance(item, Missing):
-                return
-            self._assign(loop.target, item)
-            try:
-                self._all(loop.body)
-            except _Break:
-                return
-            except _Continue:
-                continue
+        with suppress(_Break):
+            while (item := self._tried(loop.iter, lambda: next(items, ended))) is not ended:
+                failed = isinstance(item, Missing)
+                self._assign(loop.target, item)
+                with suppress(_Continue):
+                    self._all(loop.body)
+                if failed:
+                    return
 
     def _assign(self, target: ast.expr, value: Any) -> None:
         self.namespace["__value__"] = value
@@ -142,8 +138,8 @@ class Statements:
         except (_Return, _Break, _Continue, RehearsalEnded):
             raise
         except Exception as error:
-            names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)}
-            self.failed(error, any(isinstance(self.namespace.get(name), Missing) for name in names))
+            read = (each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load))
+            self.failed(error, any(isinstance(self.namespace.get(name), Missing) for name in read))
             return self._forget(node)
 
     def _forget(self, node: ast.AST) -> Missing:

@@ -1,0 +1,62 @@
+"""Weights without values: what is computed with them has shapes alone, and what is known stays known."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from tune.validate.fake_tensors import LARGE, FakeWeights
+
+
+@pytest.fixture
+def weight():
+    weights = FakeWeights()
+    with weights.made():
+        made = torch.nn.Parameter(torch.empty(4, 3))
+    yield made
+    weights.close()
+
+
+def test_what_is_computed_with_a_weight_has_its_shape(weight):
+    loss = (torch.ones(2, 3) @ weight.T).square().sum()
+    loss.backward()
+    assert isinstance(loss, FakeTensor) and weight.grad.shape == (4, 3)
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    optimizer.step()
+    assert optimizer.state[weight]["exp_avg"].shape == (4, 3)
+
+
+def test_a_number_that_is_known_stays_what_it_is(weight):
+    rewards = torch.tensor([1.0, 3.0])
+    assert (rewards - rewards.mean()).tolist() == [-1.0, 1.0]
+    assert torch.arange(5)[torch.tensor([False, True, False, True, False])].numpy().tolist() == [1, 3]
+
+
+def test_numbers_that_are_not_known_stand_in(weight):
+    assert weight.sum().item() == 1.0 and weight.long().max().item() == 1
+    assert not bool(weight.sum() > 0)
+
+
+def test_all_places_of_a_condition_are_chosen(weight):
+    assert weight[weight > 0].shape == (12,) and weight[weight[:, 0] > 0].shape == (4, 3)
+    assert weight.detach().masked_select(weight > 0).shape == (12,)
+    assert (weight > 0).nonzero().shape == (12, 2)
+
+
+def test_a_tensor_that_a_fake_one_is_added_to_is_not_known(weight):
+    total = torch.zeros(())
+    total += weight.detach().sum()
+    assert total.item() == 1.0
+
+
+def test_what_is_large_or_has_no_values_is_not_made(weight):
+    assert isinstance(torch.zeros(LARGE, 2), FakeTensor) and isinstance(torch.empty(2), FakeTensor)
+    assert not isinstance(torch.zeros(2), FakeTensor)
+    assert torch.empty(LARGE, 2, device="meta").is_meta
+
+
+def test_it_ends():
+    weights = FakeWeights()
+    with weights.made():
+        assert isinstance(torch.zeros(2), FakeTensor)
+    weights.close()
+    assert not isinstance(torch.empty(2), FakeTensor)

@@ -1,0 +1,224 @@
+"""`tune validate` runs a recipe, any copy of one, to the end of its first step: it finds what the copy's own lines
+raise, and leaves nothing behind."""
+
+import io
+import json
+import os
+import re
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+from helpers import run_verbs, save_checkpoint
+
+from tune import cli
+
+SETTINGS = [
+    "model.path=model", "dataset.path=chats.jsonl", "device=cpu", "dtype=fp32", "max_seq_len=128",
+    "global_batch_size=8", "micro_batch_size=2",
+]  # fmt: skip
+PROMPTS = ["model.path=model", "dataset.path=prompts.jsonl", "reward=rewarding.length", "device=cpu", "dtype=fp32"]
+PROMPTS += ["prompts_per_step=4"]
+PAIRS = [setting.replace("chats", "pairs") for setting in SETTINGS]
+
+
+@pytest.fixture
+def here(checkpoint, chats, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    Path("rewarding.py").write_text("def length(row, completion):\n    return float(len(completion) % 5)\n")
+    Path("model").symlink_to(checkpoint)
+    Path("chats.jsonl").symlink_to(chats)
+    words = ("cat", "dog", "mat", "rug", "the", "sat", "ran", "big")
+    pairs = ({"instruction": word, "chosen": f"{word} sat", "rejected": "no"} for word in words)
+    Path("pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": word}) + "\n" for word in words))
+    return tmp_path
+
+
+@pytest.fixture
+def mine(here):
+    """Copies a recipe to mine.py, with these replacements."""
+
+    def copy(recipe: str, *changes: tuple[str, str]) -> None:
+        cli.main(["cp", recipe, "mine.py"])
+        text = Path("mine.py").read_text()
+        for old, new in changes:
+            assert text.count(old) == 1, old
+            text = text.replace(old, new)
+        Path("mine.py").write_text(text)
+
+    return copy
+
+
+def found(*arguments: str) -> list[dict]:
+    with redirect_stdout(io.StringIO()) as shown, pytest.raises(SystemExit):
+        cli.main(["validate", *arguments, "--json"])
+    return json.loads(shown.getvalue())["findings"]
+
+
+def errors(*arguments: str) -> list[str]:
+    return [f"{each['place']}: {each['message']}" for each in found(*arguments) if each["level"] == "error"]
+
+
+def line_of(text: str) -> int:
+    """The line of mine.py that has the text."""
+    (line,) = [number for number, line in enumerate(Path("mine.py").read_text().split("\n"), 1) if text in line]
+    return line
+
+
+# Ten faults in a copy's own lines: what stands there instead, and what is said of it.
+FAULTS = [
+    ("loss.backward()", "loss.backwards()", "backwards"),
+    ("schedule.step()", "scheduel.step()", "scheduel"),
+    ("optimizer.zero_grad()", "optimizer.zero_grads()", "zero_grads"),
+    ("cfg.max_grad_norm", "cfg.max_gradnorm", "max_gradnorm"),
+    ("metrics |= evaluator(step)", "metrics |= evaluator()", "step"),
+    ("loss_fn = instantiate(cfg.loss)", "loss_fn = instantiate(cfg.los)", "los"),
+    ("total_loss += loss.detach()", "total_loss += loss.detach() + torch.ones(2)[5]", "index 5"),
+    ("/ max(1, batch.num_supervised)", "/ max(1, batch.supervised)", "supervised"),
+    ("run.log(step, batch, metrics)", "run.log(step, batch, metrics['learning_rate'])", "learning_rate"),
+    ("evaluator(0)", "evaluator(0)[0]", "0"),
+]
+
+
+@pytest.mark.parametrize(("right", "wrong", "says"), FAULTS, ids=[wrong for _, wrong, _ in FAULTS])
+def test_a_fault_in_a_line_of_a_copy(right, wrong, says, mine):
+    mine("full_finetune", (right, wrong))
+    (error,) = errors("mine.py", *SETTINGS)
+    assert f"mine.py:{line_of(wrong)}" in error and says in error
+
+
+def test_all_of_them_in_one_pass_but_those_that_follow(mine):
+    apart = [FAULTS[at] for at in (1, 2, 3, 5, 9)]
+    mine("full_finetune", *((right, wrong) for right, wrong, _ in apart))
+    (places) = {re.search(r"mine\.py:(\d+)", error)[1] for error in errors("mine.py", *SETTINGS)}
+    assert places == {str(line_of(wrong)) for _, wrong, _ in apart}
+
+
+def test_a_file_that_is_no_python(mine):
+    mine("full_finetune", ("def main(cfg):", "def main(cfg:"))
+    (error,) = errors("mine.py", *SETTINGS)
+    assert error.startswith("mine.py:") or f"mine.py:{line_of('def main(cfg:')}" in error
+
+
+def test_a_module_that_is_not_there(mine):
+    mine("full_finetune", ("import torch\n", "import torch\nimport not_there\n"))
+    (error,) = errors("mine.py", *SETTINGS)
+    assert f"mine.py:{line_of('import not_there')}" in error and "not_there" in error
+
+
+def test_a_key_of_the_copys_yaml_that_the_script_calls_otherwise(mine):
+    mine("full_finetune")
+    file = Path("mine.yaml")
+    file.write_text(file.read_text().replace("max_grad_norm:", "max_gradnorm:"))
+    (error,) = errors("mine.py", *SETTINGS)
+    assert error.startswith("max_grad_norm: ") and "mine.py:" in error
+
+
+def test_a_fault_in_a_function_of_ones_own_module(mine):
+    Path("own.py").write_text("def loss(hidden, weight, batch, **softcap):\n    return hidden.not_there\n")
+    mine("full_finetune", ("loss_fn = instantiate(cfg.loss)", "from own import loss as loss_fn"))
+    (error,) = errors("mine.py", *SETTINGS)
+    assert error.startswith("own.py:2: ") and "not_there" in error
+
+
+def test_shapes_that_do_not_fit(mine):
+    mine("full_finetune", ("total_loss += loss.detach()", "total_loss += loss.detach() * torch.ones(3)"))
+    (error,) = errors("mine.py", *SETTINGS)
+    assert f"mine.py:{line_of('torch.ones(3)')}" in error
+
+
+def test_five_mistakes_of_different_kinds_in_one_pass(mine):
+    """A setting that is unknown, a rule, the data, the copy's own line, the layout."""
+    mine("full_finetune", ("schedule.step()", "scheduel.step()"))
+    Path("bad.jsonl").write_text('{"messages": 1}\n')
+    more = ["lrr=1", "memory.activation_offload=true", "dataset.path=bad.jsonl", "parallel.tp=3"]
+    run = ["validate", "mine.py", *SETTINGS, *more, "--world-size", "2"]
+    (done,) = run_verbs(run)
+    places = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("error ")]
+    mine_py = f"mine.py:{line_of('scheduel')}:"
+    assert done.returncode == 1 and "bad.jsonl:1" in done.stdout
+    assert places == ["dataset:", "lrr:", "memory.activation_offload:", mine_py, "parallel:"]
+
+
+def test_prints_of_a_copy_are_not_in_what_it_prints(mine):
+    mine("full_finetune", ("schedule.step()", "print('here'); schedule.step()"))
+    assert errors("mine.py", *SETTINGS) == []
+
+
+def test_nothing_is_written_and_what_a_copy_saves_stays(mine):
+    Path("mine.pt").write_text("precious")
+    line = "run.finish(checkpointer, evaluator)"
+    mine("full_finetune", (line, f"{line}\n        torch.save(model.state_dict(), 'mine.pt')"))
+    before = sorted(os.listdir())
+    assert errors("mine.py", *SETTINGS, "output_dir=runs/new/one") == []
+    assert sorted(os.listdir()) == before and Path("mine.pt").read_text() == "precious"
+
+
+def test_a_number_that_is_not_there_is_no_mistake(mine):
+    mine("full_finetune", ("total_loss += loss.detach()", "total_loss += loss.detach().numpy().sum()"))
+    told = found("mine.py", *SETTINGS)
+    assert not [each for each in told if each["level"] == "error"]
+    (limit,) = [each for each in told if each["level"] == "info"]
+    assert f"{limit['place']}: {limit['message']}".count("mine.py:") == 1
+
+
+def test_reading_numbers_in_the_loop(mine):
+    mine("full_finetune", ("total_loss += loss.detach()", "total_loss += float(loss.detach()) + loss.item()"))
+    assert errors("mine.py", *SETTINGS) == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings"),
+    [
+        ("full_finetune", SETTINGS),
+        ("lora_finetune", [*SETTINGS, "dtype=bf16"]),
+        ("pipeline_finetune", SETTINGS),
+        ("preference_finetune", PAIRS),
+        ("reward_finetune", PAIRS),
+        ("distill", [*SETTINGS, "teacher.path=model"]),
+        ("distill", [*SETTINGS, "teacher.path=model", "teacher.top_k=4"]),
+        ("distill", [*SETTINGS, "teacher.path=model", "on_policy.share=0.5", "on_policy.max_new_tokens=8"]),
+        ("grpo", PROMPTS),
+        ("ppo_finetune", [*PROMPTS, "value.path=model"]),
+        ("evaluate", SETTINGS[:3]),
+        ("evaluate", [*SETTINGS[:1], "dataset.path=prompts.jsonl", "score=rewarding.length"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value[2:])[-40:],
+)
+def test_every_recipe(recipe, settings, here):
+    assert errors(recipe, *settings) == []
+
+
+def test_layouts_of_processes_that_are_not_here(here, told_to):
+    save_checkpoint(
+        here / "experts", "Qwen3MoeConfig", num_experts=4, num_experts_per_tok=2, head_dim=16,
+        moe_intermediate_size=32, num_hidden_layers=2,
+    )  # fmt: skip
+    ways = [
+        ["full_finetune", *SETTINGS],
+        ["full_finetune", *SETTINGS, "parallel.tp=2"],
+        ["full_finetune", *SETTINGS, "parallel.cp=2"],
+        ["full_finetune", *SETTINGS, "parallel.dp_replicate=2", "parallel.zero_stage=1"],
+        ["full_finetune", *SETTINGS, "memory.cpu_offload=true", "compile=true"],
+        ["full_finetune", *SETTINGS, "optimizer._component_=tune.optimizers.Muon"],
+        ["full_finetune", *SETTINGS, "model.path=experts", "model.router_loss=0.01", "parallel.ep=2"],
+        ["pipeline_finetune", *SETTINGS, "parallel.pp=2"],
+        ["pipeline_finetune", *SETTINGS, "parallel.pp=2", "parallel.pp_schedule=zero_bubble", "global_batch_size=32"],
+        ["lora_finetune", *SETTINGS, "quantization.weights=nf4"],
+        ["lora_finetune", *SETTINGS, "adapter.dora=true"],
+        ["lora_finetune", *SETTINGS, "quantization.float8=rowwise_with_gw_hp"],
+        ["preference_finetune", *PAIRS, "parallel.tp=2"],
+        ["grpo", *PROMPTS],
+        ["ppo_finetune", *PROMPTS, "value.path=model"],
+    ]  # fmt: skip
+    assert told_to(4, *ways) == [""] * len(ways)
+
+
+def test_sixty_four_processes(here, told_to):
+    settings = [setting for setting in SETTINGS if "batch" not in setting]
+    Path("many.jsonl").write_text(Path("chats.jsonl").read_text() * 2)
+    sizes = ["dataset.path=many.jsonl", "global_batch_size=64", "micro_batch_size=1"]
+    assert told_to(64, ["full_finetune", *settings, *sizes]) == [""]

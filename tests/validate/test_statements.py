@@ -1,0 +1,88 @@
+"""A function goes on after a statement that fails, and what follows from that is told apart."""
+
+import ast
+
+import pytest
+
+from tune.errors import TuneError
+from tune.rehearsal import RehearsalEnded
+from tune.validate.statements import Missing, Statements, Unknown
+
+
+def run(body: str, **names):
+    """What `seen` has after the statements, and the errors, with whether something missing was needed."""
+    lines = "\n".join(f"    {line}" for line in body.strip("\n").splitlines())
+    (function,) = ast.parse(f"def main():\n{lines}").body
+    errors, seen = [], []
+    namespace = {"seen": seen, "TuneError": TuneError, "RehearsalEnded": RehearsalEnded, **names}
+    Statements("mine.py", namespace, lambda error, needs: errors.append((error, needs))).run(function)
+    return seen, errors
+
+
+def test_statements_behind_one_that_fails_are_run():
+    seen, ((first, _), (second, _)) = run(
+        """
+a = 1 / 0
+seen.append("between")
+b = unheard_of
+seen.append("behind")
+"""
+    )
+    assert seen == ["between", "behind"]
+    assert isinstance(first, ZeroDivisionError) and isinstance(second, NameError)
+    assert first.__traceback__.tb_next.tb_next.tb_next.tb_frame.f_code.co_filename == "mine.py"
+
+
+def test_what_needs_something_missing_follows_from_that():
+    _, errors = run("a, b = 1 / 0\nc = a + 1\nd = c.shape\nseen.append(len(d))")
+    assert [type(error) for error, _ in errors] == [ZeroDivisionError, Unknown, Unknown]
+    assert [needs for _, needs in errors] == [False, True, True]
+
+
+def test_what_is_missing_is_false_and_so_are_its_attributes():
+    choice = "if a:\n    b = 1\nelse:\n    c = 1\nseen += [b, c]"
+    seen, errors = run(f"a = 1 / 0\nseen.append(bool(a.config.size))\n{choice}")
+    assert [seen[0], *map(repr, seen[1:])] == [False, *[repr(Missing())] * 2] and len(errors) == 1
+    assert repr(Missing()) == Missing.__name__
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ("for each in range(5):\n    if each == 1:\n        continue\n    seen.append(each)", [0, 2, 3, 4]),
+        ("for each in range(5):\n    seen.append(each)\n    if each == 1:\n        break", [0, 1]),
+        ("for each in (1, 0, 2):\n    seen.append(4 / each)", [4, 2]),
+        ("for a, b in [(1, 2), 3, (4, 5)]:\n    seen.append(b)", [2, 2, 5]),
+        ("seen.append(1)\nreturn\nseen.append(2)", [1]),
+        ("seen.append(1)\nraise RehearsalEnded\nseen.append(2)", [1]),
+        ("count = 0\ndef add():\n    nonlocal count\n    count += 1\nadd()\nadd()\nseen.append(count)", [2]),
+        ("values = [1, 2]\nseen.extend([each * 2 for each in values if each in values])", [2, 4]),
+        ("while len(seen) < 2:\n    seen.append(0)", [0, 0]),
+        ("try:\n    1 / 0\nexcept ZeroDivisionError:\n    seen.append(1)", [1]),
+        ("if 1 / 0:\n    seen.append(1)\nseen.append(2)", [2]),
+        ("for each in 1 / 0:\n    seen.append(1)\nseen.append(2)", [1, 2]),
+    ],
+)  # fmt: skip
+def test_control_flow(body, found):
+    seen, _ = run(body)
+    assert seen == found
+
+
+def test_a_context_is_left_after_an_error_in_it():
+    class Context:
+        def __enter__(self):
+            entered.append("in")
+            return self
+
+        def __exit__(self, *error):
+            entered.append(error)
+
+    entered: list = []
+    seen, errors = run("with context as same:\n    1 / 0\n    seen.append(same is context)", context=Context())
+    assert seen == [True] and entered == ["in", (None, None, None)] and len(errors) == 1
+
+
+def test_a_context_that_is_missing_has_its_body_run():
+    seen, errors = run("with context:\n    seen.append(1)", context=Missing())
+    assert seen == [1]
+    assert all(isinstance(error, Unknown) for error, _ in errors)
