@@ -20,11 +20,11 @@ ORDER = [
     *("tokenizers", "losses", "quantization", "distributed"),
     *("collators", "config", "rules", "files"),
     # Files beside the packages.
-    *("ray_cluster", "types", "devices", "lookup", "errors", "secrets", "__version__"),
+    *("ray_cluster", "rehearsal", "types", "devices", "lookup", "errors", "secrets", "__version__"),
 ]
 ALLOWED = {
     ("run", "config"): "a run writes its recipe's settings to config.yaml",
-    ("validate", "config"): "what is wrong with a run is found by making all that its settings name",
+    ("validate", "config"): "a run folder is a path or a URL",
     ("plan", "config"): "a plan is made of what the settings name",
     ("migrate", "config"): "the signatures of components say which keys they take",
     ("records", "config"): "a report reads them there, and the recipe's defaults",

@@ -4,12 +4,15 @@ In a rehearsal no weights are read, other processes are not there, and nothing i
 asks here: `if rehearsal.current(): ...`. `tune.validate` starts one; a recipe, or a copy of one, knows nothing of it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 from tune.errors import TuneError
+
+T = TypeVar("T")
 
 
 class RehearsalEnded(Exception):
@@ -27,6 +30,7 @@ class Rehearsal:
     rows: int | None
     fake_tensors: Callable[[], AbstractContextManager[None]]
     start_processes: Callable[[int], None]
+    stand_ins: Mapping[type[Any], type[Any]]  # classes that take the place of others
     cut: set[str] = field(default_factory=set)  # names of the data of which not all rows were read
     folders: dict[Path, Path] = field(default_factory=dict)  # for the temporary folder of a run the one that is named
 
@@ -45,6 +49,16 @@ UNKNOWN = 10**9  # steps of a run, where not all rows of the data were read
 def is_cut() -> bool:
     """Whether this is a rehearsal in which not all rows of the data were read."""
     return _current is not None and bool(_current.cut)
+
+
+def stand_in(kind: type[T]) -> type[T]:
+    """The class that takes the place of `kind`, or of a subclass, in a rehearsal; `kind` itself in a run."""
+    for original, other in (_current.stand_ins if _current else {}).items():
+        if kind is original:
+            return other
+        if issubclass(kind, original):
+            return type(kind.__name__, (kind, other), {})
+    return kind
 
 
 @contextmanager

@@ -157,6 +157,12 @@ def test_nothing_is_written_and_what_a_copy_saves_stays(mine):
     assert sorted(os.listdir()) == before and Path("mine.pt").read_text() == "precious"
 
 
+def test_a_run_of_ones_own_class(mine):
+    own = "class MyRun(Run):\n    def log(self, step, batch, metrics):\n        super().log(step, batch, metrics | {'own': 1})\n\n\n"
+    mine("full_finetune", ("@config.entrypoint", f"{own}@config.entrypoint"), ("run = Run(", "run = MyRun("))
+    assert errors("mine.py", *SETTINGS, "output_dir=runs/new") == [] and not Path("runs").exists()
+
+
 def test_a_number_that_is_not_there_is_no_mistake(mine):
     mine("full_finetune", ("total_loss += loss.detach()", "total_loss += loss.detach().numpy().sum()"))
     told = found("mine.py", *SETTINGS)
@@ -175,6 +181,9 @@ def test_reading_numbers_in_the_loop(mine):
     [
         ("full_finetune", SETTINGS),
         ("lora_finetune", [*SETTINGS, "dtype=bf16"]),
+        ("lora_finetune", [*SETTINGS, "quantization.float8=rowwise_with_gw_hp"]),
+        ("full_finetune", [*SETTINGS, "optimizer._component_=torchao.optim.AdamW8bit"]),
+        ("full_finetune", [*SETTINGS, "model._component_=tune.models.hf", "memory.activation_checkpointing=full"]),
         ("pipeline_finetune", SETTINGS),
         ("preference_finetune", PAIRS),
         ("reward_finetune", PAIRS),
@@ -209,7 +218,6 @@ def test_layouts_of_processes_that_are_not_here(here, told_to):
         ["pipeline_finetune", *SETTINGS, "parallel.pp=2", "parallel.pp_schedule=zero_bubble", "global_batch_size=32"],
         ["lora_finetune", *SETTINGS, "quantization.weights=nf4"],
         ["lora_finetune", *SETTINGS, "adapter.dora=true"],
-        ["lora_finetune", *SETTINGS, "quantization.float8=rowwise_with_gw_hp"],
         ["preference_finetune", *PAIRS, "parallel.tp=2"],
         ["grpo", *PROMPTS],
         ["ppo_finetune", *PROMPTS, "value.path=model"],

@@ -1,7 +1,7 @@
 """Weights in and out, and training states to continue from."""
 
 from tune.checkpointers.best import Best, more_is_better
-from tune.checkpointers.checkpointer import STORED, Checkpointer
+from tune.checkpointers.checkpointer import OF_ITSELF, STORED, Checkpointer
 from tune.checkpointers.disk import (
     DIGESTS,
     DiskTensor,

@@ -321,49 +321,13 @@ def init(
     PACE.device, PACE.scale = here, 1.0
     every = reduce_every_micro_batch and zero_stage != 1
     ways = tuple(links), virtual if pp > 1 else 1, pp_schedule, zero_stage, every, plan, loss_parallel, max_seq_len
-    kind = RehearsedWorld if rehearsal.current() else World
-    world = kind(mesh, here, data, peers, sharding, duration, experts, *ways)
+    world = rehearsal.stand_in(World)(mesh, here, data, peers, sharding, duration, experts, *ways)
     if here.type == "cuda":
         gpus = len(set(world.all_gather(str(torch.cuda.get_device_properties(here).uuid))))
         if gpus < size:
             raise TuneError(f"device: {size} processes share {gpus} GPUs. Start one for each GPU, or set device=cpu")
     _remember(world)
     return world
-
-
-class RehearsedWorld(World):
-    """The World of a rehearsal, in which the other processes are not there: they have what this one has. What is known
-    here stays what it is; of fake tensors nothing is known."""
-
-    def sum(self, value: torch.Tensor | float) -> torch.Tensor:
-        return self._fp64(value) * self.data_size
-
-    def sum_of_parts(self, value: torch.Tensor | float) -> torch.Tensor:
-        return self.sum(value)
-
-    def any(self, flag: bool) -> bool:
-        return bool(flag)
-
-    def fetch(self, **values: torch.Tensor | float) -> dict[str, float]:
-        return {name: self._fp64(value).item() for name, value in values.items()}
-
-    def broadcast(self, value: T) -> T:
-        return value
-
-    def all_gather(self, value: T) -> list[T]:
-        return [value] * self.size
-
-    def of_peers(self, make: Callable[[], T]) -> T:
-        return make()
-
-    def of_main(self, make: Callable[[], T]) -> T:
-        return make()
-
-    def barrier(self) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
 
 
 class OneProcess(World):

@@ -1,6 +1,7 @@
 """A recipe, any file, run to the end of its first optimizer step: without weights, other processes or results."""
 
 import ast
+import functools
 import inspect
 import io
 import sys
@@ -31,6 +32,7 @@ from tune import rehearsal
 from tune.distributed import current_world
 from tune.errors import TuneError
 from tune.validate.fake_tensors import FakeWeights
+from tune.validate.stand_ins import STAND_INS
 from tune.validate.statements import Missing, Statements, Unknown
 
 # What fails for want of numbers is no mistake.
@@ -107,7 +109,8 @@ def rehearse(
 
         with _process_group(rank) as start, Uninitialised(), closing(weights):
             start(processes)
-            rehearsed = rehearsal.Rehearsal(lambda error: failed(error, False), note, rows, weights.made, start)
+            report_error = functools.partial(failed, needs_missing=False)
+            rehearsed = rehearsal.Rehearsal(report_error, note, rows, weights.made, start, STAND_INS)
             # What a user's own lines save would replace what is there by tensors without values.
             not_saved, not_compiled = mock.patch("torch.save"), torch.compiler.set_stance("force_eager")
             with _told(note, recipe.file), rehearsal.start(rehearsed), not_saved, not_compiled, torch.enable_grad():

@@ -1,0 +1,226 @@
+"""What takes the place of the world, the run and the checkpointer in a rehearsal."""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import fsspec
+import torch
+
+from tune import rehearsal
+from tune.checkpointers import (
+    OF_ITSELF,
+    Checkpointer,
+    checkpoint_at,
+    cut_short,
+    require_continuable,
+    require_none_later,
+)
+from tune.config import local_folder
+from tune.datasets import GlobalBatch
+from tune.distributed import World
+from tune.errors import TuneError, explained
+from tune.files import CHECKPOINT
+from tune.run import Run, run_folder, seed_generators
+
+T = TypeVar("T")
+
+
+class RehearsedWorld(World):
+    """The World of a rehearsal, in which the other processes are not there: they have what this one has. What is known
+    here stays what it is; of fake tensors nothing is known."""
+
+    def sum(self, value: torch.Tensor | float) -> torch.Tensor:
+        return self._fp64(value) * self.data_size
+
+    def sum_of_parts(self, value: torch.Tensor | float) -> torch.Tensor:
+        return self.sum(value)
+
+    def any(self, flag: bool) -> bool:
+        return bool(flag)
+
+    def fetch(self, **values: torch.Tensor | float) -> dict[str, float]:
+        return {name: self._fp64(value).item() for name, value in values.items()}
+
+    def broadcast(self, value: T) -> T:
+        return value
+
+    def all_gather(self, value: T) -> list[T]:
+        return [value] * self.size
+
+    def of_peers(self, make: Callable[[], T]) -> T:
+        return make()
+
+    def of_main(self, make: Callable[[], T]) -> T:
+        return make()
+
+    def barrier(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+class RehearsedRun(Run):
+    """A `Run` with a temporary folder, which stands for the one that is named. Messages are notes of the rehearsal."""
+
+    def _open_folder(self, chosen: str, resume: str) -> None:
+        self.store, self.again, self.resume = None, "", resume
+        named = local_folder(chosen)
+        try:
+            if "://" in chosen:
+                with explained(f"output_dir: {chosen} cannot be used", ValueError, ImportError):
+                    fsspec.get_filesystem_class(chosen.partition("://")[0])
+            self.resume = run_folder.resumption(named, resume)
+            if refusal := refused(named, self.resume, self.recipe):
+                raise TuneError(refusal)
+        except TuneError as error:
+            self._rehearsal.report(error)
+        self.temporary = tempfile.TemporaryDirectory(prefix="tune-rehearsal-")
+        self.path = Path(self.temporary.name)
+        self._rehearsal.folders[self.path] = named
+
+    @property
+    def _rehearsal(self) -> rehearsal.Rehearsal:
+        found = rehearsal.current()
+        assert found is not None
+        return found
+
+    def _apply_rules(self) -> None:
+        """`tune.validate` has, for the machine that the run is for."""
+
+    def __exit__(self, *_: object) -> None:
+        self.temporary.cleanup()
+
+    def finish(self, *_: object) -> None:
+        pass
+
+    def info(self, message: str) -> None:
+        self._rehearsal.note(message)
+
+    def append(self, *_: object) -> None:
+        pass
+
+    def record(self, *_: object) -> None:
+        pass
+
+    def steps(
+        self, data: Iterable[tuple[int, T]], start: int = 0, checkpointer: Any = None, *,
+        total: int | None = None, seed: int = 0, profiler: Mapping[str, Any] | None = None,
+    ) -> Iterator[tuple[int, T]]:  # fmt: skip
+        """The step after `start`, with its first micro-batches."""
+        self._set_ends(data, start, total)
+        return self._first(data, seed)
+
+    def _first(self, data: Iterable[tuple[int, T]], seed: int) -> Iterator[tuple[int, T]]:
+        for step, item in data:
+            self.step = step
+            seed_generators(seed, step, self.world.data_rank)
+            yield step, self._shortened(item)
+            return
+
+    def _shortened(self, item: Any) -> Any:
+        """With two micro-batches, or as many as stages need; of other items, one for each data rank."""
+        if isinstance(item, GlobalBatch):
+            most = max(2, self.world.num_stages * self.world.pp_virtual)
+            return replace(item, micro_batches=item.micro_batches[:most])
+        return item[: self.world.data_size] if isinstance(item, list) else item
+
+
+def refused(folder: Path, resume: str, recipe: str | None) -> str:
+    """Why a run cannot use `folder`, or \"\"; what is made to find out is removed."""
+    mark, made = folder / ".validate", [each for each in (folder, *folder.parents) if not os.path.exists(each)]
+    found = run_folder.refusal(folder, resume, mark, recipe)
+    with suppress(OSError):
+        mark.unlink(missing_ok=True)
+        for each in made:
+            each.rmdir()
+    return found
+
+
+class RehearsedCheckpointer(Checkpointer):
+    """A `Checkpointer` by what a checkpoint says of itself. Errors are reported, and the rehearsal goes on."""
+
+    def resume(self, resume: str | Path = "auto") -> int:
+        rehearsed = rehearsal.current()
+        assert rehearsed is not None
+        folder = rehearsed.folders.get(self.folder.parent, self.folder.parent)
+        try:
+            found = self._found(folder, resume, rehearsed)
+            if found is None:
+                return 0
+            state = json.loads((found / "state.json").read_text(encoding="utf-8"))
+            if (parts := state.keys() - OF_ITSELF) != self.small.keys():
+                raise self._of_another(found, parts)
+            require_none_later(state["step"], None if resume == "auto" else _newest(folder))
+        except TuneError as error:
+            rehearsed.report(error)
+            return 0
+        for name in ("data", "base", "adapter"):
+            if name in self.small:
+                try:
+                    self.small[name].load_state_dict(state[name])
+                except TuneError as error:
+                    rehearsed.report(error)
+        try:
+            require_continuable(found, self.model, self._names_of_states())
+        except TuneError as error:
+            rehearsed.report(error)
+        return int(state["step"])
+
+    def _names_of_states(self) -> set[str]:
+        """Those that the optimizer keeps of a parameter, by a step: parameters have no values that it could change."""
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()
+        names = {name for state in self.optimizer.state.values() for name in state}
+        self.optimizer.zero_grad()
+        self.optimizer.state.clear()
+        return names
+
+    def _found(self, folder: Path, resume: str | Path, rehearsed: rehearsal.Rehearsal) -> Path | None:
+        """The checkpoint to continue from, the newest intact one with `auto`."""
+        if resume == "never":
+            return None
+        if resume != "auto":
+            found = checkpoint_at(Path(resume))
+            if damage := cut_short(found):
+                raise TuneError(f"resume: {found} is damaged: {damage}. Give the checkpoint before it")
+            return found
+        for found in sorted(folder.glob(f"checkpoints/{CHECKPOINT}"), reverse=True):
+            if not (damage := cut_short(found)):
+                return found
+            rehearsed.note(
+                f"warning: resume: {found} is damaged: {damage}. The run takes the one before it, or starts anew"
+            )
+        return None
+
+    def accepts(self, step: int, rows: list[int], **values: float) -> bool:
+        self.updates += 1
+        return True
+
+    def step(self, step: int, metrics: Mapping[str, Any] = MappingProxyType({}), now: bool = False) -> None:
+        pass
+
+    def save(self, step: int, wait: bool = False) -> None:
+        pass
+
+    def wait(self) -> int:
+        return 0
+
+    def finish(self) -> None:
+        pass
+
+
+def _newest(folder: Path) -> Path | None:
+    return max(folder.glob(f"checkpoints/{CHECKPOINT}"), default=None)
+
+
+STAND_INS = {World: RehearsedWorld, Run: RehearsedRun, Checkpointer: RehearsedCheckpointer}
