@@ -10,13 +10,13 @@ from typing import Any, cast
 from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue, OmegaConfBaseException
 
-from tune.config.conflicts import conflicts
 from tune.config.instantiate import COMPONENT
 from tune.config.options import MOVED, OFF_BY_DEFAULT, OPTIONS
 from tune.config.paths import find_config, list_recipes
 from tune.config.text import Layer, Values
 from tune.errors import TuneError
 from tune.lookup import did_you_mean, local_path, locate
+from tune.rules import COMBINATIONS, Facts
 from tune.types import fits, mismatch, show, unusable
 
 # Arguments that choose the kernels of an optimizer: others lack them for sharded parameters, or have a better default.
@@ -63,9 +63,10 @@ def combine(layers: Sequence[Layer], imports: bool = True) -> tuple[DictConfig, 
     wrong = {*run.wrong}
     for key in wrong:
         _restore(cfg, key, default)
-    for key, problem in conflicts(cfg, run.given_in) if imports else ():
-        if key not in wrong:
-            run.report(key, problem)
+    facts = Facts(cfg)
+    for rule in COMBINATIONS if imports else ():
+        if rule.when(facts) and (key := rule.place(facts)) not in wrong:
+            run.report(key, f"{rule.said(facts)}.")
     if not run.findings:
         OmegaConf.resolve(cfg)
     return cfg, run.findings

@@ -316,7 +316,7 @@ class Job:
         all_copies = [each for each in _powers(data, data) if data // each * cp % ep == 0] if micros else []
         for checkpointing, offload in itertools.product(get_args(Checkpointing), offloads):
             if checkpointing == "selective" and "activation_offload" in offload and self.cfg.compile is not True:
-                continue  # see tune.config.conflicts
+                continue  # see tune.rules.combinations
             for copies in all_copies:
                 for micro in micros[: 1 if cp > 1 else None]:
                     layout = replace(

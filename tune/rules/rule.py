@@ -110,15 +110,16 @@ class Finding:
 @dataclass(frozen=True)
 class Rule:
     """`key` is the setting to blame; `says` what is wrong with it and what to do, with its value for `{}`; `why` what
-    it costs. `source` is an upstream thread (owner/name#number), `since` the version that has had it since then.
-    `to` is the value that heals it."""
+    it costs. Both `key` and `says` may be functions of a run. `source` is an upstream thread (owner/name#number), empty
+    for what follows from this library; `since` is the version that has had it since then. `to` is the value that heals
+    it."""
 
     id: str
     level: Level
-    key: str
+    key: str | Callable[[Facts], str]
     source: str
     since: str
-    says: str
+    says: str | Callable[[Facts], str]
     why: str
     when: Callable[[Facts], Any]
     to: Any = None
@@ -127,16 +128,24 @@ class Rule:
     def link(self) -> str:
         """The thread's address; GitHub sends it on to a pull request's."""
         name, _, number = self.source.partition("#")
-        return f"https://github.com/{name}/issues/{number}"
+        return f"https://github.com/{name}/issues/{number}" if name else ""
+
+    def place(self, facts: Facts) -> str:
+        """The setting to blame."""
+        return self.key if isinstance(self.key, str) else self.key(facts)
+
+    def said(self, facts: Facts) -> str:
+        """What is wrong and what to do."""
+        return self.says.format(facts(self.place(facts))) if isinstance(self.says, str) else self.says(facts)
 
     def judge(self, facts: Facts, strict: bool = False) -> Finding | None:
         """The finding if it holds; a healing rule then changes the setting, unless `strict`."""
         if not self.when(facts):
             return None
-        message, level = self.says.format(facts(self.key)), self.level
+        message, level, place = self.said(facts), self.level, self.place(facts)
         if level is Level.HEAL:
             if strict:
                 level = Level.ERROR
             else:
-                OmegaConf.update(facts.cfg, self.key, self.to)
-        return Finding(level, self.key, f"{message}: {self.why}", self.id, self.link)
+                OmegaConf.update(facts.cfg, place, self.to)
+        return Finding(level, place, f"{message}: {self.why}", self.id, self.link)

@@ -1,0 +1,256 @@
+"""Settings that are right alone and wrong together, whatever the machine and the model's files."""
+
+import inspect
+import os
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from tune.lookup import did_you_mean, locate
+from tune.rules.rule import Facts, Level, Rule
+from tune.types import show
+
+# Components of torch and torchao that do not work here, and what to use instead.
+UNSUPPORTED = {
+    "torch.optim.Muon": "takes matrices only. Use tune.optimizers.Muon: torch's, with AdamW for all other parameters",
+    "torch.optim.Adafactor": "does not take sharded parameters. Use tune.optimizers.Adafactor: torch's, which does",
+    "torchao.optim.CPUOffloadOptimizer": "keeps no states by parameter: its runs could not be continued. "
+    "memory.cpu_offload=true keeps the states of any optimizer in host memory",
+    "torch.nn.CrossEntropyLoss": "takes logits, which never exist as a whole. Use tune.losses.LinearCrossEntropy: the "
+    "same of hidden states and the head's weight",
+}
+LOADED = ("tune.datasets.load", "tune.datasets.load_prompts", "tune.datasets.ray")
+
+
+def _unsupported(key: str) -> Any:
+    return lambda run: f"{run(key)} {UNSUPPORTED[run(key)]}"
+
+
+def _stages(run: Facts) -> float:
+    return run.number("parallel.pp", 1)
+
+
+def _is_selective(run: Facts) -> bool:
+    return bool(run("memory.activation_checkpointing") == "selective")
+
+
+def _has_two_backwards(run: Facts) -> bool:
+    return bool(run("parallel.pp_schedule") == "zero_bubble" and _stages(run) > 1)
+
+
+def _is_of_transformers(run: Facts) -> bool:
+    return bool(run("model._component_") == "tune.models.hf")
+
+
+def _references(run: Facts) -> list[str]:
+    """The words that stand for a reference, beside the folder of a model."""
+    return ["adapter_off"] if "kl" in run.cfg else ["precomputed", "adapter_off"]
+
+
+def _is_no_reference(run: Facts) -> bool:
+    reference = run("reference")
+    return reference not in (None, *_references(run), run("model.path")) and not os.path.isdir(str(reference))
+
+
+def _trained_beside(run: Facts) -> list[str]:
+    """What of an adapter cannot be switched off."""
+    return [key for key in ("adapter.path", "adapter.modules_to_save", "adapter.trainable_tokens") if run(key)]
+
+
+def _cannot_be_switched_off(run: Facts) -> str:
+    others = " and ".join(_trained_beside(run))
+    problem = f"with {others} it is not the model before the first step" if others else "there is none"
+    instead = "null" if "kl" in run.cfg else "precomputed"
+    return f"the adapter cannot be switched off: {problem}. Use reference={instead}"
+
+
+def _environment(run: Facts) -> str:
+    """What is wrong with the class of an environment; "" if nothing is."""
+    path = run("environment")
+    if not path:
+        return ""
+    if lacking := {"start", "step"} - {*dir(locate(path))}:
+        return f"{path} has no {' and no '.join(sorted(lacking))}: it must be a class with both"
+    try:
+        inspect.signature(locate(path)).bind()
+    except TypeError as error:
+        return f"{path} is called without arguments: {error}. Give it a default"
+    return ""
+
+
+def _has_own_validation(run: Facts) -> bool:
+    path = OmegaConf.select(run.cfg, "validation_dataset.path", default=True, throw_on_resolution_failure=False)
+    return bool(run("validation_dataset") and path)
+
+
+def _validates_on_nothing(run: Facts) -> bool:
+    is_loaded = run("dataset._component_") in LOADED and not run("dataset.validation_fraction")
+    path = OmegaConf.select(run.cfg, "validation_dataset.path", default=True, throw_on_resolution_failure=False)
+    return is_loaded and path is None
+
+
+def _give_validation(run: Facts) -> str:
+    choices = "validation_dataset.path" + ("" if "reward" in run.cfg else " or dataset.validation_fraction")
+    return f"there is nothing to validate on. Give {choices}, or leave it out"
+
+
+def _held_out(run: Facts) -> list[str]:
+    """The keys of shares of rows that are held out, also of a mixture's sources."""
+
+    def below(value: Any, key: str) -> list[str]:
+        inside = value.items() if isinstance(value, dict) else ()
+        here = [f"{key}.validation_fraction"] if isinstance(value, dict) and value.get("validation_fraction") else []
+        return [*here, *(found for name, each in inside for found in below(each, f"{key}.{name}"))]
+
+    values = OmegaConf.to_container(run.cfg, throw_on_missing=False)
+    assert isinstance(values, dict)
+    return [key for name in ("dataset", "validation_dataset") for key in below(values.get(name), name)]
+
+
+def _whole_modules_are_cast(run: Facts) -> bool:
+    return bool(run("adapter.modules_to_save") and run("dtype") != run("master_dtype"))
+
+
+def _compares_with_nothing(run: Facts) -> bool:
+    loss = run("loss._component_")
+    return bool(run("reference", "precomputed") != "precomputed" and loss) and not getattr(
+        locate(loss), "needs_reference", True
+    )
+
+
+def _best(run: Facts) -> str:
+    return str(run("checkpointer.keep_best", ""))
+
+
+def rule(id: str, key: Any, says: Any, why: str, when: Any) -> Rule:
+    return Rule(id, Level.ERROR, key, "", "always", says, why, when)
+
+
+NOT_WITH_FLOAT8 = "it does not go with quantization.float8: leave one of them out"
+ONE_BACKWARD = "parallel.pp_schedule=zero_bubble has two backwards, and what this makes one: leave one out"
+ALL_BLOCKS = "the blocks of a model are in several processes"
+
+# fmt: off
+COMBINATIONS = [
+    rule("optimizer-that-does-not-work-here", "optimizer._component_", _unsupported("optimizer._component_"),
+         "a run with it would end in its first step, or could not be continued",
+         lambda run: run("optimizer._component_") in UNSUPPORTED),
+    rule("loss-of-whole-logits", "loss._component_", _unsupported("loss._component_"),
+         "a head with all logits takes more memory than the model",
+         lambda run: run("loss._component_") in UNSUPPORTED),
+    rule("decay-of-more-than-a-weight", "optimizer.weight_decay",
+         lambda run: f"optimizer.lr={run('optimizer.lr')} times {run('optimizer.weight_decay')} is more than 1: a step "
+         "would take off more than a whole weight. Lower one of them",
+         "weights change their sign in each step",
+         lambda run: run.number("optimizer.lr") * run.number("optimizer.weight_decay") > 1),
+    rule("fp16-without-a-scaled-loss", "dtype",
+         "fp16 overflows at 65,504, and nothing here scales the loss. Take bf16 or fp32",
+         "gradients become zero or infinite",
+         lambda run: run("dtype") == "fp16" and "optimizer" in run.cfg),
+    rule("selective-offload-of-eager-blocks", "memory.activation_offload",
+         "what activation_checkpointing=selective keeps is offloaded only from compiled blocks. Set that to full or "
+         "none, or compile=true",
+         "the hooks of the one do not see what the other saves",
+         lambda run: run("memory.activation_offload") and _is_selective(run) and run("compile") is not True),
+    rule("random-weights-of-transformers", "from_scratch",
+         "tune.models.hf trains weights that exist: save some with transformers "
+         "(AutoModelForCausalLM.from_config(config).save_pretrained(folder)) and train that folder",
+         "each model of transformers starts in its own way",
+         lambda run: run("from_scratch") and _is_of_transformers(run)),
+    rule("two-backwards-of-compiled-blocks", "compile", ONE_BACKWARD,
+         "a compiled block has one backward",
+         lambda run: _has_two_backwards(run) and run("compile")),
+    rule("two-backwards-of-recomputed-blocks", "memory.activation_checkpointing", ONE_BACKWARD,
+         "what is recomputed is so once",
+         lambda run: _has_two_backwards(run) and _is_selective(run)),
+    rule("quantised-weights-alone", "quantization.weights",
+         "quantised weights are frozen, and nothing else is trained: give adapter.rank=16",
+         "there would be nothing to train",
+         lambda run: run("quantization.weights") and "adapter" in run.cfg and not run("adapter")),
+    rule("rounding-beside-dropout", "adapter.dropout",
+         "with quantization.qat it leaves no weight that could be rounded. Set it to 0, or leave quantization.qat out",
+         "dropout makes another weight of each token's",
+         lambda run: run("quantization.qat") and run("adapter.dropout")),
+    rule("rounding-of-two-types", "adapter.modules_to_save",
+         "with quantization.qat it casts adapters before merging. Set dtype and master_dtype alike, or leave "
+         "quantization.qat out",
+         "what is rounded in training would not be what is exported",
+         lambda run: run("quantization.qat") and _whole_modules_are_cast(run)),
+    rule("rounding-of-shared-rows", "parallel.tp",
+         "with quantization.qat it cuts the rows that share a scale. Set it to 1, or leave quantization.qat out",
+         "a scale is that of a whole row",
+         lambda run: run("quantization.qat") and run.number("parallel.tp", 1) > 1),
+    rule("rounding-of-transformers", "model",
+         "with quantization.qat it is none to quantise. Use tune.models.build, or leave quantization.qat out",
+         "its layers are not replaced",
+         lambda run: run("quantization.qat") and _is_of_transformers(run)),
+    *(rule(f"float8-beside-{name}", key, NOT_WITH_FLOAT8, "both replace the products of the same layers",
+           lambda run, key=key: run("quantization.float8") and run(key) not in (None, 1))
+      for name, key in (("rounding", "quantization.qat"), ("nf4", "quantization.weights"), ("tp", "parallel.tp"))),
+    rule("tasks-of-stages", "evaluate.tasks",
+         lambda run: f"with parallel.pp={_stages(run):g} it needs all blocks in one process: evaluate the exported "
+         "model, or set parallel.pp=1", ALL_BLOCKS,
+         lambda run: _stages(run) > 1 and run("evaluate.tasks")),
+    rule("answers-of-stages", "evaluate.prompts",
+         lambda run: f"with parallel.pp={_stages(run):g} it needs all blocks in one process: generate afterwards, or "
+         "set parallel.pp=1", ALL_BLOCKS,
+         lambda run: _stages(run) > 1 and run("evaluate.prompts")),
+    rule("dropout-drawn-anew", "adapter.dropout",
+         lambda run: f"with parallel.pp={_stages(run):g} it is drawn anew where compiled blocks recompute a part: set "
+         "compile=false, or set parallel.pp=1",
+         "the gradient would be that of another forward",
+         lambda run: _stages(run) > 1 and run("adapter.dropout") and _is_selective(run) and run("compile")),
+    rule("value-of-many-outputs", "value.head",
+         "it has an output for each token, and a value is one: set value.head=score",
+         "a critic gives one number for each token",
+         lambda run: run("value.head", "score") != "score"),
+    rule("stored-predictions-of-new-answers", "teacher.top_k",
+         "answers that the student samples are not there before. Set on_policy.share=0",
+         "predictions are stored before the training",
+         lambda run: run("teacher.top_k") and run("on_policy.share")),
+    rule("reference-that-is-not-there", "reference",
+         lambda run: f"{run('reference')} is neither {' nor '.join(_references(run))} nor the folder of a model."
+         + did_you_mean(str(run("reference")), _references(run)).removesuffix("."),
+         "there is nothing to compare with",
+         _is_no_reference),
+    rule("reference-of-a-loss-without", "reference",
+         lambda run: f"{run('loss._component_')} compares with none. Leave it out, or take tune.losses.DPO",
+         "it would be loaded for nothing",
+         _compares_with_nothing),
+    rule("adapter-that-stays-on", "reference", _cannot_be_switched_off,
+         "the reference is what the model was before the first step",
+         lambda run: run("reference") == "adapter_off" and (not run("adapter") or _trained_beside(run))),
+    rule("no-reward", "reward",
+         lambda run: f"{show(run('reward'))} rewards nothing. Name a function"
+         + (", or an environment, which rewards too" if "environment" in run.cfg else ""),
+         "there is nothing to learn from",
+         lambda run: "reward" in run.cfg and not run("reward") and not run("environment")),
+    rule("environment-that-is-none", "environment", _environment,
+         "one object is made for each completion, and called with its messages",
+         _environment),
+    rule("rows-held-out-for-nothing", lambda run: _held_out(run)[0],
+         "the rows it holds out would be used nowhere, as validation_dataset is what is validated on. Set it to 0, or "
+         "leave the validation dataset out",
+         "rows would be neither trained nor validated on",
+         lambda run: _has_own_validation(run) and _held_out(run)),
+    rule("patience-without-a-metric", "checkpointer.patience",
+         "it counts values of a metric: name it, checkpointer.keep_best=validation_loss",
+         "nothing would ever end the run",
+         lambda run: run("checkpointer.patience") and not _best(run)),
+    rule("best-of-a-few-rows", "checkpointer.keep_best",
+         "{} is that of a few rows. Take validation_loss, or another of validation",
+         "it is as good as the rows of that step are easy",
+         lambda run: _best(run) and not _best(run).startswith("validation_")
+         and not ("/" in _best(run) and run("evaluate.tasks"))),
+    rule("evaluating-nothing", "evaluate.every",
+         "there is nothing to evaluate on. Give evaluate.prompts or .tasks, or leave it out",
+         "it would have no effect",
+         lambda run: run("evaluate.every") and not run("evaluate.prompts") and not run("evaluate.tasks")),
+    *(rule(f"{name}-of-nothing", key, _give_validation, "it would have no effect",
+           lambda run, key=key: _validates_on_nothing(run) and run(key))
+      for name, key in (("validation", "validate_every"), ("first-validation", "validate_first"))),
+    rule("best-validation-of-nothing", "checkpointer.keep_best", _give_validation,
+         "it is never measured",
+         lambda run: _validates_on_nothing(run) and _best(run).startswith("validation_")),
+]
+"""All of them, in the order of `docs/validate.md`."""
