@@ -13,7 +13,7 @@ from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -136,9 +136,6 @@ class Checkpointer:
         TuneError: an argument is not as annotated, or `extra` names an object without `state_dict`.
     """
 
-    def __new__(cls, *_: Any, **__: Any) -> Self:
-        return object.__new__(rehearsal.stand_in(cls))
-
     def __init__(
         self,
         folder: Path | str,
@@ -161,6 +158,7 @@ class Checkpointer:
         tasks: Any = None,
         tell: Callable[[str], None] = print,
     ):
+        self.__class__ = rehearsal.stand_in(type(self))
         folder, world = Path(folder), current_world(world)
         _require_own_parameters(model, optimizer)
         if not dist.is_initialized():

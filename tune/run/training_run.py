@@ -94,9 +94,6 @@ class Run:
             `resume` is `never`; or a logger is not installed.
     """
 
-    def __new__(cls, *_: Any, **__: Any) -> Self:
-        return object.__new__(rehearsal.stand_in(cls))
-
     def __init__(
         self,
         recipe: str,
@@ -111,6 +108,7 @@ class Run:
     ):
         """`settings` are all those of the recipe, to be recorded in config.yaml and W&B. The rules of `tune.rules`
         judge them: they raise, warn, or change a value in `settings`, which the recipe reads afterwards."""
+        self.__class__ = rehearsal.stand_in(type(self))
         require_installed(tensorboard, wandb)
         self.recipe, self.world, self.settings = recipe, world, settings
         self.tensorboard, self.wandb = tensorboard, wandb
