@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-from torch import cpu
-
 from tune.rules.rule import GREAT, Facts, Level, Rule
 
 ERROR, HEAL, WARN, _ = Level
@@ -28,6 +26,13 @@ def _scale(run: Facts) -> float:
 
 def _has_experts(run: Facts) -> bool:
     return any(run.model.get(name) for name in EXPERTS)
+
+
+def _multiplies_in_bf16() -> bool:
+    """Whether the CPU does."""
+    from torch import cpu  # settings are read without torch
+
+    return cpu._is_avx512_bf16_supported()
 
 
 # fmt: off
@@ -100,7 +105,7 @@ RULES = [
     Rule("bf16-on-a-cpu", WARN, "dtype", "pytorch/pytorch#146508", "always",
          "{} is slow on this CPU, which has no AVX512-BF16 or AMX: dtype=fp32 is several times faster, and exact",
          "each product is converted forth and back",
-         lambda run: run.device == "cpu" and run("dtype") == "bf16" and not cpu._is_avx512_bf16_supported()),
+         lambda run: run.device == "cpu" and run("dtype") == "bf16" and not _multiplies_in_bf16()),
     Rule("bf16-on-an-old-gpu", WARN, "dtype", "vllm-project/vllm#1157", "always",
          "{} is slow on this GPU, which has no units for it and no flash kernels: these need compute capability 8.0. "
          "Try dtype=fp32",
