@@ -8,13 +8,17 @@ import pytest
 import torch
 
 from tune import config
-from tune.rules import RULES, Facts, Level, judge
+from tune.rules import COMBINATIONS, RULES, Facts, Level, judge
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "validate.md").read_text()
 BY_ID = {rule.id: rule for rule in RULES}
 FULL, LORA, PAIRS, GRPO = "full_finetune", "lora_finetune", "preference_finetune", "grpo"
 BF16 = ["dtype=bf16", "master_dtype=bf16"]
+STAGES, TWICE = "pipeline_finetune", ["parallel.pp=2", "parallel.pp_schedule=zero_bubble"]
+SELECTIVE, HF = ["memory.activation_checkpointing=selective"], "model._component_=tune.models.hf"
+QAT, FLOAT8, NF4 = "quantization.qat=int8", "quantization.float8=tensorwise", "quantization.weights=nf4"
+PPO, VALIDATED = ["reward=tune.evaluation.exact_match", "value.path=v"], ["validation_dataset.path=v"]
 MOE = {"model_type": "qwen3_moe", "num_experts": 8, "router_aux_loss_coef": 0.01}
 
 # The recipe, settings with which the rule fires and with which it does not, and what else it reads.
@@ -119,9 +123,76 @@ CASES = {
         GRPO, [], ["sampling.max_new_tokens=2048"], {"template": "{% if thinking %}<think>{% endif %}"}
     ),
 }  # fmt: skip
+# The recipe, settings that do not go together, and settings beside them that do.
+TOGETHER = {
+    "optimizer-that-does-not-work-here": (FULL, ["optimizer._component_=torch.optim.Muon"], []),
+    "loss-of-whole-logits": (FULL, ["loss._component_=torch.nn.CrossEntropyLoss"], []),
+    "decay-of-more-than-a-weight": (
+        FULL, ["optimizer.lr=2", "optimizer.weight_decay=1"], ["optimizer.lr=1", "optimizer.weight_decay=1"]
+    ),
+    "fp16-without-a-scaled-loss": (FULL, ["dtype=fp16"], []),
+    "selective-offload-of-eager-blocks": (
+        FULL, [*SELECTIVE, "memory.activation_offload=true"],
+        [*SELECTIVE, "memory.activation_offload=true", "compile=true"],
+    ),
+    "random-weights-of-transformers": (FULL, [HF, "from_scratch=true"], ["from_scratch=true"]),
+    "two-backwards-of-compiled-blocks": (STAGES, [*TWICE, "compile=true"], TWICE),
+    "two-backwards-of-recomputed-blocks": (STAGES, [*TWICE, *SELECTIVE], TWICE),
+    "quantised-weights-alone": (PAIRS, [NF4], [NF4, "adapter.rank=8"]),
+    "rounding-beside-dropout": (LORA, [QAT, "adapter.dropout=0.1"], [QAT]),
+    "rounding-of-two-types": (
+        LORA, [QAT, "adapter.modules_to_save=[norm]"], [QAT, "adapter.modules_to_save=[norm]", "dtype=fp32"]
+    ),
+    "rounding-of-shared-rows": (FULL, [QAT, "parallel.tp=2"], [QAT]),
+    "rounding-of-transformers": (FULL, [QAT, HF], [QAT]),
+    "float8-beside-rounding": (LORA, [FLOAT8, QAT], [FLOAT8]),
+    "float8-beside-nf4": (LORA, [FLOAT8, NF4], [FLOAT8]),
+    "float8-beside-tp": (LORA, [FLOAT8, "parallel.tp=2"], [FLOAT8, "parallel.tp=1"]),
+    "tasks-of-stages": (STAGES, ["parallel.pp=2", "evaluate.tasks=[a]"], ["evaluate.tasks=[a]"]),
+    "answers-of-stages": (STAGES, ["parallel.pp=2", "evaluate.prompts=p"], ["evaluate.prompts=p"]),
+    "dropout-drawn-anew": (
+        STAGES, ["parallel.pp=2", *SELECTIVE, "compile=true", "adapter.dropout=0.1"],
+        ["parallel.pp=2", *SELECTIVE, "adapter.dropout=0.1"],
+    ),
+    "value-of-many-outputs": ("ppo_finetune", [*PPO, "value.head=tokens"], PPO),
+    "stored-predictions-of-new-answers": (
+        "distill", ["teacher.path=t", "teacher.top_k=4", "on_policy.share=0.5"], ["teacher.path=t", "teacher.top_k=4"]
+    ),
+    "reference-that-is-not-there": (PAIRS, ["reference=precomputd"], ["reference=precomputed"]),
+    "reference-of-a-loss-without": (
+        PAIRS, ["loss._component_=tune.losses.SimPO", "reference={model}"], ["loss._component_=tune.losses.SimPO"]
+    ),
+    "adapter-that-stays-on": (PAIRS, ["reference=adapter_off"], ["reference=adapter_off", "adapter.rank=8"]),
+    "no-reward": (GRPO, ["reward=null"], []),
+    "environment-that-is-none": (GRPO, ["environment=json.loads"], ["environment=rules.test_rules.Talk"]),
+    "rows-held-out-for-nothing": (
+        FULL, ["dataset.validation_fraction=0.1", "validation_dataset.path=v"], ["dataset.validation_fraction=0.1"]
+    ),
+    "patience-without-a-metric": (
+        FULL, [*VALIDATED, "checkpointer.patience=2"],
+        [*VALIDATED, "checkpointer.patience=2", "checkpointer.keep_best=validation_loss"],
+    ),
+    "best-of-a-few-rows": (
+        FULL, [*VALIDATED, "checkpointer.keep_best=loss"], [*VALIDATED, "checkpointer.keep_best=validation_loss"]
+    ),
+    "evaluating-nothing": (FULL, ["evaluate.every=2"], ["evaluate.every=2", "evaluate.prompts=p"]),
+    "validation-of-nothing": (FULL, ["validate_every=2"], [*VALIDATED, "validate_every=2"]),
+    "first-validation-of-nothing": (FULL, ["validate_first=true"], [*VALIDATED, "validate_first=true"]),
+    "best-validation-of-nothing": (
+        FULL, ["checkpointer.keep_best=validation_loss"], [*VALIDATED, "checkpointer.keep_best=validation_loss"]
+    ),
+}  # fmt: skip
 NEEDED = {
     "model.path": "{model}", "dataset.path": "d", "reward": "tune.evaluation.exact_match", "dtype": "bf16",
 }  # fmt: skip
+
+
+class Talk:
+    """An environment by its methods."""
+
+    def start(self, row): ...
+
+    def step(self, message): ...
 
 
 @pytest.fixture
@@ -155,6 +226,27 @@ def test_a_rule_fires_where_it_should_and_not_beside(id, facts):
     assert BY_ID[id].judge(facts(recipe, right, **reads)) is None
 
 
+@pytest.mark.parametrize("id", TOGETHER)
+def test_settings_that_do_not_go_together(id, tmp_path):
+    """They are told by the key to blame when settings are read; those beside them are not."""
+    (rule,) = [rule for rule in COMBINATIONS if rule.id == id]
+    recipe, wrong, right = TOGETHER[id]
+    (tmp_path / "config.json").write_text("{}")
+    needed = {"model.path": str(tmp_path), "dataset.path": "d"}
+    needed |= {"reward": "tune.evaluation.exact_match"} if recipe == GRPO else {}
+
+    def read(settings):
+        given = [*(f"{key}={value}" for key, value in needed.items()), *settings]
+        return config.read(recipe, [setting.replace("{model}", str(tmp_path / ".")) for setting in given])
+
+    cfg, problems = read(wrong)
+    facts = Facts(cfg)
+    assert rule.when(facts)
+    assert f"{rule.place(facts)}: {rule.said(facts)}." in problems
+    cfg, problems = read(right)
+    assert not rule.when(Facts(cfg)) and not problems
+
+
 def test_bf16_is_as_good_on_a_cpu_that_multiplies_in_it(facts, monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     assert BY_ID["bf16-on-a-cpu"].judge(facts(FULL, ["dtype=bf16"])) is None
@@ -180,6 +272,7 @@ def test_halves_of_a_tied_weight_by_all_their_names(facts):
 
 def test_every_rule_has_a_case_and_a_source():
     assert CASES.keys() == BY_ID.keys() and len(BY_ID) == len(RULES) >= 40
+    assert TOGETHER.keys() == {rule.id for rule in COMBINATIONS} and not TOGETHER.keys() & CASES.keys()
     for rule in RULES:
         assert re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", rule.source) and rule.since and rule.why, rule.id
         assert (rule.to is not None) == (rule.level is Level.HEAL), rule.id
@@ -217,5 +310,9 @@ def test_the_page_lists_the_rules():
     rows = [
         f"| `{rule.id}` | {rule.level} | `{rule.key}` | {rule.why} | {rule.since} | [{rule.source}]({rule.link}) |"
         for rule in RULES
+    ]
+    rows += [
+        f"| `{rule.id}` | {f'`{rule.key}`' if isinstance(rule.key, str) else 'that of the data'} | {rule.why} |"
+        for rule in COMBINATIONS
     ]
     assert [line for line in PAGE.splitlines() if line.startswith("| `")] == rows
