@@ -61,6 +61,11 @@ def stand_in(kind: type[T]) -> type[T]:
     return kind
 
 
+def named(folder: Path) -> Path:
+    """The run folder that a user has named, which in a rehearsal a temporary one stands for."""
+    return _current.folders.get(folder, folder) if _current else folder
+
+
 @contextmanager
 def start(rehearsal: Rehearsal) -> Iterator[None]:
     global _current

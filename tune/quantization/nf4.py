@@ -102,7 +102,8 @@ def dequantize(
         return _values(codes, scales, ranges, pairs, dtype)
     if codes.is_cuda and importlib.util.find_spec("triton"):
         return _compiled_values()(codes, scales, ranges, pairs, dtype)
-    step = max(1, CPU_CODES // codes.shape[1]) if codes.device.type == "cpu" else len(codes)
+    is_in_chunks = codes.device.type == "cpu" and not hasattr(codes, "fake_mode")
+    step = max(1, CPU_CODES // codes.shape[1]) if is_in_chunks else len(codes)
     weight = torch.empty(len(codes), 2 * codes.shape[1], dtype=dtype, device=codes.device)
     for start in range(0, len(codes), step):
         rows = slice(start, start + step)

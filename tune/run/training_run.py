@@ -313,7 +313,8 @@ class Run:
         self.info(f"{where} of each process, GiB: {held} (if AdamW); then {then}")
         if self.world.size > 1:
             self._describe_mesh(model, work, dtype, master_dtype)
-        if self.world.is_main and (note := disk_note(self.path, model, master_dtype, keep, merged)):
+        folder = rehearsal.named(self.path)
+        if self.world.is_main and (note := disk_note(folder, model, master_dtype, keep, merged)):
             self.info(f"warning: {note}")
         self.flops_per_token = flops_per_token(model, work.mean)
         shape = work.micro_batch_size, work.row

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 LARGE = 1 << 20  # numbers: a tensor of more is not made
 NUMBER = torch.ops.aten._local_scalar_dense.default
+DEVICE = torch.ops.prim.device.default
 PLAIN = {Tensor, torch.nn.Parameter, FakeTensor}
 UNINITIALISED = {
     torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty,
@@ -50,6 +51,8 @@ class FakeWeights(TorchDispatchMode):
         self.mode.close()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is DEVICE and isinstance(args[0], FakeTensor):  # more than half of all calls
+            return args[0].fake_device
         kwargs = kwargs or {}
         if any(kind not in PLAIN for kind in types):  # a DTensor: it calls this again with its parts
             return NotImplemented
@@ -80,6 +83,8 @@ class FakeWeights(TorchDispatchMode):
             return function(*args, **kwargs)
 
     def _note_written(self, function: Any, args: Any) -> None:
+        if not function._schema.is_mutable:
+            return
         for argument, given in zip(function._schema.arguments, args, strict=False):
             if argument.is_write:
                 for each in tree_leaves(given):

@@ -150,7 +150,7 @@ class RehearsedCheckpointer(Checkpointer):
     def resume(self, resume: str | Path = "auto") -> int:
         rehearsed = rehearsal.current()
         assert rehearsed is not None
-        folder = rehearsed.folders.get(self.folder.parent, self.folder.parent)
+        folder = rehearsal.named(self.folder.parent)
         try:
             found = self._found(folder, resume, rehearsed)
             if found is None:
