@@ -27,12 +27,13 @@ from tune.tokenizers import Tokenizer
 
 @config.entrypoint("evaluate")
 def main(cfg):
-    path = cfg.dataset.get("path", "data")  # a component of several files has no path
+    source = cfg.dataset.copy()  # the settings of the data, as they are read here
+    path = source.get("path", "data")  # a component of several files has no path
     evaluation.require_work(cfg.tasks, path, cfg.score, cfg.limit, cfg.log_samples, cfg.out)
     if cfg.limit and path:
-        cfg.dataset.take = max(1, min(int(cfg.limit), cfg.dataset.get("take") or int(cfg.limit)))
-    if cfg.score and cfg.dataset._component_ == "tune.datasets.load":
-        cfg.dataset._component_ = "tune.datasets.load_prompts"  # of the same rows
+        source.take = max(1, min(int(cfg.limit), source.get("take") or int(cfg.limit)))
+    if cfg.score and source._component_ == "tune.datasets.load":
+        source._component_ = "tune.datasets.load_prompts"  # of the same rows
     world = distributed.init(cfg.device, tp=cfg.parallel.tp)
 
     def tell(text):
@@ -56,10 +57,10 @@ def main(cfg):
         )
         sampler.check(shape, [], [])
         room = longest - sampler.max_new_tokens
-        questions = instantiate(cfg.dataset, tokenizer, max_prompt_len=room)
+        questions = instantiate(source, tokenizer, max_prompt_len=room)
         tell(questions.table())
     elif path:
-        data = instantiate(cfg.dataset, tokenizer, max_seq_len=longest)
+        data = instantiate(source, tokenizer, max_seq_len=longest)
         data.require_vocabulary(shape.config.vocab_size)
         tell(data.accounting.table())
     model, _ = peft.open_model(
