@@ -42,6 +42,15 @@ def test_all_places_of_a_condition_are_chosen(weight):
     assert (weight > 0).nonzero().shape == (12, 2)
 
 
+def test_products_of_groups_in_fp32(weight):
+    """Of one matrix for each group of rows, and of rows to a matrix for each group, as on real tensors."""
+    rows, matrices, ends = torch.ones(8, 4), torch.ones(2, 4, 12), torch.tensor([3, 8], dtype=torch.int32)
+    for a, b in ((rows, matrices), (rows.T, torch.ones(8, 12))):
+        found = torch.nn.functional.grouped_mm(a + weight.sum(), b, offs=ends)
+        assert isinstance(found, FakeTensor)
+        assert found.shape == torch.nn.functional.grouped_mm(a, b, offs=ends).shape
+
+
 def test_a_tensor_that_a_fake_one_is_added_to_is_not_known(weight):
     total = torch.zeros(())
     total += weight.detach().sum()
