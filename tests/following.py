@@ -181,14 +181,16 @@ class Reader:
             self.script(settings, argparse.Namespace(training_script=arguments[0]))
 
     def validate(self, recipe: str, settings: list[str]) -> None:
-        """No rule is told of a run that a page shows, and no error of it on eight processes; on one it is run."""
+        """No rule is told of a run that a page shows. It is run in one process, and the first one of each recipe is
+        validated for eight."""
         if default_config(Path(recipe)) is None:
             return
         settings = [*settings, "master_dtype=fp32"]  # dtype is that of `TINY`
         cfg, problems = config.read(*recipe_of(recipe, settings))
         assert not problems and not judge(Facts(cfg)), recipe
         more = [f"{key}={value}" for key, value in EIGHT.items() if any(each.startswith(key) for each in settings)]
-        self.on_eight.append([recipe, *settings, *more, f"output_dir=eight/{len(self.on_eight)}"])
+        if Path(recipe).stem not in [Path(each).stem for each, *_ in self.on_eight]:  # the first of each recipe
+            self.on_eight.append([recipe, *settings, *more, f"output_dir=eight/{len(self.on_eight)}"])
 
     def script(self, arguments: list[str], options: argparse.Namespace) -> None:
         sys.argv = [options.training_script, *arguments]

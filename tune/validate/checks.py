@@ -2,6 +2,7 @@
 them when it is rehearsed."""
 
 import errno
+import functools
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -97,12 +98,17 @@ def validate(
     return sorted(findings.all, key=lambda finding: (finding.place, finding.level != Level.ERROR))
 
 
+@functools.cache
+def _version(package: str) -> str:
+    return metadata.version(package)
+
+
 def _require_versions(findings: Findings) -> None:
     """Of the packages that are installed."""
     with suppress(metadata.PackageNotFoundError):
         for wanted in map(Requirement, metadata.requires("tune-recipes") or ()):
             with suppress(metadata.PackageNotFoundError):
-                installed = metadata.version(wanted.name)
+                installed = _version(wanted.name)
                 if installed not in wanted.specifier and "dev" not in str(wanted.marker):
                     wants = f"{wanted.name}{wanted.specifier}"
                     findings.add(f"{installed} is installed; pip install '{wants}'", wanted.name)
