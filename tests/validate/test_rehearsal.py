@@ -1,6 +1,7 @@
 """`tune validate` runs a recipe, any copy of one, to the end of its first step: it finds what the copy's own lines
 raise, and leaves nothing behind."""
 
+import inspect
 import io
 import json
 import os
@@ -13,6 +14,7 @@ import pytest
 from helpers import run_verbs, save_checkpoint
 
 from tune import cli
+from tune.validate.stand_ins import STAND_INS
 
 SETTINGS = [
     "model.path=model", "dataset.path=chats.jsonl", "device=cpu", "dtype=fp32", "max_seq_len=128",
@@ -155,6 +157,13 @@ def test_nothing_is_written_and_what_a_copy_saves_stays(mine):
     before = sorted(os.listdir())
     assert errors("mine.py", *SETTINGS, "output_dir=runs/new/one") == []
     assert sorted(os.listdir()) == before and Path("mine.pt").read_text() == "precious"
+
+
+@pytest.mark.parametrize("kind", STAND_INS, ids=lambda kind: kind.__name__)
+def test_what_stands_in_is_called_as_the_original(kind):
+    for name, method in vars(STAND_INS[kind]).items():
+        if not name.startswith("_") and hasattr(kind, name):
+            assert [*inspect.signature(method).parameters] == [*inspect.signature(getattr(kind, name)).parameters], name
 
 
 def test_a_run_of_ones_own_class(mine):

@@ -26,6 +26,7 @@ from tune.config import local_folder
 from tune.datasets import GlobalBatch
 from tune.distributed import World
 from tune.errors import TuneError, explained
+from tune.evaluation import Evaluator
 from tune.files import CHECKPOINT
 from tune.run import Run, run_folder, seed_generators
 
@@ -98,16 +99,16 @@ class RehearsedRun(Run):
     def __exit__(self, *_: object) -> None:
         self.temporary.cleanup()
 
-    def finish(self, *_: object) -> None:
+    def finish(self, checkpointer: Checkpointer | None = None, evaluator: Evaluator | None = None) -> None:
         pass
 
     def info(self, message: str) -> None:
         self._rehearsal.note(message)
 
-    def append(self, *_: object) -> None:
+    def append(self, file: str, records: list[dict[str, Any]]) -> None:
         pass
 
-    def record(self, *_: object) -> None:
+    def record(self, step: int, values: dict[str, float]) -> None:
         pass
 
     def steps(
