@@ -145,6 +145,11 @@ def test_five_mistakes_of_different_kinds_in_one_pass(mine):
     assert places == ["dataset:", "lrr:", "memory.activation_offload:", mine_py, "parallel:"]
 
 
+def test_tasks_and_prompts_that_are_both_wrong(here):
+    told = errors("full_finetune", *SETTINGS, "evaluate.tasks=[chioce]", "evaluate.prompts=none.txt")
+    assert len(told) == 2 and "chioce" in " ".join(told) and "none.txt" in " ".join(told)
+
+
 def test_prints_of_a_copy_are_not_in_what_it_prints(mine):
     mine("full_finetune", ("schedule.step()", "print('here'); schedule.step()"))
     assert errors("mine.py", *SETTINGS) == []

@@ -9,6 +9,7 @@ from torch import nn
 from tune import rehearsal
 from tune.datasets import open_prompts, placed_rows
 from tune.distributed import World
+from tune.errors import TuneError
 from tune.evaluation.tasks import Tasks, metrics
 from tune.generation import Sampler, answer
 from tune.tokenizers import Tokenizer
@@ -53,7 +54,13 @@ class Evaluator:
         temperature: NonNegativeFloat = 0.0,
     ):
         how = {"limit": limit, "num_fewshot": num_fewshot, "apply_chat_template": apply_chat_template}
-        self.tasks = Tasks(tasks or [], tokenizer, include_path, model=model, group="evaluate.", **how)  # type: ignore[arg-type]
+        try:
+            self.tasks = Tasks(tasks or [], tokenizer, include_path, model=model, group="evaluate.", **how)  # type: ignore[arg-type]
+        except TuneError as error:
+            if (rehearsed := rehearsal.current()) is None:
+                raise
+            rehearsed.report(error)  # the prompts may be wrong too
+            self.tasks = Tasks([], tokenizer)
         self.prompts = open_prompts(tokenizer, placed_rows(prompts, "evaluate.prompts")) if prompts else []
         self.run, self.model, self.tokenizer, self.world = run, model, tokenizer, world
         self.sampler = Sampler(
