@@ -29,7 +29,7 @@ from tune.distributed.restarts import end_with_parent, launcher_store
 from tune.distributed.shards import full_tensor, layout_of, local_shard, norm_of_squares, sum_of_squares
 from tune.distributed.tensor_parallel import share, undivided
 from tune.distributed.traffic import bytes_sent
-from tune.distributed.world import World, current_world, device_type, init, join
+from tune.distributed.world import Unconnected, World, current_world, device_type, init, join
 
 # Other names are for the packages of `tune` alone.
 __all__ = [

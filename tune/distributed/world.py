@@ -330,7 +330,32 @@ def init(
     return world
 
 
-class OneProcess(World):
+class Unconnected(World):
+    """A World whose process exchanges nothing: others, if it counts any, have what this one has."""
+
+    def any(self, flag: bool) -> bool:
+        return bool(flag)
+
+    def broadcast(self, value: T) -> T:
+        return value
+
+    def all_gather(self, value: T) -> list[T]:
+        return [value] * self.size
+
+    def of_peers(self, make: Callable[[], T]) -> T:
+        return make()
+
+    def of_main(self, make: Callable[[], T]) -> T:
+        return make()
+
+    def barrier(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+class OneProcess(Unconnected):
     """The World of a process without a process group, which is initialized where the first mesh is needed."""
 
     rank, size, data_rank, data_size, is_main, num_stages, is_last_stage = 0, 1, 0, 1, True, 1, True
@@ -355,27 +380,6 @@ class OneProcess(World):
 
     def sum_of_parts(self, value: torch.Tensor | float) -> torch.Tensor:
         return self._fp64(value)
-
-    def any(self, flag: bool) -> bool:
-        return bool(flag)
-
-    def broadcast(self, value: T) -> T:
-        return value
-
-    def all_gather(self, value: T) -> list[T]:
-        return [value]
-
-    def of_peers(self, make: Callable[[], T]) -> T:
-        return make()
-
-    def of_main(self, make: Callable[[], T]) -> T:
-        return make()
-
-    def barrier(self) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
 
 
 def current_world(world: World | None = None) -> World:

@@ -3,7 +3,7 @@
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from tune.checkpointers import (
 )
 from tune.config import local_folder
 from tune.datasets import GlobalBatch
-from tune.distributed import World
+from tune.distributed import Unconnected, World
 from tune.errors import TuneError, explained
 from tune.evaluation import Evaluator
 from tune.files import CHECKPOINT
@@ -33,7 +33,7 @@ from tune.run import Run, run_folder, seed_generators
 T = TypeVar("T")
 
 
-class RehearsedWorld(World):
+class RehearsedWorld(Unconnected):
     """The World of a rehearsal, in which the other processes are not there: they have what this one has. What is known
     here stays what it is; of fake tensors nothing is known."""
 
@@ -43,29 +43,8 @@ class RehearsedWorld(World):
     def sum_of_parts(self, value: torch.Tensor | float) -> torch.Tensor:
         return self.sum(value)
 
-    def any(self, flag: bool) -> bool:
-        return bool(flag)
-
     def fetch(self, **values: torch.Tensor | float) -> dict[str, float]:
         return {name: self._fp64(value).item() for name, value in values.items()}
-
-    def broadcast(self, value: T) -> T:
-        return value
-
-    def all_gather(self, value: T) -> list[T]:
-        return [value] * self.size
-
-    def of_peers(self, make: Callable[[], T]) -> T:
-        return make()
-
-    def of_main(self, make: Callable[[], T]) -> T:
-        return make()
-
-    def barrier(self) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
 
 
 class RehearsedRun(Run):
