@@ -298,9 +298,7 @@ class _Rollout:
         self._let_go()
 
     def _let_go(self) -> None:
-        self.rows = {
-            slot: row for slot, row in self.rows.items() if not self.settings.is_complete(row.completion)
-        }
+        self.rows = {slot: row for slot, row in self.rows.items() if not self.settings.is_complete(row.completion)}
 
     def _close_up(self) -> None:
         """The last rows move to what is free, so that all are the first of the cache."""
@@ -329,7 +327,8 @@ def choose(
     """
     ids_of, last = VocabularyShard(logits, dim=1), logits.shape[1] - 1
     own = logits.to_local() if isinstance(logits, DTensor) else logits
-    log_probs = _log_softmax(own.float() / (temperature or 1.0), ids_of)
+    scaled = own.float() if temperature in (0, 1) else own.float() / temperature
+    log_probs = _log_softmax(scaled, ids_of)
     if temperature == 0:
         ids = ids_of.argmax(log_probs).clamp(max=last)  # of NaN, too, it is an id, whose log-prob is NaN
     else:

@@ -1,6 +1,7 @@
 """What a block gets beside hidden states: rotation, documents, positions and cache."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +18,14 @@ from tune.models.rope import Rotation
 class Place:
     """Where the tokens of a forward belong in a layer's cache: written are those in `kept` (None: all), to `written`.
 
-    With new tokens behind those of each row, `read` is what they attend to, where `visible` `[rows, seq, slots]`.
+    With new tokens after those of each row, `read` is what they attend to, with `bias` `[rows, seq, slots]` added to
+    the scores: 0, or -inf for what they do not see.
     """
 
     written: tuple[Any, ...]
     kept: Tensor | None = None
     read: tuple[slice, ...] = ()
-    visible: Tensor | None = None
+    bias: Tensor | None = None
 
 
 class LayerCache:
@@ -86,9 +88,10 @@ class KeyValueCache:
 
         def place(slots: int) -> Place:
             used = min(length, slots)
-            visible = torch.arange(used, device=device) <= positions[..., None]
+            later = torch.arange(used, device=device) > positions[..., None]
+            bias = torch.zeros(later.shape, device=device).masked_fill_(later, -math.inf)
             read = slice(count), slice(None), slice(used)
-            return Place((row, positions.flatten() % slots), read=read, visible=visible)
+            return Place((row, positions.flatten() % slots), read=read, bias=bias)
 
         self._set_places(Place((slice(count),), read=(slice(count),)), place)
 
