@@ -39,6 +39,7 @@ class Decoding:
         )
         self.chosen = torch.zeros(2, rows, self.steps, dtype=torch.int32, device=device)
         self.step = torch.zeros(1, dtype=torch.long, device=device)  # since the last look of the host
+        self.width = 0  # rows of a captured step, some of which may have ended
         self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self.captures = device.type == "cuda" and _can_capture(model)
         self.pool = torch.cuda.graph_pool_handle() if self.captures else None
@@ -53,7 +54,9 @@ class Decoding:
         self.step.zero_()
         rows, length = count, min(max(positions) + steps, self.capacity)
         if self.captures:
-            rows, length = min(bucket(count), self.rows), min(bucket(length, FEWEST_SLOTS), self.capacity)
+            if not self.width / 4 < count <= self.width:  # to capture takes as long as some twenty steps
+                self.width = min(bucket(count), self.rows)
+            rows, length = self.width, min(bucket(length, FEWEST_SLOTS), self.capacity)
         with without_fsdp_hooks(self.model):
             for _ in range(steps):
                 self._advance(rows, length)
