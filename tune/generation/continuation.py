@@ -33,7 +33,7 @@ class Continuation:
             self.cache, self.known = self.model.new_cache(1, self.capacity), []
         decoding = Decoding(self.model, self.cache, 1, self.capacity, sampler.choose)
         with self.weights:
-            logits = self._read(prompt)
+            logits = self._read([*prompt])
         sampler.extend([completion], [next(draws)], logits)
         yield completion.tokens[-1]
         while not sampler.is_complete(completion):

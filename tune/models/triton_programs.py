@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def"
 """The programs of `tune.models.kernels`. Imported only where Triton is installed."""
 
 import triton
