@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tune.distributed import without_fsdp_hooks
 from tune.models import Decoder
 
 STEPS = 8  # tokens of each row between two looks of the host
@@ -57,9 +56,8 @@ class Decoding:
             if not self.width / 4 < count <= self.width:  # to capture takes as long as some twenty steps
                 self.width = min(bucket(count), self.rows)
             rows, length = self.width, min(bucket(length, FEWEST_SLOTS), self.capacity)
-        with without_fsdp_hooks(self.model):
-            for _ in range(steps):
-                self._advance(rows, length)
+        for _ in range(steps):
+            self._advance(rows, length)
         return self.chosen[:, :count, :steps].cpu()
 
     def _advance(self, rows: int, length: int) -> None:

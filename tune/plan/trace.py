@@ -257,6 +257,8 @@ def trace(
     gathers nor casts; `meshes` are those of the axes tp, cp and ep that are used."""
     model = copy.deepcopy(subject.model)
     blocks = repeated_blocks(model)
+    if subject.place == "rollout" and not device.is_host:
+        device = replace(device, launch=device.launch / 2)  # from a captured graph
     recorder = Recorder(device, subject.dtype, subject.compiled)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     units = _allocated(model, subject, plain, meshes, fake)
