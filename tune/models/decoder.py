@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tune.collators import Batch, Documents
 from tune.distributed import Stage
-from tune.models.context import Context, KeyValueCache
+from tune.models.context import Context, KeyValueCache, Masks
 from tune.models.layers import AttentionPartConfig, NormConfig, PartConfig
 from tune.models.moe import ExpertsConfig
 from tune.models.names import Names
@@ -261,6 +261,8 @@ class Decoder(nn.Module):
     ) -> Tensor:  # fmt: skip
         """The hidden states after the blocks with these `indices` (None: all)."""
         rotations = {config: rope(positions, documents, hidden.dtype) for config, rope in self.ropes.items()}
+        is_decoded = cache is not None and documents is None
+        masks = None if is_decoded else Masks(documents, positions.shape, hidden.device, hidden.dtype)
         stats = []
         for index, (block, layer) in enumerate(zip(self.blocks, self.config.layers, strict=True)):
             if indices is not None and index not in indices:
@@ -269,7 +271,8 @@ class Decoder(nn.Module):
                     stats.append(RoutingStats(none.expand(layer.mlp.router.num_experts), none, none))
                 continue
             rotation = rotations[layer.attention.rope] if layer.attention.rope else None
-            context = Context(rotation, documents, positions, cache.layers[index] if cache else None)
+            mask = masks.of(layer.attention) if masks else None
+            context = Context(rotation, documents, positions, cache.layers[index] if cache else None, mask)
             hidden, layer_stats = block(hidden, context)
             stats += [layer_stats] if layer_stats else []
         if stats and self.routing is not None and documents is not None:

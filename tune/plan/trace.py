@@ -42,7 +42,7 @@ from tune.distributed import (
     wrap_forward,
 )
 from tune.losses import chunks
-from tune.models import attention
+from tune.models import attention, layers
 from tune.quantization import nf4
 
 REDUCED = 4  # bytes of a gradient while FSDP reduces it: fp32
@@ -296,11 +296,18 @@ def _kernels(device: Device, recorder: Recorder) -> Iterator[None]:
         recorder.compute = before + device.seconds(0, 2 * tensor.nbytes + tensor.numel(), "")
         return found
 
+    def path(*args: Any, **scoring: bool) -> attention.Path:
+        taken = of_device(*args, **scoring)
+        return "flash" if taken == "flex" else taken  # it keeps as much
+
+    of_device = attention.path
     linears = sys.modules.get("torchao.float8.float8_linear") if recorder.fused else None  # its layers are imported
     name = "hp_tensor_to_float8_dynamic"
     with (
         mock.patch.object(linears, name, partial(cast, getattr(linears, name))) if linears else nullcontext(),
-        mock.patch.object(attention, "has_flash", lambda tensor: device.flash),
+        mock.patch.object(attention, "capability", lambda _: device.attends_as),
+        mock.patch.object(attention, "path", path),
+        mock.patch.object(layers, "path", path),
         mock.patch.object(nf4, "dequantize", whole),
         mock.patch.object(chunks, "default_chunk_tokens", lambda vocab, _: chunk_tokens(vocab, kind)),
     ):
