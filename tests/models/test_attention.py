@@ -60,7 +60,9 @@ BF16, FP32 = torch.bfloat16, torch.float32
     ],
 )
 def test_paths(capability, dtype, sizes, scoring, expected):
-    assert attention.path(capability, dtype, *sizes, **scoring) == expected
+    path, because = attention.choose(capability, dtype, *sizes, **scoring)
+    assert path == expected
+    assert bool(because) == (path not in ("flash", "efficient") or (path == "efficient" and capability is not None))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in SCORINGS if kind not in ("softcap", "all")])

@@ -27,11 +27,11 @@ CPU = torch.device("cpu")
 def on_cpu(monkeypatch):
     """The path of a GPU, with the operators that the compiler traces in the place of kernels."""
 
-    def path(*arguments, softcap, sinks):
-        return "flex" if softcap or sinks else "efficient"
+    def choose(*arguments, softcap, sinks):
+        return attention.Choice("flex" if softcap or sinks else "efficient")
 
-    monkeypatch.setattr(attention, "path", path)
-    monkeypatch.setattr(layers, "path", path)
+    monkeypatch.setattr(attention, "choose", choose)
+    monkeypatch.setattr(layers, "choose", choose)
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # which refuses gradients on a CPU
     monkeypatch.setattr(flex, "_compiled", lambda: compiled)
     monkeypatch.setattr(flex, "RUNS", {})

@@ -1,7 +1,7 @@
 """Causal attention within documents, by the fastest kernel that supports the case; `attend_masked` is the reference."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -41,10 +41,15 @@ class Scoring:
 PLAIN = Scoring()
 
 
-def path(
+class Choice(NamedTuple):
+    path: Path
+    because: str = ""  # where it is not the fastest
+
+
+def choose(
     capability: Capability | None, dtype: torch.dtype, query_size: int, value_size: int, *, softcap: bool = False,
     sinks: bool = False,
-) -> Path:  # fmt: skip
+) -> Choice:  # fmt: skip
     """How a device computes attention of heads of these sizes: all that decides about it.
 
     `flash`: FlashAttention. `flex`: FlexAttention, compiled. `efficient`: other fused kernels of PyTorch, those of CPUs
@@ -52,19 +57,30 @@ def path(
 
     `capability` is that of a CUDA device, None for other devices.
     """
+    is_plain, sizes = not (softcap or sinks), (query_size, value_size)
     if capability is None:
-        return "math" if softcap or sinks else "efficient"
-    is_half = dtype in (torch.float16, torch.bfloat16)
-    fits = query_size % 8 == 0 and value_size <= query_size <= 256
-    knows_sinks = not (sinks and torch.version.hip)  # its kernel gives log-sums in another order
-    if capability >= (8, 0) and is_half and fits and knows_sinks and not softcap:
-        return "flash"
-    if not (softcap or sinks):
-        knows_type = dtype in (torch.float16, torch.float32) or (dtype == torch.bfloat16 and capability >= (8, 0))
-        return "efficient" if knows_type else "math"
-    if capability >= (8, 0) and 16 <= min(query_size, value_size) <= max(query_size, value_size) <= 256:
-        return "flex"
-    return "math"
+        return Choice("efficient") if is_plain else Choice("math", "only GPUs have kernels for soft caps and sinks")
+    if capability < (8, 0):
+        because = f"fast kernels need compute capability 8.0, and this GPU has {capability[0]}.{capability[1]}"
+        return Choice("efficient" if is_plain and dtype != torch.bfloat16 else "math", because)
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return Choice("math", f"no kernel computes in {str(dtype).removeprefix('torch.')}")
+    because = ""
+    if softcap:
+        because = "FlashAttention has no soft caps"
+    elif sinks and torch.version.hip:
+        because = "FlashAttention of ROCm has no log-sums for sinks"
+    elif dtype == torch.float32:
+        because = "FlashAttention computes in bf16 and fp16 only"
+    elif query_size % 8 or not value_size <= query_size <= 256:
+        because = f"FlashAttention has heads of a multiple of 8, up to 256, and those of this model have {query_size}"
+    if not because:
+        return Choice("flash")
+    if is_plain:
+        return Choice("efficient", because)
+    if min(sizes) >= 16 and max(sizes) <= 256:
+        return Choice("flex", because)
+    return Choice("math", f"FlexAttention has heads of 16 to 256, and those of this model have {query_size}")
 
 
 def capability(device: torch.device) -> Capability | None:
@@ -87,7 +103,7 @@ def attend(
         attended = documents.part
         key, value = attended.attended(key, value)
     found = capability(query.device)
-    kernel = path(
+    kernel, _ = choose(
         found, query.dtype, query.shape[-1], value.shape[-1], softcap=scoring.softcap is not None,
         sinks=scoring.sinks is not None,
     )  # fmt: skip
@@ -112,9 +128,9 @@ def attend(
     return torch.cat(outputs).unflatten(0, query.shape[:2])
 
 
-def _flat(*heads: Tensor) -> list[Tensor]:
+def _flat(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of all rows one."""
-    return [each.flatten(0, 1) for each in heads]
+    return query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
 
 
 def _spans(query: Tensor, documents: Documents | None, attended: Documents | Part | None) -> Spans:

@@ -122,8 +122,8 @@ class Masks:
 
     def of(self, config: Any) -> "BlockMask | None":
         """That of a layer whose attention has this config; None where it is computed in another way."""
-        path = getattr(config, "path", None)
-        if path is None or path(attention.capability(self.device), self.dtype) != "flex":
+        choose = getattr(config, "path", None)
+        if choose is None or choose(attention.capability(self.device), self.dtype).path != "flex":
             return None
         window = config.window
         if window not in self.made:

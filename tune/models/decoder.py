@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tune.collators import Batch, Documents
 from tune.distributed import Stage
+from tune.models.attention import Capability, Choice
 from tune.models.context import Context, KeyValueCache, Masks
 from tune.models.layers import AttentionPartConfig, NormConfig, PartConfig
 from tune.models.moe import ExpertsConfig
@@ -168,6 +169,12 @@ class Decoder(nn.Module):
             seen = min(length, getattr(attention, "window", None) or length)
             costs[index] += 6 * attention.pair_width * seen * (2 * length - seen + 1) / (2 * length)
         return costs
+
+    def attention_paths(self, capability: Capability | None, dtype: torch.dtype) -> list[Choice | None]:
+        """How a device of this compute capability (None: no CUDA device) computes the attention of each layer; None for
+        layers without any. See `tune.models.attention.choose`."""
+        parts: list[Any] = [layer.attention for layer in self.config.layers]
+        return [part.path(capability, dtype) if hasattr(part, "path") else None for part in parts]
 
     def keep_stages(self, stages: Sequence[Stage]) -> None:
         """Delete all parameters that are not part of these stages of a pipeline. The first stage has the embedding too,

@@ -70,7 +70,7 @@ class FlashWithSinks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         context: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, query_bounds: Tensor,
         key_bounds: Tensor | None, most_queries: int, most_keys: int, scale: float | None, window: int | None,
     ) -> Tensor:  # fmt: skip
@@ -82,7 +82,7 @@ class FlashWithSinks(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(context: Any, gradient: Tensor) -> Any:
         query, key, value, sinks, query_bounds, key_bounds, output, total, seed, offset = context.saved_tensors
         spans = Spans(query_bounds, key_bounds, *context.most)
         gradients = torch.ops.aten._flash_attention_backward(

@@ -83,23 +83,27 @@ def flex(
     `mask` is that of the flattened batch."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-    options: dict[str, Any] = {"score_mod": None if softcap is None else _capped(softcap)}
-    options |= {"block_mask": mask, "scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
-    options |= {"kernel_options": {"FORCE_USE_FLEX_ATTENTION": True}}  # not that of decoding, also for few queries
-    if sinks is not None:
-        options |= {"return_aux": AuxRequest(lse=True)}
-    heads = [each.transpose(0, 1)[None] for each in (query, key, value)]
-    if torch.compiler.is_compiling():
-        found = flex_attention(*heads, **options)
-    else:
-        # Also where nothing else may be compiled: without gradients, and in selective recomputation, whose mode of
-        # dispatch would have it run without a kernel.
-        with torch.compiler.set_stance("default"), _disable_current_modes():
-            found = _compiled()(*heads, **options)
+    function: Any = flex_attention if torch.compiler.is_compiling() else _run
+    found = function(
+        *(heads.transpose(0, 1)[None] for heads in (query, key, value)),
+        score_mod=None if softcap is None else _capped(softcap),
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+        kernel_options={"FORCE_USE_FLEX_ATTENTION": True},  # not that of decoding, also for few queries
+        return_aux=None if sinks is None else AuxRequest(lse=True),
+    )
     if sinks is None:
         return found[0].transpose(0, 1)
     output, more = found
     return with_sinks(output[0].transpose(0, 1), more.lse[0], sinks)[0]
+
+
+def _run(*heads: Tensor, **options: Any) -> Any:
+    """Compiled also where nothing else may be: without gradients, and in selective recomputation, in whose mode of
+    dispatch it would run without a kernel."""
+    with torch.compiler.set_stance("default"), _disable_current_modes():
+        return _compiled()(*heads, **options)
 
 
 @functools.cache

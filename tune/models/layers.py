@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tune.models.attention import Capability, Path, Scoring, attend, attend_cached, path
+from tune.models.attention import Capability, Choice, Scoring, attend, attend_cached, choose
 from tune.models.context import Context
 from tune.models.rope import RopeConfig, rotate
 
@@ -89,10 +89,10 @@ class AttentionConfig:
     def pair_width(self) -> int:
         return 2 * self.num_heads * self.head_dim
 
-    def path(self, capability: Capability | None, dtype: torch.dtype) -> Path:
+    def path(self, capability: Capability | None, dtype: torch.dtype) -> Choice:
         """How a device of this compute capability computes it."""
         size, capped = self.head_dim, self.softcap is not None
-        return path(capability, dtype, size, size, softcap=capped, sinks=self.sinks)
+        return choose(capability, dtype, size, size, softcap=capped, sinks=self.sinks)
 
     def build(self, hidden_size: int) -> nn.Module:
         return Attention(self, hidden_size)

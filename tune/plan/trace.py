@@ -296,18 +296,18 @@ def _kernels(device: Device, recorder: Recorder) -> Iterator[None]:
         recorder.compute = before + device.seconds(0, 2 * tensor.nbytes + tensor.numel(), "")
         return found
 
-    def path(*args: Any, **scoring: bool) -> attention.Path:
+    def choose(*args: Any, **scoring: Any) -> attention.Choice:
         taken = of_device(*args, **scoring)
-        return "flash" if taken == "flex" else taken  # it keeps as much
+        return attention.Choice("flash") if taken.path == "flex" else taken  # which keeps as much
 
-    of_device = attention.path
+    of_device = attention.choose
     linears = sys.modules.get("torchao.float8.float8_linear") if recorder.fused else None  # its layers are imported
     name = "hp_tensor_to_float8_dynamic"
     with (
         mock.patch.object(linears, name, partial(cast, getattr(linears, name))) if linears else nullcontext(),
         mock.patch.object(attention, "capability", lambda _: device.attends_as),
-        mock.patch.object(attention, "path", path),
-        mock.patch.object(layers, "path", path),
+        mock.patch.object(attention, "choose", choose),
+        mock.patch.object(layers, "choose", choose),
         mock.patch.object(nf4, "dequantize", whole),
         mock.patch.object(chunks, "default_chunk_tokens", lambda vocab, _: chunk_tokens(vocab, kind)),
     ):
