@@ -172,7 +172,7 @@ def attend_cached(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scori
         query.unflatten(2, (-1, groups)).permute(0, 2, 1, 3, 4).flatten(2, 3)
     )  # [rows, kv_heads, seq * groups, dim]
     bias = (bias if query.shape[1] == 1 else bias.repeat_interleave(groups, dim=1))[:, None]
-    if scoring.softcap is None and scoring.sinks is None and not query.is_cuda:
+    if scoring.is_plain and not query.is_cuda:
         found = F.scaled_dot_product_attention(shared, key, value, bias.to(query.dtype), scale=scoring.scale)
     else:
         scores = _scores(shared, key, bias, scoring)
