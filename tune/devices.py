@@ -52,6 +52,11 @@ class Device:
         """Whether its memory is the host's."""
         return self.name == "cpu"
 
+    @property
+    def attends_as(self) -> tuple[int, int] | None:
+        """The compute capability by which attention chooses its kernels; None: those of other devices."""
+        return max(self.capability or (8, 0), (8, 0)) if self.flash else self.capability
+
     def shared_by(self, processes: int) -> "Device":
         """What each of so many has of it: those of a node share a CPU. Its `memory` is each one's already."""
         share = min(processes, self.per_node) if self.is_host else 1

@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+from flash_on_cpu import flash_path
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.testing import assert_close
@@ -15,7 +16,7 @@ from tune.checkpointers import load_model
 from tune.collators import Batch
 from tune.distributed import activations, init, local_shard, share, units_of
 from tune.distributed.activations import wrap_forward
-from tune.models import attention, build
+from tune.models import build
 from tune.models.context import Context
 
 POSITIONS = torch.arange(40)[None]
@@ -35,7 +36,7 @@ class Count(TorchDispatchMode):
         if name in ("aten::mm", "aten::addmm"):
             rank = 2 in args[-1].shape
             self.calls["narrow" if rank else "products"] += 1
-        elif name in ("aten::_scaled_dot_product_flash_attention_for_cpu", "torch_attn::_varlen_attn"):
+        elif name in ("aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_flash_attention_forward"):
             self.calls["attentions"] += 1
         return operation(*args, **(kwargs or {}))
 
@@ -163,14 +164,14 @@ def test_offloaded_activations_keep_their_strides():
 
 
 @pytest.mark.parametrize(("checkpointing", "attentions"), [("none", 0), ("selective", 0), ("full", 3)])
-def test_the_attention_of_gpus_is_recomputed_in_full_only(checkpoint, checkpointing, attentions, monkeypatch):
+def test_the_attention_of_gpus_is_recomputed_in_full_only(checkpoint, checkpointing, attentions):
     """On the meta device, which knows of its results all but the values."""
-    monkeypatch.setattr(attention, "_flash_fits", lambda *arguments: True)
     with torch.device("meta"):
         model = build(str(checkpoint))
     for block in model.blocks:
         wrap_forward(block, checkpointing, compile=False, offload=False)
-    loss = model(Batch.of([[0] * 40]).to("meta")).square().sum()
-    with Count() as count:
+    with flash_path():
+        loss = model(Batch.of([[0] * 40]).to("meta")).square().sum()
+    with Count() as count, flash_path():  # which recomputes
         loss.backward()
     assert count.calls["attentions"] == attentions

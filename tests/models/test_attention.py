@@ -1,13 +1,14 @@
 """Every path computes what the definition says."""
 
-from types import SimpleNamespace
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from flash_on_cpu import flash_on_cpu
 from torch.testing import assert_close
 
-from tune.collators import Batch
+from tune.collators import Batch, Sample, collate
 from tune.models import attention
 from tune.models.attention import Scoring, attend, attend_cached, attend_masked
 from tune.models.context import KeyValueCache
@@ -33,31 +34,103 @@ def make(device="cpu", dtype=torch.float32, head_dim=16, kv_heads=2, value_dim=N
     return heads, Batch.of(torch.zeros(3, 32, dtype=torch.long), documents=torch.tensor(ids)).documents
 
 
-@pytest.mark.parametrize(("capability", "fits"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
-def test_flash_kernels_want_compute_capability_8(capability, fits, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    heads = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, shape=(1, 8, 4, 64), device=torch.device("cuda"))
-    assert attention._flash_fits(heads, heads, Scoring()) == fits
+CPU, T4, A100, H100 = None, (7, 5), (8, 0), (9, 0)
+BF16, FP32 = torch.bfloat16, torch.float32
 
 
+@pytest.mark.parametrize(
+    ("capability", "dtype", "sizes", "scoring", "expected"),
+    [
+        (CPU, FP32, (64, 64), {}, "efficient"),
+        (CPU, BF16, (64, 64), {"sinks": True}, "math"),
+        (T4, FP32, (64, 64), {}, "efficient"),
+        (T4, BF16, (64, 64), {}, "math"),  # which has no kernel there
+        (T4, FP32, (256, 256), {"softcap": True}, "math"),
+        (A100, BF16, (64, 64), {}, "flash"),
+        (H100, BF16, (64, 64), {"sinks": True}, "flash"),
+        (H100, BF16, (192, 128), {}, "flash"),  # latent attention
+        (H100, BF16, (128, 192), {}, "efficient"),
+        (H100, BF16, (512, 512), {}, "efficient"),
+        (H100, BF16, (60, 60), {}, "efficient"),
+        (H100, FP32, (128, 128), {}, "efficient"),
+        (H100, torch.float64, (128, 128), {}, "math"),
+        (H100, BF16, (256, 256), {"softcap": True}, "flex"),
+        (H100, FP32, (64, 64), {"sinks": True}, "flex"),
+        (H100, BF16, (512, 512), {"softcap": True}, "math"),
+    ],
+)
+def test_paths(capability, dtype, sizes, scoring, expected):
+    path, because = attention.choose(capability, dtype, *sizes, **scoring)
+    assert path == expected
+    assert bool(because) == (path not in ("flash", "efficient") or (path == "efficient" and capability is not None))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SCORINGS if kind not in ("softcap", "all")])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("value_dim", [8, 16])
-def test_flash_kernels_have_heads_of_one_size(value_dim, monkeypatch):
-    """Latent attention has smaller ones of values. The kernel is SDPA here, a document at a time."""
+def test_flash(kind, kv_heads, value_dim):
+    """Exact with sinks too; latent attention has smaller heads of values."""
+    heads, documents = make(dtype=torch.float64, kv_heads=kv_heads, value_dim=value_dim)
+    scoring = SCORINGS[kind]
+    if scoring.sinks is not None:
+        scoring = replace(scoring, sinks=scoring.sinks.double().requires_grad_())
+        heads.append(scoring.sinks)
 
-    def kernel(query, key, value, cu_seq_q, scale, **others):
-        assert query.shape == key.shape == value.shape
-        each = zip(*(heads.split(cu_seq_q.diff().tolist()) for heads in (query, key, value)), strict=True)
-        moved = ([heads.transpose(0, 1) for heads in document] for document in each)
-        return torch.cat(
-            [nn.functional.scaled_dot_product_attention(*d, is_causal=True).transpose(0, 1) for d in moved]
-        )
+    def outcome(function):
+        output = function(*heads[:3], documents, scoring)
+        weights = torch.linspace(-1, 1, output.numel(), dtype=torch.float64).view_as(output)
+        return output, *torch.autograd.grad((output * weights).sum(), heads)
 
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
-    monkeypatch.setattr(attention, "has_flash", lambda tensor: True)
-    heads, documents = make(value_dim=value_dim)
-    assert attention._flash_fits(*(each.bfloat16() for each in heads[1:]), Scoring())
-    found = attention._flash(*heads, documents, documents, Scoring())
-    assert_close(found, by_definition(*heads, documents, Scoring()))
+    # With sinks, attend_masked has a softmax in fp32.
+    expected = outcome(attend_masked if scoring.sinks is None else by_definition)
+    with flash_on_cpu():
+        found = outcome(attend)
+    assert_close(found, expected, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["plain", "window", "sinks"])
+def test_flash_of_one_document_a_row(kind):
+    heads, _ = make()
+    expected = attend(*heads, None, SCORINGS[kind])
+    with flash_on_cpu():
+        assert_close(attend(*heads, None, SCORINGS[kind]), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["plain", "window", "sinks"])
+def test_flash_of_parts_of_documents(kind):
+    """Queries are the ends of documents, that begin with keys of others."""
+    (query, key, value), documents = parts()
+    expected = attend(query, key, value, documents, SCORINGS[kind])
+    with flash_on_cpu():
+        assert_close(attend(query, key, value, documents, SCORINGS[kind]), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["plain", "window", "sinks"])
+def test_flash_in_compiled_blocks(kind):
+    """Whole, and for any documents of lengths below one bound, from the second batch on, the same."""
+    sinks = SCORINGS[kind].sinks
+    scoring = SCORINGS[kind] if sinks is None else replace(SCORINGS[kind], sinks=sinks.clone().requires_grad_())
+    heads, documents = make()
+    lengths = [20, 12], [20, 6, 6]
+    ids = [torch.arange(len(each)).repeat_interleave(torch.tensor(each)).expand(3, 32) for each in lengths]
+    batches = [documents, *(Batch.of(torch.zeros_like(each), documents=each).documents for each in ids)]
+    expected = [with_gradients(attend_masked, heads, each, scoring) for each in batches]
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    with flash_on_cpu():
+        compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+        found = [with_gradients(compiled, heads, each, scoring) for each in batches]
+    assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+def parts():
+    """A batch of three documents, of which two begin as the first does."""
+    tokens = [[*range(20), *(100 + i for i in range(n))] for n in (5, 1, 11)]
+    rows = [Sample(np.array(each), np.r_[np.full(len(each) - 1, -100), 1]) for each in tokens]
+    shared = collate(rows).shared
+    heads = [torch.randn(1, shared.tokens.shape[1], number, 16) for number in (4, 2, 2)]
+    return heads, shared.documents
 
 
 def by_definition(query, key, value, documents, scoring):

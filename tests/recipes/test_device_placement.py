@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from evaluation.task_files import write_tasks
+from flash_on_cpu import flash_path
 from helpers import save_checkpoint
 from in_backward import in_backward
 from models.test_attention import SCORINGS, make
@@ -17,7 +18,6 @@ from models.test_families import VARIANTS
 from recipes.run_variants import main_of
 
 from tune import checkpointers, config, distributed
-from tune.models import attention
 from tune.models.attention import attend_cached, attend_masked
 from tune.run import Run
 
@@ -166,16 +166,12 @@ def made_up(value):
         *("gpt_oss", "deepseek_v3", "minimax_m2", "granitemoehybrid", "qwen3_5_text"),
     ],
 )
-def test_every_family(family, step, tmp_path, monkeypatch):
+def test_every_family(family, step, tmp_path):
     config_class, changes = {**FAMILIES, **VARIANTS}[family]
     folder = save_checkpoint(tmp_path / "model", config_class, **{"pad_token_id": None} | changes)
     step("lora_finetune", folder, "adapter.rank=1", "adapter.dropout=0.1")
-    monkeypatch.setattr(
-        attention,
-        "_flash_fits",
-        lambda query, value, scoring: scoring.has_kernels and query.shape[-1] >= value.shape[-1],
-    )
-    step("full_finetune", folder)
+    with flash_path():
+        step("full_finetune", folder)
 
 
 @pytest.mark.parametrize(("recipe", "name"), [(recipe, name) for recipe in RECIPES for name in SETTINGS[recipe]])

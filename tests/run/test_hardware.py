@@ -8,7 +8,7 @@ from helpers import save_checkpoint
 
 from tune.checkpointers import load_model
 from tune.run import hardware
-from tune.run.hardware import disk_note, score_bytes
+from tune.run.hardware import attention_notes, disk_note, score_bytes
 
 SHAPE = (1, 64)
 
@@ -46,7 +46,30 @@ def test_scores_without_a_kernel(config, changes, dtype, tmp_path):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model(torch.arange(64)[None])
     counted = sum(tensor.nbytes for tensor in kept.values() if tensor.shape[:-2].numel() == 4)
-    assert score_bytes(model, dtype, SHAPE, 64, False, "none") == pytest.approx(counted, rel=0.02)
+    layers = [layer.attention for layer in model.config.layers]
+    assert score_bytes(layers, dtype, SHAPE, 64, False, "none") == pytest.approx(counted, rel=0.02)
     assert (counted > 0) == (config != "LlamaConfig")
-    less = score_bytes(model, dtype, SHAPE, 64, False, "full")
-    assert less * 3 == score_bytes(model, dtype, SHAPE, 64, False, "none")
+    less = score_bytes(layers, dtype, SHAPE, 64, False, "full")
+    assert less * 3 == score_bytes(layers, dtype, SHAPE, 64, False, "none")
+
+
+@pytest.mark.parametrize(
+    ("config", "capability", "dtype", "facts"),
+    [
+        ("LlamaConfig", (8, 0), "bf16", None),
+        ("LlamaConfig", (8, 0), "fp32", ("3 of 3", "efficient", "dtype=bf16")),
+        ("LlamaConfig", (7, 5), "fp32", ("3 of 3", "efficient", "7.5")),
+        ("Gemma2Config", (9, 0), "bf16", None),  # by FlexAttention
+        ("Gemma2Config", (7, 5), "fp32", ("3 of 3", "math", "7.5", "activation_checkpointing=full")),
+        ("GptOssConfig", (9, 0), "bf16", None),
+        ("GptOssConfig", None, "fp32", ("3 of 3", "math", "GiB")),  # of MPS
+    ],
+)
+def test_slow_attention(config, capability, dtype, facts, tmp_path, monkeypatch):
+    changes = {} if config == "LlamaConfig" else {"head_dim": 16, "sliding_window": 512}
+    model = load_model(str(save_checkpoint(tmp_path, config, **changes)))
+    monkeypatch.setattr(hardware, "capability", lambda device: capability)
+    notes = attention_notes(model, torch.device("cuda"), dtype, SHAPE, 64, False, "none")
+    assert len(notes) == (facts is not None)
+    assert all(fact in notes[0] for fact in facts or ())
+    assert not attention_notes(model, torch.device("cpu"), dtype, SHAPE, 64, False, "none")

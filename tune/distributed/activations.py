@@ -16,7 +16,8 @@ ATTENTION = {
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_flash_attention_forward",
-    "torch_attn::_varlen_attn",
+    "aten::_efficient_attention_forward",
+    "flex_attention",
 }
 MATMULS = {"aten::mm", "aten::addmm", "aten::_grouped_mm"}
 COMMUNICATION = {f"_c10d_functional::{each}" for each in ("reduce_scatter_tensor", "all_reduce", "all_to_all_single")}

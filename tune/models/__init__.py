@@ -1,6 +1,7 @@
 """Models, built from config.json. One decoder for all families; families/ has how each config.json is read; hf.py
 wraps any other causal language model of transformers."""
 
+from tune.models.attention import Choice, capability
 from tune.models.build import as_reward_model, build, prepare_scores
 from tune.models.config_file import ConfigFile, read_json
 from tune.models.context import KeyValueCache

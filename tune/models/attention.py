@@ -1,12 +1,21 @@
 """Causal attention within documents, by the fastest kernel that supports the case; `attend_masked` is the reference."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tune.collators import Documents, Part
+from tune.models.flash import Spans, efficient, flash
+from tune.models.flex import flex
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+Path: TypeAlias = Literal["flash", "flex", "efficient", "math"]
+Capability: TypeAlias = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -24,34 +33,114 @@ class Scoring:
     sinks: Tensor | None = None
 
     @property
-    def has_kernels(self) -> bool:
+    def is_plain(self) -> bool:
+        """Whether SDPA computes it."""
         return self.softcap is None and self.sinks is None
 
 
 PLAIN = Scoring()
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, documents: Documents | None, scoring: Scoring = PLAIN) -> Tensor:
+class Choice(NamedTuple):
+    path: Path
+    because: str = ""  # where it is not the fastest
+
+
+def choose(
+    capability: Capability | None, dtype: torch.dtype, query_size: int, value_size: int, *, softcap: bool = False,
+    sinks: bool = False,
+) -> Choice:  # fmt: skip
+    """How a device computes attention of heads of these sizes: all that decides about it.
+
+    `flash`: FlashAttention. `flex`: FlexAttention, compiled. `efficient`: other fused kernels of PyTorch, those of CPUs
+    among them. `math`: matrix products, with the scores in memory.
+
+    `capability` is that of a CUDA device, None for other devices.
+    """
+    is_plain, sizes = not (softcap or sinks), (query_size, value_size)
+    if capability is None:
+        return Choice("efficient") if is_plain else Choice("math", "only GPUs have kernels for soft caps and sinks")
+    if capability < (8, 0):
+        because = f"fast kernels need compute capability 8.0, and this GPU has {capability[0]}.{capability[1]}"
+        return Choice("efficient" if is_plain and dtype != torch.bfloat16 else "math", because)
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return Choice("math", f"no kernel computes in {str(dtype).removeprefix('torch.')}")
+    because = ""
+    if softcap:
+        because = "FlashAttention has no soft caps"
+    elif sinks and torch.version.hip:
+        because = "FlashAttention of ROCm has no log-sums for sinks"
+    elif dtype == torch.float32:
+        because = "FlashAttention computes in bf16 and fp16 only"
+    elif query_size % 8 or not value_size <= query_size <= 256:
+        because = f"FlashAttention has heads of a multiple of 8, up to 256, and those of this model have {query_size}"
+    if not because:
+        return Choice("flash")
+    if is_plain:
+        return Choice("efficient", because)
+    if min(sizes) >= 16 and max(sizes) <= 256:
+        return Choice("flex", because)
+    return Choice("math", f"FlexAttention has heads of 16 to 256, and those of this model have {query_size}")
+
+
+def capability(device: torch.device) -> Capability | None:
+    """The compute capability of a CUDA device, None for other devices."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents | None, scoring: Scoring = PLAIN,
+    mask: "BlockMask | None" = None,
+) -> Tensor:  # fmt: skip
     """Causal attention of `query` `[batch, seq, heads, head_dim]` to `key`, `value` `[batch, seq, kv_heads, head_dim]`.
 
-    `documents=None` means one document per row. The head size of values, and so of the result, may differ. All paths
-    compute what `attend_masked` computes.
+    `documents=None` means one document per row. The head size of values, and so of the result, may differ. `mask` is
+    that of FlexAttention (`tune.models.flex.block_mask`), without which it is not used. All paths compute what
+    `attend_masked` computes.
     """
-    if documents is None:
-        return _document(query, key, value, scoring)
-    attended: Documents | Part = documents
-    if documents.part is not None:
+    attended: Documents | Part | None = documents
+    if documents is not None and documents.part is not None:
         attended = documents.part
         key, value = attended.attended(key, value)
-    if _flash_fits(query, value, scoring):
-        return _flash(query, key, value, documents, attended, scoring)
+    found = capability(query.device)
+    kernel, _ = choose(
+        found, query.dtype, query.shape[-1], value.shape[-1], softcap=scoring.softcap is not None,
+        sinks=scoring.sinks is not None,
+    )  # fmt: skip
+    if kernel == "flash":
+        spans = _spans(query, documents, attended)
+        output = flash(*_flat(query, key, value), spans, scoring.scale, scoring.window, scoring.sinks)
+        return output.unflatten(0, query.shape[:2])
+    if kernel == "flex" and mask is not None:
+        output = flex(*_flat(query, key, value), mask, scoring.scale, scoring.softcap, scoring.sinks)
+        return output.unflatten(0, query.shape[:2])
+    if kernel == "efficient" and found is not None and scoring.window is None and not torch.version.hip:
+        output = efficient(*_flat(query, key, value), _spans(query, documents, attended), scoring.scale)
+        return output.unflatten(0, query.shape[:2])
+    if documents is None or attended is None:
+        return _document(query, key, value, scoring)
     if torch.compiler.is_compiling():  # a loop over documents would be recompiled for every batch
         return attend_masked(query, key, value, documents, scoring)
     # One document at a time: no work on masked pairs of tokens, and no mask in memory.
     lengths = documents.lengths, attended.lengths, attended.lengths
-    flat = [heads.flatten(0, 1).split(each) for heads, each in zip((query, key, value), lengths, strict=True)]
-    outputs = [_document(q[None], k[None], v[None], scoring)[0] for q, k, v in zip(*flat, strict=True)]
+    split = [heads.split(each) for heads, each in zip(_flat(query, key, value), lengths, strict=True)]
+    outputs = [_document(q[None], k[None], v[None], scoring)[0] for q, k, v in zip(*split, strict=True)]
     return torch.cat(outputs).unflatten(0, query.shape[:2])
+
+
+def _flat(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of all rows one."""
+    return query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
+
+
+def _spans(query: Tensor, documents: Documents | None, attended: Documents | Part | None) -> Spans:
+    """Those of the flattened batch. The lengths have a bound of 2 at least, as for 1 the kernel takes another form."""
+    if documents is None or attended is None:
+        rows, seq = query.shape[:2]
+        bounds = torch.arange(0, (rows + 1) * seq, seq, dtype=torch.int32, device=query.device)
+        return Spans(bounds, None, max(2, seq), max(2, seq))
+    key_bounds = None if documents.part is None else attended.boundaries
+    return Spans(documents.boundaries, key_bounds, max(2, documents.longest), max(2, attended.longest))
 
 
 def attend_masked(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring = PLAIN) -> Tensor:
@@ -83,7 +172,7 @@ def attend_cached(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scori
         query.unflatten(2, (-1, groups)).permute(0, 2, 1, 3, 4).flatten(2, 3)
     )  # [rows, kv_heads, seq * groups, dim]
     bias = (bias if query.shape[1] == 1 else bias.repeat_interleave(groups, dim=1))[:, None]
-    if scoring.has_kernels and not query.is_cuda:
+    if scoring.is_plain and not query.is_cuda:
         found = F.scaled_dot_product_attention(shared, key, value, bias.to(query.dtype), scale=scoring.scale)
     else:
         scores = _scores(shared, key, bias, scoring)
@@ -111,7 +200,7 @@ def _scores(query: Tensor, key: Tensor, bias: Tensor, scoring: Scoring) -> Tenso
 def _document(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
     """Attention in rows that are one document each, or that have the queries of the last tokens of one."""
     length, before = query.shape[1], key.shape[1] - query.shape[1]
-    if not before and scoring.has_kernels and (scoring.window is None or length <= scoring.window):
+    if not before and scoring.is_plain and (scoring.window is None or length <= scoring.window):
         return _sdpa(query, key, value, scoring.scale, is_causal=True)
     # By chunks of queries as long as the window: no work on keys outside of it, and the mask stays small.
     order = torch.arange(key.shape[1], device=query.device)
@@ -133,13 +222,9 @@ def _visible(query_positions: Tensor, key_positions: Tensor, scoring: Scoring) -
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
-    """By SDPA; or with softcap or sinks, which it does not support, by matrix products with the scores in memory.
-
-    On GPUs FlexAttention could do it (softcap as score_mod, sinks from its log-sum-exp), but it must be compiled and
-    has no backward on CPUs. flash-attn 3 is not part of PyTorch.
-    """
+    """By SDPA; or with softcap or sinks, which it does not support, by matrix products with the scores in memory."""
     mask = mask.unsqueeze(-3)  # for all heads
-    if scoring.has_kernels:
+    if scoring.is_plain:
         return _sdpa(query, key, value, scoring.scale, mask)
     groups = query.shape[2] // key.shape[2]
     key, value = (heads.repeat_interleave(groups, dim=2) if groups > 1 else heads for heads in (key, value))
@@ -158,46 +243,13 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: Sc
 def _sdpa(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, mask: Tensor | None = None, is_causal: bool = False
 ) -> Tensor:
-    on_cpu = query.device.type == "cpu" and not has_flash(query)  # and this is no plan for a GPU
+    on_gpu = capability(query.device) is not None  # or this is a plan for one
+    on_cpu = query.device.type == "cpu" and not on_gpu
     slow = on_cpu and query.requires_grad and query.dtype == torch.bfloat16  # its backward, four times as fp32
     q, k, v = (each.transpose(1, 2).to(torch.float32 if slow else each.dtype) for each in (query, key, value))
     grouped = key.shape[2] != query.shape[2]
+    if grouped and on_gpu:  # where the kernel for masks knows no groups, and matrix products would take its place
+        k, v = (heads.repeat_interleave(query.shape[2] // key.shape[2], dim=1) for heads in (k, v))
+        grouped = False
     output = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=grouped)
     return output.transpose(1, 2).to(query.dtype)
-
-
-def _flash_fits(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
-    size = query.shape[-1]
-    fits = query.dtype in (torch.float16, torch.bfloat16) and size % 8 == 0 and size <= 256
-    return fits and value.shape[-1] <= size and scoring.has_kernels and has_flash(query)
-
-
-def has_flash(tensor: Tensor) -> bool:
-    """Whether the device of `tensor` has flash kernels for documents of different lengths."""
-    return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (8, 0)
-
-
-def _flash(
-    query: Tensor, key: Tensor, value: Tensor, documents: Documents, attended: Documents | Part, scoring: Scoring
-) -> Tensor:
-    """Where a document has fewer queries than keys, its last query attends to its last key. The kernel wants heads of
-    one size: those of values are filled up with zeros."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    width, size = value.shape[-1], query.shape[-1]
-    value = F.pad(value, (0, size - width)) if width < size else value  # by 0 it would be copied
-    groups = query.shape[2] // key.shape[2]
-    key, value = (heads.repeat_interleave(groups, dim=2) if groups > 1 else heads for heads in (key, value))
-    output = varlen_attn(
-        query.flatten(0, 1),
-        key.flatten(0, 1),
-        value.flatten(0, 1),
-        cu_seq_q=documents.boundaries,
-        cu_seq_k=attended.boundaries,
-        max_q=documents.longest,
-        max_k=attended.longest,
-        scale=scoring.scale,
-        window_size=(-1 if scoring.window is None else scoring.window - 1, 0),
-    )
-    assert isinstance(output, Tensor)  # a tuple only if auxiliary results are requested
-    return output.view_as(query)[..., :width]

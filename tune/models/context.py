@@ -4,14 +4,18 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tune.collators import Batch, Documents
+from tune.models import attention, flex
 from tune.models.rope import Rotation
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 @dataclass(frozen=True)
@@ -116,11 +120,32 @@ class KeyValueCache:
                 stored[target] = stored[source]
 
 
+class Masks:
+    """The masks that FlexAttention needs in a forward of `rows` x `seq` tokens, each made once for all layers."""
+
+    def __init__(self, documents: Documents | None, shape: torch.Size, device: torch.device, dtype: torch.dtype):
+        self.documents, self.shape, self.device, self.dtype = documents, shape, device, dtype
+        self.made: dict[int | None, BlockMask] = {}
+
+    def of(self, config: Any) -> "BlockMask | None":
+        """That of a layer whose attention has this config; None where it is computed in another way."""
+        choose = getattr(config, "path", None)
+        if choose is None or choose(attention.capability(self.device), self.dtype).path != "flex":
+            return None
+        window = config.window
+        if window not in self.made:
+            self.made[window] = flex.block_mask(self.documents, window, self.shape, self.device)
+        mask = self.made[window]
+        return mask if torch.compiler.is_compiling() or flex.runs(mask, config, self.dtype) else None
+
+
 @dataclass(frozen=True)
 class Context:
-    """`rotation` and `cache` belong to the block, the rest is the same for all. `documents=None`: one per row."""
+    """`rotation`, `cache` and `mask`, that of FlexAttention, belong to the block, the rest is the same for all.
+    `documents=None`: one per row."""
 
     rotation: Rotation | None
     documents: Documents | None
     positions: Tensor
     cache: LayerCache | None
+    mask: "BlockMask | None" = None

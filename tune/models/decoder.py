@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from tune.collators import Batch, Documents
 from tune.distributed import Stage
-from tune.models.context import Context, KeyValueCache
+from tune.models.attention import Capability, Choice
+from tune.models.context import Context, KeyValueCache, Masks
 from tune.models.layers import AttentionPartConfig, NormConfig, PartConfig
 from tune.models.moe import ExpertsConfig
 from tune.models.names import Names
@@ -169,6 +170,12 @@ class Decoder(nn.Module):
             costs[index] += 6 * attention.pair_width * seen * (2 * length - seen + 1) / (2 * length)
         return costs
 
+    def attention_paths(self, capability: Capability | None, dtype: torch.dtype) -> list[Choice | None]:
+        """How a device of this compute capability (None: no CUDA device) computes the attention of each layer; None for
+        layers without any. See `tune.models.attention.choose`."""
+        parts: list[Any] = [layer.attention for layer in self.config.layers]
+        return [part.path(capability, dtype) if hasattr(part, "path") else None for part in parts]
+
     def keep_stages(self, stages: Sequence[Stage]) -> None:
         """Delete all parameters that are not part of these stages of a pipeline. The first stage has the embedding too,
         the last one the norm and the head. Names stay."""
@@ -261,6 +268,8 @@ class Decoder(nn.Module):
     ) -> Tensor:  # fmt: skip
         """The hidden states after the blocks with these `indices` (None: all)."""
         rotations = {config: rope(positions, documents, hidden.dtype) for config, rope in self.ropes.items()}
+        is_decoded = cache is not None and documents is None
+        masks = None if is_decoded else Masks(documents, positions.shape, hidden.device, hidden.dtype)
         stats = []
         for index, (block, layer) in enumerate(zip(self.blocks, self.config.layers, strict=True)):
             if indices is not None and index not in indices:
@@ -269,7 +278,8 @@ class Decoder(nn.Module):
                     stats.append(RoutingStats(none.expand(layer.mlp.router.num_experts), none, none))
                 continue
             rotation = rotations[layer.attention.rope] if layer.attention.rope else None
-            context = Context(rotation, documents, positions, cache.layers[index] if cache else None)
+            mask = masks.of(layer.attention) if masks else None
+            context = Context(rotation, documents, positions, cache.layers[index] if cache else None, mask)
             hidden, layer_stats = block(hidden, context)
             stats += [layer_stats] if layer_stats else []
         if stats and self.routing is not None and documents is not None:

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from tune.models.attention import Scoring, attend, attend_cached
+from tune.models.attention import Capability, Choice, Scoring, attend, attend_cached, choose
 from tune.models.context import Context
 from tune.models.layers import NormConfig
 from tune.models.rope import RopeConfig, rotate
@@ -32,6 +32,10 @@ class LatentAttentionConfig:
     @property
     def pair_width(self) -> int:
         return self.num_heads * (self.plain_size + self.rope.size + self.value_size)
+
+    def path(self, capability: Capability | None, dtype: torch.dtype) -> Choice:
+        """How a device of this compute capability computes it."""
+        return choose(capability, dtype, self.plain_size + self.rope.size, self.value_size)
 
     def build(self, hidden_size: int) -> nn.Module:
         return LatentAttention(self, hidden_size)

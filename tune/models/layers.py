@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tune.models.attention import Scoring, attend, attend_cached
+from tune.models.attention import Capability, Choice, Scoring, attend, attend_cached, choose
 from tune.models.context import Context
 from tune.models.kernels import silu_product
 from tune.models.rope import RopeConfig, rotate_both
@@ -90,6 +90,11 @@ class AttentionConfig:
     def pair_width(self) -> int:
         return 2 * self.num_heads * self.head_dim
 
+    def path(self, capability: Capability | None, dtype: torch.dtype) -> Choice:
+        """How a device of this compute capability computes it."""
+        size, capped = self.head_dim, self.softcap is not None
+        return choose(capability, dtype, size, size, softcap=capped, sinks=self.sinks)
+
     def build(self, hidden_size: int) -> nn.Module:
         return Attention(self, hidden_size)
 
@@ -148,7 +153,7 @@ class Attention(nn.Module):
             key, value = context.cache.read()
             found = attend_cached(query, key, value, context.cache.place.bias, scoring)
         else:
-            found = attend(query, key, value, context.documents, scoring)
+            found = attend(query, key, value, context.documents, scoring, context.mask)
         return self.output((found if gate is None else found * gate.sigmoid()).flatten(-2))
 
 

@@ -42,7 +42,7 @@ from tune.distributed import (
     wrap_forward,
 )
 from tune.losses import chunks
-from tune.models import attention, kernels
+from tune.models import attention, kernels, layers
 from tune.quantization import nf4
 
 REDUCED = 4  # bytes of a gradient while FSDP reduces it: fp32
@@ -302,11 +302,18 @@ def _kernels(device: Device, recorder: Recorder) -> Iterator[None]:
         recorder.compute = before + device.seconds(0, 2 * tensor.nbytes + tensor.numel(), "")
         return found
 
+    def choose(*args: Any, **scoring: Any) -> attention.Choice:
+        taken = of_device(*args, **scoring)
+        return attention.Choice("flash") if taken.path == "flex" else taken  # which keeps as much
+
+    of_device = attention.choose
     linears = sys.modules.get("torchao.float8.float8_linear") if recorder.fused else None  # its layers are imported
     name = "hp_tensor_to_float8_dynamic"
     with (
         mock.patch.object(linears, name, partial(cast, getattr(linears, name))) if linears else nullcontext(),
-        mock.patch.object(attention, "has_flash", lambda tensor: device.flash),
+        mock.patch.object(attention, "capability", lambda _: device.attends_as),
+        mock.patch.object(attention, "choose", choose),
+        mock.patch.object(layers, "choose", choose),
         mock.patch.object(nf4, "dequantize", whole),
         mock.patch.object(kernels, "fits", lambda tensor: device.capability is not None and not recorder.fused),
         mock.patch.object(kernels, "launch", launch),

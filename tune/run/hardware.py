@@ -4,6 +4,8 @@ import re
 import resource
 import shutil
 import sys
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from torch import nn
 
 from tune.distributed import DTYPES, repeated_blocks, stored_dtype, undivided
+from tune.models import Choice, Decoder, capability
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -69,18 +72,44 @@ def size_in_words(size: float) -> str:
     return f"{size:,.2f} GiB"
 
 
-def score_bytes(
-    model: nn.Module, dtype: str, shape: tuple[int, int], longest: int, compile: bool, activation_checkpointing: str
-) -> int:
-    """Bytes of the attention scores that backward needs of a micro-batch, where no kernel computes attention. `shape`
-    is its rows, and tokens of a row; `longest` is the length of the longest document.
+def attention_notes(
+    model: nn.Module, device: torch.device, dtype: str, shape: tuple[int, int], longest: int, compile: bool,
+    activation_checkpointing: str,
+) -> list[str]:  # fmt: skip
+    """A line for each slow path by which a GPU computes attention of `model`: the reason, and what to do. `shape` is
+    the rows of a micro-batch and the tokens of a row; `longest` is the length of the longest document."""
+    if device.type in ("cpu", "meta") or not isinstance(model, Decoder):
+        return []
+    choices = model.attention_paths(capability(device), DTYPES[dtype])
+    layers: dict[Choice, list[Any]] = defaultdict(list)
+    for choice, layer in zip(choices, model.config.layers, strict=True):
+        if choice is not None and choice.because and choice.path in ("efficient", "math"):
+            layers[choice].append(layer.attention)
+    notes = []
+    for (path, because), slow in layers.items():
+        note = f"attention: {len(slow)} of {len(choices)} layers by {path}, because {because}"
+        if scores := score_bytes(slow, dtype, shape, longest, compile, activation_checkpointing):
+            note += (
+                f". Scores take up to {scores / 2**30:.1f} GiB between forward and backward. Less: "
+                "memory.activation_checkpointing=full, a smaller max_seq_len or micro_batch_size"
+            )
+        elif dtype == "fp32":
+            note += ". dtype=bf16 is faster"
+        notes.append(note)
+    return notes
 
-    For each pair of a query and a key that it may see: the result of softmax in fp32 and in bf16, of a soft cap too.
+
+def score_bytes(
+    parts: Sequence[Any], dtype: str, shape: tuple[int, int], longest: int, compile: bool, activation_checkpointing: str
+) -> int:
+    """Bytes of the attention scores that backward needs of a micro-batch, in layers with these configs of attention.
+
+    For each pair of a query and a key that it may see, if there are soft caps or sinks: the result of softmax in fp32
+    and in bf16, of a soft cap too.
     """
     rows, row = shape
     sizes = []
-    for layer in getattr(getattr(model, "config", None), "layers", ()):
-        attention: Any = layer.attention
+    for attention in parts:
         softcap, sinks = (getattr(attention, name, None) for name in ("softcap", "sinks"))
         if softcap or sinks:
             keys = row if compile else min(longest, 2 * (attention.window or longest) - 1)

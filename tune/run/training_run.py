@@ -47,7 +47,7 @@ from tune.quantization import count_parameters
 from tune.rules import Facts, Level, judge
 from tune.run import run_folder
 from tune.run.flops import flops_per_token, peak_flops
-from tune.run.hardware import disk_note, peak_memory_gib, planned_memory, score_bytes
+from tune.run.hardware import attention_notes, disk_note, peak_memory_gib, planned_memory
 from tune.run.profiler import profile
 from tune.run.store import Store
 from tune.run.watchdog import Watchdog
@@ -318,13 +318,9 @@ class Run:
             self.info(f"warning: {note}")
         self.flops_per_token = flops_per_token(model, work.mean)
         shape = work.micro_batch_size, work.row
-        scores = score_bytes(model, dtype, shape, work.longest, compile, activation_checkpointing)
-        if scores and self.world.device.type != "cpu":
-            self.info(
-                "attention of this model has soft caps or sinks, for which there is no kernel: its scores take up to "
-                f"{scores / 2**30:.1f} GiB between forward and backward. Less: memory.activation_checkpointing=full, "
-                "a smaller max_seq_len or micro_batch_size"
-            )
+        how = bool(compile), activation_checkpointing
+        for note in attention_notes(model, self.world.device, dtype, shape, work.longest, *how):
+            self.info(note)
 
     def _describe_mesh(self, model: nn.Module, work: StepSize, dtype: DType, master_dtype: DType) -> None:
         mesh, experts = self.world.mesh, self.world.experts

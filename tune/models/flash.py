@@ -1,0 +1,121 @@
+"""FlashAttention of packed documents, with sinks too, and the memory-efficient kernel for what it does not compute.
+
+Both are PyTorch's own kernels. A batch is one run of tokens, and `Spans` say where its documents begin: no lengths are
+padded, no scores are in memory, and new lengths need no new execution plans, as those of cuDNN do.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Spans(NamedTuple):
+    """Where documents begin in the queries and in the keys, int32 `[documents + 1]`, and upper bounds of their lengths.
+
+    Where a document has fewer queries than keys, its last query attends to its last key. `key_bounds=None`: the same;
+    compilers take no tensor twice.
+    """
+
+    query_bounds: Tensor
+    key_bounds: Tensor | None
+    most_queries: int
+    most_keys: int
+
+    @property
+    def arguments(self) -> tuple[Tensor, Tensor, int, int]:
+        """As the kernels take them."""
+        key_bounds = self.query_bounds if self.key_bounds is None else self.key_bounds
+        return self.query_bounds, key_bounds, self.most_queries, self.most_keys
+
+
+def flash(
+    query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float | None = None, window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`query` `[tokens, heads, size]`, `key`, `value` `[keys, kv_heads, size]` -> `[tokens, heads, value size]`.
+
+    Heads that share keys are not repeated. The kernel wants heads of one size: those of values, which may be smaller,
+    are filled up with zeros.
+    """
+    width, size = value.shape[-1], query.shape[-1]
+    if width < size:
+        value = F.pad(value, (0, size - width))
+    if sinks is None:
+        output = _forward(query, key, value, spans, scale, window)[0]
+    else:
+        output = FlashWithSinks.apply(query, key, value, sinks, *spans, scale, window)
+    return output[..., :width]
+
+
+def with_sinks(output: Tensor, log_sum: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention with one more key, which has a score and no value, from that without it.
+
+    With `log_sum`, the logarithm of the sum of the exponentials of a query's scores, the weight of each key becomes
+    exp(log_sum) / (exp(log_sum) + exp(sink)) of what it was.
+
+    `output` `[tokens, heads, size]`, `log_sum` fp32 `[heads, tokens]`, `sinks` `[heads]` -> output and log_sum.
+    """
+    total = torch.logaddexp(log_sum, sinks.to(log_sum.dtype)[:, None])
+    return (output * (log_sum - total).exp().mT[..., None]).to(output.dtype), total
+
+
+class FlashWithSinks(torch.autograd.Function):
+    """Exact, by the kernels that know no sinks.
+
+    The backward of FlashAttention computes the weights P = exp(scores - log_sum) anew, and with D = sum(gradient *
+    output) the gradients of the scores, P * (gradient @ value - D). Given the output and the log_sum of attention with
+    sinks, both are those of attention with one more key. That key's score gets -P * D, as it has no value.
+    """
+
+    @staticmethod
+    def forward(
+        context: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, query_bounds: Tensor,
+        key_bounds: Tensor | None, most_queries: int, most_keys: int, scale: float | None, window: int | None,
+    ) -> Tensor:  # fmt: skip
+        spans = Spans(query_bounds, key_bounds, most_queries, most_keys)
+        output, log_sum, seed, offset, _ = _forward(query, key, value, spans, scale, window)
+        output, total = with_sinks(output, log_sum, sinks)
+        context.save_for_backward(query, key, value, sinks, query_bounds, key_bounds, output, total, seed, offset)
+        context.most, context.scale, context.window = (most_queries, most_keys), scale, window
+        return output
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:
+        query, key, value, sinks, query_bounds, key_bounds, output, total, seed, offset = context.saved_tensors
+        spans = Spans(query_bounds, key_bounds, *context.most)
+        gradients = torch.ops.aten._flash_attention_backward(
+            gradient, query, key, value, output, total, *spans.arguments, 0.0, context.window is None, seed, offset,
+            scale=context.scale, **_window(context.window),
+        )  # fmt: skip
+        summed = (gradient.to(total.dtype) * output).sum(-1).mT
+        weights = (sinks.to(total.dtype)[:, None] - total).exp()
+        return *gradients, -(weights * summed).sum(1).to(sinks.dtype), *[None] * 6
+
+
+def efficient(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float | None = None) -> Tensor:
+    """Like `flash`, for all types, sizes and GPUs, but about half as fast, and without windows: PyTorch leaves the
+    window out of its gradients."""
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:  # which this kernel does not know
+        key, value = (heads.repeat_interleave(groups, dim=1) for heads in (key, value))
+    from_last = 2  # causal, where the last query of a document attends to its last key
+    output, *_ = torch.ops.aten._efficient_attention_forward(
+        query[None], key[None], value[None], None, *spans.arguments, 0.0, from_last, True, scale=scale
+    )
+    return output[0]
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float | None, window: int | None
+) -> tuple[Tensor, ...]:
+    """The output, log_sum `[heads, tokens]`, and three tensors that are for dropout and for tests of the kernel."""
+    return torch.ops.aten._flash_attention_forward(
+        query, key, value, *spans.arguments, 0.0, window is None, False, scale=scale, **_window(window)
+    )
+
+
+def _window(window: int | None) -> dict[str, int]:
+    """How many keys before and after its own a query sees; -1: all."""
+    return {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
