@@ -43,6 +43,7 @@ from tune.distributed import (
 )
 from tune.losses import chunks
 from tune.models import attention
+from tune.peft import kernels, products
 from tune.quantization import nf4
 
 REDUCED = 4  # bytes of a gradient while FSDP reduces it: fp32
@@ -266,7 +267,7 @@ def trace(
         wrap_forward(block, checkpointing, False, False)
     for tensor in (*model.parameters(), *model.buffers()):
         recorder.ignore(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
-    with fake, _kernels(device, recorder), recorder, torch.set_grad_enabled(subject.place == "trained"):
+    with fake, _kernels(device, recorder, checkpointing), recorder, torch.set_grad_enabled(subject.place == "trained"):
         for _ in range(1 + accumulates):
             begin, *marks = _step(blocks, lambda: subject.call(model, batch), recorder)
     if subject.place == "rollout":
@@ -281,10 +282,14 @@ def trace(
 
 
 @contextmanager
-def _kernels(device: Device, recorder: Recorder) -> Iterator[None]:
-    """Attention and chunks of logits as on the device; weights of 4 bits become whole ones in one kernel; a compiler
-    reads twice what it casts to 8 bits; experts get as many tokens from each process."""
+def _kernels(device: Device, recorder: Recorder, checkpointing: Any) -> Iterator[None]:
+    """Attention, adapters and chunks of logits as on the device; weights of 4 bits become whole ones in one kernel; a
+    compiler reads twice what it casts to 8 bits; experts get as many tokens from each process."""
     chunk_tokens, kind = chunks.default_chunk_tokens, "cpu" if device.is_host else "cuda"
+
+    def launch(program: str, grid: Any, *arguments: Any) -> None:
+        moved = sum(argument.nbytes for argument in arguments if isinstance(argument, Tensor))
+        recorder.compute += device.seconds(0, moved, "")
 
     def whole(codes: Tensor, scales: Tensor, ranges: Any, dtype: torch.dtype, pairs: Any = None) -> Tensor:
         weight = torch.empty(len(codes), 2 * codes.shape[1], dtype=dtype, device=codes.device)
@@ -302,6 +307,9 @@ def _kernels(device: Device, recorder: Recorder) -> Iterator[None]:
         mock.patch.object(linears, name, partial(cast, getattr(linears, name))) if linears else nullcontext(),
         mock.patch.object(attention, "has_flash", lambda tensor: device.flash),
         mock.patch.object(nf4, "dequantize", whole),
+        mock.patch.object(kernels, "fits", lambda _: not (device.is_host or recorder.fused)),
+        mock.patch.object(kernels, "launch", launch),
+        mock.patch.object(products, "must_stay", lambda output: checkpointing == "selective" or output._is_view()),
         mock.patch.object(chunks, "default_chunk_tokens", lambda vocab, _: chunk_tokens(vocab, kind)),
     ):
         yield
