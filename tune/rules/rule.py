@@ -4,6 +4,7 @@ import enum
 import json
 import os
 import shutil
+import sysconfig
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,7 +21,8 @@ GREAT = 1e9  # no limit
 class Facts:
     """A run's settings, the machine it is for, and what the files of its model say without any weights.
 
-    `device` is cpu, cuda or mps; `capability` that of the GPU, where it is known.
+    `device` is cpu, cuda or mps; `capability` that of the GPU, where it is known. `is_here` says whether the machine is
+    this one.
     """
 
     cfg: DictConfig
@@ -28,6 +30,7 @@ class Facts:
     processes: int = 1
     capability: tuple[int, int] | None = None
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    is_here: bool = True
 
     def __call__(self, key: str, default: Any = None) -> Any:
         """A setting, or the default where it is null or the recipe does not have it."""
@@ -67,6 +70,17 @@ class Facts:
     @property
     def has_compiler(self) -> bool:
         return bool(shutil.which(self.environ.get("CXX") or "g++"))
+
+    @property
+    def triton_lacks(self) -> str:
+        """What this machine does not have of what Triton compiles its launchers with; "" on another machine."""
+        if not self.is_here:
+            return ""
+        compilers = [self.environ["CC"]] if self.environ.get("CC") else ["gcc", "clang"]
+        if not any(shutil.which(name, path=self.environ.get("PATH")) for name in compilers):
+            return f"a C compiler ({' or '.join(compilers)}), of which there is none here"
+        header = Path(sysconfig.get_path("include")) / "Python.h"
+        return "" if header.is_file() else f"Python's headers, and {header} is not there"
 
 
 def _text(folder: Any, name: str) -> str:
