@@ -8,15 +8,13 @@ imported at the first launch.
 import functools
 import importlib
 import importlib.util
-import os
-import shutil
-import sysconfig
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from tune.devices import triton_lacks
 
 
 def fits(tensor: Tensor) -> bool:
@@ -44,12 +42,3 @@ def _has_triton() -> bool:
             stacklevel=2,
         )
     return not lacks
-
-
-def triton_lacks() -> str:
-    """What Triton needs to build its launchers and does not find: a C compiler, or Python's headers; "" if nothing."""
-    compilers = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
-    if not any(map(shutil.which, compilers)):
-        return f"a C compiler ({' or '.join(compilers)})"
-    header = Path(sysconfig.get_path("include")) / "Python.h"
-    return "" if header.exists() else f"Python's headers ({header})"

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from tune import rehearsal
 from tune.collators import Batch
-from tune.distributed import World, current_world, inference, without_fsdp_hooks
+from tune.distributed import World, any_kernels, current_world, inference, without_fsdp_hooks
 from tune.errors import TuneError
 from tune.generation.decoding import Decoding, packed
 from tune.losses import VocabularyShard, normalize
@@ -123,7 +123,7 @@ class Sampler:
 
     def complete(self, model: GenerativeModel, rows: list[SampledRow]) -> None:
         """Sample what completes the `rows`, of which there may be none."""
-        with inference(model), without_fsdp_hooks(model), whole_weights(model):
+        with inference(model), without_fsdp_hooks(model), whole_weights(model), any_kernels():
             if rows and rehearsal.current():
                 _rehearse(self, model, rows)
             elif rows:

@@ -4,7 +4,6 @@ import enum
 import json
 import os
 import shutil
-import sysconfig
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+
+from tune import devices
 
 GREAT = 1e9  # no limit
 
@@ -74,13 +75,7 @@ class Facts:
     @property
     def triton_lacks(self) -> str:
         """What this machine does not have of what Triton compiles its launchers with; "" on another machine."""
-        if not self.is_here:
-            return ""
-        compilers = [self.environ["CC"]] if self.environ.get("CC") else ["gcc", "clang"]
-        if not any(shutil.which(name, path=self.environ.get("PATH")) for name in compilers):
-            return f"a C compiler ({' or '.join(compilers)}), of which there is none here"
-        header = Path(sysconfig.get_path("include")) / "Python.h"
-        return "" if header.is_file() else f"Python's headers, and {header} is not there"
+        return devices.triton_lacks(self.environ) if self.is_here else ""
 
 
 def _text(folder: Any, name: str) -> str:
