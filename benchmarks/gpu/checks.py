@@ -73,9 +73,10 @@ def check_attention(device: str) -> None:
     computed in fp64."""
     ids = torch.tensor([[number for number, length in enumerate(row) for _ in range(length)] for row in LENGTHS])
     documents = Batch.of(torch.zeros_like(ids), documents=ids).to(device).documents
+    sizes = SIZES[:1] if device == "cpu" else SIZES
     for dtype, path in itertools.product(DTYPES, ("packed", "one document a row", "full mask", "cache")):
         worst, case = 0.0, ""
-        for kind, (size, value_size, kv_heads) in itertools.product(SCORINGS, SIZES):
+        for kind, (size, value_size, kv_heads) in itertools.product(SCORINGS, sizes):
             shapes = [(3, 256, HEADS, size), (3, 256, kv_heads, size), (3, 256, kv_heads, value_size)]
             heads = [torch.randn(shape, device=device).to(DTYPES[dtype]).requires_grad_() for shape in shapes]
             scoring = Scoring(**SCORINGS[kind])

@@ -28,7 +28,7 @@ def gpu(monkeypatch):
         sys.modules.pop(name, None)
 
 
-def run(folder, *only, limit=1500):
+def run(folder, *only, limit=6000):
     """Rows of the tables of the page that these parts give, by their first cell."""
     out = folder / "page.md"
     options = ["--device", "cpu", "--folder", str(folder), "--out", str(out), "--limit", str(limit)]
@@ -56,6 +56,7 @@ def test_some_parts(only, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(6000)
 def test_all_parts_for_one_device(tmp_path):
     rows = run(tmp_path)
     assert sum(cells[-1] == "ok" for cells in rows.values()) > 35
