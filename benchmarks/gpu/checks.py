@@ -118,9 +118,10 @@ def exactly(tensor: Tensor) -> Tensor:
 def last_by_cache(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
     """Attention of the last tokens, as in sampling: `[rows, 1, heads, value_size]`."""
     slots = torch.arange(key.shape[1], device=key.device)
-    visible = slots >= key.shape[1] - (scoring.window or key.shape[1])
+    hidden = slots < key.shape[1] - (scoring.window or key.shape[1])
+    bias = torch.zeros(len(key), 1, len(slots), device=key.device).masked_fill_(hidden, -torch.inf)
     with torch.no_grad():
-        return attend_cached(query[:, -1:], key, value, visible.expand(len(key), 1, -1), scoring)
+        return attend_cached(query[:, -1:], key.transpose(1, 2), value.transpose(1, 2), bias, scoring)
 
 
 def definition(query: Tensor, key: Tensor, value: Tensor, ids: Tensor, scoring: Scoring) -> Tensor:

@@ -31,7 +31,8 @@ def make(device="cpu", dtype=torch.float32, head_dim=16, kv_heads=2, value_dim=N
     shapes = [(3, 32, 4, head_dim), (3, 32, kv_heads, head_dim), (3, 32, kv_heads, value_dim or head_dim)]
     heads = [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
     ids = [[i for i, length in enumerate(lengths) for _ in range(length)] for lengths in LENGTHS]
-    return heads, Batch.of(torch.zeros(3, 32, dtype=torch.long), documents=torch.tensor(ids)).documents
+    batch = Batch.of(torch.zeros(3, 32, dtype=torch.long), documents=torch.tensor(ids))
+    return heads, batch.to(torch.device(device)).documents
 
 
 CPU, T4, A100, H100 = None, (7, 5), (8, 0), (9, 0)

@@ -4,6 +4,7 @@ import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,9 @@ from torch.distributed.tensor import DTensor
 from tune.models import Decoder
 
 STEPS = 8  # tokens of each row between two looks of the host
-FEWEST_SLOTS = 256  # that a captured step attends to; others attend to twice as many, four times as many, ...
+# Shapes of steps that a model has run. To be captured a step must have run once, so that its kernels are loaded.
+SHAPES: WeakKeyDictionary[nn.Module, set[tuple[int, int]]] = WeakKeyDictionary()
+FEWEST_SLOTS = 512  # that a captured step attends to; others attend to twice as many, four times as many, ...
 
 
 class Decoding:
@@ -61,12 +64,15 @@ class Decoding:
         return self.chosen[:, :count, :steps].cpu()
 
     def _advance(self, rows: int, length: int) -> None:
-        if (graph := self.graphs.get((rows, length))) is not None:
-            graph.replay()
-            return
-        self._step(rows, length)  # what is captured has run once: kernels are loaded, and products have their workspace
-        if self.captures:
+        """Sample one more token for each of the first `rows`, none of which is longer than `length` then."""
+        shape, run_before = (rows, length), SHAPES.setdefault(self.model, set())
+        if self.captures and shape in run_before and shape not in self.graphs:
             self._capture(rows, length)
+        if shape in self.graphs:
+            self.graphs[shape].replay()
+        else:
+            self._step(rows, length)
+            run_before.add(shape)
 
     def _step(self, rows: int, length: int) -> None:
         tokens, positions = self.tokens[:rows], self.positions[:rows]

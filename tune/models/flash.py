@@ -101,6 +101,9 @@ def efficient(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: fl
     if groups > 1:  # which this kernel does not know
         key, value = (heads.repeat_interleave(groups, dim=1) for heads in (key, value))
     from_last = 2  # causal, where the last query of a document attends to its last key
+    spans = spans._replace(
+        most_queries=min(spans.most_queries, len(query)), most_keys=min(spans.most_keys, len(key))
+    )  # its backward refuses more
     output, *_ = torch.ops.aten._efficient_attention_forward(
         query[None], key[None], value[None], None, *spans.arguments, 0.0, from_last, True, scale=scale
     )

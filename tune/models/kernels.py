@@ -15,6 +15,7 @@ from tune import fused
 PROGRAMS = "tune.models.triton_programs"
 HEADS = 4  # of a token, rotated together
 BLOCK = 1024  # elements of a program
+ROUNDED = {"enable_fp_fusion": False}  # a product is rounded before something is added to it
 
 
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,19 +54,9 @@ def _launch_rotation(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back:
     outputs = torch.empty_like(query), torch.empty_like(key)
     heads, kv_heads, size = query.shape[2], key.shape[2], query.shape[3]
     groups = -(-heads // HEADS), -(-kv_heads // HEADS)
-    tensors = query, key, *outputs, cos, sin
-    fused.launch(
-        PROGRAMS,
-        "rotation",
-        (cos.shape[0] * cos.shape[1], sum(groups)),
-        *tensors,
-        heads,
-        kv_heads,
-        groups[0],
-        size // 2,
-        HEADS,
-        back,
-    )
+    grid, tensors = (cos.shape[0] * cos.shape[1], sum(groups)), (query, key, *outputs, cos, sin)
+    sizes = heads, kv_heads, groups[0], size // 2, HEADS
+    fused.launch(PROGRAMS, "rotation", grid, *tensors, *sizes, back, **ROUNDED)
     return outputs
 
 
@@ -75,7 +66,8 @@ class _SiluProduct(torch.autograd.Function):
         ctx.save_for_backward(gate, up)
         gate, up = gate.contiguous(), up.contiguous()
         output = torch.empty_like(gate)
-        fused.launch(PROGRAMS, "silu_product", (-(-gate.numel() // BLOCK),), gate, up, output, gate.numel(), BLOCK)
+        grid, count = (-(-gate.numel() // BLOCK),), gate.numel()
+        fused.launch(PROGRAMS, "silu_product", grid, gate, up, output, count, BLOCK, **ROUNDED)
         return output
 
     @staticmethod
@@ -83,6 +75,6 @@ class _SiluProduct(torch.autograd.Function):
         gate, up = (tensor.contiguous() for tensor in ctx.saved_tensors)
         gradient = gradient.contiguous()
         of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
-        tensors = gradient, gate, up, of_gate, of_up
-        fused.launch(PROGRAMS, "silu_product_gradient", (-(-gate.numel() // BLOCK),), *tensors, gate.numel(), BLOCK)
+        grid, tensors = (-(-gate.numel() // BLOCK),), (gradient, gate, up, of_gate, of_up)
+        fused.launch(PROGRAMS, "silu_product_gradient", grid, *tensors, gate.numel(), BLOCK, **ROUNDED)
         return of_gate, of_up
