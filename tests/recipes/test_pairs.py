@@ -49,7 +49,12 @@ WHAT = {
         "Muon": ["optimizer._component_=tune.optimizers.Muon"],
         "AdamW8bit": ["optimizer._component_=torchao.optim.AdamW8bit"],
     },
-    "dtype": {"fp32": [], "bf16/fp32": ["dtype=bf16"], "bf16": ["dtype=bf16", "master_dtype=bf16"]},
+    "dtype": {
+        "fp32": [],
+        "bf16/fp32": ["dtype=bf16"],
+        "bf16": ["dtype=bf16", "master_dtype=bf16"],
+        "fp16": ["dtype=fp16"],
+    },
     "packed": {"false": [], "true": ["packed=true"]},
 }
 # What they do not depend on; the first of each is the plain way.
@@ -97,6 +102,7 @@ BESIDE = {
     "loss_parallel": {"true": [], "false": ["parallel.loss_parallel=false"]},
     "profiler": {"null": [], "1": ["profiler.start=1", "profiler.steps=1"]},
     "resume": {"auto": [], "never": ["resume=never"]},
+    "deterministic": {"false": [], "true": ["deterministic=true"]},
 }
 FACTORS = WHAT | HOW | BESIDE
 PLAIN = {name: next(iter(values)) for name, values in HOW.items()}
@@ -132,7 +138,7 @@ REFUSED = [
     ({"trained": ["lora, int8"], "dropout": ["0.2"]}, "adapter.dropout: with quantization.qat"),
     ({"trained": ["lora, float8"], "quantization": ["nf4", "double"]}, "quantization.weights: it does not go"),
     ({"trained": ["lora, int8"], "quantization": ["nf4", "double"]}, "is quantised already"),
-    ({"trained": ["lora, int8"], "dtype": ["bf16/fp32", "bf16"]}, "is exported as float32"),
+    ({"trained": ["lora, int8"], "dtype": ["bf16/fp32", "bf16", "fp16"]}, "is exported as float32"),
     (
         {"activation_offload": ["true"], "checkpointing": ["selective"], "compile": ["false", "one"]},
         "memory.activation_offload: what activation_checkpointing=selective keeps is",
