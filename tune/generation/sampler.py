@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from tune import rehearsal
 from tune.collators import Batch
-from tune.distributed import World, current_world, inference
+from tune.distributed import World, cumsum, current_world, inference
 from tune.errors import TuneError
 from tune.losses import VocabularyShard, normalize
 from tune.models import Decoder, HuggingFaceModel, hf, is_transformers_model
@@ -315,8 +315,8 @@ def choose(
     else:
         kept = _kept(log_probs, top_k, top_p, min_p, ids_of).exp()
         # In fp64, so that the order in which a device adds does not decide. MPS has no fp64.
-        cumulative = kept.cumsum(dim=-1, dtype=torch.float32 if kept.device.type == "mps" else torch.float64)
-        sums = F.pad(ids_of.whole(cumulative[:, -1:]).cumsum(dim=-1), (1, 0))  # before each process's ids; of all
+        cumulative = cumsum(kept, -1, torch.float32 if kept.device.type == "mps" else torch.float64)
+        sums = F.pad(cumsum(ids_of.whole(cumulative[:, -1:]), -1), (1, 0))  # before each process's ids; of all
         reached = uniforms[:, None].to(cumulative.dtype).to(kept.device) * sums[:, -1:]
         # Of the ids before the one that is reached, each process counts its own.
         count = torch.searchsorted(cumulative, reached - sums[:, ids_of.rank, None], right=True)
@@ -342,7 +342,7 @@ def _kept(
     if top_p is not None and top_p < 1:
         probs = _log_softmax(log_probs, ids_of).exp()
         ordered = ids_of.whole(probs).sort(dim=-1, descending=True).values
-        before = ordered.cumsum(dim=-1) - ordered
+        before = cumsum(ordered, -1) - ordered
         smallest = ordered.masked_fill(before >= top_p, math.inf).amin(dim=-1, keepdim=True)
         log_probs = log_probs.masked_fill(probs < smallest, -math.inf)
     if min_p:
