@@ -31,15 +31,16 @@ def test_it_follows_fp32(recipe, common, run_recipe, tmp_path):
         assert found == pytest.approx(expected, rel=within) and found != expected
 
 
+def test_a_run_in_which_all_steps_overflow_exports_nothing(common, run_recipe, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(LossScale, "INITIAL", 2.0**40)
+    assert run_recipe([*common, "dtype=fp16", f"output_dir={tmp_path / 'run'}"]) == 2
+    shown = capsys.readouterr().err
+    assert "no step changed the weights" in shown and f"{2**36:g}" in shown and not (tmp_path / "run/model").exists()
+
+
 def test_a_step_that_overflows_is_left_out(common, run_recipe, tmp_path, monkeypatch):
     """At first the scale is too high; continued from a checkpoint, it is as it was."""
-    begin = LossScale.__init__
-
-    def high(self, model):
-        begin(self, model)
-        self.load_state_dict({"value": 2.0**24, "steps": 0, "skipped": 0})
-
-    monkeypatch.setattr(LossScale, "__init__", high)
+    monkeypatch.setattr(LossScale, "INITIAL", 2.0**24)
     run = tmp_path / "run"
     settings = [*common, "dtype=fp16", "checkpointer.every=1", "checkpointer.keep=null", "max_steps=8"]
     assert run_recipe([*settings, f"output_dir={run}"]) == 0

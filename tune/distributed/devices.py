@@ -142,7 +142,7 @@ def use_deterministic_kernels() -> None:
         sys.modules["torch._inductor.config"].deterministic = True  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads it
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing here reads it
 
 
 def cumsum(values: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
