@@ -131,3 +131,12 @@ def test_deterministic_kernels():
     environ = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, check=True).stdout
     assert out.split() == ["True", ":16:8", "False", "True"]
+
+
+@pytest.mark.parametrize("shape", [(3, 1), (2, 7), (1, 1000), (4, 64, 5)])
+def test_sums_by_doubling_are_running_sums(shape):
+    values = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    expected, found = values.cumsum(1), devices._sums_by_doubling(values, 1)
+    assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
+    weights = torch.randn(shape, dtype=torch.float64)
+    assert torch.allclose(*(torch.autograd.grad((each * weights).sum(), values)[0] for each in (found, expected)))

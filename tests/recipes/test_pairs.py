@@ -16,6 +16,7 @@ from helpers import save_checkpoint
 from recipes.test_grpo import requests  # noqa: F401
 
 from tune import config
+from tune.distributed import LossScale
 from tune.distributed.activations import wrap_forward
 from tune.errors import TuneError
 
@@ -49,7 +50,12 @@ WHAT = {
         "Muon": ["optimizer._component_=tune.optimizers.Muon"],
         "AdamW8bit": ["optimizer._component_=torchao.optim.AdamW8bit"],
     },
-    "dtype": {"fp32": [], "bf16/fp32": ["dtype=bf16"], "bf16": ["dtype=bf16", "master_dtype=bf16"]},
+    "dtype": {
+        "fp32": [],
+        "bf16/fp32": ["dtype=bf16"],
+        "bf16": ["dtype=bf16", "master_dtype=bf16"],
+        "fp16": ["dtype=fp16"],
+    },
     "packed": {"false": [], "true": ["packed=true"]},
 }
 # What they do not depend on; the first of each is the plain way.
@@ -97,6 +103,7 @@ BESIDE = {
     "loss_parallel": {"true": [], "false": ["parallel.loss_parallel=false"]},
     "profiler": {"null": [], "1": ["profiler.start=1", "profiler.steps=1"]},
     "resume": {"auto": [], "never": ["resume=never"]},
+    "deterministic": {"false": [], "true": ["deterministic=true"]},
 }
 FACTORS = WHAT | HOW | BESIDE
 PLAIN = {name: next(iter(values)) for name, values in HOW.items()}
@@ -132,7 +139,8 @@ REFUSED = [
     ({"trained": ["lora, int8"], "dropout": ["0.2"]}, "adapter.dropout: with quantization.qat"),
     ({"trained": ["lora, float8"], "quantization": ["nf4", "double"]}, "quantization.weights: it does not go"),
     ({"trained": ["lora, int8"], "quantization": ["nf4", "double"]}, "is quantised already"),
-    ({"trained": ["lora, int8"], "dtype": ["bf16/fp32", "bf16"]}, "is exported as float32"),
+    ({"trained": ["lora, int8"], "dtype": ["bf16/fp32", "bf16", "fp16"]}, "is exported as float32"),
+    ({"trained": ["all, int8"], "dtype": ["fp16"]}, "is exported as bfloat16"),
     (
         {"activation_offload": ["true"], "checkpointing": ["selective"], "compile": ["false", "one"]},
         "memory.activation_offload: what activation_checkpointing=selective keeps is",
@@ -242,6 +250,7 @@ SHARES = 8
 @pytest.mark.slow
 @pytest.mark.parametrize("share", range(SHARES))
 def test_what_is_not_refused_runs_and_gives_the_numbers_of_the_plain_way(share, run, settings_of, told, monkeypatch):
+    monkeypatch.setattr(LossScale, "INITIAL", 2.0**6)  # there are two steps, and none for it to be found
     compile = torch.compile
     for number, row in enumerate(rows()[share::SHARES]):
         backend = "aot_eager" if row["compile"] == "true" else "eager"
@@ -312,6 +321,7 @@ SLOW = [{"optimizer": "AdamW8bit", "compile": "one"}, {"model": "hf", "compile":
 def test_two_steps_of_another_method_run_where_nothing_is_refused(
     recipe, checkpoint, pairs, requests, settings_of, told, tmp_path, monkeypatch  # noqa: F811
 ):  # fmt: skip
+    monkeypatch.setattr(LossScale, "INITIAL", 2.0**6)
     factors, experts = METHODS[recipe], settings_of({"trained": "experts"})[1][0]
     compile, learned = torch.compile, []
     drawn = [*covering(random.Random(2), factors, [*NOT_TOGETHER, *SLOW], 4, [("compile", "true")])]

@@ -523,6 +523,11 @@ class Checkpointer:
         """Wait as `wait`; with `keep_best` the model then has the weights of the best checkpoint. Call it before they
         are exported."""
         self.wait()
+        if self.refused and not self.updates and (scales := loss_scales(self.model)) and scales[0].skipped:
+            raise TuneError(
+                "no step changed the weights: in each a gradient was too large for fp16. Nothing is exported. Train "
+                f"more steps: each halves the loss scale, which is {scales[0].value:g} now. Or set dtype=bf16 or fp32"
+            )
         if self.refused and not self.updates:
             raise TuneError(
                 f"no step changed the weights: in each the loss or a gradient was not finite, and with on_nan="

@@ -2,10 +2,10 @@
 
 from tune.distributed.activations import wrap_forward
 from tune.distributed.context_parallel import split
-from tune.distributed.devices import device_type, use_deterministic_kernels
+from tune.distributed.devices import cumsum, device_type, use_deterministic_kernels
 from tune.distributed.exchanges import Peers, summed
 from tune.distributed.expert_parallel import share_experts, shared_experts
-from tune.distributed.inference import LARGE, PackedWeights, any_kernels, inference, without_fsdp_hooks
+from tune.distributed.inference import LARGE, PackedWeights, inference, without_fsdp_hooks
 from tune.distributed.interrupt import Interrupt
 from tune.distributed.loss_scale import LossScale, loss_scales
 from tune.distributed.pace import PACE

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from packaging.version import Version
+from torch import Tensor
 
 from tune.errors import TuneError
 
@@ -142,3 +143,21 @@ def use_deterministic_kernels() -> None:
     torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it
+
+
+def cumsum(values: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """As `torch.cumsum`, also with `use_deterministic_kernels`: of floating-point numbers, torch has no such kernel."""
+    is_exact = not (dtype or values.dtype).is_floating_point
+    if is_exact or not values.is_cuda or not torch.are_deterministic_algorithms_enabled():
+        return values.cumsum(dim, dtype=dtype)
+    return _sums_by_doubling(values if dtype is None else values.to(dtype), dim)
+
+
+def _sums_by_doubling(values: Tensor, dim: int) -> Tensor:
+    """Each time, the sums of so many numbers become those of twice as many (Hillis and Steele, 1986)."""
+    sums, size, count = values, values.shape[dim], 1
+    while count < size:
+        before = sums.narrow(dim, 0, size - count)
+        sums = torch.cat([sums.narrow(dim, 0, count), sums.narrow(dim, count, size - count) + before], dim=dim)
+        count *= 2
+    return sums

@@ -16,11 +16,11 @@ class LossScale:
     must be left out, and twice the value after `GROWS_AFTER` steps in a row. `skipped` counts the steps left out.
     """
 
-    GROWS_AFTER = 2000
+    INITIAL, GROWS_AFTER = 2.0**16, 2000
 
     def __init__(self, model: nn.Module):
         """Scale the gradients of `model`, which `parallelize` has sharded or which is on one device."""
-        self.value, self.steps, self.skipped = 2.0**16, 0, 0
+        self.value, self.steps, self.skipped = self.INITIAL, 0, 0
         self.sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for parameter in model.parameters():
             if parameter.requires_grad and not self.sharded:

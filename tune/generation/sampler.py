@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from tune import rehearsal
 from tune.collators import Batch
-from tune.distributed import World, any_kernels, current_world, inference, without_fsdp_hooks
+from tune.distributed import World, cumsum, current_world, inference, without_fsdp_hooks
 from tune.errors import TuneError
 from tune.generation.decoding import Decoding, packed
 from tune.losses import VocabularyShard, normalize
@@ -123,7 +123,7 @@ class Sampler:
 
     def complete(self, model: GenerativeModel, rows: list[SampledRow]) -> None:
         """Sample what completes the `rows`, of which there may be none."""
-        with inference(model), without_fsdp_hooks(model), whole_weights(model), any_kernels():
+        with inference(model), without_fsdp_hooks(model), whole_weights(model):
             if rows and rehearsal.current():
                 _rehearse(self, model, rows)
             elif rows:
@@ -340,12 +340,12 @@ def choose(
         # First the piece in which the probability is reached, then the id in it: a device adds up many short pieces
         # faster than a few long rows.
         pieces = F.pad(kept, (0, -kept.shape[1] % PIECE)).unflatten(1, (-1, PIECE))
-        of_pieces = pieces.sum(dim=-1, dtype=dtype).cumsum(dim=-1)
-        sums = F.pad(ids_of.whole(of_pieces[:, -1:]).cumsum(dim=-1), (1, 0))  # before each process's ids; of all
+        of_pieces = cumsum(pieces.sum(dim=-1, dtype=dtype), -1)
+        sums = F.pad(cumsum(ids_of.whole(of_pieces[:, -1:]), -1), (1, 0))  # before each process's ids; of all
         reached = uniforms[:, None].to(dtype).to(kept.device) * sums[:, -1:] - sums[:, ids_of.rank, None]
         piece = torch.searchsorted(of_pieces, reached, right=True).clamp(max=pieces.shape[1] - 1)
         before = F.pad(of_pieces, (1, 0)).gather(1, piece)
-        within = pieces.gather(1, piece[..., None].expand(-1, -1, PIECE))[:, 0].cumsum(dim=-1, dtype=dtype)
+        within = cumsum(pieces.gather(1, piece[..., None].expand(-1, -1, PIECE))[:, 0], -1, dtype)
         # Of the ids before the one that is reached, each process counts its own.
         count = piece * PIECE + torch.searchsorted(before + within, reached, right=True)
         ids = ids_of.reduce(count.clamp(max=kept.shape[1])).clamp(max=last)
@@ -370,7 +370,7 @@ def _kept(
     if top_p is not None and top_p < 1:
         probs = _log_softmax(log_probs, ids_of).exp()
         ordered = ids_of.whole(probs).sort(dim=-1, descending=True).values
-        before = ordered.cumsum(dim=-1) - ordered
+        before = cumsum(ordered, -1) - ordered
         smallest = ordered.masked_fill(before >= top_p, math.inf).amin(dim=-1, keepdim=True)
         log_probs = log_probs.masked_fill(probs < smallest, -math.inf)
     if min_p:

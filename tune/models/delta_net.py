@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
+from tune.distributed import cumsum
 from tune.models.context import Context
 from tune.models.layers import NormConfig
 
@@ -131,10 +132,11 @@ def gated_delta_rule(
     # Decay between each pair of tokens. Logarithms are summed for each pair: differences of cumulative sums from the
     # start of the chunk would lose the gradient to rounding where decay is fast.
     same = (documents[..., :, None] == documents[..., None, :]).tril()
-    between = log_decay[..., None].expand(*log_decay.shape, chunk).tril(-1).cumsum(dim=-2)
+    between = log_decay[..., None].expand(*log_decay.shape, chunk).tril(-1)
+    between = cumsum(between, -2)
     between = between.masked_fill(~same, float("-inf")).exp()
     staying = between[..., -1, :, None]  # until the end of the chunk
-    arriving = (log_decay.cumsum(dim=-1).exp() * (documents == before))[..., None]  # from the memory before the chunk
+    arriving = (cumsum(log_decay, -1).exp() * (documents == before))[..., None]  # from the memory before the chunk
 
     # What a token writes depends on what those before it in the chunk wrote: solve (1 + L) written = wanted.
     weighted = key * strength[..., None]
