@@ -1,5 +1,5 @@
-"""The flash kernels of GPUs, for tests on a CPU: torch's operators by the formulas of the paper (Dao, 2023), in fp32, or
-in fp64 if they are given that."""
+"""The flash kernels of GPUs, for tests on a CPU: torch's operators by the formulas of the paper (Dao, 2023), in fp32,
+or in fp64 if they are given that."""
 
 from contextlib import contextmanager
 from unittest import mock

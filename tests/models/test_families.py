@@ -256,6 +256,11 @@ def test_bf16_is_no_further_from_fp32_than_in_transformers(pair):
     assert error <= 1.2 * reference
 
 
+def test_attention_has_a_fast_kernel_on_gpus(pair):
+    paths = pair[1].config.attention_paths((8, 0), torch.bfloat16)
+    assert {choice.path for choice in paths if choice is not None} <= {"flash", "flex"}
+
+
 def test_documents_in_a_row_do_not_see_each_other(pair):
     theirs, ours = pair
     lengths = [5, 40, 1, 70, 19]

@@ -56,6 +56,12 @@ class DecoderConfig:
     scores: bool = False
     pad_id: int | None = None
 
+    def attention_paths(self, capability: Capability | None, dtype: torch.dtype) -> list[Choice | None]:
+        """How a device of this compute capability (None: no CUDA device) computes the attention of each layer; None for
+        layers without any. See `tune.models.attention.choose`."""
+        parts: list[Any] = [layer.attention for layer in self.layers]
+        return [part.path(capability, dtype) if hasattr(part, "path") else None for part in parts]
+
 
 class Head(Protocol):
     """A function in place of the output projection: returns a scalar loss, or values per token.
@@ -169,12 +175,6 @@ class Decoder(nn.Module):
             seen = min(length, getattr(attention, "window", None) or length)
             costs[index] += 6 * attention.pair_width * seen * (2 * length - seen + 1) / (2 * length)
         return costs
-
-    def attention_paths(self, capability: Capability | None, dtype: torch.dtype) -> list[Choice | None]:
-        """How a device of this compute capability (None: no CUDA device) computes the attention of each layer; None for
-        layers without any. See `tune.models.attention.choose`."""
-        parts: list[Any] = [layer.attention for layer in self.config.layers]
-        return [part.path(capability, dtype) if hasattr(part, "path") else None for part in parts]
 
     def keep_stages(self, stages: Sequence[Stage]) -> None:
         """Delete all parameters that are not part of these stages of a pipeline. The first stage has the embedding too,

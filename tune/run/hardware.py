@@ -80,7 +80,7 @@ def attention_notes(
     the rows of a micro-batch and the tokens of a row; `longest` is the length of the longest document."""
     if device.type in ("cpu", "meta") or not isinstance(model, Decoder):
         return []
-    choices = model.attention_paths(capability(device), DTYPES[dtype])
+    choices = model.config.attention_paths(capability(device), DTYPES[dtype])
     layers: dict[Choice, list[Any]] = defaultdict(list)
     for choice, layer in zip(choices, model.config.layers, strict=True):
         if choice is not None and choice.because and choice.path in ("efficient", "math"):
