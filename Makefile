@@ -2,6 +2,9 @@
 PYTHON ?= python3
 STEPS ?=            # demo: stop after this many optimizer steps
 ROWS ?=             # demo: held-out rows to answer before and after
+DEVICE ?= cuda       # gpu: or cpu, on tiny models
+ONLY ?=             # gpu: only these parts
+LONG ?=             # gpu: 1 adds all layouts on 2 to 8 GPUs
 PYTEST_ARGS ?= --numprocesses 2 --dist worksteal
 
 BIN := .venv/bin
@@ -10,12 +13,16 @@ INSTALLED := .venv/.installed
 INSTALLED_DOCS := .venv/.installed_docs
 MODEL := .demo/smollm2-135m
 
-.PHONY: demo model test test-slow test-all test-newest docs lint format
+.PHONY: demo model gpu test test-slow test-all test-newest docs lint format
 
 demo: $(INSTALLED) $(MODEL)/config.json
 	$(BIN)/python examples/home_commands/demo.py $(MODEL) $(if $(strip $(STEPS)),--steps $(STEPS)) $(if $(strip $(ROWS)),--rows $(ROWS))
 
 model: $(MODEL)/config.json
+
+# Is this GPU computing right, and how fast? One page of results, gpu_results.md, in 8 minutes or less.
+gpu: $(INSTALLED)
+	$(BIN)/python benchmarks/gpu --device $(strip $(DEVICE)) $(if $(strip $(ONLY)),--only $(ONLY)) $(if $(strip $(LONG)),--long)
 
 test: lint
 	$(BIN)/pytest $(PYTEST_ARGS) -m "not slow and not hub"

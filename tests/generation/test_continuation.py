@@ -96,7 +96,9 @@ def test_on_a_device_that_is_not_the_cpu(model):
     cache.start([0], Batch.of([[5] * 7]), device)
     moved(Batch.of([[5] * 7]).to(device), cache=cache)
     tokens = torch.zeros(1, 9, dtype=torch.long, device=device)
-    assert moved(tokens, positions=cache.extend([7], device, 9), cache=cache).shape == (1, 1, model.config.vocab_size)
+    positions = torch.arange(7, 16, device=device)[None]
+    cache.extend(positions, 16)
+    assert moved(tokens, positions=positions, cache=cache).shape == (1, 1, model.config.vocab_size)
 
 
 def test_what_a_window_of_8_still_has():

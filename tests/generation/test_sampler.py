@@ -223,12 +223,12 @@ def test_what_the_caches_keep(model):
     for layer, config in zip(cache.layers, model.config.layers, strict=True):
         shapes, part = [tuple(stored.shape) for stored in layer.storage], config.attention
         if isinstance(part, LatentAttentionConfig):
-            assert shapes == [(3, 30, part.key_value_rank + part.rope.size)]
+            assert shapes == [(3, 1, 30, part.key_value_rank + part.rope.size)]
         elif isinstance(part, DeltaNetConfig):
             memory = (3, part.num_value_heads, part.key_dim, part.value_dim)
             assert shapes == [(3, part.kernel - 1, 2 * 2 * part.key_dim + 4 * part.value_dim), memory]
         else:
-            assert shapes == [(3, min(part.window or 30, 30), part.num_kv_heads, part.head_dim)] * 2
+            assert shapes == [(3, part.num_kv_heads, min(part.window or 30, 30), part.head_dim)] * 2
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -262,7 +262,9 @@ def test_on_a_device_that_is_not_the_cpu(model):
             ids, log_probs = choose(logits[:, 0], draws, 0.7, top_k=3, top_p=0.5, min_p=0.1)
             assert ids.is_meta and log_probs.is_meta
             tokens = torch.zeros(len(positions), 1, dtype=torch.long, device=device)
-            logits = moved(tokens, positions=cache.extend(positions, device), cache=cache)
+            places = torch.tensor(positions)[:, None].to(device)
+            cache.extend(places, max(positions) + 1)
+            logits = moved(tokens, positions=places, cache=cache)
 
 
 @pytest.mark.parametrize("kind", [np.array, torch.tensor, tuple])
@@ -290,7 +292,7 @@ def test_one_wait_a_token(llama, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: copies.append(tensor.shape) or cpu(tensor))
     with Waits() as waits:
         Sampler(max_new_tokens=6, max_rows=2, top_k=5, top_p=0.9)(llama[1], make_prompts([5]), samples=2)
-    assert copies == [(2, 2)] * 6
+    assert copies == [(2, 2, 1)] * 6
     assert not waits.found
 
 

@@ -208,10 +208,10 @@ def test_token_by_token_with_a_cache(kind):
     expected = attend(query, key, value, None, scoring)
     for step in range(20):
         positions = [lengths[row] + step for row in order]
-        cache.extend(positions, torch.device("cpu"))
+        cache.extend(torch.tensor(positions)[:, None], max(positions) + 1)
         query_now, *now = (heads[order, positions][:, None] for heads in (query, key, value))
         layer.write(*now)
-        found = attend_cached(query_now, *layer.read(), layer.place.visible, scoring)
+        found = attend_cached(query_now, *layer.read(), layer.place.bias, scoring)
         assert_close(found[:, 0], expected[order, positions], atol=1e-5, rtol=1e-5)
 
 

@@ -4,7 +4,7 @@ from tune.distributed.activations import wrap_forward
 from tune.distributed.context_parallel import split
 from tune.distributed.exchanges import Peers, summed
 from tune.distributed.expert_parallel import share_experts, shared_experts
-from tune.distributed.inference import LARGE, PackedWeights, inference
+from tune.distributed.inference import LARGE, PackedWeights, inference, without_fsdp_hooks
 from tune.distributed.interrupt import Interrupt
 from tune.distributed.pace import PACE
 from tune.distributed.parallelize import (

@@ -27,6 +27,32 @@ def inference(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
+@contextmanager
+def without_fsdp_hooks(model: nn.Module) -> Iterator[None]:
+    """A context in which the forwards of `model`, whose weights are gathered, do not call FSDP: within `inference` it
+    has nothing to do, but takes time at each block, and its streams could not be captured in a graph."""
+    kept = [
+        (hooks, dict(hooks))
+        for module in model.modules()
+        for hooks in (module._forward_pre_hooks, module._forward_hooks)
+        if any(_is_fsdp(hook) for hook in hooks.values())
+    ]
+    for hooks, all_of_them in kept:
+        for number, hook in all_of_them.items():
+            if _is_fsdp(hook):
+                del hooks[number]
+    try:
+        yield
+    finally:
+        for hooks, all_of_them in kept:
+            hooks.clear()
+            hooks.update(all_of_them)
+
+
+def _is_fsdp(hook: Any) -> bool:
+    return getattr(hook, "__module__", "").startswith("torch.distributed.fsdp")
+
+
 class PackedWeights:
     """A context, to be entered as often as one likes, in which the large weights of `model` on an x86 CPU are each a
     `PackedWeight`. Packed copies stay: between its first and its last use nothing may change the weights."""

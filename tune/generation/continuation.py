@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tune.collators import Batch
 from tune.distributed import PackedWeights
+from tune.generation.decoding import Decoding
 from tune.generation.sampler import Completion, GenerativeModel, Sampler, uniforms
 
 CHUNK = 512  # tokens that are read together behind what the cache has
@@ -30,10 +31,17 @@ class Continuation:
             room = max(2 * length, 2 * CHUNK)  # twice what is needed: a growing conversation seldom needs a new cache
             self.capacity = min(room, self.model.max_generated or room)
             self.cache, self.known = self.model.new_cache(1, self.capacity), []
+        decoding = Decoding(self.model, self.cache, 1, self.capacity, sampler.choose)
+        with self.weights:
+            logits = self._read([*prompt])
+        sampler.extend([completion], [next(draws)], logits)
+        yield completion.tokens[-1]
         while not sampler.is_complete(completion):
+            text, self.known = [*prompt, *completion.tokens], []  # see `_read`
             with self.weights:
-                logits = self._read([*prompt, *completion.tokens])
-            sampler.extend([completion], [next(draws)], logits)
+                chosen = decoding(text[-1:], [len(text) - 1], [[next(draws)]])
+            self.known = text
+            sampler.add([completion], chosen)
             yield completion.tokens[-1]
 
     def _read(self, text: list[int]) -> Tensor:
@@ -50,7 +58,8 @@ class Continuation:
             logits = self.model(batch.to(device), cache=self.cache)
         while 0 < start < len(text):
             length = min(CHUNK, self.cache.together(start), len(text) - start)
-            positions = self.cache.extend([start], device, length)
+            positions = torch.arange(start, start + length, device=device)[None]
+            self.cache.extend(positions, start + length)
             tokens = torch.tensor([text[start : start + length]], device=device)
             logits = self.model(tokens, positions=positions, cache=self.cache)
             start += length

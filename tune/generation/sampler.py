@@ -4,7 +4,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, Literal
 
 import numpy as np
@@ -16,14 +16,16 @@ from torch.distributed.tensor import DTensor
 
 from tune import rehearsal
 from tune.collators import Batch
-from tune.distributed import World, current_world, inference
+from tune.distributed import World, current_world, inference, without_fsdp_hooks
 from tune.errors import TuneError
+from tune.generation.decoding import Decoding, packed
 from tune.losses import VocabularyShard, normalize
 from tune.models import Decoder, HuggingFaceModel, hf, is_transformers_model
 from tune.tokenizers import Tokenizer
 from tune.types import NonNegativeFloat, NonNegativeInt, PositiveInt, Share, UnitInterval, checked
 
 PREFILL_TOKENS = 8192  # prompts are read together up to so many tokens
+PIECE = 512  # ids whose probabilities are added up together
 GenerativeModel = Decoder | HuggingFaceModel
 
 
@@ -63,9 +65,10 @@ class Sampler:
 
     The model is one of `tune.models.build` or `tune.models.hf`, or a causal language model of transformers. It may be
     sharded, adapted and quantised: its weights are gathered once for all prompts. Dropout is off, and blocks run
-    uncompiled. Weights in 4 bits are dequantised anew for each token, which saves memory and takes about twice the
-    time. At most `max_rows` completions are computed at a time, each with a cache for the longest prompt and
-    `max_new_tokens`; together they are at most `max_len` (None: what the model takes).
+    uncompiled; on a GPU a step is captured as a CUDA graph (`Decoding`). Weights in 4 bits are dequantised anew for
+    each token, which saves memory and takes about twice the time. At most `max_rows` completions are computed at a
+    time, each with a cache for the longest prompt and `max_new_tokens`; together they are at most `max_len` (None: what
+    the model takes).
 
     A completion ends with one of `stop_ids`, or with the token that completes one of `stop_strings` in the text that
     `decode` makes of ids. `temperature`, `top_k`, `top_p` and `min_p` are those of `choose`. The random number of a
@@ -119,7 +122,7 @@ class Sampler:
 
     def complete(self, model: GenerativeModel, rows: list[SampledRow]) -> None:
         """Sample what completes the `rows`, of which there may be none."""
-        with inference(model):
+        with inference(model), without_fsdp_hooks(model):
             if rows and rehearsal.current():
                 _rehearse(self, model, rows)
             elif rows:
@@ -135,20 +138,29 @@ class Sampler:
 
     def extend(self, completions: Sequence[Completion], draws: Sequence[float], logits: Tensor) -> None:
         """Add to each of `completions` a token from its `logits` `[completions, vocab]`, by its number of `draws`."""
-        top = self.top_k, self.top_p, self.min_p
-        ids, log_probs = choose(logits, torch.tensor(draws, dtype=torch.float64), self.temperature, *top)
-        # Both in one transfer: the only time that the host waits for the device.
-        fetched = torch.stack([ids.int(), log_probs.view(torch.int32)]).cpu()
-        values = fetched[0].tolist(), fetched[1].view(torch.float32).tolist()
-        for completion, token, log_prob in zip(completions, *values, strict=True):
-            if math.isnan(log_prob):
-                raise TuneError(
-                    f"the logits after {len(completion.tokens)} new tokens are NaN or infinite, as weights "
-                    "or activations are. Go back to an earlier checkpoint, or use dtype=fp32"
-                )
-            completion.tokens.append(token)
-            completion.log_probs.append(log_prob)
-            completion.finish = "stop" if self.stops(completion.tokens) else "length"
+        ids, log_probs = self.choose(logits, torch.tensor(draws, dtype=torch.float64))
+        self.add(completions, packed(ids, log_probs)[:, :, None].cpu())
+
+    def choose(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        """As the function `choose`, by the settings."""
+        return choose(logits, uniforms, self.temperature, self.top_k, self.top_p, self.min_p)
+
+    def add(self, completions: Sequence[Completion], chosen: Tensor) -> None:
+        """Add to each of `completions` its tokens of `chosen` `[2, completions, tokens]`, which is `packed` and on the
+        host, up to its end."""
+        rows = zip(completions, chosen[0].tolist(), chosen[1].view(torch.float32).tolist(), strict=True)
+        for completion, tokens, log_probs in rows:
+            for token, log_prob in zip(tokens, log_probs, strict=True):
+                if math.isnan(log_prob):
+                    raise TuneError(
+                        f"the logits after {len(completion.tokens)} new tokens are NaN or infinite, as weights "
+                        "or activations are. Go back to an earlier checkpoint, or use dtype=fp32"
+                    )
+                completion.tokens.append(token)
+                completion.log_probs.append(log_prob)
+                completion.finish = "stop" if self.stops(completion.tokens) else "length"
+                if self.is_complete(completion):
+                    break
 
     def is_complete(self, completion: Completion) -> bool:
         return completion.finish == "stop" or len(completion.tokens) == self.max_new_tokens
@@ -223,8 +235,9 @@ class _Rollout:
         self.rows: dict[int, SampledRow] = {}  # by their row of the cache
         self.spare = min(settings.max_rows, len(waiting))
         self.spare_prompt: dict[tuple[int, ...], Tensor] = {}  # what the spare row has, and the logits after it
-        longest = max(len(row.prompt) for row in waiting)
-        self.cache = model.new_cache(self.spare + 1, longest + settings.max_new_tokens)
+        capacity = max(len(row.prompt) for row in waiting) + settings.max_new_tokens
+        self.cache = model.new_cache(self.spare + 1, capacity)
+        self.decoding = Decoding(model, self.cache, self.spare, capacity, settings.choose)
 
     def run(self) -> None:
         while self.waiting or self.rows:
@@ -268,19 +281,25 @@ class _Rollout:
         return self.model(batch.to(self.device), cache=self.cache)[:, 0]
 
     def _advance(self, rows: list[SampledRow]) -> None:
-        """One more token for each row."""
-        last = [len(row.prompt) + len(row.completion.tokens) - 1 for row in rows]
-        positions = self.cache.extend(last, self.device)
-        tokens = torch.tensor([row.completion.tokens[-1:] for row in rows], device=self.device)
-        self._take(range(len(rows)), self.model(tokens, positions=positions, cache=self.cache)[:, 0])
+        """More tokens for each row, at least one. Rows that end leave."""
+        left = max(self.settings.max_new_tokens - len(row.completion.tokens) for row in rows)
+        steps = min(self.decoding.steps, left)
+        chosen = self.decoding(
+            [row.completion.tokens[-1] for row in rows],
+            [len(row.prompt) + len(row.completion.tokens) - 1 for row in rows],
+            [[*islice(row.uniforms, steps)] for row in rows],
+        )
+        self.settings.add([row.completion for row in rows], chosen)
+        self._let_go()
 
     def _take(self, slots: Sequence[int], logits: Tensor) -> None:
         """Choose a token for the rows in `slots` from `logits` `[slots, vocab]`. Rows that end leave."""
         rows = [self.rows[slot] for slot in slots]
         self.settings.extend([row.completion for row in rows], [next(row.uniforms) for row in rows], logits)
-        for slot, row in zip(slots, rows, strict=True):
-            if self.settings.is_complete(row.completion):
-                del self.rows[slot]
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self.rows = {slot: row for slot, row in self.rows.items() if not self.settings.is_complete(row.completion)}
 
     def _close_up(self) -> None:
         """The last rows move to what is free, so that all are the first of the cache."""
@@ -309,18 +328,26 @@ def choose(
     """
     ids_of, last = VocabularyShard(logits, dim=1), logits.shape[1] - 1
     own = logits.to_local() if isinstance(logits, DTensor) else logits
-    log_probs = _log_softmax(own.float() / (temperature or 1.0), ids_of)
+    scaled = own.float() if temperature in (0, 1) else own.float() / temperature
+    log_probs = _log_softmax(scaled, ids_of)
     if temperature == 0:
         ids = ids_of.argmax(log_probs).clamp(max=last)  # of NaN, too, it is an id, whose log-prob is NaN
     else:
         kept = _kept(log_probs, top_k, top_p, min_p, ids_of).exp()
         # In fp64, so that the order in which a device adds does not decide. MPS has no fp64.
-        cumulative = kept.cumsum(dim=-1, dtype=torch.float32 if kept.device.type == "mps" else torch.float64)
-        sums = F.pad(ids_of.whole(cumulative[:, -1:]).cumsum(dim=-1), (1, 0))  # before each process's ids; of all
-        reached = uniforms[:, None].to(cumulative.dtype).to(kept.device) * sums[:, -1:]
+        dtype = torch.float32 if kept.device.type == "mps" else torch.float64
+        # First the piece in which the probability is reached, then the id in it: a device adds up many short pieces
+        # faster than a few long rows.
+        pieces = F.pad(kept, (0, -kept.shape[1] % PIECE)).unflatten(1, (-1, PIECE))
+        of_pieces = pieces.sum(dim=-1, dtype=dtype).cumsum(dim=-1)
+        sums = F.pad(ids_of.whole(of_pieces[:, -1:]).cumsum(dim=-1), (1, 0))  # before each process's ids; of all
+        reached = uniforms[:, None].to(dtype).to(kept.device) * sums[:, -1:] - sums[:, ids_of.rank, None]
+        piece = torch.searchsorted(of_pieces, reached, right=True).clamp(max=pieces.shape[1] - 1)
+        before = F.pad(of_pieces, (1, 0)).gather(1, piece)
+        within = pieces.gather(1, piece[..., None].expand(-1, -1, PIECE))[:, 0].cumsum(dim=-1, dtype=dtype)
         # Of the ids before the one that is reached, each process counts its own.
-        count = torch.searchsorted(cumulative, reached - sums[:, ids_of.rank, None], right=True)
-        ids = ids_of.reduce(count).clamp(max=last)
+        count = piece * PIECE + torch.searchsorted(before + within, reached, right=True)
+        ids = ids_of.reduce(count.clamp(max=kept.shape[1])).clamp(max=last)
     return ids[:, 0], ids_of.at(ids, log_probs)[:, 0]
 
 

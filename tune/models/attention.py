@@ -159,14 +159,42 @@ def attend_masked(query: Tensor, key: Tensor, value: Tensor, documents: Document
     return _masked(query, key, value, (visible & (of_query[:, None] == of_key))[None], scoring)
 
 
-def attend_cached(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-    """Attention of new tokens, `query` `[rows, seq, heads, head_dim]`, to what is `visible` `[rows, seq, slots]` of
-    `key`, `value` `[rows, slots, kv_heads, head_dim]`."""
-    if scoring.sinks is not None or query.shape[2] == key.shape[2] or query.shape[1] > 1:
-        return _masked(query, key, value, visible, scoring)
+def attend_cached(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scoring: Scoring = PLAIN) -> Tensor:
+    """Attention of new tokens, `query` `[rows, seq, heads, head_dim]`, to `key`, `value`
+    `[rows, kv_heads, slots, head_dim]`. `bias` `[rows, seq, slots]` is 0 where they attend, else -inf, in fp32.
+
+    On a GPU by two products: kernels of attention gain nothing for one query, and cuDNN's plans its execution anew for
+    every number of slots, which takes longer than the step.
+    """
+    groups = query.shape[2] // key.shape[1]
     # The heads that share a key become its queries: keys and values are not repeated.
-    shared = query.view(len(query), key.shape[2], -1, query.shape[-1]).transpose(1, 2)
-    return _masked(shared, key, value, visible, scoring).transpose(1, 2).flatten(1, 2)[:, None]
+    shared = (
+        query.unflatten(2, (-1, groups)).permute(0, 2, 1, 3, 4).flatten(2, 3)
+    )  # [rows, kv_heads, seq * groups, dim]
+    bias = (bias if query.shape[1] == 1 else bias.repeat_interleave(groups, dim=1))[:, None]
+    if scoring.is_plain and not query.is_cuda:
+        found = F.scaled_dot_product_attention(shared, key, value, bias.to(query.dtype), scale=scoring.scale)
+    else:
+        scores = _scores(shared, key, bias, scoring)
+        if scoring.sinks is not None:
+            sinks = scoring.sinks.to(scores.dtype).view(-1, 1, groups).expand(-1, query.shape[1], -1).flatten(1)
+            scores = torch.cat([scores, sinks[..., None].expand(len(scores), -1, -1, 1)], dim=-1)
+        found = scores.softmax(dim=-1)[..., : key.shape[2]].to(value.dtype) @ value
+    return found.unflatten(2, (-1, groups)).permute(0, 2, 1, 3, 4).flatten(2, 3)
+
+
+def _scores(query: Tensor, key: Tensor, bias: Tensor, scoring: Scoring) -> Tensor:
+    """Scores in fp32, `[rows, heads, queries, keys]`, without a copy of the keys in fp32."""
+    flat = query.flatten(0, 1), key.flatten(0, 1).mT
+    if query.is_cuda and query.dtype != torch.float32:
+        scores = torch.bmm(*flat, out_dtype=torch.float32)
+    else:
+        scores = torch.bmm(*flat).float()
+    scores = scores.unflatten(0, query.shape[:2])
+    scale = query.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
+    if scoring.softcap is None:
+        return torch.add(bias, scores, alpha=scale)
+    return torch.add(bias, torch.tanh(scores * (scale / scoring.softcap)), alpha=scoring.softcap)
 
 
 def _document(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:

@@ -1,6 +1,7 @@
 """What a block gets beside hidden states: rotation, documents, positions and cache."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,17 +22,18 @@ if TYPE_CHECKING:
 class Place:
     """Where the tokens of a forward belong in a layer's cache: written are those in `kept` (None: all), to `written`.
 
-    With new tokens behind those of each row, `read` is what they attend to, where `visible` `[rows, seq, slots]`.
+    With new tokens after those of each row, `read` is what they attend to, with `bias` `[rows, seq, slots]` added to
+    the scores: 0, or -inf for what they do not see.
     """
 
     written: tuple[Any, ...]
     kept: Tensor | None = None
     read: tuple[slice, ...] = ()
-    visible: Tensor | None = None
+    bias: Tensor | None = None
 
 
 class LayerCache:
-    """Keys and values of one layer `[rows, slots, heads, size]`, with position j of a document in slot j % `slots`; or
+    """Keys and values of one layer `[rows, heads, slots, size]`, with position j of a document in slot j % `slots`; or
     with `slots=None` the states of a recurrent layer, `[rows, ...]`."""
 
     place: Place
@@ -41,17 +43,22 @@ class LayerCache:
         self.storage: tuple[Tensor, ...] = ()
 
     def write(self, *new: Tensor) -> None:
-        """Keys and values of all tokens `[batch, seq, ...]`, or the states after each document `[documents, ...]`."""
-        if self.slots is not None:
-            new = tuple(tensor.flatten(0, 1) for tensor in new)
+        """Keys and values of all tokens `[batch, seq, heads, size]`, or the states after each document
+        `[documents, ...]`."""
         if not self.storage:
-            shape = (self.rows,) if self.slots is None else (self.rows, self.slots)
-            self.storage = tuple(tensor.new_zeros(*shape, *tensor.shape[1:]) for tensor in new)
+            self.storage = tuple(tensor.new_zeros(self._shape(tensor)) for tensor in new)
         for stored, tensor in zip(self.storage, new, strict=True):
+            if self.slots is not None:
+                stored, tensor = stored.transpose(1, 2), tensor.flatten(0, 1)
             stored[self.place.written] = tensor if self.place.kept is None else tensor[self.place.kept]
 
+    def _shape(self, tensor: Tensor) -> tuple[int, ...]:
+        if self.slots is None:
+            return (self.rows, *tensor.shape[1:])
+        return (self.rows, tensor.shape[2], self.slots, tensor.shape[3])
+
     def read(self) -> tuple[Tensor, ...]:
-        """What the rows in use have, one tensor for each that was written."""
+        """Keys and values `[rows, heads, slots, size]`, or states, of the rows in use."""
         return tuple(stored[self.place.read] for stored in self.storage)
 
 
@@ -77,20 +84,20 @@ class KeyValueCache:
 
         self._set_places(Place((torch.tensor(rows, device=device),)), place)
 
-    def extend(self, positions: list[int], device: torch.device, length: int = 1) -> Tensor:
-        """Next are `length` tokens from each of `positions` on, of rows 0, 1, ..., see `together`. Returns all their
-        positions `[rows, length]`."""
-        count, longest = len(positions), max(positions) + length
-        new = torch.tensor(positions, device=device)[:, None] + torch.arange(length, device=device)
-        row = torch.arange(count, device=device).repeat_interleave(length)
+    def extend(self, positions: Tensor, length: int) -> None:
+        """Next are tokens at `positions` `[rows, seq]` of rows 0, 1, ..., see `together`. No row is longer than
+        `length` then. Positions are not looked at: this works without a wait for the device."""
+        count, device = len(positions), positions.device
+        row = torch.arange(count, device=device).repeat_interleave(positions.shape[1])
 
         def place(slots: int) -> Place:
-            used = min(longest, slots)
-            visible = torch.arange(used, device=device) <= new[..., None]
-            return Place((row, new.flatten() % slots), read=(slice(count), slice(used)), visible=visible)
+            used = min(length, slots)
+            later = torch.arange(used, device=device) > positions[..., None]
+            bias = torch.zeros(later.shape, device=device).masked_fill_(later, -math.inf)
+            read = slice(count), slice(None), slice(used)
+            return Place((row, positions.flatten() % slots), read=read, bias=bias)
 
         self._set_places(Place((slice(count),), read=(slice(count),)), place)
-        return new
 
     def _set_places(self, of_states: Place, of_slots: Callable[[int], Place]) -> None:
         of_slots = functools.cache(of_slots)  # most layers have as many

@@ -284,9 +284,8 @@ class TransformersCache:
         for row in rows:
             self.states[row] = None
 
-    def extend(self, positions: list[int], device: torch.device, length: int = 1) -> Tensor:
+    def extend(self, positions: Tensor, length: int) -> None:
         self.rows = range(len(positions))
-        return torch.tensor(positions, device=device)[:, None] + torch.arange(length, device=device)
 
     def together(self, start: int) -> int:
         return 1

@@ -75,13 +75,13 @@ class LatentAttention(nn.Module):
         key_rotated = rotate(key_rotated[:, :, None], context.rotation)
         latent, scoring, cache = self.key_value_norm(latent), Scoring(scale=config.scale), context.cache
         if cache is not None:
-            cache.write(torch.cat([latent, key_rotated[:, :, 0]], dim=-1))
-        if cache is not None and cache.place.visible is not None:
+            cache.write(torch.cat([latent[:, :, None], key_rotated], dim=-1))
+        if cache is not None and cache.place.bias is not None:
             # Not the latents of all tokens are projected up, but the query down: then they are the keys and values.
             plain_up, value_up = self._up(latent).split([config.plain_size, config.value_size], dim=-1)
             query = torch.cat([torch.einsum("bshd,rhd->bshr", query_plain, plain_up), query_rotated], dim=-1)
-            key = cache.read()[0][:, :, None]
-            found = attend_cached(query, key, key[..., : config.key_value_rank], cache.place.visible, scoring)
+            (key,) = cache.read()
+            found = attend_cached(query, key, key[..., : config.key_value_rank], cache.place.bias, scoring)
             return self.output(torch.einsum("bshr,rhd->bshd", found, value_up).flatten(-2))
         key_value = self.key_value_up(latent).unflatten(-1, (-1, config.plain_size + config.value_size))
         key_plain, value = key_value.split([config.plain_size, config.value_size], dim=-1)

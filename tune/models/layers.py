@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from tune.models.attention import Capability, Choice, Scoring, attend, attend_cached, choose
 from tune.models.context import Context
-from tune.models.rope import RopeConfig, rotate
+from tune.models.kernels import silu_product
+from tune.models.rope import RopeConfig, rotate_both
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -142,15 +143,15 @@ class Attention(nn.Module):
         if config.query_key_norm and not config.norm_all_heads:
             query, key = self.query_norm(query), self.key_norm(key)
         if context.rotation is not None:
-            query, key = rotate(query, context.rotation), rotate(key, context.rotation)
+            query, key = rotate_both(query, key, context.rotation)
             if context.rotation.query_scale is not None:
                 query = query * context.rotation.query_scale
         scoring = Scoring(config.window, config.scale, config.softcap, self.sinks)
         if context.cache is not None:
             context.cache.write(key, value)
-        if context.cache is not None and context.cache.place.visible is not None:
+        if context.cache is not None and context.cache.place.bias is not None:
             key, value = context.cache.read()
-            found = attend_cached(query, key, value, context.cache.place.visible, scoring)
+            found = attend_cached(query, key, value, context.cache.place.bias, scoring)
         else:
             found = attend(query, key, value, context.documents, scoring, context.mask)
         return self.output((found if gate is None else found * gate.sigmoid()).flatten(-2))
@@ -190,6 +191,8 @@ class MLP(nn.Module):
         if self.config.fused:
             gate, up = self.gate_up(hidden).chunk(2, dim=-1)
             return self.down(activation(gate) * up)
+        if self.config.gated and self.config.activation == "silu":
+            return self.down(silu_product(self.gate(hidden), self.up(hidden)))
         if self.config.gated:
             return self.down(activation(self.gate(hidden)) * self.up(hidden))
         return self.down(activation(self.up(hidden)))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tune.collators import Documents
 from tune.errors import TuneError
+from tune.models import kernels
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,13 @@ class Rope:
         return self.config.scaling["original_max_position_embeddings"]
 
 
+def rotate_both(query: Tensor, key: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+    """As `rotate`, of both in one kernel where there is one."""
+    if rotation.interleaved or rotation.cos.shape[-1] < query.shape[-1]:
+        return rotate(query, rotation), rotate(key, rotation)
+    return kernels.rotate(query, key, rotation.cos, rotation.sin)
+
+
 def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
     """Rotate `[batch, seq, heads, head_dim]`, or the part of each head that `rotation` is for."""
     size = rotation.cos.shape[-1]
@@ -107,10 +115,8 @@ def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
         return torch.cat([rotate(rotated, rotation), rest], dim=-1)
     if rotation.interleaved:
         turned = torch.stack([-heads[..., 1::2], heads[..., 0::2]], dim=-1).flatten(-2)
-    else:
-        first, second = heads.chunk(2, dim=-1)
-        turned = torch.cat([-second, first], dim=-1)
-    return heads * rotation.cos + turned * rotation.sin
+        return heads * rotation.cos + turned * rotation.sin
+    return kernels.rotated(heads, rotation.cos, rotation.sin)
 
 
 def _plain(config: RopeConfig) -> Tensor:

@@ -144,7 +144,9 @@ def _token_sampled(cfg: DictConfig, model: Any, batch: Batch) -> Any:
     with unset_fake_temporarily():
         cache.start([0], one := Batch.of(np.ones((1, 1), np.int64)), device)
     model(one, lambda hidden, *_, **__: hidden, cache=cache)  # makes the cache
-    positions = cache.extend([cfg.max_seq_len - 1] * rows, device)
+    with unset_fake_temporarily():
+        positions = torch.full((rows, 1), cfg.max_seq_len - 1, device=device)
+    cache.extend(positions, cfg.max_seq_len)
     logits = model(torch.ones(rows, 1, dtype=torch.int64), positions=positions, cache=cache)[:, 0]
     return cache, _chosen(cfg, logits)
 

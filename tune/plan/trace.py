@@ -42,7 +42,7 @@ from tune.distributed import (
     wrap_forward,
 )
 from tune.losses import chunks
-from tune.models import attention, layers
+from tune.models import attention, kernels, layers
 from tune.quantization import nf4
 
 REDUCED = 4  # bytes of a gradient while FSDP reduces it: fp32
@@ -257,6 +257,8 @@ def trace(
     gathers nor casts; `meshes` are those of the axes tp, cp and ep that are used."""
     model = copy.deepcopy(subject.model)
     blocks = repeated_blocks(model)
+    if subject.place == "rollout" and not device.is_host:
+        device = replace(device, launch=device.launch / 2)  # from a captured graph
     recorder = Recorder(device, subject.dtype, subject.compiled)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     units = _allocated(model, subject, plain, meshes, fake)
@@ -286,6 +288,10 @@ def _kernels(device: Device, recorder: Recorder) -> Iterator[None]:
     reads twice what it casts to 8 bits; experts get as many tokens from each process."""
     chunk_tokens, kind = chunks.default_chunk_tokens, "cpu" if device.is_host else "cuda"
 
+    def launch(program: str, grid: Any, *arguments: Any) -> None:
+        moved = sum(argument.nbytes for argument in arguments if isinstance(argument, Tensor))
+        recorder.compute += device.seconds(0, moved, "")
+
     def whole(codes: Tensor, scales: Tensor, ranges: Any, dtype: torch.dtype, pairs: Any = None) -> Tensor:
         weight = torch.empty(len(codes), 2 * codes.shape[1], dtype=dtype, device=codes.device)
         recorder.compute += device.seconds(0, codes.nbytes + scales.nbytes + weight.nbytes, "")
@@ -309,6 +315,8 @@ def _kernels(device: Device, recorder: Recorder) -> Iterator[None]:
         mock.patch.object(attention, "choose", choose),
         mock.patch.object(layers, "choose", choose),
         mock.patch.object(nf4, "dequantize", whole),
+        mock.patch.object(kernels, "fits", lambda tensor: device.capability is not None and not recorder.fused),
+        mock.patch.object(kernels, "launch", launch),
         mock.patch.object(chunks, "default_chunk_tokens", lambda vocab, _: chunk_tokens(vocab, kind)),
     ):
         yield

@@ -1,0 +1,85 @@
+"""Several tokens between two looks of the host, by steps of one shape: the same tokens as one by one."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from generation.test_sampler import SMALL, approximately, make_prompts
+from models.test_families import VARIANTS, make_pair
+
+from tune.generation import Sampler, decoding, sampler
+from tune.generation.decoding import Decoding, bucket
+
+transformers = pytest.importorskip("transformers")
+
+KINDS = ["llama", "gemma3_text", "gpt_oss", "qwen3_5_text", "deepseek_v3", "mixtral-window"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request, tmp_path_factory):
+    config_class, changes = VARIANTS[request.param]
+    return make_pair(getattr(transformers, config_class)(**SMALL | changes), tmp_path_factory.mktemp(request.param))[1]
+
+
+@pytest.fixture
+def replayed(monkeypatch):
+    """Decoding as on a GPU: several steps, in buckets, and a step once captured is replayed. Returns what was."""
+    seen = []
+
+    class Replayed(Decoding):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.steps, self.captures = 5, True
+            self.uniforms, self.chosen = self.uniforms.repeat(1, 5), self.chosen.repeat(1, 1, 5)
+
+        def _capture(self, rows, length):
+            def replay():
+                seen.append((rows, length))
+                self._step(rows, length)
+
+            self.graphs[rows, length] = SimpleNamespace(replay=replay)
+
+    monkeypatch.setattr(sampler, "Decoding", Replayed)
+    return seen
+
+
+def test_the_same_tokens_as_one_by_one(model, replayed, monkeypatch):
+    """Rows end at all times, others join them, windows are passed, and lengths pass a bucket."""
+    monkeypatch.setattr(decoding, "FEWEST_SLOTS", 16)
+    settings = {"max_new_tokens": 20, "stop_ids": range(9), "max_rows": 5}
+    found = Sampler(**settings)(model, make_prompts(), samples=3)
+    assert {rows for rows, _ in replayed} == {5, 1} and len({length for _, length in replayed}) > 1
+    monkeypatch.undo()
+    assert found == approximately(Sampler(**settings)(model, make_prompts(), samples=3))
+
+
+def test_steps_do_not_wait_for_the_device(model, replayed):
+    from recipes.test_synchronisation import Waits
+
+    with Waits() as waits:
+        Sampler(max_new_tokens=11, top_k=5, top_p=0.9)(model, make_prompts()[:2])
+    assert not waits.found
+
+
+def test_buckets():
+    assert [bucket(count) for count in (1, 2, 3, 5, 64)] == [1, 2, 4, 8, 64]
+    assert [bucket(count, 256) for count in (1, 256, 257)] == [256, 256, 512]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are captured on a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_captured_step_is_one_launch_a_token(model, dtype):
+    moved = model.to("cuda", dtype)
+    settings = {"max_new_tokens": 41, "temperature": 0}
+    launches = []
+    replay = torch.cuda.CUDAGraph.replay
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: launches.append(1) or replay(graph))
+        captured = Sampler(**settings)(moved, make_prompts())
+        assert len(launches) == 39  # the first token follows the prompt, the second one is that of the capture
+        patch.setattr(decoding, "_can_capture", lambda model: False)
+        plain = Sampler(**settings)(moved, make_prompts())
+    model.to("cpu", torch.float32)
+    if dtype == torch.float32:
+        assert [[each.tokens for each in row] for row in captured] == [[each.tokens for each in row] for row in plain]

@@ -1,0 +1,106 @@
+"""Fused kernels compute what the plain operations compute, forward and backward."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
+
+from tune.models import kernels
+from tune.models.kernels import rotate, rotated, silu_product
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="Triton's kernels need a CUDA device")
+
+
+def heads_and_angles(device="cpu", dtype=torch.float32, shape=(2, 7), heads=6, kv_heads=2, size=64):
+    draw = torch.Generator().manual_seed(3)
+    query, key = (
+        torch.randn(*shape, count, size, generator=draw).to(device, dtype).requires_grad_()
+        for count in (heads, kv_heads)
+    )
+    angles = torch.randn(*shape, 1, size // 2, generator=draw).repeat(1, 1, 1, 2)
+    return query, key, angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+
+
+def gate_and_up(device="cpu", dtype=torch.float32, shape=(3, 1000)):
+    draw = torch.Generator().manual_seed(4)
+    return [(torch.randn(*shape, generator=draw) * 3).to(device, dtype).requires_grad_() for _ in range(2)]
+
+
+def results(function, *inputs):
+    """Outputs, and gradients of the inputs that have some, for a gradient that is not the same everywhere."""
+    outputs = function(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    draw = torch.Generator().manual_seed(5)
+    gradients = [torch.randn(output.shape, generator=draw).to(output) for output in outputs]
+    return [*outputs, *torch.autograd.grad(outputs, [each for each in inputs if each.requires_grad], gradients)]
+
+
+def plain_rotation(query, key, cos, sin):
+    return rotated(query, cos, sin), rotated(key, cos, sin)
+
+
+def plain_product(gate, up):
+    return F.silu(gate) * up
+
+
+def launch_plainly(program, grid, *arguments):
+    """In place of a launch: what the program writes, by plain operations."""
+    if program == "rotation":
+        query, key, query_output, key_output, cos, sin, *_, back = arguments
+        query_output.copy_(rotated(query, cos, -sin if back else sin))
+        key_output.copy_(rotated(key, cos, -sin if back else sin))
+    elif program == "silu_product":
+        gate, up, output, *_ = arguments
+        output.copy_(F.silu(gate) * up)
+    else:
+        gradient, gate, up, of_gate, of_up, *_ = arguments
+        of_up.copy_(gradient * F.silu(gate))
+        of_gate.copy_(torch.ops.aten.silu_backward(gradient * up, gate))
+
+
+@pytest.mark.parametrize(
+    ("fused", "plain", "make"), [(rotate, plain_rotation, heads_and_angles), (silu_product, plain_product, gate_and_up)]
+)
+def test_the_way_to_the_kernels_and_back(fused, plain, make, monkeypatch):
+    inputs = make()
+    expected = results(plain, *inputs)
+    assert all(torch.equal(*pair) for pair in zip(results(fused, *inputs), expected, strict=True))  # without a kernel
+    monkeypatch.setattr(kernels, "fits", lambda tensor: True)
+    monkeypatch.setattr(kernels, "launch", launch_plainly)
+    assert_close(results(fused, *inputs), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_only_gate_and_up_are_kept_for_backward(monkeypatch):
+    monkeypatch.setattr(kernels, "fits", lambda tensor: True)
+    monkeypatch.setattr(kernels, "launch", launch_plainly)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor.shape) or tensor, lambda each: each
+    ):
+        silu_product(*gate_and_up())
+    assert kept == [(3, 1000)] * 2
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [32, 64, 128, 256])
+def test_rotation_on_a_gpu(dtype, size):
+    """To the last bit in 16 bits, where both round each product; in fp32 a device may fuse a product and a sum."""
+    inputs = heads_and_angles("cuda", dtype, size=size)
+    tolerance = 1e-6 if dtype == torch.float32 else 0
+    assert_close(results(rotate, *inputs), results(plain_rotation, *inputs), atol=tolerance, rtol=tolerance)
+    strided = [each.transpose(0, 1) for each in inputs]
+    assert_close(results(rotate, *strided), results(plain_rotation, *strided), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_silu_product_on_a_gpu(dtype):
+    """Exponentials of two compilers differ in the last bit, which 16 bits may show as one of theirs."""
+    inputs = gate_and_up("cuda", dtype)
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-9}[dtype]
+    found, expected = results(silu_product, *inputs), results(plain_product, *inputs)
+    assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    assert sum((one != other).sum() for one, other in zip(found, expected, strict=True)) < 0.02 * 9000
