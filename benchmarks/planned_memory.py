@@ -104,7 +104,7 @@ def tracked(cfg: Any, processes: int, rows: int, checkpointing: Any, more: dict[
     pipeline, times = distributed.Pipeline(model, world), cfg.global_batch_size // world.data_size // rows
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
-        _kernels(DEVICES["h100"], Recorder(DEVICES["h100"], "bf16", False)),
+        _kernels(DEVICES["h100"], Recorder(DEVICES["h100"], "bf16", False), checkpointing),
         mock.patch.object(pipeline_parallel, "local_shard", first_shard),
     ):
         model.to_empty(device="cpu")

@@ -69,7 +69,9 @@ def store_predictions(cfg, world, tokenizer, *parts):
 
 @config.entrypoint("distill")
 def main(cfg):
-    world = distributed.init(cfg.device, max_seq_len=cfg.max_seq_len, **layout_of(cfg.parallel, cfg))
+    world = distributed.init(
+        cfg.device, deterministic=cfg.deterministic, max_seq_len=cfg.max_seq_len, **layout_of(cfg.parallel, cfg)
+    )
     run = Run("distill", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
 
     with torch.device("meta"):

@@ -50,7 +50,7 @@ def advantages(rewards, baseline):
 
 @config.entrypoint("grpo")
 def main(cfg):
-    world = distributed.init(cfg.device, **layout_of(cfg.parallel, cfg))
+    world = distributed.init(cfg.device, deterministic=cfg.deterministic, **layout_of(cfg.parallel, cfg))
     run = Run("grpo", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
 
     with torch.device("meta"):

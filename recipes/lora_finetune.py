@@ -17,7 +17,7 @@ from tune.run import Run
 
 @config.entrypoint("lora_finetune")
 def main(cfg):
-    world = distributed.init(cfg.device, **layout_of(cfg.parallel, cfg))
+    world = distributed.init(cfg.device, deterministic=cfg.deterministic, **layout_of(cfg.parallel, cfg))
     run = Run("lora_finetune", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
 
     with torch.device("meta"):

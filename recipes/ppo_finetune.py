@@ -39,7 +39,7 @@ from tune.run import Run
 
 @config.entrypoint("ppo_finetune")
 def main(cfg):
-    world = distributed.init(cfg.device, **layout_of(cfg.parallel, cfg))
+    world = distributed.init(cfg.device, deterministic=cfg.deterministic, **layout_of(cfg.parallel, cfg))
     run = Run("ppo_finetune", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
 
     with torch.device("meta"):

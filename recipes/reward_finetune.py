@@ -29,7 +29,9 @@ from tune.run import Run
 
 @config.entrypoint("reward_finetune")
 def main(cfg):
-    world = distributed.init(cfg.device, max_seq_len=cfg.max_seq_len, **layout_of(cfg.parallel, cfg))
+    world = distributed.init(
+        cfg.device, deterministic=cfg.deterministic, max_seq_len=cfg.max_seq_len, **layout_of(cfg.parallel, cfg)
+    )
     run = Run("reward_finetune", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
 
     with torch.device("meta"):

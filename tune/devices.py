@@ -1,7 +1,11 @@
 """What is known of devices: a table, or a file that a calibration has written."""
 
 import json
+import os
 import re
+import shutil
+import sysconfig
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -119,3 +123,12 @@ def device(name: str) -> Device:
     with explained(f"--device: {name} is not a device, which is a JSON object with {known}", ValueError, TypeError):
         found = dict(json.loads(file.read_text(encoding="utf-8")))
         return Device(**found | {"capability": found.get("capability") and tuple(found["capability"])})
+
+
+def triton_lacks(environ: Mapping[str, str] = os.environ) -> str:
+    """What Triton needs here to build its launchers and does not find, in words; "" if nothing."""
+    compilers = [environ["CC"]] if environ.get("CC") else ["gcc", "clang"]
+    if not any(shutil.which(name, path=environ.get("PATH")) for name in compilers):
+        return f"a C compiler ({' or '.join(compilers)}), of which there is none here"
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    return "" if header.is_file() else f"Python's headers, and {header} is not there"

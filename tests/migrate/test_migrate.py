@@ -447,14 +447,14 @@ def test_faults_are_those_of_the_method(tmp_path):
 def test_types_of_computation(tmp_path):
     full, on_cpu = "finetuning_type: full\n", "use_cpu: true\n"
     for text, kind in (
-        ("bf16: true", None), ("fp16: true", None), (full, "fp32"), (full + "bf16: false", "fp32"),
+        ("bf16: true", None), ("fp16: true", "fp16"), (full, "fp32"), (full + "bf16: false", "fp32"),
         ("", None), ("bf16: false", None), (on_cpu + "bf16: false", "fp32"),  # the base of LoRA in its own type
     ):  # fmt: skip
         assert ours(converted(L + text, tmp_path)).get("dtype") == kind, text
     run = converted(T + "fp16: true", tmp_path)  # where bf16 is the default
-    assert {entry.key: entry.status for entry in run.entries()}["fp16"] == "differs"
+    assert ours(run)["dtype"] == "fp16"
     run = converted(A + "bf16: false\nfp16: true", tmp_path)
-    assert "bf16 does not" in {entry.key: entry.note for entry in run.entries()}["fp16"]
+    assert "bf16 needs none" in {entry.key: entry.note for entry in run.entries()}["fp16"]
 
 
 def test_what_a_split_leaves_is_held_out(tmp_path):

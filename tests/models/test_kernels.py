@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from tune.models import kernels
+from tune import fused
 from tune.models.kernels import rotate, rotated, silu_product
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="Triton's kernels need a CUDA device")
@@ -43,7 +43,7 @@ def plain_product(gate, up):
     return F.silu(gate) * up
 
 
-def launch_plainly(program, grid, *arguments):
+def launch_plainly(programs, program, grid, *arguments):
     """In place of a launch: what the program writes, by plain operations."""
     if program == "rotation":
         query, key, query_output, key_output, cos, sin, *_, back = arguments
@@ -59,20 +59,20 @@ def launch_plainly(program, grid, *arguments):
 
 
 @pytest.mark.parametrize(
-    ("fused", "plain", "make"), [(rotate, plain_rotation, heads_and_angles), (silu_product, plain_product, gate_and_up)]
+    ("ours", "plain", "make"), [(rotate, plain_rotation, heads_and_angles), (silu_product, plain_product, gate_and_up)]
 )
-def test_the_way_to_the_kernels_and_back(fused, plain, make, monkeypatch):
+def test_the_way_to_the_kernels_and_back(ours, plain, make, monkeypatch):
     inputs = make()
     expected = results(plain, *inputs)
-    assert all(torch.equal(*pair) for pair in zip(results(fused, *inputs), expected, strict=True))  # without a kernel
-    monkeypatch.setattr(kernels, "fits", lambda tensor: True)
-    monkeypatch.setattr(kernels, "launch", launch_plainly)
-    assert_close(results(fused, *inputs), expected, atol=1e-6, rtol=1e-6)
+    assert all(torch.equal(*pair) for pair in zip(results(ours, *inputs), expected, strict=True))  # without a kernel
+    monkeypatch.setattr(fused, "fits", lambda tensor: True)
+    monkeypatch.setattr(fused, "launch", launch_plainly)
+    assert_close(results(ours, *inputs), expected, atol=1e-6, rtol=1e-6)
 
 
 def test_only_gate_and_up_are_kept_for_backward(monkeypatch):
-    monkeypatch.setattr(kernels, "fits", lambda tensor: True)
-    monkeypatch.setattr(kernels, "launch", launch_plainly)
+    monkeypatch.setattr(fused, "fits", lambda tensor: True)
+    monkeypatch.setattr(fused, "launch", launch_plainly)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: kept.append(tensor.shape) or tensor, lambda each: each

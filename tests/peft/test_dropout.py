@@ -19,10 +19,10 @@ def mask(probability=0.3, name="layer", seed=0, step=1, sample=0, position=0):
     """Which elements stay, for tokens of two samples, the first of which are at `sample` and `position`."""
     batch = Batch.of(torch.zeros(SAMPLES, LENGTH, dtype=torch.long), samples=range(sample, sample + SAMPLES))
     layer = nn.Module()
-    prepare_dropout(layer, name, probability)
+    prepare_dropout(layer, name, probability, WIDTH)
     batch = replace(batch, positions=batch.positions + position).in_step(seed, step, num_supervised=1)
     set_dropout_keys(layer, (batch,))
-    return dropout(torch.ones(SAMPLES, LENGTH, WIDTH), probability, layer.dropout_keys, layer.layer_seed)
+    return dropout(torch.ones(SAMPLES, LENGTH, WIDTH), probability, layer.dropout_keys, layer.dropout_features)
 
 
 @pytest.mark.parametrize("probability", [0.05, 0.3, 0.5, 0.9])
@@ -64,7 +64,7 @@ def test_dora_scales_what_dropout_leaves(name, checkpoint):
     with torch.no_grad():
         layer.lora_b.normal_(std=0.1)
         layer.magnitude.mul_(1.5)
-        dropped = dropout(input, 0.5, keys, layer.layer_seed)
+        dropped = dropout(input, 0.5, keys, layer.dropout_features)
         assert 0.3 < (dropped == 0).float().mean() < 0.7
         low_rank = 12 / 4 * layer.lora_b @ layer.lora_a
         ratio = layer.magnitude / (layer.weight + low_rank).norm(dim=1)
@@ -74,8 +74,14 @@ def test_dora_scales_what_dropout_leaves(name, checkpoint):
         torch.testing.assert_close(inputs @ weight.T, expected)
 
 
-def test_a_share_of_the_features_has_its_part_of_the_mask():
-    keys, seed, input = torch.arange(9, dtype=torch.int32) * 977, torch.tensor(5, dtype=torch.int32), torch.ones(9, 40)
-    whole = dropout(input, 0.5, keys, seed)
-    assert not torch.equal(whole[:, 20:], whole[:, :20])
-    assert torch.equal(dropout(input[:, 20:], 0.5, keys, seed, first=20), whole[:, 20:])
+def test_a_share_of_the_features_has_its_part_of_the_mask(checkpoint):
+    model = load_model(str(checkpoint))
+    add_adapters(model, LoRA(rank=4, dropout=0.5, target_modules=["down_proj"]))
+    layer = model.blocks[0].mlp.down.train()
+    keys, input = torch.arange(9, dtype=torch.int32) * 977, torch.ones(9, layer.in_features)
+    half = layer.in_features // 2
+    layer.dropout_keys = keys
+    whole = layer._dropped(input, lambda keys: keys)
+    layer.first_input = half  # of a process that has the second half
+    assert not torch.equal(whole[:, half:], whole[:, :half])
+    assert torch.equal(layer._dropped(input[:, half:], lambda keys: keys), whole[:, half:])

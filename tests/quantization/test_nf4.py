@@ -142,3 +142,32 @@ def test_a_quantised_model_has_as_many_parameters_as_before(checkpoint, chats, t
         log = (tmp_path / "run" / "log.txt").read_text()
         assert f"model: {base + adapter:,} parameters, {adapter:,} trainable" in log
         assert f"{adapter:,} of {base + adapter:,} " in log
+
+
+def test_a_weight_that_is_kept_is_dequantised_once(monkeypatch):
+    model = nn.Sequential(nn.Sequential(nn.Linear(64, 8, bias=True)))
+    quantize_linears(model)
+    input = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    expected = model(input)
+    calls = []
+    weight = model[0][0].weight
+    monkeypatch.setattr(weight, "dequantize", lambda dtype: calls.append(dtype) or NF4Weight.dequantize(weight, dtype))
+    weight.keeps = True
+    assert torch.equal(model(input), expected) and torch.equal(model(input), expected) and calls == [torch.float32]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel needs a CUDA device")
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_to_the_last_bit(double, dtype):
+    weight = torch.randn(300, 192, generator=torch.Generator().manual_seed(0)) * 0.02
+    host = quantize(weight, double)
+    device = [None if part is None else part.cuda() for part in host]
+    assert torch.equal(dequantize(*device, dtype).cpu(), dequantize(*host, dtype))
+    if not double:  # means of rows may differ in the last bit
+        assert all(
+            torch.equal(one.cpu(), other)
+            for one, other in zip(quantize(weight.cuda()), host, strict=True)
+            if other is not None
+        )

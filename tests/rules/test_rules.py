@@ -2,6 +2,7 @@
 
 import json
 import re
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,7 @@ CASES = {
     "fp32-on-a-gpu": (FULL, ["dtype=fp32"], ["dtype=bf16"], {"device": "cuda"}),
     "bf16-on-a-cpu": (FULL, ["dtype=bf16"], ["dtype=fp32"]),
     "bf16-on-an-old-gpu": (FULL, ["dtype=bf16"], ["dtype=fp32"], {"device": "cuda", "capability": (7, 5)}),
+    "fp16-that-overflows": (FULL, ["dtype=fp16"], ["dtype=bf16"], {"model": {"model_type": "gemma3_text"}}),
     "float8-on-an-old-gpu": (
         FULL, ["quantization.float8=rowwise"], ["quantization.float8=tensorwise"],
         {"device": "cuda", "capability": (8, 9)},
@@ -62,6 +64,9 @@ CASES = {
         ["compile=true", "parallel.tp=2", "memory.activation_checkpointing=full"],
     ),
     "compiling-without-a-compiler": (FULL, ["compile=true"], [], {"environ": {"CXX": "/nowhere/g++"}}),
+    "compiling-without-a-c-compiler": (
+        FULL, ["compile=true"], ["compile=false"], {"device": "cuda", "environ": {"CC": "/nowhere/gcc"}}
+    ),
     "optimizer-without-a-compiler": (
         FULL, ["optimizer._component_=torchao.optim.AdamW8bit"], [], {"environ": {"CXX": "/nowhere/g++"}}
     ),
@@ -130,7 +135,9 @@ TOGETHER = {
     "decay-of-more-than-a-weight": (
         FULL, ["optimizer.lr=2", "optimizer.weight_decay=1"], ["optimizer.lr=1", "optimizer.weight_decay=1"]
     ),
-    "fp16-without-a-scaled-loss": (FULL, ["dtype=fp16"], []),
+    "fp16-of-weights-in-bf16": (FULL, ["dtype=fp16", "master_dtype=bf16"], ["dtype=fp16"]),
+    "fp16-beside-pp": (STAGES, ["dtype=fp16", "parallel.pp=2"], ["dtype=fp16"]),
+    "fp16-beside-ep": (FULL, ["dtype=fp16", "parallel.ep=2"], ["dtype=fp16"]),
     "selective-offload-of-eager-blocks": (
         FULL, [*SELECTIVE, "memory.activation_offload=true"],
         [*SELECTIVE, "memory.activation_offload=true", "compile=true"],
@@ -250,6 +257,23 @@ def test_settings_that_do_not_go_together(id, tmp_path):
 def test_bf16_is_as_good_on_a_cpu_that_multiplies_in_it(facts, monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     assert BY_ID["bf16-on-a-cpu"].judge(facts(FULL, ["dtype=bf16"])) is None
+
+
+def test_what_triton_compiles_with(facts, tmp_path, monkeypatch):
+    """As CC names it, gcc or clang, and Python's headers; of this machine alone."""
+    rule, environ = BY_ID["compiling-without-a-c-compiler"], {"PATH": str(tmp_path)}
+
+    def said(**machine):
+        finding = rule.judge(facts(FULL, ["compile=true"], device="cuda", environ=environ, **machine))
+        return finding.message if finding else ""
+
+    assert "gcc or clang" in said() and "apt install gcc python3-dev" in said() and not said(is_here=False)
+    (tmp_path / "clang").touch(mode=0o755)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / name))
+    assert str(tmp_path / "include" / "Python.h") in said()
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "Python.h").touch()
+    assert not said()
 
 
 def test_the_rate_of_the_reinforcement_example_is_not_called_high(facts):

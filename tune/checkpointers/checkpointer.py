@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_map_only
 from tune import rehearsal
 from tune.checkpointers.best import Best
 from tune.checkpointers.disk import found_damage, gather_digests, replace_json, write_digests
-from tune.checkpointers.finite import CAUSES, STOPPED, not_finite, require_finite
+from tune.checkpointers.finite import CAUSES, STOPPED, not_finite, overflows, require_finite
 from tune.checkpointers.reading import (
     TRAINED,
     Planner,
@@ -51,14 +51,14 @@ from tune.checkpointers.reading import (
     require_same,
     whole_states,
 )
-from tune.distributed import World, current_world, is_ray_worker, report, reshard
+from tune.distributed import World, current_world, is_ray_worker, loss_scales, report, reshard
 from tune.errors import TuneError, explained
 from tune.files import CHECKPOINT, lock, written_aside
 from tune.lookup import in_shell
 from tune.types import PositiveInt, checked
 
 # In state.json, of the checkpointer itself.
-OF_ITSELF = {"step", "groups", "best", "optimizer", "updates", "stopped"}
+OF_ITSELF = {"step", "groups", "best", "optimizer", "updates", "stopped", "loss_scales"}
 
 STORED = ".store"  # in a run folder that is uploaded: each node has its own, with what its processes write
 
@@ -226,6 +226,8 @@ class Checkpointer:
         if "schedule" in self.small.keys() - extra.keys():  # after the rates: some compute them anew, others go on
             self.small["schedule"].load_state_dict(_from_json(small["schedule"]))
         self.updates, self.stopped = small["updates"], small.get("stopped", False)
+        for scale, state in zip(loss_scales(self.model), small.get("loss_scales", ()), strict=False):
+            scale.load_state_dict(state)
         self.best.load_state_dict(small.get("best", {}))
         self.saved = self.reported = small["step"]
         self.resumed[self.saved] = path
@@ -308,21 +310,35 @@ class Checkpointer:
         If not, `on_nan` decides: raise, or leave the step out, or first restore model and optimizer from the last
         checkpoint; step, data and schedule go on in either case. The tenth such step in a row stops the training.
 
+        In fp16 a `grad_norm` that is not finite is expected of a loss scale that is too high: the step is left out,
+        and the scale lowered, whatever `on_nan` says (see `tune.distributed.LossScale`).
+
         `refused` is the number of such steps in a row, `updates` that of accepted steps, also before a resume.
 
         Raises:
             TuneError: it stops, or there is no checkpoint to go back to; names the step and `rows` of the dataset.
         """
+        scales = loss_scales(self.model)
         if not (found := not_finite(step, rows, values)):
             self.refused = 0
             self.updates += 1
+            for scale in scales:
+                scale.update(is_finite=True)
             return True
         self.refused += 1
+        if scales and overflows(values) and min(scale.value for scale in scales) > 1:
+            for scale in scales:
+                scale.update(is_finite=False)
+            self.tell(
+                f"step {step}: a gradient is too large for fp16. The weights stay as they are "
+                f"({scales[0].skipped} such steps so far), and the loss scale is lowered to {scales[0].value:g}"
+            )
+            return False
         goes_back = self.on_nan == "rollback"
         kept = self.wait() if goes_back else step - 1
         if self.on_nan == "stop":
             require_finite(step, rows, **values)
-        if self.refused == 10 or (goes_back and not kept):
+        if self.refused >= 10 or (goes_back and not kept):
             why = "it is the tenth such step in a row" if kept else "there is no checkpoint yet to go back to"
             raise TuneError(f"{found}: {STOPPED}, as {why}. {CAUSES}")
         if goes_back:
@@ -426,7 +442,8 @@ class Checkpointer:
         small = json.dumps(
             {
                 "step": step, "groups": self._changed(), "best": self.best.state_dict(),
-                "optimizer": _kind(self.optimizer), "updates": self.updates, "stopped": self.stopped, **parts,
+                "optimizer": _kind(self.optimizer), "updates": self.updates, "stopped": self.stopped,
+                "loss_scales": [scale.state_dict() for scale in loss_scales(self.model)], **parts,
             }
         )  # fmt: skip
         tensors = {

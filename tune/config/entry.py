@@ -150,6 +150,8 @@ def _explanation(error: Exception, cfg: DictConfig) -> str | None:
         return LATE if "timed out" in text.lower() or "operation timeout" in text else LOST
     if "torchinductor" in text and "file too short" in text:
         return f"{CUT_SHORT} {text}"
+    if "does not have a deterministic implementation" in text:
+        return f"deterministic: {text.split()[0]} has no deterministic kernel on this device. Set deterministic=false"
     if "No working C++ compiler" in text or "Failed to find C compiler" in text:
         return NO_COMPILER
     if name == "OutOfMemoryError" or isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate" in text:

@@ -2,10 +2,12 @@
 
 from tune.distributed.activations import wrap_forward
 from tune.distributed.context_parallel import split
+from tune.distributed.devices import device_type, use_deterministic_kernels
 from tune.distributed.exchanges import Peers, summed
 from tune.distributed.expert_parallel import share_experts, shared_experts
-from tune.distributed.inference import LARGE, PackedWeights, inference, without_fsdp_hooks
+from tune.distributed.inference import LARGE, PackedWeights, any_kernels, inference, without_fsdp_hooks
 from tune.distributed.interrupt import Interrupt
+from tune.distributed.loss_scale import LossScale, loss_scales
 from tune.distributed.pace import PACE
 from tune.distributed.parallelize import (
     DTYPES,
@@ -29,13 +31,14 @@ from tune.distributed.restarts import end_with_parent, launcher_store
 from tune.distributed.shards import full_tensor, layout_of, local_shard, norm_of_squares, sum_of_squares
 from tune.distributed.tensor_parallel import share, undivided
 from tune.distributed.traffic import bytes_sent
-from tune.distributed.world import Unconnected, World, current_world, device_type, init, join
+from tune.distributed.world import Unconnected, World, current_world, init, join
 
 # Other names are for the packages of `tune` alone.
 __all__ = [
     "DTYPES",
     "PACE",
     "Interrupt",
+    "LossScale",
     "PackedWeights",
     "Pipeline",
     "World",
@@ -63,5 +66,6 @@ __all__ = [
     "uncut",
     "undivided",
     "units_of",
+    "use_deterministic_kernels",
     "wrap_forward",
 ]

@@ -28,6 +28,18 @@ def inference(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def any_kernels() -> Iterator[None]:
+    """A context in which deterministic kernels are not asked for (`torch.use_deterministic_algorithms`): torch has none
+    for cumulative sums, which in rows are added in one order all the same."""
+    asked, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(asked, warn_only=warns)
+
+
+@contextmanager
 def without_fsdp_hooks(model: nn.Module) -> Iterator[None]:
     """A context in which the forwards of `model`, whose weights are gathered, do not call FSDP: within `inference` it
     has nothing to do, but takes time at each block, and its streams could not be captured in a graph."""

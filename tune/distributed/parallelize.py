@@ -21,6 +21,7 @@ from tune import rehearsal
 from tune.distributed.activations import wrap_forward
 from tune.distributed.context_parallel import split
 from tune.distributed.expert_parallel import share_experts, shared_experts, whole_experts
+from tune.distributed.loss_scale import LossScale
 from tune.distributed.pace import count_time
 from tune.distributed.pipeline import Pipeline, cut
 from tune.distributed.shards import layout_of, norm_of_squares, sum_of_squares
@@ -58,6 +59,7 @@ def parallelize(
 
     Computation and frozen parameters are in `dtype`, trained parameters and optimizer states in `master_dtype`.
     Gradients are reduced in fp32, and summed over processes, not averaged: divide the loss by the count of the step.
+    In fp16 they are scaled while they are inside of the model: see `LossScale`, which is then `model.loss_scale`.
 
     A model that does not say how processes of `tp` share its blocks needs a plan, see `tune.distributed.plans`: that of
     `world`, if anything of it is trained.
@@ -70,6 +72,9 @@ def parallelize(
     """
     world = current_world(world)
     dtype, master_dtype = as_dtype(dtype), as_dtype(master_dtype)
+    scales = dtype == torch.float16 and any(parameter.requires_grad for parameter in model.parameters())
+    if scales:
+        _require_scalable(world, master_dtype)
     if (world.num_stages > 1 or world.experts is not None) and not all(each.is_meta for each in model.parameters()):
         raise TuneError(
             "parallel: with stages (pp) or shared experts (ep) a model is loaded after it is cut. Make it under "
@@ -108,6 +113,17 @@ def parallelize(
     if world.size > 1 or needs_cast or cpu_offload:
         _shard(model, units, world, dtype, needs_cast, cpu_offload)
     allocate(model, torch.device("cpu") if cpu_offload else world.device, world.device)
+    if scales:
+        model.loss_scale = LossScale(model)  # type: ignore[assignment]
+
+
+def _require_scalable(world: World, master_dtype: torch.dtype) -> None:
+    """Raises TuneError if gradients in fp16 are not scaled in this layout."""
+    axis = "pp" if world.num_stages > 1 else "ep" if world.experts is not None else ""
+    if axis:
+        raise TuneError(f"dtype: gradients in fp16 are not scaled with parallel.{axis}. Set it to 1, or dtype=bf16")
+    if master_dtype != torch.float32:
+        raise TuneError("master_dtype: gradients in fp16 are scaled for parameters in fp32 alone. Set it to fp32")
 
 
 def require_layout(model: nn.Module, world: World, dtype: Dtype, master_dtype: Dtype) -> None:
@@ -186,7 +202,9 @@ def _shard(
         taken |= set(unit.parameters())
         if world.size > 1:  # a single process would only copy to divide by one
             sharded.set_gradient_divide_factor(1.0)
-            sharded.set_force_sum_reduction_for_comms(True)  # gloo cannot divide while it reduces
+            # gloo cannot divide while it reduces. What has one shard is not reduced over shards: FSDP divides it, and
+            # would divide it once more after a sum over copies.
+            sharded.set_force_sum_reduction_for_comms(world.shards.shape[-1] > 1)
     model.units_stay_gathered = world.units_stay_gathered  # type: ignore[assignment]
     model.reduces_every_micro_batch = world.reduce_every_micro_batch  # type: ignore[assignment]
 

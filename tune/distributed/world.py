@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tune import rehearsal
+from tune.distributed.devices import device_type, present, require_kernels, use_deterministic_kernels
 from tune.distributed.pace import PACE
 from tune.distributed.restarts import end_with_parent, launcher_store, of_this_start
 from tune.distributed.srun import join_step
@@ -181,9 +182,12 @@ def _of_first(make: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     return box[0]
 
 
-def join(device: Literal["auto", "cpu", "cuda", "mps"] = "auto", timeout: float = 60) -> torch.device:
+def join(
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto", timeout: float = 60, deterministic: bool = False
+) -> torch.device:
     """Join the process group that a launcher (torchrun, SLURM, Ray) describes; without one, a group of one process.
-    Gives the device of this process. `timeout` is in minutes. Raises TuneError if the device is not available."""
+    Gives the device of this process. `timeout` is in minutes; `deterministic` is that of `init`. Raises TuneError if
+    the device is not available, or torch cannot use it."""
     if rehearsal.current():
         return torch.device("cpu")
     kind = device_type(device)
@@ -201,7 +205,10 @@ def join(device: Literal["auto", "cpu", "cuda", "mps"] = "auto", timeout: float 
         if local_rank >= torch.cuda.device_count():
             found = torch.cuda.device_count()
             raise TuneError(f"device: process {local_rank} has no GPU; {found} found. Start fewer, or set device=cpu")
+        if deterministic:
+            use_deterministic_kernels()
         torch.cuda.set_device(local_rank)
+        require_kernels(torch.device(kind, local_rank))
     if kind == "mps" and size > 1:
         raise TuneError(f"device: mps is one device; found {size} processes. Start one process, or set device=cpu")
     if not dist.is_initialized():
@@ -250,8 +257,12 @@ def init(
     plan: Mapping[str, str] | None = None,
     loss_parallel: bool = True,
     max_seq_len: int = 1,
+    deterministic: bool = False,
 ) -> World:
     """Join the process group that a launcher (torchrun, SLURM, Ray) describes; without one, a group of one process.
+
+    `deterministic` has a GPU take kernels that give the same bits each time (see `use_deterministic_kernels`); those of
+    a CPU do anyway.
 
     `pp_schedule` is one of `Pipeline`, and `pp_virtual` the stages of each process; None is 2 for interleaved, else 1.
     Stages share blocks by what these cost in a document of `max_seq_len` tokens. `zero_stage` is what FSDP's devices
@@ -277,7 +288,7 @@ def init(
         )
     virtual = pp_virtual or (2 if pp_schedule == "interleaved" else 1)
     zero_stage = zero_stage if zero_stage is not None else 3 if pp == 1 else 2
-    here, duration = join(device, timeout), timedelta(minutes=timeout)
+    here, duration = join(device, timeout, deterministic), timedelta(minutes=timeout)
     size, present = dist.get_world_size(), {*dist.distributed_c10d._world.pg_map}
     shards = size // (dp_replicate * cp * tp * pp) if dp_shard == "auto" else dp_shard
     if dp_replicate * shards * cp * tp * pp != size:
@@ -366,7 +377,7 @@ class OneProcess(Unconnected):
             made = {name: _device_of(None)}
         elif name in ("mesh", "data", "peers", "shards"):
             if not dist.is_initialized():
-                _init_group(device_type("auto"), store=dist.HashStore(), rank=0, world_size=1, timeout=self.timeout)
+                _init_group(present()[0], store=dist.HashStore(), rank=0, world_size=1, timeout=self.timeout)
                 atexit.register(_leave)
             made = {each: getattr(_world_over(dist.group.WORLD), each) for each in ("mesh", "data", "peers", "shards")}
             _remember(self)
@@ -441,7 +452,7 @@ def _remember(world: World) -> None:
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
     """The GPU of this process, if there is one and the group communicates on it; else the host, or mps for a single
     process, as in `join`."""
-    kind = device_type("auto")
+    kind = present()[0]
     if kind == "cuda" and (group is None or "nccl" in dist.get_backend_config(group)):
         if bound := getattr(group, "bound_device_id", None):
             return bound
@@ -455,15 +466,6 @@ def _device_of(group: dist.ProcessGroup | None) -> torch.device:
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
     backend = group._get_backend(group._device_types[0])
     return getattr(getattr(backend, "options", None), "_timeout", dist.constants.default_pg_timeout)
-
-
-def device_type(device: str) -> str:
-    """The type of device that a setting means here. Raises TuneError if there is none."""
-    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    available = [kind for kind, is_present in present.items() if is_present]
-    if device not in ("auto", *available):
-        raise TuneError(f"device: {device} is not available on this machine; available: {', '.join(available)}")
-    return available[0] if device == "auto" else device
 
 
 def _leave() -> None:

@@ -16,11 +16,12 @@ from torch.distributed.tensor import DTensor
 
 from tune import rehearsal
 from tune.collators import Batch
-from tune.distributed import World, current_world, inference, without_fsdp_hooks
+from tune.distributed import World, any_kernels, current_world, inference, without_fsdp_hooks
 from tune.errors import TuneError
 from tune.generation.decoding import Decoding, packed
 from tune.losses import VocabularyShard, normalize
 from tune.models import Decoder, HuggingFaceModel, hf, is_transformers_model
+from tune.quantization import whole_weights
 from tune.tokenizers import Tokenizer
 from tune.types import NonNegativeFloat, NonNegativeInt, PositiveInt, Share, UnitInterval, checked
 
@@ -65,10 +66,10 @@ class Sampler:
 
     The model is one of `tune.models.build` or `tune.models.hf`, or a causal language model of transformers. It may be
     sharded, adapted and quantised: its weights are gathered once for all prompts. Dropout is off, and blocks run
-    uncompiled; on a GPU a step is captured as a CUDA graph (`Decoding`). Weights in 4 bits are dequantised anew for
-    each token, which saves memory and takes about twice the time. At most `max_rows` completions are computed at a
-    time, each with a cache for the longest prompt and `max_new_tokens`; together they are at most `max_len` (None: what
-    the model takes).
+    uncompiled; on a GPU a step is captured as a CUDA graph (`Decoding`). Weights in 4 bits are dequantised once, if
+    they fit into half of a GPU's free memory; else anew for each token, which takes about twice the time. At most
+    `max_rows` completions are computed at a time, each with a cache for the longest prompt and `max_new_tokens`;
+    together they are at most `max_len` (None: what the model takes).
 
     A completion ends with one of `stop_ids`, or with the token that completes one of `stop_strings` in the text that
     `decode` makes of ids. `temperature`, `top_k`, `top_p` and `min_p` are those of `choose`. The random number of a
@@ -122,7 +123,7 @@ class Sampler:
 
     def complete(self, model: GenerativeModel, rows: list[SampledRow]) -> None:
         """Sample what completes the `rows`, of which there may be none."""
-        with inference(model), without_fsdp_hooks(model):
+        with inference(model), without_fsdp_hooks(model), whole_weights(model), any_kernels():
             if rows and rehearsal.current():
                 _rehearse(self, model, rows)
             elif rows:

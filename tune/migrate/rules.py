@@ -232,8 +232,8 @@ def precision(run: Migration) -> None:
         why = "same by default", "a base that is not trained computes in its own type there, which is bf16 as a rule"
         run.said.update(dict.fromkeys([*bf16.sources, *fp16.sources], why))
     elif computed.value is not None or is_fp16:
-        note = "fp16 overflows at 65,504 and needs a loss scale: bf16 does not" if is_fp16 else ""
-        kind = "bf16" if is_bf16 or is_fp16 else "fp32"
+        note = "with a loss scale; bf16 needs none, on GPUs that have it" if is_fp16 else ""
+        kind = "fp16" if is_fp16 else "bf16" if is_bf16 else "fp32"
         run.set("dtype", kind, *computed.sources, *fp16.sources, note=note)
     in_bf16 = "bf" in said["weights"] or (run.peer == "axolotl" and is_bf16)
     if in_bf16 and not run.has_adapter and run.takes("master_dtype"):

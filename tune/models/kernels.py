@@ -1,17 +1,18 @@
 """Fused kernels for GPUs, in Triton: elementwise chains of a block in one pass each, forward and backward.
 
 They round where the plain operations round, so that a GPU computes the same with and without them. A compiler fuses
-these chains by itself: under `torch.compile`, on other devices and without Triton the plain operations run.
+these chains by itself: where `tune.fused` does not fit, the plain operations run.
 """
 
-import functools
-import importlib.util
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tune import fused
+
+PROGRAMS = "tune.models.triton_programs"
 HEADS = 4  # of a token, rotated together
 BLOCK = 1024  # elements of a program
 
@@ -19,7 +20,7 @@ BLOCK = 1024  # elements of a program
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate pairs (i, i + size / 2) of `query` `[batch, seq, heads, size]` and `key` `[batch, seq, kv_heads, size]`
     by the angles of `cos` and `sin` `[batch, seq, 1, size]`, which hold each angle twice."""
-    if not fits(query) or query.shape[-1] != cos.shape[-1] or query.shape[-1] not in (32, 64, 128, 256):
+    if not fused.fits(query) or query.shape[-1] != cos.shape[-1] or query.shape[-1] not in (32, 64, 128, 256):
         return rotated(query, cos, sin), rotated(key, cos, sin)
     return _Rotate.apply(query, key, cos, sin)
 
@@ -32,20 +33,7 @@ def rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def silu_product(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, of tensors of one shape. Only these two are kept for backward."""
-    return _SiluProduct.apply(gate, up) if fits(gate) else F.silu(gate) * up
-
-
-def fits(tensor: Tensor) -> bool:
-    """Whether the kernels run on `tensor`."""
-    return tensor.is_cuda and not torch.compiler.is_compiling() and _has_triton() and tensor.dtype in DTYPES
-
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return _SiluProduct.apply(gate, up) if fused.fits(gate) else F.silu(gate) * up
 
 
 class _Rotate(torch.autograd.Function):
@@ -66,7 +54,8 @@ def _launch_rotation(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back:
     heads, kv_heads, size = query.shape[2], key.shape[2], query.shape[3]
     groups = -(-heads // HEADS), -(-kv_heads // HEADS)
     tensors = query, key, *outputs, cos, sin
-    launch(
+    fused.launch(
+        PROGRAMS,
         "rotation",
         (cos.shape[0] * cos.shape[1], sum(groups)),
         *tensors,
@@ -86,7 +75,7 @@ class _SiluProduct(torch.autograd.Function):
         ctx.save_for_backward(gate, up)
         gate, up = gate.contiguous(), up.contiguous()
         output = torch.empty_like(gate)
-        launch("silu_product", (-(-gate.numel() // BLOCK),), gate, up, output, gate.numel(), BLOCK)
+        fused.launch(PROGRAMS, "silu_product", (-(-gate.numel() // BLOCK),), gate, up, output, gate.numel(), BLOCK)
         return output
 
     @staticmethod
@@ -95,13 +84,5 @@ class _SiluProduct(torch.autograd.Function):
         gradient = gradient.contiguous()
         of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
         tensors = gradient, gate, up, of_gate, of_up
-        launch("silu_product_gradient", (-(-gate.numel() // BLOCK),), *tensors, gate.numel(), BLOCK)
+        fused.launch(PROGRAMS, "silu_product_gradient", (-(-gate.numel() // BLOCK),), *tensors, gate.numel(), BLOCK)
         return of_gate, of_up
-
-
-def launch(program: str, grid: tuple[int, ...], *arguments: Any) -> None:
-    """Run a program of `triton_programs`. Planning puts a cost in its place."""
-    from tune.models import triton_programs
-
-    with torch.cuda.device(arguments[0].device):
-        getattr(triton_programs, program)[grid](*arguments)

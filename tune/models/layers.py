@@ -1,6 +1,6 @@
 """Norms, attention and feed-forward: each config builds its module, which is called with (hidden, context)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal, Protocol
@@ -20,6 +20,16 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu2": lambda hidden: F.relu(hidden).square(),
 }
+
+
+def project(hidden: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
+    """The outputs of linear `layers` for one input. With `share_input` a layer says what all of them read instead of
+    it, and what each gets after it: adapted ones share their products with the input."""
+    extra: list[tuple[Tensor, ...]] = [()] * len(layers)
+    share = next((layer.share_input for layer in layers if hasattr(layer, "share_input")), None)
+    if share is not None:
+        hidden, extra = share(hidden, layers)  # type: ignore[operator]
+    return [layer(hidden, *more) for layer, more in zip(layers, extra, strict=True)]
 
 
 class PartConfig(Protocol):
@@ -135,7 +145,7 @@ class Attention(nn.Module):
         if config.fused:
             query, key, value = self.query_key_value(hidden).split(self.widths, dim=-1)
         else:
-            query, key, value = self.query(hidden), self.key(hidden), self.value(hidden)
+            query, key, value = project(hidden, [self.query, self.key, self.value])
         if config.query_key_norm and config.norm_all_heads:
             query, key = self.query_norm(query), self.key_norm(key)
         query, key, value = (heads.unflatten(-1, (-1, config.head_dim)) for heads in (query, key, value))
@@ -194,5 +204,6 @@ class MLP(nn.Module):
         if self.config.gated and self.config.activation == "silu":
             return self.down(silu_product(self.gate(hidden), self.up(hidden)))
         if self.config.gated:
-            return self.down(activation(self.gate(hidden)) * self.up(hidden))
+            gate, up = project(hidden, [self.gate, self.up])
+            return self.down(activation(gate) * up)
         return self.down(activation(self.up(hidden)))

@@ -1,5 +1,6 @@
 """Routers of experts, their statistics, and the load-balancing loss."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -127,6 +128,7 @@ class RoutingSums:
     def __init__(self) -> None:
         self.rows: Tensor | None = None
         self.balance: Tensor | None = None  # of the last forward in training
+        self.loss_scale: Callable[[Tensor], Tensor] | None = None  # of gradients in fp16
 
     def add(self, layers: list[RoutingStats], documents: Documents) -> None:
         trained = (documents.boundaries.diff() * (documents.num_supervised > 0)).sum()
@@ -142,7 +144,8 @@ class RoutingSums:
         if not weight or balance is None or not torch.is_grad_enabled():
             return hidden
         divisor = supervised.clamp(min=1) if isinstance(supervised, Tensor) else max(1, supervised)
-        charged: Tensor = _Charged.apply(hidden, balance * weight / divisor)
+        loss = balance * weight / divisor
+        charged: Tensor = _Charged.apply(hidden, self.loss_scale(loss) if self.loss_scale else loss)
         return charged
 
     def take(self) -> Tensor:

@@ -6,31 +6,64 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tune import fused
 from tune.collators import Batch
+from tune.peft import kernels
 
 # Multipliers of 32-bit mixing functions with low bias (C. Wellons, hash-prospector); as signed numbers.
 FIRST, SECOND, THIRD = 0x7FEB352D, 0x846CA68B - 2**32, 0x9E3779B1 - 2**32
 
 
-def dropout(input: Tensor, probability: float, keys: Tensor, layer_seed: Tensor, first: int = 0) -> Tensor:
+def dropout(input: Tensor, probability: float, keys: Tensor, features: Tensor) -> Tensor:
     """Set elements of `input` `[..., dim]` to zero with `probability` and scale up the others.
 
-    `keys` `[...]` are random bits of each token; `layer_seed`, one number, gives each layer its own mask. `first` is
-    the number of the first feature, where `input` has a share of them.
+    `keys` `[...]` are random bits of each token, `features` `[dim]` those of each feature, which give each layer its
+    own mask.
     """
-    # Not multiplied first: the compiler would compute a multiple of an index in C++, where it must not overflow.
-    features = mix(torch.arange(first, first + input.shape[-1], dtype=torch.int32, device=input.device))
-    bits = mix(keys[..., None] ^ mix(features + layer_seed))
-    keep = bits >= _signed(round(probability * 2**32) - 2**31 + 2**32 & 0xFFFFFFFF)
-    return input * keep / (1 - probability)
+    if torch.compiler.is_compiling():
+        return masked(input, probability, keys, features)
+    return _Dropout.apply(input, probability, keys, features)
 
 
-def prepare_dropout(layer: nn.Module, name: str, probability: float) -> None:
-    """Set the dropout of the adapted `layer` called `name`. Its seed is a buffer, since torch.compile would make a
-    graph for each value of a plain number."""
+class _Dropout(torch.autograd.Function):
+    """Keeps no mask: backward computes it again."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, probability: float, keys: Tensor, features: Tensor) -> Tensor:
+        ctx.save_for_backward(keys, features)
+        ctx.probability = probability
+        return masked(input, probability, keys, features)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return masked(gradient, ctx.probability, *ctx.saved_tensors), None, None, None
+
+
+def masked(input: Tensor, probability: float, keys: Tensor, features: Tensor) -> Tensor:
+    """`dropout` without its gradient."""
+    if fused.fits(input):
+        return kernels.masked(input, keys, features, _threshold(probability), 1 / (1 - probability))
+    return input * (mix(keys[..., None] ^ features) >= _threshold(probability)) / (1 - probability)
+
+
+def add_masked_product(
+    total: Tensor, left: Tensor, right: Tensor, probability: float, keys: Tensor, features: Tensor
+) -> None:
+    """Add left @ right to `total` `[rows, dim]` in place, with the dropout of `masked`."""
+    if fused.fits(total) and total.is_contiguous():
+        scale = 1 / (1 - probability)
+        kernels.add_masked_product(total, left, right, keys, features, _threshold(probability), scale)
+    else:
+        total.add_(masked(left @ right, probability, keys, features))
+
+
+def prepare_dropout(layer: nn.Module, name: str, probability: float, width: int) -> None:
+    """Set the dropout of the adapted `layer` called `name`, whose inputs have `width` features."""
     layer.dropout, layer.dropout_keys = probability, None  # type: ignore[assignment]
-    seed = torch.tensor(_signed(zlib.crc32(name.encode())), dtype=torch.int32, device="cpu")
-    layer.register_buffer("layer_seed", seed, persistent=False)
+    if probability:
+        numbers = torch.arange(width, dtype=torch.int32, device="cpu")
+        features = mix(mix(numbers) + _signed(zlib.crc32(name.encode())))
+        layer.register_buffer("dropout_features", features, persistent=False)
 
 
 def set_dropout_keys(model: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -55,6 +88,11 @@ def mix(bits: Tensor) -> Tensor:
     bits = bits ^ (bits >> 15 & 0x1FFFF)
     bits = bits * SECOND
     return bits ^ (bits >> 16 & 0xFFFF)
+
+
+def _threshold(probability: float) -> int:
+    """The number below which a share `probability` of all 32-bit numbers lies."""
+    return _signed(round(probability * 2**32) - 2**31 + 2**32 & 0xFFFFFFFF)
 
 
 def _signed(bits: int) -> int:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -10,10 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tune import fused
 from tune.distributed import full_tensor, summed
 from tune.errors import TuneError
 from tune.models import Dispatch, ExpertLinear, grouped_product
+from tune.peft import kernels
 from tune.peft.dropout import THIRD, dropout, mix, prepare_dropout
+from tune.peft.products import Mask, add_product, chained_linear, scale_columns
 from tune.quantization import NF4Weight, Rounding
 from tune.types import Fraction, PositiveFloat, PositiveInt, checked
 
@@ -83,7 +86,14 @@ class LowRank(nn.Module):
 
     # The trained parameters, and the ends of their names in PEFT's files.
     PARTS: ClassVar = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
-    added: ClassVar = ("lora_a", "lora_b", "start_a", "start_b", "magnitude", "layer_seed")  # to the layer's tensors
+    added: ClassVar = (
+        "lora_a",
+        "lora_b",
+        "start_a",
+        "start_b",
+        "magnitude",
+        "dropout_features",
+    )  # to the layer's tensors
     casts_parameters: ClassVar = True
     is_off = False  # computes without the adapter
     first_input = 0  # of the inputs that this process has
@@ -99,7 +109,7 @@ class LowRank(nn.Module):
     scaling: float
     dropout: float
     dropout_keys: Tensor | None
-    layer_seed: Tensor
+    dropout_features: Tensor
 
     @classmethod
     def adapt(cls, layer: Any, name: str, rank: int, alpha: float, lora: LoRA) -> None:
@@ -107,7 +117,8 @@ class LowRank(nn.Module):
         layer.base, layer.__class__ = type(layer), cls
         layer.settings = lora
         layer.rank, layer.alpha, layer.scaling = rank, alpha, lora.scaling(rank, alpha)
-        prepare_dropout(layer, name, lora.dropout)
+        is_embedding = isinstance(layer, nn.Embedding)  # which goes without
+        prepare_dropout(layer, name, 0.0 if is_embedding else lora.dropout, 0 if is_embedding else layer.in_features)
         layer.add_parameters(lora)
 
     def add_parameters(self, lora: LoRA) -> None:
@@ -133,11 +144,19 @@ class LowRank(nn.Module):
     def _dropped(self, input: Tensor, keys_of: Callable[[Tensor], Tensor]) -> Tensor:
         """`input` with dropout; `keys_of` gives the random bits of its rows, of those of the batch's tokens. Without
         such bits it is torch's dropout, by torch's generator."""
-        if not (self.dropout and self.training):
+        if not self._drops:
             return input
         if self.dropout_keys is None:
             return F.dropout(input, self.dropout)
-        return dropout(input, self.dropout, keys_of(self.dropout_keys), self.layer_seed, self.first_input)
+        return dropout(input, self.dropout, keys_of(self.dropout_keys), self._features(input))
+
+    @property
+    def _drops(self) -> bool:
+        return self.dropout > 0 and self.training
+
+    def _features(self, input: Tensor) -> Tensor:
+        """The random bits of the features that `input` has: with tensor parallelism a share of them."""
+        return self.dropout_features[self.first_input : self.first_input + input.shape[-1]]
 
     def full_factors(self, device: torch.device) -> list[Tensor]:
         """`factors`, in full and in fp32: all processes must call it."""
@@ -186,26 +205,75 @@ class LoRALinear(LowRank, nn.Linear):
             start = {"lora_a": a, "lora_b": b, "start_a": a, "start_b": b}
         return start if self.magnitude is None else start | {"magnitude": self._full_weight().norm(dim=1)}
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, base: Tensor | None = None, low_rank: Tensor | None = None) -> Tensor:
+        """`base` and `low_rank` are the products of W and of A with the rows of `input`, if `share_input` made them."""
         if self.is_off:
             return self._base(input)
         if self.rounding is not None:
             assert isinstance(self.weight, Tensor)
             weight = self.rounding(self._merged(self.weight, *self.factors(), self.magnitude))
             return F.linear(input, weight.to(input.dtype), self.bias)
-        # Some models flatten rows before their linear layers.
+        if not self._adds_product:
+            return self._dropped_dora(input)
+        if base is None or low_rank is None:
+            _, ((base, low_rank),) = self.share_input(input, [self])
+        a, b = self.factors()
+        b = b.to(input.dtype)
+        output = add_product(base, low_rank, b, self.scaling)
+        if self.magnitude is not None:
+            ratio = self._ratio(self.magnitude, a.to(input.dtype), b)
+            output = scale_columns(output, ratio)
+            if self.bias is not None:  # which is not scaled
+                output = output + ((1 - ratio) * self.bias).to(output.dtype)
+        return output.view(*input.shape[:-1], output.shape[-1])
+
+    @property
+    def _adds_product(self) -> bool:
+        """Whether the low-rank product is added to that of the weight, before DoRA scales both."""
+        return not (self.is_off or self.rounding is not None or (self.magnitude is not None and self._drops))
+
+    @staticmethod
+    def share_input(input: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
+        """For `layers` that all read `input`: what they read instead of it, and what each gets after it. Adapted layers
+        get their products with `input`, of A all in one, and of dropout each with its own mask."""
+        adding = [layer for layer in layers if isinstance(layer, LoRALinear) and layer._adds_product]
+        rows = input.reshape(-1, input.shape[-1])
+        low_rank: list[Tensor] = []
+        if any(layer._drops for layer in adding):
+            for layer in adding:
+                a, keys = layer.factors()[0].to(rows.dtype), layer.dropout_keys
+                if keys is None:
+                    low_rank.append(F.linear(F.dropout(rows, layer.dropout), a))
+                else:  # some models flatten rows before their linear layers
+                    mask = Mask(layer.dropout, keys.flatten(), layer._features(rows))
+                    rows, product = chained_linear(rows, a, mask=mask)
+                    low_rank.append(product)
+        elif adding:
+            all_a = [layer.factors()[0] for layer in adding]
+            a = all_a[0] if len(all_a) == 1 else torch.cat(all_a)
+            rows, product = chained_linear(rows, a.to(rows.dtype))
+            low_rank = list(product.split([len(each) for each in all_a], dim=1))
+        products = []
+        for layer, of_a in zip(adding, low_rank, strict=True):
+            if layer.base is nn.Linear and isinstance(layer.weight, Tensor):
+                rows, base = chained_linear(rows, layer.weight, layer.bias)
+            else:
+                base = layer._base(rows)
+            products.append((base, of_a))
+        found = iter(products)
+        return rows.view(input.shape), [next(found) if layer in adding else () for layer in layers]
+
+    def _dropped_dora(self, input: Tensor) -> Tensor:
+        """The magnitude scales what dropout leaves, and the base has all of the input, as in PEFT."""
+        assert self.magnitude is not None
         dropped = self._dropped(input, lambda keys: keys.view(input.shape[:-1]))
         a, b = (factor.to(input.dtype) for factor in self.factors())
-        low_rank = F.linear(dropped, a) * self.scaling
-        base = self._base(input)
-        if self.magnitude is None:  # add in place of a second product: fewer tensors as wide as the output
-            flat = base.reshape(-1, base.shape[-1]), low_rank.reshape(-1, low_rank.shape[-1])
-            return torch.addmm(*flat, b.T).view(base.shape)
-        ratio = self._ratio(self.magnitude)
-        direction = base if dropped is input else self._base(dropped)
+        ratio = self._ratio(self.magnitude, a, b)
+        base, direction = self._base(input), self._base(dropped)
         if self.bias is not None:
             direction = direction - self.bias
-        return (base + (ratio - 1) * direction + ratio * F.linear(low_rank, b)).to(base.dtype)
+        added = F.linear(F.linear(dropped, a) * self.scaling, b)
+        return (base + (ratio - 1) * direction + ratio * added).to(base.dtype)
 
     def operands(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs and weight whose product is `forward`, for a loss that computes it in chunks. Without bias."""
@@ -217,7 +285,7 @@ class LoRALinear(LowRank, nn.Linear):
         low_rank = F.linear(dropped, a) * self.scaling
         if self.magnitude is None:
             return torch.cat([hidden, low_rank], dim=-1), torch.cat([self.weight, b], dim=1)
-        ratio = self._ratio(self.magnitude)[:, None]
+        ratio = self._ratio(self.magnitude, a, b)[:, None]
         if dropped is hidden:
             return torch.cat([hidden, low_rank], dim=-1), (ratio * torch.cat([self.weight, b], dim=1)).to(hidden.dtype)
         inputs = torch.cat([hidden, dropped, low_rank], dim=-1)
@@ -231,16 +299,24 @@ class LoRALinear(LowRank, nn.Linear):
             return self.lora_a, self.lora_b
         return torch.cat([self.lora_a, self.start_a]), torch.cat([self.lora_b, -self.start_b], dim=1)
 
-    def _ratio(self, magnitude: Tensor) -> Tensor:
-        """The magnitude divided by the norm of each row of W + scaling * B @ A, in fp32."""
-        with torch.no_grad():  # the norm counts as a constant in backward (section 4.3 of the paper)
-            a, b = self.factors()
-            base = self.weight
-            full = base.dequantize(torch.float32) if isinstance(base, NF4Weight) else base.float()
-            norm = torch.addmm(full, b.float(), a.float(), alpha=self.scaling).norm(dim=1)
-            if self.input_group is not None:
-                norm = summed(norm.square(), self.input_group).sqrt()
-        return magnitude.float() / norm
+    @torch.no_grad()
+    def _norm(self, a: Tensor, b: Tensor) -> Tensor:
+        """The norm of each row of W + scaling * B @ A, in fp32, without that matrix: |w + s bA|^2 for a row w of W and
+        b of B is |w|^2 + s b (2 A w + s A A^T b)."""
+        weight = self.weight.dequantize(a.dtype) if isinstance(self.weight, NF4Weight) else self.weight
+        crossed, gram, b = _precise_product(weight, a.T), _precise_product(a, a.T), b.to(_precise(b))
+        crossed = torch.addmm(crossed, b, gram, beta=2, alpha=self.scaling)
+        if fused.fits(weight):
+            square = kernels.squared_norms(weight, b, crossed, self.scaling)
+        else:
+            square = torch.linalg.vector_norm(weight, dim=1, dtype=_precise(weight)).square()
+            square = square + self.scaling * (b * crossed).sum(dim=1)
+        return (square if self.input_group is None else summed(square, self.input_group)).sqrt()
+
+    def _ratio(self, magnitude: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """The magnitude divided by the norm of each row of W + scaling * B @ A, in fp32. The norm counts as a constant
+        in backward (section 4.3 of the paper)."""
+        return magnitude.float() / self._norm(a, b)
 
     def merged(self, weight: Tensor) -> Tensor:
         """`weight`, the full base weight, with the adapter merged in, in fp32: all processes must call it."""
@@ -255,6 +331,18 @@ class LoRALinear(LowRank, nn.Linear):
     def _full_weight(self) -> Tensor:
         """The full base weight in fp32: all processes must call it."""
         return self.weight.full() if isinstance(self.weight, NF4Weight) else full_tensor(self.weight).float()
+
+
+def _precise_product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right in fp32, or fp64; on a GPU without a copy of either in that type."""
+    precise = _precise(left)
+    if left.is_cuda and left.dtype == right.dtype != precise:
+        return torch.mm(left, right, out_dtype=precise)
+    return left.to(precise) @ right.to(precise)
+
+
+def _precise(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 class LoRAEmbedding(LowRank, nn.Embedding):

@@ -169,7 +169,9 @@ def _take_off(model: nn.Module, changes: dict[str, Tensor]) -> None:
         change = layer.merged(layer.weight).float() - layer.weight.float()
         if name in changes:  # DoRA scales the rows of all that came before it
             magnitude = getattr(layer, "magnitude", None)
-            before = changes[name] if magnitude is None else changes[name] * layer._ratio(magnitude)[:, None]
+            before = changes[name]
+            if magnitude is not None:
+                before = before * layer._ratio(magnitude, *layer.factors())[:, None]
             change = change + before
         changes[name] = change
         layer.remove()

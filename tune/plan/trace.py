@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
+from tune import fused
 from tune.collators import Batch
 from tune.devices import Device
 from tune.distributed import (
@@ -42,7 +43,8 @@ from tune.distributed import (
     wrap_forward,
 )
 from tune.losses import chunks
-from tune.models import attention, kernels, layers
+from tune.models import attention, layers
+from tune.peft import products
 from tune.quantization import nf4
 
 REDUCED = 4  # bytes of a gradient while FSDP reduces it: fp32
@@ -268,7 +270,7 @@ def trace(
         wrap_forward(block, checkpointing, False, False)
     for tensor in (*model.parameters(), *model.buffers()):
         recorder.ignore(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
-    with fake, _kernels(device, recorder), recorder, torch.set_grad_enabled(subject.place == "trained"):
+    with fake, _kernels(device, recorder, checkpointing), recorder, torch.set_grad_enabled(subject.place == "trained"):
         for _ in range(1 + accumulates):
             begin, *marks = _step(blocks, lambda: subject.call(model, batch), recorder)
     if subject.place == "rollout":
@@ -283,12 +285,12 @@ def trace(
 
 
 @contextmanager
-def _kernels(device: Device, recorder: Recorder) -> Iterator[None]:
-    """Attention and chunks of logits as on the device; weights of 4 bits become whole ones in one kernel; a compiler
-    reads twice what it casts to 8 bits; experts get as many tokens from each process."""
+def _kernels(device: Device, recorder: Recorder, checkpointing: Any) -> Iterator[None]:
+    """Attention, adapters and chunks of logits as on the device; weights of 4 bits become whole ones in one kernel; a
+    compiler reads twice what it casts to 8 bits; experts get as many tokens from each process."""
     chunk_tokens, kind = chunks.default_chunk_tokens, "cpu" if device.is_host else "cuda"
 
-    def launch(program: str, grid: Any, *arguments: Any) -> None:
+    def launch(programs: str, name: str, grid: Any, *arguments: Any, **options: Any) -> None:
         moved = sum(argument.nbytes for argument in arguments if isinstance(argument, Tensor))
         recorder.compute += device.seconds(0, moved, "")
 
@@ -315,8 +317,9 @@ def _kernels(device: Device, recorder: Recorder) -> Iterator[None]:
         mock.patch.object(attention, "choose", choose),
         mock.patch.object(layers, "choose", choose),
         mock.patch.object(nf4, "dequantize", whole),
-        mock.patch.object(kernels, "fits", lambda tensor: device.capability is not None and not recorder.fused),
-        mock.patch.object(kernels, "launch", launch),
+        mock.patch.object(fused, "fits", lambda _: device.capability is not None and not recorder.fused),
+        mock.patch.object(fused, "launch", launch),
+        mock.patch.object(products, "must_stay", lambda output: checkpointing == "selective" or output._is_view()),
         mock.patch.object(chunks, "default_chunk_tokens", lambda vocab, _: chunk_tokens(vocab, kind)),
     ):
         yield

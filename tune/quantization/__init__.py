@@ -12,5 +12,6 @@ from tune.quantization.nf4 import (
     quantize,
     quantize_linears,
     uncalled_linears,
+    whole_weights,
 )
 from tune.quantization.rounding import Rounding, quantised_linears, round_linears

@@ -5,9 +5,8 @@ quantised as in the whole weight, and FSDP shards codes and scales as plain tens
 multiples of 16,384 elements and takes the mean of a shard's scales, so that a sharded weight differs from the whole.)
 """
 
-import functools
-import importlib.util
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -15,10 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tune import fused
 from tune.distributed import full_tensor, local_shard
 from tune.errors import TuneError
 
 BLOCK = 64
+BLOCKS = 64  # that a program of the kernel dequantises
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -26,6 +27,7 @@ LEVELS = (
 )  # fmt: skip
 # The two levels of each byte, `[256, 2]`.
 PAIRS = torch.tensor([[LEVELS[byte >> 4], LEVELS[byte & 15]] for byte in range(256)], device="cpu")
+LOADED = 2**24  # weights quantised at a time: intermediate results take ten times the bytes of a weight
 CPU_CODES = 2**16  # dequantised at a time on a CPU, so that intermediate results fit into its cache
 
 
@@ -38,6 +40,8 @@ class NF4Weight(nn.Module):
 
     pairs: Tensor
     block: ClassVar = BLOCK
+    keeps = False  # the dequantised weight, `whole`, from its first use on
+    whole: Tensor | None = None
 
     def __init__(self, rows: int, columns: int, double: bool, device: torch.device):
         super().__init__()
@@ -56,7 +60,12 @@ class NF4Weight(nn.Module):
         return dequantize(full_tensor(self.codes), full_tensor(self.scales), ranges, torch.float32, self.pairs)
 
     def linear(self, input: Tensor, bias: Tensor | None) -> Tensor:
-        """`input @ weight.T + bias`; the dequantised weight exists only within the call, and again in backward."""
+        """`input @ weight.T + bias`; the dequantised weight exists only within the call, and again in backward, unless
+        it is kept (`whole_weights`)."""
+        if self.keeps and self.whole is None:
+            self.whole = self.dequantize(input.dtype)
+        if self.whole is not None:
+            return F.linear(input, self.whole, bias)
         output = _Linear.apply(input, self.codes, self.scales, self.ranges, self.pairs)
         return output if bias is None else output + bias
 
@@ -65,12 +74,15 @@ class NF4Weight(nn.Module):
         return local_shard(self.codes)[1][0]
 
     def load(self, weight: Tensor) -> None:
-        """Quantise `weight`, which are the `local_rows`."""
-        codes, scales, ranges = quantize(weight, double=self.ranges is not None)
-        for stored, rows in ((self.codes, codes), (self.scales, scales), (self.ranges, ranges)):
-            if stored is not None and rows is not None:
-                shard, (_, columns) = local_shard(stored)
-                shard.copy_(rows[:, columns])
+        """Quantise `weight`, which are the `local_rows`, on this weight's device."""
+        shards = [local_shard(stored) for stored in (self.codes, self.scales, self.ranges) if stored is not None]
+        step = max(1, LOADED // max(1, weight.shape[1]))
+        for start in range(0, len(weight), step):
+            rows = slice(start, start + step)
+            parts = quantize(weight[rows].to(shards[0][0].device), double=self.ranges is not None)
+            for (shard, (_, columns)), part in zip(shards, parts, strict=False):
+                assert part is not None
+                shard[rows].copy_(part[:, columns])
 
 
 def quantize(weight: Tensor, double: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -93,15 +105,15 @@ def quantize(weight: Tensor, double: bool = False) -> tuple[Tensor, Tensor, Tens
 def dequantize(
     codes: Tensor, scales: Tensor, ranges: Tensor | None, dtype: torch.dtype, pairs: Tensor = PAIRS
 ) -> Tensor:
-    """The weight `[rows, columns]`: by one compiled kernel on a GPU, if it has a compiler; on a CPU by chunks of rows.
+    """The weight `[rows, columns]`: by one kernel on a GPU (`tune.fused`), on a CPU by chunks of rows.
 
     `pairs` are `PAIRS`, on the device of the codes if the caller has them there.
     """
     pairs = pairs.to(codes.device)
     if torch.compiler.is_compiling():
         return _values(codes, scales, ranges, pairs, dtype)
-    if codes.is_cuda and importlib.util.find_spec("triton"):
-        return _compiled_values()(codes, scales, ranges, pairs, dtype)
+    if fused.fits(codes):
+        return _by_kernel(codes, scales, ranges, dtype, pairs)
     is_in_chunks = codes.device.type == "cpu" and not hasattr(codes, "fake_mode")
     step = max(1, CPU_CODES // codes.shape[1]) if is_in_chunks else len(codes)
     weight = torch.empty(len(codes), 2 * codes.shape[1], dtype=dtype, device=codes.device)
@@ -121,9 +133,33 @@ def _values(codes: Tensor, scales: Tensor, ranges: Tensor | None, pairs: Tensor,
     return (blocks * scales[..., None]).flatten(1).to(dtype)
 
 
-@functools.cache
-def _compiled_values() -> Callable[..., Tensor]:
-    return torch.compile(_values, dynamic=True)
+def _by_kernel(codes: Tensor, scales: Tensor, ranges: Tensor | None, dtype: torch.dtype, pairs: Tensor) -> Tensor:
+    codes, scales = codes.contiguous(), scales.contiguous()
+    weight = torch.empty(len(codes), 2 * codes.shape[1], dtype=dtype, device=codes.device)
+    is_double = ranges is not None
+    scales = scales.view(torch.int8 if is_double else torch.float32)
+    ranges = ranges.contiguous().view(torch.float32) if ranges is not None else scales  # which is not read
+    grid, sizes = (-(-scales.numel() // BLOCKS),), (scales.numel(), scales.shape[1], is_double, BLOCKS)
+    # Without fusion a product is rounded before something is added to it, as elsewhere.
+    tensors = codes, scales, ranges, pairs, weight
+    fused.launch("tune.quantization.triton_programs", "dequantize", grid, *tensors, *sizes, enable_fp_fusion=False)
+    return weight
+
+
+@contextmanager
+def whole_weights(model: nn.Module) -> Iterator[None]:
+    """A context for forwards without gradients, in which the NF4 weights of `model` on a GPU are dequantised once, at
+    their first use, if they fit into half of the memory that is free."""
+    weights = [module for module in model.modules() if isinstance(module, NF4Weight) and module.codes.is_cuda]
+    needed = sum(2 * weight.codes.numel() * 2 for weight in weights)  # in 16 bits
+    if weights and needed <= torch.cuda.mem_get_info(weights[0].codes.device)[0] / 2:
+        for weight in weights:
+            weight.keeps = True
+    try:
+        yield
+    finally:
+        for weight in weights:
+            weight.keeps, weight.whole = False, None
 
 
 def quantize_linears(model: nn.Module, *, double: bool = False) -> int:

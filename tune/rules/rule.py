@@ -13,6 +13,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from tune import devices
+
 GREAT = 1e9  # no limit
 
 
@@ -20,7 +22,8 @@ GREAT = 1e9  # no limit
 class Facts:
     """A run's settings, the machine it is for, and what the files of its model say without any weights.
 
-    `device` is cpu, cuda or mps; `capability` that of the GPU, where it is known.
+    `device` is cpu, cuda or mps; `capability` that of the GPU, where it is known. `is_here` says whether the machine is
+    this one.
     """
 
     cfg: DictConfig
@@ -28,6 +31,7 @@ class Facts:
     processes: int = 1
     capability: tuple[int, int] | None = None
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    is_here: bool = True
 
     def __call__(self, key: str, default: Any = None) -> Any:
         """A setting, or the default where it is null or the recipe does not have it."""
@@ -67,6 +71,11 @@ class Facts:
     @property
     def has_compiler(self) -> bool:
         return bool(shutil.which(self.environ.get("CXX") or "g++"))
+
+    @property
+    def triton_lacks(self) -> str:
+        """What this machine does not have of what Triton compiles its launchers with; "" on another machine."""
+        return devices.triton_lacks(self.environ) if self.is_here else ""
 
 
 def _text(folder: Any, name: str) -> str:

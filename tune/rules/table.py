@@ -108,9 +108,13 @@ RULES = [
          lambda run: run.device == "cpu" and run("dtype") == "bf16" and not _multiplies_in_bf16()),
     Rule("bf16-on-an-old-gpu", WARN, "dtype", "vllm-project/vllm#1157", "always",
          "{} is slow on this GPU, which has no units for it and no flash kernels: these need compute capability 8.0. "
-         "Try dtype=fp32",
-         "it is computed in fp32 and rounded",
+         "Set dtype=fp16, or dtype=fp32",
+         "it is emulated: computed in fp32 and rounded",
          lambda run: run.device == "cuda" and run("dtype") == "bf16" and (run.capability or (9, 0)) < (8, 0)),
+    Rule("fp16-that-overflows", WARN, "dtype", "huggingface/transformers#36822", "always",
+         "hidden states of Gemma exceed what {} holds, 65,504: set dtype=bf16 or fp32",
+         "the loss is not finite in the first step, and no scale of it helps",
+         lambda run: run("dtype") == "fp16" and str(run.model.get("model_type", "")).startswith("gemma")),
     Rule("float8-on-an-old-gpu", ERROR, "quantization.float8", "pytorch/ao#2566", "torch 2.5",
          "this GPU does not multiply in {}: that needs compute capability 8.9, by rows 9.0. Leave it out",
          "the first product fails",
@@ -127,7 +131,7 @@ RULES = [
     Rule("two-types-on-mps", HEAL, "dtype", "huggingface/transformers#40458", "torch 2.3",
          "on mps weights and computation have one type: {} becomes fp32, as master_dtype is",
          "FSDP, which casts between two, does not run there, and M1 and M2 only emulate bf16",
-         lambda run: run.device == "mps" and (run("dtype"), run("master_dtype")) == ("bf16", "fp32")
+         lambda run: run.device == "mps" and run("dtype") in ("bf16", "fp16") and run("master_dtype") == "fp32"
          and (not run("adapter") or run("adapter.modules_to_save")), "fp32"),
     Rule("two-types-on-mps-reversed", ERROR, "master_dtype", "huggingface/transformers#40458", "torch 2.3",
          "on mps weights and computation have one type. Set it to fp32, or dtype=bf16",
@@ -153,6 +157,11 @@ RULES = [
          "there is no C++ compiler here (g++, or the one that CXX names): blocks are not compiled",
          "the run would end in its first step",
          lambda run: run.device == "cpu" and run("compile") and not run.has_compiler, False),
+    Rule("compiling-without-a-c-compiler", ERROR, "compile", "unslothai/unsloth#1772", "torch 2.0",
+         lambda run: f"Triton, which compiles for GPUs, needs {run.triton_lacks}: apt install gcc python3-dev (or the "
+         "same of another system; CC names another compiler), or set compile=false",
+         "the run would end in its first step",
+         lambda run: run.device == "cuda" and run("compile") and run.triton_lacks),
     Rule("optimizer-without-a-compiler", ERROR, "optimizer._component_", "urchade/GLiNER#148", "torchao 0.4",
          "{} compiles itself, and there is no C++ compiler here: install g++, or take torch.optim.AdamW",
          "the run would end in its first step, after all weights are loaded",

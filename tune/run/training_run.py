@@ -55,7 +55,7 @@ from tune.secrets import without_secrets
 from tune.tokenizers import Tokenizer
 
 T = TypeVar("T")
-DType: TypeAlias = Literal["bf16", "fp32"]
+DType: TypeAlias = Literal["bf16", "fp16", "fp32"]
 
 
 class Counted(Protocol):

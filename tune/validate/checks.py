@@ -82,7 +82,7 @@ def validate(
         kind = "cpu"
     if kind == "mps" and processes > 1:
         findings.add(f"device: mps is one device; found {processes} processes. Start one process, or set device=cpu")
-    findings.all += judge(Facts(cfg, kind, processes, capability), strict)
+    findings.all += judge(Facts(cfg, kind, processes, capability, is_here=device is None), strict)
     _require_versions(findings)
     try:
         found = Recipe(recipe)

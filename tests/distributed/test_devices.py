@@ -1,0 +1,133 @@
+"""Machines as users have them: a GPU that torch does not see. `nvidia-smi` is a script that prints what the real one
+does."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tune import distributed
+from tune.distributed import devices
+from tune.errors import TuneError
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+@pytest.fixture
+def gpu(tmp_path, monkeypatch):
+    """Call it with a driver's version (None: no `nvidia-smi`) for a machine whose GPU torch does not see."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setattr(devices, "PROC", tmp_path / "proc")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def machine(driver: str | None, cuda: str | None = "13.0", code: int = 0) -> Path:
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        if driver is not None:
+            command = tmp_path / "nvidia-smi"
+            command.write_text(f"#!/bin/sh\necho '{H100}, {driver}'\nexit {code}\n")
+            command.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        return tmp_path
+
+    return machine
+
+
+def error(device: str = "auto") -> str:
+    with pytest.raises(TuneError) as raised:
+        distributed.join(device)
+    assert str(raised.value).startswith("device: ")
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_a_driver_that_is_older_than_cuda_needs(device, gpu):
+    gpu("535.104.05")
+    message = error(device)
+    assert all(fact in message for fact in (H100, "535.104.05", "CUDA 13.0", "580.65", "CUDA 12", "device=cpu"))
+
+
+@pytest.mark.parametrize(
+    ("driver", "fix"), [("580.82.07", "pip install --force-reinstall torch=="), ("535.1", "CUDA 12")]
+)
+def test_a_torch_without_cuda(driver, fix, gpu, monkeypatch):
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(devices.platform, "machine", lambda: "x86_64")
+    gpu(driver, cuda=None)
+    message = error()
+    assert "without CUDA" in message and fix in message and "+cpu" not in message.partition("pip")[2]
+
+
+@pytest.mark.parametrize("value", ["", "-1"])
+def test_gpus_that_are_hidden(value, gpu, monkeypatch):
+    gpu("580.82.07")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert "unset CUDA_VISIBLE_DEVICES" in error() and repr(value) in error()
+
+
+def test_a_gpu_that_torch_cannot_use_for_another_reason(gpu, monkeypatch):
+    def fails():
+        raise RuntimeError("system not yet initialized\nmore")
+
+    gpu("580.82.07")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    monkeypatch.setattr(torch.cuda, "init", fails)
+    message = error()
+    assert "system not yet initialized." in message and "'7'" in message and "--gpus all" in message
+
+
+def test_a_container_that_was_not_given_the_gpu(gpu):
+    """It has neither `nvidia-smi` nor devices, but sees the kernel's module."""
+    folder = gpu(None) / "proc"
+    (folder / "gpus" / "0000:01:00.0").mkdir(parents=True)
+    (folder / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.57.02  Tue Jul 13 16:14:05\n")
+    assert "470.57.02" in error()
+
+
+@pytest.mark.parametrize("driver", [None, "580.82.07"])
+def test_a_machine_without_a_gpu_is_a_cpu(driver, gpu):
+    """Also one with the tools of a driver that finds none."""
+    gpu(driver, code=9)
+    assert distributed.device_type("auto") == "cpu"
+
+
+def test_the_cpu_can_be_chosen(gpu):
+    gpu("535.104.05")
+    assert distributed.join("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("built", "capability", "runs"),
+    [
+        (["sm_75", "sm_80", "sm_90", "sm_100", "compute_120"], (7, 0), False),
+        (["sm_75", "sm_80", "sm_90"], (8, 9), True),
+        (["sm_75", "sm_86"], (8, 0), False),
+        (["sm_80", "sm_90a"], (12, 0), False),
+        (["sm_80", "compute_90"], (12, 0), True),
+        ([], (7, 0), True),
+    ],
+)
+def test_a_gpu_without_kernels(built, capability, runs, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100-SXM2-16GB")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built)
+    if runs:
+        return devices.require_kernels(torch.device("cuda", 0))
+    with pytest.raises(TuneError, match=rf"device: Tesla V100.* {capability[0]}\.{capability[1]}, and .*pytorch\.org"):
+        devices.require_kernels(torch.device("cuda", 0))
+
+
+def test_deterministic_kernels():
+    """In a process of its own: they stay. What the user has set stays, too."""
+    code = (
+        "import os, torch; from tune import distributed; distributed.use_deterministic_kernels();"
+        "print(torch.are_deterministic_algorithms_enabled(), os.environ['CUBLAS_WORKSPACE_CONFIG'], "
+        "torch.utils.deterministic.fill_uninitialized_memory);"
+        "import torch._inductor.config as config; print(config.deterministic)"
+    )
+    environ = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, check=True).stdout
+    assert out.split() == ["True", ":16:8", "False", "True"]

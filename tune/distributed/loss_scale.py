@@ -1,0 +1,74 @@
+"""Training in fp16, whose smallest number is 6e-8 and largest 65,504: gradients are scaled while they are in it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_map_only
+
+
+class LossScale:
+    """Gradients are `value` times as large between the output of a model and its parameters, whose `grad` has them as
+    they are, in fp32. The loss that a loop computes and reports is not scaled, nor is what it does with gradients.
+
+    The dynamics are those of `torch.amp.GradScaler`: half the value after a step whose gradients are not finite, which
+    must be left out, and twice the value after `GROWS_AFTER` steps in a row. `skipped` counts the steps left out.
+    """
+
+    GROWS_AFTER = 2000
+
+    def __init__(self, model: nn.Module):
+        """Scale the gradients of `model`, which `parallelize` has sharded or which is on one device."""
+        self.value, self.steps, self.skipped = 2.0**16, 0, 0
+        self.sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for parameter in model.parameters():
+            if parameter.requires_grad and not self.sharded:
+                parameter.register_hook(lambda grad: grad / self.value)
+        model.register_forward_hook(lambda module, inputs, output: tree_map_only(Tensor, self, output))
+        if (routing := getattr(model, "routing", None)) is not None:  # its loss begins inside of the model
+            routing.loss_scale = self
+        self._tell_fsdp()
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """The tensor as it is; its gradient is scaled in backward."""
+        return _Scaled.apply(tensor, self.value) if tensor.requires_grad else tensor
+
+    def update(self, is_finite: bool) -> None:
+        """Adapt the value after a step, whose gradients are finite on all processes, or on one are not."""
+        self.steps = self.steps + 1 if is_finite else 0
+        self.skipped += not is_finite
+        if not is_finite:
+            self.value /= 2
+        elif self.steps == self.GROWS_AFTER:
+            self.value, self.steps = self.value * 2, 0
+        self._tell_fsdp()
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value, "steps": self.steps, "skipped": self.skipped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value, self.steps, self.skipped = state["value"], state["steps"], state["skipped"]
+        self._tell_fsdp()
+
+    def _tell_fsdp(self) -> None:
+        """It divides gradients in fp32, when it has reduced them."""
+        for module in self.sharded:
+            module.set_gradient_divide_factor(self.value)
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.scale, None
+
+
+def loss_scales(model: nn.Module) -> list[LossScale]:
+    """Those of a model and of models in it."""
+    found = (getattr(module, "loss_scale", None) for module in model.modules())
+    return [each for each in found if isinstance(each, LossScale)]

@@ -1,0 +1,44 @@
+"""Kernels written in Triton: where they run, and how they are launched.
+
+Each replaces a chain of plain operations, which run on other devices, without Triton, and under `torch.compile`, which
+fuses by itself. The packages that have such kernels keep their programs in a module `triton_programs`, which is
+imported at the first launch.
+"""
+
+import functools
+import importlib
+import importlib.util
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tune.devices import triton_lacks
+
+
+def fits(tensor: Tensor) -> bool:
+    """Whether kernels run on `tensor`. Planning answers for a GPU that is not here."""
+    if not tensor.is_cuda or tensor.dtype == torch.float64:
+        return False
+    return not (torch.compiler.is_compiling() or hasattr(tensor, "fake_mode")) and _has_triton()
+
+
+def launch(programs: str, name: str, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Run a program of the module `programs` on the device of the first argument. Planning counts its bytes instead."""
+    program = getattr(importlib.import_module(programs), name)
+    with torch.cuda.device(arguments[0].device):
+        program[grid](*arguments, **options)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    if importlib.util.find_spec("triton") is None:
+        return False
+    if lacks := triton_lacks():
+        warnings.warn(
+            f"plain operations run in place of fused kernels, and take longer: Triton needs {lacks}. "
+            "Install gcc and python3-dev (or the python3-devel of your distribution)",
+            stacklevel=2,
+        )
+    return not lacks
