@@ -32,6 +32,7 @@ def forward(
     window_size_left=None, window_size_right=None, **others,
 ):  # fmt: skip
     assert query.shape[-1] == key.shape[-1] == value.shape[-1] and query.ndim == 3
+    assert query.shape[-1] * query.itemsize % 16 == 0
     assert is_causal == (window_size_left == -1) and window_size_right == 0 and not dropout
     assert query_bounds.diff().max() <= most_queries > 1 and key_bounds.diff().max() <= most_keys > 1
     exact, dtype = torch.promote_types(query.dtype, torch.float32), query.dtype
@@ -60,6 +61,19 @@ def backward(
     return of_query.to(dtype), of_key.to(dtype), of_value.to(dtype)
 
 
+def efficient_forward(
+    query, key, value, bias, query_bounds, key_bounds, most_queries, most_keys, dropout, causality, keeps_log_sum, *,
+    scale=None, **others,
+):  # fmt: skip
+    """The memory-efficient kernel, without gradients."""
+    assert all(heads.shape[-1] * heads.itemsize % 16 == 0 and len(heads) == 1 for heads in (query, key, value))
+    assert query.shape[2] == key.shape[2] == value.shape[2] and (bias, dropout, causality) == (None, 0, 2)
+    scores, *_ = scores_of(query[0], key[0], query_bounds, key_bounds, scale, -1)
+    state = torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64)
+    output = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value[0])
+    return output[None], scores.logsumexp(-1)[None], *state, most_queries, most_keys
+
+
 @contextmanager
 def flash_path():
     """Attention without soft caps is flash attention, on any device: on `meta` too, where torch knows the shapes."""
@@ -73,8 +87,9 @@ def flash_path():
 
 @contextmanager
 def flash_on_cpu():
-    """Attention without soft caps goes by `forward` and `backward`."""
+    """Attention without soft caps goes by `forward` and `backward`, and the memory-efficient kernel is there too."""
     library = torch.library.Library("aten", "IMPL")
+    library.impl("_efficient_attention_forward", efficient_forward, "CPU")
     library.impl("_flash_attention_forward", forward, "CPU")
     library.impl("_flash_attention_backward", backward, "CPU")
     try:

@@ -52,7 +52,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
         (H100, BF16, (192, 128), {}, "flash"),  # latent attention
         (H100, BF16, (128, 192), {}, "efficient"),
         (H100, BF16, (512, 512), {}, "efficient"),
-        (H100, BF16, (60, 60), {}, "efficient"),
+        (H100, BF16, (60, 60), {}, "flash"),
         (H100, FP32, (128, 128), {}, "efficient"),
         (H100, torch.float64, (128, 128), {}, "math"),
         (H100, BF16, (256, 256), {"softcap": True}, "flex"),
@@ -87,6 +87,18 @@ def test_flash(kind, kv_heads, value_dim):
     with flash_on_cpu():
         found = outcome(attend)
     assert_close(found, expected, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("path", ["flash", "efficient"])
+@pytest.mark.parametrize("sizes", [(10, 10), (14, 7)])
+def test_heads_of_any_size(path, sizes, monkeypatch):
+    """Kernels refuse those that are no multiple of 16 bytes."""
+    heads, documents = make(head_dim=sizes[0], value_dim=sizes[1])
+    monkeypatch.setattr(attention, "capability", lambda _: H100)
+    with flash_on_cpu(), monkeypatch.context() as patch:
+        patch.setattr(attention, "choose", lambda *_, **__: attention.Choice(path))
+        found = attend(*heads, documents)
+    assert_close(found, attend_masked(*heads, documents), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["plain", "window", "sinks"])
@@ -237,8 +249,9 @@ def test_nothing_leaks_between_documents():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="flash attention needs a CUDA device")
 @pytest.mark.parametrize("kind", ["plain", "window", "scale"])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_flash_kernel(kind, kv_heads):
-    heads, documents = make("cuda", torch.bfloat16, head_dim=64, kv_heads=kv_heads)
+@pytest.mark.parametrize("head_dim", [60, 64])
+def test_flash_kernel(kind, kv_heads, head_dim):
+    heads, documents = make("cuda", torch.bfloat16, head_dim=head_dim, kv_heads=kv_heads)
     exact = [head.detach().float().requires_grad_() for head in heads]
     for ours, oracle in zip(
         with_gradients(attend, heads, documents, SCORINGS[kind]),

@@ -1,14 +1,19 @@
 """The parts of a mixture of experts, against transformers and plain loops."""
 
+from collections import Counter
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from tune import fused
 from tune.checkpointers import load_model
 from tune.collators import Batch
 from tune.errors import TuneError
 from tune.losses import LinearCrossEntropy
-from tune.models import build
+from tune.models import build, kernels, moe
 from tune.models.moe import Dispatch, combine, dispatch, grouped_product, product_by_group
 from tune.models.routing import Router, RouterConfig
 
@@ -63,6 +68,95 @@ def test_grouped_product_is_a_product_for_each_group(product, counts, shape, tra
     gradient = torch.randn_like(expected)
     gradients, references = (torch.autograd.grad(each, (rows, weight), gradient) for each in (output, expected))
     assert_close(gradients, references)
+
+
+def launch_plainly(programs, name, grid, rows, other, output, ends, *sizes, **blocks):
+    """In place of a launch: what the program writes, by plain operations."""
+    lengths = ends.diff(prepend=ends.new_zeros(1))
+    if name == "grouped_product":
+        groups, *strides, inputs, outputs, power = sizes
+        assert (groups, *strides) == (len(ends), *other.stride()) and power // 2 < groups <= power
+        needed, lines = -(-lengths // blocks["ROWS"]), 1
+        output.copy_(product_by_loop(rows, other, ends))
+    else:
+        (inputs, outputs), needed, lines = sizes, torch.ones_like(lengths), blocks["LINES"]
+        pairs = zip(rows.split(lengths.tolist()), other.split(lengths.tolist()), strict=True)
+        output.copy_(torch.stack([left.T @ right for left, right in pairs]))
+    blocks_of_group = -(-outputs // blocks["COLUMNS"]) * (1 if lines == 1 else -(-inputs // lines))
+    assert grid[0] >= needed.sum() * blocks_of_group and rows.is_contiguous() and output.is_contiguous()
+
+
+@pytest.mark.parametrize("counts", [[10, 0, 25, 15], [0, 0, 0, 50], [300, 1, 200], [1, 1], [0, 0]])
+@pytest.mark.parametrize("shape", [(20, 24), (16, 300), (300, 16)])
+@pytest.mark.parametrize("trained", [True, False])
+def test_the_way_to_the_kernel_and_back(counts, shape, trained, monkeypatch):
+    monkeypatch.setattr(kernels, "has_products", lambda rows: True)
+    monkeypatch.setattr(fused, "launch", launch_plainly)
+    rows = torch.randn(sum(counts), shape[0], requires_grad=True)
+    weight, ends = torch.randn(len(counts), *shape, requires_grad=trained), torch.tensor(counts).cumsum(0).int()
+    output, expected = product_by_group(rows, weight, ends), product_by_loop(rows, weight, ends)
+    inputs, gradient = [rows, weight] if trained else [rows], torch.randn(shape[1]).expand_as(expected)
+    assert_close(output, expected)
+    gradients, references = (torch.autograd.grad(each, inputs, gradient) for each in (output, expected))
+    assert_close(gradients, references)
+
+
+def test_frozen_experts_cost_no_gradient():
+    rows, ends = torch.randn(50, 17, requires_grad=True), torch.tensor([20, 50]).int()
+    output = product_by_group(rows, torch.randn(2, 17, 8), ends)
+    with Operations() as operations:
+        output.sum().backward()
+    assert operations.names["tune::product_by_group"] == 1 and not operations.names["tune::product_by_group_weight"]
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = Counter()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.names[operation._schema.name] += 1
+        return operation(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "width", "is_torchs"),
+    [
+        ((9, 0), torch.bfloat16, 24, True),
+        ((10, 0), torch.bfloat16, 24, True),
+        ((9, 0), torch.bfloat16, 20, False),
+        ((9, 0), torch.float32, 24, False),
+        ((8, 0), torch.bfloat16, 24, False),
+        ((8, 9), torch.bfloat16, 24, False),
+        ((12, 0), torch.bfloat16, 24, False),
+    ],
+)
+def test_torchs_product_where_it_is_one_kernel(capability, dtype, width, is_torchs, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with FakeTensorMode():
+        assert moe._fits(torch.empty(50, 16, dtype=dtype, device="cuda"), torch.empty(4, 16, width)) == is_torchs
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="Triton's kernels need a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("counts", [[10, 0, 25, 15], [0, 0, 0, 50], [700, 1, 200], [3] * 200])
+@pytest.mark.parametrize("shape", [(20, 24), (17, 33), (16, 300), (300, 16), (256, 512)])
+@pytest.mark.parametrize("transposed", [True, False])
+def test_kernel_of_grouped_products(dtype, counts, shape, transposed):
+    generator = torch.Generator("cuda").manual_seed(0)
+    rows = torch.randn(sum(counts), shape[0], generator=generator, device="cuda", dtype=dtype).requires_grad_()
+    weight = torch.randn(len(counts), *shape, generator=generator, device="cuda", dtype=dtype)
+    weight = (weight.mT.contiguous().mT if transposed else weight).requires_grad_()
+    ends = torch.tensor(counts, device="cuda").cumsum(0).int()
+    exact = [tensor.detach().double().requires_grad_() for tensor in (rows, weight)]
+    output, expected = product_by_group(rows, weight, ends), product_by_loop(*exact, ends)
+    gradient = torch.randn(expected.shape, generator=generator, device="cuda", dtype=dtype)
+    found = output, *torch.autograd.grad(output, (rows, weight), gradient)
+    references = expected, *torch.autograd.grad(expected, exact, gradient.double())
+    for ours, reference in zip(found, references, strict=True):
+        limit = {torch.float32: 1e-5, torch.bfloat16: 3e-3, torch.float16: 1e-3}[dtype]
+        assert (ours.double() - reference).norm() <= limit * reference.norm()
 
 
 def test_a_process_may_have_no_rows():

@@ -2,6 +2,7 @@
 one tensor on disk, the file has one matrix for all of them too."""
 
 import json
+import re
 from pathlib import Path
 
 import lora_finetune
@@ -15,6 +16,7 @@ from torch.testing import assert_close
 from tune import config, distributed
 from tune.checkpointers import load_model
 from tune.errors import TuneError
+from tune.models import build
 from tune.peft import LoRA, add_adapters, export_adapter, load_adapter, merge, read_adapter
 from tune.tokenizers import Tokenizer
 
@@ -66,6 +68,27 @@ def test_peft_and_merge(family, tmp_path):
     base = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     theirs = peft.PeftModel.from_pretrained(base, adapter).eval()
     assert_close(theirs(TOKENS).logits, logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3", "granitemoe"])
+def test_the_table_says_what_all_linear_leaves_out_and_how_to_adapt_it(family, tmp_path):
+    folder = checkpoint_of(family, tmp_path / "base")
+
+    def add(**settings):
+        with torch.device("meta"):
+            return add_adapters(build(str(folder)), LoRA(rank=2, **settings))
+
+    by_default = add()
+    linears = {name for name in by_default.left_out if ".experts." in name}
+    table = by_default.table()
+    assert linears and "mlp.experts.down  " in table
+    if family == "granitemoe":
+        assert re.search(r"Experts cannot be adapted: \S+input_linear has another name", table)
+        return
+    named = add(target_modules=re.search(r"'adapter\.target_modules=(.*)'", table)[1])
+    assert named.layers.keys() == by_default.layers.keys() | linears
+    assert "left out" not in named.table()
+    assert "Experts cannot be adapted" in add(dora=True).table()
 
 
 @pytest.mark.parametrize(

@@ -72,8 +72,8 @@ def choose(
         because = "FlashAttention of ROCm has no log-sums for sinks"
     elif dtype == torch.float32:
         because = "FlashAttention computes in bf16 and fp16 only"
-    elif query_size % 8 or not value_size <= query_size <= 256:
-        because = f"FlashAttention has heads of a multiple of 8, up to 256, and those of this model have {query_size}"
+    elif not value_size <= query_size <= 256:
+        because = f"FlashAttention has heads of up to 256, and values as large, and this model has {sizes}"
     if not because:
         return Choice("flash")
     if is_plain:

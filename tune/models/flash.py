@@ -36,12 +36,12 @@ def flash(
 ) -> Tensor:  # fmt: skip
     """`query` `[tokens, heads, size]`, `key`, `value` `[keys, kv_heads, size]` -> `[tokens, heads, value size]`.
 
-    Heads that share keys are not repeated. The kernel wants heads of one size: those of values, which may be smaller,
-    are filled up with zeros.
+    Heads that share keys are not repeated. The kernel wants heads of one size, a multiple of 8: smaller ones are filled
+    up with zeros.
     """
-    width, size = value.shape[-1], query.shape[-1]
-    if width < size:
-        value = F.pad(value, (0, size - width))
+    width, size = value.shape[-1], _aligned(query.shape[-1], query.dtype)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    query, key, value = (_filled(heads, size) for heads in (query, key, value))
     if sinks is None:
         output = _forward(query, key, value, spans, scale, window)[0]
     else:
@@ -97,9 +97,11 @@ class FlashWithSinks(torch.autograd.Function):
 def efficient(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float | None = None) -> Tensor:
     """Like `flash`, for all types, sizes and GPUs, but about half as fast, and without windows: PyTorch leaves the
     window out of its gradients."""
-    groups = query.shape[1] // key.shape[1]
+    groups, width = query.shape[1] // key.shape[1], value.shape[-1]
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
     if groups > 1:  # which this kernel does not know
         key, value = (heads.repeat_interleave(groups, dim=1) for heads in (key, value))
+    query, key, value = (_filled(heads, _aligned(heads.shape[-1], heads.dtype)) for heads in (query, key, value))
     from_last = 2  # causal, where the last query of a document attends to its last key
     spans = spans._replace(
         most_queries=min(spans.most_queries, len(query)), most_keys=min(spans.most_keys, len(key))
@@ -107,7 +109,17 @@ def efficient(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: fl
     output, *_ = torch.ops.aten._efficient_attention_forward(
         query[None], key[None], value[None], None, *spans.arguments, 0.0, from_last, True, scale=scale
     )
-    return output[0]
+    return output[0, ..., :width]
+
+
+def _aligned(size: int, dtype: torch.dtype) -> int:
+    """The size rounded up to 16 bytes, which is what kernels read at once: they refuse heads of other sizes."""
+    return size + -size % (16 // dtype.itemsize)
+
+
+def _filled(heads: Tensor, size: int) -> Tensor:
+    """`heads` filled up with zeros to `size`, which changes no score and adds zeros to the output."""
+    return heads if heads.shape[-1] == size else F.pad(heads, (0, size - heads.shape[-1]))
 
 
 def _forward(

@@ -1,7 +1,7 @@
-"""Fused kernels for GPUs, in Triton: elementwise chains of a block in one pass each, forward and backward.
+"""Kernels for GPUs, in Triton: elementwise chains of a block in one pass each, and products of groups of rows.
 
-They round where the plain operations round, so that a GPU computes the same with and without them. A compiler fuses
-these chains by itself: where `tune.fused` does not fit, the plain operations run.
+The chains round where the plain operations round, so that a GPU computes the same with and without them. A compiler
+fuses them by itself: where `tune.fused` does not fit, the plain operations run.
 """
 
 from typing import Any
@@ -78,3 +78,56 @@ class _SiluProduct(torch.autograd.Function):
         grid, tensors = (-(-gate.numel() // BLOCK),), (gradient, gate, up, of_gate, of_up)
         fused.launch(PROGRAMS, "silu_product_gradient", grid, *tensors, gate.numel(), BLOCK, **ROUNDED)
         return of_gate, of_up
+
+
+def has_products(rows: Tensor) -> bool:
+    """Whether `grouped_product` runs on the device of `rows`, in their type."""
+    return fused.fits(rows) and (bool(torch.version.hip) or torch.cuda.get_device_capability(rows.device) >= (8, 0))
+
+
+def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """`tune.models.moe.grouped_product` of any sizes, for all groups at once and without a wait for the device."""
+    (count, inputs), (groups, _, outputs) = rows.shape, weight.shape
+    output = rows.new_empty(count, outputs)
+    if not count:
+        return output
+    blocks = _blocks(rows, count // groups, outputs, inputs)
+    # Each group has at most one block that it does not fill.
+    grid = min(count, count // blocks["ROWS"] + groups) * -(-outputs // blocks["COLUMNS"])
+    tensors = rows.contiguous(), weight, output, ends
+    sizes = groups, *weight.stride(), inputs, outputs, power_of_two(groups)
+    fused.launch(PROGRAMS, "grouped_product", (grid,), *tensors, *sizes, **blocks)
+    return output
+
+
+def grouped_product_weight(rows: Tensor, gradient: Tensor, ends: Tensor) -> Tensor:
+    """The gradient of `weight` in `grouped_product`, `[groups, in, out]`, from that of the output."""
+    (count, inputs), outputs, groups = rows.shape, gradient.shape[1], len(ends)
+    output = rows.new_empty(groups, inputs, outputs)
+    blocks = _blocks(rows, inputs, outputs, count // groups)
+    blocks["LINES"] = blocks.pop("ROWS")
+    grid = groups * -(-inputs // blocks["LINES"]) * -(-outputs // blocks["COLUMNS"])
+    tensors = rows.contiguous(), gradient.contiguous(), output, ends
+    fused.launch(PROGRAMS, "grouped_product_weight", (grid,), *tensors, inputs, outputs, **blocks)
+    return output
+
+
+def _blocks(rows: Tensor, lines: int, columns: int, depth: int) -> dict[str, Any]:
+    """What a program computes of a product `[lines, depth]` x `[depth, columns]`, and how."""
+    is_wide = rows.itemsize == 4  # without tensor cores, unless TF32 is allowed
+    most = 64 if is_wide else 128
+    lines, columns = (min(most, max(16, power_of_two(size))) for size in (lines, columns))
+    precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return {
+        "ROWS": lines,
+        "COLUMNS": columns,
+        "DEPTH": min(32 if is_wide else 64, max(16, power_of_two(depth))),
+        "PRECISION": precision,
+        "num_warps": 8 if lines * columns > 64 * 64 else 4,
+        "num_stages": 3,  # with blocks as large as these, what GPUs of 8.6 and later have of shared memory
+    }
+
+
+def power_of_two(number: int) -> int:
+    """The least that is not smaller."""
+    return 1 << max(0, number - 1).bit_length()

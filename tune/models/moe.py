@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tune.distributed import Peers
+from tune.models import kernels
 from tune.models.context import Context
 from tune.models.layers import ACTIVATIONS, MLP, MLPConfig
 from tune.models.routing import Router, RouterConfig, RoutingStats
@@ -185,6 +186,8 @@ class Experts(nn.Module):
             gate, up = self.gate_up(rows, plan).chunk(2, dim=-1)
         else:
             gate, up = self.gate_up(rows, plan).unflatten(-1, (-1, 2)).unbind(-1)
+        if self.config.clamp is None and self.config.activation == "silu":
+            return self.down(kernels.silu_product(gate, up), plan)
         if self.config.clamp is None:
             return self.down(ACTIVATIONS[self.config.activation](gate) * up, plan)
         alpha, limit = self.config.clamp
@@ -220,22 +223,33 @@ def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def _fits(rows: Tensor, weight: Tensor) -> bool:
-    aligned = all(size * rows.element_size() % 16 == 0 for size in weight.shape[1:])
+    """Whether torch has a kernel for it. On other GPUs its product is one for each group, with a wait for each."""
     is_traced = torch.compiler.is_compiling() or hasattr(rows, "fake_mode")  # where torch knows bf16 alone
-    if not aligned or not len(rows) or (is_traced and rows.dtype != torch.bfloat16):
+    needs_bf16 = is_traced or rows.is_cuda
+    aligned = all(size * rows.element_size() % 16 == 0 for size in weight.shape[1:])
+    if not aligned or not len(rows) or (needs_bf16 and rows.dtype != torch.bfloat16):
         return False
-    return torch.cuda.get_device_capability(rows.device) >= (8, 0) if rows.is_cuda else rows.device.type == "cpu"
+    if rows.is_cuda and not torch.version.hip:
+        return torch.cuda.get_device_capability(rows.device) in KERNELS
+    return rows.device.type in ("cpu", "cuda")
+
+
+KERNELS = ((9, 0), (10, 0))  # compute capabilities for which torch has grouped products
 
 
 # A custom operator, as the sizes of groups depend on the data: torch.compile must not trace it.
 @torch.library.custom_op("tune::product_by_group", mutates_args=())
 def product_by_group(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    if kernels.has_products(rows):
+        return kernels.grouped_product(rows, weight, ends)
     parts = rows.tensor_split(ends[:-1].tolist())
     return torch.cat([part @ matrix for part, matrix in zip(parts, weight, strict=True)])
 
 
 @torch.library.custom_op("tune::product_by_group_weight", mutates_args=())
 def _weight_gradient(rows: Tensor, gradient: Tensor, ends: Tensor) -> Tensor:
+    if kernels.has_products(rows):
+        return kernels.grouped_product_weight(rows, gradient, ends)
     starts = ends[:-1].tolist()
     pairs = zip(rows.tensor_split(starts), gradient.tensor_split(starts), strict=True)
     return torch.stack([part.T @ its_gradient for part, its_gradient in pairs])
@@ -255,9 +269,14 @@ def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> No
     ctx.save_for_backward(*inputs)
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     rows, weight, ends = ctx.saved_tensors
-    return product_by_group(gradient, weight.mT, ends), _weight_gradient(rows, gradient, ends), None
+    of_rows, of_weight, _ = ctx.needs_input_grad
+    return (
+        product_by_group(gradient, weight.mT, ends) if of_rows else None,
+        _weight_gradient(rows, gradient, ends) if of_weight else None,
+        None,
+    )
 
 
 product_by_group.register_autograd(_backward, setup_context=_save)

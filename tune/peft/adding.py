@@ -3,7 +3,7 @@
 import re
 import sys
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -24,23 +24,28 @@ HEADS = ("lm_head", "head", "output")
 
 @dataclass(frozen=True)
 class Adapted:
-    """The result of `add_adapters`: by name, adapted modules and those trained in full; numbers of parameters."""
+    """The result of `add_adapters`: by name, adapted modules and those trained in full; numbers of parameters.
+
+    In a model with experts, `left_out` has the linear layers that `all-linear` does not adapt, and `hint` how to.
+    """
 
     layers: dict[str, Adapter]
     whole: dict[str, nn.Module]
     trainable: int
     total: int
+    left_out: dict[str, nn.Module] = field(default_factory=dict)
+    hint: str = ""
 
     def table(self) -> str:
         """A line for each kind of layer."""
         kinds: dict[str, list[nn.Module]] = {}
-        for name, layer in {**self.layers, **self.whole}.items():
+        for name, layer in {**self.layers, **self.whole, **self.left_out}.items():
             kinds.setdefault(re.sub(r"\d+", "*", name), []).append(layer)
         share, width = f"{self.trainable / self.total:.2%}", max(map(len, kinds)) + 2
         lines = [f"adapters: {self.trainable:,} of {self.total:,} parameters are trained ({share})"]
         for kind, layers in kinds.items():
             lines.append(f"  {kind:<{width}}x {len(layers):<4} {', '.join(sorted({_how(layer) for layer in layers}))}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *([f"  {self.hint}"] if self.hint else [])])
 
 
 def add_adapters(model: nn.Module, lora: LoRA) -> Adapted:
@@ -100,7 +105,34 @@ def add_adapters(model: nn.Module, lora: LoRA) -> Adapted:
     elif lora.path:
         load_adapter(model, lora.path)  # its names and shapes alone
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return Adapted(adapted_modules(model), whole, trainable, count_parameters(model))
+    adapted = adapted_modules(model)
+    left_out = _left_out(model, lora, {**adapted, **whole})
+    hint = _hint(names, lora, targets, left_out)
+    return Adapted(adapted, whole, trainable, count_parameters(model), left_out, hint)
+
+
+def _left_out(model: nn.Module, lora: LoRA, chosen: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """The linear layers of a model with experts that `all-linear` does not adapt."""
+    experts = {name: layer for name, layer in model.named_modules() if isinstance(layer, ExpertLinear)}
+    if lora.target_modules != "all-linear" or not experts:
+        return {}
+    return {name: layer for name, layer in {**block_linears(model), **experts}.items() if name not in chosen}
+
+
+def _hint(names: Names, lora: LoRA, targets: Mapping[str, nn.Module], left_out: Mapping[str, nn.Module]) -> str:
+    """How to adapt the experts that are `left_out`, or why they cannot be."""
+    experts = {name: layer for name, layer in left_out.items() if isinstance(layer, ExpertLinear)}
+    for name, layer in experts.items():
+        if reason := _unsupported(name, layer, {**targets, **experts}, names, lora):
+            return f"Experts cannot be adapted: {names.module(name)} {reason.partition('; ')[0]}"
+    if not experts:
+        return ""
+    is_numbered = any(re.search(r"experts\.\d", known) for name in experts for known in names.members(name))
+    ends = [
+        *dict.fromkeys(_last(names.module(name)) for name in targets),
+        r"experts\.\d+\.\w+" if is_numbered else r"experts\.\w+",
+    ]
+    return f"To adapt experts too: 'adapter.target_modules=.*({'|'.join(ends)})'"
 
 
 def _largest_rank(layer: nn.Module) -> int:
@@ -112,7 +144,7 @@ def _how(layer: Any) -> str:
     if isinstance(layer, TokenRows):
         return f"{len(layer.tokens)} tokens"
     if not isinstance(layer, LowRank):
-        return "trained in full"
+        return "trained in full" if any(each.requires_grad for each in layer.parameters()) else "none: left out"
     if isinstance(layer, LoRAExperts):
         return f"rank {layer.rank} for each of {layer.num_experts} experts"
     return f"rank {layer.rank}" + (" (the layer's width)" if layer.rank == _largest_rank(layer) else "")
