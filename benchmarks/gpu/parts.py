@@ -187,6 +187,7 @@ SPEED = {
         f"{FULL_1B}, compile", "full_finetune", "llama-1b", "compile=true", **EIGHT, memory=42
     ),
     "lora-1b": training(LORA_1B, "lora_finetune", "llama-1b", memory=16),
+    "lora-1b-compiled": training(f"{LORA_1B}, compile", "lora_finetune", "llama-1b", "compile=true", memory=16),
     "lora-1b-dropout": training(
         f"{LORA_1B}, dropout 0.05", "lora_finetune", "llama-1b", "adapter.dropout=0.05", memory=16
     ),
