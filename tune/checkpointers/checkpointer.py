@@ -525,8 +525,8 @@ class Checkpointer:
         self.wait()
         if self.refused and not self.updates and (scales := loss_scales(self.model)) and scales[0].skipped:
             raise TuneError(
-                "no step changed the weights: in each a gradient was too large for fp16. Nothing is exported. Train more "
-                f"steps: each halves the loss scale, which is {scales[0].value:g} now. Or set dtype=bf16 or fp32"
+                "no step changed the weights: in each a gradient was too large for fp16. Nothing is exported. Train "
+                f"more steps: each halves the loss scale, which is {scales[0].value:g} now. Or set dtype=bf16 or fp32"
             )
         if self.refused and not self.updates:
             raise TuneError(
