@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tune import rehearsal
-from tune.distributed.devices import device_type, present, require_kernels, use_deterministic_kernels
 from tune.distributed.pace import PACE
+from tune.distributed.processor import device_type, present, require_kernels, use_deterministic_kernels
 from tune.distributed.restarts import end_with_parent, launcher_store, of_this_start
 from tune.distributed.srun import join_step
 from tune.errors import TuneError

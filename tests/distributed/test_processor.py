@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tune import distributed
-from tune.distributed import devices
+from tune.distributed import processor
 from tune.errors import TuneError
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -21,7 +21,7 @@ def gpu(tmp_path, monkeypatch):
     """Call it with a driver's version (None: no `nvidia-smi`) for a machine whose GPU torch does not see."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    monkeypatch.setattr(devices, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(processor, "PROC", tmp_path / "proc")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def machine(driver: str | None, cuda: str | None = "13.0", code: int = 0) -> Path:
@@ -55,7 +55,7 @@ def test_a_driver_that_is_older_than_cuda_needs(device, gpu):
 )
 def test_a_torch_without_cuda(driver, fix, gpu, monkeypatch):
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(devices.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(processor.platform, "machine", lambda: "x86_64")
     gpu(driver, cuda=None)
     message = error()
     assert "without CUDA" in message and fix in message and "+cpu" not in message.partition("pip")[2]
@@ -115,9 +115,9 @@ def test_a_gpu_without_kernels(built, capability, runs, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100-SXM2-16GB")
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built)
     if runs:
-        return devices.require_kernels(torch.device("cuda", 0))
+        return processor.require_kernels(torch.device("cuda", 0))
     with pytest.raises(TuneError, match=rf"device: Tesla V100.* {capability[0]}\.{capability[1]}, and .*pytorch\.org"):
-        devices.require_kernels(torch.device("cuda", 0))
+        processor.require_kernels(torch.device("cuda", 0))
 
 
 def test_deterministic_kernels():
@@ -136,7 +136,7 @@ def test_deterministic_kernels():
 @pytest.mark.parametrize("shape", [(3, 1), (2, 7), (1, 1000), (4, 64, 5)])
 def test_sums_by_doubling_are_running_sums(shape):
     values = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    expected, found = values.cumsum(1), devices._sums_by_doubling(values, 1)
+    expected, found = values.cumsum(1), processor._sums_by_doubling(values, 1)
     assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
     weights = torch.randn(shape, dtype=torch.float64)
     assert torch.allclose(*(torch.autograd.grad((each * weights).sum(), values)[0] for each in (found, expected)))
