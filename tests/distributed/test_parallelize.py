@@ -196,7 +196,7 @@ def test_the_magnitude_of_dora_is_used_in_fp32(checkpoint, master_dtype, cpu_off
     model = adapted_model(checkpoint, LoRA(rank=4, dora=True), **options)
     layer, seen = model.blocks[0].attention.query, []
     ratio = layer._ratio
-    layer._ratio = lambda magnitude: seen.append(ratio(magnitude)) or seen[-1]
+    layer._ratio = lambda *given: seen.append(ratio(*given)) or seen[-1]
     with torch.no_grad():
         distributed.local_shard(layer.magnitude)[0].mul_(1 + 2**-12)
     model(TOKENS)

@@ -199,4 +199,5 @@ def test_attention_that_recipes_do_not_take_here(kind):
     scoring = SCORINGS[kind]
     scoring = scoring if scoring.sinks is None else replace(scoring, sinks=scoring.sinks.to(META))
     attend_masked(*heads, documents, scoring).sum().backward()
-    attend_cached(heads[0][:, :1], *heads[1:], torch.ones(3, 1, 32, dtype=torch.bool, device=META), scoring)
+    key, value = (each.transpose(1, 2) for each in heads[1:])
+    attend_cached(heads[0][:, :1], key, value, torch.zeros(3, 1, 32, device=META), scoring)
