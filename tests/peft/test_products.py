@@ -119,7 +119,18 @@ def operations(function):
 
 
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_")
-VIEWS = ("view", "t", "transpose", "as_strided", "reshape", "detach", "split", "empty_strided", "result_type")
+VIEWS = (
+    "view",
+    "t",
+    "transpose",
+    "as_strided",
+    "reshape",
+    "detach",
+    "split",
+    "empty_strided",
+    "_unsafe_view",
+    "result_type",
+)
 
 
 def test_nothing_but_products_passes_over_activations():

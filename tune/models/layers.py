@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,13 +23,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def project(hidden: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
-    """The outputs of linear `layers` for one input. With `share_input` a layer says what all of them read instead of
-    it, and what each gets after it: adapted ones share their products with the input."""
-    extra: list[tuple[Tensor, ...]] = [()] * len(layers)
-    share = next((layer.share_input for layer in layers if hasattr(layer, "share_input")), None)
-    if share is not None:
-        hidden, extra = share(hidden, layers)  # type: ignore[operator]
-    return [layer(hidden, *more) for layer, more in zip(layers, extra, strict=True)]
+    """The outputs of linear `layers` for one input. A kind of layer with `outputs` computes those of all at once."""
+    kinds: list[Any] = [type(layer) for layer in layers]
+    outputs = next((kind.outputs for kind in kinds if hasattr(kind, "outputs")), None)
+    return [layer(hidden) for layer in layers] if outputs is None else outputs(hidden, layers)
 
 
 class PartConfig(Protocol):
@@ -201,9 +198,7 @@ class MLP(nn.Module):
         if self.config.fused:
             gate, up = self.gate_up(hidden).chunk(2, dim=-1)
             return self.down(activation(gate) * up)
-        if self.config.gated and self.config.activation == "silu":
-            return self.down(silu_product(self.gate(hidden), self.up(hidden)))
         if self.config.gated:
             gate, up = project(hidden, [self.gate, self.up])
-            return self.down(activation(gate) * up)
+            return self.down(silu_product(gate, up) if self.config.activation == "silu" else activation(gate) * up)
         return self.down(activation(self.up(hidden)))

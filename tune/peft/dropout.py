@@ -1,7 +1,7 @@
 """Dropout whose mask is a function of (seed, step, sample, position), so that no layout of the training changes it."""
 
 import zlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,14 @@ from tune.peft import kernels
 
 # Multipliers of 32-bit mixing functions with low bias (C. Wellons, hash-prospector); as signed numbers.
 FIRST, SECOND, THIRD = 0x7FEB352D, 0x846CA68B - 2**32, 0x9E3779B1 - 2**32
+
+
+class Mask(NamedTuple):
+    """Dropout with `probability`, by random bits of each row, `keys` `[rows]`, and of each feature, `[in]`."""
+
+    probability: float
+    keys: Tensor
+    features: Tensor
 
 
 def dropout(input: Tensor, probability: float, keys: Tensor, features: Tensor) -> Tensor:

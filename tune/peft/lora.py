@@ -4,20 +4,22 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _has_any_global_hook
 
 from tune import fused
 from tune.distributed import full_tensor, summed
 from tune.errors import TuneError
 from tune.models import Dispatch, ExpertLinear, grouped_product
-from tune.peft import kernels
-from tune.peft.dropout import THIRD, dropout, mix, prepare_dropout
-from tune.peft.products import Mask, add_product, chained_linear, scale_columns
-from tune.quantization import NF4Weight, Rounding
+from tune.peft import kernels, products
+from tune.peft.dropout import THIRD, Mask, dropout, mix, prepare_dropout
+from tune.peft.products import Adapted
+from tune.quantization import NF4Linear, NF4Weight, Rounding
 from tune.types import Fraction, PositiveFloat, PositiveInt, checked
 
 
@@ -205,75 +207,75 @@ class LoRALinear(LowRank, nn.Linear):
             start = {"lora_a": a, "lora_b": b, "start_a": a, "start_b": b}
         return start if self.magnitude is None else start | {"magnitude": self._full_weight().norm(dim=1)}
 
-    def forward(self, input: Tensor, base: Tensor | None = None, low_rank: Tensor | None = None) -> Tensor:
-        """`base` and `low_rank` are the products of W and of A with the rows of `input`, if `share_input` made them."""
+    def forward(self, input: Tensor) -> Tensor:
         if self.is_off:
             return self._base(input)
         if self.rounding is not None:
             assert isinstance(self.weight, Tensor)
             weight = self.rounding(self._merged(self.weight, *self.factors(), self.magnitude))
             return F.linear(input, weight.to(input.dtype), self.bias)
-        if not self._adds_product:
-            return self._dropped_dora(input)
-        if base is None or low_rank is None:
-            _, ((base, low_rank),) = self.share_input(input, [self])
-        a, b = self.factors()
-        b = b.to(input.dtype)
-        output = add_product(base, low_rank, b, self.scaling)
-        if self.magnitude is not None:
-            ratio = self._ratio(self.magnitude, a.to(input.dtype), b)
-            output = scale_columns(output, ratio)
-            if self.bias is not None:  # which is not scaled
-                output = output + ((1 - ratio) * self.bias).to(output.dtype)
-        return output.view(*input.shape[:-1], output.shape[-1])
-
-    @property
-    def _adds_product(self) -> bool:
-        """Whether the low-rank product is added to that of the weight, before DoRA scales both."""
-        return not (self.is_off or self.rounding is not None or (self.magnitude is not None and self._drops))
+        if torch.compiler.is_compiling() or products.is_watched() or not self._is_plain:
+            return self._by_operations(input)
+        return products.outputs_of(self._parts([self], input), input)[0]
 
     @staticmethod
-    def share_input(input: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
-        """For `layers` that all read `input`: what they read instead of it, and what each gets after it. Adapted layers
-        get their products with `input`, of A all in one, and of dropout each with its own mask."""
-        adding = [layer for layer in layers if isinstance(layer, LoRALinear) and layer._adds_product]
-        rows = input.reshape(-1, input.shape[-1])
-        low_rank: list[Tensor] = []
-        if any(layer._drops for layer in adding):
-            for layer in adding:
-                a, keys = layer.factors()[0].to(rows.dtype), layer.dropout_keys
-                if keys is None:
-                    low_rank.append(F.linear(F.dropout(rows, layer.dropout), a))
-                else:  # some models flatten rows before their linear layers
-                    mask = Mask(layer.dropout, keys.flatten(), layer._features(rows))
-                    rows, product = chained_linear(rows, a, mask=mask)
-                    low_rank.append(product)
-        elif adding:
-            all_a = [layer.factors()[0] for layer in adding]
-            a = all_a[0] if len(all_a) == 1 else torch.cat(all_a)
-            rows, product = chained_linear(rows, a.to(rows.dtype))
-            low_rank = list(product.split([len(each) for each in all_a], dim=1))
-        products = []
-        for layer, of_a in zip(adding, low_rank, strict=True):
-            if layer.base is nn.Linear and isinstance(layer.weight, Tensor):
-                rows, base = chained_linear(rows, layer.weight, layer.bias)
-            else:
-                base = layer._base(rows)
-            products.append((base, of_a))
-        found = iter(products)
-        return rows.view(input.shape), [next(found) if layer in adding else () for layer in layers]
+    def outputs(input: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
+        """The outputs of `layers`, which all read `input`; of the adapted ones in one go, if nothing observes them."""
+        if torch.compiler.is_compiling() or products.is_watched() or _has_any_global_hook():
+            return [layer(input) for layer in layers]
+        joined = [each for each in layers if isinstance(each, LoRALinear) and each._is_plain and not each._is_observed]
+        if len({layer._drops and layer.dropout for layer in joined}) != 1:
+            return [layer(input) for layer in layers]
+        found = iter(products.outputs_of(LoRALinear._parts(joined, input), input))
+        return [next(found) if layer in joined else layer(input) for layer in layers]
 
-    def _dropped_dora(self, input: Tensor) -> Tensor:
-        """The magnitude scales what dropout leaves, and the base has all of the input, as in PEFT."""
-        assert self.magnitude is not None
+    @property
+    def _is_plain(self) -> bool:
+        """Whether `products.outputs_of` computes what this layer does."""
+        weight, drops = self.weight, self._drops
+        if (
+            self.is_off
+            or self.rounding is not None
+            or (drops and (self.magnitude is not None or self.dropout_keys is None))
+        ):
+            return False
+        if self.base is NF4Linear:
+            return True
+        return self.base is nn.Linear and not (weight.requires_grad or isinstance(weight, DTensor))
+
+    @property
+    def _is_observed(self) -> bool:
+        """Whether a call of this layer does more than its `forward`."""
+        hooks = self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks
+        return bool(hooks) or "forward" in self.__dict__
+
+    @staticmethod
+    def _parts(layers: Sequence["LoRALinear"], input: Tensor) -> list[Adapted]:
+        found, keys = [], None
+        for layer in layers:
+            mask = None
+            if layer._drops:  # some models flatten rows before their linear layers
+                keys = cast(Tensor, layer.dropout_keys).flatten() if keys is None else keys
+                mask = Mask(layer.dropout, keys, layer._features(input))
+            weight = layer.weight
+            tensors = (weight,) if isinstance(weight, Tensor) else weight.tensors(input.dtype)
+            a, b = layer.factors()
+            found.append(Adapted(tensors, layer.bias, a, b, layer.scaling, mask, layer.magnitude, layer._norm))
+        return found
+
+    def _by_operations(self, input: Tensor) -> Tensor:
+        """For a compiler, or where operations are watched. The magnitude scales what dropout leaves, and the base has
+        all of the input, as in PEFT."""
         dropped = self._dropped(input, lambda keys: keys.view(input.shape[:-1]))
         a, b = (factor.to(input.dtype) for factor in self.factors())
+        base, low_rank = self._base(input), F.linear(dropped, a) * self.scaling
+        if self.magnitude is None:
+            return torch.addmm(base.flatten(0, -2), low_rank.flatten(0, -2), b.T).view(base.shape)
         ratio = self._ratio(self.magnitude, a, b)
-        base, direction = self._base(input), self._base(dropped)
+        direction = base if dropped is input else self._base(dropped)
         if self.bias is not None:
             direction = direction - self.bias
-        added = F.linear(F.linear(dropped, a) * self.scaling, b)
-        return (base + (ratio - 1) * direction + ratio * added).to(base.dtype)
+        return (base + (ratio - 1) * direction + ratio * F.linear(low_rank, b)).to(base.dtype)
 
     def operands(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs and weight whose product is `forward`, for a loss that computes it in chunks. Without bias."""

@@ -1,10 +1,11 @@
-"""The products of adapted linear layers, with as few passes over a layer's inputs and outputs as eager mode allows.
+"""Adapted linear layers in eager mode, with as few operations, and passes over activations, as they need.
 
-What is added is added by a matrix product (`addmm_`), forward and backward. A compiler fuses by itself: it gets the
-plain operations.
+What is added is added by a matrix product (`addmm_`), forward and backward, and the layers that read one input are one
+node of autograd: small models wait for the host. A compiler does all this by itself.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -13,116 +14,126 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from tune import fused
 from tune.peft import kernels
-from tune.peft.dropout import add_masked_product, dropout, masked
+from tune.peft.dropout import Mask, add_masked_product, masked
+from tune.quantization import dequantize
 
 
-class Mask(NamedTuple):
-    """Dropout with `probability`, by random bits of each row, `keys` `[rows]`, and of each feature, `[in]`."""
+class Adapted(NamedTuple):
+    """A layer with the output ratio * (input @ W.T + scaling * dropout(input) @ A.T @ B.T) + bias."""
 
-    probability: float
-    keys: Tensor
-    features: Tensor
-
-
-def chained_linear(
-    rows: Tensor, weight: Tensor, bias: Tensor | None = None, mask: Mask | None = None
-) -> tuple[Tensor, Tensor]:
-    """`rows` `[rows, in]` for the next product with them, and this one: `[rows, out]`, of `rows` with dropout by
-    `mask`. Along a chain of products the gradient of `rows` is summed in place; what reads the last `rows` must not
-    keep their gradient."""
-    if torch.compiler.is_compiling():
-        return rows, F.linear(rows if mask is None else dropout(rows, *mask), weight, bias)
-    return _ChainedLinear.apply(rows, weight, bias, mask)
+    weight: tuple[Any, ...]  # W, or what `_whole` makes it from
+    bias: Tensor | None
+    a: Tensor
+    b: Tensor
+    scaling: float
+    mask: Mask | None  # of dropout
+    magnitude: Tensor | None  # ratio is 1 without it, and else magnitude / norm(A, B)
+    norm: Callable[[Tensor, Tensor], Tensor]
 
 
-def add_product(output: Tensor, low_rank: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """`output` + scaling * low_rank @ b.T, in place where possible: `output` is not used otherwise."""
-    if torch.compiler.is_compiling() or must_stay(output):
-        return torch.addmm(output, low_rank * scaling, b.T)
-    return _AddProduct.apply(output, low_rank, b, scaling)
+def outputs_of(layers: Sequence[Adapted], input: Tensor) -> tuple[Tensor, ...]:
+    """The outputs of `layers` for one `input`, which get dropout all or none. Weights, biases and norms count as
+    constants in backward."""
+    trained = [tensor for layer in layers for tensor in (layer.a, layer.b, layer.magnitude)]
+    return _Outputs.apply(input, layers, *trained)
 
 
-def scale_columns(output: Tensor, factors: Tensor) -> Tensor:
-    """`output` `[rows, out]` times `factors` `[out]`, in the type of `output`, and in place where possible."""
-    if torch.compiler.is_compiling() or must_stay(output):
-        return (output * factors).to(output.dtype)
-    return _ScaleColumns.apply(output, factors)
+def is_watched() -> bool:
+    """Whether a mode sees each operation. Selective checkpointing is one, and keeps results: none may change."""
+    return is_in_torch_dispatch_mode(include_infra_modes=False)
 
 
-class _ChainedLinear(torch.autograd.Function):
+class _Outputs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, mask: Mask | None
-    ) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
-        ctx.probability = mask and mask.probability
-        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weight, *(mask[1:] if mask else ()))
-        return rows, F.linear(rows if mask is None else masked(rows, *mask), weight, bias)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, of_rows: Tensor | None, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight, *bits = ctx.saved_tensors
-        mask = Mask(ctx.probability, *bits) if bits else None
-        needs_rows, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        of_weight = gradient.T @ (rows if mask is None else masked(rows, *mask)) if needs_weight else None
-        of_bias = gradient.sum(dim=0) if needs_bias else None
-        if not needs_rows:
-            of_rows = None
-        elif of_rows is None:
-            of_rows = gradient @ weight
-            of_rows = of_rows if mask is None else masked(of_rows, *mask)
-        elif mask is None:
-            of_rows = of_rows.addmm_(gradient, weight)
+    def forward(ctx: Any, input: Tensor, layers: Sequence[Adapted], *_: Tensor | None) -> tuple[Tensor, ...]:
+        rows, dtype = input.reshape(-1, input.shape[-1]), input.dtype
+        ranks = [len(layer.a) for layer in layers]
+        a = (layers[0].a if len(layers) == 1 else torch.cat([layer.a for layer in layers])).to(dtype)
+        all_a = _parts(a, ranks, dim=0)
+        if layers[0].mask is None:
+            low_rank = F.linear(rows, a)
+            products = _parts(low_rank, ranks, dim=1)
         else:
-            add_masked_product(of_rows, gradient, weight, *mask)
-        return of_rows, of_weight, of_bias, None
-
-
-class _AddProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, low_rank: Tensor, b: Tensor, scaling: float) -> Tensor:
-        ctx.save_for_backward(low_rank, b)
-        ctx.scaling = scaling
-        ctx.mark_dirty(output)
-        return output.addmm_(low_rank, b.T, alpha=scaling)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        low_rank, b = ctx.saved_tensors
-        _, needs_low_rank, needs_b, _ = ctx.needs_input_grad
-        of_low_rank = _product(gradient, b, ctx.scaling) if needs_low_rank else None
-        of_b = _product(gradient.T, low_rank, ctx.scaling) if needs_b else None
-        return gradient, of_low_rank, of_b, None
-
-
-class _ScaleColumns(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, factors: Tensor) -> Tensor:
-        ctx.mark_dirty(output)
-        output.mul_(factors)
-        ctx.save_for_backward(output, factors)  # the result: what follows mostly keeps it too
-        return output
+            low_rank = rows.new_empty(len(rows), len(a))
+            products = _parts(low_rank, ranks, dim=1)
+            for mask, its_a, product in zip([layer.mask for layer in layers], all_a, products, strict=True):
+                torch.mm(masked(rows, *cast(Mask, mask)), its_a.T, out=product)
+        saved, outputs = [input, low_rank, a], []
+        for layer, its_a, product in zip(layers, all_a, products, strict=True):
+            b, magnitude = layer.b.to(dtype), layer.magnitude
+            output = F.linear(input, _whole(layer.weight, dtype), layer.bias if magnitude is None else None)
+            output.view(-1, output.shape[-1]).addmm_(product, b.T, alpha=layer.scaling)
+            saved += [b, *layer.weight, *(layer.mask[1:] if layer.mask else ())]
+            if magnitude is not None:
+                ratio = magnitude.float() / layer.norm(its_a, b)
+                saved += [output.mul_(ratio), ratio, magnitude]  # the output: what follows mostly keeps it too
+                output = output if layer.bias is None else output + layer.bias
+            outputs.append(output)
+        ctx.save_for_backward(*saved)
+        ctx.layers = [
+            (layer.scaling, layer.mask and layer.mask.probability, len(layer.weight), layer.magnitude is not None)
+            for layer in layers
+        ]
+        ctx.ranks = ranks
+        return tuple(outputs)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        scaled, factors = ctx.saved_tensors
-        if fused.fits(gradient):
-            of_output, sums = kernels.scaled_gradient(gradient, scaled, factors)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        input, low_rank, a, *saved = ctx.saved_tensors
+        rows, of_low_rank, total = input.reshape(-1, input.shape[-1]), torch.empty_like(low_rank), None
+        parts = [_parts(low_rank, ctx.ranks, dim=1), _parts(of_low_rank, ctx.ranks, dim=1)]
+        of_trained, all_of_a, masks, taken = [], [], [], iter(saved)
+        for (scaling, probability, length, is_scaled), gradient, product, of_product in zip(
+            ctx.layers, gradients, *parts, strict=True
+        ):
+            gradient, of_magnitude = gradient.reshape(-1, gradient.shape[-1]), None
+            b, weight = next(taken), [next(taken) for _ in range(length)]
+            if probability:
+                masks.append(Mask(probability, next(taken), next(taken)))
+            if is_scaled:
+                gradient, of_magnitude = _scaled(gradient, *(next(taken) for _ in range(3)))
+            of_product.addmm_(gradient, b, beta=0, alpha=scaling)
+            of_b = torch.empty_like(b).addmm_(gradient.T, product, beta=0, alpha=scaling)
+            of_trained.append([of_b, of_magnitude])
+            if ctx.needs_input_grad[0]:
+                whole = _whole(weight, gradient.dtype)
+                total = gradient @ whole if total is None else total.addmm_(gradient, whole)
+        if masks:
+            for mask, its_a, of_product in zip(masks, _parts(a, ctx.ranks, dim=0), parts[1], strict=True):
+                all_of_a.append(of_product.T @ masked(rows, *mask))
+                if total is not None:
+                    add_masked_product(total, of_product, its_a, *mask)
         else:
-            of_output = torch.mul(gradient, factors, out=torch.empty_like(gradient))
-            sums = torch.linalg.vecdot(gradient.float(), scaled.float(), dim=0)
-        return of_output, sums / factors
+            all_of_a += _parts(of_low_rank.T @ rows, ctx.ranks, dim=0)
+            if total is not None:
+                total.addmm_(of_low_rank, a)
+        of_input = None if total is None else total.view(input.shape)
+        return (
+            of_input,
+            None,
+            *(each for pair in zip(all_of_a, of_trained, strict=True) for each in (pair[0], *pair[1])),
+        )
 
 
-def _product(left: Tensor, right: Tensor, scaling: float) -> Tensor:
-    """scaling * left @ right, in one kernel."""
-    return torch.addmm(left.new_empty(()), left, right, beta=0, alpha=scaling)
+def _parts(joined: Tensor, sizes: Sequence[int], dim: int) -> Sequence[Tensor]:
+    return [joined] if len(sizes) == 1 else joined.split(sizes, dim)
 
 
-def must_stay(output: Tensor) -> bool:
-    """Whether `output` must not be changed in place: it is a part of another tensor, or a mode that sees operations is
-    on. Selective checkpointing is one, which keeps results."""
-    return output._is_view() or is_in_torch_dispatch_mode(include_infra_modes=False)
+def _whole(weight: Sequence[Any], dtype: torch.dtype) -> Tensor:
+    """The matrix, which in NF4 is dequantised at each use."""
+    if len(weight) == 1:
+        return weight[0]
+    codes, scales, ranges, pairs = weight
+    return dequantize(codes, scales, ranges, dtype, pairs)
+
+
+def _scaled(gradient: Tensor, output: Tensor, ratio: Tensor, magnitude: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of what gave `output` `[..., out]` when it was multiplied by `ratio`, and of `magnitude`."""
+    output = output.reshape(gradient.shape)
+    if fused.fits(gradient):
+        of_product, sums = kernels.scaled_gradient(gradient, output, ratio)
+    else:
+        of_product = torch.mul(gradient, ratio, out=torch.empty_like(gradient))
+        sums = torch.linalg.vecdot(gradient.float(), output.float(), dim=0)
+    return of_product, sums / magnitude

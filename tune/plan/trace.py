@@ -222,7 +222,7 @@ def _flops(function: Any, name: str, attends: bool, args: Any, kwargs: Any, outp
         return (5 if backward else 2) * query.numel() * longest  # two products, five in backward; half, as it is causal
     if name.startswith(("tune::product_by_group", "aten::_grouped_mm")):
         return 2.0 * args[0].numel() * output.shape[-1]
-    known = flop_registry.get(function.overloadpacket)
+    known = flop_registry.get(torch.ops.aten.addmm if name == "aten::addmm_" else function.overloadpacket)
     return float(known(*args, **kwargs, out_val=output)) if known else 0.0
 
 
@@ -320,9 +320,10 @@ def _kernels(device: Device, recorder: Recorder, checkpointing: Any) -> Iterator
         ),  # which keeps as much, and whose backward torch plans
         mock.patch.object(layers, "choose", choose),
         mock.patch.object(nf4, "dequantize", whole),
+        mock.patch.object(products, "dequantize", whole),
         mock.patch.object(fused, "fits", lambda _: device.capability is not None and not recorder.fused),
         mock.patch.object(fused, "launch", launch),
-        mock.patch.object(products, "must_stay", lambda output: checkpointing == "selective" or output._is_view()),
+        mock.patch.object(products, "is_watched", lambda: checkpointing == "selective"),
         mock.patch.object(chunks, "default_chunk_tokens", lambda vocab, _: chunk_tokens(vocab, kind)),
     ):
         yield

@@ -4,6 +4,7 @@ products in float8."""
 from tune.quantization.compressed import Compressor
 from tune.quantization.float8 import compute_in_float8
 from tune.quantization.nf4 import (
+    NF4Linear,
     NF4Weight,
     block_linears,
     call_all_layers,

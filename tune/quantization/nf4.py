@@ -59,14 +59,19 @@ class NF4Weight(nn.Module):
         ranges = None if self.ranges is None else full_tensor(self.ranges)
         return dequantize(full_tensor(self.codes), full_tensor(self.scales), ranges, torch.float32, self.pairs)
 
+    def tensors(self, dtype: torch.dtype) -> tuple[Any, ...]:
+        """The dequantised weight alone if it is kept (`whole_weights`), and else what it is made from."""
+        if self.keeps and self.whole is None:
+            self.whole = self.dequantize(dtype)
+        return (self.codes, self.scales, self.ranges, self.pairs) if self.whole is None else (self.whole,)
+
     def linear(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """`input @ weight.T + bias`; the dequantised weight exists only within the call, and again in backward, unless
-        it is kept (`whole_weights`)."""
-        if self.keeps and self.whole is None:
-            self.whole = self.dequantize(input.dtype)
-        if self.whole is not None:
-            return F.linear(input, self.whole, bias)
-        output = _Linear.apply(input, self.codes, self.scales, self.ranges, self.pairs)
+        it is kept."""
+        tensors = self.tensors(input.dtype)
+        if len(tensors) == 1:
+            return F.linear(input, *tensors, bias)
+        output = _Linear.apply(input, *tensors)
         return output if bias is None else output + bias
 
     def local_rows(self) -> slice:
