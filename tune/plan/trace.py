@@ -43,7 +43,7 @@ from tune.distributed import (
     wrap_forward,
 )
 from tune.losses import chunks
-from tune.models import attention, layers
+from tune.models import attention, flash, layers
 from tune.peft import products
 from tune.quantization import nf4
 
