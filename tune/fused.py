@@ -1,7 +1,7 @@
 """Kernels written in Triton: where they run, and how they are launched.
 
 Each replaces a chain of plain operations, which run on other devices, without Triton, and under `torch.compile`, which
-fuses by itself. The packages that have such kernels keep their programs in a module `triton_programs`, which is
+fuses by itself. The packages that have such kernels keep their programs in a module of their own, which is
 imported at the first launch.
 """
 

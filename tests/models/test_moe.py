@@ -13,7 +13,7 @@ from tune.checkpointers import load_model
 from tune.collators import Batch
 from tune.errors import TuneError
 from tune.losses import LinearCrossEntropy
-from tune.models import build, kernels, moe
+from tune.models import block_kernels, build, moe
 from tune.models.moe import Dispatch, combine, dispatch, grouped_product, product_by_group
 from tune.models.routing import Router, RouterConfig
 
@@ -90,7 +90,7 @@ def launch_plainly(programs, name, grid, rows, other, output, ends, *sizes, **bl
 @pytest.mark.parametrize("shape", [(20, 24), (16, 300), (300, 16)])
 @pytest.mark.parametrize("trained", [True, False])
 def test_the_way_to_the_kernel_and_back(counts, shape, trained, monkeypatch):
-    monkeypatch.setattr(kernels, "has_products", lambda rows: True)
+    monkeypatch.setattr(block_kernels, "has_products", lambda rows: True)
     monkeypatch.setattr(fused, "launch", launch_plainly)
     rows = torch.randn(sum(counts), shape[0], requires_grad=True)
     weight, ends = torch.randn(len(counts), *shape, requires_grad=trained), torch.tensor(counts).cumsum(0).int()

@@ -9,7 +9,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from tune.models.layers import project
-from tune.peft import LoRA, LoRALinear, add_adapters, kernels
+from tune.peft import LoRA, LoRALinear, adapter_kernels, add_adapters
 from tune.peft.dropout import add_masked_product, masked
 
 ROWS, WIDTH, RANK = 48, 32, 4
@@ -204,11 +204,11 @@ def test_kernels_compute_what_plain_operations_do(rows, width, rank, dtype, monk
         return masked(input, 0.3, keys, features), sums
 
     fused = results()
-    scaled, sums = kernels.scaled_gradient(slopes, input, factors)
+    scaled, sums = adapter_kernels.scaled_gradient(slopes, input, factors)
     assert_close(scaled, (slopes * factors).to(dtype))
     assert_close(sums, (slopes.float() * input.float()).sum(dim=0), rtol=1e-4, atol=1e-3)
     expected = input.float().square().sum(dim=1) + 0.7 * (left * right).sum(dim=1)
-    assert_close(kernels.squared_norms(input, left, right, 0.7), expected)
+    assert_close(adapter_kernels.squared_norms(input, left, right, 0.7), expected)
     monkeypatch.setattr(fused, "fits", lambda tensor: False)
     plain = results()
     assert torch.equal(fused[0] == 0, plain[0] == 0)

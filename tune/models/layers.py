@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tune.models.attention import Capability, Choice, Scoring, attend, attend_cached, choose
+from tune.models.block_kernels import silu_product
 from tune.models.context import Context
-from tune.models.kernels import silu_product
 from tune.models.rope import RopeConfig, rotate_both
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tune.distributed import Peers
-from tune.models import kernels
+from tune.models import block_kernels
 from tune.models.context import Context
 from tune.models.layers import ACTIVATIONS, MLP, MLPConfig
 from tune.models.routing import Router, RouterConfig, RoutingStats
@@ -187,7 +187,7 @@ class Experts(nn.Module):
         else:
             gate, up = self.gate_up(rows, plan).unflatten(-1, (-1, 2)).unbind(-1)
         if self.config.clamp is None and self.config.activation == "silu":
-            return self.down(kernels.silu_product(gate, up), plan)
+            return self.down(block_kernels.silu_product(gate, up), plan)
         if self.config.clamp is None:
             return self.down(ACTIVATIONS[self.config.activation](gate) * up, plan)
         alpha, limit = self.config.clamp
@@ -240,16 +240,16 @@ KERNELS = ((9, 0), (10, 0))  # compute capabilities for which torch has grouped 
 # A custom operator, as the sizes of groups depend on the data: torch.compile must not trace it.
 @torch.library.custom_op("tune::product_by_group", mutates_args=())
 def product_by_group(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    if kernels.has_products(rows):
-        return kernels.grouped_product(rows, weight, ends)
+    if block_kernels.has_products(rows):
+        return block_kernels.grouped_product(rows, weight, ends)
     parts = rows.tensor_split(ends[:-1].tolist())
     return torch.cat([part @ matrix for part, matrix in zip(parts, weight, strict=True)])
 
 
 @torch.library.custom_op("tune::product_by_group_weight", mutates_args=())
 def _weight_gradient(rows: Tensor, gradient: Tensor, ends: Tensor) -> Tensor:
-    if kernels.has_products(rows):
-        return kernels.grouped_product_weight(rows, gradient, ends)
+    if block_kernels.has_products(rows):
+        return block_kernels.grouped_product_weight(rows, gradient, ends)
     starts = ends[:-1].tolist()
     pairs = zip(rows.tensor_split(starts), gradient.tensor_split(starts), strict=True)
     return torch.stack([part.T @ its_gradient for part, its_gradient in pairs])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tune.collators import Documents
 from tune.errors import TuneError
-from tune.models import kernels
+from tune.models import block_kernels
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def rotate_both(query: Tensor, key: Tensor, rotation: Rotation) -> tuple[Tensor,
     """As `rotate`, of both in one kernel where there is one."""
     if rotation.interleaved or rotation.cos.shape[-1] < query.shape[-1]:
         return rotate(query, rotation), rotate(key, rotation)
-    return kernels.rotate(query, key, rotation.cos, rotation.sin)
+    return block_kernels.rotate(query, key, rotation.cos, rotation.sin)
 
 
 def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
@@ -116,7 +116,7 @@ def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
     if rotation.interleaved:
         turned = torch.stack([-heads[..., 1::2], heads[..., 0::2]], dim=-1).flatten(-2)
         return heads * rotation.cos + turned * rotation.sin
-    return kernels.rotated(heads, rotation.cos, rotation.sin)
+    return block_kernels.rotated(heads, rotation.cos, rotation.sin)
 
 
 def _plain(config: RopeConfig) -> Tensor:

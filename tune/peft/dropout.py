@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tune import fused
 from tune.collators import Batch
-from tune.peft import kernels
+from tune.peft import adapter_kernels
 
 # Multipliers of 32-bit mixing functions with low bias (C. Wellons, hash-prospector); as signed numbers.
 FIRST, SECOND, THIRD = 0x7FEB352D, 0x846CA68B - 2**32, 0x9E3779B1 - 2**32
@@ -50,7 +50,7 @@ class _Dropout(torch.autograd.Function):
 def masked(input: Tensor, probability: float, keys: Tensor, features: Tensor) -> Tensor:
     """`dropout` without its gradient."""
     if fused.fits(input):
-        return kernels.masked(input, keys, features, _threshold(probability), 1 / (1 - probability))
+        return adapter_kernels.masked(input, keys, features, _threshold(probability), 1 / (1 - probability))
     return input * (mix(keys[..., None] ^ features) >= _threshold(probability)) / (1 - probability)
 
 
@@ -60,7 +60,7 @@ def add_masked_product(
     """Add left @ right to `total` `[rows, dim]` in place, with the dropout of `masked`."""
     if fused.fits(total) and total.is_contiguous():
         scale = 1 / (1 - probability)
-        kernels.add_masked_product(total, left, right, keys, features, _threshold(probability), scale)
+        adapter_kernels.add_masked_product(total, left, right, keys, features, _threshold(probability), scale)
     else:
         total.add_(masked(left @ right, probability, keys, features))
 

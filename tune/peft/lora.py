@@ -16,9 +16,9 @@ from tune import fused
 from tune.distributed import full_tensor, summed
 from tune.errors import TuneError
 from tune.models import Dispatch, ExpertLinear, grouped_product
-from tune.peft import kernels, products
+from tune.peft import adapter_kernels, products
 from tune.peft.dropout import THIRD, Mask, dropout, mix, prepare_dropout
-from tune.peft.products import Adapted
+from tune.peft.products import AdaptedProduct
 from tune.quantization import NF4Linear, NF4Weight, Rounding
 from tune.types import Fraction, PositiveFloat, PositiveInt, checked
 
@@ -250,7 +250,7 @@ class LoRALinear(LowRank, nn.Linear):
         return bool(hooks) or "forward" in self.__dict__
 
     @staticmethod
-    def _parts(layers: Sequence["LoRALinear"], input: Tensor) -> list[Adapted]:
+    def _parts(layers: Sequence["LoRALinear"], input: Tensor) -> list[AdaptedProduct]:
         found, keys = [], None
         for layer in layers:
             mask = None
@@ -260,7 +260,7 @@ class LoRALinear(LowRank, nn.Linear):
             weight = layer.weight
             tensors = (weight,) if isinstance(weight, Tensor) else weight.tensors(input.dtype)
             a, b = layer.factors()
-            found.append(Adapted(tensors, layer.bias, a, b, layer.scaling, mask, layer.magnitude, layer._norm))
+            found.append(AdaptedProduct(tensors, layer.bias, a, b, layer.scaling, mask, layer.magnitude, layer._norm))
         return found
 
     def _by_operations(self, input: Tensor) -> Tensor:
@@ -309,7 +309,7 @@ class LoRALinear(LowRank, nn.Linear):
         crossed, gram, b = _precise_product(weight, a.T), _precise_product(a, a.T), b.to(_precise(b))
         crossed = torch.addmm(crossed, b, gram, beta=2, alpha=self.scaling)
         if fused.fits(weight):
-            square = kernels.squared_norms(weight, b, crossed, self.scaling)
+            square = adapter_kernels.squared_norms(weight, b, crossed, self.scaling)
         else:
             square = torch.linalg.vector_norm(weight, dim=1, dtype=_precise(weight)).square()
             square = square + self.scaling * (b * crossed).sum(dim=1)

@@ -1,4 +1,4 @@
-"""Adapted linear layers in eager mode, with as few operations, and passes over activations, as they need.
+"""AdaptedProduct linear layers in eager mode, with as few operations, and passes over activations, as they need.
 
 What is added is added by a matrix product (`addmm_`), forward and backward, and the layers that read one input are one
 node of autograd: small models wait for the host. A compiler does all this by itself.
@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from tune import fused
-from tune.peft import kernels
+from tune.peft import adapter_kernels
 from tune.peft.dropout import Mask, add_masked_product, masked
 from tune.quantization import dequantize
 
 
-class Adapted(NamedTuple):
+class AdaptedProduct(NamedTuple):
     """A layer with the output ratio * (input @ W.T + scaling * dropout(input) @ A.T @ B.T) + bias."""
 
     weight: tuple[Any, ...]  # W, or what `_whole` makes it from
@@ -31,7 +31,7 @@ class Adapted(NamedTuple):
     norm: Callable[[Tensor, Tensor], Tensor]
 
 
-def outputs_of(layers: Sequence[Adapted], input: Tensor) -> tuple[Tensor, ...]:
+def outputs_of(layers: Sequence[AdaptedProduct], input: Tensor) -> tuple[Tensor, ...]:
     """The outputs of `layers` for one `input`, which get dropout all or none. Weights, biases and norms count as
     constants in backward."""
     trained = [tensor for layer in layers for tensor in (layer.a, layer.b, layer.magnitude)]
@@ -45,7 +45,7 @@ def is_watched() -> bool:
 
 class _Outputs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: Tensor, layers: Sequence[Adapted], *_: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, input: Tensor, layers: Sequence[AdaptedProduct], *_: Tensor | None) -> tuple[Tensor, ...]:
         rows, dtype = input.reshape(-1, input.shape[-1]), input.dtype
         ranks = [len(layer.a) for layer in layers]
         a = (layers[0].a if len(layers) == 1 else torch.cat([layer.a for layer in layers])).to(dtype)
@@ -132,7 +132,7 @@ def _scaled(gradient: Tensor, output: Tensor, ratio: Tensor, magnitude: Tensor) 
     """The gradients of what gave `output` `[..., out]` when it was multiplied by `ratio`, and of `magnitude`."""
     output = output.reshape(gradient.shape)
     if fused.fits(gradient):
-        of_product, sums = kernels.scaled_gradient(gradient, output, ratio)
+        of_product, sums = adapter_kernels.scaled_gradient(gradient, output, ratio)
     else:
         of_product = torch.mul(gradient, ratio, out=torch.empty_like(gradient))
         sums = torch.linalg.vecdot(gradient.float(), output.float(), dim=0)

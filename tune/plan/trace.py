@@ -315,9 +315,7 @@ def _kernels(device: Device, recorder: Recorder, checkpointing: Any) -> Iterator
         mock.patch.object(linears, name, partial(cast, getattr(linears, name))) if linears else nullcontext(),
         mock.patch.object(attention, "capability", lambda _: device.attends_as),
         mock.patch.object(attention, "choose", choose),
-        mock.patch.object(
-            attention, "efficient", attention.flash
-        ),  # which keeps as much, and whose backward torch plans
+        mock.patch.object(attention, "efficient", flash.flash),  # which keeps as much, and whose backward torch plans
         mock.patch.object(layers, "choose", choose),
         mock.patch.object(nf4, "dequantize", whole),
         mock.patch.object(products, "dequantize", whole),

@@ -147,7 +147,7 @@ def _by_kernel(codes: Tensor, scales: Tensor, ranges: Tensor | None, dtype: torc
     grid, sizes = (-(-scales.numel() // BLOCKS),), (scales.numel(), scales.shape[1], is_double, BLOCKS)
     # Without fusion a product is rounded before something is added to it, as elsewhere.
     tensors = codes, scales, ranges, pairs, weight
-    fused.launch("tune.quantization.triton_programs", "dequantize", grid, *tensors, *sizes, enable_fp_fusion=False)
+    fused.launch("tune.quantization.nf4_programs", "dequantize", grid, *tensors, *sizes, enable_fp_fusion=False)
     return weight
 
 

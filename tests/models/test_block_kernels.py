@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from tune import fused
-from tune.models.kernels import rotate, rotated, silu_product
+from tune.models.block_kernels import rotate, rotated, silu_product
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="Triton's kernels need a CUDA device")
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, import-not-found"
-"""The programs of `tune.models.kernels`. Imported only where Triton is installed."""
+"""The programs of `tune.models.block_kernels`. Imported only where Triton is installed."""
 
 import triton
 import triton.language as tl

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tune import fused
 
-PROGRAMS = "tune.peft.triton_programs"
+PROGRAMS = "tune.peft.adapter_programs"
 ROWS, COLUMNS = 32, 128  # of a program
 SHARE = 256  # rows that a program sums up
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tune import fused
 
-PROGRAMS = "tune.models.triton_programs"
+PROGRAMS = "tune.models.block_programs"
 HEADS = 4  # of a token, rotated together
 BLOCK = 1024  # elements of a program
 ROUNDED = {"enable_fp_fusion": False}  # a product is rounded before something is added to it
