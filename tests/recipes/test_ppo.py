@@ -70,7 +70,7 @@ def test_a_new_value_model_says_nothing_and_a_reward_model_what_it_has_learned(r
 
 def test_a_continued_adapter_is_held_to_the_model_before_the_first_step(run, tmp_path):
     """As a folder with the merged model says it: the log-ratio to the reference is part of the returns."""
-    run("adapter.rank=4", "optimizer.lr=3e-2", "export.merge=true", folder=tmp_path / "first")
+    run("adapter.rank=4", "optimizer.lr=1e-2", "export.merge=true", folder=tmp_path / "first")
     again = [
         f"adapter.path={tmp_path / 'first' / 'adapter'}",
         "kl=1",
