@@ -16,7 +16,7 @@ from tune.distributed.parallelize import units_of
 from tune.errors import TuneError
 from tune.losses import LinearCrossEntropy
 from tune.models import build
-from tune.peft import LoRA, add_adapters, initialize
+from tune.peft import LoRA, add_adapters, initialize, products
 
 TOKENS, LABELS = torch.arange(60).view(2, 30), torch.arange(60, 120).view(2, 30)
 
@@ -190,13 +190,17 @@ def test_adapters_of_one_process_are_without_fsdp_what_they_are_with_it(checkpoi
 
 @pytest.mark.parametrize("cpu_offload", [False, True])
 @pytest.mark.parametrize("master_dtype", ["fp32", "bf16"])
-def test_the_magnitude_of_dora_is_used_in_fp32(checkpoint, master_dtype, cpu_offload):
+def test_the_magnitude_of_dora_is_used_in_fp32(checkpoint, master_dtype, cpu_offload, monkeypatch):
     """A change of it that bf16 cannot hold reaches the ratio, by PEFT's formula."""
     options = {"dtype": "bf16", "master_dtype": master_dtype, "cpu_offload": cpu_offload}
     model = adapted_model(checkpoint, LoRA(rank=4, dora=True), **options)
-    layer, seen = model.blocks[0].attention.query, []
-    ratio = layer._ratio
-    layer._ratio = lambda *given: seen.append(ratio(*given)) or seen[-1]
+    layer, seen, outputs_of = model.blocks[0].attention.query, [], products.outputs_of
+
+    def watched(layers, input):
+        seen.append(layers[0].magnitude.detach().float() / layers[0].norm(layers[0].a, layers[0].b))
+        return outputs_of(layers, input)
+
+    monkeypatch.setattr(products, "outputs_of", watched)
     with torch.no_grad():
         distributed.local_shard(layer.magnitude)[0].mul_(1 + 2**-12)
     model(TOKENS)

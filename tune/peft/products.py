@@ -1,4 +1,4 @@
-"""AdaptedProduct linear layers in eager mode, with as few operations, and passes over activations, as they need.
+"""Adapted linear layers in eager mode, with as few operations, and passes over activations, as they need.
 
 What is added is added by a matrix product (`addmm_`), forward and backward, and the layers that read one input are one
 node of autograd: small models wait for the host. A compiler does all this by itself.
