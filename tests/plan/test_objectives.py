@@ -85,7 +85,7 @@ def test_peak_of_completions(name, checkpoint, tmp_path, monkeypatch):
 @pytest.mark.parametrize("more", [TRAINING, ROLLOUT], ids=["training", "rollout"])
 def test_peak_of_completions_of_a_family(of_family, more, tmp_path, monkeypatch):
     # A delta net has its peak while prompts are read for the first time, when later layers have no cache yet.
-    compare_completions(of_family, tmp_path, monkeypatch, more, rel=0.12 if more == ROLLOUT else 0.01)
+    compare_completions(of_family, tmp_path, monkeypatch, more, rel=0.15 if more == ROLLOUT else 0.01)
 
 
 @pytest.mark.parametrize("micro_batch_size", [4, 16])
