@@ -17,10 +17,13 @@ from torch import Tensor
 from tune.devices import triton_lacks
 
 
-def fits(tensor: Tensor) -> bool:
-    """Whether kernels run on `tensor`. Planning answers for a GPU that is not here."""
-    if not tensor.is_cuda or tensor.dtype == torch.float64:
+def fits(tensor: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Whether kernels run on `tensor`, or make one of `dtype` from it. Planning answers for a GPU that is not here."""
+    dtype = dtype or tensor.dtype
+    if not tensor.is_cuda or dtype == torch.float64:
         return False
+    if dtype == torch.bfloat16 and not (torch.version.hip or torch.cuda.get_device_capability(tensor.device) >= (8, 0)):
+        return False  # Triton has no bf16 there
     return not (torch.compiler.is_compiling() or hasattr(tensor, "fake_mode")) and _has_triton()
 
 

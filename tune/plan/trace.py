@@ -319,7 +319,7 @@ def _kernels(device: Device, recorder: Recorder, checkpointing: Any) -> Iterator
         mock.patch.object(layers, "choose", choose),
         mock.patch.object(nf4, "dequantize", whole),
         mock.patch.object(products, "dequantize", whole),
-        mock.patch.object(fused, "fits", lambda _: device.capability is not None and not recorder.fused),
+        mock.patch.object(fused, "fits", lambda *_: device.capability is not None and not recorder.fused),
         mock.patch.object(fused, "launch", launch),
         mock.patch.object(products, "is_watched", lambda: checkpointing == "selective"),
         mock.patch.object(chunks, "default_chunk_tokens", lambda vocab, _: chunk_tokens(vocab, kind)),

@@ -117,7 +117,7 @@ def dequantize(
     pairs = pairs.to(codes.device)
     if torch.compiler.is_compiling():
         return _values(codes, scales, ranges, pairs, dtype)
-    if fused.fits(codes):
+    if fused.fits(codes, dtype):
         return _by_kernel(codes, scales, ranges, dtype, pairs)
     is_in_chunks = codes.device.type == "cpu" and not hasattr(codes, "fake_mode")
     step = max(1, CPU_CODES // codes.shape[1]) if is_in_chunks else len(codes)
