@@ -37,7 +37,6 @@ from tune import (
 from tune.config import instantiate, instantiate_data
 from tune.errors import explained
 from tune.generation import Sampler, own_answers
-from tune.plan import layout_of
 from tune.run import Run
 from tune.tokenizers import Tokenizer
 
@@ -69,9 +68,7 @@ def store_predictions(cfg, world, tokenizer, *parts):
 
 @config.entrypoint("distill")
 def main(cfg):
-    world = distributed.init(
-        cfg.device, deterministic=cfg.deterministic, max_seq_len=cfg.max_seq_len, **layout_of(cfg.parallel, cfg)
-    )
+    world = distributed.init(cfg.device, deterministic=cfg.deterministic, max_seq_len=cfg.max_seq_len, **cfg.parallel)
     run = Run("distill", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
 
     with torch.device("meta"):

@@ -11,13 +11,12 @@ import torch
 
 from tune import checkpointers, config, datasets, distributed, evaluation, optimizers, quantization
 from tune.config import instantiate, instantiate_data
-from tune.plan import layout_of
 from tune.run import Run
 
 
 @config.entrypoint("full_finetune")
 def main(cfg):
-    world = distributed.init(cfg.device, deterministic=cfg.deterministic, **layout_of(cfg.parallel, cfg))
+    world = distributed.init(cfg.device, deterministic=cfg.deterministic, **cfg.parallel)
     run = Run("full_finetune", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
 
     with torch.device("meta"):

@@ -37,7 +37,6 @@ from tune import (
 from tune.config import inherited, instantiate, instantiate_weighted
 from tune.errors import TuneError
 from tune.lookup import locate
-from tune.plan import layout_of
 from tune.run import Run
 
 
@@ -50,7 +49,7 @@ def advantages(rewards, baseline):
 
 @config.entrypoint("grpo")
 def main(cfg):
-    world = distributed.init(cfg.device, deterministic=cfg.deterministic, **layout_of(cfg.parallel, cfg))
+    world = distributed.init(cfg.device, deterministic=cfg.deterministic, **cfg.parallel)
     run = Run("grpo", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
 
     with torch.device("meta"):

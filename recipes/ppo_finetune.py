@@ -33,13 +33,12 @@ from tune import (
     quantization,
 )
 from tune.config import inherited, instantiate, instantiate_weighted
-from tune.plan import layout_of
 from tune.run import Run
 
 
 @config.entrypoint("ppo_finetune")
 def main(cfg):
-    world = distributed.init(cfg.device, deterministic=cfg.deterministic, **layout_of(cfg.parallel, cfg))
+    world = distributed.init(cfg.device, deterministic=cfg.deterministic, **cfg.parallel)
     run = Run("ppo_finetune", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
 
     with torch.device("meta"):

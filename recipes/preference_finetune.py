@@ -34,15 +34,12 @@ from tune import (
     quantization,
 )
 from tune.config import instantiate, instantiate_data
-from tune.plan import layout_of
 from tune.run import Run
 
 
 @config.entrypoint("preference_finetune")
 def main(cfg):
-    world = distributed.init(
-        cfg.device, deterministic=cfg.deterministic, max_seq_len=cfg.max_seq_len, **layout_of(cfg.parallel, cfg)
-    )
+    world = distributed.init(cfg.device, deterministic=cfg.deterministic, max_seq_len=cfg.max_seq_len, **cfg.parallel)
     run = Run("preference_finetune", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
 
     with torch.device("meta"):

@@ -23,15 +23,12 @@ import torch
 from tune import checkpointers, config, datasets, distributed, evaluation, losses, optimizers, peft, quantization
 from tune.config import instantiate, instantiate_data
 from tune.models import prepare_scores
-from tune.plan import layout_of
 from tune.run import Run
 
 
 @config.entrypoint("reward_finetune")
 def main(cfg):
-    world = distributed.init(
-        cfg.device, deterministic=cfg.deterministic, max_seq_len=cfg.max_seq_len, **layout_of(cfg.parallel, cfg)
-    )
+    world = distributed.init(cfg.device, deterministic=cfg.deterministic, max_seq_len=cfg.max_seq_len, **cfg.parallel)
     run = Run("reward_finetune", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
 
     with torch.device("meta"):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from helpers import HANGS
 
-from tune import distributed
+from tune import distributed, processor
 from tune.distributed import world
 from tune.distributed.srun import first_node, join_step
 from tune.errors import TuneError
@@ -103,7 +103,7 @@ import atexit
 import sys
 from pathlib import Path
 import torch.distributed as dist
-from tune import distributed
+from tune import distributed, processor
 
 for function in ("destroy_process_group", "_abort_process_group"):
     original = getattr(dist.distributed_c10d, function)
@@ -164,15 +164,15 @@ def test_interrupt_waits_to_be_asked(monkeypatch, capfd):
 
 @pytest.mark.parametrize("theirs", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_segments_of_a_gpu_are_expandable_unless_the_user_says_anything(theirs, monkeypatch):
-    for name in world.ALLOCATOR_SETTINGS:
+    for name in processor.ALLOCATOR_SETTINGS:
         monkeypatch.setenv(name, "")  # so that what init sets is taken back
         monkeypatch.delenv(name)
     if theirs:
         monkeypatch.setenv(theirs, "max_split_size_mb:128")
-    before = {name: os.environ.get(name) for name in world.ALLOCATOR_SETTINGS}
+    before = {name: os.environ.get(name) for name in processor.ALLOCATOR_SETTINGS}
     monkeypatch.setattr(world, "device_type", lambda device: "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # nothing has used the device until then
     with pytest.raises(TuneError, match="has no GPU"):
         distributed.init("cuda")
     changed = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if theirs is None else {}
-    assert {name: os.environ.get(name) for name in world.ALLOCATOR_SETTINGS} == before | changed
+    assert {name: os.environ.get(name) for name in processor.ALLOCATOR_SETTINGS} == before | changed

@@ -14,6 +14,7 @@ from tune.devices import DEVICES
 from tune.errors import TuneError
 from tune.plan.layout import best, described, layout_of
 from tune.plan.planning import CHOSEN
+from tune.rules import Facts
 from tune.types import as_given
 
 GIVEN = ["dataset.path=none", "max_seq_len=64", "global_batch_size=8", "device=cpu"]
@@ -25,8 +26,6 @@ def settings(path, *more: str, recipe="full_finetune"):
 
 def test_it_is_asked_for(checkpoint, tmp_path):
     assert not settings(checkpoint).parallel.auto
-    given = settings(checkpoint, "parallel.tp=2", "parallel.timeout=3")
-    assert layout_of(given.parallel, given) == {name: value for name, value in given.parallel.items() if name != "auto"}
     (tmp_path / "mine.yaml").write_text("parallel: auto\n")
     for way in ["parallel=auto"], ["--config", str(tmp_path / "mine.yaml")], ["parallel.auto=true"]:
         for order in [*way, "parallel.timeout=3"], ["parallel.timeout=3", *way]:
@@ -43,9 +42,9 @@ def test_what_cannot_be_chosen(checkpoint, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA K80")
     with pytest.raises(TuneError, match=r"the speed of NVIDIA K80 is not known; known are t4, .* Set the layout"):
         described(torch.device("cuda"))
-    with pytest.raises(TuneError, match=r"parallel.auto: plan: evaluate, ppo_finetune .* are not planned"):
+    with pytest.raises(TuneError, match=r"plan: evaluate, ppo_finetune .* are not planned"):
         cfg = settings(checkpoint, "parallel=auto", "teacher.path=x", "on_policy.share=1", recipe="distill")
-        layout_of(cfg.parallel, cfg)
+        layout_of(Facts(cfg, "cpu"))
 
 
 def test_validate_finds_what_cannot_be_planned(checkpoint, chats, told):
@@ -85,4 +84,4 @@ def test_one_curve(checkpoint, common, tmp_path):  # noqa: F811
     found = config.saved(tmp_path / "all, auto")
     assert found["parallel.auto"] is False and found["parallel.dp_shard"] != "auto"
     again = settings(checkpoint, *(f"{key}={as_given(value)}" for key, value in found.items() if key in CHOSEN))
-    assert layout_of(again.parallel, again)["dp_shard"] == found["parallel.dp_shard"]
+    assert again.parallel.dp_shard == found["parallel.dp_shard"]

@@ -27,7 +27,7 @@ def test_rows_beyond_the_positions_of_the_model_are_told(inputs, run_recipe, tol
     assert run_recipe([*inputs.settings("max_steps=1"), f"output_dir={inputs.folder / 'short'}"]) == 0
     (warning,) = [line for line in capsys.readouterr().out.splitlines() if "tokens, and the model was made for" in line]
     assert warning.startswith("warning: there are rows of ") and "made for 16 (max_position_embeddings" in warning
-    assert "and the model was made for 16 " in told("full_finetune", inputs.settings("max_steps=1"), "warn")
+    assert "and the model was made for 16 " in told("full_finetune", inputs.settings("max_steps=1"), "warning")
 
 
 def test_a_run_begins_with_what_looks_wrong_in_its_data(inputs, run_recipe):

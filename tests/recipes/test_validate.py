@@ -20,7 +20,7 @@ GOOD = ["dtype=fp32", "device=cpu", "max_seq_len=128"]
 
 
 def test_nothing_is_wrong_with_a_run_that_works(inputs, told):
-    for level in ("error", "heal", "warn"):
+    for level in ("error", "changed", "warning"):
         assert told("full_finetune", inputs.settings("resume=auto"), level) == ""
 
 
@@ -30,7 +30,7 @@ def test_a_damaged_checkpoint_that_the_run_sets_aside(inputs, told):
     for name in ("__0_0.distcp", ".metadata", "state.json"):
         (checkpoint / name).write_bytes((checkpoint / name).read_bytes()[:9])
         assert told("full_finetune", again) == ""
-        (found,) = told("full_finetune", again, "warn").splitlines()
+        (found,) = told("full_finetune", again, "warning").splitlines()
         assert found.startswith("resume: ") and f"step-00000002 is damaged: {name} is " in found
     assert "state.json is not read" in told("full_finetune", [*again, f"resume={checkpoint}"])
 
@@ -40,7 +40,7 @@ def test_the_checkpoint_before_a_damaged_one(inputs, told):
     shutil.copytree(checkpoint, checkpoint.with_name("step-00000003"))
     (checkpoint.with_name("step-00000003") / "__0_0.distcp").write_bytes(b"")
     settings = inputs.settings(f"output_dir={inputs.run}", "optimizer._component_=torch.optim.SGD")
-    assert "step-00000003 is damaged" in told("full_finetune", settings, "warn")
+    assert "step-00000003 is damaged" in told("full_finetune", settings, "warning")
     assert "step-00000002 is of another optimizer" in told("full_finetune", settings)
 
 
@@ -54,7 +54,9 @@ def test_states_of_an_optimizer_with_a_group_of_vectors_and_matrices(inputs, tol
 
 
 def test_a_warning_about_training_and_validation_is_told_of_both(inputs, told):
-    found = told("full_finetune", inputs.settings(f"validation_dataset.path={inputs.rows}", "max_seq_len=32"), "warn")
+    found = told(
+        "full_finetune", inputs.settings(f"validation_dataset.path={inputs.rows}", "max_seq_len=32"), "warning"
+    )
     cut_off = [line for line in found.splitlines() if "tokens" in line and "are cut off" in line]
     assert [line.partition(":")[0] for line in cut_off] == ["training", "validation"]
 
@@ -98,11 +100,11 @@ def test_an_optimizer_that_cannot_take_a_step_with_these_groups(name, inputs, to
 @pytest.mark.parametrize(
     ("settings", "level", "says"),
     [
-        (["dtype=bf16", "--device", "t4"], "warn", "dtype: bf16 is slow on this GPU"),
-        (["dtype=bf16", "--device", "a100"], "warn", ""),
+        (["dtype=bf16", "--device", "t4"], "warning", "dtype: bf16 is slow on this GPU"),
+        (["dtype=bf16", "--device", "a100"], "warning", ""),
         (["quantization.float8=rowwise", "dtype=bf16", "--device", "a100"], "error", "this GPU does not multiply in"),
         (["quantization.float8=rowwise", "dtype=bf16", "--device", "h100"], "error", ""),
-        (["dtype=bf16", "--device", "OLD"], "warn", "dtype: bf16 is slow on this GPU"),
+        (["dtype=bf16", "--device", "OLD"], "warning", "dtype: bf16 is slow on this GPU"),
         (
             ["--device", "t4-nonsense"],
             "error",
@@ -140,9 +142,9 @@ def test_room_for_checkpoints_and_what_is_merged(inputs, told, monkeypatch):
     free = SimpleNamespace(free=(inputs.model / "model.safetensors").stat().st_size)
     monkeypatch.setattr("shutil.disk_usage", lambda _: free)
     settings = inputs.settings(f"output_dir={inputs.folder / 'new'}", "adapter.rank=1")
-    assert "the checkpoints and the export take" not in told("lora_finetune", settings, "warn")
-    assert "the checkpoints and the export take" in told("lora_finetune", [*settings, "export.merge=true"], "warn")
-    assert "the checkpoints and the export take" in told("full_finetune", settings[:-1], "warn")
+    assert "the checkpoints and the export take" not in told("lora_finetune", settings, "warning")
+    assert "the checkpoints and the export take" in told("lora_finetune", [*settings, "export.merge=true"], "warning")
+    assert "the checkpoints and the export take" in told("full_finetune", settings[:-1], "warning")
 
 
 def test_a_package_of_another_version(inputs, told, monkeypatch):
@@ -178,7 +180,7 @@ def test_processes_that_are_not_here(inputs):
 def test_a_healed_setting_is_in_the_config_of_the_run(inputs, run_recipe, told, monkeypatch, capsys):
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
     settings = inputs.settings("compile=true", f"output_dir={inputs.folder / 'new'}")
-    assert "compile: TORCH_COMPILE_DISABLE" in told("full_finetune", settings, "heal")
+    assert "compile: TORCH_COMPILE_DISABLE" in told("full_finetune", settings, "changed")
     assert "compile: TORCH_COMPILE_DISABLE" in told("full_finetune", [*settings, "--strict"])
     assert run_recipe(settings) == 0
     assert "changed: compile: TORCH_COMPILE_DISABLE" in capsys.readouterr().out

@@ -52,13 +52,13 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     finally:
         gc.freeze()  # nor does anyone look for it at the end
         gc.enable()
-    counts = {level: sum(finding.level == level for finding in found) for level in ("error", "heal", "warn")}
+    counts = {level: sum(finding.level == level for finding in found) for level in ("error", "changed", "warning")}
     if options.json:
         print(json.dumps({**counts, "findings": [asdict(finding) for finding in found]}, indent=2))
     else:
         for finding in found:
-            print(
-                f"{finding.level:<5}  {finding}" + (f"\n       {finding.rule}: {finding.link}" if finding.rule else "")
-            )
+            print(f"{finding.level:<7}  {finding}")
+            if finding.link:
+                print(f"         {finding.rule}: {finding.link}")
         print(", ".join(f"{level}: {count}" for level, count in counts.items()))
     sys.exit(1 if counts["error"] else 0)

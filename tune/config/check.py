@@ -1,4 +1,4 @@
-"""Merge a run's settings and find all their problems in one pass."""
+"""Merge a run's settings and find all their problems in one pass: their shape, then the rules."""
 
 import functools
 import inspect
@@ -16,7 +16,7 @@ from tune.config.paths import find_config, list_recipes
 from tune.config.text import Layer, Values
 from tune.errors import TuneError
 from tune.lookup import did_you_mean, local_path, locate
-from tune.rules import COMBINATIONS, Facts
+from tune.rules import Facts, Level, judge
 from tune.types import fits, mismatch, show, unusable
 
 # Arguments that choose the kernels of an optimizer: others lack them for sharded parameters, or have a better default.
@@ -63,10 +63,9 @@ def combine(layers: Sequence[Layer], imports: bool = True) -> tuple[DictConfig, 
     wrong = {*run.wrong}
     for key in wrong:
         _restore(cfg, key, default)
-    facts = Facts(cfg)
-    for rule in COMBINATIONS if imports else ():
-        if rule.when(facts) and (key := rule.place(facts)) not in wrong:
-            run.report(key, f"{rule.said(facts)}.")
+    for finding in judge(Facts(cfg, defaults=default), wrong=wrong) if imports else ():
+        if finding.level is Level.ERROR:
+            run.report(finding.place, f"{finding.message}.")
     if not run.findings:
         OmegaConf.resolve(cfg)
     return cfg, run.findings
@@ -194,7 +193,7 @@ class _Combination:
 
     def report(self, key: str, problem: str) -> None:
         self.wrong.append(key)
-        self.findings.append(f"{key}: {problem}{self.layers[self.given_in[key]].origin}")
+        self.findings.append(f"{key}: {problem}{self.layers[self.given_in.get(key, 0)].origin}")
 
     def _problem(self, node: DictConfig, name: Any, default: Values, prefix: str) -> str:
         key, value, place = f"{prefix}{name}", node[name], default.get(name)
@@ -207,34 +206,12 @@ class _Combination:
         if value is None and place is None and name in default:
             return ""  # the recipe's own null
         if name == COMPONENT or key == "environment":  # which are dotted paths
-            problem = mismatch(value, OPTIONS.get(key, str)) or self.signature(str(value)).problem
-            is_loss = self.imports and key == f"loss.{COMPONENT}"
-            return problem or (self._rows_problem(str(value), default) if is_loss else "")
+            return mismatch(value, OPTIONS.get(key, str)) or self.signature(str(value)).problem
         if COMPONENT in node:
             problem = self._argument_problem(str(node[COMPONENT]), str(name), value, default, prefix)
-            is_head = key == "model.head" and node[COMPONENT] == "tune.models.build"
-            if not problem and is_head and value != default.get("head", "tokens"):
-                return f"{show(value)} is the head of what other recipes train: leave it out."
             return problem or mismatch(value, OPTIONS.get(key, Any)) or unusable(value)
         kind = OPTIONS.get(key, Any if place is None or _is_open(place) else type(place))
         return mismatch(value, kind) or unusable(value)
-
-    def _rows_problem(self, component: str, default: Values) -> str:
-        """A loss of preferences where the recipe has one of tokens, scores where it has log-probs, or the reverse."""
-        usual = default[COMPONENT]
-        rows, wanted = (getattr(locate(each), "rows", None) is not None for each in (component, usual))
-        if rows == wanted:
-            of_scores, scored = (not hasattr(locate(each), "needs_reference") for each in (component, usual))
-            kind = "scores" if of_scores else "log-probs"
-            if not rows and not _is_called_like(locate(component), locate(usual)):
-                return f"{component} is called with other values than {usual}, this recipe's: take one of its kind."
-            if rows and not (scored or of_scores or hasattr(locate(component), "reward")):
-                return f"{component} has no method reward(answers), which says what answers are worth to it."
-            kinds = [getattr(locate(each), "rows", None) for each in (component, usual)]
-            if scored and of_scores and kinds[0] != kinds[1]:
-                return f'{component} has rows = "{kinds[0]}": give it "{kinds[1]}", as pairs have a margin here.'
-            return f"{component} compares {kind}, unlike this recipe's {usual}." if of_scores != scored else ""
-        return f"{component} {'is one' if rows else 'is none'} of preferences, unlike this recipe's, as {usual} is."
 
     def _argument_problem(self, component: str, name: str, value: Any, default: Values, prefix: str) -> str:
         parameters = self.signature(component).parameters
@@ -287,19 +264,6 @@ def _elsewhere(key: str) -> str:
     settings = {name: OmegaConf.to_container(OmegaConf.load(find_config(name))) for name in list_recipes()}
     recipes = [name for name, values in settings.items() if key in dict(walk(cast(Values, values)))]
     return f" It is one of {', '.join(recipes)}: use that recipe, or leave it out." if recipes else ""
-
-
-def _is_called_like(component: Any, usual: Any) -> bool:
-    """Whether instances of `component` take the arguments that a recipe gives those of `usual`: all that have a place,
-    also where `usual` can do without, and those that have none and no default."""
-    wanted = inspect.signature(usual.__call__).parameters.values()
-    given = [each for each in wanted if each.default is each.empty or each.kind is each.POSITIONAL_OR_KEYWORD]
-    named = {each.name: None for each in given if each.kind is each.KEYWORD_ONLY}
-    try:
-        inspect.signature(component.__call__).bind(*[None] * (len(given) - len(named)), **named)
-    except TypeError:
-        return False
-    return True
 
 
 def _is_open(value: Any) -> bool:

@@ -6,17 +6,19 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from tune.config.load import load, parse
+from tune.config.load import parse, read, read_file, settle
 from tune.config.paths import find_default
 from tune.errors import TuneError
 from tune.lookup import in_shell, quiet_torchao
+from tune.rules import Facts
 
 PATIENCE = 10.0  # seconds
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -63,9 +65,11 @@ def entrypoint(default: str) -> Callable[[Main], Callable[..., None]]:
         @functools.wraps(main)
         def run(cfg: DictConfig | None = None) -> None:
             if cfg is not None:
+                cfg = cfg.copy()
+                settle(_facts(cfg))
                 return main(cfg)
             with explained_errors():
-                cfg = _settings(main.__globals__, default)
+                cfg = _settings(main, default)
             if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # `tune run`, which has nothing to end until here
                 signal.signal(signal.SIGINT, signal.default_int_handler)
             with explained_errors(cfg), quiet_torchao():
@@ -105,13 +109,28 @@ def explained_errors(cfg: DictConfig | None = None) -> Iterator[None]:
         raise SystemExit(1 if message in (LOST, LATE) else 2) from None
 
 
-def _settings(recipe: dict[str, Any], default: str) -> DictConfig:
-    file = find_default(Path(recipe.get("__file__", "")), default)
+def _settings(main: Main, default: str) -> DictConfig:
+    """The settings of the command line: loaded, merged, checked and changed, once and for all."""
+    file = find_default(Path(main.__globals__.get("__file__", "")), default)
     if parse(sys.argv[1:]).help:
         if _rank() == "0":
-            print(recipe["__doc__"] or "", file.read_text(encoding="utf-8"), sep="\n")
+            print(main.__globals__["__doc__"] or "", file.read_text(encoding="utf-8"), sep="\n")
         raise SystemExit(0)
-    return load(str(file), sys.argv[1:])
+    cfg, problems = read(str(file), sys.argv[1:])
+    settle(_facts(cfg, read_file(file)), problems)
+    return cfg
+
+
+def _facts(cfg: DictConfig, defaults: Mapping[str, Any] = MappingProxyType({})) -> Facts:
+    """What rules see of a run that begins now."""
+    if "torch" not in sys.modules:  # nothing is trained then, and to import it takes seconds
+        return Facts(cfg, defaults=defaults)
+    from tune import processor
+
+    kind = processor.device_type(cfg.get("device", "auto"))
+    return Facts(
+        cfg, kind, processor.count_processes(), processor.capability(kind), starts=True, defaults=defaults
+    )  # fmt: skip
 
 
 def _rank() -> str:

@@ -17,6 +17,7 @@ from tune.config.instantiate import COMPONENT
 from tune.config.paths import find_config
 from tune.config.text import Values
 from tune.errors import TuneError
+from tune.rules import Facts, Level, judge
 from tune.secrets import without_secrets
 from tune.types import as_given, show
 
@@ -39,10 +40,8 @@ def load(recipe_default: str, arguments: Sequence[str]) -> DictConfig:
     """The settings of one run, every value resolved; raises one TuneError that lists all problems. `recipe_default` is
     the name or file of the YAML that has every key the recipe knows; `arguments` is the command line: `--config
     FILE_OR_NAME` and `key=value`."""
-    cfg, findings = read(recipe_default, arguments)
-    if findings:
-        count = f"{len(findings)} problems" if len(findings) > 1 else "a problem"
-        raise TuneError("\n  ".join([f"{count} in the configuration:", *findings]))
+    cfg, problems = read(recipe_default, arguments)
+    require_none(problems)
     return cfg
 
 
@@ -55,8 +54,33 @@ def read(recipe_default: str, arguments: Sequence[str], imports: bool = True) ->
     overrides, unreadable = _overrides(options.settings)
     default = text.read(find_config(recipe_default))
     layers = [default, *(text.read(file, f" ({file.name})") for file in files), overrides]
-    cfg, findings = combine(layers, imports)
-    return cfg, unreadable + findings
+    cfg, problems = combine(layers, imports)
+    return cfg, unreadable + problems
+
+
+def require_none(problems: Sequence[str]) -> None:
+    """Raise one TuneError that lists all problems, if there are any."""
+    if problems:
+        count = f"{len(problems)} problems" if len(problems) > 1 else "a problem"
+        raise TuneError("\n  ".join([f"{count} in the configuration:", *problems]))
+
+
+def settle(facts: Facts, problems: Sequence[str] = ()) -> None:
+    """Apply the rules to the settings of a run that begins now: they are changed here, and never again. `notes` has
+    what was changed, and warnings.
+
+    Raises:
+        TuneError: rules find errors, or there are `problems` already; the message lists both.
+    """
+    wrong = {problem.partition(": ")[0] for problem in problems}
+    findings = judge(facts, wrong={*wrong, "parallel.auto"} if wrong else ())  # no layout is planned for wrong settings
+    require_none([*problems, *(f"{finding}." for finding in findings if finding.level is Level.ERROR)])
+    facts.cfg.__dict__["_notes"] = [f"{finding.level}: {finding}" for finding in findings]
+
+
+def notes(cfg: DictConfig) -> list[str]:
+    """What the rules changed in the settings of a run when they were read, and warnings."""
+    return list(cfg.__dict__.get("_notes", ()))
 
 
 def save(cfg: DictConfig, folder: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from tune.distributed.activations import wrap_forward
 from tune.distributed.context_parallel import split
+from tune.distributed.determinism import cumsum, use_deterministic_kernels
 from tune.distributed.exchanges import Peers, summed
 from tune.distributed.expert_parallel import share_experts, shared_experts
 from tune.distributed.inference import LARGE, PackedWeights, inference, without_fsdp_hooks
@@ -25,7 +26,6 @@ from tune.distributed.parallelize import (
 )
 from tune.distributed.pipeline import Pipeline, Stage, from_its_stage, split_blocks, uncut
 from tune.distributed.plans import check_plan
-from tune.distributed.processor import cumsum, device_type, use_deterministic_kernels
 from tune.distributed.ray_train import is_ray_worker, report
 from tune.distributed.restarts import end_with_parent, launcher_store
 from tune.distributed.shards import full_tensor, layout_of, local_shard, norm_of_squares, sum_of_squares

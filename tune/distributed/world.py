@@ -17,11 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tune import rehearsal
+from tune.distributed.determinism import use_deterministic_kernels
 from tune.distributed.pace import PACE
-from tune.distributed.processor import device_type, present, require_kernels, use_deterministic_kernels
 from tune.distributed.restarts import end_with_parent, launcher_store, of_this_start
 from tune.distributed.srun import join_step
 from tune.errors import TuneError
+from tune.processor import device_type, present, require_kernels, use_expandable_segments
 
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -29,7 +30,6 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 T = TypeVar("T")
 OWN_GROUPS: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()  # that this module has made
 LATEST: "dict[dist.ProcessGroup, World]" = {}  # by its default process group, of which there is one at a time
-ALLOCATOR_SETTINGS = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
 
 
 @dataclass(frozen=True)
@@ -200,8 +200,7 @@ def join(
     if kind == "cuda":
         if torch.cuda.device_count() == 1:  # SLURM may show each task only its own GPU
             local_rank = 0
-        if not ALLOCATOR_SETTINGS & os.environ.keys():  # read when the device is first used
-            os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+        use_expandable_segments()
         if local_rank >= torch.cuda.device_count():
             found = torch.cuda.device_count()
             raise TuneError(f"device: process {local_rank} has no GPU; {found} found. Start fewer, or set device=cpu")
@@ -258,11 +257,14 @@ def init(
     loss_parallel: bool = True,
     max_seq_len: int = 1,
     deterministic: bool = False,
+    auto: bool = False,
 ) -> World:
     """Join the process group that a launcher (torchrun, SLURM, Ray) describes; without one, a group of one process.
 
     `deterministic` has a GPU take kernels that give the same bits each time (see `use_deterministic_kernels`); those of
     a CPU do anyway.
+
+    `auto` asks a recipe's entry point to plan the layout: it is false when this function is called.
 
     `pp_schedule` is one of `Pipeline`, and `pp_virtual` the stages of each process; None is 2 for interleaved, else 1.
     Stages share blocks by what these cost in a document of `max_seq_len` tokens. `zero_stage` is what FSDP's devices
@@ -277,6 +279,11 @@ def init(
     Raises:
         TuneError: the device is not available, or the mesh does not match the number of processes.
     """
+    if auto and not rehearsal.current():
+        raise TuneError(
+            "auto: true reached tune.distributed.init. The entry point plans the layout of the setting parallel.auto; "
+            "under another name, plan with `tune plan --search` and set the axes"
+        )
     if zero_stage == 3 and pp > 1:
         raise TuneError(
             f"parallel.zero_stage: with parallel.pp={pp} weights stay gathered in a step. Set it to 2 or less, or null"

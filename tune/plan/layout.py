@@ -8,53 +8,41 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
-from tune import distributed, rehearsal
+from tune import distributed
 from tune.devices import DEVICES, Device, named
 from tune.errors import TuneError
 from tune.plan.planning import Job
-from tune.types import as_given
+from tune.rules import Facts
 
 
-def layout_of(parallel: DictConfig, cfg: DictConfig) -> dict[str, Any]:
-    """The group `parallel` of the settings `cfg`, as `tune.distributed.init` takes it. With `parallel.auto`, `cfg` is
-    given the fastest layout that fits, with its micro-batch, checkpointing and offload: on all processes what the first
-    one finds, which tells it.
+def layout_of(run: Facts) -> dict[str, Any]:
+    """The settings of the fastest layout that fits, by their keys, and `parallel.auto` false.
+
+    Where the run starts, the first process plans, and the others get what it finds. Elsewhere no layout is searched,
+    only whether the recipe can be planned.
 
     Raises:
         TuneError: nothing fits, or the recipe, a setting or the device is not planned.
     """
-    if parallel.get("auto"):
-        here = distributed.join(cfg.get("device", "auto"), parallel.timeout)
-        if rehearsal.current():
-            return _rehearsed(parallel, cfg)
-        box: list[Any] = [None]
-        if dist.get_rank() == 0:
-            try:
-                settings: Any = OmegaConf.to_container(cfg, resolve=True)
-                # In a process of its own: planning makes groups of processes that are not there.
-                with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-                    box = [pool.submit(best, settings, described(here), dist.get_world_size()).result()]
-                print("parallel=auto:", *(f"{key}={as_given(value)}" for key, value in box[0].items()), flush=True)
-            except TuneError as error:
-                box = [TuneError(f"parallel.auto: {error}")]
-        dist.broadcast_object_list(box, src=0)
-        if isinstance(box[0], TuneError):
-            raise box[0]
-        for key, value in box[0].items():
-            OmegaConf.update(cfg, key, value)
-        parallel.auto = False  # config.yaml says what was chosen
-    return {str(name): value for name, value in parallel.items() if name != "auto"}
-
-
-def _rehearsed(parallel: DictConfig, cfg: DictConfig) -> dict[str, Any]:
-    """The group as it stands, if the recipe is planned: no layout is looked for. Raises TuneError."""
-    try:
-        Job(cfg, DEVICES["cpu"], dist.get_world_size())
-    except TuneError as error:
-        raise TuneError(f"parallel.auto: {error}") from error
-    return {str(name): value for name, value in parallel.items() if name != "auto"}
+    if not run.starts:
+        Job(run.cfg, DEVICES["cpu"], run.processes)
+        return {"parallel.auto": False}
+    here = distributed.join(run("device", "auto"), run("parallel.timeout", 60))
+    box: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            settings: Any = OmegaConf.to_container(run.cfg, resolve=True)
+            # In a process of its own: planning makes groups of processes that are not there.
+            with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+                box = [pool.submit(best, settings, described(here), dist.get_world_size()).result()]
+        except TuneError as error:
+            box = [error]
+    dist.broadcast_object_list(box, src=0)
+    if isinstance(box[0], TuneError):
+        raise box[0]
+    return {**box[0], "parallel.auto": False}
 
 
 def best(settings: dict[str, Any], device: Device, processes: int) -> dict[str, Any]:

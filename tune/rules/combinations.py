@@ -122,6 +122,46 @@ def _best(run: Facts) -> str:
     return str(run("checkpointer.keep_best", ""))
 
 
+def _other_loss(run: Facts) -> str:
+    """What is wrong with a loss that is of another kind than the recipe's: of preferences where the recipe has one of
+    tokens, scores where it has log-probs, or the reverse; "" if nothing is."""
+    component, usual = run("loss._component_"), run.usual("loss._component_")
+    if not usual or component == usual:
+        return ""
+    given, own = locate(component), locate(usual)
+    rows, usual_rows = getattr(given, "rows", None), getattr(own, "rows", None)
+    if (rows is None) != (usual_rows is None):
+        is_one = "is one" if rows else "is none"
+        return f"{component} {is_one} of preferences, unlike this recipe's, as {usual} is"
+    if rows is None:
+        problem = f"{component} is called with other values than {usual}, this recipe's: take one of its kind"
+        return "" if _is_called_like(given, own) else problem
+    of_scores, scored = not hasattr(given, "needs_reference"), not hasattr(own, "needs_reference")
+    if not scored and not of_scores and not hasattr(given, "reward"):
+        return f"{component} has no method reward(answers), which says what answers are worth to it"
+    if scored and of_scores and rows != usual_rows:
+        return f'{component} has rows = "{rows}": give it "{usual_rows}", as pairs have a margin here'
+    kind = "scores" if of_scores else "log-probs"
+    return f"{component} compares {kind}, unlike this recipe's {usual}" if of_scores != scored else ""
+
+
+def _is_called_like(component: Any, usual: Any) -> bool:
+    """Whether instances of `component` take the arguments that a recipe gives those of `usual`: all that have a place,
+    also where `usual` can do without, and those that have none and no default."""
+    wanted = inspect.signature(usual.__call__).parameters.values()
+    given = [each for each in wanted if each.default is each.empty or each.kind is each.POSITIONAL_OR_KEYWORD]
+    named = {each.name: None for each in given if each.kind is each.KEYWORD_ONLY}
+    try:
+        inspect.signature(component.__call__).bind(*[None] * (len(given) - len(named)), **named)
+    except TypeError:
+        return False
+    return True
+
+
+def _layout(run: Facts) -> Any:
+    return locate("tune.plan.layout_of")(run)  # which stands above the rules, and takes seconds to import
+
+
 def rule(id: str, key: Any, says: Any, why: str, when: Any) -> Rule:
     return Rule(id, Level.ERROR, key, "", "always", says, why, when)
 
@@ -138,6 +178,14 @@ COMBINATIONS = [
     rule("loss-of-whole-logits", "loss._component_", _unsupported("loss._component_"),
          "a head with all logits takes more memory than the model",
          lambda run: run("loss._component_") in UNSUPPORTED),
+    rule("loss-of-another-kind", "loss._component_", _other_loss,
+         "the recipe calls it with other arguments",
+         lambda run: run("loss._component_") not in UNSUPPORTED and _other_loss(run)),
+    rule("head-of-another-recipe", "model.head",
+         "{} is the head of what other recipes train: leave it out",
+         "the loss would be given other values than logits",
+         lambda run: run.defaults and run("model._component_") == "tune.models.build"
+         and run("model.head", "tokens") != run.usual("model.head", "tokens")),
     rule("decay-of-more-than-a-weight", "optimizer.weight_decay",
          lambda run: f"optimizer.lr={run('optimizer.lr')} times {run('optimizer.weight_decay')} is more than 1: a step "
          "would take off more than a whole weight. Lower one of them",
@@ -257,5 +305,9 @@ COMBINATIONS = [
     rule("best-validation-of-nothing", "checkpointer.keep_best", _give_validation,
          "it is never measured",
          lambda run: _validates_on_nothing(run) and _best(run).startswith("validation_")),
+    Rule("layout-that-is-planned", Level.CHANGED, "parallel.auto", "", "always",
+         "the layout is planned, with micro_batch_size and memory.*",
+         "it is the fastest one that fits, by `tune plan --search`",
+         lambda run: run.device and run("parallel.auto"), _layout),
 ]
-"""All of them, in the order of `docs/validate.md`."""
+"""Rules that follow from this library alone. The last one sees what the others have changed."""

@@ -4,7 +4,7 @@ import enum
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,6 +14,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from tune import devices
+from tune.errors import TuneError
+from tune.types import as_given
 
 GREAT = 1e9  # no limit
 
@@ -22,20 +24,30 @@ GREAT = 1e9  # no limit
 class Facts:
     """A run's settings, the machine it is for, and what the files of its model say without any weights.
 
-    `device` is cpu, cuda or mps; `capability` that of the GPU, where it is known. `is_here` says whether the machine is
-    this one.
+    `device` is cpu, cuda or mps, or None: rules about a machine are then skipped. `capability` is the GPU's, where it
+    is known. `is_here` says whether the machine is this one, and `starts` whether the run begins now, in this process.
+    `defaults` are the values of the recipe's own YAML.
     """
 
     cfg: DictConfig
-    device: str = "cpu"
+    device: str | None = None
     processes: int = 1
     capability: tuple[int, int] | None = None
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     is_here: bool = True
+    starts: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, key: str, default: Any = None) -> Any:
         """A setting, or the default where it is null or the recipe does not have it."""
         value = OmegaConf.select(self.cfg, key, throw_on_resolution_failure=False, throw_on_missing=False)
+        return default if value is None else value
+
+    def usual(self, key: str, default: Any = None) -> Any:
+        """What a setting is in the recipe's own YAML."""
+        value: Any = self.defaults
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
         return default if value is None else value
 
     def number(self, key: str, default: float = 0.0) -> float:
@@ -93,12 +105,12 @@ def _fields(folder: Any, name: str) -> dict[str, Any]:
 
 
 class Level(enum.StrEnum):
-    """`ERROR`: the run would fail or learn nothing. `HEAL`: a setting is changed. `WARN`: seldom what was meant.
-    `INFO`: what was not looked at."""
+    """`ERROR`: the run would fail or learn nothing. `CHANGED`: a setting gets another value. `WARNING`: seldom what was
+    meant. `INFO`: what was not checked."""
 
     ERROR = "error"
-    HEAL = "heal"
-    WARN = "warn"
+    CHANGED = "changed"
+    WARNING = "warning"
     INFO = "info"
 
 
@@ -118,10 +130,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class Rule:
-    """`key` is the setting to blame; `says` what is wrong with it and what to do, with its value for `{}`; `why` what
-    it costs. Both `key` and `says` may be functions of a run. `source` is an upstream thread (owner/name#number), empty
-    for what follows from this library; `since` is the version that has had it since then. `to` is the value that heals
-    it."""
+    """A condition `when` on a run that is an error, changes settings, or gives a warning.
+
+    `key` is the setting to blame. `says` is what is wrong with it and what to do, with its value for `{}`; `why` what
+    the mistake costs. `key` and `says` may be functions of a run. `source` is an upstream thread (owner/name#number),
+    empty for what follows from this library; `since` is the version that has behaved so since then. `changes` gives the
+    new values of settings by their dotted keys: rules of the level CHANGED have it.
+    """
 
     id: str
     level: Level
@@ -131,7 +146,7 @@ class Rule:
     says: str | Callable[[Facts], str]
     why: str
     when: Callable[[Facts], Any]
-    to: Any = None
+    changes: Callable[[Facts], dict[str, Any]] | None = None
 
     @property
     def link(self) -> str:
@@ -147,14 +162,20 @@ class Rule:
         """What is wrong and what to do."""
         return self.says.format(facts(self.place(facts))) if isinstance(self.says, str) else self.says(facts)
 
-    def judge(self, facts: Facts, strict: bool = False) -> Finding | None:
-        """The finding if it holds; a healing rule then changes the setting, unless `strict`."""
-        if not self.when(facts):
+    def judge(self, facts: Facts, strict: bool = False, wrong: Collection[str] = ()) -> Finding | None:
+        """The finding if the condition holds, but for settings that are `wrong` already. Settings in `facts.cfg` are
+        changed, unless `strict`: a change is then an error."""
+        if not self.when(facts) or self.place(facts) in wrong:
             return None
-        message, level, place = self.said(facts), self.level, self.place(facts)
-        if level is Level.HEAL:
-            if strict:
-                level = Level.ERROR
-            else:
-                OmegaConf.update(facts.cfg, place, self.to)
-        return Finding(level, place, f"{message}: {self.why}", self.id, self.link)
+        place, level, message = self.place(facts), self.level, f"{self.said(facts)}: {self.why}"
+        if self.changes and strict:
+            level = Level.ERROR
+        elif self.changes:
+            try:
+                changes = self.changes(facts)
+            except TuneError as error:
+                return Finding(Level.ERROR, place, str(error).removeprefix(f"{place}: "), self.id, self.link)
+            for key, value in changes.items():
+                OmegaConf.update(facts.cfg, key, value)
+            message += "; now " + " ".join(f"{key}={as_given(value)}" for key, value in changes.items())
+        return Finding(level, place, message, self.id, self.link)

@@ -44,7 +44,6 @@ from tune.lookup import in_shell
 from tune.models import HuggingFaceModel, without_names
 from tune.peft import untrained_tokens
 from tune.quantization import count_parameters
-from tune.rules import Facts, Level, judge
 from tune.run import run_folder
 from tune.run.flops import flops_per_token, peak_flops
 from tune.run.hardware import attention_notes, disk_note, peak_memory_gib, planned_memory
@@ -106,8 +105,7 @@ class Run:
         tensorboard: bool = False,
         wandb: WandbOptions = WANDB_OFF,
     ):
-        """`settings` are all those of the recipe, to be recorded in config.yaml and W&B. The rules of `tune.rules`
-        judge them: they raise, warn, or change a value in `settings`, which the recipe reads afterwards."""
+        """`settings` are all settings of the recipe, to be recorded in config.yaml and W&B."""
         self.__class__ = rehearsal.stand_in(type(self))
         require_installed(tensorboard, wandb)
         self.recipe, self.world, self.settings = recipe, world, settings
@@ -137,7 +135,8 @@ class Run:
 
         if self.store:
             self.info(f"{self.path} is uploaded to {self.store.name} while the run goes on")
-        self._apply_rules()
+        for note in config.notes(settings):
+            self.info(note)
 
     def _open_folder(self, chosen: str, resume: str) -> None:
         """Lock the run folder `chosen`, a path or a URL, and check that this run can use it."""
@@ -157,15 +156,6 @@ class Run:
         else:
             run_folder.require_shared(mark, world)
         run_folder.require_same_files(OmegaConf.to_container(self.settings, resolve=True), world)
-
-    def _apply_rules(self) -> None:
-        device = self.world.device
-        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        found = judge(Facts(self.settings, device.type, self.world.size, capability))
-        if errors := [str(finding) for finding in found if finding.level is Level.ERROR]:
-            raise TuneError("\n  ".join(errors))
-        for finding in found:
-            self.info(f"{'changed' if finding.level is Level.HEAL else 'warning'}: {finding}")
 
     def __enter__(self) -> Self:
         return self

@@ -13,8 +13,8 @@ from pathlib import Path
 from omegaconf import DictConfig
 from packaging.requirements import Requirement
 
-from tune.distributed import device_type
 from tune.errors import TuneError
+from tune.processor import device_type
 from tune.rules import Facts, Finding, Level, judge
 from tune.validate.rehearse import Recipe, described, is_limit, is_own, rehearse
 
@@ -62,7 +62,7 @@ class Findings:
     def add_note(self, message: str) -> None:
         """Keep what a run would warn of."""
         if message.startswith("warning: "):
-            self.add(message.removeprefix("warning: "), level=Level.WARN)
+            self.add(message.removeprefix("warning: "), level=Level.WARNING)
 
 
 def validate(
@@ -74,15 +74,20 @@ def validate(
 
     `settings` are problems of `cfg` itself. Of the data the first `rows` are read, or all of them (None).
     """
-    findings = Findings(settings)
+    wrong_device = ""
     try:
         kind = device or device_type(cfg.get("device", "auto"))
     except TuneError as error:
-        findings.add(str(error), "device")
-        kind = "cpu"
+        wrong_device, kind = str(error), "cpu"
+    judged = judge(Facts(cfg, kind, processes, capability, is_here=device is None), strict)
+    by_rules = tuple(str(finding) for finding in judged)  # reading the settings has found some of these, too
+    findings = Findings([problem for problem in settings if not problem.startswith(by_rules)])
+    wrong = {finding.place for finding in findings.all}
+    findings.all += [finding for finding in judged if finding.place not in wrong]
+    if wrong_device:
+        findings.add(wrong_device, "device")
     if kind == "mps" and processes > 1:
         findings.add(f"device: mps is one device; found {processes} processes. Start one process, or set device=cpu")
-    findings.all += judge(Facts(cfg, kind, processes, capability, is_here=device is None), strict)
     _require_versions(findings)
     try:
         found = Recipe(recipe)

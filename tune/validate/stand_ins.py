@@ -72,9 +72,6 @@ class RehearsedRun(Run):
         assert found is not None
         return found
 
-    def _apply_rules(self) -> None:
-        """`tune.validate` has, for the machine that the run is for."""
-
     def __exit__(self, *_: object) -> None:
         self.temporary.cleanup()
 

@@ -1,4 +1,4 @@
-"""The device of a process: its type, why torch does not see a GPU that is there, and kernels that repeat bitwise."""
+"""The device of a process: its type and capability, and why torch does not see a GPU that is there."""
 
 import os
 import platform
@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from packaging.version import Version
-from torch import Tensor
 
 from tune.errors import TuneError
 
@@ -19,6 +18,7 @@ OLDEST_DRIVERS = {11: "450.80", 12: "525.60", 13: "580.65"}
 SELECTOR = "the selector at pytorch.org (Get Started) gives the command"
 HIDES_ALL = ("", "-1", "NoDevFiles")  # values of CUDA_VISIBLE_DEVICES
 PROC = Path("/proc/driver/nvidia")
+ALLOCATOR_SETTINGS = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
 
 
 def device_type(device: str) -> str:
@@ -40,6 +40,28 @@ def present() -> list[str]:
     """The types of device that torch can use here, the fastest first."""
     is_present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     return [kind for kind, is_here in is_present.items() if is_here]
+
+
+def count_processes() -> int:
+    """The processes of this run, as the launcher describes them."""
+    return int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS") or 1)
+
+
+def use_expandable_segments() -> None:
+    """Have torch's allocator grow its segments, unless the environment says otherwise. Call it before the first use of
+    a GPU, when torch reads the environment."""
+    if not ALLOCATOR_SETTINGS & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
+def capability(kind: str) -> tuple[int, int] | None:
+    """The compute capability of this process's GPU; None for another type of device, or where there is no such GPU."""
+    local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
+    index = 0 if torch.cuda.device_count() == 1 else local_rank
+    if kind != "cuda" or index >= torch.cuda.device_count():
+        return None
+    use_expandable_segments()
+    return torch.cuda.get_device_capability(index)
 
 
 def why_no_cuda() -> str:
@@ -124,40 +146,3 @@ def _capability(architecture: str) -> tuple[int, int]:
     """sm_90a -> (9, 0)"""
     digits = re.sub(r"\D", "", architecture.partition("_")[2])
     return int(digits[:-1]), int(digits[-1])
-
-
-def use_deterministic_kernels() -> None:
-    """Have torch take kernels on a GPU that give the same bits when they are run again: a training with the same seed,
-    data and versions on the same devices then repeats bitwise, also from a checkpoint. What has no such kernel raises
-    RuntimeError. It is slower, most of all attention's backward. Call it before the first operation on a GPU.
-
-    It is `torch.use_deterministic_algorithms(True)`, with what that leaves to its callers: cuBLAS's workspace, cuDNN's
-    and inductor's choice of kernels by time, and NCCL's sums inside of switches. Variables of the environment that are
-    set already stay as they are.
-    """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    os.environ.setdefault("NCCL_ALGO", "^NVLS,NVLSTree")
-    os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
-    if "torch._inductor.config" in sys.modules:  # which has read the environment
-        sys.modules["torch._inductor.config"].deterministic = True  # type: ignore[attr-defined]
-    torch.backends.cudnn.benchmark = False
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it
-
-
-def cumsum(values: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """As `torch.cumsum`, also with `use_deterministic_kernels`: of floating-point numbers, torch has no such kernel."""
-    is_exact = not (dtype or values.dtype).is_floating_point
-    if is_exact or not values.is_cuda or not torch.are_deterministic_algorithms_enabled():
-        return values.cumsum(dim, dtype=dtype)
-    return _sums_by_doubling(values if dtype is None else values.to(dtype), dim)
-
-
-def _sums_by_doubling(values: Tensor, dim: int) -> Tensor:
-    """Each time, the sums of so many numbers become those of twice as many (Hillis and Steele, 1986)."""
-    sums, size, count = values, values.shape[dim], 1
-    while count < size:
-        before = sums.narrow(dim, 0, size - count)
-        sums = torch.cat([sums.narrow(dim, 0, count), sums.narrow(dim, count, size - count) + before], dim=dim)
-        count *= 2
-    return sums

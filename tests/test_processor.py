@@ -1,16 +1,13 @@
 """Machines as users have them: a GPU that torch does not see. `nvidia-smi` is a script that prints what the real one
 does."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tune import distributed
-from tune.distributed import processor
+from tune import distributed, processor
 from tune.errors import TuneError
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -91,7 +88,7 @@ def test_a_container_that_was_not_given_the_gpu(gpu):
 def test_a_machine_without_a_gpu_is_a_cpu(driver, gpu):
     """Also one with the tools of a driver that finds none."""
     gpu(driver, code=9)
-    assert distributed.device_type("auto") == "cpu"
+    assert processor.device_type("auto") == "cpu"
 
 
 def test_the_cpu_can_be_chosen(gpu):
@@ -118,25 +115,3 @@ def test_a_gpu_without_kernels(built, capability, runs, monkeypatch):
         return processor.require_kernels(torch.device("cuda", 0))
     with pytest.raises(TuneError, match=rf"device: Tesla V100.* {capability[0]}\.{capability[1]}, and .*pytorch\.org"):
         processor.require_kernels(torch.device("cuda", 0))
-
-
-def test_deterministic_kernels():
-    """In a process of its own: they stay. What the user has set stays, too."""
-    code = (
-        "import os, torch; from tune import distributed; distributed.use_deterministic_kernels();"
-        "print(torch.are_deterministic_algorithms_enabled(), os.environ['CUBLAS_WORKSPACE_CONFIG'], "
-        "torch.utils.deterministic.fill_uninitialized_memory);"
-        "import torch._inductor.config as config; print(config.deterministic)"
-    )
-    environ = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, check=True).stdout
-    assert out.split() == ["True", ":16:8", "False", "True"]
-
-
-@pytest.mark.parametrize("shape", [(3, 1), (2, 7), (1, 1000), (4, 64, 5)])
-def test_sums_by_doubling_are_running_sums(shape):
-    values = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    expected, found = values.cumsum(1), processor._sums_by_doubling(values, 1)
-    assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
-    weights = torch.randn(shape, dtype=torch.float64)
-    assert torch.allclose(*(torch.autograd.grad((each * weights).sum(), values)[0] for each in (found, expected)))
