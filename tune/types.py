@@ -89,9 +89,12 @@ def mismatch(value: Any, kind: Any) -> str:
         return ""
     if wrong := _wrong_element(value, kind):
         return f"in {show(value)}, {wrong}"
-    one = f" Write it as one: [{as_given(value)}]." * (isinstance(value, str | int | float) and fits([value], kind))
-    quotes = " Write it in quotes." if isinstance(value, int | float) and fits("text", kind) else one
-    return f"{show(value)} is not {describe(kind)}.{quotes}"
+    hint = ""
+    if isinstance(value, int | float) and fits("text", kind):
+        hint = " Write it in quotes."
+    elif isinstance(value, str | int | float) and fits([value], kind):
+        hint = f" Write it as one: [{as_given(value)}]."
+    return f"{show(value)} is not {describe(kind)}.{hint}"
 
 
 def _wrong_element(value: Any, kind: Any) -> str:

@@ -224,10 +224,6 @@ def test_optimizers_can_be_exchanged_by_name(recipe: str, component: str, inheri
         (["validate_every=10"], "validate_every: there is nothing to validate on."),
         (["dtype=fp16", "master_dtype=bf16"], "master_dtype: with dtype=fp16 trained parameters are in fp32: leave it"),
         (
-            ["optimizer_in_backward=true"],
-            "optimizer_in_backward: is not a setting. Copy the recipe and change four lines",
-        ),
-        (
             ["memory.activation_offload=true", "memory.activation_checkpointing=selective"],
             "memory.activation_offload: what activation_checkpointing=selective keeps is offloaded only from compiled",
         ),

@@ -51,7 +51,8 @@ def checkpoint_at(path: Path) -> Path:
     """The checkpoint that `resume` names: itself, or the newest of a run. Raises TuneError if it is not complete."""
     with explained(f"resume: {path} cannot be read", OSError):  # a name too long for a file, a folder of others
         inside = sorted(path.glob(CHECKPOINT)) or sorted(path.glob(f"checkpoints/{CHECKPOINT}"))
-        found = path if path.name.startswith("step-") else inside[-1] if inside else path
+        is_itself = path.name.startswith("step-") or not inside
+        found = path if is_itself else inside[-1]
         is_complete = (found / ".metadata").exists() and (found / "state.json").exists()
     if not is_complete:
         raise TuneError(f"resume: {path} is neither a complete checkpoint (step-*) nor a run folder that has one")

@@ -25,8 +25,11 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     for folder in sorted(path.glob("checkpoints/*"), key=lambda folder: folder.name.lstrip(".")):
         if name := re.match(r"(\.?)step-(\d+)", folder.name):
             values = ("".join(map(number, known[steps == int(name[2])])) for steps, known in map(run.known, metrics))
-            state = "unfinished" if name[1] else "best" if int(name[2]) == run.best else "complete"
-            state = state if name[1] or not options.verify or not found_damage(folder) else "damaged"
+            state = "best" if int(name[2]) == run.best else "complete"
+            if name[1]:
+                state = "unfinished"
+            elif options.verify and found_damage(folder):
+                state = "damaged"
             rows.append([folder.name, gib(folder), state, *values])
     if len(rows) == 1:
         raise TuneError(f"{path} has no checkpoints yet: checkpointer.every says how often one is written")

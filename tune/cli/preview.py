@@ -101,7 +101,7 @@ def report(parts: dict[str, tuple], tables: list[str], warnings: list[str], colo
         for number, row in enumerate(rows, 1):
             tokens = sum(len(document.tokens) for document in row)
             packing = f", {tokens:,} of {capacity:,} tokens ({tokens / capacity:.1%} full)" if capacity else ""
-            documents = f"{len(row)} document{'s' * (len(row) > 1)}"
+            documents = f"{len(row)} documents" if len(row) > 1 else "1 document"
             yield Text(f"\n{name}, row {number}: {documents}{packing}", "bold")
             for document in row:
                 learned = np.count_nonzero(document.sample.labels != IGNORE)

@@ -19,7 +19,9 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("folder", metavar="FOLDER", nargs="?", type=local_path, default=Path("runs"))
     folder = parser.parse_args(arguments).folder
     runs = sorted((read(each, TAIL) for each in find(folder)), key=lambda run: run.started)
-    names = ["step", "loss", "validation_loss", *["reward"] * any("reward" in run.columns for run in runs)]
+    names = ["step", "loss", "validation_loss"]
+    if any("reward" in run.columns for run in runs):
+        names.append("reward")
     rows = [("run", "state", "recipe", *(name.replace("_", " ") for name in names), "GiB", "began")]
     for run in runs:
         metrics = [run.shown(name) for name in names]

@@ -230,8 +230,8 @@ def row(folder: Path, run: dict[str, str], metric: str, failed: bool) -> dict[st
     """What became of a run. One that Ray has ended early may have had no time to note it."""
     steps, values = [0, *(step for step, _ in measured(folder, "step"))], measured(folder, metric)
     is_done = (folder / "run.json").exists() and records.read(folder).state == "done"
+    state = "done" if is_done else "ended early"
     return {
         "settings": run, "value": values[-1][1] if values else None, "step": values[-1][0] if values else None,
-        "steps": steps[-1],
-        "state": "failed" if failed else "done" if is_done else "ended early", "folder": str(folder),
+        "steps": steps[-1], "state": "failed" if failed else state, "folder": str(folder),
     }  # fmt: skip

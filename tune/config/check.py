@@ -11,7 +11,7 @@ from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue, OmegaConfBaseException
 
 from tune.config.instantiate import COMPONENT
-from tune.config.options import MOVED, OFF_BY_DEFAULT, OPTIONS
+from tune.config.options import OFF_BY_DEFAULT, OPTIONS
 from tune.config.paths import find_config, list_recipes
 from tune.config.text import Layer, Values
 from tune.errors import TuneError
@@ -118,8 +118,7 @@ class _Combination:
         for name, value in values.items():
             key, place = f"{prefix}{name}", cast(Any, default.get(name))
             if name not in default:
-                hint = f" {MOVED[key]}" if key in MOVED else self._place_of(str(name), default, prefix)
-                hint = hint or _elsewhere(key) or " --help lists all of them."
+                hint = self._place_of(str(name), default, prefix) or _elsewhere(key) or " --help lists all of them."
                 self.findings.append(f"{key}: is not a setting.{hint}{origin}")
             elif _is_group(place) and not isinstance(value, dict):
                 keys = f"a group of keys, not the single value {show(value)}. Its keys: {', '.join(place)}."

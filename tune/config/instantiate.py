@@ -83,7 +83,9 @@ def instantiate_weighted(setting: Any, key: str = "reward") -> list[tuple[str, C
     Each is a dotted path or a component: a function that gets the other keys as further arguments, or a class whose
     instances are called."""
     found = list[tuple[str, Callable[..., Any], float]]()
-    for each in setting if isinstance(setting, ListConfig | list) else [setting] * (setting is not None):
+    if setting is None:
+        return found
+    for each in setting if isinstance(setting, ListConfig | list) else [setting]:
         values: Any = {COMPONENT: each} if isinstance(each, str) else each
         if not isinstance(values, Mapping | DictConfig) or not isinstance(values.get(COMPONENT), str):
             raise TuneError(f"{key}: {each} is not the dotted path of a function, nor has it the key {COMPONENT}")

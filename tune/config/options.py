@@ -76,11 +76,5 @@ TYPES: list[tuple[Any, str]] = [
 ]
 OPTIONS: dict[str, Any] = {key: kind for kind, keys in TYPES for key in keys.split()}
 
-# Settings that there are no more, and what to do instead.
-MOVED = {
-    "optimizer_in_backward": "Copy the recipe and change four lines: 'Update each parameter in the backward' in "
-    "docs/changes.md.",
-}
-
 # A setting that is null by default, and the component whose arguments it has where it names none.
 OFF_BY_DEFAULT = {"adapter": "tune.peft.adapter"}

@@ -118,7 +118,12 @@ def _config(params: dict[str, Any], whole: Callable[[str], Tensor]) -> tuple[dic
         factor = 32.0 if tied else 8.0
         rope |= {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         rope["original_max_position_embeddings"] = 8192
-    length = 131072 if scaled else 8192 if llama3 else 16384 if rope["rope_theta"] > 10000 else 4096
+    if scaled:
+        length = 131072
+    elif llama3:
+        length = 8192
+    else:
+        length = 16384 if rope["rope_theta"] > 10000 else 4096
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

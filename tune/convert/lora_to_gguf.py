@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tune.convert.to_gguf import llama_cpp_tensors, require_supported
+from tune.convert.to_gguf import architecture_of, llama_cpp_tensors
 from tune.errors import TuneError
 from tune.files import written_aside
 from tune.peft import LoRALinear, adapted_modules
@@ -14,7 +14,7 @@ def export_gguf_lora(model: Any, file: Path, model_type: str) -> None:
     it trains more than low-rank matrices of linear layers, or there is none."""
     import gguf
 
-    architecture = require_supported(model.config, model_type)
+    architecture = architecture_of(model.config, model_type)
     layers: dict[str, Any] = dict(adapted_modules(model))
     parts = {id(part) for layer in layers.values() for part in (layer.lora_a, layer.lora_b)}
     others = [name for name, part in model.named_parameters() if part.requires_grad and id(part) not in parts]

@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,7 @@ def export_gguf(
     """
     with needs("hf", "GGUF"):
         import gguf
-    architecture = require_supported(model.config, model_type)
+    architecture = architecture_of(model.config, model_type)
     kinds = gguf.GGMLQuantizationType
     rope, factors = _ropes(model.config)[0], {}
     if rope and rope.kind in ("llama3", "longrope"):  # what frequencies are divided by
@@ -185,47 +185,79 @@ def export_gguf(
     return notes
 
 
-def require_supported(config: Any, model_type: str) -> Architecture:
-    """How llama.cpp calls the family. Raises TuneError if it has none such, or not all that this model needs."""
+# What only some models compute, by the names in `Architecture.also`: whether a model of this config does.
+PARTS: dict[str, Callable[[Any], bool]] = {
+    "a head that scores": lambda config: config.scores,
+    "an untied head": lambda config: not config.tied_head,
+    "biases": lambda config: any(part.bias for part in _attentions(config)),
+    "output biases": lambda config: any(part.output_bias for part in _attentions(config)),
+    "feed-forward biases": lambda config: any(getattr(layer.mlp, "bias", False) for layer in config.layers),
+    "this clamp of experts": lambda config: any(
+        getattr(layer.mlp, "clamp", None) not in (None, (1.702, 7.0)) for layer in config.layers
+    ),
+    "unrotated layers": lambda config: any(part.rope is None for part in _attentions(config)),
+    NORMALISED: lambda config: any(router.normalized for router in _routers(config)),
+    "layers without experts among others": lambda config: len({type(layer.mlp) for layer in config.layers}) > 1,
+    "groups of experts": lambda config: any(router.num_groups > 1 for router in _routers(config)),
+    "other bounds of YaRN (beta_fast, beta_slow)": lambda config: any(
+        (rope.scaling.get("beta_fast") or 32, rope.scaling.get("beta_slow") or 1) != (32, 1)
+        for rope in _ropes(config)
+        if rope
+    ),
+}
+
+
+def architecture_of(config: Any, model_type: str) -> Architecture:
+    """The family in llama.cpp. Raises TuneError if llama.cpp has no such family, or computes a part of this model
+    otherwise."""
     converter = (
         "llama.cpp's own converter may: `python convert_hf_to_gguf.py FOLDER` of the model in Hugging Face layout"
     )
-    if (found := ARCHITECTURES.get(model_type)) is None:
+    if model_type not in ARCHITECTURES:
         families = ", ".join(ARCHITECTURES)
         raise TuneError(f"GGUF: '{model_type}' models are not written here, but those of {families}; {converter}")
-    layers, parts = config.layers, [layer.attention for layer in config.layers]
-    normalised = {layer.mlp.router.normalized for layer in layers if isinstance(layer.mlp, ExpertsConfig)}
-    special = [each.rope is None if model_type == "smollm3" else not each.window for each in parts]
-    scalings = [rope.scaling for rope in _ropes(config) if rope]
-    ramps = [(each.get("beta_fast") or 32, each.get("beta_slow") or 1) for each in scalings]
-    needed = {
-        "a head that scores": config.scores,
-        "an untied head": not config.tied_head,
-        "biases": any(each.bias for each in parts),
-        "output biases": any(each.output_bias for each in parts),
-        "feed-forward biases": any(getattr(layer.mlp, "bias", False) for layer in layers),
-        "layers without biases": model_type in ("starcoder2", "gpt_oss") and not parts[0].bias,
-        "this clamp of experts": any(getattr(layer.mlp, "clamp", None) not in (None, (1.702, 7.0)) for layer in layers),
-        "unrotated layers": any(each.rope is None for each in parts),
-        NORMALISED: True in normalised,
-        "experts that are not normalised": False in normalised and NORMALISED in found.also,
-        "layers without experts among others": len({type(layer.mlp) for layer in layers}) > 1,
-        "groups of experts": any(layer.mlp.router.num_groups > 1 for layer in layers if hasattr(layer.mlp, "router")),
-        "grouped-query attention": model_type == "olmoe" and parts[0].num_kv_heads != parts[0].num_heads,
-        "heads of this size": model_type == "exaone4" and parts[0].head_dim * parts[0].num_heads != config.hidden_size,
-        "this order of layers": found.every
-        and special != [(at + 1) % found.every == 0 for at in range(len(layers))]
-        and not (model_type == "exaone4" and all(special)),
-        "windows but in 64 layers": model_type == "exaone4" and all(special) == (len(layers) == 64),
-        f"the activation {layers[0].mlp.activation}": layers[0].mlp.activation != found.activation,
-        "this scale of attention": not found.name.startswith("granite")
-        and any(each.scale not in (None, each.head_dim**-0.5) for each in parts),
-        "other bounds of YaRN (beta_fast, beta_slow)": any(bounds != (32, 1) for bounds in ramps),
-        **{f"{rope.kind}": rope.kind != "default" for rope in _ropes(config) if rope},
-    }
-    if lacking := [what for what, is_needed in needed.items() if is_needed and what not in found.also.split(", ")]:
-        raise TuneError(f"GGUF: llama.cpp's {found.name} does not know {', '.join(lacking)}; {converter}")
-    return found
+    architecture = ARCHITECTURES[model_type]
+    needed = [name for name, is_in in PARTS.items() if is_in(config)]
+    needed += [rope.kind for rope in _ropes(config) if rope and rope.kind != "default"]
+    missing = [name for name in needed if name not in architecture.also.split(", ")]
+    missing += _unlike_the_family(config, model_type, architecture)
+    if missing:
+        raise TuneError(f"GGUF: llama.cpp's {architecture.name} does not know {', '.join(missing)}; {converter}")
+    return architecture
+
+
+def _unlike_the_family(config: Any, model_type: str, architecture: Architecture) -> Iterator[str]:
+    """What all models of a family have in common in llama.cpp, and this one has otherwise."""
+    layers, parts = config.layers, _attentions(config)
+    first = parts[0]
+    if model_type in ("starcoder2", "gpt_oss") and not first.bias:
+        yield "layers without biases"
+    if NORMALISED in architecture.also and any(not router.normalized for router in _routers(config)):
+        yield "experts that are not normalised"
+    if model_type == "olmoe" and first.num_kv_heads != first.num_heads:
+        yield "grouped-query attention"
+    if model_type == "exaone4" and first.head_dim * first.num_heads != config.hidden_size:
+        yield "heads of this size"
+    special = [part.rope is None if model_type == "smollm3" else not part.window for part in parts]
+    without_windows = model_type == "exaone4" and all(special)
+    in_turn = [(number + 1) % architecture.every == 0 for number in range(len(layers))] if architecture.every else []
+    if architecture.every and special != in_turn and not without_windows:
+        yield "this order of layers"
+    if model_type == "exaone4" and without_windows == (len(layers) == 64):
+        yield "windows but in 64 layers"
+    if layers[0].mlp.activation != architecture.activation:
+        yield f"the activation {layers[0].mlp.activation}"
+    has_own_scale = any(part.scale not in (None, part.head_dim**-0.5) for part in parts)
+    if has_own_scale and not architecture.name.startswith("granite"):
+        yield "this scale of attention"
+
+
+def _attentions(config: Any) -> list[Any]:
+    return [layer.attention for layer in config.layers]
+
+
+def _routers(config: Any) -> list[Any]:
+    return [layer.mlp.router for layer in config.layers if isinstance(layer.mlp, ExpertsConfig)]
 
 
 def llama_cpp_tensors(
@@ -272,7 +304,8 @@ def _shape(config: Any, architecture: Architecture) -> dict[str, Any]:
     attention, experts = layer.attention, [each.mlp for each in config.layers if isinstance(each.mlp, ExpertsConfig)]
     mlp, router = (experts[0], experts[0].router) if experts else (layer.mlp, None)
     window = next((each.attention.window for each in config.layers if each.attention.window), 0)
-    has_windows = "windows" in architecture.also
+    if "windows" not in architecture.also:
+        window = 0 if architecture.name == "phi3" else None
     shape = {
         "block_count": len(config.layers), "embedding_length": config.hidden_size, "vocab_size": config.vocab_size,
         "head_count": attention.num_heads, "head_count_kv": attention.num_kv_heads,
@@ -280,7 +313,7 @@ def _shape(config: Any, architecture: Architecture) -> dict[str, Any]:
         "layer_norm_eps" if config.norm.kind == "layer" else "layer_norm_rms_eps": config.norm.eps,
         "expert_count": router and router.num_experts, "expert_used_count": router and router.chosen,
         "expert_feed_forward_length": router and mlp.size, "expert_shared_feed_forward_length": router and mlp.shared,
-        "sliding_window": window if has_windows else 0 if architecture.name == "phi3" else None,
+        "sliding_window": window,
         "rope_freq_base_swa": sliding and sliding.theta,
         "attn_logit_softcapping": attention.softcap, "final_logit_softcapping": config.logit_softcap,
         "logit_scale": None if config.logit_scale == 1 else config.logit_scale,

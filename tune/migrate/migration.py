@@ -164,7 +164,9 @@ class Migration:
             notes = list(dict.fromkeys(note for each in into.values() for note in each.notes))
             ours = [f"{name}={show(each.value)}" for name, each in into.items() if name[0] != "_"]
             usual = all(self.is_own(name, each.value) for name, each in into.items())
-            status = "differs" if notes else "same by default" if usual else "converted"
+            status = "same by default" if usual else "converted"
+            if notes:
+                status = "differs"
             if key not in self.said and not ours:
                 self.said[key] = "no counterpart", "nothing here takes it"
             status, why = self.said.get(key, (status, ""))

@@ -24,7 +24,10 @@ Arguments = dict[str, Setting]  # of rows: the arguments of tune.datasets.load
 
 
 def model(run: Migration, key: str, value: str) -> None:
-    target = "teacher.path" if "teacher" in key else "reference" if key == "ref_model" else "model.path"
+    if "teacher" in key:
+        target = "teacher.path"
+    else:
+        target = "reference" if key == "ref_model" else "model.path"
     run.put(key, *_folder(value, target))
 
 
@@ -91,7 +94,7 @@ def beta(run: Migration, key: str, value: float) -> None:
     if run.recipe != "distill":
         run.put(key, value, ["kl", "loss.beta"])
         return
-    name = "ForwardKL" if value == 0 else "ReverseKL" if value == 1 else "JensenShannon"
+    name = {0: "ForwardKL", 1: "ReverseKL"}.get(value, "JensenShannon")
     run.set("loss._component_", f"tune.losses.{name}", key)
     if name == "JensenShannon":
         run.set("loss.beta", value, key)
@@ -233,8 +236,8 @@ def precision(run: Migration) -> None:
         run.said.update(dict.fromkeys([*bf16.sources, *fp16.sources], why))
     elif computed.value is not None or is_fp16:
         note = "with a loss scale; bf16 needs none, on GPUs that have it" if is_fp16 else ""
-        kind = "fp16" if is_fp16 else "bf16" if is_bf16 else "fp32"
-        run.set("dtype", kind, *computed.sources, *fp16.sources, note=note)
+        kind = "bf16" if is_bf16 else "fp32"
+        run.set("dtype", "fp16" if is_fp16 else kind, *computed.sources, *fp16.sources, note=note)
     in_bf16 = "bf" in said["weights"] or (run.peer == "axolotl" and is_bf16)
     if in_bf16 and not run.has_adapter and run.takes("master_dtype"):
         run.set("master_dtype", "bf16", *(weights.sources or bf16.sources), note=ROUNDED)
@@ -336,7 +339,9 @@ def data(run: Migration) -> None:
     for each in (*sources, *held_out[:1]):
         _settle(each)
         # Prompts are no texts to learn, and of pairs the messages are what comes before the answers.
-        asks = "text" if "prompts_per_step" in run.defaults else "messages" if run.recipe in COMPARE else None
+        asks = "messages" if run.recipe in COMPARE else None
+        if "prompts_per_step" in run.defaults:
+            asks = "text"
         if "columns" in each and asks in each["columns"].value:
             columns = {"prompt" if ours == asks else ours: theirs for ours, theirs in each["columns"].value.items()}
             each["columns"].value = {ours: theirs for ours, theirs in columns.items() if ours != theirs}

@@ -90,7 +90,8 @@ def prepare_scores(model: Any, tokenizer: Tokenizer) -> None:
 
 def as_reward_model(fields: dict[str, Any], pad_id: int | None) -> dict[str, Any]:
     """config.json for transformers' `AutoModelForSequenceClassification`, from that of the model it was made of."""
-    kind = "Text" * str(fields.get("model_type")).endswith("_text") + "ForSequenceClassification"
+    is_text = str(fields.get("model_type")).endswith("_text")
+    kind = "TextForSequenceClassification" if is_text else "ForSequenceClassification"
     names = [re.sub(r"(Text)?For[A-Z]\w+$", kind, name) for name in fields.get("architectures") or []]
     text = fields.get("text_config", fields)
     text["pad_token_id"] = text.get("pad_token_id") if pad_id is None else pad_id

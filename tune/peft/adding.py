@@ -203,7 +203,9 @@ def adapted_layers(model: nn.Module, lora: LoRA) -> dict[str, Any]:
 
 def _unsupported(name: str, layer: nn.Module, chosen: Collection[str], names: Names, lora: LoRA) -> str | None:
     """Why the layer `name` cannot be adapted together with all that are `chosen`."""
-    kind = "dora=true" if lora.dora else f"init={lora.init}" if lora.init != "default" else ""
+    kind = f"init={lora.init}" if lora.init != "default" else ""
+    if lora.dora:
+        kind = "dora=true"
     if isinstance(layer, nn.Embedding):
         kind = kind if type(layer) is nn.Embedding else type(layer).__name__
         return f"is an embedding, which {kind} does not support; leave it out" if kind else None

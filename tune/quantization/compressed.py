@@ -119,7 +119,10 @@ class Compressor:
             "num_bits": 4 if self.group else 8, "type": "float" if is_float else "int", "symmetric": True,
             "strategy": "group" if self.group else "channel", "group_size": self.group, "dynamic": False,
         }  # fmt: skip
-        form = "float-quantized" if is_float else "int-quantized" if self.dynamic else "pack-quantized"
+        if is_float:
+            form = "float-quantized"
+        else:
+            form = "int-quantized" if self.dynamic else "pack-quantized"
         if self.kind == "mxfp4":
             form, weights = "mxfp4-pack-quantized", weights | {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
         inputs = weights | {"strategy": "token", "dynamic": True} if self.dynamic else None

@@ -24,6 +24,12 @@ def _scale(run: Facts) -> float:
     return run.number("adapter.alpha", 2 * rank) / (rank**0.5 if run("adapter.rank_stabilized") else rank)
 
 
+def _halves(run: Facts) -> set[str]:
+    """Names of an embedding and of the head that is tied to it; our own models refuse a tied head."""
+    heads = ["lm_head"] if run.asks("model._component_", "models.hf") else []
+    return {*EMBEDDINGS, *heads}
+
+
 def _has_experts(run: Facts) -> bool:
     return any(run.model.get(name) for name in EXPERTS)
 
@@ -283,7 +289,7 @@ TABLE = [
          "readers that do not tie it again lose what the other half has learned",
          lambda run: run.model.get("tie_word_embeddings")
          and {name.rpartition(".")[2] for name in run("adapter.modules_to_save", [])}
-         & {*EMBEDDINGS, *["lm_head"] * run.asks("model._component_", "models.hf")}),  # ours refuse a tied head
+         & _halves(run)),
     Rule("gemma-without-bos", WARNING, "tokenizer.chat_template", "EleutherAI/lm-evaluation-harness#1465", "always",
          "the chat template writes no bos_token, and models of Gemma need it. Add {{{{ bos_token }}}} at its beginning",
          "without it their perplexity is a thousand times higher, and they learn to do without first",

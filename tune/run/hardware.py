@@ -113,7 +113,8 @@ def score_bytes(
         softcap, sinks = (getattr(attention, name, None) for name in ("softcap", "sinks"))
         if softcap or sinks:
             keys = row if compile else min(longest, 2 * (attention.window or longest) - 1)
-            each = (4 if dtype == "fp32" else 6) + (0 if not softcap else 4 if dtype == "fp32" else 2)
-            sizes.append(rows * attention.num_heads * row * keys * each)
+            softmax, capped = (4, 4) if dtype == "fp32" else (6, 2)
+            size = softmax + capped if softcap else softmax
+            sizes.append(rows * attention.num_heads * row * keys * size)
     is_kept = activation_checkpointing == "none"
     return sum(sizes) if is_kept else max(sizes, default=0)

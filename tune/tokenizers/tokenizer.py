@@ -404,7 +404,9 @@ def require_unicode(text: str) -> None:
 
 
 def _listed(ids: int | list[int] | None) -> list[int]:
-    return ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if isinstance(ids, list):
+        return ids
+    return [] if ids is None else [ids]
 
 
 def _update(file: Path, content: dict[str, Any]) -> None:
