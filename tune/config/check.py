@@ -11,7 +11,7 @@ from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue, OmegaConfBaseException
 
 from tune.config.instantiate import COMPONENT
-from tune.config.options import OFF_BY_DEFAULT, OPTIONS
+from tune.config.options import OFF_BY_DEFAULT, OPTIONS, DottedPath
 from tune.config.paths import find_config, list_recipes
 from tune.config.text import Layer, Values
 from tune.errors import TuneError
@@ -163,8 +163,8 @@ class _Combination:
 
     def _kind(self, node: Values, name: str, key: str, place: Any) -> Any:
         """What type the setting has, Any if that is not known."""
-        if name == COMPONENT or key == "environment":
-            return OPTIONS.get(key, str)
+        if name == COMPONENT:
+            return str
         if COMPONENT in node:
             parameter = self.signature(str(node[COMPONENT])).parameters.get(name)
             return parameter.annotation if parameter else OPTIONS.get(key, Any)
@@ -204,8 +204,9 @@ class _Combination:
         value = OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
         if value is None and place is None and name in default:
             return ""  # the recipe's own null
-        if name == COMPONENT or key == "environment":  # which are dotted paths
-            return mismatch(value, OPTIONS.get(key, str)) or self.signature(str(value)).problem
+        if name == COMPONENT or OPTIONS.get(key) is DottedPath:
+            kind = str if name == COMPONENT else DottedPath
+            return mismatch(value, kind) or self.signature(str(value)).problem
         if COMPONENT in node:
             problem = self._argument_problem(str(node[COMPONENT]), str(name), value, default, prefix)
             return problem or mismatch(value, OPTIONS.get(key, Any)) or unusable(value)

@@ -1,6 +1,7 @@
-"""Types and ranges of settings. A setting that is not listed has the type of its default.
+"""Types and ranges of settings that neither a default nor a signature gives: a default of null has no type, a number no
+range, and torch's components annotate neither.
 
-Arguments of components are checked by their annotations; torch's components, which give no range, are listed here.
+A setting that is not listed has the type of its default, and an argument of a component the type of its annotation.
 """
 
 from typing import Annotated, Any, Literal
@@ -24,6 +25,8 @@ Decays = Annotated[
     list[Fraction],
     Range("a list of two or more numbers from 0 to below 1, such as [0.9, 0.95]", lambda x: len(x) > 1),
 ]
+# The dotted path of a function or a class, which can be imported. `_component_` is one, too.
+DottedPath = Annotated[str | None, "dotted path"]
 
 TYPES: list[tuple[Any, str]] = [
     (
@@ -49,8 +52,9 @@ TYPES: list[tuple[Any, str]] = [
     (UnitInterval, "gae_lambda on_policy.share"),
     (
         str | None,
-        "output_dir include_path chat_template out environment logger.wandb.project logger.wandb.name",
+        "output_dir include_path chat_template out logger.wandb.project logger.wandb.name",
     ),
+    (DottedPath, "environment"),
     (str, "reference model.path teacher.path"),
     (list[str], "tasks adapters"),
     (str | list | dict, "score"),
