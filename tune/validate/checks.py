@@ -79,7 +79,8 @@ def validate(
         kind = device or device_type(cfg.get("device", "auto"))
     except TuneError as error:
         wrong_device, kind = str(error), "cpu"
-    judged = judge(Facts(cfg, kind, processes, capability, is_here=device is None), strict)
+    unplanned = ["parallel.auto"] if settings else []  # no layout is planned for wrong settings
+    judged = judge(Facts(cfg, kind, processes, capability, is_here=device is None), strict, unplanned)
     by_rules = tuple(str(finding) for finding in judged)  # reading the settings has found some of these, too
     findings = Findings([problem for problem in settings if not problem.startswith(by_rules)])
     wrong = {finding.place for finding in findings.all}
