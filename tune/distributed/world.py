@@ -284,32 +284,13 @@ def init(
             "auto: true reached tune.distributed.init. The entry point plans the layout of the setting parallel.auto; "
             "under another name, plan with `tune plan --search` and set the axes"
         )
-    if zero_stage == 3 and pp > 1:
-        raise TuneError(
-            f"parallel.zero_stage: with parallel.pp={pp} weights stay gathered in a step. Set it to 2 or less, or null"
-        )
-    if pp_virtual is not None and (pp_virtual > 1) != (pp_schedule == "interleaved") and pp_schedule != "zero_bubble":
-        raise TuneError(
-            f"parallel.pp_virtual: {pp_virtual} does not go with parallel.pp_schedule={pp_schedule}: interleaved wants "
-            "2 or more, zero_bubble takes any number, and the others have 1. Set it to null"
-        )
+    _require_schedule(pp, pp_schedule, pp_virtual, zero_stage)
     virtual = pp_virtual or (2 if pp_schedule == "interleaved" else 1)
-    zero_stage = zero_stage if zero_stage is not None else 3 if pp == 1 else 2
+    if zero_stage is None:
+        zero_stage = 3 if pp == 1 else 2
     here, duration = join(device, timeout, deterministic), timedelta(minutes=timeout)
-    size, present = dist.get_world_size(), {*dist.distributed_c10d._world.pg_map}
-    shards = size // (dp_replicate * cp * tp * pp) if dp_shard == "auto" else dp_shard
-    if dp_replicate * shards * cp * tp * pp != size:
-        raise TuneError(
-            f"parallel: dp_replicate={dp_replicate} x dp_shard={dp_shard} x cp={cp} x tp={tp} x pp={pp} does not make "
-            f"{size} processes. dp_replicate x cp x tp x pp must divide {size} (--nproc-per-node starts more); with "
-            "dp_shard=auto the rest follows"
-        )
-    if shards * cp % ep:
-        good = " or ".join(str(each) for each in range(1, shards * cp + 1) if shards * cp % each == 0)
-        raise TuneError(
-            f"parallel.ep: {ep} processes cannot be among the {shards * cp} of dp_shard x cp. Set it to {good}, or "
-            "start more"
-        )
+    present = {*dist.distributed_c10d._world.pg_map}
+    shards = _count_shards(dp_replicate, dp_shard, cp, tp, ep, pp)
     if zero_stage == 0:
         dp_replicate, shards = dp_replicate * shards, 1
     shape = (pp, dp_replicate, shards, cp, tp)
@@ -321,31 +302,78 @@ def init(
         replicas = mesh["dp_replicate", "cp"]._flatten("replicas")
     elif cp > 1:
         sharding = mesh["dp_shard", "cp"]._flatten("shards")
-    experts = None
-    if ep > 1:
-        names = "pp", "dp_replicate", "dp_shard", "ep", "tp"
-        copies = data.size() * cp // ep if zero_stage == 0 else dp_replicate
-        sizes = pp, copies, data.size() * cp // ep // copies, ep, tp
-        grid = init_device_mesh(mesh.device_type, sizes, mesh_dim_names=names)
-        experts = grid[names[1:]]
-    links: list[Any] = []
-    if pp > 1:
-        ranks = mesh.mesh.view(pp, -1).T.tolist()
-        links = [dist.new_subgroups_by_enumeration(ranks)[0] for _ in range(3 if virtual > 1 else 1)]
-        links = [mesh.get_group("pp"), *links]
+    experts = _mesh_of_experts(mesh, ep, copies=None if zero_stage == 0 else dp_replicate) if ep > 1 else None
+    links = _links(mesh, virtual) if pp > 1 else ()
     _set_timeouts(present, duration)
     if replicas.size() > 1:
         sharding = DeviceMesh._concatenate([replicas, sharding])
     PACE.device, PACE.scale = here, 1.0
-    every = reduce_every_micro_batch and zero_stage != 1
-    ways = tuple(links), virtual if pp > 1 else 1, pp_schedule, zero_stage, every, plan, loss_parallel, max_seq_len
-    world = rehearsal.stand_in(World)(mesh, here, data, peers, sharding, duration, experts, *ways)
+    world = rehearsal.stand_in(World)(
+        mesh, here, data, peers, sharding, duration, experts, links,
+        pp_virtual=virtual if pp > 1 else 1, pp_schedule=pp_schedule, zero_stage=zero_stage,
+        reduce_every_micro_batch=reduce_every_micro_batch and zero_stage != 1,
+        plan=plan, loss_parallel=loss_parallel, max_seq_len=max_seq_len,
+    )  # fmt: skip
     if here.type == "cuda":
-        gpus = len(set(world.all_gather(str(torch.cuda.get_device_properties(here).uuid))))
-        if gpus < size:
-            raise TuneError(f"device: {size} processes share {gpus} GPUs. Start one for each GPU, or set device=cpu")
+        _require_own_gpus(world)
     _remember(world)
     return world
+
+
+def _require_schedule(pp: int, schedule: str, virtual: int | None, zero_stage: int | None) -> None:
+    """Raise TuneError if settings of a pipeline do not go together."""
+    if zero_stage == 3 and pp > 1:
+        raise TuneError(
+            f"parallel.zero_stage: with parallel.pp={pp} weights stay gathered in a step. Set it to 2 or less, or null"
+        )
+    if virtual is not None and (virtual > 1) != (schedule == "interleaved") and schedule != "zero_bubble":
+        raise TuneError(
+            f"parallel.pp_virtual: {virtual} does not go with parallel.pp_schedule={schedule}: interleaved wants "
+            "2 or more, zero_bubble takes any number, and the others have 1. Set it to null"
+        )
+
+
+def _count_shards(dp_replicate: int, dp_shard: int | Literal["auto"], cp: int, tp: int, ep: int, pp: int) -> int:
+    """The size of dp_shard. Raises TuneError if the axes do not make the number of processes, or ep does not fit."""
+    size = dist.get_world_size()
+    shards = size // (dp_replicate * cp * tp * pp) if dp_shard == "auto" else dp_shard
+    if dp_replicate * shards * cp * tp * pp != size:
+        raise TuneError(
+            f"parallel: dp_replicate={dp_replicate} x dp_shard={dp_shard} x cp={cp} x tp={tp} x pp={pp} does not make "
+            f"{size} processes. dp_replicate x cp x tp x pp must divide {size} (--nproc-per-node starts more); with "
+            "dp_shard=auto the rest follows"
+        )
+    if shards * cp % ep:
+        valid = " or ".join(str(number) for number in range(1, shards * cp + 1) if shards * cp % number == 0)
+        raise TuneError(
+            f"parallel.ep: {ep} processes cannot be among the {shards * cp} of dp_shard x cp. Set it to {valid}, or "
+            "start more"
+        )
+    return shards
+
+
+def _mesh_of_experts(mesh: DeviceMesh, ep: int, copies: int | None) -> DeviceMesh:
+    """The ranks of a stage as dp_replicate (`copies`; None: all of them), dp_shard, ep, tp."""
+    pp, replicas, shards, cp, tp = mesh.shape
+    groups = replicas * shards * cp // ep
+    copies = copies or groups
+    names = "pp", "dp_replicate", "dp_shard", "ep", "tp"
+    grid = init_device_mesh(mesh.device_type, (pp, copies, groups // copies, ep, tp), mesh_dim_names=names)
+    return grid[names[1:]]
+
+
+def _links(mesh: DeviceMesh, virtual: int) -> tuple[dist.ProcessGroup, ...]:
+    """The ranks of pp, once for each kind of what stages send each other."""
+    ranks = mesh.mesh.view(mesh.shape[0], -1).T.tolist()
+    groups = [dist.new_subgroups_by_enumeration(ranks)[0] for _ in range(3 if virtual > 1 else 1)]
+    return mesh.get_group("pp"), *groups
+
+
+def _require_own_gpus(world: World) -> None:
+    """Raise TuneError if processes share a GPU."""
+    gpus = len(set(world.all_gather(str(torch.cuda.get_device_properties(world.device).uuid))))
+    if gpus < world.size:
+        raise TuneError(f"device: {world.size} processes share {gpus} GPUs. Start one for each GPU, or set device=cpu")
 
 
 class Unconnected(World):

@@ -94,7 +94,7 @@ def beta(run: Migration, key: str, value: float) -> None:
     if run.recipe != "distill":
         run.put(key, value, ["kl", "loss.beta"])
         return
-    name = {0: "ForwardKL", 1: "ReverseKL"}.get(value, "JensenShannon")
+    name = {0.0: "ForwardKL", 1.0: "ReverseKL"}.get(value, "JensenShannon")
     run.set("loss._component_", f"tune.losses.{name}", key)
     if name == "JensenShannon":
         run.set("loss.beta", value, key)
