@@ -125,22 +125,7 @@ def export_gguf(
     with needs("hf", "GGUF"):
         import gguf
     architecture = architecture_of(model.config, model_type)
-    kinds = gguf.GGMLQuantizationType
-    rope, factors = _ropes(model.config)[0], {}
-    if rope and rope.kind in ("llama3", "longrope"):  # what frequencies are divided by
-        ratios = SCALINGS["default"](rope)[0] / SCALINGS[rope.kind](rope)[0]
-        names = ["rope_freqs"] if rope.kind == "llama3" else ["rope_factors_short", "rope_factors_long"]
-        factors = {f"{name}.weight": each for name, each in zip(names, ratios.view(len(names), -1), strict=True)}
-
-    def plan(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor, Any]]:
-        for new, part in llama_cpp_tensors(name, tensor, model.config, architecture):
-            kind = "Q8_0" if type == "q4_0" and not new.startswith("blk.") else type.upper()
-            if part.ndim == 1 or "ffn_gate_inp" in new or new.endswith("bias"):
-                kind = "F32"
-            elif part.shape[-1] % 32 and kind.startswith("Q"):
-                kind = "F16"
-            yield new, part, kinds[kind]
-
+    factors = _frequency_factors(model.config)
     with written_aside(file) as unfinished:
         writer = gguf.GGUFWriter(unfinished, architecture.name)
         try:
@@ -149,39 +134,70 @@ def export_gguf(
                     getattr(writer, f"add_{key}")(value)
             writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{type.upper()}"])
             add_vocabulary(writer, tokenizer, model.config.vocab_size)
-            for name, each in factors.items():
-                writer.add_tensor_info(name, each.shape, "float32", each.nbytes, kinds.F32)
+            for name, values in factors.items():
+                writer.add_tensor_info(name, values.shape, "float32", values.nbytes, gguf.GGMLQuantizationType.F32)
             for name in model.names.on_disk:
-                for new, part, kind in plan(name, operator.attrgetter(name)(model).detach().to("meta")):
+                meta = operator.attrgetter(name)(model).detach().to("meta")
+                for new, part in llama_cpp_tensors(name, meta, model.config, architecture):
+                    kind = _kind(new, part, type)
                     size = math.prod(gguf.quants.quant_shape_to_byte_shape(part.shape, kind))
                     writer.add_tensor_info(new, part.shape, "float32", size, kind)
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
-            for each in factors.values():
-                writer.write_tensor_data(each.numpy())
+            for values in factors.values():
+                writer.write_tensor_data(values.numpy())
             for name, full in with_progress(full_tensors(model, base), len(model.names.on_disk)):
                 if not (largest := full.abs().max().item()) < math.inf:
                     raise TuneError(f"{name} has values that are not finite: the training failed")
-                for _, part, kind in plan(name, full.float().cpu()):
-                    if kind == kinds.F16 and largest > LARGEST:
+                for new, part in llama_cpp_tensors(name, full.float().cpu(), model.config, architecture):
+                    kind = _kind(new, part, type)
+                    if kind.name == "F16" and largest > LARGEST:
                         raise TuneError(f"{name} has values up to {largest:.3g}, too large for fp16: take bf16")
                     writer.write_tensor_data(gguf.quants.quantize(part.contiguous().numpy(), kind))
         finally:
             writer.close()
-    config: Any = model.config
-    windows = [each.attention.window for each in config.layers if each.attention.window]
-    notes = []
+    return _notes(model.config, architecture)
+
+
+def _frequency_factors(config: Any) -> dict[str, Tensor]:
+    """What llama.cpp divides the frequencies of the rotation by, in the names of its tensors."""
+    rope = _ropes(config)[0]
+    if not rope or rope.kind not in ("llama3", "longrope"):
+        return {}
+    ratios = SCALINGS["default"](rope)[0] / SCALINGS[rope.kind](rope)[0]
+    names = ["rope_freqs"] if rope.kind == "llama3" else ["rope_factors_short", "rope_factors_long"]
+    return {f"{name}.weight": ratio for name, ratio in zip(names, ratios.view(len(names), -1), strict=True)}
+
+
+def _kind(name: str, tensor: Tensor, type: str) -> Any:
+    """The type in which llama.cpp's tensor `name` is written."""
+    import gguf
+
+    kind = "Q8_0" if type == "q4_0" and not name.startswith("blk.") else type.upper()
+    if tensor.ndim == 1 or "ffn_gate_inp" in name or name.endswith("bias"):
+        kind = "F32"
+    elif tensor.shape[-1] % 32 and kind.startswith("Q"):
+        kind = "F16"
+    return gguf.GGMLQuantizationType[kind]
+
+
+def _notes(config: Any, architecture: Architecture) -> list[str]:
+    """What llama.cpp computes otherwise than this model."""
+    rope, notes = _ropes(config)[0], []
+    windows = [layer.attention.window for layer in config.layers if layer.attention.window]
     if windows and "windows" not in architecture.also:
-        notes = [f"llama.cpp has no sliding window in this family: beyond {windows[0]} tokens it computes otherwise"]
+        notes.append(
+            f"llama.cpp has no sliding window in this family: beyond {windows[0]} tokens it computes otherwise"
+        )
     if rope and rope.kind == "longrope":
-        notes += [
+        notes.append(
             "llama.cpp takes the factors for long texts as soon as its context (-c) is longer than the original one"
-        ]
+        )
     if rope and rope.scaling.get("truncate") is False:
-        notes += [
+        notes.append(
             "llama.cpp rounds the bounds of YaRN's ramp, which this model does not: it computes a little otherwise"
-        ]
+        )
     return notes
 
 

@@ -47,48 +47,62 @@ def log_likelihoods(
     """
     _require_documents(model)
     device, world = device_of(model, world), current_world(world)
-    longest = max((len(context) + len(continuation) for context, continuation in requests), default=0)
-    max_length = longest if max_length is None else max_length
-    inputs: dict[tuple[int, ...], list[int]] = {}
-    for index, (context, continuation) in enumerate(requests):
-        if len(continuation) > max_length:
-            raise TuneError(f"{len(continuation):,} tokens are to be predicted at once, and max_length is {max_length}")
-        if continuation and not len(context):
-            raise TuneError(f"request {index} has no context, of which its first token is predicted: begin it with BOS")
-        if continuation:
-            inputs.setdefault((*context, *continuation)[-max_length - 1 : -1], []).append(index)
-    ordered = sorted(inputs)
-    ends = np.cumsum([0, *map(len, ordered)])  # each process has documents of about as many tokens
-    bounds = ends[-1] * np.array([world.data_rank, world.data_rank + 1]) / world.data_size
-    mine = ordered[slice(*np.searchsorted(ends, bounds))]
-    found: dict[int, tuple[float, bool]] = {}
+    inputs = _by_input(requests, max_length)
+    mine = _own_share(sorted(inputs), world)
+    answers: dict[int, tuple[float, bool]] = {}
     difference = 0.0, 0.0
     is_off = None if world.is_main else True  # None: without a terminal
     with inference(model), tqdm(total=len(mine), desc="log-likelihoods", disable=is_off) as bar:
         if batch_size != 1 and len(mine) > 1 and not isinstance(model, Decoder | HuggingFaceModel):
             difference = _difference_beside_another(model, mine[0], mine[1], device)
         while mine:
-            sizes = np.cumsum([1 if batch_size else len(each) for each in mine[:BATCH_TOKENS]])
+            sizes = np.cumsum([1 if batch_size else len(document) for document in mine[:BATCH_TOKENS]])
             fitting = max(1, int(np.searchsorted(sizes, batch_size or BATCH_TOKENS, "right")))
             documents, mine = mine[:fitting], mine[fitting:]
-            indices = [inputs[each] for each in documents]
-            answers = _forward(model, documents, [[requests[at][1] for at in each] for each in indices], device)
-            found |= zip(itertools.chain(*indices), answers, strict=True)
+            indices = [inputs[document] for document in documents]
+            continuations = [[requests[index][1] for index in same] for same in indices]
+            answers |= zip(itertools.chain(*indices), _forward(model, documents, continuations, device), strict=True)
             bar.update(len(documents))
-    gathered = world.all_gather((found, difference))
-    if different := [(by, limit) for _, (by, limit) in gathered if by > limit]:
-        raise TuneError(
-            f"model: in {type(model).__name__} the tokens of a document see other documents of the batch: its hidden "
-            f"states differ by {max(different)[0]:.1%} from those that it has alone. Keep attention within "
-            "batch.documents and count positions by batch.positions, or give batch_size=1"
-        )
-    together = {index: value for each, _ in gathered for index, value in each.items()}
+    gathered = world.all_gather((answers, difference))
+    _require_own_documents(model, [difference for _, difference in gathered])
+    together = {index: answer for part, _ in gathered for index, answer in part.items()}
     if broken := [index for index, (value, _) in together.items() if math.isnan(value)]:
         raise TuneError(
             f"the log-probs of {len(broken)} of {len(requests)} texts are NaN, as weights or activations are. Go back "
             "to an earlier checkpoint, or use dtype=fp32"
         )
     return [together.get(index, (0.0, True)) for index in range(len(requests))]  # an empty one has no tokens
+
+
+def _by_input(requests: Sequence[tuple[Ids, Ids]], max_length: int | None) -> dict[tuple[int, ...], list[int]]:
+    """The tokens that the model reads of requests, and the indices of those that read the same."""
+    inputs: dict[tuple[int, ...], list[int]] = {}
+    for index, (context, continuation) in enumerate(requests):
+        if max_length is not None and len(continuation) > max_length:
+            raise TuneError(f"{len(continuation):,} tokens are to be predicted at once, and max_length is {max_length}")
+        if continuation and not len(context):
+            raise TuneError(f"request {index} has no context, of which its first token is predicted: begin it with BOS")
+        if continuation:
+            tokens = (*context, *continuation)[:-1]
+            inputs.setdefault(tokens if max_length is None else tokens[-max_length:], []).append(index)
+    return inputs
+
+
+def _own_share(documents: list[tuple[int, ...]], world: World) -> list[tuple[int, ...]]:
+    """The documents of this process, each of which has about as many tokens."""
+    ends = np.cumsum([0, *map(len, documents)])
+    bounds = ends[-1] * np.array([world.data_rank, world.data_rank + 1]) / world.data_size
+    return documents[slice(*np.searchsorted(ends, bounds))]
+
+
+def _require_own_documents(model: nn.Module, differences: Sequence[tuple[float, float]]) -> None:
+    """Raises TuneError if hidden states of a document differ by more than their limit beside another document."""
+    if different := [by for by, limit in differences if by > limit]:
+        raise TuneError(
+            f"model: in {type(model).__name__} the tokens of a document see other documents of the batch: its hidden "
+            f"states differ by {max(different):.1%} from those that it has alone. Keep attention within "
+            "batch.documents and count positions by batch.positions, or give batch_size=1"
+        )
 
 
 def _require_documents(model: nn.Module) -> None:
