@@ -15,7 +15,7 @@ RECIPES = HOUSE.parent / "recipes"
 ORDER = [
     *("cli", "validate", "plan", "migrate", "convert", "launchers"),
     *("run", "loggers", "records"),
-    *("evaluation", "peft", "generation", "checkpointers"),
+    *("evaluation", "generation", "peft", "checkpointers"),
     *("datasets", "models", "optimizers"),
     *("tokenizers", "losses", "quantization", "distributed"),
     *("collators", "config", "rules", "files"),

@@ -251,7 +251,8 @@ def runs(checkpoint: Path, chats: Path, tmp_path_factory: pytest.TempPathFactory
 def test_the_adapter_of_a_run_is_merged_or_a_file_of_its_own(
     runs: dict[str, Path], checkpoint: Path, tmp_path: Path
 ) -> None:
-    model, tokenizer = open_model(runs["lora"])
+    opened = open_model(runs["lora"])
+    model, tokenizer = opened.load(), opened.tokenizer()
     tokens = tokenizer.encode(TEXT)[:24]
     pairs = zip(log_probs(model, tokens), log_probs(load_model(str(checkpoint)), tokens), strict=True)
     distance = max(abs(tuned - base) for tuned, base in pairs)

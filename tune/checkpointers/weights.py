@@ -19,7 +19,7 @@ from tune.checkpointers.disk import (
     shape_differences,
     unread_weights,
 )
-from tune.distributed import Dtype, World, as_dtype, check_plan, from_its_stage, full_tensor, local_shard, parallelize
+from tune.distributed import Dtype, as_dtype, check_plan, from_its_stage, full_tensor, local_shard
 from tune.errors import TuneError, explained
 from tune.models import (
     ConfigFile,
@@ -32,7 +32,7 @@ from tune.models import (
     disk_parts,
     stored_tensors,
 )
-from tune.quantization import NF4Weight, quantize_linears
+from tune.quantization import NF4Weight
 from tune.tokenizers import Tokenizer
 
 
@@ -264,32 +264,6 @@ def require_same_vocabulary(setting: str, path: str, model: Any, tokenizer: Toke
             f"{setting}: the model in {path} has rows for {rows} tokens, and the tokenizer has {tokenizer.vocab_size}: "
             "take models whose vocab_size is at least that"
         )
-
-
-def require_frozen(setting: str, path: str, tokenizer: Tokenizer) -> None:
-    """Raises TuneError, which blames `setting`, if `load_frozen` cannot read the model in `path`, or `tokenizer` is not
-    its own. No weights are read."""
-    model, _ = open_checkpoint(path, setting=setting)
-    require_same_vocabulary(setting, path, model, tokenizer)
-
-
-def load_frozen(
-    path: str,
-    world: World | None = None,
-    dtype: Dtype = "fp32",
-    quantization: Literal["nf4"] | None = None,
-    setting: str = "reference",
-    head: Literal["tokens", "score"] = "tokens",
-) -> tuple[Decoder, Pretrained]:
-    """A second model beside the one that is trained, sharded as that is and without dropout: a reference, a teacher, or
-    with the head `score` a reward model. Errors blame `setting`."""
-    model, weights = open_checkpoint(path, head, setting)
-    if quantization:
-        quantize_linears(model, double=True)
-    parallelize(model.requires_grad_(False).eval(), world, dtype=dtype, master_dtype=dtype)
-    weights.load(model)
-    check_forward(model)
-    return model, weights
 
 
 def load_model(

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from tune import rehearsal
 from tune.checkpointers.disk import SAFETENSORS_DTYPES, DiskTensor, disk_tensors, has_weights
-from tune.checkpointers.weights import Pretrained, hf_tensors
+from tune.checkpointers.weights import Pretrained, hf_tensors, open_checkpoint
 from tune.distributed import Dtype, World, as_dtype, current_world
 from tune.errors import TuneError
 from tune.files import CHECKPOINT, exported, require_replaceable
 from tune.lookup import in_shell
-from tune.models import ConfigFile, Names, as_reward_model, build, disk_names, read_json, require_no_peft
+from tune.models import ConfigFile, Names, as_reward_model, disk_names, read_json, require_no_peft
 from tune.quantization import Compressor
 from tune.secrets import without_secrets
 from tune.tokenizers import Tokenizer
@@ -296,10 +296,9 @@ def add_tokens(base: str | Path, out: str | Path, tokens: Sequence[str]) -> list
     ids = tokenizer.add_tokens(tokens)
     if there := [token for token, index in zip(tokens, ids, strict=True) if index < known]:
         raise TuneError(f"{source} has {', '.join(map(repr, there))} in its vocabulary already; leave it out")
-    with torch.device("meta"):
-        model = build(str(source), head="score" if ConfigFile(source).scores else "tokens")
+    model, weights = open_checkpoint(source, "score" if ConfigFile(source).scores else "tokens")
     names = model.names
-    tensors, rows = disk_tensors(source), max(model.config.vocab_size, tokenizer.vocab_size)
+    tensors, rows = weights.tensors, max(model.config.vocab_size, tokenizer.vocab_size)
     ours = {"embedding.weight", "head.weight"}
     resized = {on_disk for name, on_disk in names.in_checkpoint(tensors).items() if name in ours}
     resized |= {copy for copy, name in names.copies.items() if name in ours}

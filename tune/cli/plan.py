@@ -17,9 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from tune.cli.download import hub
-from tune.cli.prepare import settings
-from tune.cli.run import parse_options
+from tune.cli.hub import hub
+from tune.cli.recipes import parse_options, settings
 from tune.devices import DEVICES
 from tune.devices import device as device_named
 from tune.errors import TuneError

@@ -178,6 +178,14 @@ class HuggingFaceModel(nn.Module):
 
     logits = staticmethod(Decoder.logits)
 
+    @property
+    def cost(self) -> str:
+        """In words, what it costs that the model is not native."""
+        return (
+            f"{self.config.model_type} is computed by transformers, slower than a family of tune.models.families, and "
+            "without parallel.cp, pp and ep"
+        )
+
     def new_cache(self, rows: int, capacity: int) -> "TransformersCache":
         """A cache for `rows` documents."""
         return TransformersCache(rows)
