@@ -383,8 +383,8 @@ WRONG_MEANS = {
     "an adapter": (["RUN", "ADAPTER", "NEW", "--method", "average"], "takes the folder of a run, OUT and --steps"),
     "weights": (["RUN", "NEW", "--method", "average", "--weights", "1", "1"], "takes the folder of a run, OUT"),
     "another method": (["RUN", "A", "B", "NEW", "--method", "ties", "--steps", "1"], "it goes with --method average"),
-    "one step": (["RUN", "NEW", "--method", "average", "--steps", "1"], "of several checkpoints, and here is 1;"),
-    "no run": (["MODEL", "NEW", "--method", "average"], "is no run folder: it has no checkpoints to average"),
+    "one step": (["RUN", "NEW", "--method", "average", "--steps", "1"], "found 1."),
+    "no run": (["MODEL", "NEW", "--method", "average"], "is no run folder"),
     "no such step": (
         ["RUN", "NEW", "--method", "average", "--steps", "1", "9"],
         "no checkpoint of step 9; it has 1",

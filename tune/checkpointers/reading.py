@@ -29,6 +29,7 @@ from tune.checkpointers.disk import DIGESTS, found_damage, shape_differences
 from tune.distributed import uncut
 from tune.errors import TuneError, explained
 from tune.files import CHECKPOINT, content_digest
+from tune.quantization import NF4Weight
 
 # Frozen parameters are not saved: they come from the checkpoint that the model was built from.
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -42,12 +43,25 @@ class TrainedWeights:
         self.checkpoint, self.part = checkpoint, part
 
     def load(self, model: nn.Module) -> None:
-        """Load each process's own parts of all tensors of `model`. Raises TuneError if the state is damaged, or of
-        another model."""
-        self._read(dict(model.state_dict()))
+        """Load each process's own parts of all tensors of `model`, those in NF4 one at a time. Raises TuneError if the
+        state is damaged, or of another model."""
+        if rehearsal.current():
+            return
+        self._require_sound()
+        quantized = {name: module for name, module in model.named_modules() if isinstance(module, NF4Weight)}
+        parts = {f"{name}.{part}" for name, module in quantized.items() for part, _ in module.named_parameters()}
+        self._read({name: tensor for name, tensor in model.state_dict().items() if name not in parts})
+        for name, module in quantized.items():
+            rows, half = module.codes.shape
+            whole = torch.empty(rows, 2 * half)
+            self._read({name: whole})
+            module.load(whole[module.local_rows()])
 
     def load_trained(self, model: nn.Module) -> None:
         """As `load`, of the parameters that require a gradient."""
+        if rehearsal.current():
+            return
+        self._require_sound()
         self._read({name: each.data for name, each in model.named_parameters() if each.requires_grad})
 
     def digest(self) -> dict[str, Any]:
@@ -56,11 +70,11 @@ class TrainedWeights:
             raise TuneError(f"{self.checkpoint} has no {DIGESTS}: an early version wrote it. Export it (`tune export`)")
         return {"state": content_digest(self.checkpoint / DIGESTS)}
 
-    def _read(self, tensors: dict[str, Any]) -> None:
-        if rehearsal.current():
-            return
+    def _require_sound(self) -> None:
         if damage := found_damage(self.checkpoint):
             raise TuneError(f"{self.checkpoint} is damaged: {damage}. Take the checkpoint before it")
+
+    def _read(self, tensors: dict[str, Any]) -> None:
         state: dict[str, Any] = {"model": {self.part: tensors} if self.part else tensors}
         try:
             with warnings.catch_warnings():

@@ -299,7 +299,11 @@ def add_tokens(base: str | Path, out: str | Path, tokens: Sequence[str]) -> list
     model, weights = open_checkpoint(source, "score" if ConfigFile(source).scores else "tokens")
     names = model.names
     tensors, rows = weights.tensors, max(model.config.vocab_size, tokenizer.vocab_size)
-    ours = {"embedding.weight", "head.weight"}
+    layers = [model.embedding, None if names.replaced else model.head]  # a head that scores has no row for a token
+    names_of = {module: name for name, module in model.named_modules()}
+    ours = {
+        f"{names_of[layer]}.{kind}" for layer in layers if layer is not None for kind, _ in layer.named_parameters()
+    }
     resized = {on_disk for name, on_disk in names.in_checkpoint(tensors).items() if name in ours}
     resized |= {copy for copy, name in names.copies.items() if name in ours}
 
@@ -323,7 +327,7 @@ def add_tokens(base: str | Path, out: str | Path, tokens: Sequence[str]) -> list
 
 
 def _with_rows(weight: Tensor, rows: int, known: int, ids: list[int]) -> Tensor:
-    larger = torch.cat([weight, weight.new_zeros(rows - len(weight), weight.shape[1])])
+    larger = torch.cat([weight, weight.new_zeros(rows - len(weight), *weight.shape[1:])])
     larger[ids] = weight[:known].float().mean(dim=0).to(weight.dtype)
     return larger
 

@@ -87,6 +87,8 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
                 file = huggingface_hub.hf_hub_download(hub_id, "config.json")
             OmegaConf.update(cfg, key, str(Path(file).parent))
     job = Job(cfg, device, options.world_size)
+    if job.cost:
+        print(f"note: model: {job.cost}", file=sys.stderr)
     if job.note:
         print(f"warning: {job.note}", file=sys.stderr)
     searches = options.search or cfg.parallel.get("auto")

@@ -1,10 +1,11 @@
 """One way to open a model that a path names: its shape without memory, what is put on it, then its weights."""
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,7 +40,7 @@ from tune.distributed import (
     units_of,
 )
 from tune.errors import TuneError, explained
-from tune.models import ConfigFile, HuggingFaceModel, Names, build, hf
+from tune.models import ConfigFile, HuggingFaceModel, Names, build, hf, set_pad
 from tune.peft.adding import add_adapters
 from tune.peft.files import adapter, digest, load_adapter, read_adapter
 from tune.peft.lora import LoRA
@@ -62,6 +63,7 @@ class NamedAdapter:
 
     lora: LoRA
     load: Callable[[nn.Module], None]
+    digest: Callable[[], Any]
     folder: Path | None = None  # None: it is in a training state
 
 
@@ -96,7 +98,7 @@ class OpenedModel:
 
     def digest(self) -> dict[str, Any]:
         """What the model is, as `Pretrained.digest` says it, with its adapters."""
-        adapters = [digest(each.lora) for each in self.adapters]
+        adapters = [each.digest() for each in self.adapters]
         return self.weights.digest() | ({"adapters": adapters} if adapters else {})
 
     def load(
@@ -123,7 +125,7 @@ class OpenedModel:
             self._require_one_adapter("quantised weights" if quantization else "weights that several processes share")
         if rehearsal.current():
             raise rehearsal.RehearsalEnded
-        tell_cost(model, self.setting)
+        self._tell_cost()
         chosen = as_dtype(dtype) if dtype else self._usual_dtype(device)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(chosen)
@@ -161,7 +163,7 @@ class OpenedModel:
         """
         model = self.model
         self._require_one_adapter("sharded weights")
-        tell_cost(model, self.setting)
+        self._tell_cost()
         if quantization:
             quantize_linears(model, double=True)
         for each in self.adapters:
@@ -182,7 +184,7 @@ class OpenedModel:
         one, see `load_combined` for the `combination`. Raises TuneError if an adapter has values that are not finite.
         """
         model = self.model
-        tell_cost(model, self.setting)
+        self._tell_cost()
         if not self.adapters:
             if self.base is None:
                 allocate(model, torch.device("cpu"), torch.device("cpu"))
@@ -206,7 +208,7 @@ class OpenedModel:
         time, with a card that says `what` it is."""
         source, tokenizer = self.folders.base, self.exported_tokenizer()
         if tokenizer and getattr(self.model.config, "scores", False) and self.model.config.pad_id is None:
-            self.model.config = replace(self.model.config, pad_id=tokenizer.pad_id)
+            set_pad(self.model, tokenizer.pad_id)
         export(
             self.model, tokenizer, out, init("cpu"), source=source, card=card(source, what),
             base=self.base, compressor=compressor,
@@ -232,6 +234,11 @@ class OpenedModel:
         if (base / "tokenizer.json").exists():
             _require_same_ids(base, tokenizer)
         return tokenizer
+
+    def _tell_cost(self) -> None:
+        """Say once what it costs that transformers computes the model."""
+        if isinstance(self.model, HuggingFaceModel) and not rehearsal.current():
+            _say_once(f"note: {self.folders.base}: {self.model.cost}")
 
     def _require_one_adapter(self, what: str) -> None:
         if len(self.adapters) > 1:
@@ -268,7 +275,8 @@ def open_model(
         return _exported(path, adapters, head, setting)
     if adapters:
         raise TuneError(f"{run}: a checkpoint takes no other adapter. Export the one after step {step} first")
-    return _at_step(run, step, head, setting)
+    with explained(setting) if setting else nullcontext():
+        return _at_step(run, step, head, setting or "model.path")
 
 
 def _exported(
@@ -284,7 +292,7 @@ def _exported(
     if head == "score" and not has_scores:
         weights.require_complete()
     named = [
-        NamedAdapter(lora, partial(load_adapter, path=str(folder)), folder)
+        NamedAdapter(lora, functools.partial(load_adapter, path=str(folder)), functools.partial(digest, lora), folder)
         for lora, folder in zip(loras, folders.adapters, strict=True)
     ]
     return OpenedModel(folders, model, weights, named, folders.title, setting or "model.path")
@@ -299,23 +307,23 @@ def _at_step(run: Path, step: int, head: Literal["tokens", "score"] | None, sett
     with torch.device("meta"):
         model = _made(settings, "model", file)
     if head == "tokens" and getattr(model.config, "scores", False):
-        raise _writes_none(setting, run)
+        raise _writes_none("", run)
     base = Path(settings["model"]["path"])
     state = TrainedWeights(checkpoint, "policy" if settings.get("value") else "")  # PPO has a value model too
     title = f"`{base.name}` after step {step} of the run `{run.name}`"
     _, tokenizer = _component(settings, "tokenizer", file)
-    folders, where = Resolved(base, (), Path(tokenizer["path"])), setting or "model.path"
+    folders = Resolved(base, (), Path(tokenizer["path"]))
     if not settings.get("adapter"):
-        return OpenedModel(folders, model, state, [], title, where, tokenizer)
+        return OpenedModel(folders, model, state, [], title, setting, tokenizer)
     lora = _made(settings, "adapter", file)
     if lora.init != "default":
         raise TuneError(
             f"{file}: adapter.init={lora.init} is relative to values that a checkpoint does not hold. Export the "
             "result of the run, without --step"
         )
-    weights = Pretrained(str(base), model, setting=where)
-    adapters = [NamedAdapter(lora, state.load_trained)]
-    return OpenedModel(folders, model, weights, adapters, title, where, tokenizer)
+    weights = Pretrained(str(base), model)
+    adapters = [NamedAdapter(lora, state.load_trained, state.digest)]
+    return OpenedModel(folders, model, weights, adapters, title, setting, tokenizer)
 
 
 def _made(settings: dict[str, Any], key: str, file: Path) -> Any:
@@ -336,13 +344,12 @@ def _component(settings: dict[str, Any], key: str, file: Path) -> tuple[Callable
     return known[name], values
 
 
-def tell_cost(model: Any, setting: str) -> None:
-    """Say on standard error, once for all processes, what it costs that transformers computes a model."""
-    if not isinstance(model, HuggingFaceModel) or rehearsal.current():
-        return
+@functools.cache
+def _say_once(text: str) -> None:
+    """On standard error, by one of all processes."""
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
     if rank == 0:
-        print(f"note: {setting}: {model.cost}", file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
 
 
 def _writes_none(setting: str, path: str | Path) -> TuneError:
