@@ -62,7 +62,8 @@ class TrainedWeights:
         if rehearsal.current():
             return
         self._require_sound()
-        self._read({name: each.data for name, each in model.named_parameters() if each.requires_grad})
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self._read({name: parameter.data for name, parameter in trained.items()})
 
     def digest(self) -> dict[str, Any]:
         """What they are: a digest of the state's files. Raises TuneError if an early version has left none."""

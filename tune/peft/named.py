@@ -24,7 +24,7 @@ class Resolved:
     @property
     def title(self) -> str:
         """What the merged model is, for its card."""
-        merged = (f" with the adapter `{'/'.join(each.parts[-2:])}` merged in" for each in self.adapters)
+        merged = (f" with the adapter `{'/'.join(folder.parts[-2:])}` merged in" for folder in self.adapters)
         return f"`{self.base.name}`{''.join(merged)}"
 
 
@@ -46,7 +46,7 @@ def resolve_model(path: str | Path, adapters: Sequence[str | Path] = (), setting
 def _resolved(place: Path, adapters: Sequence[str | Path]) -> Resolved:
     folder = exported_folder(place)
     its_own = [folder] if (folder / CONFIG).exists() else []
-    found = [*its_own, *map(adapter_folder, adapters)]
+    on_it = [*its_own, *map(adapter_folder, adapters)]
     base = folder
     if its_own:
         named = read_json(folder / CONFIG, "adapter").get("base_model_name_or_path") or ""
@@ -57,8 +57,8 @@ def _resolved(place: Path, adapters: Sequence[str | Path]) -> Resolved:
                 f"the base and the adapter: BASE --adapter {in_shell(folder)} (`tune download` gets a model from the "
                 "hub)"
             )
-    folders = [each for each in reversed(found) if (each / "tokenizer.json").exists()]
-    return Resolved(base, tuple(found), folders[0] if folders else base)
+    folders = [folder for folder in reversed(on_it) if (folder / "tokenizer.json").exists()]
+    return Resolved(base, tuple(on_it), folders[0] if folders else base)
 
 
 def adapter_folder(path: str | Path) -> Path:
@@ -79,13 +79,15 @@ def exported_folder(path: Path, first: Literal["model", "adapter"] = "model") ->
         if (folder / "config.json").exists() or (folder / CONFIG).exists():
             return folder
     places = path, path.parent, path.parent.parent
-    run = next((each for each in places if (each / "config.yaml").exists()), path if is_run else None)
+    run = next((place for place in places if (place / "config.yaml").exists()), path if is_run else None)
     if run and run != path and any((run / name).is_dir() for name in ("model", "adapter")):
         raise TuneError(
             f"{path} is a checkpoint to continue from. `tune export {in_shell(run)} --step N` makes a model of one"
         )
     if run:
-        steps = ", ".join(each.name for each in sorted(run.glob(f"checkpoints/{CHECKPOINT}"))) or "no checkpoint either"
+        steps = (
+            ", ".join(folder.name for folder in sorted(run.glob(f"checkpoints/{CHECKPOINT}"))) or "no checkpoint either"
+        )
         raise TuneError(
             f"{path}: this run has exported nothing yet: it has neither model/ nor adapter/, but {steps}. Let it come "
             f"to its end (the command that began it, with output_dir={in_shell(run)}, continues after its last "
@@ -93,9 +95,9 @@ def exported_folder(path: Path, first: Literal["model", "adapter"] = "model") ->
         )
     if not path.is_dir():
         ConfigFile(path, "model.path")  # says what it could mean
-    found = ", ".join(sorted(child.name for child in path.iterdir())[:8]) or "nothing"
+    content = ", ".join(sorted(child.name for child in path.iterdir())[:8]) or "nothing"
     raise TuneError(
-        f"{path} is neither a model (config.json), nor an adapter ({CONFIG}), nor a run (config.yaml); it has {found}"
+        f"{path} is neither a model (config.json), nor an adapter ({CONFIG}), nor a run (config.yaml); it has {content}"
     )
 
 

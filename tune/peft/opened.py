@@ -98,7 +98,7 @@ class OpenedModel:
 
     def digest(self) -> dict[str, Any]:
         """What the model is, as `Pretrained.digest` says it, with its adapters."""
-        adapters = [each.digest() for each in self.adapters]
+        adapters = [named.digest() for named in self.adapters]
         return self.weights.digest() | ({"adapters": adapters} if adapters else {})
 
     def load(
@@ -131,27 +131,16 @@ class OpenedModel:
             parameter.data = parameter.data.to(chosen)
         if quantization:
             quantize_linears(model, double=True)
+        if len(self.adapters) == 1:
+            add_adapters(model, self.adapters[0].lora)
         if peers is not None and is_shared:
-            if isinstance(model, HuggingFaceModel):
-                base = self.folders.base
-                raise TuneError(f"tp: {base} is of a family that only transformers has, whose cache is not shared")
-            for each in self.adapters:
-                add_adapters(model, each.lora)
-            blocks = repeated_blocks(model)
-            share(model, blocks, units_of(model, blocks), peers)
+            self._share(peers)
         allocate(model, device, device)
         self.weights.load(model)
-        changes: dict[str, Tensor] | None = {} if len(self.adapters) > 1 else None
-        for each in self.adapters:
-            if not is_shared:
-                add_adapters(model, each.lora)
-            each.load(model)
-            if changes is not None:
-                take_off(model, changes)
-        with torch.no_grad():
-            for name, change in (changes or {}).items():
-                weight = model.get_submodule(name).weight
-                weight.copy_(weight.float() + change)
+        if len(self.adapters) == 1:
+            self.adapters[0].load(model)
+        else:
+            self._add_up()
         check_forward(model)
         return (model if is_shared else model.to(device)).eval()
 
@@ -166,15 +155,15 @@ class OpenedModel:
         self._tell_cost()
         if quantization:
             quantize_linears(model, double=True)
-        for each in self.adapters:
-            add_adapters(model, each.lora)
+        for named in self.adapters:
+            add_adapters(model, named.lora)
         of_adapters = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         parallelize(model.requires_grad_(False).eval(), world, dtype=dtype, master_dtype=dtype)
         self.weights.load(model)
-        for each in self.adapters:  # their files have what is trained
+        for named in self.adapters:  # their files have what is trained
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(name in of_adapters)
-            each.load(model)
+            named.load(model)
             model.requires_grad_(False)
         check_forward(model)
         return model
@@ -194,7 +183,7 @@ class OpenedModel:
         add_adapters(model, first.lora)
         give_memory(model)
         if more:
-            load_combined(model, [each.folder for each in self.adapters if each.folder], **combination)
+            load_combined(model, [named.folder for named in self.adapters if named.folder], **combination)
         else:
             first.load(model)
         for name, parameter in model.named_parameters():
@@ -227,7 +216,7 @@ class OpenedModel:
         """The tokenizer to write with the merged model: of the run or of the first adapter, if that has one."""
         if self.tokenizer_settings:
             return self.tokenizer()
-        folder = next((each.folder for each in self.adapters), None)
+        folder = next((named.folder for named in self.adapters), None)
         if folder is None or not (folder / "tokenizer.json").exists():  # tune and TRL save it
             return None
         tokenizer, base = Tokenizer(str(folder)), self.folders.base
@@ -239,6 +228,26 @@ class OpenedModel:
         """Say once what it costs that transformers computes the model."""
         if isinstance(self.model, HuggingFaceModel) and not rehearsal.current():
             _say_once(f"note: {self.folders.base}: {self.model.cost}")
+
+    def _share(self, peers: DeviceMesh) -> None:
+        if isinstance(self.model, HuggingFaceModel):
+            raise TuneError(
+                f"tp: {self.folders.base} is of a family that only transformers has, whose cache is not shared"
+            )
+        blocks = repeated_blocks(self.model)
+        share(self.model, blocks, units_of(self.model, blocks), peers)
+
+    @torch.no_grad()
+    def _add_up(self) -> None:
+        """Merge what several adapters make of the weights into these; each is made of the base's weights."""
+        changes: dict[str, Tensor] = {}
+        for named in self.adapters:
+            add_adapters(self.model, named.lora)
+            named.load(self.model)
+            take_off(self.model, changes)
+        for name, change in changes.items():
+            weight = self.model.get_submodule(name).weight
+            weight.copy_(weight.float() + change)
 
     def _require_one_adapter(self, what: str) -> None:
         if len(self.adapters) > 1:
