@@ -41,7 +41,8 @@ def main():
 
     world = distributed.init()
     dtype = "fp32" if world.device.type == "cpu" else "bf16"
-    model, tokenizer = open_model(args.model, device=world.device, dtype=dtype)
+    opened = open_model(args.model)
+    model, tokenizer = opened.load(device=world.device, dtype=dtype), opened.tokenizer()
     theirs_dtype = {"fp32": "float32", "bf16": "bfloat16"}[dtype]
     models = {
         "tune": HarnessModel(model, tokenizer, world, None, None),

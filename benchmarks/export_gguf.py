@@ -90,7 +90,8 @@ def main():
     parser.add_argument("--prompts", type=int, default=3, choices=(1, 2, 3))
     args = parser.parse_args()
 
-    model, tokenizer = open_model(args.model, dtype="fp32")
+    opened = open_model(args.model)
+    model, tokenizer = opened.load(dtype="fp32"), opened.tokenizer()
     ids = tokenizer.encode(" ".join(args.text.read_text(encoding="utf-8").split()))
     pieces = [ids[start : start + 200] for start in range(0, len(ids) - 199, 200)][: args.pieces]
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS[: args.prompts]]

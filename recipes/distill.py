@@ -38,15 +38,13 @@ from tune.config import instantiate, instantiate_data
 from tune.errors import explained
 from tune.generation import Sampler, own_answers
 from tune.run import Run
-from tune.tokenizers import Tokenizer
 
 
 def load_teacher(cfg, world, *parts):
-    settings = cfg.teacher.path, world, cfg.teacher.dtype, cfg.teacher.quantization
-    teacher, weights = checkpointers.load_frozen(*settings, setting="teacher.path")
+    opened = peft.open_model(cfg.teacher.path, setting="teacher.path")
     for part in filter(None, parts):
-        part.require_vocabulary(teacher.config.vocab_size)
-    return teacher, weights
+        part.require_vocabulary(opened.model.config.vocab_size)
+    return opened.shard(world, cfg.teacher.dtype, cfg.teacher.quantization), opened
 
 
 def store_predictions(cfg, world, tokenizer, *parts):
@@ -56,13 +54,13 @@ def store_predictions(cfg, world, tokenizer, *parts):
             cfg.teacher.top_k, cfg.loss.temperature, cfg.memory.loss_chunk_tokens, tokenizer.vocab_size
         )
     datasets.require_kept("teacher", *parts)
-    teacher, weights = load_teacher(cfg, world, *parts)
+    teacher, opened = load_teacher(cfg, world, *parts)
     for part in filter(None, parts):
         datasets.add_scores(
             part, "teacher", lambda batch: teacher(batch, most_probable), world,
             micro_batch_size=cfg.micro_batch_size, pad_to=None,
             folder=datasets.cache_folder(cfg.dataset.get("cache_dir")),
-            made_of=[weights.digest(), cfg.teacher.dtype, cfg.teacher.top_k, cfg.loss.temperature],
+            made_of=[opened.digest(), cfg.teacher.dtype, cfg.teacher.top_k, cfg.loss.temperature],
         )  # fmt: skip
 
 
@@ -87,8 +85,8 @@ def main(cfg):
     datasets.require_batches(cfg.global_batch_size, cfg.micro_batch_size, world.data_size)
 
     tokenizer = instantiate(cfg.tokenizer)
-    checkpointers.open_checkpoint(cfg.teacher.path, setting="teacher.path")  # what is wrong with it is told now
-    tokenizer.require_same_ids(Tokenizer(cfg.teacher.path), "teacher.path")
+    opened = peft.open_model(cfg.teacher.path, setting="teacher.path")  # what is wrong with it is told now
+    tokenizer.require_same_ids(opened.tokenizer(), "teacher.path")
     sampler = Sampler(max_new_tokens=cfg.on_policy.max_new_tokens, stop_ids=tokenizer.stop_ids, seed=cfg.seed)
     if cfg.on_policy.share:
         with explained("on_policy"):  # no prompt would have room for an answer

@@ -19,10 +19,9 @@ from pathlib import Path
 
 import torch
 
-from tune import checkpointers, config, datasets, distributed, evaluation, generation, losses, peft
+from tune import config, datasets, distributed, evaluation, generation, losses, peft
 from tune.config import instantiate, instantiate_weighted
 from tune.files import written_aside
-from tune.tokenizers import Tokenizer
 
 
 @config.entrypoint("evaluate")
@@ -41,32 +40,29 @@ def main(cfg):
             print(text, flush=True)
 
     # What is wrong with tasks and data is found before weights are read.
-    found = peft.resolve_model(cfg.model.path, cfg.adapters)
-    tokenizer = Tokenizer(str(found.tokenizer), cfg.chat_template)
-    shape, _ = checkpointers.open_checkpoint(found.base)
-    longest = cfg.max_length or getattr(shape, "max_positions", None) or 2048
+    opened = peft.open_model(cfg.model.path, cfg.adapters)
+    tokenizer = opened.tokenizer(**({"chat_template": cfg.chat_template} if cfg.chat_template else {}))
+    model = opened.model  # its shape only: no memory yet
+    longest = cfg.max_length or getattr(model, "max_positions", None) or 2048
     tasks = evaluation.Tasks(
         cfg.tasks, tokenizer, cfg.include_path, limit=cfg.limit, num_fewshot=cfg.num_fewshot,
         apply_chat_template=cfg.apply_chat_template, batch_size=cfg.batch_size, max_length=cfg.max_length,
-        model=shape,
+        model=model,
     )  # fmt: skip
     scores = [generation.Reward(*each, "score") for each in instantiate_weighted(cfg.score, "score")]
     if scores:
         sampler = instantiate(
             cfg.generation, stop_ids=tokenizer.stop_ids, decode=tokenizer.decode, max_rows=cfg.batch_size or 16
         )
-        sampler.check(shape, [], [])
+        sampler.check(model, [], [])
         room = longest - sampler.max_new_tokens
         questions = instantiate(source, tokenizer, max_prompt_len=room)
         tell(questions.table())
     elif path:
         data = instantiate(source, tokenizer, max_seq_len=longest)
-        data.require_vocabulary(shape.config.vocab_size)
+        data.require_vocabulary(model.config.vocab_size)
         tell(data.accounting.table())
-    model, _ = peft.open_model(
-        cfg.model.path, adapters=cfg.adapters, device=world.device, dtype=cfg.dtype,
-        quantization=cfg.quantization.weights, peers=world.mesh["tp"],
-    )  # fmt: skip
+    model = opened.load(world.device, cfg.dtype, quantization=cfg.quantization.weights, peers=world.mesh["tp"])
 
     def measure_loss():
         """Of all learned tokens of the data."""

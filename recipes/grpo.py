@@ -76,7 +76,8 @@ def main(cfg):
     has_own_reference = cfg.kl > 0 and not (is_start and lora)
     reference_path = cfg.model.path if is_start else cfg.reference
     if has_own_reference:
-        checkpointers.require_frozen("reference", reference_path, tokenizer)  # report problems now
+        other = peft.open_model(reference_path, setting="reference")  # report problems now
+        other.require_same_vocabulary(tokenizer)
     sampler = instantiate(cfg.sampling, stop_ids=tokenizer.stop_ids, decode=tokenizer.decode, seed=cfg.seed)
     dataset = instantiate(cfg.dataset, tokenizer, max_prompt_len=cfg.max_prompt_len)
     environment = locate(cfg.environment) if cfg.environment else None  # a class: one object for each episode
@@ -100,7 +101,7 @@ def main(cfg):
     weights.load(model)
     peft.start(model, lora, cfg.seed)
     checkpointers.check_forward(model)
-    frozen = checkpointers.load_frozen(reference_path, world, cfg.dtype)[0] if has_own_reference else model
+    frozen = other.shard(world, cfg.dtype) if has_own_reference else model
     before_training = peft.Reference(model, None if has_own_reference else lora)
 
     def reference(batch):

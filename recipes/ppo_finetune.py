@@ -65,7 +65,8 @@ def main(cfg):
     has_own_reference = cfg.kl and not (is_start and lora)
     reference_path = cfg.model.path if is_start else cfg.reference
     if has_own_reference:
-        checkpointers.require_frozen("reference", reference_path, tokenizer)  # what is wrong with it is told now
+        other = peft.open_model(reference_path, setting="reference")  # what is wrong with it is told now
+        other.require_same_vocabulary(tokenizer)
     checkpointers.require_same_vocabulary("value.path", cfg.value.path, critic, tokenizer)
     sampler = instantiate(cfg.sampling, stop_ids=tokenizer.stop_ids, decode=tokenizer.decode, seed=cfg.seed)
     dataset = instantiate(cfg.dataset, tokenizer, max_prompt_len=cfg.max_prompt_len)
@@ -94,7 +95,7 @@ def main(cfg):
     if critic_weights.new:
         torch.nn.init.zeros_(critic.head.weight)  # random values would be noise in the first advantages
     both = torch.nn.ModuleDict({"policy": model, "value": critic})
-    frozen = checkpointers.load_frozen(reference_path, world, cfg.dtype)[0] if has_own_reference else model
+    frozen = other.shard(world, cfg.dtype) if has_own_reference else model
     before_training = peft.Reference(model, None if has_own_reference else lora)
 
     def reference(batch):

@@ -62,8 +62,10 @@ def main(cfg):
 
     tokenizer = instantiate(cfg.tokenizer)
     has_own_reference = loss_fn.needs_reference and cfg.reference not in ("precomputed", "adapter_off")
+    other = None
     if has_own_reference:
-        checkpointers.require_frozen("reference", cfg.reference, tokenizer)  # what is wrong with it is told now
+        other = peft.open_model(cfg.reference, setting="reference")  # what is wrong with it is told now
+        other.require_same_vocabulary(tokenizer)
     dataset, validation = instantiate_data(
         cfg.dataset, cfg.validation_dataset, tokenizer, vocab_size=model.config.vocab_size,
         max_seq_len=cfg.max_seq_len, packed=cfg.packed, kind=loss_fn.rows,
@@ -94,17 +96,15 @@ def main(cfg):
     schedule = instantiate(cfg.schedule, optimizer, total_steps=len(data))
 
     if loss_fn.needs_reference and cfg.reference != "adapter_off":
-        frozen, of_weights = model.eval(), weights
-        if has_own_reference:
-            frozen, of_weights = checkpointers.load_frozen(cfg.reference, world, cfg.dtype)
+        frozen = other.shard(world, cfg.dtype) if other else model.eval()
         for part in filter(None, (dataset, validation)):
             part.require_vocabulary(frozen.config.vocab_size)
             datasets.add_scores(
                 part, "reference", lambda batch: losses.per_document(frozen(batch, log_probs).log_probs, batch), world,
                 micro_batch_size=cfg.micro_batch_size, pad_to=pad_to, folder=run.path,
-                made_of=[of_weights.digest(), peft.digest(lora), cfg.dtype],
+                made_of=[(other or weights).digest(), peft.digest(lora), cfg.dtype],
             )  # fmt: skip
-        del frozen, of_weights
+        del frozen, other
         gc.collect()  # frees a second model: wrapped or sharded, it refers to itself
         model.train()
 

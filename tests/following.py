@@ -26,8 +26,7 @@ from helpers import run_processes, save_checkpoint
 from packaging.requirements import Requirement
 
 from tune import cli, config
-from tune.cli.prepare import recipe_of
-from tune.cli.run import default_config, split
+from tune.cli.recipes import default_config, recipe_of, split
 from tune.models import families
 from tune.rules import Facts, judge
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import tune
+from tune.cli import VERBS
 
 HOUSE = Path(tune.__file__).parent
 RECIPES = HOUSE.parent / "recipes"
@@ -15,7 +16,7 @@ RECIPES = HOUSE.parent / "recipes"
 ORDER = [
     *("cli", "validate", "plan", "migrate", "convert", "launchers"),
     *("run", "loggers", "records"),
-    *("evaluation", "peft", "generation", "checkpointers"),
+    *("evaluation", "generation", "peft", "checkpointers"),
     *("datasets", "models", "optimizers"),
     *("tokenizers", "losses", "quantization", "distributed"),
     *("collators", "config", "rules", "files"),
@@ -118,3 +119,19 @@ def test_recipes_import_tune_torch_and_the_standard_library() -> None:
     allowed = {"tune", "torch", *sys.stdlib_module_names}
     for recipe in RECIPES.glob("*.py"):
         assert {name.split(".")[0] for name in imported(recipe)} <= allowed, recipe
+
+
+def test_no_verb_imports_another() -> None:
+    """What several verbs need is in the library, or in a file of `cli` that is no verb."""
+    verbs = {verb.replace("-", "_") for verb in VERBS}
+    modules = {f"tune.cli.{verb}" for verb in verbs}
+    files = [HOUSE / "cli" / f"{verb}.py" for verb in verbs]
+    shared = [file for file in (HOUSE / "cli").glob("*.py") if file.stem not in verbs]
+    assert len(files) > 20 and {"recipes.py", "output.py"} <= {file.name for file in shared}
+    found = {
+        (file.name, name)
+        for file in [*files, *shared]
+        for name in imported(file)
+        if any(f"{name}.".startswith(f"{module}.") for module in modules)
+    }
+    assert not found

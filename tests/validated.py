@@ -5,7 +5,7 @@ import json
 import sys
 
 from tune import config
-from tune.cli.prepare import recipe_of
+from tune.cli.recipes import recipe_of
 from tune.validate.checks import validate
 
 found = []

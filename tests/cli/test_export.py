@@ -251,7 +251,8 @@ def runs(checkpoint: Path, chats: Path, tmp_path_factory: pytest.TempPathFactory
 def test_the_adapter_of_a_run_is_merged_or_a_file_of_its_own(
     runs: dict[str, Path], checkpoint: Path, tmp_path: Path
 ) -> None:
-    model, tokenizer = open_model(runs["lora"])
+    opened = open_model(runs["lora"])
+    model, tokenizer = opened.load(), opened.tokenizer()
     tokens = tokenizer.encode(TEXT)[:24]
     pairs = zip(log_probs(model, tokens), log_probs(load_model(str(checkpoint)), tokens), strict=True)
     distance = max(abs(tuned - base) for tuned, base in pairs)
@@ -382,8 +383,8 @@ WRONG_MEANS = {
     "an adapter": (["RUN", "ADAPTER", "NEW", "--method", "average"], "takes the folder of a run, OUT and --steps"),
     "weights": (["RUN", "NEW", "--method", "average", "--weights", "1", "1"], "takes the folder of a run, OUT"),
     "another method": (["RUN", "A", "B", "NEW", "--method", "ties", "--steps", "1"], "it goes with --method average"),
-    "one step": (["RUN", "NEW", "--method", "average", "--steps", "1"], "of several checkpoints, and here is 1;"),
-    "no run": (["MODEL", "NEW", "--method", "average"], "is no run folder: it has no checkpoints to average"),
+    "one step": (["RUN", "NEW", "--method", "average", "--steps", "1"], "found 1."),
+    "no run": (["MODEL", "NEW", "--method", "average"], "is no run folder"),
     "no such step": (
         ["RUN", "NEW", "--method", "average", "--steps", "1", "9"],
         "no checkpoint of step 9; it has 1",

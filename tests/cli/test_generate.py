@@ -18,7 +18,8 @@ from pyarrow import parquet
 
 from tune import distributed
 from tune.cli import main
-from tune.cli.generate import require_answers, sampling_settings, turns
+from tune.cli.generate import require_answers, turns
+from tune.cli.model_options import sampling_settings
 from tune.tokenizers import Tokenizer
 
 transformers = pytest.importorskip("transformers")

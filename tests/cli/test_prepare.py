@@ -3,7 +3,7 @@ import pytest
 
 from tune import config
 from tune.cli import main
-from tune.cli.prepare import settings
+from tune.cli.recipes import settings
 from tune.errors import TuneError
 from tune.tokenizers import Tokenizer
 

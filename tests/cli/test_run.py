@@ -7,7 +7,7 @@ from helpers import HANGS
 from torch.distributed import run as torchrun
 from torch.distributed.launcher.api import LaunchConfig
 
-from tune.cli.run import check
+from tune.cli.recipes import check
 from tune.launchers.torchrun import launch
 
 RECIPE = '''\

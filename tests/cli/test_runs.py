@@ -19,7 +19,7 @@ from rich.console import Console
 from run_folders import write_run
 
 from tune.cli import main, watch
-from tune.cli.runs import gib
+from tune.cli.output import gib
 from tune.records import read
 from tune.records.page import uses
 

@@ -10,7 +10,7 @@ from distributed.scaled_gradients import SMALL, error, gradients, model_of
 from helpers import run_processes, save_checkpoint
 from torch import nn
 
-from tune import checkpointers, distributed
+from tune import distributed, peft
 from tune.checkpointers import Checkpointer, load_model
 from tune.errors import TuneError
 
@@ -126,5 +126,5 @@ class TestDynamics:
 
 
 def test_models_that_are_not_trained_have_none(checkpoint):
-    frozen, _ = checkpointers.load_frozen(str(checkpoint), distributed.init("cpu"), "fp16")
+    frozen = peft.open_model(checkpoint).shard(distributed.init("cpu"), "fp16")
     assert not hasattr(frozen, "loss_scale")

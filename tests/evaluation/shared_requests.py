@@ -6,14 +6,15 @@ import sys
 from pathlib import Path
 
 from tune import distributed
-from tune.checkpointers import load_frozen, load_model
+from tune.checkpointers import load_model
 from tune.evaluation import Tasks, metrics
+from tune.peft import open_model
 from tune.tokenizers import Tokenizer
 
 world = distributed.init("cpu")
 path, folder, out = sys.argv[1:]
 names = ["choice", "letters", "answer", "rolling"]
-models = {"copies": load_model(path), "sharded": load_frozen(path, world, "fp32")[0]}
+models = {"copies": load_model(path), "sharded": open_model(path).shard(world)}
 tokenizer = Tokenizer(path)
 answers = {}
 for kind, model in models.items():

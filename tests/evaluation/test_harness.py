@@ -86,7 +86,8 @@ def both(arguments, world):
     from tune.evaluation.harness import HarnessModel
 
     adapters = [arguments["peft"]] if "peft" in arguments else []
-    model, tokenizer = open_model(arguments["pretrained"], adapters=adapters)
+    opened = open_model(arguments["pretrained"], adapters=adapters)
+    model, tokenizer = opened.load(), opened.tokenizer()
     # Its cache gives wrong numbers where two requests have the same tokens, divided in other places.
     theirs = HFLM(**arguments, device="cpu", dtype="float32", batch_size=3, logits_cache=False)
     return HarnessModel(model, tokenizer, world, None, None), theirs
@@ -176,7 +177,7 @@ def test_nothing_to_predict_and_too_much(models, world):
 
 
 def test_what_choices_have_in_common_is_read_once(models, world, monkeypatch):
-    model, _ = open_model(models["llama"]["pretrained"])
+    model = open_model(models["llama"]["pretrained"]).load()
     long, other = [*range(5, 65)], [*range(40, 90)]
     requests = [(long, [7, 8]), (other, [3]), (long, [9]), (long, [7, 5, 6]), (other, [4, 4, 2]), (long, [8, 8])]
     alone = [log_likelihoods(model, [each], world, 128)[0] for each in requests]

@@ -33,14 +33,16 @@ def adapters(checkpoint, tmp_path_factory):
 def test_several_adapters_add_up_as_in_peft(checkpoint, adapters):
     base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     theirs = peft.PeftModel.from_pretrained(base, adapters[0], adapter_name="first").eval()
-    model, tokenizer = open_model(adapters[0])
+    opened = open_model(adapters[0])
+    model, tokenizer = opened.load(), opened.tokenizer()
     assert_close(model(TOKENS), theirs(TOKENS).logits, atol=1e-5, rtol=1e-5)
-    assert_close(open_model(checkpoint, adapters=adapters[:1])[0](TOKENS), model(TOKENS))
+    assert_close(open_model(checkpoint, adapters=adapters[:1]).load()(TOKENS), model(TOKENS))
     assert tokenizer.path == adapters[0]
 
     theirs.load_adapter(adapters[1], adapter_name="second")
     theirs.base_model.set_adapter(["first", "second"])
-    both, tokenizer = open_model(adapters[0], adapters=[adapters[1]])
+    opened = open_model(adapters[0], adapters=[adapters[1]])
+    both, tokenizer = opened.load(), opened.tokenizer()
     assert_close(both(TOKENS), theirs(TOKENS).logits, atol=1e-5, rtol=1e-5)
     assert (both(TOKENS) - model(TOKENS)).abs().max() > 1e-3
     assert tokenizer.path == adapters[1] and not both.training
@@ -53,17 +55,19 @@ def test_two_of_dora_add_up_as_in_peft(checkpoint, adapters, tmp_path):
     theirs = peft.PeftModel.from_pretrained(base, folders[0], adapter_name="first").eval()
     theirs.load_adapter(folders[1], adapter_name="second")
     theirs.base_model.set_adapter(["first", "second"])
-    assert_close(open_model(folders[0], adapters=folders[1:])[0](TOKENS), theirs(TOKENS).logits, atol=1e-5, rtol=1e-5)
+    assert_close(
+        open_model(folders[0], adapters=folders[1:]).load()(TOKENS), theirs(TOKENS).logits, atol=1e-5, rtol=1e-5
+    )
 
 
 def test_dora_under_another_adapter(checkpoint, adapters, tmp_path):
     dora = make_adapter(checkpoint, tmp_path / "dora", 3, dora=True)
-    both = open_model(dora, adapters=[adapters[0]])[0](TOKENS)
+    both = open_model(dora, adapters=[adapters[0]]).load()(TOKENS)
     merged = load_model(str(checkpoint))
-    for name, layer in open_model(dora)[0].named_modules():
+    for name, layer in open_model(dora).load().named_modules():
         if hasattr(layer, "magnitude"):
             merged.get_submodule(name).weight.data = layer.merged(layer.weight).detach()
-    difference = open_model(adapters[0])[0].state_dict()
+    difference = open_model(adapters[0]).load().state_dict()
     for name, layer in merged.named_modules():
         if f"{name}.lora_a" in difference:
             layer.weight.data += 2 * difference[f"{name}.lora_b"] @ difference[f"{name}.lora_a"]
@@ -88,21 +92,21 @@ def test_types_and_quantisation(checkpoint, adapters, tmp_path):
     transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).save_pretrained(halved)
     for file in checkpoint.glob("tokenizer*"):
         shutil.copy(file, halved)
-    types = {name: open_model(halved, **each)[0].norm.weight.dtype for name, each in {
+    types = {name: open_model(halved).load(**each).norm.weight.dtype for name, each in {
         "on a CPU": {}, "of the file": {"device": "meta"}, "chosen": {"dtype": "fp16"},
     }.items()}  # fmt: skip
     assert types == {"on a CPU": torch.float32, "of the file": torch.bfloat16, "chosen": torch.float16}
-    model, _ = open_model(adapters[0], quantization="nf4")
+    model = open_model(adapters[0]).load(quantization="nf4")
     assert isinstance(model.blocks[0].attention.query.weight, NF4Weight)
-    expected = open_model(adapters[0])[0](TOKENS)
+    expected = open_model(adapters[0]).load()(TOKENS)
     assert 0 < (model(TOKENS) - expected).norm() / expected.norm() < 0.3
 
 
 def test_families(checkpoint, tmp_path):
     """Ours, and others by transformers."""
-    assert isinstance(open_model(checkpoint)[0], Decoder)
+    assert isinstance(open_model(checkpoint).load(), Decoder)
     folder = save_checkpoint(tmp_path / "gptj", "GPTJConfig", n_embd=64, n_layer=2, n_head=4, rotary_dim=8)
-    model, _ = open_model(folder)
+    model = open_model(folder).load()
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     assert isinstance(model, HuggingFaceModel)
     assert_close(model(TOKENS), theirs(TOKENS).logits, atol=1e-5, rtol=1e-5)
@@ -145,4 +149,4 @@ def test_what_is_none_of_these(checkpoint, adapters, tmp_path):
     with pytest.raises(TuneError, match="is a reward model"):
         open_model(scores)
     with pytest.raises(TuneError, match="take one adapter"):
-        open_model(adapters[0], adapters=[adapters[1]], quantization="nf4")
+        open_model(adapters[0], adapters=[adapters[1]]).load(quantization="nf4")

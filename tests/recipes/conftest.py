@@ -16,7 +16,7 @@ import torch
 from helpers import WORDS
 from safetensors.torch import load_file, save_file
 
-from tune import checkpointers
+from tune import peft
 
 
 @dataclass(frozen=True)
@@ -136,18 +136,18 @@ def inputs(finished, tmp_path):
 def frozen_in_steps(monkeypatch):
     """Whether the frozen model that a recipe loads is in memory, at each step; not freed by chance."""
     found, alive = [], []
-    load, step = checkpointers.load_frozen, torch.optim.AdamW.step
+    shard, step = peft.OpenedModel.shard, torch.optim.AdamW.step
 
     def loaded(*given, **named):
-        frozen, weights = load(*given, **named)
+        frozen = shard(*given, **named)
         found.append(weakref.ref(frozen.blocks[0]))
-        return frozen, weights
+        return frozen
 
     def stepped(*given, **named):
         alive.append(found[0]() is not None)
         return step(*given, **named)
 
-    monkeypatch.setattr(checkpointers, "load_frozen", loaded)
+    monkeypatch.setattr(peft.OpenedModel, "shard", loaded)
     monkeypatch.setattr(torch.optim.AdamW, "step", stepped)
     gc.disable()
     yield alive

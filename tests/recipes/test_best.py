@@ -87,7 +87,7 @@ def test_the_best_is_kept_and_exported(run, recipe, checkpoint):
     if recipe is full_finetune:
         found = dict(load_model(str(folder / "model")).named_parameters())
     else:
-        found = {name: each for name, each in open_model(folder)[0].named_parameters() if "lora_" in name}
+        found = {name: each for name, each in open_model(folder).load().named_parameters() if "lora_" in name}
     assert found.keys() == weights.keys()
     assert all(torch.equal(weights[name], each) for name, each in found.items())
     assert any(not torch.equal(each, exported(plain)[name]) for name, each in exported(folder).items())
@@ -138,7 +138,7 @@ def test_the_best_of_a_method(recipe, checkpoint, tied_checkpoint, pairs, chats,
         assert torch.equal(weights["head.weight"], exported(folder)["score.weight"])
         return
     weights = {name.removeprefix("policy."): each for name, each in weights.items()}
-    found = dict(open_model(folder)[0].named_parameters())
+    found = dict(open_model(folder).load().named_parameters())
     trained = weights.keys() & found.keys()
     assert trained and all(torch.equal(weights[name], found[name]) for name in trained)
 
@@ -202,7 +202,7 @@ def test_answers_to_fixed_prompts(run, recipe, checkpoint, tmp_path):
     assert rows[1]["prompt"] == "a very big dog and"
     assert "step 4, the first of 3 prompts: " in (folder / "log.txt").read_text()
     tokenizer = Tokenizer(str(checkpoint))
-    for start, model in ((0, load_model(str(checkpoint))), (9, open_model(folder)[0])):
+    for start, model in ((0, load_model(str(checkpoint))), (9, open_model(folder).load())):
         chats = [[{"role": "user", "content": row["prompt"]}] for row in rows[:3]]
         prompts = [tokenizer.encode(tokenizer.apply_chat_template(each, add_generation_prompt=True)) for each in chats]
         expected = Sampler(max_new_tokens=9, temperature=0, stop_ids=tokenizer.stop_ids)(model, prompts)

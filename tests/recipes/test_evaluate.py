@@ -76,7 +76,8 @@ def test_tasks(checkpoint, folder, tmp_path, capsys):
     options = ["--include-path", str(folder), "--limit", "6", "--batch-size", "4", "--num-fewshot", "1"]
     files = ["--out", str(out), "--log-samples", "--device", "cpu"]
     main(["eval", str(checkpoint), "--tasks", "choice,answer", *options, *files])
-    model, tokenizer = open_model(checkpoint)
+    opened = open_model(checkpoint)
+    model, tokenizer = opened.load(), opened.tokenizer()
     tasks = Tasks(["choice", "answer"], tokenizer, str(folder), limit=6, num_fewshot=1)
     expected = tasks(model, distributed.init("cpu"), log_samples=True)
     found = json.loads(out.read_text())
@@ -182,7 +183,8 @@ def test_a_quantised_base(checkpoint, folder, tmp_path):
     out = tmp_path / "out.json"
     common = ["--tasks", "rolling", "--include-path", str(folder), "--out", str(out)]
     main(["eval", str(checkpoint), *common, "--quantization", "nf4"])
-    model, tokenizer = open_model(checkpoint, quantization="nf4")
+    opened = open_model(checkpoint)
+    model, tokenizer = opened.load(quantization="nf4"), opened.tokenizer()
     expected = Tasks(["rolling"], tokenizer, str(folder))(model, distributed.init("cpu"))
     found = of(evaluated(out), "rolling")
     assert found == pytest.approx(of(expected["results"], "rolling"))
@@ -304,7 +306,8 @@ def test_in_the_training_of_a_method(
     ]  # fmt: skip
     assert run_recipe(settings, recipe) == 0
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    model, tokenizer = open_model(tmp_path / "run" / "model")
+    opened = open_model(tmp_path / "run" / "model")
+    model, tokenizer = opened.load(), opened.tokenizer()
     results = Tasks(["choice"], tokenizer, str(folder))(model, distributed.init("cpu"))
     expected = {f"choice/{name[:-5]}": value for name, value in of(results["results"], "choice").items()}
     assert expected and ["choice/acc" in each for each in steps] == [True, True]
@@ -386,7 +389,7 @@ def test_other_files_are_not_replaced_by_results(name, checkpoint, folder, tmp_p
 )
 def test_it_is_wrong_before_weights_are_read(more, checkpoint, folder, prompts, tmp_path, monkeypatch):
     (tmp_path / "no_prompts.jsonl").write_text('{"text": "the cat"}\n')
-    monkeypatch.setattr("tune.peft.open_model", lambda *_, **__: pytest.fail("weights are read"))
+    monkeypatch.setattr("tune.peft.OpenedModel.load", lambda *_, **__: pytest.fail("weights are read"))
     with pytest.raises(SystemExit) as end:
         main(["eval", str(checkpoint), "--tasks", "choice", "--include-path", str(folder), *more])
     assert end.value.code == 2

@@ -76,7 +76,8 @@ def test_answers_to_fixed_prompts(name, run, checkpoint, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert [(row["step"], row["index"]) for row in rows] == [(at, each) for at in (0, 2, 3) for each in range(2)]
     for answers, adapter in ((rows[:2], []), (rows[4:], [tmp_path / "run" / "adapter"])):
-        model, tokenizer = open_model(checkpoint, adapters=adapter)
+        opened = open_model(checkpoint, adapters=adapter)
+        model, tokenizer = opened.load(), opened.tokenizer()
         chats = [[{"role": "user", "content": row["prompt"]}] for row in answers]
         prompts = [tokenizer.encode(tokenizer.apply_chat_template(each, add_generation_prompt=True)) for each in chats]
         expected = Sampler(max_new_tokens=7, temperature=0, stop_ids=tokenizer.stop_ids)(model, prompts)

@@ -113,7 +113,7 @@ def test_what_was_trained_is_served(method, run_recipe, chats, tmp_path):
     else:
         trained = make_adapter(folder, tmp_path / "adapter", seed=1)
         settings = {"enable_lora": True, "max_lora_rank": 8}
-    expected = Sampler(max_new_tokens=12, temperature=0)(peft.open_model(trained)[0], PROMPTS)
+    expected = Sampler(max_new_tokens=12, temperature=0)(peft.open_model(trained).load(), PROMPTS)
     told = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     with serving(folder, **settings) as engine:
         lora = LoRARequest("ours", 1, str(trained)) if settings else None

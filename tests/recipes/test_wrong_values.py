@@ -11,7 +11,7 @@ from helpers import WORDS, save_checkpoint
 from omegaconf import OmegaConf
 
 from tune import config
-from tune.cli.prepare import recipe_of
+from tune.cli.recipes import recipe_of
 from tune.errors import TuneError
 from tune.validate.checks import validate
 

@@ -15,18 +15,22 @@ from tune.checkpointers.disk import (
     shape_differences,
 )
 from tune.checkpointers.finite import require_finite
-from tune.checkpointers.reading import checkpoint_at, cut_short, read_trained, require_continuable, require_none_later
+from tune.checkpointers.reading import (
+    TrainedWeights,
+    checkpoint_at,
+    cut_short,
+    require_continuable,
+    require_none_later,
+)
 from tune.checkpointers.weights import (
     Pretrained,
     Random,
     check_forward,
     full_tensors,
     hf_tensors,
-    load_frozen,
     load_model,
     load_shard,
     open_checkpoint,
-    require_frozen,
     require_same_vocabulary,
 )
 from tune.checkpointers.writing import (
@@ -49,6 +53,7 @@ __all__ = [
     "Checkpointer",
     "Pretrained",
     "Random",
+    "TrainedWeights",
     "add_tokens",
     "card",
     "check_forward",
@@ -56,12 +61,9 @@ __all__ = [
     "export",
     "exported_types",
     "hf_tensors",
-    "load_frozen",
     "load_model",
     "model_card",
     "open_checkpoint",
-    "read_trained",
     "require_finite",
-    "require_frozen",
     "require_same_vocabulary",
 ]

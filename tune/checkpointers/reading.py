@@ -24,27 +24,65 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.serialization import _get_layout
 
-from tune.checkpointers.disk import found_damage, shape_differences
+from tune import rehearsal
+from tune.checkpointers.disk import DIGESTS, found_damage, shape_differences
 from tune.distributed import uncut
 from tune.errors import TuneError, explained
-from tune.files import CHECKPOINT
+from tune.files import CHECKPOINT, content_digest
+from tune.quantization import NF4Weight
 
 # Frozen parameters are not saved: they come from the checkpoint that the model was built from.
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 
 
-def read_trained(model: nn.Module, checkpoint: Path) -> None:
-    """Load the tensors of `model` that have memory from the folder of a training state. Raises TuneError if that is
-    damaged, or of another model."""
-    if damage := found_damage(checkpoint):
-        raise TuneError(f"{checkpoint} is damaged: {damage}. Take the checkpoint before it")
-    tensors = {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as no_dist asks for
-            dcp.load({"model": tensors}, storage_reader=Reader(checkpoint), planner=Planner(), no_dist=True)
-    except CheckpointException as error:
-        raise TuneError(f"{checkpoint} does not have this model: {cause_of(error)}") from error
+class TrainedWeights:
+    """What was trained up to a `checkpoint`, the folder of a training state; `part` is the model's name in it, where it
+    has several. Used as `Pretrained`."""
+
+    def __init__(self, checkpoint: Path, part: str = ""):
+        self.checkpoint, self.part = checkpoint, part
+
+    def load(self, model: nn.Module) -> None:
+        """Load each process's own parts of all tensors of `model`, those in NF4 one at a time. Raises TuneError if the
+        state is damaged, or of another model."""
+        if rehearsal.current():
+            return
+        self._require_sound()
+        quantized = {name: module for name, module in model.named_modules() if isinstance(module, NF4Weight)}
+        parts = {f"{name}.{part}" for name, module in quantized.items() for part, _ in module.named_parameters()}
+        self._read({name: tensor for name, tensor in model.state_dict().items() if name not in parts})
+        for name, module in quantized.items():
+            rows, half = module.codes.shape
+            whole = torch.empty(rows, 2 * half)
+            self._read({name: whole})
+            module.load(whole[module.local_rows()])
+
+    def load_trained(self, model: nn.Module) -> None:
+        """As `load`, of the parameters that require a gradient."""
+        if rehearsal.current():
+            return
+        self._require_sound()
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self._read({name: parameter.data for name, parameter in trained.items()})
+
+    def digest(self) -> dict[str, Any]:
+        """What they are: a digest of the state's files. Raises TuneError if an early version has left none."""
+        if not (self.checkpoint / DIGESTS).exists():
+            raise TuneError(f"{self.checkpoint} has no {DIGESTS}: an early version wrote it. Export it (`tune export`)")
+        return {"state": content_digest(self.checkpoint / DIGESTS)}
+
+    def _require_sound(self) -> None:
+        if damage := found_damage(self.checkpoint):
+            raise TuneError(f"{self.checkpoint} is damaged: {damage}. Take the checkpoint before it")
+
+    def _read(self, tensors: dict[str, Any]) -> None:
+        state: dict[str, Any] = {"model": {self.part: tensors} if self.part else tensors}
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as no_dist asks for
+                dcp.load(state, storage_reader=Reader(self.checkpoint), planner=Planner(), no_dist=True)
+        except CheckpointException as error:
+            raise TuneError(f"{self.checkpoint} does not have this model: {cause_of(error)}") from error
 
 
 def checkpoint_at(path: Path) -> Path:

@@ -19,7 +19,7 @@ from tune.checkpointers.disk import (
     shape_differences,
     unread_weights,
 )
-from tune.distributed import Dtype, World, as_dtype, check_plan, from_its_stage, full_tensor, local_shard, parallelize
+from tune.distributed import Dtype, allocate, as_dtype, check_plan, from_its_stage, full_tensor, local_shard
 from tune.errors import TuneError, explained
 from tune.models import (
     ConfigFile,
@@ -32,7 +32,7 @@ from tune.models import (
     disk_parts,
     stored_tensors,
 )
-from tune.quantization import NF4Weight, quantize_linears
+from tune.quantization import NF4Weight
 from tune.tokenizers import Tokenizer
 
 
@@ -48,7 +48,7 @@ class Pretrained:
     """
 
     def __init__(self, path: str, model: nn.Module, seed: int = 0, setting: str = "model.path"):
-        self.path, self.model, self.seed = path, model, seed
+        self.path, self.model, self.seed, self.setting = path, model, seed, setting
         with explained(setting):
             self.tensors = disk_tensors(Path(path))
         if others := unread_weights(Path(path), self.tensors):
@@ -81,7 +81,8 @@ class Pretrained:
         """Raises TuneError if a score head would be initialised."""
         if self.new:
             raise TuneError(
-                f"{self.path} has no score.weight: it is no reward model. Make one of it with reward_finetune"
+                f"{self.setting}: {self.path} has no score.weight: it is no reward model. Make one of it with "
+                "reward_finetune"
             )
 
     def digest(self) -> dict[str, Any]:
@@ -226,7 +227,7 @@ def initialize(model: Any, names: Iterable[str], seed: int) -> None:
             # One full parameter at a time, from a generator of its own, so that no layout changes a number.
             # (torch's CPU generator reads no more than 32 bits of its seed.)
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-            empty, spread = torch.empty(parameter.shape), model.config.initializer_range
+            empty, spread = torch.empty(parameter.shape), getattr(model.config, "initializer_range", 0.02)
             full = start(empty, generator) if start else empty.normal_(0, spread, generator=generator)
             shard.copy_(full[where])
 
@@ -266,32 +267,6 @@ def require_same_vocabulary(setting: str, path: str, model: Any, tokenizer: Toke
         )
 
 
-def require_frozen(setting: str, path: str, tokenizer: Tokenizer) -> None:
-    """Raises TuneError, which blames `setting`, if `load_frozen` cannot read the model in `path`, or `tokenizer` is not
-    its own. No weights are read."""
-    model, _ = open_checkpoint(path, setting=setting)
-    require_same_vocabulary(setting, path, model, tokenizer)
-
-
-def load_frozen(
-    path: str,
-    world: World | None = None,
-    dtype: Dtype = "fp32",
-    quantization: Literal["nf4"] | None = None,
-    setting: str = "reference",
-    head: Literal["tokens", "score"] = "tokens",
-) -> tuple[Decoder, Pretrained]:
-    """A second model beside the one that is trained, sharded as that is and without dropout: a reference, a teacher, or
-    with the head `score` a reward model. Errors blame `setting`."""
-    model, weights = open_checkpoint(path, head, setting)
-    if quantization:
-        quantize_linears(model, double=True)
-    parallelize(model.requires_grad_(False).eval(), world, dtype=dtype, master_dtype=dtype)
-    weights.load(model)
-    check_forward(model)
-    return model, weights
-
-
 def load_model(
     path: str | Path,
     device: str | torch.device = "cpu",
@@ -299,9 +274,13 @@ def load_model(
     head: Literal["tokens", "score"] = "tokens",
 ) -> Decoder:
     """The model of a checkpoint folder on one device, for use outside a recipe; with the head `score` a reward model
-    (see `tune.losses.score`). Raises TuneError if that has no scores."""
+    (see `tune.losses.score`). `tune.peft.open_model` also takes adapters and runs. Raises TuneError if it has no scores
+    that are asked for."""
     model, weights = open_checkpoint(path, head)
     weights.require_complete()
-    model.to(as_dtype(dtype)).to_empty(device=device)
+    for parameter in model.parameters():  # buffers keep their types, and values that no checkpoint has
+        parameter.data = parameter.data.to(as_dtype(dtype))
+    allocate(model, torch.device(device), torch.device(device))
     weights.load(model)
-    return model.eval()
+    check_forward(model)
+    return model.to(device).eval()

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from tune import rehearsal
 from tune.checkpointers.disk import SAFETENSORS_DTYPES, DiskTensor, disk_tensors, has_weights
-from tune.checkpointers.weights import Pretrained, hf_tensors
+from tune.checkpointers.weights import Pretrained, hf_tensors, open_checkpoint
 from tune.distributed import Dtype, World, as_dtype, current_world
 from tune.errors import TuneError
 from tune.files import CHECKPOINT, exported, require_replaceable
 from tune.lookup import in_shell
-from tune.models import ConfigFile, Names, as_reward_model, build, disk_names, read_json, require_no_peft
+from tune.models import ConfigFile, Names, as_reward_model, disk_names, read_json, require_no_peft
 from tune.quantization import Compressor
 from tune.secrets import without_secrets
 from tune.tokenizers import Tokenizer
@@ -296,11 +296,14 @@ def add_tokens(base: str | Path, out: str | Path, tokens: Sequence[str]) -> list
     ids = tokenizer.add_tokens(tokens)
     if there := [token for token, index in zip(tokens, ids, strict=True) if index < known]:
         raise TuneError(f"{source} has {', '.join(map(repr, there))} in its vocabulary already; leave it out")
-    with torch.device("meta"):
-        model = build(str(source), head="score" if ConfigFile(source).scores else "tokens")
+    model, weights = open_checkpoint(source, "score" if ConfigFile(source).scores else "tokens")
     names = model.names
-    tensors, rows = disk_tensors(source), max(model.config.vocab_size, tokenizer.vocab_size)
-    ours = {"embedding.weight", "head.weight"}
+    tensors, rows = weights.tensors, max(model.config.vocab_size, tokenizer.vocab_size)
+    layers = [model.embedding, None if names.replaced else model.head]  # a head that scores has no row for a token
+    names_of = {module: name for name, module in model.named_modules()}
+    ours = {
+        f"{names_of[layer]}.{kind}" for layer in layers if layer is not None for kind, _ in layer.named_parameters()
+    }
     resized = {on_disk for name, on_disk in names.in_checkpoint(tensors).items() if name in ours}
     resized |= {copy for copy, name in names.copies.items() if name in ours}
 
@@ -324,7 +327,7 @@ def add_tokens(base: str | Path, out: str | Path, tokens: Sequence[str]) -> list
 
 
 def _with_rows(weight: Tensor, rows: int, known: int, ids: list[int]) -> Tensor:
-    larger = torch.cat([weight, weight.new_zeros(rows - len(weight), weight.shape[1])])
+    larger = torch.cat([weight, weight.new_zeros(rows - len(weight), *weight.shape[1:])])
     larger[ids] = weight[:known].float().mean(dim=0).to(weight.dtype)
     return larger
 

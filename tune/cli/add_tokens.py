@@ -3,7 +3,7 @@ which start as the mean of all others. To train these rows with an adapter: adap
 
 from argparse import ArgumentParser
 
-from tune.cli.convert import new_folder
+from tune.cli.output import new_folder
 from tune.lookup import local_path
 
 

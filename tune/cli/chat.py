@@ -25,8 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tune import distributed
-from tune.cli.export import model_at
-from tune.cli.generate import MAX_NEW_TOKENS, add_arguments, opened
+from tune.cli.model_options import MAX_NEW_TOKENS, add_arguments, opened
 from tune.errors import TuneError
 from tune.generation import Continuation, Sampler
 from tune.lookup import did_you_mean, local_path
@@ -51,11 +50,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     add_arguments(parser)
     parser.add_argument("--compare", metavar="BASE", help="have this model answer too")
     options = parser.parse_args(arguments)
-    with (
-        others(options.tp, arguments) if options.tp > 1 and "RANK" not in os.environ else nullcontext(),
-        model_at(options.model, options.step) as options.folder,
-        model_at(options.compare or "") as options.compared,
-    ):
+    with others(options.tp, arguments) if options.tp > 1 and "RANK" not in os.environ else nullcontext():
         talk(options)
 
 
@@ -101,8 +96,9 @@ def talk(options: Namespace) -> None:
     model, tokenizer, settings = opened(options, world, tell)
     models = [(options.model, model, tokenizer)]
     if options.compare:
-        device, peers = world.device, world.mesh["tp"]
-        models.append((options.compare, *open_model(options.compared, device=device, dtype=options.dtype, peers=peers)))
+        other = open_model(options.compare)
+        second = other.load(world.device, options.dtype, peers=world.mesh["tp"])
+        models.append((options.compare, second, other.tokenizer(date=None)))
     speakers = []
     for name, each, its_own in models:
         its_own.require_chat_template()

@@ -4,7 +4,7 @@ import re
 from argparse import ArgumentParser
 from pathlib import Path
 
-from tune.cli.runs import gib, print_table
+from tune.cli.output import gib, print_table
 from tune.errors import TuneError
 from tune.lookup import local_path
 from tune.records import number, read

@@ -2,10 +2,9 @@
 with consolidated.00.pth and params.json."""
 
 from argparse import ArgumentParser
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
+from tune.cli.output import new_folder
 from tune.errors import TuneError
 from tune.lookup import local_path
 
@@ -41,16 +40,3 @@ def convert(source: Path, out: Path) -> list[str]:
     from tune.convert import import_meta
 
     return import_meta(source, out)
-
-
-@contextmanager
-def new_folder(out: Path) -> Iterator[None]:
-    """Around the code that writes `out`. Raises TuneError if `out` is not empty or cannot be written."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise TuneError(f"{out} exists already. Name a folder that is absent or empty.")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        yield
-    except OSError as error:
-        raise TuneError(f"{error.filename or out}: {error.strerror or error}") from error
-    print(f"wrote {out}")

@@ -4,7 +4,7 @@ from argparse import ArgumentParser
 from pathlib import Path
 
 from tune import config
-from tune.cli.cat import find
+from tune.cli.recipes import find
 from tune.errors import TuneError
 from tune.lookup import local_path
 

@@ -7,7 +7,7 @@ from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tune.cli.runs import print_table
+from tune.cli.output import print_table
 from tune.lookup import local_path
 from tune.records import Record, differences, number, read
 from tune.types import as_given, show

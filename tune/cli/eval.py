@@ -14,8 +14,8 @@ from argparse import ArgumentParser
 from pathlib import Path
 
 from tune import config
-from tune.cli import run
-from tune.cli.export import add_step, model_at
+from tune.cli.model_options import add_step
+from tune.cli.recipes import parse_options, run_recipe
 from tune.lookup import assignment
 
 NESTED = {
@@ -37,7 +37,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         option = "--adapter" if name == "adapters" else f"--{name.replace('_', '-')}"
         action = "store_true" if values.get(key) is False else "append"
         parser.add_argument(option, dest=key, action=action)
-    options, rest = run.parse_options(parser, arguments)
+    options, rest = parse_options(parser, arguments)
     settings = []
     for key in keys.values():
         if (given := getattr(options, key)) is True:
@@ -48,8 +48,8 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         elif given:
             settings.append(assignment(key, dotted(given[-1]) if key == "score" else given[-1]))
     launch = ["--nproc-per-node", options.nproc_per_node] if options.nproc_per_node else []
-    with model_at(options.model, options.step) as model:
-        run.main(parser, [*launch, "evaluate", assignment("model.path", model), *settings, *rest])
+    model = options.model if options.step is None else Path(options.model, "checkpoints", f"step-{options.step:08d}")
+    run_recipe([*launch, "evaluate", assignment("model.path", model), *settings, *rest])
 
 
 def names_in(text: str) -> list[str]:

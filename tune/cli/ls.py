@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_origin
 
 from tune import config
-from tune.cli.prepare import recipe_of
+from tune.cli.recipes import recipe_of
 from tune.types import is_plain, show
 
 

@@ -7,13 +7,9 @@ the same layers and rank become one first, as in PEFT.
 """
 
 from argparse import ArgumentParser
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-from tune.cli.convert import new_folder
+from tune.cli.output import new_folder
 from tune.errors import TuneError
-from tune.files import CHECKPOINT
 from tune.lookup import local_path
 
 
@@ -38,7 +34,9 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         if options.adapter or len(combination) > 1:
             raise TuneError("--method average takes the folder of a run, OUT and --steps, and nothing else")
         with new_folder(options.out):
-            average(Path(options.base), options.steps, options.out)
+            from tune.peft import average
+
+            average(local_path(options.base), options.out, options.steps)
         return
     if not options.adapter:
         raise TuneError("name BASE, ADAPTER and OUT; or RUN, OUT and --method average")
@@ -50,30 +48,3 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         from tune.peft import adapter_folder, merge
 
         merge(options.base, [*map(adapter_folder, options.adapter)], options.out, **combination)
-
-
-def average(run: Path, steps: Sequence[int] | None, out: Path) -> None:
-    """Write the model whose weights, adapters merged, are the means of those of the checkpoints of `run`, in fp32."""
-    import torch
-
-    from tune.checkpointers import full_tensors
-    from tune.cli.export import at_step, write
-    from tune.models import Decoder, build, hf
-
-    steps = sorted(set(steps or (int(each.name[5:]) for each in run.glob(f"checkpoints/{CHECKPOINT}"))))
-    if not (run / "checkpoints").is_dir():
-        raise TuneError(f"{run} is no run folder: it has no checkpoints to average")
-    if len(steps) < 2:
-        found = ", ".join(map(str, steps)) or "none"
-        raise TuneError(f"{run}: a mean is of several checkpoints, and here is {found}; keep more: checkpointer.keep=9")
-    means: dict[str, Any] = {}
-    for count, step in enumerate(steps, 1):
-        model, base, path, tokenizer = at_step(run, step)
-        for name, tensor in full_tensors(model, base):
-            means.setdefault(name, tensor.float()).lerp_(tensor.float(), 1 / count)
-    with torch.device("meta"):
-        is_ours = isinstance(model, Decoder)
-        model = build(path, head="score" if model.config.scores else "tokens") if is_ours else hf(path)
-    model.load_state_dict(means, strict=False, assign=True)
-    what = f"the mean of the steps {', '.join(map(str, steps))} of the run `{run.name}`, by tune"
-    write(model, tokenizer, out, path, f"`{Path(path).name}` fine-tuned: {what}.")

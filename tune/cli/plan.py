@@ -17,9 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from tune.cli.download import hub
-from tune.cli.prepare import settings
-from tune.cli.run import parse_options
+from tune.cli.hub import hub
+from tune.cli.recipes import parse_options, settings
 from tune.devices import DEVICES
 from tune.devices import device as device_named
 from tune.errors import TuneError
@@ -88,6 +87,8 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
                 file = huggingface_hub.hf_hub_download(hub_id, "config.json")
             OmegaConf.update(cfg, key, str(Path(file).parent))
     job = Job(cfg, device, options.world_size)
+    if job.cost:
+        print(f"note: model: {job.cost}", file=sys.stderr)
     if job.note:
         print(f"warning: {job.note}", file=sys.stderr)
     searches = options.search or cfg.parallel.get("auto")

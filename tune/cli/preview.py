@@ -13,8 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from tune.cli.prepare import data_of, prompts_of, settings
-from tune.cli.run import parse_options
+from tune.cli.recipes import data_of, parse_options, prompts_of, settings
 from tune.collators import IGNORE
 from tune.config import instantiate
 from tune.datasets import MARKS, Stream, first_rows, histogram, marked, parts_of, warnings_about

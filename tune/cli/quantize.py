@@ -4,9 +4,8 @@ mxfp4 or nf4 with one for each group of weights."""
 
 from argparse import ArgumentParser
 
-from tune.cli.convert import new_folder
-from tune.cli.export import add_step, model_at, served_by, write
-from tune.errors import TuneError
+from tune.cli.model_options import add_step
+from tune.cli.output import new_folder, served_by
 from tune.lookup import local_path
 
 
@@ -17,18 +16,13 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("--out", required=True, metavar="FOLDER", type=local_path, help="to write: absent or empty")
     add_step(parser)
     options = parser.parse_args(arguments)
-    with new_folder(options.out), model_at(options.model, options.step) as options.model:
-        from tune import peft
-        from tune.models import HuggingFaceModel
-        from tune.quantization import Compressor, quantised_linears
+    with new_folder(options.out):
+        from tune.peft import open_model
 
-        found = peft.resolve_model(options.model)
-        model, base, tokenizer = peft.open_on_disk(found.base, *found.adapters)
-        if isinstance(model, HuggingFaceModel):
-            raise TuneError(f"{found.base} is of a family that only transformers has: not quantised here")
-        linears = quantised_linears(model)
-        columns = {str(base.names[f"{name}.weight"]): each.in_features for name, each in linears.items()}
-        what, compressor = f"{found.title}, in {options.to}, by tune.", Compressor(options.to, columns, options.dynamic)
-        write(model, tokenizer, options.out, str(found.base), what, base=base, compressor=compressor)
+        opened = open_model(options.model, step=options.step, head=None)
+        model = opened.on_disk()
+        opened.export(
+            options.out, f"{opened.title}, in {options.to}, by tune.", opened.compressor(options.to, options.dynamic)
+        )
     nf4 = f"transformers, with bitsandbytes: {options.out}"
     print(f"to use it:\n  {nf4 if options.to == 'nf4' else served_by(model, options.out)}")

@@ -2,11 +2,10 @@
 newest last."""
 
 from argparse import ArgumentParser
-from collections.abc import Sequence
-from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
+from tune.cli.output import gib, print_table
 from tune.errors import TuneError
 from tune.lookup import local_path
 from tune.records import find, read
@@ -30,18 +29,3 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     if len(rows) == 1:
         raise TuneError(f"there are no run folders in {folder}. Give the folder that your runs are in")
     print_table(rows)
-
-
-def gib(folder: Path) -> str:
-    """The size of all files in a folder."""
-    size = 0
-    for file in (each for each in folder.rglob("*") if each.is_file()):
-        with suppress(FileNotFoundError):  # a run that goes on removes files
-            size += file.stat().st_size
-    return f"{size / 2**30:.2f}"
-
-
-def print_table(rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -27,8 +27,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from tune import config, records
-from tune.cli.run import default_config, parse_options
-from tune.cli.runs import print_table
+from tune.cli.output import print_table
+from tune.cli.recipes import default_config, parse_options
 from tune.errors import TuneError
 from tune.lookup import did_you_mean, in_shell, local_path
 from tune.ray_cluster import connect

@@ -10,8 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tune import config
-from tune.cli.prepare import recipe_of
-from tune.cli.run import parse_options
+from tune.cli.recipes import parse_options, recipe_of
 from tune.errors import TuneError
 from tune.launchers import count
 

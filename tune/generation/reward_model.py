@@ -6,12 +6,12 @@ from typing import Literal
 import numpy as np
 import torch
 
-from tune.checkpointers import load_frozen, open_checkpoint, require_same_vocabulary
 from tune.collators import IGNORE, Sample, collate
 from tune.distributed import World
 from tune.generation.rollout import Episode
 from tune.losses import score
 from tune.models import Decoder
+from tune.peft import open_model
 from tune.tokenizers import PROBE, Tokenizer
 from tune.types import PositiveInt
 
@@ -31,14 +31,14 @@ class RewardModel:
     def __init__(self, path: str, dtype: Literal["bf16", "fp32"] = "fp32", micro_batch_size: PositiveInt = 8):
         self.path, self.dtype, self.micro_batch_size = path, dtype, micro_batch_size
         self.model: Decoder | None = None
-        open_checkpoint(path, "score", "reward.path")[1].require_complete()
+        self.opened = open_model(path, head="score", setting="reward.path")
 
     @torch.no_grad()
     def scores(self, episodes: Sequence[Episode], tokenizer: Tokenizer, world: World) -> list[float]:
         """One for each of the episodes. All processes call it."""
         if self.model is None:
-            self.model, _ = load_frozen(self.path, world, self.dtype, setting="reward.path", head="score")
-            require_same_vocabulary("reward.path", self.path, self.model, tokenizer)
+            self.opened.require_same_vocabulary(tokenizer)
+            self.model = self.opened.shard(world, self.dtype)
         texts = [_scored(each, tokenizer) for each in episodes]
         batches = -(-len(texts) // self.micro_batch_size)
         found: list[float] = []

@@ -29,7 +29,7 @@ def build(
     Raises:
         TuneError: the folder does not exist, config.json is unreadable or has an unsupported architecture or field, or
             there is a `router_loss` for a model without experts, or the model scores several labels; of a family that
-            is not native: transformers is not installed or cannot make it, or there is a `router_loss` or another head.
+            is not native: transformers is not installed or cannot make it, or there is a `router_loss`.
     """
     file = ConfigFile(Path(path))
     model_type = file.get("model_type", "(none)")
@@ -60,23 +60,21 @@ def build(
     return model
 
 
-def _of_transformers(path: str, model_type: str, router_loss: float | None, head: str) -> HuggingFaceModel:
+def _of_transformers(
+    path: str, model_type: str, router_loss: float | None, head: Literal["tokens", "score"]
+) -> HuggingFaceModel:
     known = f"model_type '{model_type}' is not native; these are: {', '.join(supported())}"
-    if router_loss is not None or head != "tokens":
-        what = "router_loss" if router_loss is not None else "head"
-        raise TuneError(f"{what}: {known}. Models of transformers have neither a router_loss nor a head that scores")
+    if router_loss is not None:
+        raise TuneError(f"router_loss: {known}. Models of transformers have no router_loss")
     try:
-        return hf(path)
+        return hf(path, head=head)
     except TuneError as error:
         raise TuneError(f"{error}. {known}") from error
 
 
 def _with_scores(config: DecoderConfig, file: ConfigFile) -> DecoderConfig:
-    labels = file.get("num_labels") or len(file.get("id2label", ("two", "by default")))
-    if file.scores and labels != 1:
-        raise TuneError(f"{file.path}: the model scores {labels} labels, and a reward is one number: take another one")
-    pad_id = (file.mapping("text_config") or file.fields).get("pad_token_id") if file.scores else None
-    return replace(config, scores=True, pad_id=pad_id, tied_head=False, logit_scale=1.0, logit_softcap=None)
+    file.require_one_label()
+    return replace(config, scores=True, pad_id=file.scored_pad_id, tied_head=False, logit_scale=1.0, logit_softcap=None)
 
 
 def prepare_scores(model: Any, tokenizer: Tokenizer) -> None:
@@ -85,7 +83,15 @@ def prepare_scores(model: Any, tokenizer: Tokenizer) -> None:
     if not getattr(model.config, "scores", False):
         raise TuneError("model: it has no head that scores: take model._component_=tune.models.build, model.head=score")
     if model.config.pad_id is None:
-        model.config = replace(model.config, pad_id=tokenizer.choose_pad())
+        set_pad(model, tokenizer.choose_pad())
+
+
+def set_pad(model: Any, pad_id: int | None) -> None:
+    """Have a reward model pass over this token, see `tune.losses.LastTokenScores`."""
+    if isinstance(model, HuggingFaceModel):
+        model.config.pad_id = pad_id
+    else:
+        model.config = replace(model.config, pad_id=pad_id)
 
 
 def as_reward_model(fields: dict[str, Any], pad_id: int | None) -> dict[str, Any]:

@@ -74,6 +74,17 @@ class ConfigFile:
             what = f"{self.setting}: {self.path.parent} is a reward model: it scores texts and writes none"
             raise TuneError(f"{what}. Train it with reward_finetune, or name it as reward.path of a RewardModel")
 
+    def require_one_label(self) -> None:
+        """Raises TuneError for a model that scores several labels."""
+        labels = self.get("num_labels") or len(self.get("id2label", ("two", "by default")))
+        if self.scores and labels != 1:
+            raise TuneError(f"{self.path}: the model scores {labels} labels, and a reward is one number: take another")
+
+    @property
+    def scored_pad_id(self) -> int | None:
+        """The pad token of a reward model, which ends no text there; None for a model that is to become one."""
+        return (self.mapping("text_config") or self.fields).get("pad_token_id") if self.scores else None
+
     def set_defaults(self, **fields: Any) -> None:
         """Defaults of fields that the file leaves out. A field that is null stays null."""
         self.fields = fields | self.fields

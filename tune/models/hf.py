@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partialmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
@@ -21,7 +21,7 @@ from tune.errors import TuneError
 from tune.lookup import needs
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import Decoder, Head, head_operands
-from tune.models.names import Names, OnDisk
+from tune.models.names import Names, OnDisk, own_name
 
 # If padding all documents to the longest multiplies the tokens by at most this, each gets a row of its own: plainly
 # causal attention has faster kernels.
@@ -31,23 +31,31 @@ MODEL_CLASS = "transformers.modeling_utils.PreTrainedModel"
 STATES = ("past_key_values", "cache_params", "state")
 
 
-def hf(path: str | Path | nn.Module, trust_remote_code: bool = False) -> "HuggingFaceModel":
+def hf(
+    path: str | Path | nn.Module, trust_remote_code: bool = False, head: Literal["tokens", "score"] = "tokens"
+) -> "HuggingFaceModel":
     """The model that transformers builds from `path`/config.json, with parameters on the meta device; or `path` itself,
     a causal language model of transformers in memory, which shares its parameters with the result and stays whole.
 
     For architectures that `tune.models.build` does not have. Code in the folder runs only with `trust_remote_code`. A
     model in memory keeps its own dropout. If it was made on the meta device, buffers that no checkpoint has get their
-    values.
+    values. With the head `score` one output takes the place of the vocabulary's, as in `tune.models.build`.
 
     Raises:
-        TuneError: transformers cannot build it as a causal language model, or it cannot be trained here; the model in
-            memory is none of transformers, quantized, sharded, or has adapters of the library peft.
+        TuneError: transformers cannot build it as a causal language model, or it cannot be trained here; it scores
+            several labels; the model in memory is none of transformers, quantized, sharded, or has adapters of the
+            library peft, or is to score.
     """
     if isinstance(path, nn.Module):
+        if head == "score":
+            raise TuneError("head: a model in memory keeps the head that it has. Give the folder of one")
         return _in_memory(path)
     path = str(path)
     file = ConfigFile(Path(path))
-    file.require_texts()
+    if head == "score":
+        file.require_one_label()
+    else:
+        file.require_texts()
     with needs("hf", "tune.models.hf"):
         import accelerate
         import transformers
@@ -67,9 +75,15 @@ def hf(path: str | Path | nn.Module, trust_remote_code: bool = False) -> "Huggin
                 config, dtype=torch.float32, trust_remote_code=trust_remote_code
             )
         model.tie_weights()
+        if head == "score":
+            width = model.get_output_embeddings().in_features
+            with torch.device("meta"):
+                model.set_output_embeddings(nn.Linear(width, 1, bias=False))
     except Exception as error:  # hundreds of constructors raise different ones
         raise TuneError(f"{file.path}: transformers {transformers.__version__} cannot make a model: {error}") from error
     wrapped = HuggingFaceModel(model)
+    if head == "score":
+        wrapped.score_with(file.scored_pad_id)
     if model.config.model_type != config.model_type:  # it is the language model of a larger one
         wrapped.names.ignored += (r"^(?!.*\blanguage_model\.)(?!lm_head\.)",)
     return wrapped
@@ -131,6 +145,7 @@ class HuggingFaceModel(nn.Module):
         self.checks_logits = False
         self.separates_documents = False  # in one row, by their positions; `check` finds out
         self.scale, self.softcap = _logit_transform(self.config)
+        self.scores = False  # one output, of which scale and softcap are none
 
         for each, module in model.named_modules():
             stack = next(module.parameters(recurse=False), None) if "experts" in each else None
@@ -166,7 +181,7 @@ class HuggingFaceModel(nn.Module):
             hidden = self._go_on(batch, positions, cache)
         else:
             hidden = self._run_documents(batch) if isinstance(batch, Batch) else self._run(batch)
-        if self.scale != 1:
+        if self.scale != 1 and not self.scores:
             hidden = hidden * self.scale
         hidden, weight = head_operands(self.head_module, hidden)
         bias = None if self.head is None else self.head.bias
@@ -174,9 +189,27 @@ class HuggingFaceModel(nn.Module):
             hidden = torch.cat([hidden, hidden.new_full((*hidden.shape[:-1], 1), self.scale)], dim=-1)
             weight = torch.cat([weight, bias[:, None]], dim=1)
         function: Any = head or self.logits
-        return function(hidden, weight, batch, **{"softcap": self.softcap} if self.softcap else {})
+        return function(hidden, weight, batch, **{"softcap": self.softcap} if self.softcap and not self.scores else {})
 
     logits = staticmethod(Decoder.logits)
+
+    def score_with(self, pad_id: int | None) -> None:
+        """Name the head, which has one output, as transformers' `...ForSequenceClassification` does. It replaces the
+        vocabulary's, which a checkpoint may have. `config` gets the fields that a `DecoderConfig` has for it."""
+        replaced = str(self.names.on_disk["head.weight"])
+        self.names.on_disk["head.weight"] = "score.weight"
+        del self.names.alternatives["head.weight"]
+        self.names.replaced["head.weight"] = rf"{re.escape(own_name(replaced).removesuffix('.weight'))}\.(weight|bias)$"
+        self.scores = self.config.scores = True
+        self.config.pad_id = pad_id
+
+    @property
+    def cost(self) -> str:
+        """In words, what it costs that the model is not native."""
+        return (
+            f"{self.config.model_type} is computed by transformers, slower than a family of tune.models.families, and "
+            "without parallel.cp, pp and ep"
+        )
 
     def new_cache(self, rows: int, capacity: int) -> "TransformersCache":
         """A cache for `rows` documents."""
@@ -203,6 +236,11 @@ class HuggingFaceModel(nn.Module):
         if self.checks_logits and not _close(logits, self._softcapped(hidden * self.scale), tolerance=1e-2):
             raise TuneError(f"model: {type(self.body).__name__} changes its logits: it cannot be trained here")
         return hidden
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        """The embedding of tokens."""
+        return self.body.get_input_embeddings()
 
     @property
     def head_module(self) -> nn.Module:

@@ -19,8 +19,10 @@ from tune.peft.files import (
     start,
 )
 from tune.peft.lora import LoRA, LoRALinear
-from tune.peft.merging import give_memory, merge, merge_in_place, open_on_disk
-from tune.peft.named import adapter_folder, exported_folder, open_model, resolve_model
+from tune.peft.merged import average, merge
+from tune.peft.merging import merge_in_place
+from tune.peft.named import adapter_folder, exported_folder, resolve_model, step_of
+from tune.peft.opened import OpenedModel, open_model
 from tune.peft.reference import Reference
 from tune.peft.tokens import untrained_tokens
 
@@ -28,21 +30,21 @@ from tune.peft.tokens import untrained_tokens
 __all__ = [
     "LoRA",
     "LoRALinear",
+    "OpenedModel",
     "Reference",
     "adapted_modules",
     "adapter",
     "adapter_state_dict",
     "add_adapters",
+    "average",
     "digest",
     "export_adapter",
     "export_trained",
-    "give_memory",
     "initialize",
     "load_adapter",
     "merge",
     "merge_in_place",
     "open_model",
-    "open_on_disk",
     "read_adapter",
     "resolve_model",
     "set_dropout_keys",

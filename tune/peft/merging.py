@@ -1,42 +1,19 @@
-"""The base of an adapter with it merged in. Several adapters become one as in PEFT."""
+"""Adapters merged into the weights of a model in memory. Several adapters become one as in PEFT."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tune import distributed
-from tune.checkpointers import Pretrained, card, export, name_of, open_checkpoint
 from tune.errors import TuneError
-from tune.models import ConfigFile, Names
+from tune.models import Names
 from tune.peft.adapters import adapted_modules
-from tune.peft.adding import add_adapters
-from tune.peft.files import load_adapter, load_parameters, read_adapter
+from tune.peft.files import load_parameters, read_adapter
 from tune.peft.lora import LoRALinear
-from tune.tokenizers import Tokenizer
-
-
-def merge(base: str | Path, adapter: str | Path | Sequence[str | Path], out: str | Path, **combination: Any) -> None:
-    """Write to `out` the model `base` with `adapter` merged in, with the names and types of the base.
-
-    The tokenizer is that of the adapter's folder, if it has one. The adapter and one tensor of the base are in
-    memory. Adapters are merged in fp32. Several become one first, see `load_combined` for the `combination`. `out`
-    appears, or is replaced, when it is complete.
-
-    Raises:
-        TuneError: layers or shapes of the adapter do not fit the base; the base is quantised.
-    """
-    source, adapters = Path(base), [Path(each) for each in ([adapter] if isinstance(adapter, str | Path) else adapter)]
-    model, weights, tokenizer = open_on_disk(source, *adapters, **combination)
-    names = ", ".join(f"`{'/'.join(each.parts[-2:])}`" for each in adapters)
-    what = f"adapter {names} merged" if len(adapters) == 1 else f"adapters {names} merged ({combination['method']})"
-    text = card(source, f"`{name_of(source)}` with the {what} in by tune.")
-    export(model, tokenizer, out, distributed.init("cpu"), source=str(source), card=text, base=weights)
 
 
 @torch.no_grad()
@@ -62,34 +39,21 @@ def merge_in_place(model: nn.Module) -> None:
     vars(model).pop("has_dropout", None)
 
 
-def open_on_disk(
-    source: Path, adapter: Path | None = None, *more: Path, **combination: Any
-) -> tuple[Any, Pretrained, Tokenizer | None]:
-    """The model `source` without memory but for the adapter, its weights, and the adapter's tokenizer, if it has one.
-    Raises TuneError as `merge` does."""
-    lora = read_adapter(str(adapter)) if adapter else None
-    scores = (lora and "score" in lora.modules_to_save) or ConfigFile(source).scores
-    head: Literal["tokens", "score"] = "score" if scores else "tokens"
-    model, weights = open_checkpoint(source, head)
-    if adapter is None or lora is None:
-        return model.requires_grad_(False), weights, None
-    add_adapters(model, lora)
-    give_memory(model)
-    if more:
-        load_combined(model, [adapter, *more], **combination)
-    else:
-        load_adapter(model, str(adapter))
-    for name, parameter in model.named_parameters():
-        if not parameter.is_meta and not parameter.isfinite().all():
-            raise TuneError(f"{adapter} has values that are not finite in {name}: its training failed")
-    tokenizer = None
-    if (adapter / "tokenizer.json").exists():  # tune and TRL save it
-        tokenizer = Tokenizer(str(adapter))
-        if (source / "tokenizer.json").exists():
-            _require_same_vocabulary(source, tokenizer)
-        if head == "score" and model.config.pad_id is None:
-            model.config = replace(model.config, pad_id=tokenizer.pad_id)
-    return model, weights, tokenizer
+@torch.no_grad()
+def take_off(model: nn.Module, changes: dict[str, Tensor]) -> None:
+    """Make the layers of `model` plain ones again, and add to `changes`, by layer, what its adapters made of their
+    weights. Each is made of the base's weights, as in PEFT: DoRA's norms depend on them."""
+    layer: Any
+    for name, layer in adapted_modules(model).items():
+        change = layer.merged(layer.weight).float() - layer.weight.float()
+        if name in changes:  # DoRA scales the rows of all that came before it
+            magnitude = getattr(layer, "magnitude", None)
+            before = changes[name]
+            if magnitude is not None:
+                before = before * layer._ratio(magnitude, *layer.factors())[:, None]
+            change = change + before
+        changes[name] = change
+        layer.remove()
 
 
 def give_memory(model: nn.Module) -> None:
@@ -100,13 +64,6 @@ def give_memory(model: nn.Module) -> None:
             if parameter.requires_grad:
                 made.setdefault(parameter, nn.Parameter(torch.empty_like(parameter, device="cpu")))
                 setattr(module, name, made[parameter])
-
-
-def _require_same_vocabulary(base: Path, tokenizer: Tokenizer) -> None:
-    theirs, ours = tokenizer.vocabulary, Tokenizer(str(base)).vocabulary
-    if changed := sorted(token for token, index in theirs.items() if ours.get(token) != index):
-        listing = ", ".join(f"{token!r} ({theirs[token]}, in the base {ours.get(token)})" for token in changed[:3])
-        raise TuneError(f"the adapter was trained with another vocabulary than {base} has: {listing}; give its base")
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from typing import Any, cast, get_args
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -116,6 +117,7 @@ class Job:
             raise TuneError(f"quantization.float8: {device.name} has no products in float8. Leave it out")
         alter(cfg, model, torch.device("cpu" if device.is_host else "cuda"), lambda _, make: make())
         self.cfg, self.device, self.processes = cfg, device, processes
+        self.cost = getattr(model, "cost", "")  # of a model that transformers computes
         self.hidden, self.note = getattr(model.config, "hidden_size", 0), beyond_positions(model, cfg.max_seq_len)
         self.chosen = tuple(key for key in CHOSEN if "parallel." not in key or _field(key) in cfg.parallel)
         self.subjects = subjects(cfg, model)
@@ -136,7 +138,8 @@ class Job:
             self.subjects[number], full_rows(cfg, rows), device, meshes=_meshes(*axes), checkpointing=checkpointing,
             plain=plain, accumulates=accumulates,
         ))  # fmt: skip
-        looked_up = [] if getattr(model, "head", None) is None else [model.embedding.weight]
+        tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+        looked_up = [] if getattr(model, "head", None) is None else tables
         of_products = {*model.parameters()}.difference(looked_up)
         large = sum(each.numel() for each in of_products if each.dim() == 2 and each.numel() >= LARGE)
         self.packed = large * DTYPES[cfg.dtype].itemsize * device.is_host  # while completions are sampled

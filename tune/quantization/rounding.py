@@ -74,7 +74,7 @@ def round_linears(model: nn.Module, kind: str, exported: Mapping[str, torch.dtyp
 def quantised_linears(model: Any) -> dict[str, nn.Linear]:
     """The layers that are quantised, by name: those in blocks. Raises TuneError if there are experts, or no layers."""
     linears = block_linears(model)
-    if getattr(model, "routing", None):
+    if getattr(model, "routing", None) or any(hasattr(module, "activated_share") for module in model.modules()):
         raise TuneError("only dense models are quantised: this one has experts, which each reader stores otherwise")
     if not linears:
         raise TuneError("only linear layers are quantised, and this model has none in its blocks")

@@ -283,10 +283,7 @@ class Run:
         self.info(f"{self.path}: {self.world.size} process(es) on {self.world.device.type}, torch {torch.__version__}")
         self.info(f"model: {count_parameters(model):,} parameters, {trainable:,} trainable")
         if isinstance(model, HuggingFaceModel):
-            self.info(
-                f"model: {model.config.model_type} is computed by transformers, slower than a family of "
-                "tune.models.families, and without parallel.cp, pp and ep"
-            )
+            self.info(f"model: {model.cost}")
         if left_out := without_names(model):
             self.info(
                 f"warning: {', '.join(left_out)}: trained, and left out of the export, as the model on disk has no "

@@ -1,0 +1,246 @@
+"""Every verb and recipe takes a model that only transformers has, by itself, and computes what transformers does."""
+
+import json
+import random
+import sys
+
+import pytest
+import torch
+from helpers import WORDS, make_adapter, save_checkpoint
+from torch.testing import assert_close
+
+from tune import distributed
+from tune.checkpointers import load_model
+from tune.cli import main
+from tune.collators import Sample, collate
+from tune.errors import TuneError
+from tune.losses import score
+from tune.models import HuggingFaceModel
+from tune.peft import open_model, opened
+from tune.tokenizers import Tokenizer
+
+transformers = pytest.importorskip("transformers")
+TOKENS = torch.arange(5, 85).view(2, 40)
+FAMILIES = {"stablelm": "StableLmConfig", "apertus": "ApertusConfig"}
+COST = "is computed by transformers"
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def base(request, tmp_path_factory):
+    return save_checkpoint(tmp_path_factory.mktemp(request.param), FAMILIES[request.param])
+
+
+@pytest.fixture(autouse=True)
+def say_again():
+    """The cost is said once in a process."""
+    opened._say_once.cache_clear()
+
+
+def of_transformers(folder, **arguments):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **arguments).eval()
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+@torch.no_grad()
+def test_each_way_to_open_one(base, tmp_path, capsys):
+    expected = of_transformers(base)
+    model = open_model(base).load()
+    assert isinstance(model, HuggingFaceModel)
+    assert capsys.readouterr().err.count(f"note: {base}: {model.config.model_type} {COST}") == 1
+    assert_close(model(TOKENS), expected, atol=1e-5, rtol=1e-5)
+    assert_close(open_model(base).shard(distributed.init("cpu"))(TOKENS), expected, atol=1e-5, rtol=1e-5)
+    assert_close(load_model(base)(TOKENS), expected, atol=1e-5, rtol=1e-5)
+    copied = open_model(base)
+    copied.on_disk()
+    copied.export(tmp_path / "out", "a copy")
+    assert_close(of_transformers(tmp_path / "out"), expected, atol=0, rtol=0)
+    in_nf4 = open_model(base).load(quantization="nf4")(TOKENS)
+    assert 0 < (in_nf4 - expected).norm() / expected.norm() < 0.3
+
+
+@torch.no_grad()
+def test_its_adapter(base, tmp_path):
+    """As `tune merge` and `tune export` write it, as a frozen model, and as PEFT computes it."""
+    peft = pytest.importorskip("peft")
+    adapter = make_adapter(base, tmp_path / "adapter", 1)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(base)
+    expected = peft.PeftModel.from_pretrained(whole, adapter).eval()(TOKENS).logits
+    assert (expected - of_transformers(base)).abs().max() > 1e-3
+    main(["merge", str(base), str(adapter), str(tmp_path / "merged")])
+    main(["export", str(adapter), "--to", "hf", "--out", str(tmp_path / "exported")])
+    for folder in ("merged", "exported"):
+        assert_close(of_transformers(tmp_path / folder), expected, atol=1e-5, rtol=1e-5)
+    assert_close(open_model(adapter).load()(TOKENS), expected, atol=1e-5, rtol=1e-5)
+    assert_close(open_model(adapter).shard(distributed.init("cpu"))(TOKENS), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "within"),
+    [
+        ("int8", 0.02),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("fp8", 0.06), ("int4", 0.3), ("mxfp4", 0.3))),
+    ],
+)
+def test_quantised_as_transformers_reads_it(kind, within, base, tmp_path):
+    pytest.importorskip("compressed_tensors")
+    main(["quantize", str(base), "--to", kind, "--out", str(tmp_path / "out")])
+    expected = of_transformers(base)
+    error = (of_transformers(tmp_path / "out") - expected).norm() / expected.norm()
+    assert 0 < error < within
+
+
+def test_experts_of_transformers_are_not_quantised(tmp_path, capsys):
+    fields = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    folder = save_checkpoint(tmp_path / "model", "PhimoeConfig", **fields)
+    with pytest.raises(SystemExit):
+        main(["quantize", str(folder), "--to", "int8", "--out", str(tmp_path / "out")])
+    assert "only dense models are quantised" in capsys.readouterr().err
+
+
+def test_more_tokens(base, tmp_path):
+    main(["add-tokens", str(base), str(tmp_path / "more"), "<|one|>", "<|two|>"])
+    with torch.no_grad():
+        found, expected = load_model(tmp_path / "more")(TOKENS), of_transformers(base)
+    assert_close(found[..., : expected.shape[-1]], expected, atol=1e-5, rtol=1e-5)
+    assert found.shape[-1] == expected.shape[-1] + 2
+
+
+def test_answers_and_loss(base, tmp_path, capfd):
+    main(["generate", str(base), "--prompt", "the cat", "--max-new-tokens", "6", "--raw", "--device", "cpu"])
+    shown = capfd.readouterr()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    prompt = tokenizer("the cat", return_tensors="pt")
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    answer = model.generate(**prompt, max_new_tokens=6, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert shown.out.rstrip("\n") == tokenizer.decode(answer, skip_special_tokens=True)
+    assert f"{base}: {model.config.model_type} {COST}" in shown.err
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": " ".join(WORDS)}) + "\n")
+    out = tmp_path / "out.json"
+    main(["eval", str(base), "--data", str(tmp_path / "text.jsonl"), "--out", str(out), "device=cpu", "dtype=fp32"])
+    ids = torch.tensor([Tokenizer(base).encode(" ".join(WORDS))])
+    found = json.loads(out.read_text())["results"]["text"]
+    with torch.no_grad():
+        logits = model(ids).logits[0, :-1]
+    losses = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
+    # The text is followed by the token that ends texts, which is learned too.
+    assert found["loss,none"] == pytest.approx(losses.mean().item(), rel=0.1)
+
+
+@torch.no_grad()
+def test_a_reward_model_scores_as_in_transformers(tmp_path):
+    folder = save_checkpoint(tmp_path / "scores", "StableLmConfig", pad_token_id=1)
+    settings = transformers.AutoConfig.from_pretrained(folder)
+    settings.num_labels = 1
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForSequenceClassification.from_config(settings).eval()
+    theirs.save_pretrained(folder)
+    model = open_model(folder, head="score").load()
+    texts = [list(range(5, 25)), list(range(40, 48))]
+    batch = collate([[Sample(torch.tensor(text).numpy(), torch.full((len(text),), -100).numpy()) for text in texts]])
+    expected = [theirs(torch.tensor([text])).logits.item() for text in texts]
+    assert score(model, batch).tolist() == pytest.approx(expected, rel=1e-4)
+    with pytest.raises(TuneError, match="is a reward model"):
+        open_model(folder)
+
+
+def test_without_transformers(base, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(TuneError, match=r"tune-recipes\[hf\]"):
+        open_model(base)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Rows of each kind, by name."""
+    draw, folder = random.Random(0), tmp_path_factory.mktemp("data")
+
+    def text():
+        return " ".join(draw.choices(WORDS, k=draw.randint(2, 9)))
+
+    kinds = {
+        "chats": lambda: {"messages": [{"role": "user", "content": text()}, {"role": "assistant", "content": text()}]},
+        "pairs": lambda: {"prompt": text(), "chosen": text(), "rejected": text()},
+        "requests": lambda: {"instruction": text()},
+    }
+    for name, make in kinds.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(make()) + "\n" for _ in range(8)))
+    return folder
+
+
+ROWS = ["max_seq_len=64", "global_batch_size=4"]
+PROMPTS = [
+    "max_prompt_len=32",
+    "sampling.max_new_tokens=6",
+    "prompts_per_step=4",
+    "reward=recipes.test_grpo.share_of_a",
+]
+# The recipe, its data, its settings; BASE is the model.
+RECIPES = {
+    "full": ("full_finetune", "chats", ROWS),
+    "lora": ("lora_finetune", "chats", [*ROWS, "adapter.rank=4", "export.merge=true"]),
+    "qlora": ("lora_finetune", "chats", [*ROWS, "quantization.weights=nf4", "export.merge=true"]),
+    "pipeline": ("pipeline_finetune", "chats", ROWS),
+    "preference": ("preference_finetune", "pairs", [*ROWS, "reference=BASE"]),
+    "reward": ("reward_finetune", "pairs", ROWS),
+    "distill": ("distill", "chats", [*ROWS, "teacher.path=BASE", "teacher.quantization=nf4"]),
+    "distill top_k": ("distill", "chats", [*ROWS, "teacher.path=BASE", "teacher.top_k=5"]),
+    "grpo": ("grpo", "requests", [*PROMPTS, "group_size=2", "kl=0.1"]),
+    "ppo": ("ppo_finetune", "requests", PROMPTS),
+}
+
+
+def arguments(case, base, data):
+    recipe, rows, settings = RECIPES[case]
+    common = [f"model.path={base}", f"dataset.path={data / rows}.jsonl", "device=cpu", "dtype=fp32", "max_steps=2"]
+    return recipe, [*common, *(each.replace("BASE", str(base)) for each in settings)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", RECIPES)
+def test_recipes(case, base, data, tmp_path, run_recipe):
+    """What is exported is a model of transformers with our logits, and other numbers than the base."""
+    recipe, settings = arguments(case, base, data)
+    run = tmp_path / "run"
+    module = __import__(recipe)
+    assert run_recipe([*settings, f"output_dir={run}"], module) == 0
+    assert COST in (run / "log.txt").read_text()
+    assert all(torch.tensor(json.loads(line)["loss"]).isfinite() for line in (run / "metrics.jsonl").open())
+    if case == "reward":
+        model = load_model(run / "model", head="score")
+        assert model.head.weight.shape[0] == 1
+        return
+    with torch.no_grad():
+        expected = of_transformers(run / "model")
+        assert_close(load_model(run / "model")(TOKENS), expected, atol=1e-5, rtol=1e-5)
+    if "distill" not in case or "nf4" in str(RECIPES[case]):  # the student is its own teacher
+        assert (expected - of_transformers(base)).abs().max() > 0
+
+
+@pytest.mark.slow
+def test_checkpoints_of_a_run(base, data, tmp_path, run_recipe):
+    """Opened by step, exported, averaged."""
+    recipe, settings = arguments("full", base, data)
+    run = tmp_path / "run"
+    assert run_recipe([*settings, "checkpointer.every=1", f"output_dir={run}"], __import__(recipe)) == 0
+    main(["export", str(run), "--step", "1", "--to", "hf", "--out", str(tmp_path / "one")])
+    main(["merge", str(run), str(tmp_path / "mean"), "--method", "average"])
+    first, mean, last = (of_transformers(folder) for folder in (tmp_path / "one", tmp_path / "mean", run / "model"))
+    with torch.no_grad():
+        assert_close(open_model(run, step=1).load()(TOKENS), first, atol=1e-5, rtol=1e-5)
+    assert (first - last).abs().max() > 0
+    assert_close(mean, (first + last) / 2, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "case", [each if each == "full" else pytest.param(each, marks=pytest.mark.slow) for each in RECIPES]
+)
+def test_rehearsed_and_planned(case, base, data, told, capsys):
+    recipe, settings = arguments(case, base, data)
+    assert told(recipe, settings) == ""
+    if recipe == "ppo_finetune":  # is not planned
+        return
+    capsys.readouterr()
+    main(["plan", recipe, *settings, "--world-size", "2", "--device", "h100", "--json"])
+    shown = capsys.readouterr()
+    assert json.loads(shown.out) and COST in shown.err

@@ -1,0 +1,73 @@
+"""The options of verbs that open a model and sample from it."""
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import Any
+
+from tune.errors import TuneError
+from tune.launchers import count
+
+MAX_NEW_TOKENS = 512
+SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+NOT_APPLIED = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "num_beams": 1, "typical_p": 1.0}  # and off
+
+
+def add_step(parser: ArgumentParser) -> None:
+    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of the run after N optimizer steps")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Those of a model and of sampling."""
+    parser.add_argument("model", metavar="MODEL", help="a model in Hugging Face layout, an adapter, or a run folder")
+    parser.add_argument("--adapter", metavar="A", action="append", default=[], help="again for several, which add up")
+    add_step(parser)
+    longest = f"end answers there (default: {MAX_NEW_TOKENS}, or what the model has room for)"
+    parser.add_argument("--max-new-tokens", metavar="N", type=count, help=longest)
+    by_file = "(default: the model's generation_config.json)"
+    parser.add_argument("--temperature", metavar="T", type=float, help=f"0: the most likely tokens {by_file}")
+    parser.add_argument("--top-k", metavar="K", type=int, help="choose among the K most likely; 0: all")
+    parser.add_argument("--top-p", metavar="P", type=float, help="among the fewest that have this probability")
+    parser.add_argument("--min-p", metavar="P", type=float, help="among those at least P times as likely as the first")
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="another one gives other samples (default: 0)")
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    parser.add_argument("--tp", metavar="N", type=count, default=1, help="processes that share the model's layers")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps (default: auto)")
+    dtype = "bf16, fp16 or fp32 (default: fp32 on a CPU, else the file's)"
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), metavar="TYPE", help=dtype)
+
+
+def opened(options: Namespace, world: Any, tell: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """The model, its tokenizer, and the settings of a sampler but for `max_new_tokens`."""
+    from tune.generation import Sampler
+    from tune.peft import open_model
+
+    named = open_model(options.model, options.adapter, step=options.step)
+    places = named.folders.tokenizer, named.folders.base
+    say = (place for place in places if (place / "generation_config.json").exists())  # or neither
+    settings, words = sampling_settings(next(say, places[1]), **{name: getattr(options, name) for name in SAMPLING})
+    Sampler(max_new_tokens=1, **settings)  # what is wrong with them, before the model is loaded
+    model, tokenizer = named.load(world.device, options.dtype, peers=world.mesh["tp"]), named.tokenizer(date=None)
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    place = f"{world.device}, shared by {options.tp} processes" if options.tp > 1 else world.device
+    step = "" if options.step is None else f" after step {options.step}"
+    tell(f"{options.model}{step}: {dtype} on {place}; {words}, seed {options.seed}")
+    return model, tokenizer, settings | {"seed": options.seed, "stop_ids": tokenizer.stop_ids}
+
+
+def sampling_settings(folder: Path, **given: float | None) -> tuple[dict[str, Any], str]:
+    """The sampler's settings: those `given`, and for the others what generation_config.json in the `folder` says, which
+    is the most likely token where it does not say do_sample. Also in words."""
+    from tune.tokenizers import mapping_in
+
+    file = mapping_in(folder / "generation_config.json")
+    settings = {name: file.get(name) for name in SAMPLING} if file.get("do_sample") else {"temperature": 0.0}
+    settings |= {name: value for name, value in given.items() if value is not None}
+    settings = {name: value for name, value in settings.items() if value is not None and (name, value) != ("top_k", 0)}
+    temperature = settings.setdefault("temperature", 1.0)
+    idle = [name for name in SAMPLING if given.get(name)]
+    if idle and not temperature and given.get("temperature") is None:
+        raise TuneError(f"--{idle[0].replace('_', '-')}: the most likely token is taken anyway; add --temperature 1")
+    shown = ", ".join(f"{name} {value:g}" for name, value in settings.items())
+    ignored = [f"{name}={file[name]}" for name, off in NOT_APPLIED.items() if file.get(name, off) not in (off, None)]
+    notes = "".join(f"; {each} of generation_config.json is not applied" for each in ignored)
+    return settings, (shown if temperature else "the most likely token") + notes
