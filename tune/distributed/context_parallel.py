@@ -9,7 +9,7 @@ Gradients of the weights are those of the own tokens: FSDP, which shards over `d
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tune.collators import IGNORE, Batch, Documents
 from tune.distributed.exchanges import Peers
+from tune.distributed.wrapping import Forward, Wrap, wrap, wrapper_of
 from tune.errors import TuneError
 
 
@@ -77,18 +78,37 @@ def split(model: nn.Module, mesh: DeviceMesh) -> None:
             f"parallel.cp: {type(model.get_submodule(names[0])).__name__} ({names[0]}) computes one token after the "
             "other, and processes cannot share the tokens of a document. Set parallel.cp=1"
         )
-    forward = model.forward
-    part = functools.lru_cache(maxsize=1)(functools.partial(part_of, mesh=mesh))  # for several forwards in turn
+    wrap(model, Wrap.TOKENS, Split(model, mesh))
 
-    def split_forward(batch: Batch | Tensor, head: Any = None, **others: Any) -> Any:
-        if others.get("cache") is not None:  # generated is by each process alone
-            return forward(batch, head, **others)
-        if not isinstance(batch, Batch):
-            raise TuneError("parallel.cp: the model needs a Batch: Batch.of(tokens)")
-        mine = part(batch)
-        return forward(mine, _of_whole(head or model.logits, batch, mine.documents.part, mesh.size()), **others)
 
-    model.part, model.forward = part, split_forward  # type: ignore[assignment]
+@dataclass(eq=False)
+class Split:
+    """Gives the forward of `model` the process's part of each batch, and a head that gives the result for the whole."""
+
+    model: Any
+    mesh: DeviceMesh
+    part: Callable[[Batch], Batch] = field(init=False)  # of a batch; the last one is kept, for several forwards in turn
+
+    def __post_init__(self) -> None:
+        self.part = functools.lru_cache(maxsize=1)(functools.partial(part_of, mesh=self.mesh))
+
+    def __call__(self, forward: Forward) -> Forward:
+        def split_forward(batch: Batch | Tensor, head: Any = None, **others: Any) -> Any:
+            if others.get("cache") is not None:  # each process generates alone
+                return forward(batch, head, **others)
+            if not isinstance(batch, Batch):
+                raise TuneError("parallel.cp: the model needs a Batch: Batch.of(tokens)")
+            mine = self.part(batch)
+            of_whole = _of_whole(head or self.model.logits, batch, mine.documents.part, self.mesh.size())
+            return forward(mine, of_whole, **others)
+
+        return split_forward
+
+
+def own_part(model: nn.Module, batch: Batch) -> Batch:
+    """The part of `batch` that this process computes with `model`: all of it without context parallelism."""
+    split_by = wrapper_of(model, Wrap.TOKENS)
+    return batch if split_by is None else split_by.part(batch)
 
 
 def _of_whole(head: Any, batch: Batch, part: Any, size: int) -> Callable[..., Any]:

@@ -1,6 +1,7 @@
 """What a forward sees of the parameters that the processes of `tp` share."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from tune.distributed.pace import waiting
+from tune.distributed.wrapping import Forward, Wrap, wrap
 from tune.errors import TuneError
 
 # Parameters of a layer that have a dimension of its outputs, and those that have one of its inputs: the last one.
@@ -78,8 +80,9 @@ def columns_of(layer: nn.Module, counts: list[int], mesh: DeviceMesh, widths: li
 def rows_of(layer: Any, name: str, mesh: DeviceMesh) -> Uses:
     """Of a layer whose inputs are shared."""
     uses: Uses = {}
-    layer.first_input = mesh.get_local_rank() * layer.in_features // mesh.size()
-    layer.input_group = mesh.get_group().group_name
+    if hasattr(layer, "input_group"):  # an adapter's
+        layer.first_input = mesh.get_local_rank() * layer.in_features // mesh.size()
+        layer.input_group = mesh.get_group().group_name
     for owner, kind, parameter in parameters_of(layer):
         if layer.in_features % (getattr(owner, "block", 1) * mesh.size()):
             raise TuneError(
@@ -113,19 +116,27 @@ def parameters_of(layer: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Paramet
         yield from ((owner, kind, each) for kind, each in owner._parameters.items() if each is not None)
 
 
-def see_shares(unit: Any, uses: Uses) -> None:
-    """Replace, while `unit` runs, its parameters by what it sees of them. What runs then is its `seeing_forward`."""
-    unit.seeing_forward = unit.forward
+@dataclass(eq=False)
+class Shares:
+    """Replaces, while a forward runs, parameters by what it sees of them, their `uses`, which others may change."""
 
-    def seeing(*args: Any, **kwargs: Any) -> Any:
-        whole: dict[tuple[nn.Module, str], Any] = {key: key[0]._parameters[key[1]] for key in uses}
-        seen = {key: use.of(whole[key]) for key, use in uses.items()}
-        try:
-            for (module, kind), tensor in seen.items():
-                module._parameters[kind] = tensor  # type: ignore[assignment]
-            return unit.seeing_forward(*args, **kwargs)
-        finally:
-            for (module, kind), parameter in whole.items():
-                module._parameters[kind] = parameter
+    uses: Uses
 
-    unit.forward = seeing
+    def __call__(self, forward: Forward) -> Forward:
+        def seeing(*args: Any, **kwargs: Any) -> Any:
+            whole: dict[tuple[nn.Module, str], Any] = {key: key[0]._parameters[key[1]] for key in self.uses}
+            seen = {key: use.of(whole[key]) for key, use in self.uses.items()}
+            try:
+                for (module, kind), tensor in seen.items():
+                    module._parameters[kind] = tensor  # type: ignore[assignment]
+                return forward(*args, **kwargs)
+            finally:
+                for (module, kind), parameter in whole.items():
+                    module._parameters[kind] = parameter
+
+        return seeing
+
+
+def see_shares(unit: nn.Module, uses: Uses) -> None:
+    """Have the forward of `unit` see its parameters by their `uses`."""
+    wrap(unit, Wrap.SHARES, Shares(uses))
