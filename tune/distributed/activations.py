@@ -21,7 +21,7 @@ ATTENTION = {
     "flex_attention",
 }
 MATMULS = {"aten::mm", "aten::addmm", "aten::_grouped_mm"}
-COMMUNICATION = {f"_c10d_functional::{each}" for each in ("reduce_scatter_tensor", "all_reduce", "all_to_all_single")}
+COMMUNICATION = {f"_c10d_functional::{name}" for name in ("reduce_scatter_tensor", "all_reduce", "all_to_all_single")}
 NARROW = 8  # ratio of the sides from which on a matrix is narrow, as LoRA's are
 
 KINDS = 64  # of forwards that the compiler may specialize a block for; torch's own limit is 8

@@ -39,7 +39,7 @@ class Pieces:
 
     def attended(self, *tensors: Tensor) -> list[Tensor]:
         together = self.peers.gathered(torch.cat(tensors, dim=-1)[0]).index_select(0, self.index)[None]
-        return [*together.split([each.shape[-1] for each in tensors], dim=-1)]
+        return [*together.split([tensor.shape[-1] for tensor in tensors], dim=-1)]
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over the parts, in each of which the same is computed of it."""
@@ -66,9 +66,10 @@ def split(model: nn.Module, mesh: DeviceMesh) -> None:
         TuneError: a layer of the model, which is trained, needs all tokens in one process.
     """
     names = [name for name, module in model.named_modules() if getattr(module, "is_recurrent", False)]
-    if (names or not hasattr(model, "attends_to_parts")) and not any(each.requires_grad for each in model.parameters()):
+    can_split = hasattr(model, "attends_to_parts")
+    if (names or not can_split) and not any(parameter.requires_grad for parameter in model.parameters()):
         return
-    if not hasattr(model, "attends_to_parts"):
+    if not can_split:
         raise TuneError(
             f"parallel.cp: {type(model).__name__} computes all tokens of a document in one process; models of "
             "tune.models.build can share them. Set parallel.cp=1"
@@ -119,9 +120,10 @@ def _of_whole(head: Any, batch: Batch, part: Any, size: int) -> Callable[..., An
         if of_parts == "sum":
             return part.sum(head(hidden, weight, mine, **options))
         if of_parts == "tokens":
-            found = head(hidden, weight, mine, **options)
+            own = head(hidden, weight, mine, **options)
             count = batch.num_supervised
-            return type(found)(*(part.of_all(each.float(), part.supervised, count).to(each.dtype) for each in found))
+            of_all = (part.of_all(values.float(), part.supervised, count).to(values.dtype) for values in own)
+            return type(own)(*of_all)
         hidden = part.of_all(hidden[0], part.places, part.whole.ids.numel())[: batch.tokens.numel()]
         weight = weight.view_as(weight)
         if weight.requires_grad:  # each process computes the gradient as a whole
@@ -207,7 +209,9 @@ def part_of(batch: Batch, mesh: DeviceMesh) -> Batch:
         ),
         supervised=on_device(supervised[of_part]),
         supervised_on_host=supervised[of_part],
-        columns={name: mine(each) if each.shape[:2] == per_token else each for name, each in batch.columns.items()},
+        columns={
+            name: mine(column) if column.shape[:2] == per_token else column for name, column in batch.columns.items()
+        },
         num_supervised=len(of_part),
         shared=None,
     )

@@ -44,7 +44,7 @@ def share_experts(model: nn.Module, mesh: DeviceMesh) -> None:
         parameters = list(parameters_of(mixture.experts))
         for _, _, parameter in parameters:
             if (count := len(parameter)) % mesh.size():
-                good = " or ".join(str(each) for each in range(1, count + 1) if count % each == 0)
+                good = " or ".join(str(fewer) for fewer in range(1, count + 1) if count % fewer == 0)
                 raise TuneError(f"parallel.ep: {mesh.size()} processes cannot share {count} experts. Set it to {good}")
         for owner, kind, parameter in parameters:
             share = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)

@@ -77,14 +77,14 @@ class SharingPlan:
                     f"{did_you_mean(str(style), STYLES)}"
                 )
             form = re.compile(r"(.*\.)?" + re.escape(pattern).replace(r"\*", r"[^.]+"))
-            found = [name for name in places if form.fullmatch(name)]
-            if given and not found:
+            matching = [name for name in places if form.fullmatch(name)]
+            if given and not matching:
                 names = ", ".join([name for name, (_, kind) in places.items() if not kind][:3])
                 raise TuneError(
                     f"parallel.plan: {pattern} matches no layer in a block of {type(model).__name__}; embedding and "
                     f"head are shared without a plan. Names are like {names}"
                 )
-            styles |= dict.fromkeys(found, (pattern, style))
+            styles |= dict.fromkeys(matching, (pattern, style))
         if not styles:
             raise TuneError(f"parallel.tp: no layer is in the plan of {type(model).__name__}. Set parallel.plan")
         for name, (pattern, style) in styles.items():
@@ -123,7 +123,7 @@ class SharingPlan:
             self.uses[module, kind] = use
             return
         if style not in ("moe_tp_experts", LATENT):
-            self.uses |= {(owner, each): Use(part=True) for owner, each, _ in parameters_of(module)}
+            self.uses |= {(owner, name): Use(part=True) for owner, name, _ in parameters_of(module)}
         if style in COLUMNS:
             self.uses |= columns_of(module, [module.out_features // parts] * parts, self.mesh)
         elif style in ROWS:
@@ -147,7 +147,7 @@ class SharingPlan:
                 output = forward(*args, **kwargs)
                 rotated = cast(Any, self.config).qk_rope_head_dim
                 return torch.cat([output[..., :-rotated], peers.copied(output[..., -rotated:])], dim=-1)
-            output = forward(*map(before, args), **{name: before(each) for name, each in kwargs.items()})
+            output = forward(*map(before, args), **{name: before(value) for name, value in kwargs.items()})
             if style == "colwise_gather_output":
                 return peers.whole(output, dim=-1)
             return output if style in COLUMNS else peers.summed(output)
@@ -200,7 +200,9 @@ def _places(model: nn.Module, blocks: list[nn.Module]) -> dict[str, tuple[nn.Mod
         if module in inside:
             places[name] = module, ""
             places |= {
-                f"{name}.{kind}": (module, kind) for kind, each in module._parameters.items() if each is not None
+                f"{name}.{kind}": (module, kind)
+                for kind, parameter in module._parameters.items()
+                if parameter is not None
             }
     return places
 
@@ -215,12 +217,12 @@ def check_plan(model: Any) -> None:
     plan = next((plan for module in model.modules() if (plan := wrapper_of(module, Wrap.PLAN))), None)
     if plan is None:
         return
-    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     device, training = next(model.parameters()).device, model.training
     tokens = ((torch.arange(16) * 7 + 3) % model.config.vocab_size)[None]
     batch = Batch.of(tokens, tokens).to(device)
     model.eval()
-    found = []
+    results = []
     for context in (nullcontext, plan.off):
         kept: list[Tensor] = []
         entered: list[nn.Module] = []
@@ -236,7 +238,7 @@ def check_plan(model: Any) -> None:
                 if result.requires_grad:
                     result.backward()
         except RuntimeError as error:
-            at = next(name for name, each in model.named_modules() if each is entered[-1])
+            at = next(name for name, module in model.named_modules() if module is entered[-1])
             raise TuneError(
                 f"parallel.plan: by it the model cannot compute, at {at}: {error}. What a colwise layer gives is for a "
                 "rowwise one, and what a layer without a style gets must be whole"
@@ -248,9 +250,9 @@ def check_plan(model: Any) -> None:
             if parameter.grad is not None:
                 norms[index] = torch.linalg.vector_norm(local_shard(parameter.grad)[0], dtype=torch.float32)
                 parameter.grad = None
-        found.append((kept[0], norms))
+        results.append((kept[0], norms))
     model.train(training)
-    (hidden, mine), (whole, theirs) = found
+    (hidden, mine), (whole, theirs) = results
     apart = (mine - theirs).abs() / theirs.maximum(theirs.mean() * 1e-3).clamp(min=1e-12)
     apart = torch.cat([apart, ((hidden - whole).float().norm() / whole.float().norm())[None]])
     dist.all_reduce(apart, op=dist.ReduceOp.MAX)

@@ -60,39 +60,19 @@ def share(
     else:
         planned = SharingPlan(model, blocks, mesh, plan)
         uses = planned.uses
-    head = getattr(model, "head_module", None)
-    own_to_each = undivided(model, blocks, mesh.size(), loss_parallel).values()
-    for module in (each for each in model.modules() if each not in inside):
-        weight = module._parameters.get("weight")
-        if isinstance(module, nn.Embedding | nn.Linear) and weight is not None and module not in own_to_each:
-            # What else reads the weight of an embedding, or of a linear layer, is known of models with a `head_module`.
-            is_known = hasattr(model, "head_module")
-            sees_shares = module is head if type(module) is nn.Linear else type(module) is nn.Embedding and is_known
-            uses |= {(module, kind): Use(0, None if sees_shares else WHOLE) for kind in ("weight", "bias")}
-            if sees_shares and isinstance(module, nn.Embedding):
-                count = module.num_embeddings // peers.size
-                wrap(module, Wrap.EXCHANGE, functools.partial(_with_own_rows, peers, count))
-            if sees_shares and module is head:
-                wrap(model, Wrap.HEAD, functools.partial(_with_shares_of_head, model, mesh))
+    uses |= _uses_outside_blocks(model, blocks, mesh, loss_parallel)
     shared: dict[Tensor, nn.Parameter] = {}
     taken: set[nn.Module] = set()
     shared_among_more = shared_experts(model)
     for unit in [*shared_among_more, *units]:
         mine: Uses = {}
-        for module in (each for each in unit.modules() if each not in taken):  # in one order: some shares are gathered
+        # In one order: some shares are gathered.
+        for module in (module for module in unit.modules() if module not in taken):
             for kind, parameter in module._parameters.items():
                 if parameter is not None:
                     use = mine[module, kind] = uses.get((module, kind), Use())
                     if parameter not in shared:
-                        placements: list[Placement] = [Replicate() if use.dim is None else Shard(use.dim)]
-                        on = mesh
-                        if experts is not None and isinstance(parameter, DTensor):
-                            on, placements = experts, [*parameter.placements, *placements]
-                        whole = parameter.detach()
-                        if parameter.is_meta or isinstance(parameter, DTensor):
-                            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-                        tensor = distribute_tensor(whole, on, placements, src_data_rank=None)
-                        shared[parameter] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+                        shared[parameter] = _shared(parameter, use, mesh, experts)
                     module._parameters[kind] = shared[parameter]
         taken |= set(unit.modules())
         if unit in shared_among_more:
@@ -101,6 +81,41 @@ def share(
             see_shares(unit, mine)
         if unit in inside and planned is not None:
             planned.seen.append(mine)
+
+
+def _uses_outside_blocks(model: Any, blocks: list[nn.Module], mesh: DeviceMesh, loss_parallel: bool) -> Uses:
+    """Of embeddings and heads, whose rows processes share; their forwards exchange what they must."""
+    uses: Uses = {}
+    inside = {module for block in blocks for module in block.modules()}
+    # What else reads the weight of an embedding, or of a linear layer, is known of models with a `head_module`.
+    is_known, head = hasattr(model, "head_module"), getattr(model, "head_module", None)
+    own_to_each = undivided(model, blocks, mesh.size(), loss_parallel).values()
+    for module in model.modules():
+        if not isinstance(module, nn.Embedding | nn.Linear) or module._parameters.get("weight") is None:
+            continue
+        if module in inside or module in own_to_each:
+            continue
+        is_plain_head = type(module) is nn.Linear and module is head
+        sees_shares = is_plain_head or (type(module) is nn.Embedding and is_known)
+        uses |= {(module, kind): Use(0, None if sees_shares else WHOLE) for kind in ("weight", "bias")}
+        if sees_shares and isinstance(module, nn.Embedding):
+            count = module.num_embeddings // mesh.size()
+            wrap(module, Wrap.EXCHANGE, functools.partial(_with_own_rows, Peers.of(mesh), count))
+        if sees_shares and module is head:
+            wrap(model, Wrap.HEAD, functools.partial(_with_shares_of_head, model, mesh))
+    return uses
+
+
+def _shared(parameter: nn.Parameter, use: Use, mesh: DeviceMesh, experts: DeviceMesh | None) -> nn.Parameter:
+    """`parameter` as a DTensor on `mesh`, or one of `experts` on theirs."""
+    placements: list[Placement] = [Replicate() if use.dim is None else Shard(use.dim)]
+    if experts is not None and isinstance(parameter, DTensor):
+        mesh, placements = experts, [*parameter.placements, *placements]
+    whole = parameter.detach()
+    if parameter.is_meta or isinstance(parameter, DTensor):
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    tensor = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
 
 
 def undivided(model: nn.Module, blocks: list[nn.Module], size: int, loss_parallel: bool) -> dict[str, nn.Module]:
@@ -128,9 +143,10 @@ def _uses_of_parts(blocks: list[nn.Module], mesh: DeviceMesh, peers: Peers, shar
                 f"parallel.tp: {type(part).__name__} does not say how processes share it (see `columns` in "
                 "tune.distributed.tensor_parallel); models of tune.models.build do. Set parallel.tp=1"
             )
-        for config, fields in ((each.config, fields) for each in sharing for fields in each.columns.values()):
-            found = {field: getattr(config, field) for field in fields}
-            counts |= {f"{field}={count}": (field, count) for field, count in found.items()}
+        for module in sharing:
+            for fields in module.columns.values():
+                sizes = {field: getattr(module.config, field) for field in fields}
+                counts |= {f"{field}={count}": (field, count) for field, count in sizes.items()}
     require_even(counts, mesh.size())
     uses: Uses = {}
     for part in blocks if shares_tokens else parts:

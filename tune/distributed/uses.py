@@ -39,7 +39,8 @@ class Use(NamedTuple):
                 parameter = parameter.redistribute(placements=[*others, Replicate()])
         local = parameter.to_local(grad_placements=[*others, Partial()] if self.part and not is_own else None)
         if self.slices is not None and self.dim is not None:
-            local = torch.cat([local[(slice(None),) * self.dim + (each,)] for each in self.slices], dim=self.dim)
+            before = (slice(None),) * self.dim
+            local = torch.cat([local[(*before, part)] for part in self.slices], dim=self.dim)
         return local if self.divisor == 1 else local / self.divisor
 
 
@@ -54,7 +55,8 @@ def require_even(counts: Mapping[str, tuple[str, int]], size: int) -> None:
         return [text for text, (field, n) in counts.items() if n % size and (field not in REPEATED or size % n)]
 
     if bad(size):
-        good = [str(each) for each in range(1, max(count for _, count in counts.values()) + 1) if not bad(each)]
+        most = max(count for _, count in counts.values())
+        good = [str(fewer) for fewer in range(1, most + 1) if not bad(fewer)]
         raise TuneError(
             f"parallel.tp: {size} processes cannot share {', '.join(bad(size))} of this model. "
             f"Set it to {' or '.join(good)}"
@@ -113,7 +115,9 @@ def _slices(widths: list[int], counts: list[int], mesh: DeviceMesh) -> tuple[sli
 
 def parameters_of(layer: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     for owner in layer.modules():
-        yield from ((owner, kind, each) for kind, each in owner._parameters.items() if each is not None)
+        for kind, parameter in owner._parameters.items():
+            if parameter is not None:
+                yield owner, kind, parameter
 
 
 @dataclass(eq=False)
