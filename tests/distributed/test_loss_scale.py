@@ -38,7 +38,7 @@ def test_small_gradients_are_those_of_fp32(execution, checkpoint, expected):
 
 def test_without_the_scale_they_are_lost(checkpoint, expected):
     model = model_of(str(checkpoint), distributed.init("cpu"))
-    model.loss_scale.load_state_dict({"value": 1.0, "steps": 0, "skipped": 0})
+    model.parallelism.loss_scale.load_state_dict({"value": 1.0, "steps": 0, "skipped": 0})
     model.zero_grad()
     assert error(found(model), expected) > 0.9
 
@@ -46,7 +46,7 @@ def test_without_the_scale_they_are_lost(checkpoint, expected):
 def test_gradients_of_adapters(checkpoint):
     """Without FSDP, as nothing is cast or shared."""
     models = [model_of(str(checkpoint), distributed.init("cpu"), adapted=True, dtype=each) for each in ("fp16", "fp32")]
-    assert not hasattr(models[1], "loss_scale")
+    assert models[1].parallelism.loss_scale is None
     assert error(found(models[0]), gradients(models[1])) < 0.02
 
 
@@ -59,7 +59,7 @@ def test_the_loss_of_a_router_is_scaled_too(tmp_path):
     exact = load_model(folder)
     assert exact.train().config.router_loss == 50
     model = model_of(folder, distributed.init("cpu"))
-    model.loss_scale.load_state_dict({"value": 64.0, "steps": 0, "skipped": 0})
+    model.parallelism.loss_scale.load_state_dict({"value": 64.0, "steps": 0, "skipped": 0})
     of_routers = [{name: each for name, each in gradients(each).items() if "router" in name} for each in (model, exact)]
     assert len(of_routers[1]) == 3 and error(*of_routers) < 0.02
 
@@ -82,7 +82,7 @@ class TestDynamics:
 
     def test_as_torch_has_it(self, checkpoint, monkeypatch):
         monkeypatch.setattr(distributed.LossScale, "GROWS_AFTER", 3)
-        scale = model_of(str(checkpoint), distributed.init("cpu")).loss_scale
+        scale = model_of(str(checkpoint), distributed.init("cpu")).parallelism.loss_scale
         theirs = torch.amp.GradScaler("cpu", growth_interval=3)
         parameter = nn.Parameter(torch.ones(2))
         optimizer = torch.optim.SGD([parameter], lr=0.0)
@@ -111,20 +111,21 @@ class TestDynamics:
         checkpointer.optimizer.step()
         checkpointer.step(2, now=True)
         again, resumed = made()
-        assert resumed.resume() == 2 and again.loss_scale.state_dict() == {"value": 2.0**15, "steps": 1, "skipped": 1}
+        assert resumed.resume() == 2
+        assert again.parallelism.loss_scale.state_dict() == {"value": 2.0**15, "steps": 1, "skipped": 1}
         # A loss that is not finite, and gradients that are too large at any scale, are for on_nan to decide.
         with pytest.raises(TuneError, match="loss is nan at step 3"):
             resumed.accepts(3, [0], loss=math.nan, grad_norm=math.nan)
-        again.loss_scale.value = 1.0
+        again.parallelism.loss_scale.value = 1.0
         with pytest.raises(TuneError, match="grad_norm is inf at step 4"):
             resumed.accepts(4, [0], loss=1.0, grad_norm=math.inf)
 
     def test_gradients_are_divided_by_the_new_value(self, checkpoint, expected):
         model = model_of(str(checkpoint), distributed.init("cpu"))
-        model.loss_scale.update(is_finite=False)
+        model.parallelism.loss_scale.update(is_finite=False)
         assert error(found(model), expected) < 0.01
 
 
 def test_models_that_are_not_trained_have_none(checkpoint):
     frozen = peft.open_model(checkpoint).shard(distributed.init("cpu"), "fp16")
-    assert not hasattr(frozen, "loss_scale")
+    assert frozen.parallelism.loss_scale is None

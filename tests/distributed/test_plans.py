@@ -13,6 +13,7 @@ from planned_module import PLAN, build
 from tune import distributed
 from tune.distributed import tensor_parallel
 from tune.distributed.parallelize import repeated_blocks, units_of
+from tune.distributed.wrapping import wrappers_of
 from tune.errors import TuneError
 from tune.models import build as build_native
 from tune.models import hf
@@ -30,7 +31,7 @@ def own(heads=4):
 
 def test_one_process_checks_a_plan_too():
     distributed.parallelize(model := own(), distributed.init("cpu", plan=PLAN), dtype="fp32")
-    assert not hasattr(model, "sharing_plan")
+    assert not any(wrappers_of(module) for module in model.modules())
     with pytest.raises(TuneError, match=r"parallel\.plan: nonsense matches no layer"):
         distributed.parallelize(own(), distributed.init("cpu", plan={"nonsense": "colwise"}), dtype="fp32")
 

@@ -1,13 +1,13 @@
 """Process group and mesh, sharding with FSDP2, activation memory, signals: one path for 1 to N processes."""
 
 from tune.distributed.activations import wrap_forward
-from tune.distributed.context_parallel import split
+from tune.distributed.context_parallel import own_part, split
 from tune.distributed.determinism import cumsum, use_deterministic_kernels
 from tune.distributed.exchanges import Peers, summed
 from tune.distributed.expert_parallel import share_experts, shared_experts
 from tune.distributed.inference import LARGE, PackedWeights, inference, without_fsdp_hooks
 from tune.distributed.interrupt import Interrupt
-from tune.distributed.loss_scale import LossScale, loss_scales
+from tune.distributed.loss_scale import LossScale
 from tune.distributed.pace import PACE
 from tune.distributed.parallelize import (
     DTYPES,
@@ -16,6 +16,7 @@ from tune.distributed.parallelize import (
     as_dtype,
     cast_by_fsdp,
     clip_grad_norm_,
+    loss_scales,
     parallelize,
     repeated_blocks,
     require_layout,

@@ -1,7 +1,6 @@
 """Activation checkpointing, compilation and activation offload of a block."""
 
 import functools
-from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -9,6 +8,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from tune.distributed.wrapping import Forward, Wrap, wrap
 
 ATTENTION = {
     "aten::_scaled_dot_product_flash_attention",
@@ -20,7 +21,7 @@ ATTENTION = {
     "flex_attention",
 }
 MATMULS = {"aten::mm", "aten::addmm", "aten::_grouped_mm"}
-COMMUNICATION = {f"_c10d_functional::{each}" for each in ("reduce_scatter_tensor", "all_reduce", "all_to_all_single")}
+COMMUNICATION = {f"_c10d_functional::{name}" for name in ("reduce_scatter_tensor", "all_reduce", "all_to_all_single")}
 NARROW = 8  # ratio of the sides from which on a matrix is narrow, as LoRA's are
 
 KINDS = 64  # of forwards that the compiler may specialize a block for; torch's own limit is 8
@@ -34,41 +35,39 @@ def wrap_forward(
     offload: bool,
     backwards_wait: bool = False,
 ) -> None:
-    """Wrap `block.forward` in activation checkpointing, then torch.compile, then offload of saved tensors to the host.
-    What sees shares of parameters, which is another function for each block, or exchanges rows is compiled first.
+    """Put activation checkpointing, torch.compile and offload of saved tensors to the host around the forward of
+    `block`.
 
     `full` recomputes the whole block in backward. `selective` saves the results of attention, communication, matrix
     products that make a narrow result, and every second of the other products.
 
     Where `backwards_wait` for forwards of other micro-batches, what is recomputed has the dropout keys of its own.
     """
-    if compile:  # all blocks share one code: training, validation, generation, and frozen blocks are a kind each
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, KINDS)
     adapted: list[Any] = [module for module in block.modules() if backwards_wait and hasattr(module, "dropout_keys")]
     adapted = [layer for layer in adapted if layer.dropout]
-    is_whole = all(getattr(module, "expert_mesh", None) is None for module in block.modules())
-    name = "seeing_forward" if hasattr(block, "seeing_forward") else "forward"
-    if is_first := compile and (name != "forward" or not is_whole or bool(adapted and checkpointing == "full")):
-        setattr(block, name, torch.compile(getattr(block, name), fullgraph=is_whole))
-    forward = block.forward
     if checkpointing != "none":
         options = {"context_fn": _save_expensive} if checkpointing == "selective" else {}
-        forward = _checkpointed(forward, options) if not adapted else _checkpointed_with_keys(forward, adapted, options)
-    if compile and not is_first:
-        forward = torch.compile(forward, fullgraph=True)
-    if offload:  # outermost: its hooks then see what the compiled forward saves
-        forward = _offloaded(block, forward)
-    block.forward = forward
+        checkpointed = functools.partial(_checkpointed_with_keys, adapted=adapted) if adapted else _checkpointed
+        wrap(block, Wrap.CHECKPOINT, functools.partial(checkpointed, options=options))
+    if compile:  # all blocks share one code: training, validation, generation, and frozen blocks are a kind each
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, KINDS)
+        # No parts of a graph: the host counts rows of experts that are exchanged, and sets dropout keys anew.
+        is_whole = all(getattr(module, "expert_mesh", None) is None for module in block.modules())
+        is_inside = not is_whole or bool(adapted and checkpointing == "full")
+        kind = Wrap.COMPILE_INSIDE if is_inside else Wrap.COMPILE
+        wrap(block, kind, functools.partial(torch.compile, fullgraph=is_whole))
+    if offload:
+        wrap(block, Wrap.OFFLOAD, functools.partial(_offloaded, block))
 
 
-def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+def _checkpointed(forward: Forward, options: dict[str, Any]) -> Forward:
     def checkpointed(*args: Any, **kwargs: Any) -> Any:  # a function, not a partial: the compiler reads its code
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
     return checkpointed
 
 
-def _checkpointed_with_keys(forward: Callable[..., Any], adapted: list[Any], options: Any) -> Callable[..., Any]:
+def _checkpointed_with_keys(forward: Forward, adapted: list[Any], options: dict[str, Any]) -> Forward:
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         keys = adapted[0].dropout_keys
 
@@ -103,7 +102,7 @@ def _save_expensive() -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def _offloaded(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _offloaded(block: nn.Module, forward: Forward) -> Forward:
     pin = torch.cuda.is_available()
 
     @functools.wraps(forward)

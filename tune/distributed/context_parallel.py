@@ -9,7 +9,7 @@ Gradients of the weights are those of the own tokens: FSDP, which shards over `d
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tune.collators import IGNORE, Batch, Documents
 from tune.distributed.exchanges import Peers
+from tune.distributed.wrapping import Forward, Wrap, wrap, wrapper_of
 from tune.errors import TuneError
 
 
@@ -38,7 +39,7 @@ class Pieces:
 
     def attended(self, *tensors: Tensor) -> list[Tensor]:
         together = self.peers.gathered(torch.cat(tensors, dim=-1)[0]).index_select(0, self.index)[None]
-        return [*together.split([each.shape[-1] for each in tensors], dim=-1)]
+        return [*together.split([tensor.shape[-1] for tensor in tensors], dim=-1)]
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over the parts, in each of which the same is computed of it."""
@@ -65,9 +66,10 @@ def split(model: nn.Module, mesh: DeviceMesh) -> None:
         TuneError: a layer of the model, which is trained, needs all tokens in one process.
     """
     names = [name for name, module in model.named_modules() if getattr(module, "is_recurrent", False)]
-    if (names or not hasattr(model, "attends_to_parts")) and not any(each.requires_grad for each in model.parameters()):
+    can_split = hasattr(model, "attends_to_parts")
+    if (names or not can_split) and not any(parameter.requires_grad for parameter in model.parameters()):
         return
-    if not hasattr(model, "attends_to_parts"):
+    if not can_split:
         raise TuneError(
             f"parallel.cp: {type(model).__name__} computes all tokens of a document in one process; models of "
             "tune.models.build can share them. Set parallel.cp=1"
@@ -77,18 +79,37 @@ def split(model: nn.Module, mesh: DeviceMesh) -> None:
             f"parallel.cp: {type(model.get_submodule(names[0])).__name__} ({names[0]}) computes one token after the "
             "other, and processes cannot share the tokens of a document. Set parallel.cp=1"
         )
-    forward = model.forward
-    part = functools.lru_cache(maxsize=1)(functools.partial(part_of, mesh=mesh))  # for several forwards in turn
+    wrap(model, Wrap.TOKENS, Split(model, mesh))
 
-    def split_forward(batch: Batch | Tensor, head: Any = None, **others: Any) -> Any:
-        if others.get("cache") is not None:  # generated is by each process alone
-            return forward(batch, head, **others)
-        if not isinstance(batch, Batch):
-            raise TuneError("parallel.cp: the model needs a Batch: Batch.of(tokens)")
-        mine = part(batch)
-        return forward(mine, _of_whole(head or model.logits, batch, mine.documents.part, mesh.size()), **others)
 
-    model.part, model.forward = part, split_forward  # type: ignore[assignment]
+@dataclass(eq=False)
+class Split:
+    """Gives the forward of `model` the process's part of each batch, and a head that gives the result for the whole."""
+
+    model: Any
+    mesh: DeviceMesh
+    part: Callable[[Batch], Batch] = field(init=False)  # of a batch; the last one is kept, for several forwards in turn
+
+    def __post_init__(self) -> None:
+        self.part = functools.lru_cache(maxsize=1)(functools.partial(part_of, mesh=self.mesh))
+
+    def __call__(self, forward: Forward) -> Forward:
+        def split_forward(batch: Batch | Tensor, head: Any = None, **others: Any) -> Any:
+            if others.get("cache") is not None:  # each process generates alone
+                return forward(batch, head, **others)
+            if not isinstance(batch, Batch):
+                raise TuneError("parallel.cp: the model needs a Batch: Batch.of(tokens)")
+            mine = self.part(batch)
+            of_whole = _of_whole(head or self.model.logits, batch, mine.documents.part, self.mesh.size())
+            return forward(mine, of_whole, **others)
+
+        return split_forward
+
+
+def own_part(model: nn.Module, batch: Batch) -> Batch:
+    """The part of `batch` that this process computes with `model`: all of it without context parallelism."""
+    split_by = wrapper_of(model, Wrap.TOKENS)
+    return batch if split_by is None else split_by.part(batch)
 
 
 def _of_whole(head: Any, batch: Batch, part: Any, size: int) -> Callable[..., Any]:
@@ -99,9 +120,10 @@ def _of_whole(head: Any, batch: Batch, part: Any, size: int) -> Callable[..., An
         if of_parts == "sum":
             return part.sum(head(hidden, weight, mine, **options))
         if of_parts == "tokens":
-            found = head(hidden, weight, mine, **options)
+            own = head(hidden, weight, mine, **options)
             count = batch.num_supervised
-            return type(found)(*(part.of_all(each.float(), part.supervised, count).to(each.dtype) for each in found))
+            of_all = (part.of_all(values.float(), part.supervised, count).to(values.dtype) for values in own)
+            return type(own)(*of_all)
         hidden = part.of_all(hidden[0], part.places, part.whole.ids.numel())[: batch.tokens.numel()]
         weight = weight.view_as(weight)
         if weight.requires_grad:  # each process computes the gradient as a whole
@@ -187,7 +209,9 @@ def part_of(batch: Batch, mesh: DeviceMesh) -> Batch:
         ),
         supervised=on_device(supervised[of_part]),
         supervised_on_host=supervised[of_part],
-        columns={name: mine(each) if each.shape[:2] == per_token else each for name, each in batch.columns.items()},
+        columns={
+            name: mine(column) if column.shape[:2] == per_token else column for name, column in batch.columns.items()
+        },
         num_supervised=len(of_part),
         shared=None,
     )

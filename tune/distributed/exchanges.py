@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -48,6 +49,22 @@ class Peers(NamedTuple):
         """The tensors of all processes, joined along `dim`. What follows computes the same on each process: backward
         gives each its part of the gradient."""
         return _Exchanged.apply(tensor.movedim(dim, 0), "gather", "own", *self).movedim(0, dim)
+
+    def own_tokens(self, hidden: Tensor) -> Tensor:
+        """This process's part of the tokens of `hidden`, which all have: `[rows, seq, dim]` -> `[1, part, dim]`."""
+        return self.own(self.padded(hidden))[None]
+
+    def all_tokens(self, part: Tensor, shape: torch.Size) -> Tensor:
+        """All tokens `[*shape, dim]`, of which each process has a `part` `[1, part, dim]`, as `own_tokens` gives it."""
+        return self.whole(part[0])[: shape.numel()].unflatten(0, shape)
+
+    def gathered_tokens(self, part: Tensor, shape: torch.Size) -> Tensor:
+        """As `all_tokens`, where what follows computes a part of the result on each process: see `gathered`."""
+        return self.gathered(part[0])[: shape.numel()].unflatten(0, shape)
+
+    def padded(self, hidden: Tensor) -> Tensor:
+        """`[rows, seq, dim]` -> `[tokens, dim]`, with as many tokens for each process."""
+        return F.pad(hidden.flatten(0, 1), (0, 0, 0, -hidden.shape[:2].numel() % self.size))
 
     def sent(self, tensor: Tensor, counts: list[int], arriving: list[int]) -> Tensor:
         """What all have sent to this process, `arriving` rows each, which sends `counts`; in backward the other way."""

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tune.distributed.uses import Use, parameters_of, see_shares
+from tune.distributed.wrapping import Wrap, wrapper_of
 from tune.errors import TuneError
 
 
@@ -43,14 +44,13 @@ def share_experts(model: nn.Module, mesh: DeviceMesh) -> None:
         parameters = list(parameters_of(mixture.experts))
         for _, _, parameter in parameters:
             if (count := len(parameter)) % mesh.size():
-                good = " or ".join(str(each) for each in range(1, count + 1) if count % each == 0)
+                good = " or ".join(str(fewer) for fewer in range(1, count + 1) if count % fewer == 0)
                 raise TuneError(f"parallel.ep: {mesh.size()} processes cannot share {count} experts. Set it to {good}")
         for owner, kind, parameter in parameters:
             share = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
             owner._parameters[kind] = nn.Parameter(share, requires_grad=parameter.requires_grad)
         mixture.expert_mesh = mesh
-        mixture.experts.uses = {(owner, kind): Use(0) for owner, kind, _ in parameters}
-        see_shares(mixture.experts, mixture.experts.uses)
+        see_shares(mixture.experts, {(owner, kind): Use(0) for owner, kind, _ in parameters})
 
 
 def shared_experts(model: nn.Module) -> list[nn.Module]:
@@ -64,7 +64,7 @@ def whole_experts(model: nn.Module) -> Iterator[None]:
     sharing = [(mixture, mixture.expert_mesh) for mixture in _mixtures(model) if mixture.expert_mesh is not None]
     before: list[dict[Any, Any]] = []
     for mixture, _ in sharing:
-        uses = mixture.experts.uses
+        uses = wrapper_of(mixture.experts, Wrap.SHARES).uses
         before.append({**uses})
         for (owner, kind), use in before[-1].items():
             parameter: Any = owner._parameters[kind].detach()
@@ -75,7 +75,7 @@ def whole_experts(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for (mixture, mesh), uses in zip(sharing, before, strict=True):
-            mixture.experts.uses |= uses
+            wrapper_of(mixture.experts, Wrap.SHARES).uses |= uses
             mixture.expert_mesh = mesh
 
 

@@ -66,9 +66,3 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient * ctx.scale, None
-
-
-def loss_scales(model: nn.Module) -> list[LossScale]:
-    """Those of a model and of models in it."""
-    found = (getattr(module, "loss_scale", None) for module in model.modules())
-    return [each for each in found if isinstance(each, LossScale)]

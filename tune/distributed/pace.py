@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tune.distributed.wrapping import Forward, Wrap, wrap
+
 NOTABLE = 0.1  # more time than the other processes', from which on the slowest is named
 
 
@@ -95,8 +97,10 @@ def waiting() -> AbstractContextManager[None]:
 def count_time(block: nn.Module) -> None:
     """Have PACE measure the forward of `block`, if gradients are enabled, and its backward, if its first operand needs
     a gradient."""
-    forward = block.forward
+    wrap(block, Wrap.TIMING, _counted)
 
+
+def _counted(forward: Forward) -> Forward:
     def counted(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
@@ -109,4 +113,4 @@ def count_time(block: nn.Module) -> None:
             args[0].register_hook(lambda _: PACE.stop())
         return output
 
-    block.forward = counted
+    return counted

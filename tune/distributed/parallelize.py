@@ -5,7 +5,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import filter as matching
 from typing import Any, Literal, TypeAlias
 
@@ -43,6 +43,20 @@ def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
     return found
 
 
+@dataclass(frozen=True)
+class Parallelism:
+    """What `parallelize` notes of a model, as its attribute `parallelism`, for the functions that run its steps."""
+
+    loss_scale: LossScale | None = None  # in fp16
+    units_stay_gathered: bool = False  # from the first forward of a step to its last backward
+    reduces_every_micro_batch: bool = False  # else the last one of a step
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Parallelism":
+        """That of `model`, or the defaults if it was not parallelized."""
+        return vars(model).get("parallelism", cls())
+
+
 def parallelize(
     model: nn.Module,
     world: World | None = None,
@@ -59,7 +73,7 @@ def parallelize(
 
     Computation and frozen parameters are in `dtype`, trained parameters and optimizer states in `master_dtype`.
     Gradients are reduced in fp32, and summed over processes, not averaged: divide the loss by the count of the step.
-    In fp16 they are scaled while they are inside of the model: see `LossScale`, which is then `model.loss_scale`.
+    In fp16 they are scaled while they are inside of the model: see `LossScale`, then `model.parallelism.loss_scale`.
 
     A model that does not say how processes of `tp` share its blocks needs a plan, see `tune.distributed.plans`: that of
     `world`, if anything of it is trained.
@@ -113,8 +127,9 @@ def parallelize(
     if world.size > 1 or needs_cast or cpu_offload:
         _shard(model, units, world, dtype, needs_cast, cpu_offload)
     allocate(model, torch.device("cpu") if cpu_offload else world.device, world.device)
-    if scales:
-        model.loss_scale = LossScale(model)  # type: ignore[assignment]
+    scale = LossScale(model) if scales else None
+    parallelism: Any = Parallelism(scale, world.units_stay_gathered, world.reduce_every_micro_batch)
+    model.parallelism = parallelism
 
 
 def _require_scalable(world: World, master_dtype: torch.dtype) -> None:
@@ -205,8 +220,6 @@ def _shard(
             # gloo cannot divide while it reduces. What has one shard is not reduced over shards: FSDP divides it, and
             # would divide it once more after a sum over copies.
             sharded.set_force_sum_reduction_for_comms(world.shards.shape[-1] > 1)
-    model.units_stay_gathered = world.units_stay_gathered  # type: ignore[assignment]
-    model.reduces_every_micro_batch = world.reduce_every_micro_batch  # type: ignore[assignment]
 
 
 def _placements(experts: set[nn.Parameter], mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
@@ -290,9 +303,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
     finally:
         for unit in units:
             unit.reshard()
-            stays = unit is model or getattr(
-                model, "units_stay_gathered", False
-            )  # else FSDP's own way: all but the root
+            stays = unit is model or Parallelism.of(model).units_stay_gathered  # else FSDP's own way: all but the root
             unit.set_reshard_after_forward(not stays, recurse=False)
 
 
@@ -303,12 +314,19 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def loss_scales(model: nn.Module) -> list[LossScale]:
+    """The loss scales of a model and of models in it."""
+    scales = (Parallelism.of(module).loss_scale for module in model.modules())
+    return [scale for scale in scales if scale is not None]
+
+
 def set_gradient_sync(model: nn.Module, is_last: bool) -> None:
     """Set what FSDP does in the next backward. The last one of a step (`is_last`) reduces gradients over processes; so
     do the others with `world.reduce_every_micro_batch`, else their gradients add up on each process."""
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(is_last or bool(model.reduces_every_micro_batch))
-        if model.units_stay_gathered:
+        parallelism = Parallelism.of(model)
+        model.set_requires_gradient_sync(is_last or parallelism.reduces_every_micro_batch)
+        if parallelism.units_stay_gathered:
             model.set_is_last_backward(is_last)
             model.set_reshard_after_backward(is_last)
 

@@ -11,6 +11,7 @@ replicated_with_grad_allreduce: each process has a weight that it uses for its p
 moe_tp_experts: a module whose parameters the styles above share; its output is summed.
 """
 
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -26,6 +27,7 @@ from tune.collators import Batch
 from tune.distributed.exchanges import Peers
 from tune.distributed.shards import local_shard
 from tune.distributed.uses import WHOLE, Use, Uses, column, columns_of, parameters_of, require_even, rows_of
+from tune.distributed.wrapping import Forward, Wrap, wrap, wrapper_of
 from tune.errors import TuneError
 from tune.lookup import did_you_mean
 
@@ -37,7 +39,8 @@ HEADS = ("num_attention_heads", "num_key_value_heads", "num_heads", "num_kv_head
 
 
 class SharingPlan:
-    """How the parameters of the `blocks` of `model` are used; the forwards of their layers exchange what they must.
+    """How the parameters of the `blocks` of `model` are used; the forwards of their layers exchange what they must. The
+    plan is the wrapper of its kind around each block.
 
     Raises:
         TuneError: a pattern of the plan matches nothing, a style is not known or does not fit, or widths or heads
@@ -57,7 +60,7 @@ class SharingPlan:
         self.last: tuple[Tensor | None, Any] = None, None
         self.uses: Uses = {}
         self.seen: list[Uses] = []  # of each block, what its forward does
-        self.inputs: list[Any] = []  # layers whose inputs are shared
+        self.adapted_inputs: list[Any] = []  # layers with adapters whose inputs are shared
         self.counts: dict[str, tuple[str, int]] = {}
         places = _places(model, blocks)
         styles: dict[str, tuple[str, str]] = {}
@@ -74,14 +77,14 @@ class SharingPlan:
                     f"{did_you_mean(str(style), STYLES)}"
                 )
             form = re.compile(r"(.*\.)?" + re.escape(pattern).replace(r"\*", r"[^.]+"))
-            found = [name for name in places if form.fullmatch(name)]
-            if given and not found:
+            matching = [name for name in places if form.fullmatch(name)]
+            if given and not matching:
                 names = ", ".join([name for name, (_, kind) in places.items() if not kind][:3])
                 raise TuneError(
                     f"parallel.plan: {pattern} matches no layer in a block of {type(model).__name__}; embedding and "
                     f"head are shared without a plan. Names are like {names}"
                 )
-            styles |= dict.fromkeys(found, (pattern, style))
+            styles |= dict.fromkeys(matching, (pattern, style))
         if not styles:
             raise TuneError(f"parallel.tp: no layer is in the plan of {type(model).__name__}. Set parallel.plan")
         for name, (pattern, style) in styles.items():
@@ -90,7 +93,7 @@ class SharingPlan:
         for name, (_, style) in styles.items():
             self._apply(*places[name], name, style)
         for block in blocks:
-            self._forget_after(block)
+            wrap(block, Wrap.PLAN, self)
 
     def _count(self, module: Any, kind: str, pattern: str, style: str) -> None:
         """Note what `style` shares of a module, or of its parameter `kind`."""
@@ -120,17 +123,17 @@ class SharingPlan:
             self.uses[module, kind] = use
             return
         if style not in ("moe_tp_experts", LATENT):
-            self.uses |= {(owner, each): Use(part=True) for owner, each, _ in parameters_of(module)}
+            self.uses |= {(owner, name): Use(part=True) for owner, name, _ in parameters_of(module)}
         if style in COLUMNS:
             self.uses |= columns_of(module, [module.out_features // parts] * parts, self.mesh)
         elif style in ROWS:
             self.uses |= rows_of(module, name, self.mesh)
-            self.inputs.append(module)
+            self.adapted_inputs += [module] if hasattr(module, "input_group") else []
         if style != "replicated_with_grad_allreduce":
-            self._exchange(module, style)
+            wrap(module, Wrap.EXCHANGE, functools.partial(self._exchanging, style))
 
-    def _exchange(self, module: nn.Module, style: str) -> None:
-        forward, peers = module.forward, self.peers
+    def _exchanging(self, style: str, forward: Forward) -> Forward:
+        peers = self.peers
 
         def before(argument: Any) -> Any:
             if not isinstance(argument, Tensor) or not argument.is_floating_point() or style == "rowwise":
@@ -144,12 +147,12 @@ class SharingPlan:
                 output = forward(*args, **kwargs)
                 rotated = cast(Any, self.config).qk_rope_head_dim
                 return torch.cat([output[..., :-rotated], peers.copied(output[..., -rotated:])], dim=-1)
-            output = forward(*map(before, args), **{name: before(each) for name, each in kwargs.items()})
+            output = forward(*map(before, args), **{name: before(value) for name, value in kwargs.items()})
             if style == "colwise_gather_output":
                 return peers.whole(output, dim=-1)
             return output if style in COLUMNS else peers.summed(output)
 
-        module.forward = exchanging
+        return exchanging
 
     def _copied(self, tensor: Tensor) -> Tensor:
         """Layers that read the same tensor, one after the other, share its copy, and so a sum in backward."""
@@ -159,9 +162,8 @@ class SharingPlan:
             self.last = tensor, copy
         return copy
 
-    def _forget_after(self, block: nn.Module) -> None:
-        """Keep no tensor when the forward of `block` has ended."""
-        forward = block.forward
+    def __call__(self, forward: Forward) -> Forward:
+        """A `forward` of a block, after which no tensor is kept."""
 
         def forgetting(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -169,7 +171,7 @@ class SharingPlan:
             finally:
                 self.last = None, None
 
-        block.forward = forgetting
+        return forgetting
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -177,14 +179,14 @@ class SharingPlan:
         before = [dict(uses) for uses in self.seen]
         for uses in self.seen:
             uses |= {key: Use(use.dim, None if use.dim is None else WHOLE) for key, use in uses.items()}
-        for layer in self.inputs:
+        for layer in self.adapted_inputs:
             layer.input_group = None
         self.is_off = True
         try:
             yield
         finally:
             self.is_off = False
-            for layer in self.inputs:
+            for layer in self.adapted_inputs:
                 layer.input_group = self.peers.group
             for uses, own in zip(self.seen, before, strict=True):
                 uses |= own
@@ -198,7 +200,9 @@ def _places(model: nn.Module, blocks: list[nn.Module]) -> dict[str, tuple[nn.Mod
         if module in inside:
             places[name] = module, ""
             places |= {
-                f"{name}.{kind}": (module, kind) for kind, each in module._parameters.items() if each is not None
+                f"{name}.{kind}": (module, kind)
+                for kind, parameter in module._parameters.items()
+                if parameter is not None
             }
     return places
 
@@ -210,14 +214,15 @@ def check_plan(model: Any) -> None:
     Raises:
         TuneError: the model, sharded by a plan, computes something else.
     """
-    if (plan := getattr(model, "sharing_plan", None)) is None:
+    plan = next((plan for module in model.modules() if (plan := wrapper_of(module, Wrap.PLAN))), None)
+    if plan is None:
         return
-    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     device, training = next(model.parameters()).device, model.training
     tokens = ((torch.arange(16) * 7 + 3) % model.config.vocab_size)[None]
     batch = Batch.of(tokens, tokens).to(device)
     model.eval()
-    found = []
+    results = []
     for context in (nullcontext, plan.off):
         kept: list[Tensor] = []
         entered: list[nn.Module] = []
@@ -233,7 +238,7 @@ def check_plan(model: Any) -> None:
                 if result.requires_grad:
                     result.backward()
         except RuntimeError as error:
-            at = next(name for name, each in model.named_modules() if each is entered[-1])
+            at = next(name for name, module in model.named_modules() if module is entered[-1])
             raise TuneError(
                 f"parallel.plan: by it the model cannot compute, at {at}: {error}. What a colwise layer gives is for a "
                 "rowwise one, and what a layer without a style gets must be whole"
@@ -245,9 +250,9 @@ def check_plan(model: Any) -> None:
             if parameter.grad is not None:
                 norms[index] = torch.linalg.vector_norm(local_shard(parameter.grad)[0], dtype=torch.float32)
                 parameter.grad = None
-        found.append((kept[0], norms))
+        results.append((kept[0], norms))
     model.train(training)
-    (hidden, mine), (whole, theirs) = found
+    (hidden, mine), (whole, theirs) = results
     apart = (mine - theirs).abs() / theirs.maximum(theirs.mean() * 1e-3).clamp(min=1e-12)
     apart = torch.cat([apart, ((hidden - whole).float().norm() / whole.float().norm())[None]])
     dist.all_reduce(apart, op=dist.ReduceOp.MAX)

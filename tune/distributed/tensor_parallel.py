@@ -12,11 +12,11 @@ of its config that count the heads, or the width, of the projections joined in i
 For modules that do not, `tune.distributed.plans` says it.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -25,6 +25,7 @@ from tune.distributed.exchanges import Peers
 from tune.distributed.expert_parallel import shared_experts
 from tune.distributed.plans import SharingPlan
 from tune.distributed.uses import WHOLE, Use, Uses, column, columns_of, require_even, rows_of, see_shares
+from tune.distributed.wrapping import Forward, Wrap, wrap, wrapper_of
 from tune.errors import TuneError
 
 
@@ -52,53 +53,69 @@ def share(
     if any(hasattr(module, "columns") for module in inside):
         if plan:
             raise TuneError(f"parallel.plan: {type(model).__name__} says itself how it is shared. Set it to null")
-        shares_tokens = hasattr(model, "run_blocks")
+        shares_tokens = hasattr(model, "token_peers")
         uses = _uses_of_parts(blocks, mesh, peers, shares_tokens)
         if shares_tokens:
-            _share_tokens(model, peers)
+            model.token_peers = peers
     else:
-        planned = model.sharing_plan = SharingPlan(model, blocks, mesh, plan)
+        planned = SharingPlan(model, blocks, mesh, plan)
         uses = planned.uses
-    head = getattr(model, "head_module", None)
-    own_to_each = undivided(model, blocks, mesh.size(), loss_parallel).values()
-    for module in (each for each in model.modules() if each not in inside):
-        weight = module._parameters.get("weight")
-        if isinstance(module, nn.Embedding | nn.Linear) and weight is not None and module not in own_to_each:
-            # What else reads the weight of an embedding, or of a linear layer, is known of models with a `head_module`.
-            is_known = hasattr(model, "head_module")
-            sees_shares = module is head if type(module) is nn.Linear else type(module) is nn.Embedding and is_known
-            uses |= {(module, kind): Use(0, None if sees_shares else WHOLE) for kind in ("weight", "bias")}
-            if sees_shares and isinstance(module, nn.Embedding):
-                _look_up_shares(module, peers)
-            if sees_shares and module is head:
-                _share_head(model, mesh, peers)
+    uses |= _uses_outside_blocks(model, blocks, mesh, loss_parallel)
     shared: dict[Tensor, nn.Parameter] = {}
     taken: set[nn.Module] = set()
     shared_among_more = shared_experts(model)
     for unit in [*shared_among_more, *units]:
         mine: Uses = {}
-        for module in (each for each in unit.modules() if each not in taken):  # in one order: some shares are gathered
+        # In one order: some shares are gathered.
+        for module in (module for module in unit.modules() if module not in taken):
             for kind, parameter in module._parameters.items():
                 if parameter is not None:
                     use = mine[module, kind] = uses.get((module, kind), Use())
                     if parameter not in shared:
-                        placements: list[Placement] = [Replicate() if use.dim is None else Shard(use.dim)]
-                        on = mesh
-                        if experts is not None and isinstance(parameter, DTensor):
-                            on, placements = experts, [*parameter.placements, *placements]
-                        whole = parameter.detach()
-                        if parameter.is_meta or isinstance(parameter, DTensor):
-                            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-                        tensor = distribute_tensor(whole, on, placements, src_data_rank=None)
-                        shared[parameter] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+                        shared[parameter] = _shared(parameter, use, mesh, experts)
                     module._parameters[kind] = shared[parameter]
         taken |= set(unit.modules())
         if unit in shared_among_more:
-            unit.uses |= mine  # type: ignore[operator]
+            wrapper_of(unit, Wrap.SHARES).uses |= mine
         else:
             see_shares(unit, mine)
         if unit in inside and planned is not None:
             planned.seen.append(mine)
+
+
+def _uses_outside_blocks(model: Any, blocks: list[nn.Module], mesh: DeviceMesh, loss_parallel: bool) -> Uses:
+    """Of embeddings and heads, whose rows processes share; their forwards exchange what they must."""
+    uses: Uses = {}
+    inside = {module for block in blocks for module in block.modules()}
+    # What else reads the weight of an embedding, or of a linear layer, is known of models with a `head_module`.
+    is_known, head = hasattr(model, "head_module"), getattr(model, "head_module", None)
+    own_to_each = undivided(model, blocks, mesh.size(), loss_parallel).values()
+    for module in model.modules():
+        if not isinstance(module, nn.Embedding | nn.Linear) or module._parameters.get("weight") is None:
+            continue
+        if module in inside or module in own_to_each:
+            continue
+        is_plain_head = type(module) is nn.Linear and module is head
+        sees_shares = is_plain_head or (type(module) is nn.Embedding and is_known)
+        uses |= {(module, kind): Use(0, None if sees_shares else WHOLE) for kind in ("weight", "bias")}
+        if sees_shares and isinstance(module, nn.Embedding):
+            count = module.num_embeddings // mesh.size()
+            wrap(module, Wrap.EXCHANGE, functools.partial(_with_own_rows, Peers.of(mesh), count))
+        if sees_shares and module is head:
+            wrap(model, Wrap.HEAD, functools.partial(_with_shares_of_head, model, mesh))
+    return uses
+
+
+def _shared(parameter: nn.Parameter, use: Use, mesh: DeviceMesh, experts: DeviceMesh | None) -> nn.Parameter:
+    """`parameter` as a DTensor on `mesh`, or one of `experts` on theirs."""
+    placements: list[Placement] = [Replicate() if use.dim is None else Shard(use.dim)]
+    if experts is not None and isinstance(parameter, DTensor):
+        mesh, placements = experts, [*parameter.placements, *placements]
+    whole = parameter.detach()
+    if parameter.is_meta or isinstance(parameter, DTensor):
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    tensor = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
 
 
 def undivided(model: nn.Module, blocks: list[nn.Module], size: int, loss_parallel: bool) -> dict[str, nn.Module]:
@@ -126,9 +143,10 @@ def _uses_of_parts(blocks: list[nn.Module], mesh: DeviceMesh, peers: Peers, shar
                 f"parallel.tp: {type(part).__name__} does not say how processes share it (see `columns` in "
                 "tune.distributed.tensor_parallel); models of tune.models.build do. Set parallel.tp=1"
             )
-        for config, fields in ((each.config, fields) for each in sharing for fields in each.columns.values()):
-            found = {field: getattr(config, field) for field in fields}
-            counts |= {f"{field}={count}": (field, count) for field, count in found.items()}
+        for module in sharing:
+            for fields in module.columns.values():
+                sizes = {field: getattr(module.config, field) for field in fields}
+                counts |= {f"{field}={count}": (field, count) for field, count in sizes.items()}
     require_even(counts, mesh.size())
     uses: Uses = {}
     for part in blocks if shares_tokens else parts:
@@ -136,7 +154,7 @@ def _uses_of_parts(blocks: list[nn.Module], mesh: DeviceMesh, peers: Peers, shar
     for part in parts:
         for module in part.modules():
             uses |= _uses(module, mesh)
-        _sum_outputs(part, peers, shares_tokens)
+        wrap(part, Wrap.EXCHANGE, functools.partial(_with_sum, peers, shares_tokens))
     return uses
 
 
@@ -154,7 +172,7 @@ def _uses(module: Any, mesh: DeviceMesh) -> Uses:
         else:
             uses |= columns_of(layer, counts, mesh, widths)
         if type(layer) is nn.RMSNorm:
-            _norm_over_processes(layer, Peers.of(mesh))
+            wrap(layer, Wrap.EXCHANGE, functools.partial(_over_processes, layer, Peers.of(mesh)))
     for name in getattr(module, "rows", ()):
         uses |= rows_of(getattr(module, name), name, mesh)
     if hasattr(module, "widths"):
@@ -163,16 +181,16 @@ def _uses(module: Any, mesh: DeviceMesh) -> Uses:
     return uses
 
 
-def _sum_outputs(part: nn.Module, peers: Peers, shares_tokens: bool) -> None:
-    forward = part.forward
+def _with_sum(peers: Peers, shares_tokens: bool, forward: Forward) -> Forward:
+    """A `forward` of a part of a block that computes a summand of the output on each process."""
 
-    def with_sum(hidden: Tensor, context: Any) -> Any:
-        shared = shares_tokens and context.cache is None
-        output = forward(
-            _rows(peers.gathered(hidden[0]), context.positions) if shared else peers.copied(hidden), context
-        )
+    def summing(hidden: Tensor, context: Any) -> Any:
+        is_shared = shares_tokens and context.cache is None
+        shape = context.positions.shape
+        # Not in a variable, which would keep it for longer.
+        output = forward(peers.gathered_tokens(hidden, shape) if is_shared else peers.copied(hidden), context)
         output, *stats = output if isinstance(output, tuple) else (output,)
-        output = peers.scattered(_padded(output, peers))[None] if shared else peers.summed(output)
+        output = peers.scattered(peers.padded(output))[None] if is_shared else peers.summed(output)
         if not stats:
             return output
         if stats[0] is not None:  # of routers, the same on each process: each adds a part of the gradient
@@ -180,52 +198,26 @@ def _sum_outputs(part: nn.Module, peers: Peers, shares_tokens: bool) -> None:
             stats = [stats[0]._replace(balance=balance + (stats[0].balance - balance) / peers.size)]
         return output, *stats
 
-    part.forward = with_sum
+    return summing
 
 
-def _share_tokens(model: Any, peers: Peers) -> None:
-    """Have the blocks begin and end with a part of the tokens, `[1, tokens / size, hidden]`."""
-    run_blocks = model.run_blocks
+def _with_own_rows(peers: Peers, count: int, forward: Forward) -> Forward:
+    """A `forward` of an embedding of which each process has `count` rows: it looks up the tokens of these, and takes
+    the others from other processes."""
+    first = count * peers.rank
 
-    def on_parts(
-        hidden: Tensor, positions: Tensor, documents: Any, cache: Any = None, indices: range | None = None
-    ) -> Tensor:
-        if cache is not None:  # what is generated is a token a row
-            return run_blocks(hidden, positions, documents, cache, indices)
-        parts = [peers.own(_padded(hidden, peers))[None]]
-        del hidden  # so that neither those of all tokens nor this part are kept while blocks run
-        return _rows(peers.whole(run_blocks(parts.pop(), positions, documents, None, indices)[0]), positions)
+    def looking_up(tokens: Tensor) -> Tensor:
+        places = tokens - first
+        inside = (places >= 0) & (places < count)
+        return peers.summed(forward(places.clamp(0, count - 1)) * inside[..., None])
 
-    model.run_blocks = on_parts
+    return looking_up
 
 
-def _padded(hidden: Tensor, peers: Peers) -> Tensor:
-    """`[rows, seq, hidden]` -> `[tokens, hidden]`, as many tokens for each process."""
-    return F.pad(hidden.flatten(0, 1), (0, 0, 0, -hidden.shape[:2].numel() % peers.size))
-
-
-def _rows(tokens: Tensor, positions: Tensor) -> Tensor:
-    return tokens[: positions.numel()].unflatten(0, positions.shape)
-
-
-def _look_up_shares(embedding: nn.Embedding, peers: Peers) -> None:
-    """Have an embedding look up the tokens whose rows it has, and take the others from other processes."""
-    forward = embedding.forward
-    rows = embedding.num_embeddings // peers.size
-    first = rows * peers.rank
-
-    def looked_up(input: Tensor) -> Tensor:
-        places = input - first
-        inside = (places >= 0) & (places < rows)
-        return peers.summed(forward(places.clamp(0, rows - 1)) * inside[..., None])
-
-    embedding.forward = looked_up  # type: ignore[method-assign]
-
-
-def _share_head(model: Any, mesh: DeviceMesh, peers: Peers) -> None:
-    """Give heads that take them (`takes_shares`) shares of the output weight's rows, as a DTensor; others the whole.
-    What is generated from gets shares of the logits."""
-    forward = model.forward
+def _with_shares_of_head(model: Any, mesh: DeviceMesh, forward: Forward) -> Forward:
+    """A `forward` of `model` that gives heads which take them (`takes_shares`) shares of the output weight's rows, as a
+    DTensor; others the whole. Without a head and with a cache, for generation, it gives shares of the logits."""
+    peers = Peers.of(mesh)
 
     def sharing(batch: Any, head: Any = None, **others: Any) -> Any:
         def on_shares(hidden: Tensor, weight: Tensor, batch: Any, **options: Any) -> Any:
@@ -240,11 +232,11 @@ def _share_head(model: Any, mesh: DeviceMesh, peers: Peers) -> None:
 
         return forward(batch, on_shares, **others)
 
-    model.forward = sharing
+    return sharing
 
 
-def _norm_over_processes(norm: nn.RMSNorm, peers: Peers) -> None:
-    """Have a norm of all heads together use the mean square of those of all processes."""
+def _over_processes(norm: nn.RMSNorm, peers: Peers, forward: Forward) -> Forward:
+    """In place of the `forward` of a norm of all heads together: with the mean square of the heads of all processes."""
 
     def normalized(input: Tensor) -> Tensor:
         values = input.float()
@@ -252,4 +244,4 @@ def _norm_over_processes(norm: nn.RMSNorm, peers: Peers) -> None:
         scale = torch.rsqrt(peers.copied(square) + cast(float, norm.eps))
         return (values * scale * norm.weight.float()).type_as(input)
 
-    norm.forward = normalized  # type: ignore[assignment, method-assign]
+    return normalized

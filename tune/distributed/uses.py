@@ -1,6 +1,7 @@
 """What a forward sees of the parameters that the processes of `tp` share."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from tune.distributed.pace import waiting
+from tune.distributed.wrapping import Forward, Wrap, wrap
 from tune.errors import TuneError
 
 # Parameters of a layer that have a dimension of its outputs, and those that have one of its inputs: the last one.
@@ -37,7 +39,8 @@ class Use(NamedTuple):
                 parameter = parameter.redistribute(placements=[*others, Replicate()])
         local = parameter.to_local(grad_placements=[*others, Partial()] if self.part and not is_own else None)
         if self.slices is not None and self.dim is not None:
-            local = torch.cat([local[(slice(None),) * self.dim + (each,)] for each in self.slices], dim=self.dim)
+            before = (slice(None),) * self.dim
+            local = torch.cat([local[(*before, part)] for part in self.slices], dim=self.dim)
         return local if self.divisor == 1 else local / self.divisor
 
 
@@ -52,7 +55,8 @@ def require_even(counts: Mapping[str, tuple[str, int]], size: int) -> None:
         return [text for text, (field, n) in counts.items() if n % size and (field not in REPEATED or size % n)]
 
     if bad(size):
-        good = [str(each) for each in range(1, max(count for _, count in counts.values()) + 1) if not bad(each)]
+        most = max(count for _, count in counts.values())
+        good = [str(fewer) for fewer in range(1, most + 1) if not bad(fewer)]
         raise TuneError(
             f"parallel.tp: {size} processes cannot share {', '.join(bad(size))} of this model. "
             f"Set it to {' or '.join(good)}"
@@ -78,8 +82,9 @@ def columns_of(layer: nn.Module, counts: list[int], mesh: DeviceMesh, widths: li
 def rows_of(layer: Any, name: str, mesh: DeviceMesh) -> Uses:
     """Of a layer whose inputs are shared."""
     uses: Uses = {}
-    layer.first_input = mesh.get_local_rank() * layer.in_features // mesh.size()
-    layer.input_group = mesh.get_group().group_name
+    if hasattr(layer, "input_group"):  # an adapter's
+        layer.first_input = mesh.get_local_rank() * layer.in_features // mesh.size()
+        layer.input_group = mesh.get_group().group_name
     for owner, kind, parameter in parameters_of(layer):
         if layer.in_features % (getattr(owner, "block", 1) * mesh.size()):
             raise TuneError(
@@ -110,22 +115,32 @@ def _slices(widths: list[int], counts: list[int], mesh: DeviceMesh) -> tuple[sli
 
 def parameters_of(layer: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     for owner in layer.modules():
-        yield from ((owner, kind, each) for kind, each in owner._parameters.items() if each is not None)
+        for kind, parameter in owner._parameters.items():
+            if parameter is not None:
+                yield owner, kind, parameter
 
 
-def see_shares(unit: Any, uses: Uses) -> None:
-    """Replace, while `unit` runs, its parameters by what it sees of them. What runs then is its `seeing_forward`."""
-    unit.seeing_forward = unit.forward
+@dataclass(eq=False)
+class Shares:
+    """Replaces, while a forward runs, parameters by what it sees of them, their `uses`, which others may change."""
 
-    def seeing(*args: Any, **kwargs: Any) -> Any:
-        whole: dict[tuple[nn.Module, str], Any] = {key: key[0]._parameters[key[1]] for key in uses}
-        seen = {key: use.of(whole[key]) for key, use in uses.items()}
-        try:
-            for (module, kind), tensor in seen.items():
-                module._parameters[kind] = tensor  # type: ignore[assignment]
-            return unit.seeing_forward(*args, **kwargs)
-        finally:
-            for (module, kind), parameter in whole.items():
-                module._parameters[kind] = parameter
+    uses: Uses
 
-    unit.forward = seeing
+    def __call__(self, forward: Forward) -> Forward:
+        def seeing(*args: Any, **kwargs: Any) -> Any:
+            whole: dict[tuple[nn.Module, str], Any] = {key: key[0]._parameters[key[1]] for key in self.uses}
+            seen = {key: use.of(whole[key]) for key, use in self.uses.items()}
+            try:
+                for (module, kind), tensor in seen.items():
+                    module._parameters[kind] = tensor  # type: ignore[assignment]
+                return forward(*args, **kwargs)
+            finally:
+                for (module, kind), parameter in whole.items():
+                    module._parameters[kind] = parameter
+
+        return seeing
+
+
+def see_shares(unit: nn.Module, uses: Uses) -> None:
+    """Have the forward of `unit` see its parameters by their `uses`."""
+    wrap(unit, Wrap.SHARES, Shares(uses))

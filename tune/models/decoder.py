@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tune.collators import Batch, Documents
-from tune.distributed import Stage
+from tune.distributed import Peers, Stage
 from tune.models.attention import Capability, Choice
 from tune.models.context import Context, KeyValueCache, Masks
 from tune.models.layers import AttentionPartConfig, NormConfig, PartConfig
@@ -133,6 +133,7 @@ class Decoder(nn.Module):
 
     attends_to_parts = True  # of batches: see `tune.collators.Part`
     has_dropout = False  # of adapters, in training
+    token_peers: Peers | None = None  # with tensor parallelism: processes that share the tokens between parts of blocks
     names: Names  # set by `build`
     routing: RoutingSums | None  # statistics of routers in training; None without experts
 
@@ -268,6 +269,9 @@ class Decoder(nn.Module):
     ) -> Tensor:  # fmt: skip
         """The hidden states after the blocks with these `indices` (None: all)."""
         rotations = {config: rope(positions, documents, hidden.dtype) for config, rope in self.ropes.items()}
+        peers = self.token_peers if cache is None else None  # what is generated is a token a row
+        if peers is not None:
+            hidden = peers.own_tokens(hidden)  # in its place: all tokens are not kept while blocks run
         is_decoded = cache is not None and documents is None
         masks = None if is_decoded else Masks(documents, positions.shape, hidden.device, hidden.dtype)
         stats = []
@@ -284,7 +288,7 @@ class Decoder(nn.Module):
             stats += [layer_stats] if layer_stats else []
         if stats and self.routing is not None and documents is not None:
             self.routing.add(stats, documents.whole)
-        return hidden
+        return hidden if peers is None else peers.all_tokens(hidden, positions.shape)
 
     def output_operands(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Final norm; then inputs and weight whose product is the logits."""

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from tune import fused
 from tune.collators import Batch
+from tune.distributed import own_part
 from tune.peft import adapter_kernels
 
 # Multipliers of 32-bit mixing functions with low bias (C. Wellons, hash-prospector); as signed numbers.
@@ -81,9 +82,9 @@ def set_dropout_keys(model: nn.Module, inputs: tuple[Any, ...]) -> None:
     batch = inputs[0] if inputs else None
     keys = None
     if isinstance(batch, Batch) and batch.step_seed is not None:
-        batch = getattr(model, "part", lambda batch: batch)(batch)  # that this process computes
-        samples = batch.documents.samples[batch.documents.ids]
-        keys = mix(mix(samples.int() + _signed(batch.step_seed)) ^ (batch.positions.int() * THIRD))
+        part = own_part(model, batch)
+        samples = part.documents.samples[part.documents.ids]
+        keys = mix(mix(samples.int() + _signed(batch.step_seed)) ^ (part.positions.int() * THIRD))
     for module in model.modules():
         if hasattr(module, "dropout_keys"):
             module.dropout_keys = keys  # type: ignore[assignment]
