@@ -25,6 +25,9 @@ CHATML = (
 )
 # After so many seconds a process that a test has started hangs; before, the machine may just be busy.
 HANGS = 1200
+# Who refuses a row of a table of mistakes. A run does before it begins. `tune validate` rehearses a whole run first and
+# takes a second: tests/recipes/test_validate.py has a quick mistake of each kind.
+REFUSED_BY = ("by", ["run", pytest.param("validate", marks=pytest.mark.slow)])
 WORDS = [
     "the",
     "a",

@@ -160,6 +160,7 @@ def test_settings_of_the_data_hold_where_answers_are_scored(checkpoint, prompts,
     assert sample["row"]["question"] == "the cat"
 
 
+@pytest.mark.slow
 def test_an_adapter_and_a_run(checkpoint, chats, folder, tmp_path, run_recipe):
     run = tmp_path / "run"
     settings = [
@@ -178,6 +179,7 @@ def test_an_adapter_and_a_run(checkpoint, chats, folder, tmp_path, run_recipe):
     assert of(evaluated(tmp_path / "out.json"), "rolling")["bits_per_byte,none"] != pytest.approx(found, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_quantised_base(checkpoint, folder, tmp_path):
     out = tmp_path / "out.json"
     common = ["--tasks", "rolling", "--include-path", str(folder), "--out", str(out)]

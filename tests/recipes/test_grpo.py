@@ -12,7 +12,7 @@ import ppo_finetune
 import pytest
 import torch
 import transformers
-from helpers import WORDS, of_training, run_processes, save_checkpoint, slow_but
+from helpers import REFUSED_BY, WORDS, of_training, run_processes, save_checkpoint, slow_but
 from safetensors.torch import load_file
 
 from tune.records import read
@@ -443,11 +443,14 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize(*REFUSED_BY)
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_settings(case, run, checkpoint, requests, told, tmp_path, capsys):
+def test_wrong_settings(case, by, run, checkpoint, requests, told, tmp_path, capsys):
     settings, message = WRONG[case]
-    given = [*settings_of(checkpoint, requests), f"output_dir={tmp_path / 'run'}", *settings]
-    assert message in " ".join(told("grpo", given).split())
+    if by == "validate":
+        given = [*settings_of(checkpoint, requests), f"output_dir={tmp_path / 'run'}", *settings]
+        assert message in " ".join(told("grpo", given).split())
+        return
     run(*settings, code=2)
     assert message in " ".join(capsys.readouterr().err.split())
 
