@@ -243,6 +243,7 @@ def test_in_a_training(checkpoint, chats, folder, tmp_path, run_recipe, monkeypa
     assert found["acc_norm,none"] == pytest.approx(evaluated_[-1]["choice/acc_norm"])
 
 
+@pytest.mark.slow
 def test_the_best_by_a_metric_of_which_the_lowest_is_best(
     checkpoint, chats, folder, tmp_path, run_recipe, told, capsys
 ):
