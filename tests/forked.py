@@ -1,22 +1,30 @@
-"""Starts scripts without the seconds that imports take: each runs in a fork of this process, which has only imported.
+"""Starts scripts without the seconds that imports take: a script runs in a fork of this process, which has imported.
 
-It reads a line of JSON for each, runs it as `python script` would, and prints its exit code when it has ended.
+It reads a line of JSON for each script, runs the script as `python script` would, and prints rank and exit code when
+the script has ended. Scripts may run at the same time.
 """
 
+import gc
 import importlib
 import json
 import os
 import runpy
+import signal
 import sys
 from pathlib import Path
 
+# What recipes and commands import at the start or on their way.
 IMPORTED = (
+    "numpy.lib._npyio_impl",
     "torch._dynamo",
-    "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint._fsspec_filesystem",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
+    "torch.utils.flop_counter",
+    "torch.utils.serialization",
     "tune.checkpointers",
+    "tune.cli",
     "tune.datasets",
     "tune.evaluation",
     "tune.generation",
@@ -24,9 +32,21 @@ IMPORTED = (
     "tune.losses",
     "tune.optimizers",
     "tune.peft",
+    "tune.plan",
     "tune.quantization",
+    "tune.records.page",
     "tune.run",
 )
+
+
+def prepare() -> None:
+    """Import, and compile the template of report.html, which the end of a run needs. The memory of all that is left to
+    the forks as it is: their garbage collection would copy it page by page."""
+    for name in IMPORTED:
+        importlib.import_module(name)
+    sys.modules["tune.records.page"].TEMPLATES.get_template("report.html")
+    gc.collect()
+    gc.freeze()
 
 
 def share_a_device() -> None:
@@ -62,12 +82,23 @@ def become(script: str, arguments: list[str], output: str, env: dict[str, str], 
     runpy.run_path(script, run_name="__main__")
 
 
+def start(job: dict) -> bool:
+    """Start the script in a fork of a fork, which waits for it; True in the script's process."""
+    if os.fork():
+        return False
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if not (script := os.fork()):
+        return True
+    code = os.waitstatus_to_exitcode(os.waitpid(script, 0)[1])
+    os.write(1, f"{job['env']['RANK']} {code}\n".encode())
+    os._exit(0)
+
+
 if __name__ == "__main__":
-    for name in IMPORTED:
-        importlib.import_module(name)
+    prepare()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes that wait
     for line in sys.stdin:
-        child = os.fork()
-        if not child:
-            become(**json.loads(line))
+        job = json.loads(line)
+        if start(job):
+            become(**job)
             break
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)

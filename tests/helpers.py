@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing import connection
 from pathlib import Path
 
@@ -25,6 +25,9 @@ CHATML = (
 )
 # After so many seconds a process that a test has started hangs; before, the machine may just be busy.
 HANGS = 1200
+# Who refuses a row of a table of mistakes. A run does before it begins. `tune validate` rehearses a whole run first and
+# takes a second: tests/recipes/test_validate.py has a quick mistake of each kind.
+REFUSED_BY = ("by", ["run", pytest.param("validate", marks=pytest.mark.slow)])
 WORDS = [
     "the",
     "a",
@@ -142,40 +145,58 @@ def free_port() -> int:
 
 
 @functools.cache
-def forking(rank: int) -> subprocess.Popen:
-    """A process whose forks run scripts, see forked.py: one for each rank, whose sets have an order of their own."""
+def forking(number: int) -> subprocess.Popen:
+    """A process whose forks run scripts, see forked.py. There are two, as the sets of a process have an order of its
+    own: so have those of an even rank and an odd one."""
     command = [sys.executable, str(Path(__file__).with_name("forked.py"))]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
     atexit.register(process.wait)
     atexit.register(process.kill)  # before
     return process
 
 
+def start_script(script: Path, arguments: Sequence[str], output: Path, **variables: object) -> subprocess.Popen:
+    """Run `script` in a fork, with `variables` in its environment, RANK among them; returns the process that forks."""
+    env = os.environ | {name: str(value) for name, value in variables.items()}
+    job = {"script": str(script), "arguments": arguments, "output": str(output), "env": env, "cwd": os.getcwd()}
+    process = forking(int(env["RANK"]) % 2)
+    process.stdin.write(json.dumps(job).encode() + b"\n")
+    process.stdin.flush()
+    return process
+
+
+def exit_codes(processes: Iterable[subprocess.Popen], count: int) -> dict[int, int]:
+    """The exit codes of `count` scripts by rank. Once a script has failed, others may wait for it."""
+    codes: dict[int, int] = {}
+    while len(codes) < count and not any(codes.values()):
+        ready = connection.wait([process.stdout for process in processes], HANGS)
+        assert ready, f"{count - len(codes)} of {count} processes hang"
+        for stream in ready:
+            text = stream.read1()
+            assert text, "the process that forks has ended"
+            codes |= {int(rank): int(code) for rank, code in map(bytes.split, text.splitlines())}
+    return codes
+
+
 def run_processes(script: Path, count: int, *arguments: str) -> str:
     """Run `script` in `count` processes that find each other as under torchrun; returns rank 0's output."""
-    port = free_port()
+    place = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1}
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, str(rank)) for rank in range(count)]
-        for rank, output in enumerate(outputs):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-            env = os.environ | {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
-            job = {"script": str(script), "arguments": arguments, "output": str(output), "env": env, "cwd": os.getcwd()}
-            print(json.dumps(job), file=forking(rank).stdin, flush=True)
-        running, failed = {forking(rank).stdout: rank for rank in range(count)}, []
+        processes = {
+            start_script(script, arguments, output, RANK=rank, LOCAL_RANK=rank, **place)
+            for rank, output in enumerate(outputs)
+        }
+        codes: dict[int, int] = {}
         try:
-            while running and not failed:  # where one has failed, the others may wait for it
-                ended = connection.wait([*running], HANGS)
-                assert ended, f"{len(running)} of {count} processes hang"
-                failed = [rank for stream in ended if stream.readline() != "0\n" for rank in [running[stream]]]
-                running = {stream: rank for stream, rank in running.items() if stream not in ended}
+            codes = exit_codes(processes, count)
         finally:
-            if running:
-                for rank in range(count):
-                    os.killpg(forking(rank).pid, signal.SIGKILL)
+            if len(codes) < count:
+                for process in processes:
+                    os.killpg(process.pid, signal.SIGKILL)
                 forking.cache_clear()
         texts = [output.read_text() for output in outputs]
-    assert not failed, "\n".join(texts[rank][-3000:] for rank in failed)
+    assert not any(codes.values()), "\n".join(texts[rank][-3000:] for rank in codes if codes[rank])
     return texts[0]
 
 

@@ -192,6 +192,7 @@ def test_side_by_side(checkpoint, terminal, tmp_path):
         messages.append(assistant(said))
 
 
+@pytest.mark.slow
 def test_side_by_side_until_ctrl_c(terminal, tmp_path):
     """What there is of both answers stays, and is longer than the terminal is high."""
     folder = save_checkpoint(tmp_path / "endless", max_position_embeddings=200_000, eos_token_id=None)
@@ -263,7 +264,8 @@ def test_a_lost_process_is_named(checkpoint, terminal):
     chat.process = os.spawnv(os.P_NOWAIT, "/bin/true", ["true"])
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
 def test_streaming_and_ctrl_c(processes, terminal, tmp_path):
     """An answer that would take minutes is seen while it comes, and is stopped."""
     folder = save_checkpoint(tmp_path / "endless", max_position_embeddings=200_000, eos_token_id=None)

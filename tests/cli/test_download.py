@@ -1,15 +1,13 @@
 import hashlib
 import json
-import os
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from helpers import HANGS
+from helpers import run_verbs
 
 from tune.checkpointers import model_card
 from tune.checkpointers.writing import HUB_ID
@@ -80,9 +78,12 @@ def download(folder: Path, hub: str, *arguments: str) -> subprocess.CompletedPro
 
 
 def cli(folder: Path, hub: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "HF_ENDPOINT": hub, "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "0"}
-    command = [sys.executable, "-m", "tune.cli", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANGS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for name, value in {"HF_ENDPOINT": hub, "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "0"}.items():
+            patch.setenv(name, value)
+        (done,) = run_verbs([*arguments])
+    return done
 
 
 def test_gets_what_training_needs_and_nothing_twice(tmp_path: Path, hub: str) -> None:

@@ -325,6 +325,7 @@ def test_a_checkpoint_of_a_run(kind: str, runs: dict[str, Path], tmp_path: Path)
     require_same(file, last, Tokenizer(str(tmp_path / "end")).encode(TEXT)[:16], within=0.01)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_run_is_a_model_for_other_commands(
     runs: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:

@@ -36,11 +36,12 @@ def succeeded(*commands: list[str]) -> list[str]:
     return [each.stdout for each in done]
 
 
-def test_models_and_what_is_written(checkpoint: Path, chats: Path, here: Path) -> None:
+@pytest.mark.parametrize("names", [NAMES[::6], pytest.param(NAMES, marks=pytest.mark.slow)])
+def test_models_and_what_is_written(names: list[str], checkpoint: Path, chats: Path, here: Path) -> None:
     row = chats.read_text().splitlines()[0]
     adapter = make_adapter(checkpoint, here / "adapter", seed=1)
     commands = []
-    for name in NAMES:
+    for name in names:
         place, out = given(name), f"--out=out/{name}"
         shutil.copytree(checkpoint, here / name)
         shutil.copytree(adapter, here / "adapters" / name)
@@ -55,7 +56,7 @@ def test_models_and_what_is_written(checkpoint: Path, chats: Path, here: Path) -
         ]  # fmt: skip
     commands += [
         command
-        for name in NAMES[::5]
+        for name in names[::5]
         for command in (
             ["merge", given(name), f"adapters/{name}", f"out/merged {name}"],
             ["quantize", given(name), "--to", "int8", f"--out=out/small {name}"],
@@ -66,10 +67,10 @@ def test_models_and_what_is_written(checkpoint: Path, chats: Path, here: Path) -
     before = {*here.iterdir()}
     succeeded(*commands)
     assert {*here.iterdir()} - before == {here / "out"}
-    for name in NAMES:
+    for name in names:
         assert [*json.loads((here / "out" / f"{name}.json").read_text())["results"]] == [name]
         assert (here / "out" / f"{name}.jsonl").exists() and (here / "out" / f"{name}.html").exists(), name
-    for name in NAMES[::5]:
+    for name in names[::5]:
         for kind in ("merged", "small", "hf", "larger"):
             assert (here / "out" / f"{kind} {name}" / "config.json").exists(), (kind, name)
 

@@ -39,6 +39,7 @@ def test_what_it_says(tmp_path, checkpoint, capsys):
     assert "it fits: 8 x h100" in text and "a billion tokens" in text
 
 
+@pytest.mark.slow
 def test_a_step_that_takes_less_than_to_put_its_batch_together(checkpoint, capsys):
     run = ["full_finetune", f"model.path={checkpoint}", "max_seq_len=512", "micro_batch_size=256", "--json"]
     found = json.loads(plan(capsys, *run, "global_batch_size=256", "--device", "b200", "--world-size", "1"))
@@ -79,6 +80,7 @@ def test_search_prints_overrides_that_the_recipe_takes(checkpoint, capsys):
     assert "micro_batch_size=" in text and "slower (" in text
 
 
+@pytest.mark.slow
 def test_host_memory_must_suffice(tmp_path, checkpoint, capsys):
     (tmp_path / "small.json").write_text(json.dumps(asdict(DEVICES["h100"]) | {"host_memory": 1e-4}))
     run = ["full_finetune", f"model.path={checkpoint}", "max_seq_len=128", "--device"]

@@ -38,6 +38,7 @@ def test_what_processes_cannot_share(name, changes, processes, message, tmp_path
     assert not any(isinstance(each, DTensor) for each in model.parameters())
 
 
+@pytest.mark.slow
 def test_it_is_told_before_the_run(chats, tmp_path, told_to):
     for name, changes, processes, message in WRONG:
         folder = checkpoint_of(tmp_path / f"{name} {processes}", name, **changes)

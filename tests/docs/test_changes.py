@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from following import ROOT, Reader
+from helpers import slow_but
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -61,7 +62,7 @@ def saved_weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return torch.load(folder / "state.pt", weights_only=True)["model"]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])  # without FSDP, and with it
+@pytest.mark.parametrize("dtype", slow_but(["fp32"], ["fp32", "bf16"]))  # without FSDP, and with it
 def test_average(reader, run, checkpoint, dtype):
     follow(reader, "An average of the weights")
     whole = run("ema_decay=0.5", f"dtype={dtype}", folder="whole")
@@ -84,6 +85,7 @@ def test_stop(reader, run):
     torch.testing.assert_close(exported(folder), before, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_noise(reader, run):
     follow(reader, "Noise on the embeddings")
     plain, whole = run("noise_alpha=0", folder="plain"), run("noise_alpha=50", folder="whole")
@@ -109,7 +111,7 @@ def test_learning_rate_of_each_layer(reader, run):
         assert rates == pytest.approx([line["lr"] * share for share in (1 / 8, 1 / 4, 1 / 2, 1, 1)])
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", slow_but(["fp32"], ["fp32", "bf16"]))
 def test_samples_leave_the_training_alone(reader, run, dtype):
     follow(reader, "Samples on the way")
     sampled, plain = (run(f"sample_every={every}", f"dtype={dtype}", folder=f"every_{every}") for every in (2, 100))
@@ -118,6 +120,7 @@ def test_samples_leave_the_training_alone(reader, run, dtype):
     assert [line["loss"] for line in logged(sampled)] == [line["loss"] for line in logged(plain)]
 
 
+@pytest.mark.slow
 def test_updates_in_the_backward(reader, run):
     """The losses and weights of a step after it, bitwise; a run goes on with the other, and `max_grad_norm` is gone."""
     reader.follow("```\ntune cp full_finetune mine.py\n```\n")
@@ -143,10 +146,13 @@ def with_z(logits, labels):
 
 @pytest.mark.parametrize(
     ("settings", "reference"),
-    [
-        (["loss._component_=my_losses.LabelSmoothing", "loss.smoothing=0.2"], SMOOTHED),
-        (["loss._component_=my_losses.ZLoss", "loss.z_weight=0.01"], with_z),
-    ],
+    slow_but(
+        [(["loss._component_=my_losses.ZLoss", "loss.z_weight=0.01"], with_z)],
+        [
+            (["loss._component_=my_losses.LabelSmoothing", "loss.smoothing=0.2"], SMOOTHED),
+            (["loss._component_=my_losses.ZLoss", "loss.z_weight=0.01"], with_z),
+        ],
+    ),
 )
 def test_losses(reader, run, settings, reference):
     follow(reader, "Another loss")
@@ -162,6 +168,7 @@ def test_losses(reader, run, settings, reference):
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.slow
 def test_another_loss_of_preferences(reader):
     follow(reader, "Another loss of preferences")
     rows = [{"instruction": f"the cat {n}", "chosen": "sat", "rejected": "ran on"} for n in range(8)]

@@ -41,7 +41,12 @@ NOT_RUN = {
 }
 
 
-LONG = ("examples/", "docs/planning.md", "docs/evaluation.md", "docs/distillation.md", "docs/layouts.md")
+# Quick are the pages that a new user reads, and those that run little.
+LONG = (
+    "examples/", "docs/clusters.md", "docs/coming_from_", "docs/components.md", "docs/distillation.md",
+    "docs/evaluation.md", "docs/families.md", "docs/layouts.md", "docs/planning.md", "docs/preferences.md",
+    "docs/reinforcement.md", "docs/reward.md",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from following import BLOCK, ROOT, Reader
-from helpers import run_processes
+from helpers import run_processes, slow_but
 from pytest import MonkeyPatch
 
 PAGE = (ROOT / "docs" / "contracts.md").read_text(encoding="utf-8")
@@ -16,7 +16,7 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", slow_but([1], [1, 2]))
 def test_one_script_replaces_all(processes: int, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """The same again, and in two parts."""
     script = "\n\n".join(block for language, block in BLOCK.findall(OWN) if language == "python")

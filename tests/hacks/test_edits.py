@@ -121,6 +121,7 @@ def test_rows_in_memory(copied: Copied) -> None:
     assert json.loads((copied.folder / "run" / "data.json").read_text())["rows"] == 24
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_weights(copied: Copied, pretrained: torch.nn.Module) -> None:
     (step, *_) = train(copied, "8 weights", "global_batch_size=16", "max_steps=1")
@@ -144,6 +145,7 @@ def test_weights_of_tokens(copied: Copied, pretrained: torch.nn.Module) -> None:
     assert step["loss"] == pytest.approx(float(expected) / 4, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_exact_match(copied: Copied, pretrained: torch.nn.Module) -> None:
     """Of two questions one has the answer of transformers' greedy search. The training stops, and has stopped."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(copied.checkpoint)
@@ -185,6 +187,7 @@ def test_no_checkpointer(copied: Copied) -> None:
     assert sorted(each.sum().item() for each in ours.values()) == sorted(each.sum().item() for each in model.values())
 
 
+@pytest.mark.slow
 def test_mixed_objective(copied: Copied) -> None:
     (step, *_) = train(copied, "17 mixed objective", "max_steps=1")
     assert step["loss"] == pytest.approx(math.log(2) + 0.5 * step["nll"], rel=1e-6)
@@ -207,6 +210,7 @@ def test_judge(copied: Copied) -> None:
     assert steps[0]["judge_loss"] == pytest.approx(math.log(2)) and steps[-1]["judge_loss"] < 0.5
 
 
+@pytest.mark.slow
 def test_tokens(copied: Copied) -> None:
     """Whole data: the training ends before `total`, and the last step is saved as any other."""
     steps = train(copied, "20 tokens", "max_steps=null", "global_batch_size=2", "checkpointer.every=null")
@@ -236,6 +240,7 @@ def test_sam(copied: Copied, pretrained: torch.nn.Module) -> None:
     torch.testing.assert_close(copied.exported("run"), expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_moving_mixture(copied: Copied) -> None:
     (copied.folder / "other.jsonl").write_text(json.dumps({"text": "the cat sat on the mat"}) + "\n")
     steps = train(copied, "23 moving mixture")

@@ -13,7 +13,7 @@ import preference_finetune
 import pytest
 import reward_finetune
 import torch
-from helpers import run_processes
+from helpers import REFUSED_BY, run_processes
 from recipes.test_grpo import requests  # noqa: F401
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -247,11 +247,14 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize(*REFUSED_BY)
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_settings(name, checkpoint, chats, tmp_path, run_recipe, recipe, told, capsys):
+def test_wrong_settings(name, by, checkpoint, chats, tmp_path, run_recipe, recipe, told, capsys):
     settings, message = WRONG[name]
     common = [f"model.path={checkpoint}", f"dataset.path={chats}", "device=cpu", f"output_dir={tmp_path / 'run'}"]
-    assert message in told(recipe.__name__, [*common, *settings])
+    if by == "validate":
+        assert message in told(recipe.__name__, [*common, *settings])
+        return
     assert run_recipe([*common, *settings], recipe) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -7,6 +7,7 @@ import ppo_finetune
 import pytest
 import reward_finetune
 import torch
+from helpers import slow_but
 from recipes.test_grpo import requests  # noqa: F401
 from recipes.test_rewards import pairs, rows  # noqa: F401
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -23,7 +24,7 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", slow_but(["grpo"], RECIPES))
 def test_a_compiled_run_follows_the_curve(name, run_recipe, checkpoint, pairs, requests, tmp_path, monkeypatch):  # noqa: F811
     """What is sampled is not compiled, as every length would be."""
     recipe, settings = RECIPES[name]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from evaluation.task_files import write_tasks
 from flash_on_cpu import flash_path
-from helpers import save_checkpoint
+from helpers import save_checkpoint, slow_but
 from in_backward import in_backward
 from models.test_attention import SCORINGS, make
 from models.test_families import VARIANTS
@@ -174,7 +174,13 @@ def test_every_family(family, step, tmp_path):
         step("full_finetune", folder)
 
 
-@pytest.mark.parametrize(("recipe", "name"), [(recipe, name) for recipe in RECIPES for name in SETTINGS[recipe]])
+# A recipe is quick with its first settings.
+QUICK = [(recipe, next(iter(SETTINGS[recipe]))) for recipe in RECIPES] + [("lora_finetune", "NF4, DoRA")]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"), slow_but(QUICK, [(recipe, name) for recipe in RECIPES for name in SETTINGS[recipe]])
+)
 def test_settings(recipe, name, checkpoint, step):
     step(recipe, checkpoint, *SETTINGS[recipe][name])
 

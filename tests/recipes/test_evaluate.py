@@ -161,6 +161,7 @@ def test_settings_of_the_data_hold_where_answers_are_scored(checkpoint, prompts,
     assert sample["row"]["question"] == "the cat"
 
 
+@pytest.mark.slow
 def test_an_adapter_and_a_run(checkpoint, chats, folder, tmp_path, run_recipe):
     run = tmp_path / "run"
     settings = [
@@ -179,6 +180,7 @@ def test_an_adapter_and_a_run(checkpoint, chats, folder, tmp_path, run_recipe):
     assert of(evaluated(tmp_path / "out.json"), "rolling")["bits_per_byte,none"] != pytest.approx(found, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_quantised_base(checkpoint, folder, tmp_path):
     out = tmp_path / "out.json"
     common = ["--tasks", "rolling", "--include-path", str(folder), "--out", str(out)]
@@ -243,6 +245,7 @@ def test_in_a_training(checkpoint, chats, folder, tmp_path, run_recipe, monkeypa
     assert found["acc_norm,none"] == pytest.approx(evaluated_[-1]["choice/acc_norm"])
 
 
+@pytest.mark.slow
 def test_the_best_by_a_metric_of_which_the_lowest_is_best(
     checkpoint, chats, folder, tmp_path, run_recipe, told, capsys
 ):

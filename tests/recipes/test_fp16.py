@@ -5,6 +5,7 @@ import json
 import full_finetune
 import lora_finetune
 import pytest
+from helpers import slow_but
 
 from tune.distributed import LossScale
 
@@ -22,7 +23,7 @@ def common(checkpoint, chats):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("recipe", [full_finetune, lora_finetune])
+@pytest.mark.parametrize("recipe", slow_but([full_finetune], [full_finetune, lora_finetune]))
 def test_it_follows_fp32(recipe, common, run_recipe, tmp_path):
     for dtype in ("fp16", "fp32"):
         assert run_recipe([*common, f"dtype={dtype}", f"output_dir={tmp_path / dtype}"], recipe) == 0

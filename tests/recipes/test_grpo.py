@@ -1,5 +1,6 @@
 """GRPO end to end: a reward that rises, what is logged, one curve and its samples in any layout, wrong inputs."""
 
+import functools
 import itertools
 import json
 import os
@@ -12,7 +13,7 @@ import ppo_finetune
 import pytest
 import torch
 import transformers
-from helpers import WORDS, of_training, run_processes, save_checkpoint, slow_but
+from helpers import REFUSED_BY, WORDS, of_training, run_processes, save_checkpoint, slow_but
 from safetensors.torch import load_file
 
 from tune.records import read
@@ -111,6 +112,7 @@ def run(run_recipe, checkpoint, requests, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_the_reward_rises(run, requests, tmp_path):
     steps = run(
         "max_steps=24", "epochs=8", "optimizer.lr=1e-2", f"validation_dataset.path={requests}", "validate_first=true"
@@ -137,14 +139,23 @@ def test_a_model_of_transformers_samples_and_learns_the_same(run, tmp_path):
         assert theirs[name] == pytest.approx(ours[name], rel=1e-4, abs=1e-6), name
 
 
+KL = ["adapter.rank=8", "kl=0.1", "reference=adapter_off"]
+
+
 @pytest.mark.parametrize(
     "settings",
-    [
-        ["adapter.rank=8", "kl=0.1", "reference=adapter_off"],
-        ["loss._component_=tune.losses.ClippedPolicy", "updates=2", "baseline=leave_one_out"],
-        ["loss._component_=tune.losses.GSPO", "mask_truncated=true", "dynamic_sampling=2", "sampling.stop_strings=[a]"],
-        ["kl=0.05", "sampling.temperature=0.7", "micro_batch_size=5"],
-    ],
+    slow_but(
+        [KL],
+        [
+            KL,
+            ["loss._component_=tune.losses.ClippedPolicy", "updates=2", "baseline=leave_one_out"],
+            ["loss._component_=tune.losses.ClippedPolicy", "mask_truncated=true", "sampling.stop_strings=[a]"],
+            ["loss._component_=tune.losses.GSPO", "mask_truncated=true", "dynamic_sampling=2"],
+            ["loss._component_=tune.losses.GSPO", "updates=2", "sampling.stop_strings=[a]"],
+            ["kl=0.05", "sampling.temperature=0.7", "micro_batch_size=5"],
+            ["prompts_per_step=1"],
+        ],
+    ),
 )
 def test_options(settings, run):
     steps = run(*settings)
@@ -177,15 +188,7 @@ def assert_same_run(folder, plain):
 METHODS = {
     "plain": [],
     "dynamic": ["dynamic_sampling=2", "reward=recipes.test_grpo.odd_ones", "baseline=leave_one_out"],
-    "clipped": [
-        "loss._component_=tune.losses.ClippedPolicy",
-        "updates=2",
-        "mask_truncated=true",
-        "sampling.stop_strings=[a]",
-    ],
-    "GSPO": ["loss._component_=tune.losses.GSPO", "updates=2"],
     "kl": ["adapter.rank=4", "adapter.dropout=0.1", "kl=0.1", "reference=adapter_off", "sampling.temperature=0.8"],
-    "one prompt": ["prompts_per_step=1"],
     "environment": ["environment=recipes.test_grpo.Guess", "sampling.stop_strings=[a,e]", "max_turns=3"],
 }
 WAYS = {
@@ -198,40 +201,43 @@ SMALL = ["optimizer.lr=1e-3", "sampling.max_new_tokens=8", "group_size=4"]
 
 @pytest.fixture(scope="module")
 def alone(run_recipe, checkpoint, requests, tmp_path_factory):
-    """A folder with a run of each method in one process, and the settings that are common to them."""
+    """A function that gives the folder of a method's run in one process, and the settings common to all methods."""
     folder = tmp_path_factory.mktemp("alone")
     common = [*settings_of(checkpoint, requests), *SMALL, f"validation_dataset.path={requests}"]
-    for name, settings in METHODS.items():
-        assert run_recipe([*common, *settings, f"output_dir={folder / name}"], grpo) == 0
-    return folder, common
+
+    @functools.cache
+    def alone(method, *settings):
+        settings = settings or METHODS[method]
+        assert run_recipe([*common, *settings, f"output_dir={folder / method}"], grpo) == 0
+        return folder / method
+
+    return alone, common
 
 
 @pytest.mark.parametrize("method", slow_but(["plain", "environment"], ["plain", "dynamic", "kl", "environment"]))
 def test_samples_and_curve_do_not_depend_on_the_micro_batches(method, alone, run_recipe, tmp_path):
-    folder, common = alone
+    folder_of, common = alone
     for way, settings in WAYS.items():
         assert run_recipe([*common, *METHODS[method], *settings, f"output_dir={tmp_path / way}"], grpo) == 0
-        assert_same_run(tmp_path / way, folder / method)
+        assert_same_run(tmp_path / way, folder_of(method))
 
 
 @pytest.mark.slow
 def test_samples_and_curve_are_the_same_on_two_processes(alone, run_recipe, checkpoint, tmp_path):
     """Also where a reward model is sharded as the policy is."""
-    folder, common = alone
+    folder_of, common = alone
     judge = tmp_path / "judge"
     shutil.copytree(checkpoint, judge)
     torch.manual_seed(3)
     config = transformers.AutoConfig.from_pretrained(judge, num_labels=1, pad_token_id=0)
     transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(judge)
     judged = [f"reward={{_component_: tune.generation.RewardModel, path: {judge}, micro_batch_size: 3}}"]
-    assert run_recipe([*common, *judged, f"output_dir={folder / 'judged'}"], grpo) == 0
     judged_layouts = {
         f"judged, {axis}": [*judged, f"parallel.{axis}=2", *more]
         for axis, more in {"dp_shard": [], "tp": [], "cp": [], "dp_replicate": ["micro_batch_size=3"]}.items()
     }
     assert run_recipe([*common, "adapter.rank=4", f"output_dir={tmp_path / 'adapted'}"], grpo) == 0
     continued = [f"adapter.path={tmp_path / 'adapted' / 'adapter'}", "kl=0.1", "parallel.zero_stage=2"]
-    assert run_recipe([*common, *continued, f"output_dir={folder / 'continued'}"], grpo) == 0
     # With dropout; test_method_layouts.py has the others.
     kl = {"kl": METHODS["kl"], "continued": continued, "continued, tp": [*continued, "parallel.tp=2"]}
     layouts = {
@@ -240,30 +246,30 @@ def test_samples_and_curve_are_the_same_on_two_processes(alone, run_recipe, chec
         "tokens shared": [*METHODS["plain"], "parallel.cp=2"],
     }
     run_processes(RUN_VARIANTS, 2, "grpo", str(tmp_path), json.dumps(common), json.dumps(kl | layouts | judged_layouts))
-    assert_same_run(tmp_path / "kl", folder / "kl")
-    assert_same_run(tmp_path / "continued", folder / "continued")
-    assert_same_run(tmp_path / "continued, tp", folder / "continued")
+    assert_same_run(tmp_path / "kl", folder_of("kl"))
+    for name in ("continued", "continued, tp"):
+        assert_same_run(tmp_path / name, folder_of("continued", *continued))
     for name in judged_layouts:
-        assert_same_run(tmp_path / name, folder / "judged")
+        assert_same_run(tmp_path / name, folder_of("judged", *judged))
     for name in layouts:
-        assert_same_run(tmp_path / name, folder / "plain")
+        assert_same_run(tmp_path / name, folder_of("plain"))
 
 
 def test_what_the_methods_did(alone):
     """The runs above are of what their names say."""
-    folder, _ = alone
-    episodes = rows(folder / "environment")
+    folder_of, _ = alone
+    episodes = rows(folder_of("environment"))
     turns = [sum(token == 1 for token in each["tokens"]) // 2 for each in episodes]  # <|im_start|>, not sampled
     assert max(turns) >= 1
     assert all(each["reward"] == each["environment"] + each["share_of_a"] for each in episodes)
-    for step in map(json.loads, (folder / "environment" / "metrics.jsonl").open()):
+    for step in map(json.loads, (folder_of("environment") / "metrics.jsonl").open()):
         given = [each["environment"] for each in episodes if each["step"] == step["step"]]
         assert step["reward/environment"] == pytest.approx(sum(given) / len(given))
         assert "validation_reward/environment" in step or step["step"] < 3
-    texts = [each["text"] for each in rows(folder / "plain")]
+    texts = [each["text"] for each in rows(folder_of("plain"))]
     assert len({*texts}) > len(texts) / 2
-    dead = [json.loads(line)["dead_groups"] for line in (folder / "dynamic" / "metrics.jsonl").open()]
-    prompts = {each["sample"] // 4 for each in rows(folder / "dynamic")}
+    dead = [json.loads(line)["dead_groups"] for line in (folder_of("dynamic") / "metrics.jsonl").open()]
+    prompts = {each["sample"] // 4 for each in rows(folder_of("dynamic"))}
     assert max(prompts) >= 12, "no group was replaced"
     assert sum(dead) < len(prompts)
 
@@ -443,11 +449,14 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize(*REFUSED_BY)
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_settings(case, run, checkpoint, requests, told, tmp_path, capsys):
+def test_wrong_settings(case, by, run, checkpoint, requests, told, tmp_path, capsys):
     settings, message = WRONG[case]
-    given = [*settings_of(checkpoint, requests), f"output_dir={tmp_path / 'run'}", *settings]
-    assert message in " ".join(told("grpo", given).split())
+    if by == "validate":
+        given = [*settings_of(checkpoint, requests), f"output_dir={tmp_path / 'run'}", *settings]
+        assert message in " ".join(told("grpo", given).split())
+        return
     run(*settings, code=2)
     assert message in " ".join(capsys.readouterr().err.split())
 

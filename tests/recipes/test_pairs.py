@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import save_checkpoint
+from helpers import save_checkpoint, slow_but
 from recipes.test_grpo import requests  # noqa: F401
 
 from tune import config
@@ -350,13 +350,18 @@ def test_two_steps_of_another_method_run_where_nothing_is_refused(
     assert sum(learned) > len(learned) / 2
 
 
-@pytest.mark.parametrize("values", [values for values, _ in REFUSED], ids=[message for _, message in REFUSED])
-def test_refused(values, run, settings_of, told):
-    message = next(message for each, message in REFUSED if each == values)
-    usual = {name: next(iter(FACTORS[name])) for name in FACTORS} | {"trained": "lora"}
+USUAL = {name: next(iter(values)) for name, values in FACTORS.items()} | {"trained": "lora"}
+
+
+@pytest.mark.parametrize(("values", "message"), REFUSED)
+def test_a_run_refuses(values, message, run):
+    with pytest.raises(TuneError, match=re.escape(message)):
+        run(USUAL | each_of(values)[0])
+
+
+@pytest.mark.parametrize(("values", "message"), slow_but(REFUSED[:2], REFUSED))
+def test_tune_validate_refuses(values, message, settings_of, told):
     for number, row in enumerate(each_of(values)):
-        recipe, settings = settings_of(usual | row)
+        recipe, settings = settings_of(USUAL | row)
         told_at_once = config.read(recipe, settings)[1]  # of settings alone, which `tune validate` repeats
         assert (number and any(message in problem for problem in told_at_once)) or message in told(recipe, settings)
-    with pytest.raises(TuneError, match=re.escape(message)):
-        run(usual | each_of(values)[0])

@@ -12,7 +12,7 @@ import pytest
 import reward_finetune
 import torch
 import transformers
-from helpers import WORDS, run_processes, save_checkpoint, slow_but
+from helpers import REFUSED_BY, WORDS, run_processes, save_checkpoint, slow_but
 from models.test_families import MIXED
 from safetensors.torch import load_file
 from torch.nn.functional import logsigmoid
@@ -343,6 +343,7 @@ class Ungraded(BradleyTerry):
     rows = "preferences"
 
 
+@pytest.mark.parametrize(*REFUSED_BY)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -357,8 +358,10 @@ class Ungraded(BradleyTerry):
         (["max_seq_len=8"], "longer than max_seq_len"),
     ],
 )
-def test_wrong_settings(change, message, run_recipe, common, told, tmp_path, capsys):
-    assert message in told("reward_finetune", [*common, *change])
+def test_wrong_settings(change, message, by, run_recipe, common, told, tmp_path, capsys):
+    if by == "validate":
+        assert message in told("reward_finetune", [*common, *change])
+        return
     assert run_recipe([*common, *change, f"output_dir={tmp_path / 'run'}"], reward_finetune) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -6,7 +6,7 @@ import shutil
 import full_finetune
 import preference_finetune
 import pytest
-from helpers import save_checkpoint
+from helpers import REFUSED_BY, save_checkpoint
 
 KTO = "loss._component_=tune.losses.KTO"
 SFT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
@@ -52,6 +52,7 @@ def test_a_loss_that_takes_the_mean_of_pairs(settings, run_recipe, capsys):
     assert "it must return a loss for each pair, [pairs]" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(*REFUSED_BY)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -91,14 +92,17 @@ def test_a_loss_that_takes_the_mean_of_pairs(settings, run_recipe, capsys):
         (["max_seq_len=24"], "Set max_seq_len to more than that"),
     ],
 )
-def test_settings(overrides, message, settings, checkpoint, pairs, run_recipe, capsys, told, monkeypatch):
+def test_settings(overrides, message, by, settings, checkpoint, pairs, run_recipe, capsys, told, monkeypatch):
     monkeypatch.delattr("tune.checkpointers.Pretrained.load")  # before weights are read
     given = [each.format(checkpoint=checkpoint) for each in overrides]
-    assert message.format(pairs=pairs) in told("preference_finetune", [*settings, *given])
+    if by == "validate":
+        assert message.format(pairs=pairs) in told("preference_finetune", [*settings, *given])
+        return
     assert run_recipe([*settings, *given], preference_finetune) == 2
     assert message.format(pairs=pairs) in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(*REFUSED_BY)
 @pytest.mark.parametrize(
     ("row", "overrides", "message"),
     [
@@ -111,8 +115,10 @@ def test_settings(overrides, message, settings, checkpoint, pairs, run_recipe, c
         (PAIR, ["max_seq_len=25"], "the shortest prompt has 38 tokens. Set max_seq_len to more than that"),
     ],
 )
-def test_rows(row, overrides, message, settings, write, run_recipe, capsys, told):
-    assert message in told("preference_finetune", [*settings, write(*[row] * 4), *overrides])
+def test_rows(row, overrides, message, by, settings, write, run_recipe, capsys, told):
+    if by == "validate":
+        assert message in told("preference_finetune", [*settings, write(*[row] * 4), *overrides])
+        return
     assert run_recipe([*settings, write(*[row] * 4), *overrides], preference_finetune) == 2
     assert message in capsys.readouterr().err
 

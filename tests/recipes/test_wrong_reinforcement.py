@@ -220,17 +220,45 @@ BEFORE_WEIGHTS = {"no room", "texts", "another reference", "a reference of few r
 NOT_BEFORE |= {name for name in ENVIRONMENTS if name not in ("NoStep", "good")}
 
 
-@pytest.mark.parametrize(("recipe", "case"), CASES, ids=[f"{recipe.__name__} {name}" for recipe, (name, _) in CASES])
-def test_is_told(recipe, case, settings, folders, run_recipe, capsys, told):
+# One of each kind: code that fails, a folder of another kind, a value, rows.
+QUICK = {"grpo": {"raises", "no reward model", "greedy", "no prompt fits"}, "ppo_finetune": {"lambda"}}
+
+
+def cases(names):
+    """The cases whose names are in `names`, by recipe: all others are slow."""
+    return [
+        pytest.param(
+            recipe, case, id=f"{recipe.__name__} {case[0]}",
+            marks=() if case[0] in names[recipe.__name__] else pytest.mark.slow,
+        )
+        for recipe, case in CASES
+    ]  # fmt: skip
+
+
+def overrides_and_messages(case, folders):
     overrides, *messages = case[1]
-    given = [each.format(**folders) if "{" in each else each for each in overrides]
-    if case[0] not in NOT_BEFORE:
-        found = " ".join(told(recipe.__name__, [*settings, *counts(recipe), *given]).split())
-        assert [message for message in messages if message not in found] == []
+    return [each.format(**folders) if "{" in each else each for each in overrides], messages
+
+
+# What both methods refuse is quick of one of them.
+@pytest.mark.parametrize(
+    ("recipe", "case"), cases({"grpo": {*BOTH, *OF_GRPO}, "ppo_finetune": {*OF_PPO, "raises", "greedy"}})
+)
+def test_a_run_refuses(recipe, case, settings, folders, run_recipe, capsys):
+    given, messages = overrides_and_messages(case, folders)
     assert run_recipe([*settings, *counts(recipe), *given], recipe) == 2
     out, shown = (" ".join(each.split()) for each in capsys.readouterr())
     assert all(message in shown for message in messages), shown
     assert case[0] not in BEFORE_WEIGHTS or "an epoch" not in out
+
+
+@pytest.mark.parametrize(("recipe", "case"), cases(QUICK))
+def test_tune_validate_refuses(recipe, case, settings, folders, told):
+    if case[0] in NOT_BEFORE:
+        return
+    given, messages = overrides_and_messages(case, folders)
+    found = " ".join(told(recipe.__name__, [*settings, *counts(recipe), *given]).split())
+    assert [message for message in messages if message not in found] == []
 
 
 @pytest.mark.parametrize("recipe", [grpo, ppo_finetune])
