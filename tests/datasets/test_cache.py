@@ -15,7 +15,7 @@ from helpers import HANGS
 from tune.datasets import cache as cache_module
 from tune.datasets import load
 from tune.datasets.accounting import Accounting
-from tune.datasets.cache import content_of, key_of, prepared
+from tune.datasets.cache import content_of, prepared
 from tune.datasets.rows import Outcome
 from tune.datasets.samples import chunk
 from tune.datasets.sources.opening import open_source
@@ -96,13 +96,13 @@ def test_content_decides_and_not_where_it_stands(folder, rows, cache, tmp_path):
     assert prepare(path=str(of_text)) == 7  # one text, which has the same bytes as the rows
 
 
-def test_edited_library_prepares_anew(monkeypatch, tmp_path):
-    before = key_of("content")
-    copied = shutil.copytree(cache_module.Path(cache_module.__file__).parents[1], tmp_path / "tune")
-    monkeypatch.setattr(cache_module, "__file__", str(copied / "datasets" / "cache.py"))
-    assert key_of("content") == before
-    (copied / "tokenizers" / "supervision.py").write_text("")
-    assert key_of("content") != before
+def test_another_format_version_prepares_anew(folder, rows, cache, monkeypatch):
+    tokenizer = Tokenizer(str(folder))
+    before = load(tokenizer, str(rows), max_seq_len=8, cache_dir=str(cache)).accounting
+    again = load(tokenizer, str(rows), max_seq_len=8, cache_dir=str(cache)).accounting
+    monkeypatch.setattr(cache_module, "FORMAT_VERSION", cache_module.FORMAT_VERSION + 1)
+    after = load(tokenizer, str(rows), max_seq_len=8, cache_dir=str(cache)).accounting
+    assert [before.prepared is None, again.prepared is None, after.prepared is None] == [True, False, True]
 
 
 def test_hash_of_a_large_file_is_remembered_until_it_changes(tmp_path, cache, monkeypatch):
