@@ -19,7 +19,8 @@ TEMPLATES = {
     "marked": (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
         "{{ m.reasoning_content or '' }}{{ m.content or '' }}"
-        "{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+        "{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}<|im_end|>{% endgeneration %}"
+        "{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     ),
     "unmarked": (
