@@ -132,6 +132,9 @@ CASES = {
 TOGETHER = {
     "optimizer-that-does-not-work-here": (FULL, ["optimizer._component_=torch.optim.Muon"], []),
     "loss-of-whole-logits": (FULL, ["loss._component_=torch.nn.CrossEntropyLoss"], []),
+    "loss-of-other-rows": (
+        PAIRS, ["loss._component_=tune.losses.KTO"], ["loss._component_=tune.losses.KTO", "dataset.kind=labelled"]
+    ),
     "decay-of-more-than-a-weight": (
         FULL, ["optimizer.lr=2", "optimizer.weight_decay=1"], ["optimizer.lr=1", "optimizer.weight_decay=1"]
     ),

@@ -209,7 +209,7 @@ class _Combination:
         if name == COMPONENT or key == "environment":  # which are dotted paths
             problem = mismatch(value, OPTIONS.get(key, str)) or self.signature(str(value)).problem
             is_loss = self.imports and key == f"loss.{COMPONENT}"
-            return problem or (self._rows_problem(str(value), default) if is_loss else "")
+            return problem or (self._loss_problem(str(value), default) if is_loss else "")
         if COMPONENT in node:
             problem = self._argument_problem(str(node[COMPONENT]), str(name), value, default, prefix)
             is_head = key == "model.head" and node[COMPONENT] == "tune.models.build"
@@ -219,22 +219,19 @@ class _Combination:
         kind = OPTIONS.get(key, Any if place is None or _is_open(place) else type(place))
         return mismatch(value, kind) or unusable(value)
 
-    def _rows_problem(self, component: str, default: Values) -> str:
-        """A loss of preferences where the recipe has one of tokens, scores where it has log-probs, or the reverse."""
+    def _loss_problem(self, component: str, default: Values) -> str:
+        """A loss of answers where the recipe has one of tokens or scores, or the reverse."""
         usual = default[COMPONENT]
-        rows, wanted = (getattr(locate(each), "rows", None) is not None for each in (component, usual))
-        if rows == wanted:
-            of_scores, scored = (not hasattr(locate(each), "needs_reference") for each in (component, usual))
-            kind = "scores" if of_scores else "log-probs"
-            if not rows and not _is_called_like(locate(component), locate(usual)):
-                return f"{component} is called with other values than {usual}, this recipe's: take one of its kind."
-            if rows and not (scored or of_scores or hasattr(locate(component), "reward")):
-                return f"{component} has no method reward(answers), which says what answers are worth to it."
-            kinds = [getattr(locate(each), "rows", None) for each in (component, usual)]
-            if scored and of_scores and kinds[0] != kinds[1]:
-                return f'{component} has rows = "{kinds[0]}": give it "{kinds[1]}", as pairs have a margin here.'
-            return f"{component} compares {kind}, unlike this recipe's {usual}." if of_scores != scored else ""
-        return f"{component} {'is one' if rows else 'is none'} of preferences, unlike this recipe's, as {usual} is."
+        loss, wanted = locate(component), locate(usual)
+        is_of_answers, are_wanted = (hasattr(each, "needs_reference") for each in (loss, wanted))
+        if is_of_answers != are_wanted:
+            verb = "compares" if is_of_answers else "does not compare"
+            return f"{component} {verb} log-probs of answers, unlike this recipe's {usual}."
+        if is_of_answers and not hasattr(loss, "reward"):
+            return f"{component} has no method reward(answers), which says what answers are worth to it."
+        if not is_of_answers and not _is_called_like(loss, wanted):
+            return f"{component} is called with other values than {usual}, this recipe's: take one of its kind."
+        return ""
 
     def _argument_problem(self, component: str, name: str, value: Any, default: Values, prefix: str) -> str:
         parameters = self.signature(component).parameters

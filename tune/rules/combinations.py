@@ -19,6 +19,12 @@ UNSUPPORTED = {
     "torch.nn.CrossEntropyLoss": "takes logits, which never exist as a whole. Use tune.losses.LinearCrossEntropy: the "
     "same of hidden states and the head's weight",
 }
+ROWS = {  # the kind of rows that a loss learns from
+    **dict.fromkeys([f"tune.losses.{name}" for name in ("DPO", "IPO", "SimPO", "CPO", "ORPO")], "preferences"),
+    "tune.losses.KTO": "labelled",
+    "tune.losses.BradleyTerry": "graded",
+    "tune.losses.LinearCrossEntropy": "supervised",
+}
 LOADED = ("tune.datasets.load", "tune.datasets.load_prompts", "tune.datasets.ray")
 
 
@@ -118,6 +124,11 @@ def _compares_with_nothing(run: Facts) -> bool:
     )
 
 
+def _learns_from_other_rows(run: Facts) -> bool:
+    kind = run("dataset.kind")
+    return bool(kind and ROWS.get(run("loss._component_"), kind) != kind)
+
+
 def _best(run: Facts) -> str:
     return str(run("checkpointer.keep_best", ""))
 
@@ -138,6 +149,11 @@ COMBINATIONS = [
     rule("loss-of-whole-logits", "loss._component_", _unsupported("loss._component_"),
          "a head with all logits takes more memory than the model",
          lambda run: run("loss._component_") in UNSUPPORTED),
+    rule("loss-of-other-rows", "loss._component_",
+         lambda run: f"{run('loss._component_')} learns from rows of dataset.kind={ROWS[run('loss._component_')]}, and "
+         f"that is {run('dataset.kind')}. Change one of them",
+         "the loss is called with what the rows have",
+         _learns_from_other_rows),
     rule("decay-of-more-than-a-weight", "optimizer.weight_decay",
          lambda run: f"optimizer.lr={run('optimizer.lr')} times {run('optimizer.weight_decay')} is more than 1: a step "
          "would take off more than a whole weight. Lower one of them",

@@ -111,7 +111,8 @@ def _other_meanings(row: Row, content: Content, columns: Sequence[str]) -> list[
 def _advice(row: Row, columns: Mapping[str, str], formats: Iterable[Format]) -> str:
     """What to do about a row that has none of the formats: of what is known to help, what can be read so."""
     if "label" in row and all("chosen" in format.columns for format in formats):
-        return "loss._component_=tune.losses.KTO learns from answers with a label, in preference_finetune"
+        settings = "loss._component_=tune.losses.KTO dataset.kind=labelled"
+        return f"preference_finetune learns from answers with a label: {settings}"
     chats_first = sorted(formats, key=lambda format: not format.is_chat)
     if ways := [way for format in chats_first if (way := _renaming(row, columns, format))]:
         pairs = "preference_finetune and reward_finetune learn from pairs. " * ({"chosen", "rejected"} <= row.keys())
