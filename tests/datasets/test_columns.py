@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from tune import config
 from tune.datasets import load
-from tune.datasets.formats.columns import MEANINGS
+from tune.datasets.parse.columns import MEANINGS
 from tune.errors import TuneError
 from tune.tokenizers import Tokenizer
 
