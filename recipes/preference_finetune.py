@@ -50,7 +50,8 @@ def main(cfg):
     lora = instantiate(cfg.adapter) if cfg.adapter else None
     adapted = peft.add_adapters(model, lora) if lora else None
     loss_fn = instantiate(cfg.loss)
-    losses.require_attributes(loss_fn, "rows", "needs_reference", "reward")
+    losses.require_attributes(loss_fn, "needs_reference", "reward")
+    is_labelled = cfg.dataset.get("kind") == "labelled"  # the loss takes good and bad answers, not pairs
     log_probs = losses.LogProbs(cfg.memory.loss_chunk_tokens)
     execution = {  # how the model is held and computed
         "dtype": cfg.dtype, "master_dtype": cfg.master_dtype, "compile": cfg.compile,
@@ -68,7 +69,7 @@ def main(cfg):
         other.require_same_vocabulary(tokenizer)
     dataset, validation = instantiate_data(
         cfg.dataset, cfg.validation_dataset, tokenizer, vocab_size=model.config.vocab_size,
-        max_seq_len=cfg.max_seq_len, packed=cfg.packed, kind=loss_fn.rows,
+        max_seq_len=cfg.max_seq_len, packed=cfg.packed,
     )  # fmt: skip
     if loss_fn.needs_reference and cfg.reference != "adapter_off":
         datasets.require_kept("reference", dataset, validation)
@@ -133,7 +134,7 @@ def main(cfg):
     @torch.no_grad()
     def mean_ratio(batches):
         """KTO's constant: the mean log-ratio of the mismatched answers of all processes, at the least 0."""
-        if loss_fn.rows != "labelled":
+        if not is_labelled:
             return None
         totals: dict[str, torch.Tensor] = {}
         model.eval()

@@ -39,7 +39,6 @@ def main(cfg):
     lora = instantiate(cfg.adapter) if cfg.adapter else None
     adapted = peft.add_adapters(model, lora) if lora else None  # the head is trained in full
     loss_fn = instantiate(cfg.loss)
-    losses.require_attributes(loss_fn, "rows")
     execution = {  # how the model is held and computed
         "dtype": cfg.dtype, "master_dtype": cfg.master_dtype, "compile": cfg.compile,
         "activation_checkpointing": cfg.memory.activation_checkpointing,
@@ -52,7 +51,7 @@ def main(cfg):
     prepare_scores(model, tokenizer)
     dataset, validation = instantiate_data(
         cfg.dataset, cfg.validation_dataset, tokenizer, vocab_size=model.config.vocab_size,
-        max_seq_len=cfg.max_seq_len, packed=cfg.packed, kind=loss_fn.rows,
+        max_seq_len=cfg.max_seq_len, packed=cfg.packed,
     )  # fmt: skip
     pad_to = cfg.max_seq_len if cfg.packed and cfg.compile else None  # one shape, for compiled blocks
     data = datasets.DataLoader(

@@ -41,6 +41,7 @@ def main() -> None:
         f"output_dir={options.out}",
         f"loss._component_=tune.losses.{options.loss}",
     ]
+    command += ["dataset.kind=labelled"] if options.loss == "KTO" else []
     command += [f"max_steps={options.steps}"] if options.steps else []
     print("$ tune", *command, flush=True)
     start = time.monotonic()

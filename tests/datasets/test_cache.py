@@ -14,11 +14,10 @@ from helpers import HANGS
 
 from tune.datasets import cache as cache_module
 from tune.datasets import load
-from tune.datasets.accounting import Accounting
-from tune.datasets.cache import content_of, key_of, prepared
-from tune.datasets.rows import Outcome
-from tune.datasets.samples import chunk
-from tune.datasets.sources.opening import open_source
+from tune.datasets.cache import content_of, prepared
+from tune.datasets.fit import Outcome
+from tune.datasets.read.opening import read
+from tune.datasets.samples import flat
 from tune.errors import TuneError
 from tune.files import contents
 from tune.tokenizers import Tokenizer
@@ -43,8 +42,8 @@ def chunks(make):
 
     def chunks():
         made.append(os.getpid())
-        yield chunk([Outcome([make.sample(5, 4, 7)])])
-        yield chunk([Outcome([make.sample(3, 2, 9)]), Outcome(dropped="fully masked")])
+        yield flat([Outcome([make.sample(5, 4, 7)])])
+        yield flat([Outcome([make.sample(3, 2, 9)]), Outcome(dropped="fully masked")])
 
     return chunks, made
 
@@ -96,20 +95,20 @@ def test_content_decides_and_not_where_it_stands(folder, rows, cache, tmp_path):
     assert prepare(path=str(of_text)) == 7  # one text, which has the same bytes as the rows
 
 
-def test_edited_library_prepares_anew(monkeypatch, tmp_path):
-    before = key_of("content")
-    copied = shutil.copytree(cache_module.Path(cache_module.__file__).parents[1], tmp_path / "tune")
-    monkeypatch.setattr(cache_module, "__file__", str(copied / "datasets" / "cache.py"))
-    assert key_of("content") == before
-    (copied / "tokenizers" / "supervision.py").write_text("")
-    assert key_of("content") != before
+def test_another_format_version_prepares_anew(folder, rows, cache, monkeypatch):
+    tokenizer = Tokenizer(str(folder))
+    before = load(tokenizer, str(rows), max_seq_len=8, cache_dir=str(cache)).accounting
+    again = load(tokenizer, str(rows), max_seq_len=8, cache_dir=str(cache)).accounting
+    monkeypatch.setattr(cache_module, "FORMAT_VERSION", cache_module.FORMAT_VERSION + 1)
+    after = load(tokenizer, str(rows), max_seq_len=8, cache_dir=str(cache)).accounting
+    assert [before.prepared is None, again.prepared is None, after.prepared is None] == [True, False, True]
 
 
 def test_hash_of_a_large_file_is_remembered_until_it_changes(tmp_path, cache, monkeypatch):
     monkeypatch.setattr(contents, "LARGE", 1)
     file = tmp_path / "data.jsonl"
     file.write_text("first")
-    files = open_source(str(file)).files
+    files = read(str(file)).files
     before = content_of(files, cache)
     assert not cache.exists()  # as new as that it could still be written to
     monkeypatch.setattr(contents.time, "time", lambda: file.stat().st_ctime + 5)
@@ -156,9 +155,9 @@ def test_killed_while_preparing(chunks, cache):
         yield from make_chunks()
         signal.pause()
 
-    with process(lambda: prepared(stuck(), "key", Accounting(), cache)):
+    with process(lambda: prepared(stuck(), "key", cache)):
         wait_for(lambda: list(cache.glob(".key.*.unfinished/tokens.npy")))
-    samples = prepared(make_chunks(), "key", Accounting(), cache)
+    samples = prepared(make_chunks(), "key", cache)
     assert samples.tokens.tolist() == [7] * 5 + [9] * 3
     assert listing(cache) == ["key", "key.lock"]
     assert made == [os.getpid()]
@@ -172,11 +171,11 @@ def test_two_processes_at_once(chunks, cache, capsys, monkeypatch):
         yield from make_chunks()
         wait_for(go.exists)
 
-    with process(lambda: prepared(slow(), "key", Accounting(), cache)):
+    with process(lambda: prepared(slow(), "key", cache)):
         wait_for(lambda: list(cache.glob(".key.*.unfinished")))
         monkeypatch.setattr(cache_module, "TELL", 0)
         monkeypatch.setattr(cache_module, "print", lambda *line, **at: print(*line, **at) or go.touch(), raising=False)
-        samples = prepared(make_chunks(), "key", Accounting(), cache)
+        samples = prepared(make_chunks(), "key", cache)
     assert samples.lengths.tolist() == [5, 3]
     assert not made  # the other one did
     assert "waiting for another process to prepare the dataset" in capsys.readouterr().err
@@ -192,20 +191,20 @@ def test_what_one_process_finds_wrong_is_told_by_those_who_wait(chunks, cache, c
         yield
 
     lockf = fcntl.lockf
-    with process(lambda: prepared(wrong(), "key", Accounting(), cache)):
+    with process(lambda: prepared(wrong(), "key", cache)):
         wait_for(lambda: list(cache.glob(".key.*.unfinished")))
         monkeypatch.setattr(fcntl, "lockf", lambda *how: (how[1] & fcntl.LOCK_NB or go.touch(), lockf(*how)))
         with pytest.raises(TuneError, match=r"^rows\.jsonl:3: wrong$"):
-            prepared(make_chunks(), "key", Accounting(), cache)
+            prepared(make_chunks(), "key", cache)
     assert not made
     assert not capsys.readouterr().err  # a short wait, as for a process of the same run, is not worth a line
-    assert len(prepared(make_chunks(), "key", Accounting(), cache)) == 2  # who did not wait tries again
+    assert len(prepared(make_chunks(), "key", cache)) == 2  # who did not wait tries again
 
 
 @pytest.mark.parametrize("damage", ["cut", "absent", "about", "no object", "a bit of the shape", "a bit of the header"])
 def test_damaged_files_are_made_anew(chunks, cache, damage):
     make_chunks, made = chunks
-    prepared(make_chunks(), "key", Accounting(), cache)
+    prepared(make_chunks(), "key", cache)
     if damage == "cut":
         os.truncate(cache / "key" / "tokens.npy", 140)
     elif damage == "absent":
@@ -217,7 +216,7 @@ def test_damaged_files_are_made_anew(chunks, cache, damage):
         file.write_bytes(content)
     else:
         (cache / "key" / "about.json").write_text("{" if damage == "about" else "[]")
-    assert prepared(make_chunks(), "key", Accounting(), cache).tokens.tolist() == [7] * 5 + [9] * 3
+    assert prepared(make_chunks(), "key", cache).tokens.tolist() == [7] * 5 + [9] * 3
     assert len(made) == 2
 
 
@@ -237,10 +236,10 @@ def test_disk_that_gets_full(chunks, cache, monkeypatch):
 
     monkeypatch.setattr(cache_module.os, "fsync", full)
     with pytest.raises(TuneError, match=r"cache: No space left on device\. .* to a folder with room"):
-        prepared(chunks[0](), "key", Accounting(), cache)
+        prepared(chunks[0](), "key", cache)
     assert listing(cache) == ["key.lock"]
 
 
 def test_flat_files_open_in_numpy(chunks, cache):
-    prepared(chunks[0](), "key", Accounting(), cache)
+    prepared(chunks[0](), "key", cache)
     assert np.load(cache / "key" / "tokens.npy").tolist() == [7] * 5 + [9] * 3

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from tune import config
 from tune.datasets import load
-from tune.datasets.formats.columns import MEANINGS
+from tune.datasets.parse.columns import MEANINGS
 from tune.errors import TuneError
 from tune.tokenizers import Tokenizer
 
@@ -78,7 +78,7 @@ def test_a_conversation_in_place_of_pairs(read):
 
 def test_a_labelled_answer_in_place_of_pairs(read):
     row = {"prompt": "Hi", "completion": "Yo", "label": True}
-    with pytest.raises(TuneError, match=r"loss._component_=tune.losses.KTO learns from answers with a label"):
+    with pytest.raises(TuneError, match=r"loss._component_=tune.losses.KTO dataset.kind=labelled"):
         read(row, kind="preferences")
     assert read(row, {**row, "prompt": "Ho"}, kind="labelled")
 

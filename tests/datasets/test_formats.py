@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tune.datasets import RowReader
-from tune.datasets.formats.columns import recognise
-from tune.datasets.formats.formats import FORMATS
+from tune.datasets.parse.columns import recognise
+from tune.datasets.parse.formats import FORMATS
 from tune.tokenizers import Tokenizer
 
 DOCS = Path(__file__).parents[2] / "docs" / "data.md"

@@ -8,7 +8,6 @@ import torch
 
 from tune.datasets import DataLoader, load
 from tune.errors import TuneError
-from tune.losses import DPO, KTO, BradleyTerry
 from tune.tokenizers import Tokenizer
 
 
@@ -131,8 +130,9 @@ def test_only_the_last_answer_is_compared_and_margins_come_along_for_a_reward_mo
 def test_a_margin_has_no_meaning_for_the_losses_of_log_probs_and_is_told_as_ignored(read):
     row = {"prompt": "p", "chosen": "a", "rejected": "b", "margin": "big"}
     rows = row, {**row, "prompt": "q"}
-    assert [read(*rows, kind=loss.rows).accounting.ignored_columns for loss in (DPO, KTO)] == [["margin"]] * 2
-    graded = read({**row, "margin": 0.5}, kind=BradleyTerry.rows)
+    for kind in ("preferences", "labelled"):
+        assert read(*rows, kind=kind).accounting.ignored_columns == ["margin"]
+    graded = read({**row, "margin": 0.5}, kind="graded")
     assert graded.accounting.ignored_columns == []
 
 

@@ -134,10 +134,14 @@ def test_template_that_writes_no_end_of_turn_is_counted(folder):
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
     outcomes = RowReader(Tokenizer(str(folder)), 100)([("row", {"messages": TURNS}), ("row", {"text": "once"})])
     assert [outcome.ends for outcome in outcomes] == [False, True]
-    accounting = Accounting()
-    for outcome in outcomes:
-        accounting.count(outcome)
-    assert "without an end of turn  1 (the model does not learn to stop there)" in accounting.table()
+    assert Accounting.of_rows(outcomes).endless == 1
+
+
+def test_template_whose_marks_are_around_nothing_masks_the_row(folder):
+    template = "{% for m in messages %}{{ m.content }}{% if m.role == 'model' %}{% generation %}{% endgeneration %}"
+    (folder / "chat_template.jinja").write_text(template + "{% endif %}{% endfor %}")
+    (outcome,) = RowReader(Tokenizer(str(folder)), 100)([("row", {"messages": TURNS})])
+    assert (len(outcome.samples), outcome.dropped) == (0, "fully masked")
 
 
 # long rows

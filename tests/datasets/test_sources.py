@@ -14,7 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from tune.datasets import load
 from tune.datasets.cache import content_of
-from tune.datasets.sources.opening import open_source
+from tune.datasets.read.opening import read
 from tune.errors import TuneError
 from tune.tokenizers import Tokenizer
 
@@ -35,11 +35,11 @@ def arrow():
 
 
 def rows_of(path, **options):
-    return [row for _, row in open_source(str(path), **options)]
+    return [row for _, row in read(str(path), **options)]
 
 
 def places_of(path, **options):
-    return [place for place, _ in open_source(str(path), **options)]
+    return [place for place, _ in read(str(path), **options)]
 
 
 def put(file, content=LINES):
@@ -123,7 +123,7 @@ def test_saved_datasets(tmp_path, arrow):
     datasets.DatasetDict(train=saved, test=saved.select([0])).save_to_disk(tmp_path / "several")
     assert rows_of(tmp_path / "several") == ROWS
     assert rows_of(tmp_path / "several", split="test") == ROWS[:1]
-    assert {file.name for file in open_source(str(tmp_path / "one")).files} >= {"state.json"}
+    assert {file.name for file in read(str(tmp_path / "one")).files} >= {"state.json"}
     with pytest.raises(TuneError, match="has no split 'validation'; it has train, test"):
         rows_of(tmp_path / "several", split="validation")
 
@@ -147,7 +147,7 @@ def test_folders_below_are_read_and_links_to_folders_are_not(tmp_path):
     assert places_of(tmp_path / "data") == [
         "a.jsonl:1", "a.jsonl:2", "b/c.jsonl.gz:1", "b/c.jsonl.gz:2", "z.jsonl:1", "z.jsonl:2",
     ]  # fmt: skip
-    assert open_source(str(tmp_path / "data")).ignored_files == ["gone.jsonl", "loop", "notes.txt"]
+    assert read(str(tmp_path / "data")).ignored_files == ["gone.jsonl", "loop", "notes.txt"]
 
 
 def test_splits_of_a_folder_go_by_the_names_of_its_files(tmp_path):
@@ -159,7 +159,7 @@ def test_splits_of_a_folder_go_by_the_names_of_its_files(tmp_path):
         "test": ["test.jsonl:1"],
         "validation": ["dev_b.jsonl:1", "validation/a.jsonl:1"],
     }
-    assert "test.jsonl" in open_source(str(tmp_path / "data")).ignored_files
+    assert "test.jsonl" in read(str(tmp_path / "data")).ignored_files
 
 
 def test_globs(tmp_path):
@@ -225,7 +225,7 @@ def test_files_behind_a_url_may_change(memory, monkeypatch, headers, tmp_path):
     monkeypatch.setattr(Web, "headers", headers)
 
     def content():
-        return content_of(open_source("web://train/a.jsonl").files, tmp_path)
+        return content_of(read("web://train/a.jsonl").files, tmp_path)
 
     before = content()
     assert content() == before  # although the address a server leads to may be signed anew
@@ -245,7 +245,7 @@ def test_files_that_change_alike_are_told_apart(memory, monkeypatch, tmp_path):
     fsspec.register_implementation("web", Web, clobber=True)
     monkeypatch.setattr(Web, "headers", {"ETag": '"1"'})
     memory.pipe({"/train/other.jsonl": LINES.replace(b"o", b"0")})
-    one, other = (open_source(f"web://train/{name}.jsonl").files for name in ("a", "other"))
+    one, other = (read(f"web://train/{name}.jsonl").files for name in ("a", "other"))
     assert content_of(one, tmp_path) != content_of(other, tmp_path)
 
 
@@ -253,7 +253,7 @@ def test_file_of_unknown_content_is_read(memory, monkeypatch, tmp_path):
     """A server that tells nothing: the bytes are the key, wherever they lie."""
     fsspec.register_implementation("web", Web, clobber=True)
     memory.pipe({"/train/copy.jsonl": LINES})
-    one, other = (open_source(f"web://train/{name}.jsonl").files for name in ("a", "copy"))
+    one, other = (read(f"web://train/{name}.jsonl").files for name in ("a", "copy"))
     assert content_of(one, tmp_path) == content_of(other, tmp_path)
 
 

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tune.datasets import DataLoader, Stream, load, validation_batches
-from tune.datasets.rows import Outcome
-from tune.datasets.samples import chunk
+from tune.datasets.fit import Outcome
+from tune.datasets.samples import flat
 from tune.datasets.stream import Position
 from tune.datasets.workers import map_chunks
 from tune.errors import TuneError
@@ -26,7 +26,7 @@ def stream(make, lengths, pack_to=None, window=64, fingerprint="the same"):
         return [Outcome([make.sample(n, n - 1, token)]) if n else Outcome(dropped="empty") for token, n in made]
 
     def chunks(start):
-        return map_chunks(lambda numbers: chunk(outcomes(numbers)), range(start, len(lengths)), 1)
+        return map_chunks(lambda numbers: flat(outcomes(numbers)), range(start, len(lengths)), 1)
 
     return Stream(chunks, "rows.jsonl", 64, pack_to, window, fingerprint)
 

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tune.datasets import RowReader, load
-from tune.datasets.formats.formats import FORMATS
+from tune.datasets.parse.formats import FORMATS
 from tune.errors import TuneError
 from tune.tokenizers import Tokenizer
 

@@ -9,7 +9,7 @@ import pytest
 
 from tune import losses
 from tune.datasets import load
-from tune.datasets.formats.formats import FORMATS
+from tune.datasets.parse.formats import FORMATS
 from tune.tokenizers import Tokenizer
 
 PAGE = (Path(__file__).parents[2] / "docs" / "preferences.md").read_text()

@@ -206,9 +206,8 @@ class Bare:
 
 
 def test_what_recipes_read_of_a_loss_is_named_where_it_is_missing():
-    loss_fn, names = Bare(), ("rows", "needs_reference", "reward")
+    loss_fn, names = Bare(), ("needs_reference", "reward")
     for name, value in (
-        ("rows", "preferences"),
         ("needs_reference", False),
         ("reward", lambda answers: answers.policy),
     ):
@@ -216,13 +215,9 @@ def test_what_recipes_read_of_a_loss_is_named_where_it_is_missing():
             losses.require_attributes(loss_fn, *names)
         setattr(loss_fn, name, value)
     losses.require_attributes(loss_fn, *names)
-    losses.require_attributes(losses.BradleyTerry(), "rows")
     with pytest.raises(TuneError, match="needs_reference = True"):  # so it must say that it needs one
         loss_fn(AnswerLogProbs(torch.zeros(2)), AnswerLogProbs(torch.zeros(2)))
-    loss_fn.rows = "pairs"
-    with pytest.raises(TuneError, match=r"'pairs'.*preferences"):
-        losses.require_attributes(loss_fn, *names)
-    with pytest.raises(TuneError, match="of_function has no `rows`"):
+    with pytest.raises(TuneError, match="of_function has no `needs_reference`"):
         losses.require_attributes(of_function, *names)
 
 

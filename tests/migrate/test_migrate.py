@@ -176,7 +176,7 @@ def test_a_command_line_of_trl(tmp_path):
         (S + "finetuning_type: full", "pipeline_finetune", {"parallel.pp": 2, "adapter.rank": None}),
         (S.replace(": 2", ": 1"), "lora_finetune", {"parallel.pp": None}),
         (S.replace("sft", "dpo"), "preference_finetune", {"parallel.pp": None}),
-        (L + "stage: kto", "preference_finetune", {"loss._component_": "tune.losses.KTO"}),
+        (L + "stage: kto", "preference_finetune", {"loss._component_": "tune.losses.KTO", "dataset.kind": "labelled"}),
         (L + "stage: ppo", "ppo_finetune", {}),
         ("trl ppo --dataset_name c/d --model_name_or_path ./m --sft_model_path ./s --reward_model_path ./r",
          "ppo_finetune",

@@ -42,7 +42,7 @@ CASES = {
     "DPO": ("preference_finetune", "pairs", []),
     "DPO, its base": ("preference_finetune", "pairs", ["adapter.rank=4", "reference=adapter_off"]),
     "DPO, another model": ("preference_finetune", "pairs", ["reference={other}"]),
-    "KTO": ("preference_finetune", "labelled", ["loss._component_=tune.losses.KTO"]),
+    "KTO": ("preference_finetune", "labelled", ["loss._component_=tune.losses.KTO", "dataset.kind=labelled"]),
     "reward": ("reward_finetune", "pairs", []),
     "reward, adapter": ("reward_finetune", "pairs", ["adapter.rank=4"]),
     "teacher": ("distill", "text", TEACHER),

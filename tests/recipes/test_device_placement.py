@@ -85,7 +85,7 @@ SETTINGS = {
     },
     "preference_finetune": {
         "DPO": [],
-        "KTO": ["loss._component_=tune.losses.KTO"],
+        "KTO": ["loss._component_=tune.losses.KTO", "dataset.kind=labelled"],
         "ORPO, packed": ["loss._component_=tune.losses.ORPO", "packed=true"],
         "adapter off": ["adapter={_component_: tune.peft.adapter, dropout: 0.1}", "reference=adapter_off"],
     },

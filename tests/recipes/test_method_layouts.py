@@ -15,7 +15,8 @@ ADAPTER, OFF = "adapter.rank=4", "reference=adapter_off"
 
 
 def loss(name, *overrides):
-    return [f"loss._component_=tune.losses.{name}", *overrides]
+    rows = ["dataset.kind=labelled"] if name == "KTO" else []
+    return [f"loss._component_=tune.losses.{name}", *rows, *overrides]
 
 
 SAMPLED = ["dataset.path={requests}", "max_prompt_len=64", "reward=recipes.test_grpo.share_of_a", "epochs=20"]

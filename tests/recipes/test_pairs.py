@@ -35,7 +35,7 @@ WHAT = {
         "distilled": ["adapter.rank=4", "loss.temperature=2", "loss.cross_entropy=0.3"],
         "experts": ["adapter.target_modules='.*(q_proj|experts.*)'"],
         "DPO": ["adapter.rank=4", "reference=adapter_off"],
-        "KTO": ["adapter.rank=4", "loss._component_=tune.losses.KTO"],
+        "KTO": ["adapter.rank=4", "loss._component_=tune.losses.KTO", "dataset.kind=labelled"],
     },
     "dropout": {"0": [], "0.2": ["adapter.dropout=0.2"]},
     "quantization": {

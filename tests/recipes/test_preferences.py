@@ -16,6 +16,13 @@ from tune.generation import Sampler
 from tune.peft import open_model
 
 LOSSES = ["DPO", "IPO", "SimPO", "CPO", "ORPO", "KTO"]
+
+
+def loss(name):
+    """The settings of a loss of the library."""
+    return [f"loss._component_=tune.losses.{name}", *(["dataset.kind=labelled"] if name == "KTO" else [])]
+
+
 RUN_VARIANTS = Path(__file__).with_name("run_variants.py")
 MIXED = "tune.datasets.mix"
 NO_REFERENCE = ("SimPO", "CPO", "ORPO")
@@ -41,7 +48,7 @@ def run(run_recipe, settings, tmp_path):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_trains_and_raises_the_reward_of_the_better_answers(name, run, checkpoint, tmp_path):
-    steps = run(f"loss._component_=tune.losses.{name}")
+    steps = run(*loss(name))
     first, last = steps[0], steps[-1]
     if name == "DPO":
         assert first["loss"] == pytest.approx(log(2), abs=1e-6)
@@ -71,7 +78,7 @@ def test_answers_to_fixed_prompts(name, run, checkpoint, tmp_path):
     """Before the first step, after every second one and the last; the training is that without them."""
     (tmp_path / "prompts.txt").write_text("the cat\nit was\n")
     asked = [f"evaluate.prompts={tmp_path}/prompts.txt", "evaluate.max_new_tokens=7", "evaluate.every=2"]
-    common = [f"loss._component_=tune.losses.{name}", *LORA, "max_steps=3", "optimizer.lr=0.05"]
+    common = [*loss(name), *LORA, "max_steps=3", "optimizer.lr=0.05"]
     assert losses(run(*common, *asked)) == losses(run(*common, folder=tmp_path / "plain"))
     rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert [(row["step"], row["index"]) for row in rows] == [(at, each) for at in (0, 2, 3) for each in range(2)]
@@ -93,9 +100,7 @@ def references(folder):
 @pytest.mark.parametrize("name", slow_but(["DPO"], ["DPO", "KTO"]))
 def test_references_agree(name, run, checkpoint, tmp_path):
     curves = {
-        reference: losses(
-            run(f"loss._component_=tune.losses.{name}", *LORA, f"reference={reference}", folder=tmp_path / str(number))
-        )
+        reference: losses(run(*loss(name), *LORA, f"reference={reference}", folder=tmp_path / str(number)))
         for number, reference in enumerate(("precomputed", "adapter_off", str(checkpoint)))
     }
     precomputed, *others = curves.values()
@@ -168,7 +173,7 @@ WAYS = {
 }
 METHODS = {
     "DPO": [],
-    "KTO": ["loss._component_=tune.losses.KTO", "loss.undesirable=0.7"],
+    "KTO": [*loss("KTO"), "loss.undesirable=0.7"],
     "ORPO": ["loss._component_=tune.losses.ORPO"],
     "DPO without the adapter": ["adapter={_component_: tune.peft.adapter, rank: 4}", "reference=adapter_off"],
 }
@@ -338,7 +343,7 @@ def by_hand(name, checkpoint, rows, steps=3):
 def test_a_loop_of_transformers_gives_the_same(name, run, checkpoint, pairs):
     rows = [json.loads(line) for line in pairs.read_text().splitlines()]
     constant = "schedule._component_=tune.optimizers.constant"
-    steps = run(f"loss._component_=tune.losses.{name}", constant, "micro_batch_size=4")
+    steps = run(*loss(name), constant, "micro_batch_size=4")
     for ours, theirs in zip(steps, by_hand(name, checkpoint, rows), strict=True):
         assert {each: ours[each] for each in theirs} == pytest.approx(theirs, rel=1e-3, abs=1e-5)
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
@@ -352,7 +357,7 @@ def test_commands(checkpoint, pairs, run_recipe, tmp_path, capsys):
     tune(["preview", "preference_finetune", *data])
     shown = capsys.readouterr().out
     assert all(f"⟦{answer}<|im_end|>⟧" in shown for answer in (first["chosen"], first["rejected"][0]))
-    tune(["prepare", "preference_finetune", *data, "loss._component_=tune.losses.KTO"])
+    tune(["prepare", "preference_finetune", *data, *loss("KTO")])
     assert "instruction_preference" in capsys.readouterr().out
     tune(["cp", "preference_finetune", str(tmp_path / "mine.py")])
     tune(["run", str(tmp_path / "mine.py"), *data, "device=cpu", "max_steps=1", f"output_dir={tmp_path / 'run'}"])

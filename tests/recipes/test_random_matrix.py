@@ -42,7 +42,8 @@ OFF = "reference=adapter_off"
 
 
 def loss(name, *settings):
-    return [f"loss._component_=tune.losses.{name}", *settings]
+    rows = ["dataset.kind=labelled"] if name == "KTO" else []
+    return [f"loss._component_=tune.losses.{name}", *rows, *settings]
 
 
 ROWS = 8  # of a step

@@ -78,7 +78,7 @@ PLANNED = {
     "Muon": (full_finetune, ["optimizer._component_=tune.optimizers.Muon", "packed=true"]),
     "SGD": (full_finetune, ["optimizer._component_=torch.optim.SGD", "optimizer.momentum=0.9", "master_dtype=bf16"]),
     "adapters on NF4": (lora_finetune, ["quantization.weights=nf4", "dtype=bf16", "adapter.dora=true"]),
-    "labelled answers": (preference_finetune, ["loss._component_=tune.losses.KTO"]),
+    "labelled answers": (preference_finetune, ["loss._component_=tune.losses.KTO", "dataset.kind=labelled"]),
 }
 
 

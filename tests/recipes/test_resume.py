@@ -42,7 +42,7 @@ def state(checkpoint, folder):
 METHODS = {
     "full": [],
     "DPO": ["global_batch_size=6", "packed=true"],
-    "KTO": ["loss._component_=tune.losses.KTO"],
+    "KTO": ["loss._component_=tune.losses.KTO", "dataset.kind=labelled"],
     "adapter": ["adapter.dropout=0.1", "reference=adapter_off", "global_batch_size=6"],
     "GRPO": [
         "reward=recipes.test_grpo.share_of_a", "prompts_per_step=16", "group_size=3", "sampling.max_new_tokens=6",

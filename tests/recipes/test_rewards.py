@@ -20,7 +20,7 @@ from torch.nn.functional import logsigmoid
 from tune import checkpointers, cli, datasets, distributed
 from tune.collators import Sample, collate
 from tune.errors import TuneError
-from tune.losses import BradleyTerry, score
+from tune.losses import score
 from tune.models import build, prepare_scores
 from tune.peft import merge
 from tune.tokenizers import Tokenizer
@@ -339,10 +339,6 @@ def test_rows_that_are_too_long_are_left_out_and_counted(run, tmp_path):
     assert data["dropped"]["longer than max_seq_len"] == 12 - data["kept"]
 
 
-class Ungraded(BradleyTerry):
-    rows = "preferences"
-
-
 @pytest.mark.parametrize(*REFUSED_BY)
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -350,8 +346,12 @@ class Ungraded(BradleyTerry):
         (["model._component_=tune.models.hf"], "model: it has no head that scores"),
         (["model.head=tokens"], "model.head: 'tokens' is the head of what other recipes train"),
         (["model.head=value"], "model.head: 'value' is not one of tokens, score."),
-        (["loss._component_=tune.losses.DPO"], "tune.losses.DPO compares log-probs, unlike this recipe's"),
-        (["loss._component_=recipes.test_rewards.Ungraded"], 'has rows = "preferences": give it "graded", as pairs'),
+        (["loss._component_=tune.losses.DPO"], "tune.losses.DPO compares log-probs of answers, unlike this recipe's"),
+        (["dataset.kind=preferences"], "tune.losses.BradleyTerry learns from rows of dataset.kind=graded, and that is"),
+        (
+            ["loss._component_=tune.losses.LinearCrossEntropy"],
+            "learns from rows of dataset.kind=supervised",
+        ),
         (["loss.center=-1"], "loss.center: -1 is not a non-negative number."),
         (["dataset.train_on=all"], "graded rows: answers are learned"),
         (["adapter.target_modules=[score]"], "adapter.modules_to_save: head has an adapter too"),

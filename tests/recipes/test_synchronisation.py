@@ -59,7 +59,7 @@ class Waits(TorchDispatchMode):
         (distill, ["teacher.path=${model.path}", "teacher.top_k=9", "loss._component_=tune.losses.ReverseKL"], {}),
         (full_finetune, EXCHANGED, {"config_class": "MixtralConfig", **EXPERTS}),
         (preference_finetune, ["micro_batch_size=2"], {}),
-        (preference_finetune, ["loss._component_=tune.losses.KTO", "packed=true"], {}),
+        (preference_finetune, ["loss._component_=tune.losses.KTO", "dataset.kind=labelled", "packed=true"], {}),
         (preference_finetune, ["adapter.rank=4", "reference=adapter_off"], {}),
     ],
 )

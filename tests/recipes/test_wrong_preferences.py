@@ -8,7 +8,7 @@ import preference_finetune
 import pytest
 from helpers import REFUSED_BY, save_checkpoint
 
-KTO = "loss._component_=tune.losses.KTO"
+KTO = ["loss._component_=tune.losses.KTO", "dataset.kind=labelled"]
 SFT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 PAIR = {"instruction": "the cat", "chosen": "sat", "rejected": "ran"}
 LABELLED = {"prompt": "the cat", "completion": " sat", "label": True}
@@ -33,7 +33,7 @@ def write(tmp_path):
 
 
 class Unrewarded:
-    rows, needs_reference = "preferences", True
+    needs_reference = True
 
     def __call__(self, chosen, rejected):
         return rejected.ratio - chosen.ratio
@@ -68,14 +68,19 @@ def test_a_loss_that_takes_the_mean_of_pairs(settings, run_recipe, capsys):
             "reference: tune.losses.SimPO compares with none. Leave it out",
         ),
         (["dataset.streaming=true"], "reference: the rows of {pairs} are streamed"),
-        (["dataset.streaming=true", KTO], "streaming: labelled answers are compared with those to other prompts"),
+        (["dataset.streaming=true", *KTO], "streaming: labelled answers are compared with those to other prompts"),
         (
             ["loss._component_=tune.losses.LinearCrossEntropy"],
-            "loss._component_: tune.losses.LinearCrossEntropy is none of preferences, unlike this recipe's",
+            "loss._component_: tune.losses.LinearCrossEntropy does not compare log-probs of answers, unlike",
         ),
         (
             ["loss._component_=tune.losses.BradleyTerry"],
-            "loss._component_: tune.losses.BradleyTerry compares scores, unlike this recipe's",
+            "loss._component_: tune.losses.BradleyTerry does not compare log-probs of answers, unlike",
+        ),
+        (["dataset.kind=labelled"], "loss._component_: tune.losses.DPO learns from rows of dataset.kind=preferences"),
+        (
+            [KTO[0]],
+            "loss._component_: tune.losses.KTO learns from rows of dataset.kind=labelled",
         ),
         (["loss._component_=recipes.test_wrong_preferences.Unrewarded"], "Unrewarded has no method reward(answers)"),
         (["reference=3"], "reference: 3 is neither precomputed nor"),
@@ -111,7 +116,7 @@ def test_settings(overrides, message, by, settings, checkpoint, pairs, run_recip
         ({**PAIR, "rejected": []}, [], "none of the 4 rows can be learned from: empty rejected (4)"),
         ({**PAIR, "rejected": "sat"}, [], "none of the 4 rows can be learned from: chosen equal to rejected (4)"),
         ({"instruction": "a", "chosen": "b"}, [], "the columns instruction, chosen are none of the known formats"),
-        ({**LABELLED, "label": "good"}, [KTO], 'label is "good"; it must be true (a good answer) or false'),
+        ({**LABELLED, "label": "good"}, KTO, 'label is "good"; it must be true (a good answer) or false'),
         (PAIR, ["max_seq_len=25"], "the shortest prompt has 38 tokens. Set max_seq_len to more than that"),
     ],
 )
@@ -126,7 +131,7 @@ def test_rows(row, overrides, message, by, settings, write, run_recipe, capsys, 
 def test_losses_of_preferences_are_not_for_tokens(settings, chats, run_recipe, capsys):
     overrides = ["loss._component_=tune.losses.DPO", f"dataset.path={chats}"]
     assert run_recipe([*settings, *overrides], full_finetune) == 2
-    assert "loss._component_: tune.losses.DPO is one of preferences, unlike this recipe's" in capsys.readouterr().err
+    assert "loss._component_: tune.losses.DPO compares log-probs of answers" in capsys.readouterr().err
 
 
 def test_a_reference_of_another_tokenizer_or_vocabulary(settings, checkpoint, run_recipe, capsys, tmp_path):
@@ -145,7 +150,7 @@ def test_a_reference_of_another_tokenizer_or_vocabulary(settings, checkpoint, ru
 
 def test_labelled_answers_that_are_all_good_have_no_metrics_of_bad_ones(settings, write, run_recipe, tmp_path):
     rows = [{**LABELLED, "prompt": prompt} for prompt in ("a", "the", "cat", "it was", "on", "under", "then")]
-    overrides = ["dataset.validation_fraction=0.4", "validate_first=true", KTO, write(*rows)]
+    overrides = ["dataset.validation_fraction=0.4", "validate_first=true", *KTO, write(*rows)]
     assert run_recipe([*settings, *overrides], preference_finetune) == 0
     lines = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert "NaN" not in lines and "validation_rewards/chosen" in lines and "rewards/rejected" not in lines
@@ -154,7 +159,7 @@ def test_labelled_answers_that_are_all_good_have_no_metrics_of_bad_ones(settings
 def test_answers_without_room_for_a_mismatched_one_are_counted(settings, write, run_recipe, tmp_path):
     long = {**LABELLED, "completion": " " + "sat " * 20}
     rows = [LABELLED, {**LABELLED, "prompt": "a dog"}, long, {**LABELLED, "prompt": "it"}]
-    overrides = [KTO, "packed=true", "max_seq_len=26", write(*rows)]
+    overrides = [*KTO, "packed=true", "max_seq_len=26", write(*rows)]
     assert run_recipe([*settings, *overrides], preference_finetune) == 0
     data = json.loads((tmp_path / "run" / "data.json").read_text())
     assert data["remarks"] == {"an answer is left out, as a mismatched one has no room beside it": 1}

@@ -136,6 +136,9 @@ TOGETHER = {
         PAIRS, ["loss._component_=tune.losses.BradleyTerry"], ["loss._component_=tune.losses.IPO"]
     ),
     "head-of-another-recipe": (FULL, ["model.head=score"], ["model.head=tokens"]),
+    "loss-of-other-rows": (
+        PAIRS, ["loss._component_=tune.losses.KTO"], ["loss._component_=tune.losses.KTO", "dataset.kind=labelled"]
+    ),
     "decay-of-more-than-a-weight": (
         FULL, ["optimizer.lr=2", "optimizer.weight_decay=1"], ["optimizer.lr=1", "optimizer.weight_decay=1"]
     ),

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from tune import config
 from tune.errors import TuneError
 from tune.launchers import launcher
-from tune.lookup import did_you_mean, locate
+from tune.lookup import did_you_mean
 
 
 def find(name: str) -> Path:
@@ -152,10 +152,10 @@ def recipe_of(name: str, arguments: list[str]) -> tuple[str, list[str]]:
 
 def data_of(cfg: DictConfig, tokenizer: Any, vocab_size: int | None = None) -> tuple[Any, Any]:
     """The datasets that a recipe makes of its settings, to train and to validate on."""
-    rows = {"max_seq_len": cfg.max_seq_len, "packed": cfg.packed}
-    if kind := getattr(locate(cfg.loss._component_), "rows", None):  # what the loss compares
-        rows["kind"] = kind
-    return config.instantiate_data(cfg.dataset, cfg.validation_dataset, tokenizer, vocab_size=vocab_size, **rows)
+    return config.instantiate_data(
+        cfg.dataset, cfg.validation_dataset, tokenizer, vocab_size=vocab_size, max_seq_len=cfg.max_seq_len,
+        packed=cfg.packed,
+    )  # fmt: skip
 
 
 def prompts_of(cfg: DictConfig, tokenizer: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from tune.lookup import locate
 from tune.types import mismatch, show
 
 COMPONENT = "_component_"
-READING = ("format", "columns", "extra_columns", "ignore")  # settings of data that say how columns are read
+READING = ("kind", "format", "columns", "extra_columns", "ignore")  # settings of data that say how columns are read
 
 
 def instantiate(node: DictConfig | Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:

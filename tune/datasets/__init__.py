@@ -1,7 +1,15 @@
 """Data files to tokenised, packed and counted samples, and their order in training.
 
-`load` goes this way: a `Source` gives rows, a `RowReader` makes samples of them, 64 rows a `Chunk`, the cache keeps
-these as flat `Samples`, a `Dataset` packs them, and a `DataLoader` draws its training rows.
+The way of a row is a pipe of four steps, each a function in a file or folder of its name:
+
+1. `read` (path) gives rows, each with its place for messages
+2. `parse` (row) gives what a row says: a conversation, a text, tokens, or several answers to compare
+3. `render` (content, tokenizer) gives tokens and labels
+4. `fit` (examples, max_len) gives the samples that fit, or the reason why there are none
+
+`RowReader` takes rows through steps 2 to 4, 64 at a time; `accounting` counts what came out. `load` puts it all
+together: the cache keeps the samples as flat arrays (`Samples`), a `Dataset` packs them, and a `DataLoader` draws its
+training rows. Prompts, to which a model answers, go the same way in `prompts`.
 
 - row: one object of a source, such as a line of a JSONL file
 - sample: token ids and labels of a row, or of a piece of one that is too long
@@ -11,25 +19,27 @@ these as flat `Samples`, a `Dataset` packs them, and a `DataLoader` draws its tr
 
 Where a new one goes:
 
-- a type of file: a function in `sources/readers.py`, and its suffix in `sources/data_files.py`
-- a conversation format: a function and its `Format` in `formats/formats.py`
-- a rule of what is learned: `labels.py`
+- a type of file: a function in `read/readers.py`, and its suffix in `read/data_files.py`
+- a conversation format: a function and its `Format` in `parse/formats.py`
+- a rule of what is learned: `render.py`
+- what becomes of long rows: `fit.py`
 - a way to pack: `dataset.py`
 - a way to mix: `mix.py`
+
+Who changes what a step makes of the same rows raises `FORMAT_VERSION` in `cache.py`.
 """
 
 from tune.collators import Sample, collate, collate_inputs
 from tune.datasets.dataset import Dataset, pack
 from tune.datasets.display import MARKS, first_rows, histogram, marked, parts_of
-from tune.datasets.formats.messages import checked_messages, conversation
 from tune.datasets.from_path import load, ray
-from tune.datasets.labels import tokenize_conversation
 from tune.datasets.loader import DataLoader, GlobalBatch, require_batches, validation_batches
 from tune.datasets.mix import Mixture, mix
+from tune.datasets.parse.messages import checked_messages, conversation
 from tune.datasets.prompts import Prompt, PromptLoader, Prompts, load_prompts, open_prompts, placed_rows
+from tune.datasets.render import tokenize_conversation
 from tune.datasets.rows import RowReader
 from tune.datasets.scores import add_scores, require_kept
-from tune.datasets.sources.opening import open_source
 from tune.datasets.stream import Stream
 from tune.datasets.user_functions import called
 from tune.datasets.warnings import beyond_positions, warnings_about

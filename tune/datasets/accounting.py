@@ -1,17 +1,28 @@
-"""Counts of a dataset's rows, kept and dropped, and of its samples and tokens."""
+"""The statistics of a dataset: counts of its rows, kept and dropped, and of its samples and tokens.
+
+All counting is here, of what the steps return; an `Accounting` never changes. `of_rows` counts the outcomes of rows,
+`+` adds other rows, and `with_samples` and `with_training_rows` add what is known of all of them together.
+"""
 
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from tune.datasets.rows import CANNOT_BE_USED, FOR_TRAINING, FULLY_MASKED, HELD_OUT, Outcome
+import numpy as np
+
+from tune.datasets.fit import CANNOT_BE_USED, FOR_TRAINING, FULLY_MASKED, HELD_OUT, Outcome
 from tune.secrets import without_secrets
 
 NAMES_SHOWN = 5
+SUMS = (
+    *("rows", "dropped", "kept", "truncated", "cut_tokens", "clipped", "split", "endless", "remarks"),
+    *("samples", "tokens", "supervised_tokens", "training_rows"),
+)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Accounting:
     """What became of a dataset's rows. `rows == kept + sum(dropped.values())`."""
 
@@ -39,25 +50,75 @@ class Accounting:
     prepared: float | None = field(default=None, compare=False)  # seconds since 1970; None: by this run
     prepared_in: str | None = field(default=None, compare=False)  # the folder of what an earlier run prepared
 
-    def __post_init__(self) -> None:
-        self.source = without_secrets(self.source)  # a URL may have a password
+    @classmethod
+    def of_rows(
+        cls, outcomes: Sequence[Outcome], format: str | None = None, ignored_columns: Sequence[str] = ()
+    ) -> "Accounting":
+        """Counts what became of rows, which were read in `format` without the `ignored_columns`."""
+        dropped = [outcome for outcome in outcomes if outcome.dropped is not None]
+        kept = [outcome for outcome in outcomes if outcome.dropped is None]
+        return cls(
+            format=format,
+            ignored_columns=[*ignored_columns],
+            rows=len(outcomes),
+            dropped=Counter(str(outcome.dropped) for outcome in dropped),
+            mistakes=[outcome.mistake for outcome in dropped if outcome.mistake][:NAMES_SHOWN],
+            kept=len(kept),
+            truncated=sum(outcome.cut > 0 for outcome in outcomes),
+            cut_tokens=sum(outcome.cut for outcome in outcomes),
+            clipped=sum(outcome.clipped for outcome in kept),
+            split=sum(len(outcome.samples) > 1 and "group" not in outcome.samples[0].columns for outcome in kept),
+            shortest_prompt=min((outcome.needs for outcome in dropped if outcome.needs), default=None),
+            endless=sum(not outcome.ends for outcome in kept),
+            remarks=Counter(remark for outcome in kept for remark in outcome.remarks),
+        )
 
-    def count(self, outcome: Outcome) -> None:
-        """One more row."""
-        self.rows += 1
-        self.truncated += outcome.cut > 0
-        self.cut_tokens += outcome.cut
-        if outcome.dropped is not None:
-            self.dropped[outcome.dropped] += 1
-            self.mistakes += [outcome.mistake] if outcome.mistake else []
-            if outcome.needs:
-                self.shortest_prompt = min(outcome.needs, self.shortest_prompt or outcome.needs)
-            return
-        self.kept += 1
-        self.clipped += outcome.clipped
-        self.split += len(outcome.samples) > 1 and "group" not in outcome.samples[0].columns
-        self.endless += not outcome.ends
-        self.remarks.update(outcome.remarks)
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Accounting":
+        """What `vars` of another one gives, also from JSON."""
+        counters = {name: Counter(values[name]) for name in ("dropped", "remarks")}
+        return cls(**{**values, **counters})
+
+    def __add__(self, other: "Accounting") -> "Accounting":
+        """Counts what became of other rows too. Names and lengths are those of these rows, if they have any."""
+        sums = {name: getattr(self, name) + getattr(other, name) for name in SUMS}
+        prompts = filter(None, (self.shortest_prompt, other.shortest_prompt))
+        whole = {name: getattr(self, name) for name in ("source", "ignored_files", "lengths", "row_capacity")}
+        return Accounting(
+            **whole,
+            **sums,
+            format=self.format or other.format,
+            ignored_columns=self.ignored_columns or other.ignored_columns,
+            mistakes=(self.mistakes + other.mistakes)[:NAMES_SHOWN],
+            shortest_prompt=min(prompts, default=None),
+        )
+
+    def with_source(self, name: str, ignored_files: Iterable[str] = ()) -> "Accounting":
+        """The same, of rows of the source with this name; a URL may have a password, which is left out."""
+        return replace(self, source=without_secrets(name), ignored_files=[*ignored_files])
+
+    def with_samples(self, lengths: np.ndarray, supervised: np.ndarray) -> "Accounting":
+        """The same, of rows that gave samples with so many tokens and supervised tokens each."""
+        percentiles = np.percentile(lengths, [50, 90, 99, 100], method="higher")
+        return replace(
+            self,
+            lengths=dict(zip(("p50", "p90", "p99", "max"), map(int, percentiles), strict=True)),
+            samples=len(lengths),
+            tokens=int(lengths.sum()),
+            supervised_tokens=int(supervised.sum()),
+        )
+
+    def with_training_rows(self, count: int, capacity: int | None) -> "Accounting":
+        """The same, of samples that make so many training rows, each of `capacity` tokens if they are packed."""
+        return replace(self, training_rows=count, row_capacity=capacity)
+
+    def from_cache(self, folder: str, modified: float) -> "Accounting":
+        """The same, of samples that an earlier run prepared in a folder, so many seconds after 1970."""
+        return replace(self, prepared=modified, prepared_in=folder)
+
+    def with_remark(self, remark: str, count: int) -> "Accounting":
+        """The same with another remark, on so many rows."""
+        return replace(self, remarks=self.remarks + Counter({remark: count}))
 
     @property
     def longest(self) -> int:
@@ -72,15 +133,6 @@ class Accounting:
         """The share of the packed rows that is not padding; None if not packed."""
         return self.tokens / (self.training_rows * self.row_capacity) if self.row_capacity else None
 
-    def add(self, other: "Accounting") -> None:
-        """Count what became of other rows too."""
-        for name, value in vars(other).items():
-            if isinstance(value, int | Counter) and name not in ("row_capacity", "shortest_prompt"):
-                setattr(self, name, getattr(self, name) + value)
-        prompts = filter(None, (self.shortest_prompt, other.shortest_prompt))
-        self.shortest_prompt = min(prompts, default=None)
-        self.mistakes = (self.mistakes + other.mistakes)[:NAMES_SHOWN]
-
     def as_dict(self) -> dict[str, Any]:
         derived = {name: getattr(self, name) for name in ("supervised_share", "packing_efficiency")}
         counters = {"dropped": dict(self.dropped), "remarks": dict(self.remarks)}
@@ -88,36 +140,45 @@ class Accounting:
 
     def table(self) -> str:
         """Aligned lines for people to read."""
+        lines = [*self._lines_of_rows(), *self._lines_of_samples()]
+        if self.format:
+            lines.insert(0, ("format", self.format))
+        width = max(len(name) for name, _ in lines) + 2
+        return "\n".join([self.source, *(f"  {name:<{width}}{value}" for name, value in lines)])
+
+    def _lines_of_rows(self) -> list[tuple[str, str]]:
         lines = [("rows", f"{self.rows:,}")]
         for reason, count in self.dropped.most_common():
-            lines += [(f"  {reason}" if reason in (HELD_OUT, FOR_TRAINING) else f"  dropped: {reason}", f"{count:,}")]
+            is_elsewhere = reason in (HELD_OUT, FOR_TRAINING)
+            lines.append((f"  {reason}" if is_elsewhere else f"  dropped: {reason}", f"{count:,}"))
             if reason == CANNOT_BE_USED:
                 lines += [("    such as" if mistake is self.mistakes[0] else "", mistake) for mistake in self.mistakes]
         inside = f", {self.clipped:,} times inside an answer" if self.clipped else ""
         cut = f" ({self.cut_tokens:,} tokens cut off{inside})" if self.truncated else ""
         lines += [("  kept", f"{self.kept:,}"), ("  truncated", f"{self.truncated:,}{cut}")]
         if self.split:
-            lines += [("  split", f"{self.split:,} ({self.samples:,} samples in all)")]
+            lines.append(("  split", f"{self.split:,} ({self.samples:,} samples in all)"))
         if self.endless:
-            lines += [("  without an end of turn", f"{self.endless:,} (the model does not learn to stop there)")]
-        lines += [(f"  {remark}", f"{count:,}") for remark, count in self.remarks.most_common(NAMES_SHOWN)]
-        lines += [("tokens", f"{self.tokens:,}")]
-        lines += [("  supervised", f"{self.supervised_tokens:,} ({self.supervised_share:.1%})")]
+            lines.append(("  without an end of turn", f"{self.endless:,} (the model does not learn to stop there)"))
+        return lines + [(f"  {remark}", f"{count:,}") for remark, count in self.remarks.most_common(NAMES_SHOWN)]
+
+    def _lines_of_samples(self) -> list[tuple[str, str]]:
+        lines = [("tokens", f"{self.tokens:,}")]
+        lines.append(("  supervised", f"{self.supervised_tokens:,} ({self.supervised_share:.1%})"))
         if self.lengths:
-            lines += [("tokens per sample", ", ".join(f"{name} {length:,}" for name, length in self.lengths.items()))]
+            lengths = ", ".join(f"{name} {length:,}" for name, length in self.lengths.items())
+            lines.append(("tokens per sample", lengths))
         if self.row_capacity:
             filled = f"{self.packing_efficiency:.1%} filled"
-            lines += [("packed rows", f"{self.training_rows:,} of {self.row_capacity:,} tokens, {filled}")]
-        if self.format:
-            lines[0:0] = [("format", self.format)]
+            lines.append(("packed rows", f"{self.training_rows:,} of {self.row_capacity:,} tokens, {filled}"))
         for what, names in (("columns", self.ignored_columns), ("files", self.ignored_files)):
             if names:
                 more = f" and {len(names) - NAMES_SHOWN:,} more" if len(names) > NAMES_SHOWN else ""
-                lines += [(f"{what} ignored", ", ".join(names[:NAMES_SHOWN]) + more)]
+                lines.append((f"{what} ignored", ", ".join(names[:NAMES_SHOWN]) + more))
         if self.prepared:
-            lines += [("prepared", f"{_age(time.time() - self.prepared)} ago; delete {self.prepared_in} to do it anew")]
-        width = max(len(name) for name, _ in lines) + 2
-        return "\n".join([self.source, *(f"  {name:<{width}}{value}" for name, value in lines)])
+            age = _age(time.time() - self.prepared)
+            lines.append(("prepared", f"{age} ago; delete {self.prepared_in} to do it anew"))
+        return lines
 
 
 def _age(seconds: float) -> str:

@@ -11,10 +11,9 @@ import json
 import os
 import re
 import sys
-import time
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from threading import Timer
 from typing import Any, BinaryIO
@@ -22,13 +21,15 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from tune.datasets.accounting import Accounting
-from tune.datasets.samples import Chunk, Samples, write
-from tune.datasets.sources.data_files import File
+from tune.datasets.read.data_files import File
+from tune.datasets.samples import Samples, write
 from tune.errors import TuneError
 from tune.files import content_digest, written_aside
+from tune.secrets import without_secrets
 
 ARRAYS = ("tokens", "labels", "lengths", "supervised", "digests")
-OF_THIS_RUN = ("source", "ignored_files", "prepared", "prepared_in")  # not read from the files
+FORMAT_VERSION = 1
+"""Raise it when the same rows give other samples or counts: tests/datasets/test_format_version.py fails then."""
 TELL = 10.0  # seconds between lines on how far it is
 
 # Names of the fields in a remote file's info that change with its content (ETag, Last-Modified, CRC).
@@ -41,12 +42,8 @@ def hash_of(*contents: Any) -> str:
 
 
 def key_of(*contents: Any) -> str:
-    """A name for what these values decide, and this library's code with them: an edit of it prepares anew."""
-    digest = hashlib.blake2b(hash_of(*contents).encode(), digest_size=16)
-    for folder in ("datasets", "tokenizers"):
-        for file in sorted((Path(__file__).parents[1] / folder).rglob("*.py")):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()
+    """The name of the folder for what these values decide, and the library's format version with them."""
+    return hash_of(FORMAT_VERSION, *contents)
 
 
 def content_of(files: Iterable[File], folder: Path) -> list[str]:
@@ -59,41 +56,42 @@ def content_of(files: Iterable[File], folder: Path) -> list[str]:
     ]
 
 
-def prepared(chunks: Iterable[Chunk], key: str, accounting: Accounting, folder: Path) -> Samples:
-    """The samples of this key, mapped from files that are made of `chunks` if they are not there; `accounting` gets
-    their counts. Raises TuneError for what `chunks` finds, and if the folder cannot be written.
+def prepared(
+    chunks: Iterable[Samples], key: str, folder: Path, source: str = "the dataset", ignored_files: Iterable[str] = ()
+) -> Samples:
+    """The samples of this key, mapped from files that are made of `chunks` if they are not there. Raises TuneError for
+    what `chunks` finds, and if the folder cannot be written.
     """
-    final = folder / key
+    final, source = folder / key, without_secrets(source)
     try:
-        if (samples := _read(final, accounting)) is not None:
-            accounting.prepared = (final / "about.json").stat().st_mtime
-            accounting.prepared_in = str(final)
-            return samples
+        samples = _read(final)
+        if samples is not None:
+            accounting = samples.accounting.from_cache(str(final), (final / "about.json").stat().st_mtime)
+            return replace(samples, accounting=accounting.with_source(source, ignored_files))
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / f"{key}.lock", accounting.source):
-            if (samples := _read(final, accounting)) is not None:
-                return samples
-            with written_aside(final, folder=True) as unfinished:
-                _write(_told(chunks, accounting.source), unfinished, accounting)
+        with _locked(folder / f"{key}.lock", source):
+            if _read(final) is None:
+                with written_aside(final, folder=True) as unfinished:
+                    _write(chunks, unfinished, source)
     except OSError as error:
         raise TuneError(
-            f"{error.filename or folder}: {error.strerror}. {accounting.source} is prepared in files there: set "
+            f"{error.filename or folder}: {error.strerror}. {source} is prepared in files there: set "
             "cache_dir (or TUNE_CACHE in the environment) to a folder with room that you may write to"
         ) from error
-    samples = _read(final, accounting)
+    samples = _read(final)
     assert samples is not None
-    return samples
+    return replace(samples, accounting=samples.accounting.with_source(source, ignored_files))
 
 
-def _write(chunks: Iterable[Chunk], folder: Path, accounting: Accounting) -> None:
+def _write(chunks: Iterable[Samples], folder: Path, source: str) -> None:
     with _array(folder, "tokens", "<i4") as tokens, _array(folder, "labels", "<i4") as labels:
-        about = write(chunks, accounting, tokens, labels)
+        about = write(chunks, source, tokens, labels)
     columns = about.pop("columns")
     arrays = {name: about.pop(name) for name in ("lengths", "supervised", "digests")}
     for name, values in (arrays | {f"column-{name}": values for name, values in columns.items()}).items():
         with _array(folder, name, values.dtype.str) as file:
             file.write(values.data)
-    about |= {"columns": list(columns), "accounting": vars(accounting)}
+    about |= {"columns": list(columns), "accounting": vars(about["accounting"])}
     (folder / "about.json").write_text(json.dumps(about), encoding="utf-8")
 
 
@@ -113,7 +111,7 @@ def _array(folder: Path, name: str, dtype: str) -> Iterator[BinaryIO]:
         os.fsync(file.fileno())
 
 
-def _read(folder: Path, accounting: Accounting) -> Samples | None:
+def _read(folder: Path) -> Samples | None:
     """None if the folder is not there, or damaged."""
     try:
         about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
@@ -125,12 +123,9 @@ def _read(folder: Path, accounting: Accounting) -> Samples | None:
         raise
     except Exception:  # a damaged header is anything to NumPy: a zip file, a number that is too large
         return None
-    for name, value in about.pop("accounting").items():
-        if name not in OF_THIS_RUN:
-            is_counter = isinstance(getattr(accounting, name), Counter)
-            setattr(accounting, name, Counter(value) if is_counter else value)
     columns = {name: arrays.pop(f"column-{name}") for name in about.pop("columns")}
-    fields: dict[str, Any] = {**arrays, **about, "columns": columns}
+    accounting = Accounting.from_dict(about.pop("accounting"))
+    fields: dict[str, Any] = {**arrays, **about, "columns": columns, "accounting": accounting}
     return Samples(**fields)
 
 
@@ -147,20 +142,20 @@ def _locked(file: Path, source: str) -> Iterator[None]:
     """Hold the lock, which is this process's alone: flock's would live on in processes that are forked from it. What
     its holder finds wrong is raised here too, where that was waited for."""
     line = f"waiting for another process to prepare {source}"
-    telling = Timer(TELL, print, [line], {"file": sys.stderr, "flush": True})
+    line_later = Timer(TELL, print, [line], {"file": sys.stderr, "flush": True})
     with file.open("a+", encoding="utf-8") as lock:
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             if os.environ.get("RANK", "0") == "0":
-                telling.start()
+                line_later.start()
             try:
                 fcntl.lockf(lock, fcntl.LOCK_EX)
             finally:
-                telling.cancel()
+                line_later.cancel()
             lock.seek(0)
-            if found := lock.read():
-                raise TuneError(found) from None
+            if problem := lock.read():
+                raise TuneError(problem) from None
         lock.truncate(0)
         try:
             yield
@@ -169,23 +164,10 @@ def _locked(file: Path, source: str) -> Iterator[None]:
             raise
 
 
-def _told(chunks: Iterable[Chunk], source: str) -> Iterator[Chunk]:
-    """Prints the number of rows every ten seconds."""
-    rows, start = 0, time.monotonic()
-    last = start
-    for chunk in chunks:
-        yield chunk
-        rows, now = rows + chunk[1].rows, time.monotonic()
-        if now - last >= TELL:
-            last = now
-            speed = f"{rows / (now - start):,.0f} rows a second"
-            print(f"preparing {source}: {rows:,} rows, {speed}", file=sys.stderr, flush=True)
-
-
 def _elsewhere(file: File) -> str:
     # Not the file system's own `ukey`: for https it is a hash of the URL, and for archives of their path.
     about = file.filesystem.info(file.path)
-    if told := {name: str(value) for name, value in about.items() if value and CHANGES.search(name)}:
-        return hash_of(file.path, about.get("size"), told)
+    if changing := {name: str(value) for name, value in about.items() if value and CHANGES.search(name)}:
+        return hash_of(file.path, about.get("size"), changing)
     with file.filesystem.open(file.path, "rb") as stream:
         return hashlib.file_digest(stream, "blake2b").hexdigest()

@@ -10,10 +10,9 @@ from functools import cached_property
 
 import numpy as np
 
-from tune.collators import IGNORE, Sample
-from tune.datasets.accounting import Accounting
-from tune.datasets.rows import Outcome, fitted
-from tune.datasets.samples import Samples, chunk, in_memory
+from tune.collators import Sample
+from tune.datasets.fit import fit_group
+from tune.datasets.samples import Samples, flat, joined
 from tune.errors import TuneError
 
 
@@ -31,12 +30,10 @@ class Dataset:
 
     validation: "Dataset | None" = None
 
-    def __init__(self, samples: Samples, accounting: Accounting, pack_to: int | None = None) -> None:
+    def __init__(self, samples: Samples, pack_to: int | None = None) -> None:
         """`pack_to` fills rows of so many tokens with several samples."""
-        self.accounting = accounting
         self._samples = samples
         self.lengths, self.supervised, self.digests = samples.lengths, samples.supervised, samples.digests
-        self._starts = np.concatenate([[0], np.cumsum(samples.lengths)])
         groups = samples.columns.get("group", np.arange(len(samples)))
         units = np.flatnonzero(np.append(True, groups[1:] != groups[:-1]))  # of one sample each, or of those of a group
         self._unit_starts = units
@@ -45,8 +42,8 @@ class Dataset:
             lengths = np.add.reduceat(samples.lengths, units)
             if (longest := int(lengths.max())) > pack_to:
                 raise TuneError(
-                    f"{accounting.source}: a group of samples has {longest:,} tokens together, more than a row of "
-                    f"max_seq_len={pack_to}. Set max_seq_len to {longest} or more, or packed=false"
+                    f"{samples.accounting.source}: a group of samples has {longest:,} tokens together, more than a row "
+                    f"of max_seq_len={pack_to}. Set max_seq_len to {longest} or more, or packed=false"
                 )
             order, row_starts = pack(lengths, pack_to)
         sizes = np.diff(units, append=len(samples))[order]
@@ -57,7 +54,7 @@ class Dataset:
         self.row_tokens = np.add.reduceat(samples.lengths[self._order], self._row_starts[:-1])
         self.row_supervised = np.add.reduceat(samples.supervised[self._order], self._row_starts[:-1])
         self._has_lists = bool(pack_to) or "group" in samples.columns
-        accounting.training_rows, accounting.row_capacity = len(self), pack_to
+        self.accounting = samples.accounting.with_training_rows(len(self), pack_to)
 
     @property
     def name(self) -> str:
@@ -71,11 +68,11 @@ class Dataset:
         `packed` fills rows of `max_seq_len` tokens with several samples. A group of which a sample is dropped goes as a
         whole. Raises TuneError if no sample is left.
         """
-        accounting = Accounting()
-        units = itertools.groupby(enumerate(samples), lambda item: item[1].columns.get("group", -1 - item[0]))
-        together = (_together([fitted(sample, max_seq_len) for _, sample in unit]) for _, unit in units)
-        flat = in_memory([chunk(itertools.chain.from_iterable(together))], accounting)
-        return cls(flat, accounting, max_seq_len if packed else None)
+        outcomes = []
+        for _, unit in itertools.groupby(enumerate(samples), lambda item: item[1].columns.get("group", -1 - item[0])):
+            group = [sample for _, sample in unit]
+            outcomes += fit_group(group, [max_seq_len] * len(group))
+        return cls(joined([flat(outcomes)], "the dataset"), max_seq_len if packed else None)
 
     def __len__(self) -> int:
         return len(self._row_starts) - 1
@@ -149,11 +146,11 @@ class Dataset:
         return digest.hexdigest()
 
     def _sample(self, index: int) -> Sample:
-        span = slice(self._starts[index], self._starts[index + 1])
-        columns = self._samples.columns_of(index, span)
-        if "group" in columns:  # numbered from 1 here: 0 is padding in a batch
-            columns["group"] = int(np.searchsorted(self._unit_starts, index, side="right"))
-        return Sample(self._samples.tokens[span], self._samples.labels[span], index, columns)
+        sample = self._samples.sample(index)
+        if "group" not in sample.columns:
+            return sample
+        number = int(np.searchsorted(self._unit_starts, index, side="right"))  # from 1: 0 is padding in a batch
+        return replace(sample, columns={**sample.columns, "group": number})
 
 
 def permuted(items: int | np.ndarray, *seeds: int) -> np.ndarray:
@@ -164,7 +161,7 @@ def permuted(items: int | np.ndarray, *seeds: int) -> np.ndarray:
 def drawn_places(size: int, start: int, stop: int, *seeds: int) -> np.ndarray:
     """Places [start, stop) of one permutation of the numbers below `size` after the other."""
     first = start // size
-    passes = [permuted(size, *seeds, each) for each in range(first, -(-stop // size))]
+    passes = [permuted(size, *seeds, number) for number in range(first, -(-stop // size))]
     return np.concatenate([np.empty(0, np.int64), *passes])[start - first * size : stop - first * size]
 
 
@@ -187,19 +184,19 @@ def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
         while count:
             at = bisect_left(spaces, length)
             space = spaces[at] if at < len(spaces) else capacity
-            each = min(space // length, count)  # documents into every one of `rows`
+            in_each = min(space // length, count)  # documents into every one of `rows`
             if at < len(spaces):
-                rows = open_rows[space][-(count // each) :]
+                rows = open_rows[space][-(count // in_each) :]
                 del open_rows[space][-len(rows) :]
                 if not open_rows[space]:
                     del open_rows[space], spaces[at]
             else:
-                rows = [*range(num_rows, num_rows + count // each)]
+                rows = [*range(num_rows, num_rows + count // in_each)]
                 num_rows += len(rows)
-            row_of[placed : placed + len(rows) * each] = np.repeat(rows, each)
-            placed += len(rows) * each
-            count -= len(rows) * each
-            left = space - each * length
+            row_of[placed : placed + len(rows) * in_each] = np.repeat(rows, in_each)
+            placed += len(rows) * in_each
+            count -= len(rows) * in_each
+            left = space - in_each * length
             if left not in open_rows:
                 open_rows[left] = []
                 insort(spaces, left)
@@ -219,55 +216,3 @@ def renumbered(sample: Sample, first: int) -> Sample:
     if "group" in columns:
         columns["group"] += first
     return replace(sample, index=first + sample.index, columns=columns)
-
-
-def with_mismatched(dataset: Dataset, max_seq_len: int) -> Dataset:
-    """Each labelled answer in a group with another: its prompt with the answer of the next row that has another prompt,
-    whose log-probs tell how far the policy is from the reference (KTO). Of pairs, the chosen answer is good and the
-    rejected one bad. Raises TuneError if there is only one prompt."""
-    samples, capacity = dataset.samples, dataset.accounting.row_capacity
-    prompts = [hash(sample.tokens[: _last_of_prompt(sample) + 1].tobytes()) for sample in samples]
-    if len({*prompts}) == 1 < len(prompts):
-        raise TuneError(
-            f"{dataset.accounting.source}: all {len(samples):,} answers are to one prompt. KTO compares each with an "
-            "answer to another prompt: add rows with other prompts, or use a loss of pairs such as tune.losses.DPO"
-        )
-    others = [*range(len(samples))]
-    for index in [*reversed(others)] * 2:  # once around the end
-        following = (index + 1) % len(samples)
-        others[index] = others[following] if prompts[following] == prompts[index] else following
-    outcomes = []
-    for index, sample in enumerate(samples):
-        label = int(sample.columns["label"] if "label" in sample.columns else sample.columns["answer"] == 0)
-        pair = [
-            replace(each, columns={"label": label, "answer": answer, "group": index})
-            for answer, each in enumerate((sample, _answering(sample, samples[others[index]])))
-        ]
-        room = capacity - len(sample.tokens) if capacity else max_seq_len
-        outcomes += _together([fitted(pair[0], max_seq_len), fitted(pair[1], max(1, room))])
-    made = Accounting(dataset.accounting.source)
-    flat = in_memory([chunk(outcomes)], made)
-    counts = {name: getattr(made, name) for name in ("samples", "tokens", "supervised_tokens", "lengths")}
-    accounting = replace(dataset.accounting, **counts)
-    if left_out := made.dropped.total() // 2:
-        accounting.remarks["an answer is left out, as a mismatched one has no room beside it"] = left_out
-    return Dataset(flat, accounting, capacity)
-
-
-def _answering(sample: Sample, other: Sample) -> Sample:
-    """A sample's prompt with another's answer."""
-    first, others_first = _last_of_prompt(sample), _last_of_prompt(other)
-    tokens = np.concatenate([sample.tokens[: first + 1], other.tokens[others_first + 1 :]])
-    return Sample(tokens, np.concatenate([sample.labels[:first], other.labels[others_first:]]))
-
-
-def _last_of_prompt(sample: Sample) -> int:
-    return int(np.flatnonzero(sample.labels != IGNORE)[0])
-
-
-def _together(outcomes: list[Outcome]) -> list[Outcome]:
-    """What became of the samples of a group: if one is dropped, all are."""
-    reason = next((outcome.dropped for outcome in outcomes if outcome.dropped), None)
-    if reason is None or len(outcomes) == 1:
-        return outcomes
-    return [each if each.dropped else Outcome(dropped=f"of a group with one that is {reason}") for each in outcomes]

@@ -6,32 +6,31 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from inspect import signature
-from itertools import chain, islice
 from typing import Any, Literal
 
 from tune import rehearsal
-from tune.datasets.accounting import NAMES_SHOWN, Accounting
 from tune.datasets.cache import content_of, hash_of, key_of, prepared
-from tune.datasets.dataset import Dataset, with_mismatched
-from tune.datasets.formats.columns import recognise
-from tune.datasets.formats.formats import FORMATS, Format, Kind
-from tune.datasets.labels import TrainOn
-from tune.datasets.ray_data import for_all_processes, map_by_ray, require_ray
-from tune.datasets.rows import CANNOT_BE_USED, RowReader, TooLong
-from tune.datasets.samples import Chunk, chunk
-from tune.datasets.sources.opening import Source, open_source
+from tune.datasets.chunks import announced, chunks_of
+from tune.datasets.dataset import Dataset
+from tune.datasets.fit import TooLong
+from tune.datasets.mismatched import with_mismatched
+from tune.datasets.parse.formats import FORMATS, Format, Kind
+from tune.datasets.ray_data import for_all_processes, require_ray
+from tune.datasets.read.opening import Source, read
+from tune.datasets.render import TrainOn
+from tune.datasets.rows import RowReader
+from tune.datasets.samples import Samples
 from tune.datasets.stream import Stream
-from tune.datasets.user_functions import load_function, sources_of
-from tune.datasets.workers import available_cores, map_chunks
+from tune.datasets.user_functions import sources_of
+from tune.datasets.workers import available_cores
 from tune.errors import TuneError
 from tune.files import cache_folder
 from tune.lookup import did_you_mean
 from tune.tokenizers import Tokenizer, require_ours
 from tune.types import Fraction, NonNegativeInt, PositiveInt, checked
 
-Chunks = Callable[[int], Iterator[Chunk]]  # the samples behind the first so many rows
+Chunks = Callable[[int], Iterator[Samples]]  # the samples behind the first so many rows
 WINDOW = 8192  # rows of a stream that are shuffled together
-TRUSTED = 1000  # rows from which on the share of bad ones is trusted
 
 
 @checked
@@ -87,7 +86,7 @@ def load(
     them (default: 8,192). Each process does all of that; with "ray", Ray Data tokenises once for all processes.
     """
     path, train_on = os.fspath(path), _plain(train_on)
-    source = open_source(path, split, subset, take)
+    source = read(path, split, subset, take)
     require_ours(tokenizer)
     if kind != "supervised":
         if train_on != "assistant" or too_long == "split":
@@ -114,16 +113,18 @@ def load(
     folder = cache_folder(cache_dir)
     content = content_of(source.files, folder) if source.files else _content_of_rows(source)
 
-    def dataset(reader: RowReader, accounting: Accounting) -> Dataset:
+    def dataset(reader: RowReader, name: str, ignored_files: Sequence[str] = ()) -> Dataset:
         key = key_of(content, source.take, tokenizer.fingerprint, _settings(reader))
-        chunks = _chunks(source, reader, accounting, workers)  # nothing is read until it is iterated
-        data = Dataset(prepared(chunks, key, accounting, folder), accounting, pack_to)
-        return with_mismatched(data, max_seq_len) if kind == "labelled" else data
+        chunks = announced(chunks_of(source, reader, workers), name)  # nothing is read until it is iterated
+        samples = prepared(chunks, key, folder, name, ignored_files)
+        if kind == "labelled":
+            samples = with_mismatched(samples, max_seq_len, pack_to)
+        return Dataset(samples, pack_to)
 
-    training = dataset(reader, Accounting(path, ignored_files=source.ignored_files))
+    training = dataset(reader, path, source.ignored_files)
     if validation_fraction:
-        held_out = Accounting(f"{path}, the rows held out for validation")
-        training.validation = dataset(replace(reader, validation=True), held_out)
+        name = f"{path}, the rows held out for validation"
+        training.validation = dataset(replace(reader, validation=True), name)
     return training
 
 
@@ -138,7 +139,7 @@ def _plain(train_on: TrainOn) -> TrainOn:
 
 
 NOT_STREAMED = ("streaming", "validation_fraction", "validation_seed", "cache_dir")
-_known = [each for each in signature(load).parameters.values() if each.name not in NOT_STREAMED]
+_known = [parameter for parameter in signature(load).parameters.values() if parameter.name not in NOT_STREAMED]
 ray.__signature__ = signature(load).replace(parameters=_known)  # type: ignore[attr-defined]
 ray.__annotations__ = load.__annotations__
 
@@ -152,76 +153,16 @@ def _stream(
     workers = workers if workers or by_ray else max(1, available_cores() // here)
     names = [file.name for file in source.files]
     fingerprint = hash_of(names, reader.tokenizer.fingerprint, _settings(reader), bool(pack_to), window)
-    chunks: Chunks = partial(_chunks, source, reader, Accounting(), workers, by_ray=by_ray)
+    chunks: Chunks = partial(chunks_of, source, reader, workers, by_ray=by_ray)
     chunks = for_all_processes(chunks, source.name) if by_ray else chunks
     return Stream(chunks, source.name, reader.max_seq_len, pack_to, window, fingerprint)
-
-
-def _chunks(
-    source: Source,
-    reader: RowReader,
-    accounting: Accounting,
-    workers: int | None,
-    start: int | None = None,
-    by_ray: bool = False,
-) -> Iterator[Chunk]:
-    """The samples of the source's rows, of a stream of those behind the first `start`, 64 rows a chunk.
-
-    The very first row decides the format where none is given; it and the columns that are not read are noted in
-    `accounting`. Raises TuneError when too many rows cannot be used: of all, or of those read so far from 1,000 on. If
-    none may be so, five of them are enough, or the first one in a stream.
-    """
-    rows, ahead = iter(source), []
-    for place, row in rows:
-        ahead.append((place, row))
-        if isinstance(row, dict):
-            reader = _for_rows_like(row, place, reader, accounting)
-            break
-    seen, most = Accounting(), reader.max_bad_share
-
-    def function(placed_rows: list[tuple[str, Any]]) -> Chunk:
-        return chunk(reader(placed_rows))
-
-    behind_start = islice(chain(ahead, rows), start, None)
-    by_us = map_chunks(function, behind_start, workers)
-    for each in map_by_ray(function, lambda: islice(source, start, None), workers) if by_ray else by_us:
-        seen.add(each[1])
-        enough = seen.rows >= TRUSTED if most else start is not None or len(seen.mistakes) == NAMES_SHOWN
-        if enough:
-            _require_few_bad_rows(seen, most, source.name, "the first ")
-        yield each
-    _require_few_bad_rows(seen, most, source.name)
-
-
-def _require_few_bad_rows(seen: Accounting, max_bad_share: float, name: str, which: str = "") -> None:
-    bad = seen.dropped[CANNOT_BE_USED]
-    if bad > max_bad_share * seen.rows:
-        share = f", more than max_bad_share={max_bad_share}" if max_bad_share else ""
-        found = f"{name}: {bad:,} of {which}{seen.rows:,} rows cannot be used{share}:"
-        raise TuneError("\n  ".join([found, *seen.mistakes]))
-
-
-def _for_rows_like(row: dict[str, Any], place: str, reader: RowReader, accounting: Accounting) -> RowReader:
-    if isinstance(reader.format, str):
-        load_function(reader.format, "format")
-        if reader.columns:
-            raise TuneError(f"columns: {reader.format} gives the columns of a format itself; remove columns")
-        accounting.format = reader.format
-        return reader
-    found = recognise(row, reader.columns, place, (reader.format,) if reader.format else FORMATS[reader.kind])
-    if found.is_chat:
-        reader.tokenizer.require_chat_template()
-    used = {reader.columns.get(column, column) for column in (*found.columns, *found.optional)}
-    used |= {*reader.extra_columns}
-    accounting.format, accounting.ignored_columns = found.name, [name for name in row if name not in used]
-    return replace(reader, format=found)
 
 
 def _named(format: str | None, kind: Kind) -> Format | str | None:
     """The format of this name, or the dotted path of the user's function."""
     if format is None or "." in format:
         return format
-    known = {each.name: each for each in FORMATS[kind]}
+    known = {format.name: format for format in FORMATS[kind]}
     if format not in known:
         raise TuneError(
             f"format={format} is no format of {kind} rows.{did_you_mean(format, known)} There are {', '.join(known)}, "
@@ -232,7 +173,7 @@ def _named(format: str | None, kind: Kind) -> Format | str | None:
 
 def _settings(reader: RowReader) -> dict[str, Any]:
     """All that decides what a row becomes, but for the tokenizer."""
-    given = {each.name: getattr(reader, each.name) for each in fields(reader) if each.name != "tokenizer"}
+    given = {field.name: getattr(reader, field.name) for field in fields(reader) if field.name != "tokenizer"}
     named = {"filter": reader.filter, "format": reader.format}
     functions = [sources_of(path, setting) for setting, path in named.items() if isinstance(path, str)]
     format = reader.format.name if isinstance(reader.format, Format) else reader.format

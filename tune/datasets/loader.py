@@ -14,7 +14,8 @@ from tune import rehearsal
 from tune.collators import Batch, collate
 from tune.datasets.dataset import Dataset
 from tune.datasets.mix import Mixture
-from tune.datasets.stream import DrawnRows, Position, Stream, ahead
+from tune.datasets.stream import DrawnRows, Position, Stream
+from tune.datasets.workers import ahead
 from tune.errors import TuneError
 
 if TYPE_CHECKING:  # FSDP and pipelines, of which reading data needs nothing

@@ -10,8 +10,8 @@ import numpy as np
 from tune.collators import Sample
 from tune.datasets.accounting import Accounting
 from tune.datasets.dataset import Dataset, drawn_places, permuted, renumbered
-from tune.datasets.formats.formats import Kind
 from tune.datasets.from_path import load
+from tune.datasets.parse.formats import Kind
 from tune.errors import TuneError, explained
 from tune.lookup import did_you_mean
 from tune.tokenizers import Tokenizer, require_ours
@@ -145,13 +145,12 @@ class MixtureAccounting(Accounting):
     """What became of the rows of all sources, and how many training rows of each make an epoch."""
 
     def __init__(self, parts: dict[str, Accounting], drawn: dict[str, int]) -> None:
-        super().__init__(", ".join(parts))
+        first, *others = parts.values()
+        whole = (
+            sum(others, first).with_source(", ".join(parts)).with_training_rows(sum(drawn.values()), first.row_capacity)
+        )
+        super().__init__(**vars(whole) | {"lengths": {"max": max(part.longest for part in parts.values())}})
         self.parts, self.drawn = parts, drawn
-        for part in parts.values():
-            self.add(part)
-        self.training_rows = sum(drawn.values())
-        self.row_capacity = part.row_capacity
-        self.lengths = {"max": max(part.longest for part in parts.values())}
 
     def epoch(self) -> dict[str, dict[str, float]]:
         """Of each source: its training rows in an epoch, how often that reads it, its share of the epoch's tokens."""

@@ -11,13 +11,13 @@ from typing import Any
 from tune import rehearsal
 from tune.datasets.cache import hash_of
 from tune.datasets.dataset import drawn_places
-from tune.datasets.formats.columns import QUESTIONS, require_columns, require_meaning
-from tune.datasets.formats.content import Chat, Plain, Row, shown
-from tune.datasets.formats.messages import checked_tools, conversation, question_of
+from tune.datasets.fit import LEFT_OUT, TOO_LONG
 from tune.datasets.loader import require_continuable, steps_of
-from tune.datasets.rows import LEFT_OUT, TOO_LONG
-from tune.datasets.sources.opening import open_source
-from tune.datasets.sources.readers import json_row
+from tune.datasets.parse.columns import QUESTIONS, require_columns, require_meaning
+from tune.datasets.parse.content import Chat, Plain, Row, shown
+from tune.datasets.parse.messages import checked_tools, conversation, question_of
+from tune.datasets.read.opening import read
+from tune.datasets.read.readers import json_row
 from tune.datasets.user_functions import applied
 from tune.errors import TuneError, explained
 from tune.tokenizers import Message, Tokenizer
@@ -83,12 +83,13 @@ def load_prompts(
     """
     prompts: list[Prompt] = []
     dropped: Counter[str] = Counter()
-    for place, row in open_source(path, split, subset, take).rehearsed():
+    for place, row in read(path, split, subset, take).rehearsed():
         with explained(place):
             if filter and isinstance(row, dict) and not applied(filter, "filter", row):
                 dropped[LEFT_OUT + filter] += 1
                 continue
-            prompt = _prompt(tokenizer, row, columns or {}, [*ignore, *FOR_REWARDS], len(prompts))
+            content = _parse(row, columns or {}, [*ignore, *FOR_REWARDS], is_first=not prompts)
+            prompt = _render(content, tokenizer, row, len(prompts))
         if len(prompt.tokens) > max_prompt_len:
             dropped[TOO_LONG.replace("max_seq_len", "max_prompt_len")] += 1
         else:
@@ -107,7 +108,7 @@ def placed_rows(path: str | None, setting: str) -> list[tuple[str, Any]]:
         what = "it is a folder; name a file in it" if Path(path).is_dir() else "there is no such file"
         raise TuneError(f"{setting} {path}: {what}")
     if path and not path.lower().endswith(".txt"):
-        rows = list(open_source(path))
+        rows = list(read(path))
     else:
         with explained(f"{name} cannot be read", ValueError):
             text = Path(path).read_text(encoding="utf-8") if path else sys.stdin.read()
@@ -139,50 +140,63 @@ def open_prompts(
                 raise TuneError("a text as it is must be in the column prompt")
             asked = {**row, "prompt": None, "instruction": text} if isinstance(text, str) and is_chat else row
             asked = {**asked, "system": system} if system and isinstance(row, dict) else asked
-            prompts.append(replace(_prompt(tokenizer, asked, None, FOR_REWARDS, len(prompts)), row=row))
+            content = _parse(asked, None, FOR_REWARDS)
+            prompts.append(_render(content, tokenizer, row, len(prompts)))
     return prompts
 
 
-def _prompt(
-    tokenizer: Tokenizer, row: Any, columns: Mapping[str, str] | None, ignore: Sequence[str], index: int
-) -> Prompt:
-    """`columns` is None where no setting gives them."""
+def _parse(row: Any, columns: Mapping[str, str] | None, ignore: Sequence[str], is_first: bool = False) -> Chat | Plain:
+    """The conversation without the answers at its end, or the text, of a row. `columns` is None where no setting gives
+    them; they are checked against the first row."""
     if isinstance(row, TuneError):  # a malformed line
         raise row
     if not isinstance(row, dict):
         raise TuneError(f"the row is {shown(row)}; it must be an object with columns")
-    if columns and not index:
+    if columns and is_first:
         require_columns(row, columns, COLUMNS, "the first row")
     named = {**row, **{ours: row.get(theirs) for ours, theirs in (columns or {}).items()}}
     if isinstance(text := named.get("prompt"), str):
-        require_meaning(row, ["prompt"], Plain(text, ""), ignore)
-        if not (tokens := [*tokenizer.prefix_ids, *tokenizer.encode(text)]):
-            raise TuneError("prompt is empty, and the tokenizer writes no BOS before it")
-        return Prompt(index, tokens, row)
+        content: Chat | Plain = Plain(text, "")
+        require_meaning(row, ["prompt"], content, ignore)
+        return content
     if isinstance(named.get("instruction"), str):
         named["messages"] = [{"role": "user", "content": question_of(named)}]
-    column = next((each for each in ("prompt", "messages", "conversations") if named.get(each)), None)
-    known = next((each for each in ("prompt", "messages", "conversations", "instruction") if each in row), None)
-    if column is None and known:
-        raise TuneError(f"{known} is null or empty; it must be a text or messages")
-    if column is None:
-        theirs = next((name for name in row if name.lower() in QUESTIONS), "its_name")
-        setting = f"say so: 'dataset.columns={{instruction: {theirs}}}' (a chat), or prompt (plain text)"
-        advice = "rename it: to prompt" if columns is None else setting
-        raise TuneError(
-            f"there is no messages, conversations, prompt or instruction; it has {', '.join(row)}. If one has "
-            f"another name, {advice}"
-        )
+    column = _column_of_messages(named, row, columns)
     messages = conversation(named, column)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:
         raise TuneError(f"{column} has only answers")
-    require_meaning(row, [column], Chat(messages), ignore)
+    content = Chat(messages)
+    require_meaning(row, [column], content, ignore)
+    return replace(content, tools=checked_tools(named.get("tools")))
+
+
+def _column_of_messages(named: Row, row: Row, columns: Mapping[str, str] | None) -> str:
+    """The column that holds a conversation. Raises TuneError if there is none."""
+    known = ("prompt", "messages", "conversations")
+    if column := next((name for name in known if named.get(name)), None):
+        return column
+    if empty := next((name for name in (*known, "instruction") if name in row), None):
+        raise TuneError(f"{empty} is null or empty; it must be a text or messages")
+    theirs = next((name for name in row if name.lower() in QUESTIONS), "its_name")
+    setting = f"say so: 'dataset.columns={{instruction: {theirs}}}' (a chat), or prompt (plain text)"
+    advice = "rename it: to prompt" if columns is None else setting
+    raise TuneError(
+        f"there is no messages, conversations, prompt or instruction; it has {', '.join(row)}. If one has "
+        f"another name, {advice}"
+    )
+
+
+def _render(content: Chat | Plain, tokenizer: Tokenizer, row: Row, index: int) -> Prompt:
+    """The tokens to which a model answers."""
+    if isinstance(content, Plain):
+        if not (tokens := [*tokenizer.prefix_ids, *tokenizer.encode(content.prompt)]):
+            raise TuneError("prompt is empty, and the tokenizer writes no BOS before it")
+        return Prompt(index, tokens, row)
     tokenizer.require_chat_template()
-    tools = checked_tools(named.get("tools"))
-    text = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True)
-    return Prompt(index, tokenizer.encode(text), row, messages, tools)
+    text = tokenizer.apply_chat_template(content.messages, tools=content.tools, add_generation_prompt=True)
+    return Prompt(index, tokenizer.encode(text), row, content.messages, content.tools)
 
 
 class PromptLoader:

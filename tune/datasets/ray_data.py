@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tune.datasets.samples import Chunk
+from tune.datasets.samples import Samples
 from tune.datasets.workers import CHUNK
 from tune.errors import TuneError
 from tune.lookup import needs
@@ -22,8 +22,8 @@ IN_FLIGHT = 2**28  # bytes that Ray Data may hold between reading and training, 
 
 
 def map_by_ray(
-    function: Callable[[list[Any]], Chunk], rows: Callable[[], Iterator[Any]], workers: int | None
-) -> Iterator[Chunk]:
+    function: Callable[[list[Any]], Samples], rows: Callable[[], Iterator[Any]], workers: int | None
+) -> Iterator[Samples]:
     """`function` of 64 of the `rows` at a time, in order; by `workers` tasks of Ray Data (None: one for each free
     CPU). They reserve none: the process that waits for their rows may have taken it, and both would wait for ever."""
     import ray
@@ -65,14 +65,14 @@ def require_ray() -> None:
         metadata.version("ray")  # without an import, which takes long
 
 
-def _result(function: Callable[[list[Any]], Chunk], rows: list[Any] | TuneError) -> Chunk | TuneError:
+def _result(function: Callable[[list[Any]], Samples], rows: list[Any] | TuneError) -> Samples | TuneError:
     try:
         return rows if isinstance(rows, TuneError) else function(rows)
     except TuneError as error:
         return error
 
 
-def for_all_processes(chunks: Callable[[int], Iterator[Chunk]], name: str) -> Callable[[int], Iterator[Chunk]]:
+def for_all_processes(chunks: Callable[[int], Iterator[Samples]], name: str) -> Callable[[int], Iterator[Samples]]:
     """`chunks` as an actor of Ray runs them, once for all processes of the process group: each gets all chunks, in one
     order. It ends with the process that makes it. All processes must call this.
 
@@ -98,7 +98,7 @@ def for_all_processes(chunks: Callable[[int], Iterator[Chunk]], name: str) -> Ca
     )  # fmt: skip
     actor, numbers = kind.remote(chunks, os.getcwd(), processes), count()
 
-    def read(start: int) -> Iterator[Chunk]:
+    def read(start: int) -> Iterator[Samples]:
         number = next(numbers)
         try:
             for index in count():
@@ -118,11 +118,11 @@ def for_all_processes(chunks: Callable[[int], Iterator[Chunk]], name: str) -> Ca
 class _Passes:
     """An actor that reads the source, again for each pass, and keeps a chunk until all processes have it."""
 
-    def __init__(self, chunks: Callable[[int], Iterator[Chunk]], folder: str, processes: int):
+    def __init__(self, chunks: Callable[[int], Iterator[Samples]], folder: str, processes: int):
         os.chdir(folder)
         self.chunks, self.processes = chunks, processes
         self.asked: dict[int, tuple[int, int]] = {}  # by rank the pass and the chunk
-        self.passes: dict[int, tuple[Iterator[Chunk], dict[int, Any]]] = {}
+        self.passes: dict[int, tuple[Iterator[Samples], dict[int, Any]]] = {}
 
     def chunk(self, rank: int, number: int, start: int, index: int) -> tuple[Any]:
         """A reference to the chunk, or to the TuneError in its place; to None behind the last one."""
@@ -139,7 +139,7 @@ class _Passes:
             self.passes[number] = self.chunks(start), {}
         source, held = self.passes[number]
         if index not in held:
-            found: Chunk | TuneError | None
+            found: Samples | TuneError | None
             try:
                 found = next(source, None)
             except TuneError as error:

@@ -1,21 +1,17 @@
 """Sets larger than the disk: tokenised, shuffled and packed while they are read."""
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from typing import TypeVar
 
 import numpy as np
 
 from tune.collators import Sample
 from tune.datasets.accounting import Accounting
 from tune.datasets.dataset import Dataset, permuted, renumbered
-from tune.datasets.samples import Chunk, in_memory
-from tune.datasets.workers import CHUNK
+from tune.datasets.samples import Samples, joined
+from tune.datasets.workers import CHUNK, ahead
 from tune.errors import TuneError
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -57,7 +53,7 @@ class Stream:
     validation = None  # nothing is held out
 
     def __init__(
-        self, chunks: Callable[[int], Iterator[Chunk]], name: str, max_seq_len: int, pack_to: int | None, window: int,
+        self, chunks: Callable[[int], Iterator[Samples]], name: str, max_seq_len: int, pack_to: int | None, window: int,
         fingerprint: str,
     ) -> None:  # fmt: skip
         """`chunks(n)` gives the samples of the source behind its first n rows, 64 rows a chunk; a window has so many
@@ -65,7 +61,7 @@ class Stream:
         self.chunks, self.name, self.fingerprint = chunks, name, fingerprint
         self.max_seq_len, self.pack_to = max_seq_len, pack_to
         self.chunks_of_window = -(-window // CHUNK)
-        self.seen = Accounting(f"{name}, rows read in this run", row_capacity=pack_to)
+        self.seen = Accounting(row_capacity=pack_to).with_source(f"{name}, rows read in this run")
         self.vocab_size: int | None = None
         self._windows = self._passes(Position())
         self._first: Window | None = next(self._windows)
@@ -91,7 +87,7 @@ class Stream:
         rows: list[tuple[list[Sample], np.int64, np.int64, np.int64]] = []
         for window, data in ahead(windows):
             drawn = 0
-            self.seen.add(data.accounting)
+            self.seen += data.accounting
             if (window.epoch, window.row) == (start.epoch, start.row) and start.fingerprint:
                 drawn = start.drawn
                 if data.fingerprint != start.fingerprint:
@@ -101,7 +97,7 @@ class Stream:
                     )
             order = permuted(len(data), seed, window.epoch, window.row)
             for at, index in enumerate(order[drawn:].tolist(), drawn + 1):
-                documents = [renumbered(each, window.samples) for each in data.row(index)]
+                documents = [renumbered(document, window.samples) for document in data.row(index)]
                 rows.append((documents, data.row_tokens[index], data.row_supervised[index], data.row_pairs[index]))
                 if len(rows) == number:
                     documents_of, *counts = zip(*rows, strict=True)
@@ -115,11 +111,10 @@ class Stream:
         row, samples = start.row, start.samples
         chunks = self.chunks(row)
         while (window := self._next_chunks(chunks)) or not row:
-            if row and not any(len(samples_of) for samples_of, _ in window):
+            if row and not any(map(len, window)):
                 return  # the end of the source, and nothing to learn from in it
             rows = f", streamed: rows {row + 1:,} to {row + CHUNK * len(window):,}" if window else ""
-            accounting = Accounting(f"{self.name}{rows}")
-            data = Dataset(in_memory(window, accounting), accounting, self.pack_to)
+            data = Dataset(joined(window, f"{self.name}{rows}"), self.pack_to)
             if self.vocab_size:
                 data.require_vocabulary(self.vocab_size)
             yield Position(start.epoch, row, samples), data
@@ -131,20 +126,11 @@ class Stream:
             yield from self.windows(start)
             start = Position(start.epoch + 1)
 
-    def _next_chunks(self, chunks: Iterator[Chunk]) -> list[Chunk]:
+    def _next_chunks(self, chunks: Iterator[Samples]) -> list[Samples]:
         """Those of a window; of more rows if there is nothing in them to learn from."""
-        window: list[Chunk] = []
+        window: list[Samples] = []
         while more := list(islice(chunks, self.chunks_of_window)):
             window += more
-            if any(len(samples) for samples, _ in more):
+            if any(map(len, more)):
                 break
         return window
-
-
-def ahead(items: Iterator[T]) -> Iterator[T]:
-    """Each item is made, in a thread, while the one before it is used."""
-    with ThreadPoolExecutor(1) as thread:
-        upcoming = thread.submit(next, items, None)
-        while (item := upcoming.result()) is not None:
-            upcoming = thread.submit(next, items, None)
-            yield item

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from tune.datasets.dataset import Dataset
+from tune.datasets.fit import CANNOT_BE_USED, FOR_TRAINING, FULLY_MASKED, HELD_OUT, LEFT_OUT, TOO_LONG
 from tune.datasets.remarks import COLUMN
-from tune.datasets.rows import CANNOT_BE_USED, FOR_TRAINING, FULLY_MASKED, HELD_OUT, LEFT_OUT, TOO_LONG
 from tune.tokenizers import Tokenizer
 
 LITTLE_LEARNED = 0.05  # of the tokens

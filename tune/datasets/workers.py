@@ -1,4 +1,4 @@
-"""A function over many items, in several processes, results in order."""
+"""A function over many items in several processes, results in order; and items that are made ahead in a thread."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
 from multiprocessing import get_context
@@ -57,6 +57,15 @@ def map_chunks(
         yield from map(function, chunks)
     for failure in failures:
         raise failure
+
+
+def ahead(items: Iterator[Item]) -> Iterator[Item]:
+    """Each item is made, in a thread, while the one before it is used."""
+    with ThreadPoolExecutor(1) as thread:
+        upcoming = thread.submit(next, items, None)
+        while (item := upcoming.result()) is not None:
+            upcoming = thread.submit(next, items, None)
+            yield item
 
 
 def _in_processes(

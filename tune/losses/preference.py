@@ -1,9 +1,8 @@
 """Losses that compare answers to a prompt: functions of the log-probs of whole answers.
 
 Each takes the better and the worse answers as `AnswerLogProbs`, `[pairs]` each, and returns a loss for every pair,
-`[pairs]`, in nats. Its `reward` is what the answers are worth to it, `[answers]`. `rows` is the kind of rows that it
-needs (`kind` of `tune.datasets.load`). Those with `needs_reference` compare the policy that is trained with a frozen
-reference.
+`[pairs]`, in nats; `KTO` takes answers that are good or bad. Its `reward` is what the answers are worth to it,
+`[answers]`. Those with `needs_reference` compare the policy that is trained with a frozen reference.
 
     policy = per_document(LogProbs()(hidden, weight, labels).log_probs, labels)  # one log-prob for each row
     answers = AnswerLogProbs(policy, reference)
@@ -21,9 +20,7 @@ from tune.errors import TuneError
 from tune.losses.supervised import require_vectors
 from tune.types import Fraction, NonNegativeFloat, PositiveFloat, checked
 
-KINDS = ("preferences", "labelled", "graded")  # of rows, see `tune.datasets.load`
 REQUIRED = {  # attributes that recipes read of a loss
-    "rows": f"the kind of rows that it learns from, one of {', '.join(KINDS)}",
     "needs_reference": "whether it compares with a reference, True or False",
     "reward": "a method reward(answers) that gives what answers are worth to it, [answers]",
 }
@@ -97,16 +94,11 @@ def compared(
 
 
 def require_attributes(loss_fn: Any, *names: str) -> None:
-    """Raise TuneError if a loss of a user's own lacks one of the attributes `names`, see `REQUIRED`, or has other
-    `rows` than there are."""
+    """Raise TuneError if a loss of a user's own lacks one of the attributes `names`, see `REQUIRED`."""
     kind = loss_fn if hasattr(loss_fn, "__name__") else type(loss_fn)
     for name in names:
         if not hasattr(loss_fn, name):
             raise TuneError(f"loss: {kind.__module__}.{kind.__name__} has no `{name}`. Add it: {REQUIRED[name]}")
-    if "rows" in names and loss_fn.rows not in KINDS:
-        raise TuneError(
-            f"loss: {kind.__module__}.{kind.__name__} has rows = {loss_fn.rows!r}; it must be one of {KINDS}"
-        )
 
 
 def of_pairs(loss_fn: Any, chosen: AnswerLogProbs, rejected: AnswerLogProbs) -> dict[str, Tensor]:
@@ -148,7 +140,7 @@ class DPO:
     `label_smoothing` (Rafailov et al. 2023; Mitchell 2023). `length_normalized` takes means over tokens; it wants a
     `beta` of about 5 (Meng et al. 2024)."""
 
-    rows, needs_reference = "preferences", True
+    needs_reference = True
 
     def __init__(self, beta: PositiveFloat = 0.1, label_smoothing: Fraction = 0.0, length_normalized: bool = False):
         self.beta, self.label_smoothing, self.length_normalized = beta, label_smoothing, length_normalized
@@ -166,7 +158,7 @@ class DPO:
 class IPO:
     """(m - 1 / (2 beta))^2, where m is the difference of the log-ratios, means over tokens (Azar et al. 2023)."""
 
-    rows, needs_reference = "preferences", True
+    needs_reference = True
 
     def __init__(self, beta: PositiveFloat = 0.1):
         self.beta = beta
@@ -184,7 +176,7 @@ class SimPO:
     """-log s(beta (a_w - a_l) - gamma), where a are means over tokens (Meng et al. 2024, whose gamma / beta is `gamma`
     divided by `beta` here)."""
 
-    rows, needs_reference = "preferences", False
+    needs_reference = False
 
     def __init__(self, beta: PositiveFloat = 2.0, gamma: NonNegativeFloat = 1.0):
         self.beta, self.gamma = beta, gamma
@@ -202,7 +194,7 @@ class CPO:
     """-log s(beta (l_w - l_l)) + nll * NLL_w, where l are sums and NLL_w is the mean over the chosen answer's tokens
     (Xu et al. 2024)."""
 
-    rows, needs_reference = "preferences", False
+    needs_reference = False
 
     def __init__(self, beta: PositiveFloat = 0.1, nll: NonNegativeFloat = 1.0):
         self.beta, self.nll = beta, nll
@@ -221,7 +213,7 @@ class ORPO:
     """NLL_w - beta log s(log odds_w - log odds_l), where odds = p / (1 - p) and log p is the mean over an answer's
     tokens (Hong et al. 2024)."""
 
-    rows, needs_reference = "preferences", False
+    needs_reference = False
 
     def __init__(self, beta: PositiveFloat = 0.1):
         self.beta = beta
@@ -241,7 +233,7 @@ class KTO:
     log-ratio and z = max(0, mean log-ratio of the global batch's prompts with answers to others) is a constant
     (Ethayarajh et al. 2024). Weigh the two so that together the good and the bad answers count about the same."""
 
-    rows, needs_reference = "labelled", True
+    needs_reference = True
 
     def __init__(
         self, beta: PositiveFloat = 0.1, desirable: NonNegativeFloat = 1.0, undesirable: NonNegativeFloat = 1.0

@@ -54,8 +54,6 @@ class BradleyTerry:
     the pair's margin (Ouyang et al. 2022; Touvron et al. 2023; `center`, about 0.01, keeps scores near zero: Eisenstein
     et al. 2023)."""
 
-    rows = "graded"
-
     def __init__(self, center: NonNegativeFloat = 0.0):
         self.center = center
 

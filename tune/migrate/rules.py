@@ -82,6 +82,8 @@ def preference_loss(run: Migration, key: str, value: str) -> None:
         run.said[key] = "same by default", "stage: kto has a loss of its own"
     else:
         run.convert(key, value, {"to": "loss._component_", "values": "preference_losses"}, re.match("", key), False)  # type: ignore[arg-type]
+        if value == "kto_pair":
+            run.set("dataset.kind", "labelled", key)
 
 
 def kd_ratio(run: Migration, key: str, value: float) -> None:

@@ -29,7 +29,8 @@ def subjects(cfg: DictConfig, model: Any) -> list[Subject]:
     if has_engine or (samples and (cfg.environment or "RewardModel" in f"{cfg.reward}")):
         raise TuneError("plan: of grpo neither environments, reward models nor other engines than ours are planned")
     loss_fn, chunk = instantiate(cfg.loss), cfg.memory.get("loss_chunk_tokens")
-    kind, log_probs = getattr(loss_fn, "rows", None), losses.LogProbs(chunk, cfg.sampling.temperature if samples else 1)
+    kind = _kind_of_rows(cfg)
+    log_probs = losses.LogProbs(chunk, cfg.sampling.temperature if samples else 1)
     top_k, frozen = cfg.get("teacher", {}).get("top_k"), list[Subject]()
     if "teacher" in cfg:
         head = losses.MostProbable(top_k, chunk_tokens=chunk) if top_k else losses.Teacher.head
@@ -156,6 +157,11 @@ def _chosen(cfg: DictConfig, logits: Tensor) -> Any:
     return choose(logits, torch.zeros(len(logits)), cfg.sampling.temperature, top_k, top_p, min_p)
 
 
+def _kind_of_rows(cfg: DictConfig) -> str | None:
+    """What is compared of rows, if they have answers to compare."""
+    return cfg.get("dataset", {}).get("kind")
+
+
 def full_rows(cfg: DictConfig, rows: int) -> Batch:
     """Rows of `max_seq_len` tokens, all supervised but the prompts of what is sampled, which groups share. Where
     answers are compared, each has two that share none. Labelled answers and mismatched ones are as long each, unless
@@ -168,7 +174,7 @@ def full_rows(cfg: DictConfig, rows: int) -> Batch:
         ids = [np.repeat([row // cfg.group_size, row], [cfg.max_prompt_len, new - 1]) for row in range(rows)]
         samples = [[Sample(each.astype(np.int32), labels, row, of_sample)] for row, each in enumerate(ids)]
         return collate(samples, cfg.max_seq_len if cfg.compile else None, EXAMPLES)
-    kind, k = getattr(instantiate(cfg.loss), "rows", None), cfg.get("teacher", {}).get("top_k")
+    kind, k = _kind_of_rows(cfg), cfg.get("teacher", {}).get("top_k")
     answers = 2 if kind else 1
     length = max(1, cfg.max_seq_len // (1 if kind == "labelled" and not cfg.packed else answers))
     documents = np.arange(answers * rows).repeat(length)[None]

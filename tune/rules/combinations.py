@@ -19,6 +19,12 @@ UNSUPPORTED = {
     "torch.nn.CrossEntropyLoss": "takes logits, which never exist as a whole. Use tune.losses.LinearCrossEntropy: the "
     "same of hidden states and the head's weight",
 }
+ROWS = {  # the kind of rows that a loss learns from
+    **dict.fromkeys([f"tune.losses.{name}" for name in ("DPO", "IPO", "SimPO", "CPO", "ORPO")], "preferences"),
+    "tune.losses.KTO": "labelled",
+    "tune.losses.BradleyTerry": "graded",
+    "tune.losses.LinearCrossEntropy": "supervised",
+}
 LOADED = ("tune.datasets.load", "tune.datasets.load_prompts", "tune.datasets.ray")
 
 
@@ -118,31 +124,31 @@ def _compares_with_nothing(run: Facts) -> bool:
     )
 
 
+def _learns_from_other_rows(run: Facts) -> bool:
+    kind = run("dataset.kind")
+    return bool(kind and ROWS.get(run("loss._component_"), kind) != kind)
+
+
 def _best(run: Facts) -> str:
     return str(run("checkpointer.keep_best", ""))
 
 
 def _other_loss(run: Facts) -> str:
-    """What is wrong with a loss that is of another kind than the recipe's: of preferences where the recipe has one of
-    tokens, scores where it has log-probs, or the reverse; "" if nothing is."""
+    """What is wrong with a loss that the recipe calls with other arguments: one of answers where the recipe has one of
+    tokens or scores, or the reverse; "" if nothing is."""
     component, usual = run("loss._component_"), run.usual("loss._component_")
     if not usual or component == usual:
         return ""
-    given, own = locate(component), locate(usual)
-    rows, usual_rows = getattr(given, "rows", None), getattr(own, "rows", None)
-    if (rows is None) != (usual_rows is None):
-        is_one = "is one" if rows else "is none"
-        return f"{component} {is_one} of preferences, unlike this recipe's, as {usual} is"
-    if rows is None:
-        problem = f"{component} is called with other values than {usual}, this recipe's: take one of its kind"
-        return "" if _is_called_like(given, own) else problem
-    of_scores, scored = not hasattr(given, "needs_reference"), not hasattr(own, "needs_reference")
-    if not scored and not of_scores and not hasattr(given, "reward"):
+    loss, own = locate(component), locate(usual)
+    is_of_answers, are_wanted = hasattr(loss, "needs_reference"), hasattr(own, "needs_reference")
+    if is_of_answers != are_wanted:
+        verb = "compares" if is_of_answers else "does not compare"
+        return f"{component} {verb} log-probs of answers, unlike this recipe's {usual}"
+    if is_of_answers and not hasattr(loss, "reward"):
         return f"{component} has no method reward(answers), which says what answers are worth to it"
-    if scored and of_scores and rows != usual_rows:
-        return f'{component} has rows = "{rows}": give it "{usual_rows}", as pairs have a margin here'
-    kind = "scores" if of_scores else "log-probs"
-    return f"{component} compares {kind}, unlike this recipe's {usual}" if of_scores != scored else ""
+    if not is_of_answers and not _is_called_like(loss, own):
+        return f"{component} is called with other values than {usual}, this recipe's: take one of its kind"
+    return ""
 
 
 def _is_called_like(component: Any, usual: Any) -> bool:
@@ -186,6 +192,11 @@ COMBINATIONS = [
          "the loss would be given other values than logits",
          lambda run: run.defaults and run("model._component_") == "tune.models.build"
          and run("model.head", "tokens") != run.usual("model.head", "tokens")),
+    rule("loss-of-other-rows", "loss._component_",
+         lambda run: f"{run('loss._component_')} learns from rows of dataset.kind={ROWS[run('loss._component_')]}, and "
+         f"that is {run('dataset.kind')}. Change one of them",
+         "the loss is called with what the rows have",
+         _learns_from_other_rows),
     rule("decay-of-more-than-a-weight", "optimizer.weight_decay",
          lambda run: f"optimizer.lr={run('optimizer.lr')} times {run('optimizer.weight_decay')} is more than 1: a step "
          "would take off more than a whole weight. Lower one of them",

@@ -4,7 +4,7 @@ import json
 from collections.abc import Collection
 from typing import Any
 
-from tune.datasets.formats.content import Row, require, shown
+from tune.datasets.parse.content import Row, require, shown
 from tune.errors import TuneError, explained
 from tune.lookup import did_you_mean
 from tune.tokenizers import Message

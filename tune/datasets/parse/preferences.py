@@ -2,25 +2,28 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from tune.datasets.formats.content import Answers, Chat, Content, Dropped, Plain, Row, Tokens, require
-from tune.datasets.formats.messages import checked_messages, checked_tools, conversation, question_of
+from tune.datasets.parse.content import Chat, Content, Dropped, Plain, Row, require
+from tune.datasets.parse.messages import checked_messages, checked_tools, conversation, question_of
 from tune.errors import TuneError
 from tune.tokenizers import common_prefix
 
 QUESTIONS = ("question", "instruction", "query", "problem", "input")
 
 
-def preference(row: Row) -> Answers:
+def preference(row: Row) -> list[Content]:
     """`chosen` and `rejected`: two strings, messages or lists of messages; `rejected` may be a list of several of them.
 
     `prompt` (a string or messages) comes before the answers. Without it, what both begin with is the prompt.
     """
     chosen, rejected = row["chosen"], row["rejected"]
     several = isinstance(rejected, list) and (not rejected or not isinstance(rejected[0], dict))
-    worse = {f"rejected[{index}]": each for index, each in enumerate(rejected)} if several else {"rejected": rejected}
+    worse = (
+        {f"rejected[{index}]": answer for index, answer in enumerate(rejected)} if several else {"rejected": rejected}
+    )
     answers = {"chosen": chosen, **(worse or {"rejected": None})}
     answers = {name: [answer] if isinstance(answer, dict) else answer for name, answer in answers.items()}
     for name, answer in answers.items():
@@ -33,44 +36,43 @@ def preference(row: Row) -> Answers:
     return _chats(row, [checked_messages(answer, name) for name, answer in answers.items()])
 
 
-def instructed(row: Row) -> Answers:
+def instructed(row: Row) -> list[Content]:
     """`instruction`, `chosen` and `rejected`: strings, as a chat of one turn; optional `input` (put behind the
     instruction) and `system`."""
     question, rejected = question_of(row), row["rejected"]
     require(question != "", "instruction", row["instruction"], "a string")
     several = rejected if isinstance(rejected, list) else [rejected]
-    for name, answer in (("chosen", row["chosen"]), *(("rejected", each) for each in several)):
+    for name, answer in (("chosen", row["chosen"]), *(("rejected", answer) for answer in several)):
         require(isinstance(answer, str | None), name, answer, "a string")
     chosen, *worse = (answer and [{"role": "assistant", "content": answer}] for answer in (row["chosen"], *several))
     return preference({**row, "prompt": question, "chosen": chosen, "rejected": worse})
 
 
-def graded(read: Callable[[Row], Answers]) -> Callable[[Row], Answers]:
-    """`read`'s format with an optional `margin`: by how much the better answer is better."""
+def graded(parse: Callable[[Row], list[Content]]) -> Callable[[Row], list[Content]]:
+    """A format of pairs with an optional `margin`: by how much the better answer is better."""
 
-    def read_graded(row: Row) -> Answers:
+    def parse_graded(row: Row) -> list[Content]:
         margin = row.get("margin")
         is_number = isinstance(margin, int | float | None) and not isinstance(margin, bool)
         require(is_number and math.isfinite(margin or 0), "margin", margin, "a finite number")
-        answers = read(row)
-        return Answers(answers.contents, [{**each, "margin": float(margin or 0)} for each in answers.columns])
+        answers = parse(row)
+        return [replace(answer, columns={**answer.columns, "margin": float(margin or 0)}) for answer in answers]
 
-    return read_graded
+    return parse_graded
 
 
-def labelled(read: Callable[[Row], Content]) -> Callable[[Row], Answers]:
-    """`read`'s format with a `label`: true or 1 for a good answer, false or 0 for a bad one (KTO)."""
+def labelled(parse: Callable[[Row], list[Content]]) -> Callable[[Row], list[Content]]:
+    """A format with a `label`: true or 1 for a good answer, false or 0 for a bad one (KTO)."""
 
-    def read_labelled(row: Row) -> Answers:
-        label, content = row["label"], read(row)
+    def parse_labelled(row: Row) -> list[Content]:
+        label, (content,) = row["label"], parse(row)
         is_right = label in (0, 1) and isinstance(label, bool | int)
         require(is_right, "label", label, "true (a good answer) or false (a bad one)")
-        assert not isinstance(content, Tokens)
         if isinstance(content, Chat):
             content = _answered(content, "messages")
-        return Answers([content], [{"label": int(label)}])
+        return [replace(content, columns={"label": int(label)})]
 
-    return read_labelled
+    return parse_labelled
 
 
 def _texts(row: Row, answers: list[str]) -> list[Plain]:
@@ -91,7 +93,7 @@ def _texts(row: Row, answers: list[str]) -> list[Plain]:
     return [Plain(prompt, answer) for answer in answers]
 
 
-def _chats(row: Row, answers: list[list[Any]]) -> Answers:
+def _chats(row: Row, answers: list[list[Any]]) -> list[Content]:
     prompt = row.get("prompt")
     if isinstance(prompt, str) and prompt:
         prompt = [{"role": "user", "content": prompt}]
@@ -115,5 +117,6 @@ def _answered(chat: Chat, place: str) -> Chat:
     return Chat(chat.messages, chat.tools, min(chat.prompt or last, last))
 
 
-def _compared(contents: list[Any]) -> Answers:
-    return Answers(contents, [{"answer": index} for index in range(len(contents))])
+def _compared(contents: Sequence[Chat | Plain]) -> list[Content]:
+    """Answers to one prompt, numbered: the better one is the first."""
+    return [replace(content, columns={"answer": index}) for index, content in enumerate(contents)]

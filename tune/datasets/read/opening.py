@@ -6,8 +6,8 @@ from itertools import islice
 from typing import Any
 
 from tune import rehearsal
-from tune.datasets.sources.data_files import File, choose_files, is_on_the_hub, place_at, require_train
-from tune.datasets.sources.readers import PlacedRows, numbered, read
+from tune.datasets.read.data_files import File, choose_files, is_on_the_hub, place_at, require_train
+from tune.datasets.read.readers import PlacedRows, numbered, rows_of
 from tune.datasets.user_functions import load_function
 from tune.errors import TuneError, explained
 
@@ -22,25 +22,25 @@ class Source:
     """
 
     name: str
-    read: Callable[[], PlacedRows]
+    rows: Callable[[], PlacedRows]
     take: int | None = None
     files: list[File] = field(default_factory=list)
     ignored_files: list[str] = field(default_factory=list)
 
     def __iter__(self) -> PlacedRows:
-        return islice(self.read(), self.take)
+        return islice(self.rows(), self.take)
 
     def rehearsed(self) -> "Source":
         """In a rehearsal, the first rows, of which it knows if they are not all."""
         rehearsed = rehearsal.current()
         if rehearsed is None or rehearsed.rows is None or (self.take or 1 << 62) <= rehearsed.rows:
             return self
-        if next(islice(self.read(), rehearsed.rows, None), None) is not None:
+        if next(islice(self.rows(), rehearsed.rows, None), None) is not None:
             rehearsed.cut.add(self.name)
         return replace(self, take=rehearsed.rows)
 
 
-def open_source(path: str, split: str = "train", subset: str | None = None, take: int | None = None) -> Source:
+def read(path: str, split: str = "train", subset: str | None = None, take: int | None = None) -> Source:
     """Rows of a file, a folder, a glob, a URL of these, a dataset on the hub, or `python:` and a generator function.
 
     Raises TuneError if there is no such thing, or if it has no such split.
@@ -56,12 +56,12 @@ def open_source(path: str, split: str = "train", subset: str | None = None, take
         require_train(path, split)
         function = load_function(path.removeprefix(FUNCTION), path)
         return Source(path, lambda: _generated(function, path), take)
-    found = place_at(path)
-    if (saved := found.saved_split(split)) is not None:
+    place = place_at(path)
+    if (saved := place.saved_split(split)) is not None:
         otherwise = "cannot be read as a saved dataset"
         return Source(path, lambda: _by_datasets("load_from_disk", otherwise, saved), take, place_at(saved).below())
-    files, ignored = choose_files(found, split)
-    return Source(path, lambda: (row for file in files for row in read(file)), take, files, ignored)
+    files, ignored = choose_files(place, split)
+    return Source(path, lambda: (row for file in files for row in rows_of(file)), take, files, ignored)
 
 
 def _generated(function: Callable[[], Any], path: str) -> PlacedRows:

@@ -1,11 +1,13 @@
-"""Which format a row has by its columns, and columns that say what no format of text can."""
+"""A row as what it says: which format it has by its columns, what that reads of it, and what it would leave out."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from json import dumps
+from typing import Any
 
-from tune.datasets.formats.content import Answers, Chat, Content, Dropped, Plain, Row
-from tune.datasets.formats.formats import Format
+from tune.datasets.parse.content import Chat, Content, Dropped, Plain, Row
+from tune.datasets.parse.formats import Format
 from tune.errors import TuneError
 from tune.lookup import did_you_mean
 
@@ -29,6 +31,11 @@ MEANINGS = {
     "label": "whether the answer is a good one or what class the text is of, for training on labels",
     **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "what is seen or heard beside the text"),
 }
+# Columns of these names belong to what is read or said, however short their text is.
+CONTENT = (
+    *("system", "system_prompt", "tools", "input", "context", "history"),
+    *("reasoning", "reasoning_content", "thinking"),
+)
 IMAGE = "<image>"  # stands in prompts where an image was
 NOTHING: tuple = (None, "", [], {})
 
@@ -53,10 +60,28 @@ def recognise(row: Row, columns: Mapping[str, str], place: str, formats: tuple[F
                 return format
     if len(fitting) == 1:
         wanted = " and ".join(columns.get(column, column) for column in fitting[0].columns)
-        found = f"format={fitting[0].name} needs the columns {wanted}; the row has {', '.join(row)}"
+        problem = f"format={fitting[0].name} needs the columns {wanted}; the row has {', '.join(row)}"
     else:
-        found = f"the columns {', '.join(row) or '(none)'} are none of the known formats: {_listed(fitting)}"
-    raise TuneError(f"{place}: {found}. {_advice(row, columns, fitting)}")
+        problem = f"the columns {', '.join(row) or '(none)'} are none of the known formats: {_listed(fitting)}"
+    raise TuneError(f"{place}: {problem}. {_advice(row, columns, fitting)}")
+
+
+def parse(row: Row, format: Format, columns: Mapping[str, str], ignore: Sequence[str] = ()) -> list[Content]:
+    """What a row of this format says: one content, or one for each of several answers to a prompt.
+
+    `columns` gives the data's names for the format's; `ignore` names columns that may be left out.
+
+    Raises:
+        Dropped: the row is of no use.
+        OtherMeaning: it has columns, or marks in a text, without which it says something else.
+        TuneError: it is a mistake.
+    """
+    row = renamed(row, format, columns)
+    contents = format.parse(row)
+    for content in contents:
+        require_meaning(row, format.columns, content, ignore)
+    unread = unread_texts(row, format, ignore)
+    return [replace(content, unread=unread) for content in contents] if unread else contents
 
 
 def require_columns(row: Row, columns: Mapping[str, str], known: Sequence[str], place: str) -> None:
@@ -88,34 +113,71 @@ def renamed(row: Row, format: Format, columns: Mapping[str, str]) -> Row:
 def require_meaning(row: Row, columns: Sequence[str], content: Content, ignore: Sequence[str]) -> None:
     """Raises OtherMeaning if beside the `columns` that are read there is one, or in a prompt a mark, that changes what
     the row says. `ignore` names those that may be left out."""
-    if not (found := [name for name in _other_meanings(row, content, columns) if name not in ignore]):
+    if not (left_out := [name for name in _other_meanings(row, content, columns) if name not in ignore]):
         return
-    what = dict.fromkeys(MEANINGS.get(name, "where an image is, which a model of text does not see") for name in found)
+    what = dict.fromkeys(
+        MEANINGS.get(name, "where an image is, which a model of text does not see") for name in left_out
+    )
     raise OtherMeaning(
-        f"the row has {' and '.join(found)} beside {' and '.join(columns)}: {'; '.join(what)}. It would be left "
-        f"out: if that is meant, set '{_ignored(found)}'. If only some rows are so, leave these rows out: "
+        f"the row has {' and '.join(left_out)} beside {' and '.join(columns)}: {'; '.join(what)}. It would be left "
+        f"out: if that is meant, set '{_ignored(left_out)}'. If only some rows are so, leave these rows out: "
         "dataset.filter=my_data.is_wanted"
     )
 
 
+def unread_texts(row: Row, format: Format, ignore: Sequence[str]) -> dict[str, list[str]]:
+    """The texts of each column that the format does not read although it holds text of its own, by the column's name.
+    Texts that have in them all that is read (as Alpaca's `text` has) do not count; `ignore` names columns to leave
+    out."""
+    read = (*format.columns, *format.optional)
+    others = {name: [*_texts(value)] for name, value in row.items() if name not in read and name not in ignore}
+    others = {name: texts for name, texts in others.items() if texts and (name in CONTENT or any(map(is_long, texts)))}
+    if not others:
+        return {}
+    known = [text for name in read for text in _texts(row.get(name))]
+    if sum(map(len, known)) < 20:  # shorter ones are in many a text
+        return others
+    return {name: [text for text in texts if not all(part in text for part in known)] for name, texts in others.items()}
+
+
+def is_long(text: str) -> bool:
+    """Eight words, or twenty characters of a script without spaces."""
+    return text.count(" ") >= 7 or len(text[:200].encode(errors="ignore")) - len(text[:200]) >= 40
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The strings in a value that say something."""
+    if isinstance(value, str) and value:
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from _texts(item) if name not in ("role", "from", "type") else ()
+
+
 def _other_meanings(row: Row, content: Content, columns: Sequence[str]) -> list[str]:
-    found = [name for name in MEANINGS if row.get(name) not in NOTHING and name not in columns]
+    names = [name for name in MEANINGS if row.get(name) not in NOTHING and name not in columns]
     if isinstance(content, Plain):
         prompts = [content.prompt]
     else:
         messages = content.messages if isinstance(content, Chat) else []
         prompts = [message.get("content") or "" for message in messages if message["role"] != "assistant"]
-    return [*found, IMAGE] if any(IMAGE in prompt for prompt in prompts) else found
+    return [*names, IMAGE] if any(IMAGE in prompt for prompt in prompts) else names
 
 
 def _advice(row: Row, columns: Mapping[str, str], formats: Iterable[Format]) -> str:
     """What to do about a row that has none of the formats: of what is known to help, what can be read so."""
     if "label" in row and all("chosen" in format.columns for format in formats):
-        return "loss._component_=tune.losses.KTO learns from answers with a label, in preference_finetune"
+        settings = "loss._component_=tune.losses.KTO dataset.kind=labelled"
+        return f"preference_finetune learns from answers with a label: {settings}"
     chats_first = sorted(formats, key=lambda format: not format.is_chat)
     if ways := [way for format in chats_first if (way := _renaming(row, columns, format))]:
-        pairs = "preference_finetune and reward_finetune learn from pairs. " * ({"chosen", "rejected"} <= row.keys())
-        return f"{pairs}Say which is which: {', or '.join(ways)}"
+        advice = f"Say which is which: {', or '.join(ways)}"
+        if {"chosen", "rejected"} <= row.keys():
+            advice = f"preference_finetune and reward_finetune learn from pairs. {advice}"
+        return advice
     for name, value in row.items():
         if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
             if "role" in value[0] and all("chosen" in format.columns for format in formats):
@@ -139,8 +201,7 @@ def _renaming(row: Row, columns: Mapping[str, str], format: Format) -> str | Non
     is_chat = format.is_chat
     try:
         read = renamed(row, format, mapping)
-        content = format.read(read)
-        content = content.contents[0] if isinstance(content, Answers) else content
+        content, *_ = format.parse(read)
         is_chat = isinstance(content, Chat)
         if isinstance(content, Chat) and content.messages[0]["role"] == "assistant":
             return None  # an answer, whose question is in another column

@@ -1,7 +1,8 @@
 """What a row can say: a conversation, a text, or tokens."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from tune.errors import TuneError
@@ -11,8 +12,17 @@ Row = dict[str, Any]
 """A row of a file: values by column."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Said:
+    """What a content has whatever it is: the `columns` by which a method compares answers, and by its name the `unread`
+    texts of each column that the format does not read."""
+
+    columns: Mapping[str, float] = field(default_factory=dict)
+    unread: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
-class Chat:
+class Chat(_Said):
     """A conversation; its first `prompt` messages are read and not learned, as are those with `train: false`."""
 
     messages: list[Message]
@@ -21,7 +31,7 @@ class Chat:
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
+class Plain(_Said):
     """A text that continues a prompt, which may be empty, without BOS and EOS. The text is learned."""
 
     prompt: str
@@ -29,19 +39,11 @@ class Plain:
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class Tokens(_Said):
     """Token ids, and for each the same id if it is learned or -100."""
 
     ids: list[int]
     labels: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Answers:
-    """Answers to one prompt, and the columns of each, by which a method compares them."""
-
-    contents: list[Chat | Plain]
-    columns: list[dict[str, float]]
 
 
 class Dropped(Exception):

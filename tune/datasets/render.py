@@ -1,9 +1,13 @@
-"""What is learned of a row's content: text with the spans to learn, and that as tokens with labels."""
+"""Step 3: `render(conversation, tokenizer, ...)` gives tokens and labels.
+
+A content becomes text with the spans that are learned (`as_text`), and that becomes tokens with labels (`labelled`).
+Between the two, the texts of many rows are tokenized together.
+"""
 
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal, cast
 
@@ -11,8 +15,8 @@ import numpy as np
 from tokenizers import Encoding
 
 from tune.collators import IGNORE, Sample
-from tune.datasets.formats.content import Chat, Content, Plain, Tokens
-from tune.datasets.formats.messages import ROLES, checked_messages, is_empty_answer
+from tune.datasets.parse.content import Chat, Content, Dropped, Plain, Tokens
+from tune.datasets.parse.messages import ROLES, checked_messages, is_empty_answer
 from tune.errors import TuneError
 from tune.tokenizers import Message, Span, Tokenizer, around_content, require_ours, require_unicode
 from tune.types import checked
@@ -21,14 +25,13 @@ TrainOn = Literal["assistant", "all", "last"] | list[Literal["system", "develope
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
-    """A row's content as text, with the character spans to learn."""
+class Example:
+    """A content as one sample, however long; `ends` says whether its last learned message ends a turn."""
 
     content: Content
-    text: str = ""
-    spans: Sequence[Span] = ()
+    sample: Sample
+    ends: bool = True
     remarks: Sequence[str] = ()
-    columns: Mapping[str, float] = field(default_factory=dict)
 
 
 def learned_roles(train_on: TrainOn) -> Iterable[str]:
@@ -57,70 +60,80 @@ def tokenize_conversation(
     tokenizer.require_chat_template()
     chat = Chat(checked_messages([*messages], "messages"), tools)
     train_on = train_on if isinstance(train_on, str) else [*train_on]
-    return sample_of(chat, tokenizer, train_on, train_on_end_of_turn)
+    return render(chat, tokenizer, train_on, train_on_end_of_turn)
 
 
-def sample_of(content: Content, tokenizer: Tokenizer, train_on: TrainOn, train_on_end_of_turn: bool) -> Sample:
-    """One content as one sample, however long."""
-    content = flagged(content, train_on) if isinstance(content, Chat) else content
-    draft = rendered(content, tokenizer, train_on)
-    (encoding,) = tokenizer.encode_with_offsets([draft.text])
-    return labelled(draft, encoding, tokenizer, train_on_end_of_turn)
+def render(content: Content, tokenizer: Tokenizer, train_on: TrainOn, train_on_end_of_turn: bool) -> Sample:
+    """The tokens and labels of one content, however long."""
+    content = flagged(content, train_on)
+    text, spans = as_text(content, tokenizer, train_on)
+    (encoding,) = tokenizer.encode_with_offsets([text])
+    return labelled(content, text, spans, encoding, tokenizer, train_on_end_of_turn)
 
 
-def flagged(chat: Chat, train_on: TrainOn) -> Chat:
-    """The conversation with `train` in every message: the message's own, or what `train_on` says. An answer without
+def flagged(content: Content, train_on: TrainOn) -> Content:
+    """A conversation with `train` in every message: the message's own, or what `train_on` says. An answer without
     content is not learned unless the message, or `all`, says so: the model would learn to say nothing."""
+    if not isinstance(content, Chat):
+        return content
     roles = learned_roles(train_on)
-    said = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
+    said = [index for index, message in enumerate(content.messages) if message["role"] == "assistant"]
     messages = []
-    for index, message in enumerate(chat.messages):
+    for index, message in enumerate(content.messages):
         learned = message["role"] in roles and (train_on != "last" or index == said[-1])
         train = message.get("train", learned and (train_on == "all" or not is_empty_answer(message)))
-        train = train and (index >= chat.prompt or train_on == "all")
+        train = train and (index >= content.prompt or train_on == "all")
         messages.append({**message, "train": train})
-    return replace(chat, messages=messages)
+    return replace(content, messages=messages)
 
 
-def rendered(content: Content, tokenizer: Tokenizer, train_on: TrainOn) -> Draft:
-    """The text of a content whose messages are flagged. Raises TuneError for text that is none."""
+def require_learned(content: Content) -> None:
+    """Raises Dropped if no message of a flagged conversation is learned."""
+    if not isinstance(content, Chat) or any(message["train"] for message in content.messages):
+        return
+    answers = [message for message in content.messages[content.prompt :] if message["role"] == "assistant"]
+    if not answers:
+        raise Dropped("no assistant message")
+    raise Dropped("empty answer" if all(map(is_empty_answer, answers)) else "no message to learn")
+
+
+def as_text(content: Content, tokenizer: Tokenizer, train_on: TrainOn) -> tuple[str, list[Span]]:
+    """The text of a flagged content, and the character spans that are learned. Raises TuneError for text that is no
+    Unicode."""
     if isinstance(content, Chat):
         text, spans = learned_text(content, tokenizer, whole=train_on == "all")
     elif isinstance(content, Plain):
         text, border = content.prompt + content.text, len(content.prompt)
         roles = learned_roles(train_on)
-        spans = [(0, border)] * ("user" in roles) + [(border, len(text))] * ("assistant" in roles)
+        parts = {"user": (0, border), "assistant": (border, len(text))}
+        spans = [span for role, span in parts.items() if role in roles]
     else:
         text, spans = "", []
     require_unicode(text)
-    return Draft(content, text, spans)
+    return text, spans
 
 
-def labelled(draft: Draft, encoding: Encoding, tokenizer: Tokenizer, train_on_end_of_turn: bool) -> Sample:
-    """The tokens of a draft, whose text `encoding` is, with their labels; a plain text gets BOS and EOS."""
-    if isinstance(draft.content, Tokens):
-        tokens, targets = (np.array(ids, dtype=np.int32) for ids in (draft.content.ids, draft.content.labels))
+def labelled(
+    content: Content, text: str, spans: Sequence[Span], encoding: Encoding, tokenizer: Tokenizer,
+    train_on_end_of_turn: bool,
+) -> Sample:  # fmt: skip
+    """The tokens of a text, which are `encoding`, with the labels of the `spans`; a plain text gets BOS and EOS."""
+    if isinstance(content, Tokens):
+        tokens, targets = (np.array(ids, dtype=np.int32) for ids in (content.ids, content.labels))
         return Sample(tokens, np.append(targets[1:], np.int32(IGNORE)))
     ids, prefix, places = encoding.ids, [], range(len(encoding))
     # Few are asked for, and `offsets`, which are all of them, take as long as rendering the text.
     span = cast(Callable[[int], Span], encoding.token_to_chars)
-    is_plain = isinstance(draft.content, Plain)
+    is_plain = isinstance(content, Plain)
     if is_plain:
-        prefix = tokenizer.prefix_ids
-        prefix = prefix if ids[: len(prefix)] != prefix else []  # the text has it already
-        if ids[-1:] != [tokenizer.eos_id]:
-            if tokenizer.eos_id is None:
-                raise TuneError(
-                    f"the tokenizer in {tokenizer.path} names no eos_token, and a model learns from it where a text "
-                    "ends: set eos_token in tokenizer_config.json"
-                )
-            ids = [*ids, tokenizer.eos_id]
+        prefix = [] if ids[: len(tokenizer.prefix_ids)] == tokenizer.prefix_ids else tokenizer.prefix_ids
+        ids = _with_eos(ids, tokenizer)
     tokens = np.array(prefix + ids, dtype=np.int32)
     labels = np.full(len(tokens), IGNORE, dtype=np.int32)
-    for start, end in draft.spans:
+    for start, end in spans:
         first = max(1, bisect_right(places, start, key=lambda place: span(place)[1]) + len(prefix))
         last = bisect_left(places, end, key=lambda place: span(place)[0]) + len(prefix)
-        if is_plain and end == len(draft.text):
+        if is_plain and end == len(text):
             last = len(tokens)  # EOS
         if not train_on_end_of_turn:
             last = _before_end_of_turn(tokens, first, last, tokenizer)
@@ -129,12 +142,23 @@ def labelled(draft: Draft, encoding: Encoding, tokenizer: Tokenizer, train_on_en
     return Sample(tokens, labels)
 
 
-def shares_a_token(draft: Draft, encoding: Encoding) -> bool:
+def _with_eos(ids: list[int], tokenizer: Tokenizer) -> list[int]:
+    if ids[-1:] == [tokenizer.eos_id]:
+        return ids
+    if tokenizer.eos_id is None:
+        raise TuneError(
+            f"the tokenizer in {tokenizer.path} names no eos_token, and a model learns from it where a text "
+            "ends: set eos_token in tokenizer_config.json"
+        )
+    return [*ids, tokenizer.eos_id]
+
+
+def shares_a_token(content: Content, encoding: Encoding) -> bool:
     """Whether a plain prompt ends inside the token that the answer begins with. The model then learns the answer after
     other tokens than those of the prompt alone, which it is asked with."""
-    if not isinstance(draft.content, Plain) or not draft.content.prompt or not draft.content.text:
+    if not isinstance(content, Plain) or not content.prompt or not content.text:
         return False
-    border = len(draft.content.prompt)
+    border = len(content.prompt)
     token = encoding.char_to_token(border)
     span = None if token is None else encoding.token_to_chars(token)
     return span is not None and span[0] < border

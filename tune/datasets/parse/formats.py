@@ -1,4 +1,4 @@
-"""The formats of rows, each one function from a row to its content.
+"""The formats of rows, each one function from a row to what it says.
 
 A function raises Dropped for a row of no use, and TuneError where the row is a mistake.
 """
@@ -8,35 +8,35 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from tune.collators import IGNORE
-from tune.datasets.formats.content import Answers, Chat, Content, Dropped, Plain, Row, Tokens, require, shown
-from tune.datasets.formats.messages import checked_messages, checked_tools, conversation, is_empty_answer, question_of
-from tune.datasets.formats.preferences import graded, instructed, labelled, preference
+from tune.datasets.parse.content import Chat, Content, Dropped, Plain, Row, Tokens, require, shown
+from tune.datasets.parse.messages import checked_messages, checked_tools, conversation, is_empty_answer, question_of
+from tune.datasets.parse.preferences import graded, instructed, labelled, preference
 from tune.errors import TuneError
 
 
-def chat(row: Row, column: str = "messages") -> Content:
+def chat(row: Row, column: str = "messages") -> list[Content]:
     """`messages` as OpenAI and Hugging Face have them, optional `tools` and `system`."""
     if row[column] in (None, "", "[]", []):
         raise Dropped(f"empty {column}")
-    return Chat(conversation(row, column), checked_tools(row.get("tools")))
+    return [Chat(conversation(row, column), checked_tools(row.get("tools")))]
 
 
-def sharegpt(row: Row) -> Content:
+def sharegpt(row: Row) -> list[Content]:
     """`conversations` of `from` and `value`, optional `tools` and `system`."""
     return chat(row, "conversations")
 
 
-def alpaca(row: Row) -> Content:
+def alpaca(row: Row) -> list[Content]:
     """`instruction` and `output`, optional `input` (put behind the instruction) and `system`: a chat of one turn."""
     require(isinstance(row["output"], str | None), "output", row["output"], "a string")
     question = question_of(row)
     if not (question and row["output"]):
         raise Dropped("empty instruction" if row["output"] else "empty output")
     turn = [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]
-    return Chat(conversation({**row, "messages": turn}, "messages"))
+    return [Chat(conversation({**row, "messages": turn}, "messages"))]
 
 
-def prompt_completion(row: Row) -> Content:
+def prompt_completion(row: Row) -> list[Content]:
     """`prompt` and `completion`: two strings, or two lists of messages (optional `tools`)."""
     prompt, answer = row["prompt"], row["completion"]
     if answer is None or answer in ("", []):
@@ -45,22 +45,22 @@ def prompt_completion(row: Row) -> Content:
         before, behind = checked_messages(prompt, "prompt"), checked_messages(answer, "completion")
         if all(map(is_empty_answer, behind)):
             raise Dropped("empty completion")
-        return Chat(before + behind, checked_tools(row.get("tools")), prompt=len(before))
+        return [Chat(before + behind, checked_tools(row.get("tools")), prompt=len(before))]
     for name, value in (("prompt", prompt), ("completion", answer)):
         kind = "a string, as prompt and completion are two strings or two lists of messages"
         require(isinstance(value, str), name, value, kind)
-    return Plain(prompt, answer)
+    return [Plain(prompt, answer)]
 
 
-def text(row: Row) -> Content:
+def text(row: Row) -> list[Content]:
     """`text`: one string, learned from beginning to end."""
     require(isinstance(row["text"], str | None), "text", row["text"], "a string")
     if not row["text"]:
         raise Dropped("empty text")
-    return Plain("", row["text"])
+    return [Plain("", row["text"])]
 
 
-def tokens(row: Row) -> Content:
+def tokens(row: Row) -> list[Content]:
     """`input_ids` with `labels` (the same ids, -100 where nothing is learned: not shifted), or with masks of 1 and 0:
     `completion_mask`, `assistant_masks`; alone they are learned throughout. `attention_mask` 0 is padding."""
     ids = _ids(row, "input_ids")
@@ -84,7 +84,7 @@ def tokens(row: Row) -> Content:
         labels = [label if on else IGNORE for label, on in zip(labels, mask, strict=True)]
     if "attention_mask" in columns:
         ids, labels = _without_padding(ids, labels, columns["attention_mask"])
-    return Tokens(ids, labels)
+    return [Tokens(ids, labels)]
 
 
 LEARNED = ("completion_mask", "assistant_masks")
@@ -93,10 +93,10 @@ MASKS = ("attention_mask", *LEARNED)
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """`read` wants the `columns`, and looks into the `optional` ones."""
+    """`parse` wants the `columns`, and looks into the `optional` ones. It gives one content, or one for each answer."""
 
     name: str
-    read: Callable[[Row], Content | Answers]
+    parse: Callable[[Row], list[Content]]
     columns: tuple[str, ...]
     optional: tuple[str, ...] = ()
     is_chat: bool = False
@@ -117,10 +117,7 @@ PREFERENCES = (
     Format("instruction_preference", instructed, ("instruction", "chosen", "rejected"), ("input", "system"), True),
     Format("preference", preference, ("chosen", "rejected"), ("prompt", "system", "tools")),
 )
-GRADED = tuple(
-    replace(each, read=graded(each.read), optional=(*each.optional, "margin"))  # type: ignore[arg-type]
-    for each in PREFERENCES
-)
+GRADED = tuple(replace(pairs, parse=graded(pairs.parse), optional=(*pairs.optional, "margin")) for pairs in PREFERENCES)
 LABELLED = (
     Format("labelled_completion", labelled(prompt_completion), ("prompt", "completion", "label"), ("tools",)),
     Format("labelled_chat", labelled(chat), ("messages", "label"), ("tools", "system"), is_chat=True),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
-from tune.datasets.sources.data_files import File
+from tune.datasets.read.data_files import File
 from tune.errors import TuneError, explained
 
 PlacedRows = Iterator[tuple[str, Any]]
@@ -24,7 +24,7 @@ BLANKS = b"\xef\xbb\xbf \t\r\n"
 WRAPPERS = ("data", "rows", "examples", "samples", "instances", "records", "items")  # of the list of rows in an object
 
 
-def read(file: File) -> PlacedRows:
+def rows_of(file: File) -> PlacedRows:
     """The file's rows, each with its place. Raises TuneError, with the line where there are lines, if it is damaged."""
     with explained(f"{file.path} cannot be read", OSError, EOFError, zlib.error, lzma.LZMAError):
         with file.filesystem.open(file.path, "rb") as stream:

@@ -1,0 +1,92 @@
+"""All rows of a source through the four steps, 64 rows a chunk."""
+
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import chain, islice
+from typing import Any
+
+from tune.datasets.accounting import NAMES_SHOWN, Accounting
+from tune.datasets.cache import TELL
+from tune.datasets.fit import CANNOT_BE_USED
+from tune.datasets.parse.columns import recognise
+from tune.datasets.parse.formats import FORMATS
+from tune.datasets.ray_data import map_by_ray
+from tune.datasets.read.opening import Source
+from tune.datasets.rows import RowReader
+from tune.datasets.samples import Samples
+from tune.datasets.user_functions import load_function
+from tune.datasets.workers import map_chunks
+from tune.errors import TuneError
+from tune.secrets import without_secrets
+
+TRUSTED = 1000  # rows from which on the share of bad ones is trusted
+
+
+def chunks_of(
+    source: Source, reader: RowReader, workers: int | None, start: int | None = None, by_ray: bool = False
+) -> Iterator[Samples]:
+    """The samples of the source's rows, of a stream of those behind the first `start`.
+
+    The very first row decides the format where none is given. Raises TuneError when too many rows cannot be used: of
+    all, or of those read so far from 1,000 on. If none may be so, five of them are enough, or the first one in a
+    stream.
+    """
+    rows, peeked = iter(source), []
+    ignored_columns: list[str] = []
+    for place, row in rows:
+        peeked.append((place, row))
+        if isinstance(row, dict):
+            reader, ignored_columns = _for_rows_like(row, place, reader)
+            break
+    samples_of = partial(reader.samples, ignored_columns=ignored_columns)
+    if by_ray:
+        chunks = map_by_ray(samples_of, lambda: islice(source, start, None), workers)
+    else:
+        chunks = map_chunks(samples_of, islice(chain(peeked, rows), start, None), workers)
+    counted, most = Accounting(), reader.max_bad_share
+    for chunk in chunks:
+        counted += chunk.accounting
+        enough = counted.rows >= TRUSTED if most else start is not None or len(counted.mistakes) == NAMES_SHOWN
+        if enough:
+            _require_few_bad_rows(counted, most, source.name, "the first ")
+        yield chunk
+    _require_few_bad_rows(counted, most, source.name)
+
+
+def announced(chunks: Iterable[Samples], source: str) -> Iterator[Samples]:
+    """Prints the number of rows every ten seconds."""
+    rows, start = 0, time.monotonic()
+    last = start
+    for chunk in chunks:
+        yield chunk
+        rows, now = rows + chunk.accounting.rows, time.monotonic()
+        if now - last >= TELL:
+            last = now
+            speed = f"{rows / (now - start):,.0f} rows a second"
+            print(f"preparing {without_secrets(source)}: {rows:,} rows, {speed}", file=sys.stderr, flush=True)
+
+
+def _require_few_bad_rows(counted: Accounting, max_bad_share: float, name: str, which: str = "") -> None:
+    bad = counted.dropped[CANNOT_BE_USED]
+    if bad > max_bad_share * counted.rows:
+        share = f", more than max_bad_share={max_bad_share}" if max_bad_share else ""
+        problem = f"{name}: {bad:,} of {which}{counted.rows:,} rows cannot be used{share}:"
+        raise TuneError("\n  ".join([problem, *counted.mistakes]))
+
+
+def _for_rows_like(row: dict[str, Any], place: str, reader: RowReader) -> tuple[RowReader, list[str]]:
+    """The reader for the format that a row has, and the columns of the row that it does not read."""
+    if isinstance(reader.format, str):
+        load_function(reader.format, "format")
+        if reader.columns:
+            raise TuneError(f"columns: {reader.format} gives the columns of a format itself; remove columns")
+        return reader, []
+    format = recognise(row, reader.columns, place, (reader.format,) if reader.format else FORMATS[reader.kind])
+    if format.is_chat:
+        reader.tokenizer.require_chat_template()
+    used = {reader.columns.get(column, column) for column in (*format.columns, *format.optional)}
+    used |= {*reader.extra_columns}
+    return replace(reader, format=format), [name for name in row if name not in used]

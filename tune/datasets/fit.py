@@ -1,0 +1,215 @@
+"""Step 4: `fit(examples, max_len, ...)` gives the samples of a row that fit, or the reason why it is dropped.
+
+A conversation that is too long ends behind a message, as the chat template writes it there: `again` renders it so. That
+is the only step back on the way of a row.
+"""
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from tune.collators import IGNORE, Sample
+from tune.datasets.parse.content import Chat, Content, Dropped, Plain
+from tune.datasets.render import Example
+from tune.errors import TuneError
+
+# Why rows are dropped, beside what `Dropped` says of a format's rows.
+CANNOT_BE_USED = "cannot be used"
+FULLY_MASKED = "fully masked"
+TOO_LONG = "longer than max_seq_len"
+HELD_OUT = "held out for validation"
+FOR_TRAINING = "left for training"
+LEFT_OUT = "left out by "  # a function of the user's
+
+TooLong = Literal["truncate", "drop", "split", "error"]
+Render = Callable[[Chat], Sample]
+"""Gives the tokens and labels of a conversation, however long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one row: samples, or the reason why it was dropped. `mistake` says why it cannot be used."""
+
+    samples: Sequence[Sample] = ()
+    dropped: str | None = None
+    mistake: str | None = None
+    cut: int = 0  # tokens that were cut off
+    clipped: bool = False  # inside what is learned: the end of an answer is missing
+    ends: bool = True  # the token that ends a turn or a text is learned
+    remarks: Sequence[str] = ()  # no mistakes, but seldom meant
+    needs: int = 0  # tokens before the first learned one, where all of these were cut off
+
+
+def fit(
+    examples: Sequence[Example], max_len: int, too_long: TooLong | None, again: Render, prefix: list[int], place: str
+) -> Outcome:
+    """What becomes of a row: its one example, or its answers to one prompt.
+
+    Answers are a group, named by the row's `place`, which has `max_len` tokens together: if it is longer, its longest
+    samples are cut to one length, and if one of them is of no use the row is dropped. `too_long` None splits texts and
+    truncates all else. `prefix` begins each piece of a text that begins with it.
+
+    Raises:
+        Dropped: the row is of no use.
+        TuneError: the row is too long, and `too_long` is "error".
+    """
+    lengths = [len(example.sample.tokens) for example in examples]
+    limit = max_len
+    if (total := sum(lengths)) > max_len:
+        if too_long == "drop":
+            raise Dropped(TOO_LONG)
+        if too_long == "error":
+            raise TuneError(f"the row has {total:,} tokens, which is more than max_seq_len={max_len}")
+        limit = _shared_limit(lengths, max_len)
+    outcomes = [_fit_one(example, limit, too_long, again, prefix) for example in examples]
+    return outcomes[0] if len(outcomes) == 1 else _group(outcomes, place)
+
+
+def fit_sample(sample: Sample, max_len: int) -> Outcome:
+    """A ready sample, cut at its end if it is longer than `max_len`; dropped if nothing is learned in it then."""
+    return _learned(_start(sample, max_len) if len(sample.tokens) > max_len else Outcome([sample]), sample)
+
+
+def fit_group(samples: Sequence[Sample], limits: Sequence[int]) -> list[Outcome]:
+    """What becomes of the ready samples of a group, each with its limit: if one is dropped, all are."""
+    outcomes = [fit_sample(sample, limit) for sample, limit in zip(samples, limits, strict=True)]
+    reason = next((outcome.dropped for outcome in outcomes if outcome.dropped), None)
+    if reason is None or len(outcomes) == 1:
+        return outcomes
+    dropped = Outcome(dropped=f"of a group with one that is {reason}")
+    return [outcome if outcome.dropped else dropped for outcome in outcomes]
+
+
+def _shared_limit(lengths: Sequence[int], max_len: int) -> int:
+    """The length to which the longest of a group are cut, so that all have `max_len` together."""
+    left, limit = max_len, 0
+    for number, length in enumerate(sorted(lengths)):
+        limit = left // (len(lengths) - number)
+        left -= min(length, limit)
+    return limit
+
+
+def _group(outcomes: list[Outcome], place: str) -> Outcome:
+    """What becomes of a row of several answers, which are compared."""
+    if dropped := [outcome for outcome in outcomes if outcome.dropped]:
+        return replace(dropped[0], needs=len(outcomes) * dropped[0].needs)
+    samples = [outcome.samples[0] for outcome in outcomes]
+    if any(np.array_equal(samples[0].tokens, sample.tokens) for sample in samples[1:]):
+        is_cut = any(outcome.cut for outcome in outcomes)
+        raise Dropped("chosen equal to rejected as far as they fit" if is_cut else "chosen equal to rejected")
+    group = int.from_bytes(hashlib.blake2b(place.encode(), digest_size=7).digest(), "big")
+    samples = [replace(sample, columns={**sample.columns, "group": group}) for sample in samples]
+    return replace(_joined(outcomes), samples=samples)
+
+
+def _fit_one(example: Example, max_len: int, too_long: TooLong | None, again: Render, prefix: list[int]) -> Outcome:
+    content, whole = example.content, example.sample
+    if too_long is None:
+        too_long = "split" if isinstance(content, Plain) and not content.prompt else "truncate"
+    if len(whole.tokens) <= max_len:
+        pieces = Outcome([whole])
+    elif too_long != "split":
+        pieces = _truncated(content, whole, max_len, again)
+    elif isinstance(content, Chat):
+        pieces = _split_between_turns(content, max_len, again)
+    else:
+        pieces = _split_anywhere(whole, max_len, prefix)
+    outcome = _learned(pieces, whole)
+    samples = [replace(sample, columns=content.columns) for sample in outcome.samples]
+    return replace(outcome, samples=samples, remarks=example.remarks, ends=bool(pieces.cut) or example.ends)
+
+
+def _truncated(content: Content, whole: Sample, max_len: int, again: Render) -> Outcome:
+    """What fits: a conversation up to its last learned message that does, if there is one, anything else up to the last
+    token."""
+    if isinstance(content, Chat):
+        ends = [end for end, message in enumerate(content.messages, 1) if message["train"]]
+        if sample := _longest(content, 0, 0, ends, max_len, again)[1]:
+            return Outcome([sample], cut=len(whole.tokens) - len(sample.tokens))
+    return _start(whole, max_len)
+
+
+def _split_between_turns(chat: Chat, max_len: int, again: Render) -> Outcome:
+    """Pieces that fit, each behind the system message, or the prompt. A turn that is too long alone is truncated."""
+    roles = [message["role"] for message in chat.messages]
+    head = chat.prompt or int(roles[0] == "system")
+    borders = [end for end in range(head + 1, len(roles)) if roles[end] == "user"] + [len(roles)]
+    start, pieces = head, []
+    while borders:
+        end, sample = _longest(chat, head, start, borders, max_len, again)
+        if sample:
+            pieces.append(Outcome([sample]))
+        else:
+            end, turn = borders[0], _messages_of(chat, head, start, borders[0])
+            pieces.append(_truncated(turn, again(turn), max_len, again))
+        start, borders = end, [border for border in borders if border > end]
+    return _joined(pieces)
+
+
+def _split_anywhere(whole: Sample, max_len: int, prefix: list[int]) -> Outcome:
+    """Pieces that fit, whose last label is the next one's first token.
+
+    Models that begin with BOS are far worse without: where the whole begins with the `prefix`, each piece does. What
+    stands behind it is learned in the piece before."""
+    if len(prefix) >= max_len or list(whole.tokens[: len(prefix)]) != prefix:
+        prefix = []
+    bos, no_labels = (np.array(ids, dtype=np.int32) for ids in (prefix, [IGNORE] * len(prefix)))
+    tokens, labels = whole.tokens[len(prefix) :], whole.labels[len(prefix) :]
+    length = max_len - len(prefix)
+    pieces = [slice(start, start + length) for start in range(0, len(tokens), length)]
+    samples = [Sample(np.append(bos, tokens[piece]), np.append(no_labels, labels[piece])) for piece in pieces]
+    samples[0].labels[: len(prefix)] = whole.labels[: len(prefix)]
+    return Outcome(samples)
+
+
+def _longest(
+    chat: Chat, head: int, start: int, ends: list[int], max_len: int, again: Render
+) -> tuple[int, Sample | None]:
+    """The last of the `ends` up to which the messages from `start` on, behind the first `head` ones, fit, and these as
+    a sample; None if not even those up to the first end do."""
+    samples: dict[int, Sample] = {}
+
+    def length(end: int) -> int:
+        samples[end] = again(_messages_of(chat, head, start, end))
+        return len(samples[end].tokens)
+
+    fitting = bisect_right(ends, max_len, key=length)
+    return (ends[fitting - 1], samples[ends[fitting - 1]]) if fitting else (start, None)
+
+
+def _messages_of(chat: Chat, head: int, start: int, end: int) -> Chat:
+    return Chat([*chat.messages[:head], *chat.messages[start:end]], chat.tools)
+
+
+def _start(sample: Sample, max_len: int) -> Outcome:
+    """The first `max_len` tokens of a sample."""
+    labels = np.array(sample.labels[:max_len], dtype=np.int32)
+    clipped = bool(labels[-1] != IGNORE)
+    labels[-1] = IGNORE  # its target was cut off
+    columns = {name: value[:max_len] if np.ndim(value) else value for name, value in sample.columns.items()}
+    start = replace(sample, tokens=sample.tokens[:max_len], labels=labels, columns=columns)
+    return Outcome([start], cut=len(sample.tokens) - max_len, clipped=clipped)
+
+
+def _joined(outcomes: Sequence[Outcome]) -> Outcome:
+    """What became of a row of which these are parts."""
+    return Outcome(
+        [sample for outcome in outcomes for sample in outcome.samples],
+        cut=sum(outcome.cut for outcome in outcomes),
+        clipped=any(outcome.clipped for outcome in outcomes),
+        ends=all(outcome.ends for outcome in outcomes),
+        remarks=list(dict.fromkeys(remark for outcome in outcomes for remark in outcome.remarks)),
+    )
+
+
+def _learned(pieces: Outcome, whole: Sample) -> Outcome:
+    """The pieces of the whole sample in which something is learned."""
+    kept = [sample for sample in pieces.samples if (np.asarray(sample.labels) != IGNORE).any()]
+    if kept:
+        return replace(pieces, samples=kept)
+    first = np.flatnonzero(np.asarray(whole.labels) != IGNORE)
+    return replace(pieces, samples=(), dropped=FULLY_MASKED, needs=int(first[0]) + 1 if len(first) else 0)
