@@ -346,7 +346,6 @@ class Ungraded(BradleyTerry):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (["model._component_=tune.models.hf"], "model: it has no head that scores"),
         (["model.head=tokens"], "model.head: 'tokens' is the head of what other recipes train"),
         (["model.head=value"], "model.head: 'value' is not one of tokens, score."),
         (["loss._component_=tune.losses.DPO"], "tune.losses.DPO compares log-probs, unlike this recipe's"),
@@ -390,6 +389,8 @@ def test_several_labels_are_refused(labels, run_recipe, common, tmp_path, capsys
 
 
 def test_a_language_model_is_no_reward_model(checkpoint):
+    with pytest.raises(TuneError, match="no head that scores"):
+        prepare_scores(build(str(checkpoint)), Tokenizer(str(checkpoint)))
     with pytest.raises(TuneError, match="it is no reward model"):
         checkpointers.load_model(str(checkpoint), head="score")
 
