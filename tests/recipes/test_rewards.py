@@ -343,7 +343,6 @@ def test_rows_that_are_too_long_are_left_out_and_counted(run, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (["model._component_=tune.models.hf"], "model: it has no head that scores"),
         (["model.head=tokens"], "model.head: 'tokens' is the head of what other recipes train"),
         (["model.head=value"], "model.head: 'value' is not one of tokens, score."),
         (["loss._component_=tune.losses.DPO"], "tune.losses.DPO compares log-probs of answers, unlike this recipe's"),
@@ -393,6 +392,8 @@ def test_several_labels_are_refused(labels, run_recipe, common, tmp_path, capsys
 
 
 def test_a_language_model_is_no_reward_model(checkpoint):
+    with pytest.raises(TuneError, match="no head that scores"):
+        prepare_scores(build(str(checkpoint)), Tokenizer(str(checkpoint)))
     with pytest.raises(TuneError, match="it is no reward model"):
         checkpointers.load_model(str(checkpoint), head="score")
 

@@ -311,7 +311,7 @@ def _at_step(run: Path, step: int, head: Literal["tokens", "score"] | None, sett
     """The model of a run at a checkpoint, by the settings of the run."""
     checkpoint, file = checkpoint_of(run, step)
     settings: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
-    if settings["model"].get("trust_remote_code"):
+    if _component(settings, "model", file)[1].get("trust_remote_code"):
         raise TuneError(f"{file}: model.trust_remote_code would run code. Export the result, without --step")
     with torch.device("meta"):
         model = _made(settings, "model", file)
@@ -343,7 +343,7 @@ def _made(settings: dict[str, Any], key: str, file: Path) -> Any:
 
 def _component(settings: dict[str, Any], key: str, file: Path) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The component that a run's settings name, and its arguments. Raises TuneError if it is none of `COMPONENTS`."""
-    values = dict(settings[key])
+    values = dict(settings.get(key) or {})
     name, known = values.pop("_component_", None), COMPONENTS[key]
     if name not in known:
         raise TuneError(
