@@ -75,7 +75,7 @@ CASES = [
     ("llama", 1, PREFERENCE, 2, 512, ""),
     ("llama", 1, PREFERENCE, 4, 512, "adapter.rank=8 reference=adapter_off"),
     ("llama", 1, PREFERENCE, 1, 512, "adapter.rank=8 reference={qwen3}"),
-    ("llama", 1, PREFERENCE, 2, 512, "loss._component_=tune.losses.KTO"),
+    ("llama", 1, PREFERENCE, 2, 512, "loss._component_=tune.losses.KTO dataset.kind=labelled"),
     ("llama", 1, REWARD, 2, 512, ""),
     ("llama", 1, REWARD, 4, 512, "adapter.rank=8"),
     ("llama", 1, DISTILL, 2, 512, "teacher.path={qwen3} teacher.dtype=fp32"),

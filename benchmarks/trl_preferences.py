@@ -32,7 +32,7 @@ LOSSES = {  # settings of ours, trainer of TRL and its settings
               {"beta": 2.0, "simpo_gamma": 0.5, "loss_type": "simpo", "cpo_alpha": 0.0}),
     "CPO": ([], "CPO", {"beta": 0.1}),
     "ORPO": ([], "ORPO", {"beta": 0.1}),
-    "KTO": ([], "KTO", {"beta": 0.1}),
+    "KTO": (["dataset.kind=labelled"], "KTO", {"beta": 0.1}),
     "reward": (["loss.center=0.01"], "Reward", {"center_rewards_coefficient": 0.01, "pad_token": PAD}),
 }  # fmt: skip
 OURS_IN_TRL = {

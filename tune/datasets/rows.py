@@ -67,7 +67,7 @@ class RowReader:
         def each_row(step: Callable[..., Any], *values: Sequence[Any]) -> list[Any]:
             """What a step gives for each row. The outcome of a row that an earlier step dropped stays."""
             return [
-                of_row[-1] if isinstance(of_row[-1], Outcome) else _outcome_of_failure(place, step, *of_row)
+                of_row[-1] if isinstance(of_row[-1], Outcome) else _attempted(place, step, *of_row)
                 for place, *of_row in zip(places, *values, strict=True)
             ]
 
@@ -175,7 +175,7 @@ class RowReader:
         return int.from_bytes(digest, "big") < self.validation_fraction * 2**64
 
 
-def _outcome_of_failure(place: str, step: Callable[..., Any], *values: Any) -> Any:
+def _attempted(place: str, step: Callable[..., Any], *values: Any) -> Any:
     """What the step gives, or what became of the row instead. A row that says something else than its format is an
     error at once: all rows are likely to do so."""
     try:
