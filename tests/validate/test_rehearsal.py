@@ -11,7 +11,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
-from helpers import run_verbs, save_checkpoint
+from helpers import run_verbs, save_checkpoint, slow_but
 
 from tune import cli
 from tune.validate.stand_ins import STAND_INS
@@ -85,7 +85,10 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("right", "wrong", "says"), FAULTS, ids=[wrong for _, wrong, _ in FAULTS])
+# Others are in one pass, below.
+@pytest.mark.parametrize(
+    ("right", "wrong", "says"), slow_but(FAULTS[::6], FAULTS), ids=[wrong for _, wrong, _ in FAULTS]
+)
 def test_a_fault_in_a_line_of_a_copy(right, wrong, says, mine):
     mine("full_finetune", (right, wrong))
     (error,) = errors("mine.py", *SETTINGS)
