@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import functools
 import itertools
 import random
 import re
@@ -13,6 +14,7 @@ from distributed.test_tensor_parallel import model_of
 from planned_module import PLAN
 from planned_module import build as build_planned
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing import assert_close
 
@@ -213,3 +215,34 @@ def test_nothing_undeclared_is_hung_on_modules(name, tmp_path):
     for module, names in before.items():
         hung = {each for each in vars(module).keys() - names if not hasattr(type(module), each)}
         assert hung <= {"parallelism", "wrapped"}, (type(module), hung)
+
+
+class Part(nn.Module):
+    """A block with a part that is wrapped too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Linear(4, 4)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.mlp(hidden)
+
+
+def doubled(forward):
+    def twice(hidden):
+        return 2 * forward(hidden)
+
+    return twice
+
+
+def test_blocks_with_wrapped_parts_are_compiled_once(monkeypatch) -> None:
+    counter = CompileCounterWithBackend("eager")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
+    blocks = [Part() for _ in range(3)]
+    hidden = torch.ones(2, 4)
+    for block in blocks:
+        expected = 2 * block(hidden)
+        wrap(block.mlp, Wrap.EXCHANGE, doubled)
+        wrap_forward(block, "none", True, False)
+        assert_close(block(hidden), expected)
+    assert counter.frame_count == 1
