@@ -10,6 +10,7 @@ returns.
 
 import enum
 from collections.abc import Callable, Mapping
+from types import MethodType
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -34,8 +35,8 @@ class Wrap(enum.IntEnum):
 
 
 class Wrapped:
-    """The forward `own` of a module inside of its wrappers. A copy of the module, or one that is pickled, has its own:
-    it encloses the forward of the copy."""
+    """The forward `own` of a module inside of its wrappers, as the module's attribute `wrapped`. A deep copy of the
+    module has its own, which encloses the forward of the copy."""
 
     def __init__(self, own: Forward, wrappers: Mapping[Wrap, Callable[[Forward], Forward]]):
         self.own, self.wrappers = own, dict(wrappers)
@@ -50,9 +51,6 @@ class Wrapped:
         """What is around the forward, outermost first."""
         return sorted(self.wrappers)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.outermost(*args, **kwargs)
-
     def __reduce__(self) -> tuple[Any, ...]:
         return Wrapped, (self.own, self.wrappers)
 
@@ -64,18 +62,30 @@ def wrap(module: nn.Module, kind: Wrap, wrapper: Callable[[Forward], Forward]) -
     To be copied with the module, a wrapper has the modules that it uses as arguments of a `functools.partial` or as
     attributes, not in a closure. It is called again whenever another one is added.
     """
-    now = module.forward
-    own, others = (now.own, now.wrappers) if isinstance(now, Wrapped) else (now, {})
-    module.forward = Wrapped(own, {**others, kind: wrapper})
+    now = _wrapped(module)
+    own, others = (module.forward, {}) if now is None else (now.own, now.wrappers)
+    record: Any = Wrapped(own, {**others, kind: wrapper})
+    module.wrapped = record
+    module.forward = MethodType(_run_wrapped, module)
+
+
+def _run_wrapped(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a wrapped module: its method, as `deepcopy` binds it to the copy, and as the compiler, which would
+    compile each block anew for another callable, takes it for that of all blocks."""
+    return module.wrapped.outermost(*args, **kwargs)
+
+
+def _wrapped(module: nn.Module) -> Wrapped | None:
+    return vars(module).get("wrapped")
 
 
 def wrapper_of(module: nn.Module, kind: Wrap) -> Any:
     """The wrapper of this kind around the forward of `module`; None if there is none."""
-    forward = module.forward
-    return forward.wrappers.get(kind) if isinstance(forward, Wrapped) else None
+    record = _wrapped(module)
+    return None if record is None else record.wrappers.get(kind)
 
 
 def wrappers_of(module: nn.Module) -> list[Wrap]:
     """The kinds of what is around the forward of `module`, outermost first."""
-    forward = module.forward
-    return forward.order if isinstance(forward, Wrapped) else []
+    record = _wrapped(module)
+    return [] if record is None else record.order
