@@ -17,7 +17,7 @@ from pathlib import Path
 from kill_and_resume import MODEL, Launch, make_inputs
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from in_backward import in_backward
+from update_in_backward import in_backward
 
 SIZE = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16}
 PARAMETERS_A_LAYER = 4 * 1024**2 + 3 * 1024 * 4096

@@ -93,7 +93,7 @@ def told_to():
     """The errors that `tune validate` finds of command lines, each a recipe with settings, for so many processes."""
 
     def told_to(processes: int, *command_lines: list[str]) -> list[str]:
-        script = Path(__file__).with_name("validated.py")
+        script = Path(__file__).with_name("validate_command_lines.py")
         return json.loads(run_processes(script, 1, str(processes), json.dumps(command_lines)).splitlines()[-1])
 
     return told_to

@@ -146,9 +146,9 @@ def free_port() -> int:
 
 @functools.cache
 def forking(number: int) -> subprocess.Popen:
-    """A process whose forks run scripts, see forked.py. There are two, as the sets of a process have an order of its
-    own: so have those of an even rank and an odd one."""
-    command = [sys.executable, str(Path(__file__).with_name("forked.py"))]
+    """A process whose forks run scripts, see fork_server.py. There are two, as the sets of a process have an order of
+    its own: so have those of an even rank and an odd one."""
+    command = [sys.executable, str(Path(__file__).with_name("fork_server.py"))]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
     atexit.register(process.wait)
     atexit.register(process.kill)  # before
@@ -202,5 +202,5 @@ def run_processes(script: Path, count: int, *arguments: str) -> str:
 
 def run_verbs(*command_lines: list[str]) -> list[subprocess.CompletedProcess[str]]:
     """Run `tune` with each of the command lines, one after the other in a process that is no one else's."""
-    output = run_processes(Path(__file__).with_name("verbs.py"), 1, json.dumps(command_lines))
+    output = run_processes(Path(__file__).with_name("run_command_lines.py"), 1, json.dumps(command_lines))
     return [subprocess.CompletedProcess(*done) for done in json.loads(output.splitlines()[-1])]

@@ -16,7 +16,7 @@ import torch
 from helpers import HANGS, make_adapter, save_checkpoint
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from stacked import NoTokenizer
+from stacked_experts import NoTokenizer
 from torch.testing import assert_close
 
 from tune import distributed

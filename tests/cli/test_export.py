@@ -21,7 +21,7 @@ from helpers import save_checkpoint
 from llama_cpp import LlamaCpp
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
-from texts import texts
+from sample_texts import texts
 
 from tune.checkpointers import load_model
 from tune.cli import main

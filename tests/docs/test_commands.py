@@ -1,9 +1,9 @@
-"""Every command and script of README and docs runs, with tiny stand-ins for models and data (tests/following.py)."""
+"""Every command and script of README and docs runs, with tiny stand-ins for models and data (tests/docs_reader.py)."""
 
 import re
 
 import pytest
-from following import ROOT, Reader, commands
+from docs_reader import ROOT, Reader, commands
 
 from tune.cli import VERBS
 

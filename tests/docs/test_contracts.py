@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from following import BLOCK, ROOT, Reader
+from docs_reader import BLOCK, ROOT, Reader
 from helpers import run_processes, slow_but
 from pytest import MonkeyPatch
 

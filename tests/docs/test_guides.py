@@ -5,7 +5,7 @@ import runpy
 
 import pytest
 import torch
-from following import BLOCK, ROOT, Reader
+from docs_reader import BLOCK, ROOT, Reader
 from safetensors.torch import load_file
 from torch.testing import assert_close
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from following import ROOT, Reader
+from docs_reader import ROOT, Reader
 from safetensors.torch import load_file
 
 from tune.cli import main as tune

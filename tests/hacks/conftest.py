@@ -2,7 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
-from copied import Copied
+from copied_recipe import Copied
 
 REWARD = "def length(row, completion):\n    return float(len(completion) % 5)\n"
 WORDS = ("cat", "dog", "mat", "rug", "red", "blue", "slow", "quick")

@@ -1,7 +1,7 @@
 """What a copied recipe may do besides: draws, a stop of its own, norms by block; on one process and on two."""
 
 import pytest
-from copied import TINY, Copied, assert_same
+from copied_recipe import TINY, Copied, assert_same
 
 CONSTANT = "schedule._component_=tune.optimizers.constant"
 SETTINGS = [*TINY, "model.path=SmolLM2-135M-Instruct", "dataset.path=chats.jsonl", CONSTANT]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import transformers
-from copied import CHANGES, EDITS, EXTENDING, SAMPLED, TINY, Copied, assert_same, lines_of
+from copied_recipe import CHANGES, EDITS, EXTENDING, SAMPLED, TINY, Copied, assert_same, lines_of
 from torch.nn.functional import cross_entropy, softplus
 
 from tune import datasets

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from copied import exit_status
+from copied_recipe import exit_status
 from helpers import slow_but
 from omegaconf import OmegaConf
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from helpers import run_processes, save_checkpoint
 from safetensors.torch import load_file, save_file
-from stacked import NoTokenizer
+from stacked_experts import NoTokenizer
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from models.test_families import GEMMA3, MISTRAL3, QWEN3_5, make_pair, random_tokens
-from stacked import NoTokenizer
+from stacked_experts import NoTokenizer
 from torch.testing import assert_close
 
 from tune import distributed

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from helpers import save_checkpoint
-from in_backward import in_backward
 from recipes.run_variants import main_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.testing import assert_close
+from update_in_backward import in_backward
 
 from tune import config, quantization
 from tune.checkpointers import exported_types, load_model

@@ -12,10 +12,10 @@ import torch
 from evaluation.task_files import write_tasks
 from flash_on_cpu import flash_path
 from helpers import save_checkpoint, slow_but
-from in_backward import in_backward
 from models.test_attention import SCORINGS, make
 from models.test_families import VARIANTS
 from recipes.run_variants import main_of
+from update_in_backward import in_backward
 
 from tune import checkpointers, config, distributed
 from tune.models.attention import attend_cached, attend_masked

@@ -6,9 +6,9 @@ from collections import defaultdict
 
 import pytest
 from helpers import curve_steps, run_processes, save_checkpoint
-from in_backward import in_backward
-from recipes.test_pairs import FACTORS, covering
+from recipes.test_pairs_of_settings import FACTORS, covering
 from recipes.test_tensor_parallel import RUN_VARIANTS
+from update_in_backward import in_backward
 
 STAGES = ["parallel.pp=2", "micro_batch_size=2"]
 LAYOUTS = {

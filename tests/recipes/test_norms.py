@@ -5,8 +5,8 @@ import json
 
 import pytest
 from helpers import run_processes, save_checkpoint
-from in_backward import in_backward
 from recipes.test_tensor_parallel import RUN_VARIANTS
+from update_in_backward import in_backward
 
 METHODS = {
     "full_finetune": {"all": []},

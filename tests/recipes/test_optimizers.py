@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from helpers import HANGS, run_processes, save_checkpoint, slow_but
-from in_backward import in_backward
 from recipes.run_variants import main_of
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from update_in_backward import in_backward
 
 from tune import checkpointers, config
 from tune.errors import TuneError

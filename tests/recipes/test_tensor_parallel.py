@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import curve_steps, run_processes, save_checkpoint
-from in_backward import in_backward
 from models.test_families import SMALL, VARIANTS
 from safetensors.torch import load_file
+from update_in_backward import in_backward
 
 from tune import config
 

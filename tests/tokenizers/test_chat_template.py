@@ -3,8 +3,8 @@
 import datetime
 
 import pytest
-from references import transformers_rendering
-from texts import conversations
+from sample_texts import conversations
+from tokenizer_references import transformers_rendering
 
 from tune.errors import TuneError
 from tune.tokenizers import ChatTemplate, Tokenizer

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from references import sentencepiece_reference, tekken_reference, tiktoken_reference, transformers_rendering
-from texts import conversations, texts
+from sample_texts import conversations, texts
+from tokenizer_references import sentencepiece_reference, tekken_reference, tiktoken_reference, transformers_rendering
 
 from tune.errors import TuneError
 from tune.tokenizers import ChatTemplate, Tokenizer, supervised_spans

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from texts import TOOLS
+from sample_texts import TOOLS
 
 from tune.errors import TuneError
 from tune.tokenizers import Tokenizer

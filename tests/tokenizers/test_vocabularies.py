@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from references import Reference, sentencepiece_reference, tekken_reference, tiktoken_reference
-from texts import texts
+from sample_texts import texts
+from tokenizer_references import Reference, sentencepiece_reference, tekken_reference, tiktoken_reference
 
 from tune.errors import TuneError
 from tune.tokenizers import Tokenizer

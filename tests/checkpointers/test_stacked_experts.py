@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import run_processes
 from safetensors.torch import load_file, save_file
-from stacked import EXPERTS, Stacked
+from stacked_experts import EXPERTS, Stacked
 from torch.testing import assert_close
 
 from tune.checkpointers import Pretrained
@@ -40,7 +40,7 @@ def plain_output(tensors):
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])  # experts of two ranks: 2 and 1
 def test_in_and_out(source, tmp_path, processes):
     folder, tensors = source
-    script = Path(__file__).parents[1] / "stacked.py"
+    script = Path(__file__).parents[1] / "stacked_experts.py"
     output = run_processes(script, processes, str(folder), str(tmp_path / "out"))
     assert float(output.split()[-1]) == pytest.approx(plain_output(tensors), rel=1e-5)
     assert_close(load_file(tmp_path / "out" / "model.safetensors"), tensors, rtol=0, atol=0)

@@ -31,7 +31,7 @@ from tune.models import families
 from tune.rules import Facts, judge
 
 ROOT = Path(__file__).parents[1]
-VALIDATED = Path(__file__).with_name("validated.py")
+VALIDATED = Path(__file__).with_name("validate_command_lines.py")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"(tune|torchrun|python|pip|make|git|pytest|echo|srun|sbatch|\.) ")
 FILE = re.compile(r'(?:"""|# )([\w/]+\.\w+)\b')

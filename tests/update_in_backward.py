@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from following import BLOCK, ROOT, change
+from docs_reader import BLOCK, ROOT, change
 
 from tune import config
 

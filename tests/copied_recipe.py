@@ -10,7 +10,7 @@ import signal
 from pathlib import Path
 
 import torch
-from following import BLOCK, FILE, ROOT, Reader, change
+from docs_reader import BLOCK, FILE, ROOT, Reader, change
 from helpers import run_processes
 from safetensors.torch import load_file
 
