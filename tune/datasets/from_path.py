@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 from tune import rehearsal
 from tune.datasets.cache import content_of, hash_of, key_of, prepared
-from tune.datasets.chunks import announced, chunks_of
 from tune.datasets.dataset import Dataset
 from tune.datasets.fit import TooLong
 from tune.datasets.mismatched import with_mismatched
 from tune.datasets.parse.formats import FORMATS, Format, Kind
+from tune.datasets.pipe import announced, chunks_of
 from tune.datasets.ray_data import for_all_processes, require_ray
 from tune.datasets.read.opening import Source, read
 from tune.datasets.render import TrainOn
