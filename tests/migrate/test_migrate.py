@@ -12,8 +12,8 @@ from tune import config
 from tune.cli import main
 from tune.cli import migrate as verb
 from tune.errors import TuneError
-from tune.migrate import migrate
-from tune.migrate.migration import PEERS, STATUSES, Migration, NotConverted, leaves, peer_of, table
+from tune.migrate import PEERS, STATUSES, Migration, NotConverted, leaves, migrate, peer_of
+from tune.migrate.migration import each_name
 from tune.rules import Facts, judge
 
 FILES = {"axolotl": AXOLOTL, "llama_factory": LLAMA_FACTORY, "torchtune": TORCHTUNE, "trl": TRL}
@@ -566,16 +566,44 @@ def test_wrong_arguments(arguments, message, tmp_path, monkeypatch, capsys):
     assert (end.value.code, message in capsys.readouterr().err) == (2, True)
 
 
+def targets_of(convert) -> list[str]:
+    """The settings that a `To` or a `Choose` names; functions name theirs as they run."""
+    choices = [
+        choice[0] if isinstance(choice, tuple) else choice for choice in getattr(convert, "choices", {}).values()
+    ]
+    several = [target for choice in choices if isinstance(choice, dict) for target in choice]
+    return [*getattr(convert, "targets", ()), *several]
+
+
 def test_the_tables_name_only_settings_that_there_are():
     known = {key for recipe in RECIPES.values() for key in recipe}
     groups = {key.removesuffix("._component_") for key in known if key.endswith("._component_")}
-    for peer in PEERS:
-        for rule in table(peer)["keys"].values():
-            targets = rule if isinstance(rule, str | list) else rule.get("to", [])
-            for target in [targets] if isinstance(targets, str) else targets:
-                is_step = target.startswith(("_", "recipe")) or target.endswith(".") or not target
-                is_argument = target.rpartition(".")[0] in {*groups, "adapter"}
-                assert is_step or target in known or is_argument or "\\" in target, (peer, target)
+    named = {target for peer in PEERS.values() for convert in peer.keys.values() for target in targets_of(convert)}
+    assert len(named) > 80
+    for target in named:
+        is_argument = target.rpartition(".")[0] in {*groups, "adapter"}
+        assert target == "recipe" or target.startswith("parts.") or target in known or is_argument, target
+
+
+def test_no_name_of_a_table_hides_another():
+    for peer in PEERS.values():
+        for table in ("keys", "always", "lacking"):
+            names = each_name(getattr(peer, table))
+            assert [name for name in names if peer.look_up(name)[0] != table] == []
+
+
+def test_a_method_in_capitals_has_the_defaults_of_the_method(tmp_path):
+    runs = [converted(T, tmp_path, "trl", method) for method in ("sft", "SFT")]
+    assert ours(runs[0]) == ours(runs[1]) and "dataset.too_long" in ours(runs[0])
+
+
+def test_what_the_file_says_is_taken_before_a_default_of_the_peer(tmp_path):
+    run = converted(SOURCE + "cliprange: 0.5\n", tmp_path, "trl", "grpo")  # grpo's default of epsilon is 0.2
+    assert (ours(run)["loss.low"], ours(run)["loss.high"]) == (0.5, 0.5)
+
+
+def test_an_empty_item_of_a_list_is_no_unknown_key(tmp_path):
+    assert status(converted(A + "test_datasets: [{path: c/d}, {}]\n", tmp_path))["test_datasets[1]"] != "unknown"
 
 
 def peer_files() -> list[Path]:

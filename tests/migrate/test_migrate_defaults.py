@@ -13,8 +13,9 @@ from tune import config
 from tune.cli import migrate as verb
 from tune.config.check import combine, signature_of
 from tune.config.text import Layer
-from tune.migrate import migrate
-from tune.migrate.migration import NOTHING, OFF, PEERS, leaves, look_up, table
+from tune.migrate import PEERS, leaves, migrate
+from tune.migrate.leaves import NOTHING
+from tune.migrate.migration import OFF, each_name
 
 PEER_DEFAULTS = yaml.safe_load(Path(__file__).with_name("peer_defaults.yaml").read_text())
 DEFAULTS = {name: config.read_file(config.find_config(name)) for name in config.list_recipes()}
@@ -94,7 +95,7 @@ def differences(base, defaults, peer, method):
     given, of_alone, before = [key for key, _ in leaves(base)], settings(alone), ours(alone)
     for key, value in defaults.items():
         is_given = any(f"{key.replace('[]', '[0]')}.".startswith(f"{each}.") for each in given)
-        if is_given or key in TO_DECIDE or look_up(peer, key)[0] != "keys":
+        if is_given or key in TO_DECIDE or PEERS[peer].look_up(key)[0] != "keys":
             continue
         run = migrate(with_key(base, key, value), peer, method, RECIPES)
         if settings(run) != of_alone and (after := ours(run)) != before:
@@ -202,29 +203,6 @@ def test_recipes_of_torchtune(component):
     assert differences(base, PEER_DEFAULTS["torchtune"]["recipes"]["defaults"], "torchtune", None) == {}
 
 
-def alternatives(pattern):
-    """The keys that a pattern of a table stands for; a part that may be anything stays as it is."""
-    parts, depth, start = [], 0, 0
-    for index, letter in enumerate(pattern):
-        depth += (letter == "(") - (letter == ")")
-        if letter == "|" and depth == 0:
-            parts, start = [*parts, pattern[start:index]], index + 1
-    parts.append(pattern[start:])
-    if len(parts) > 1:
-        return [key for part in parts for key in alternatives(part)]
-    if optional := re.search(r"(?<!\\)\(([^()]*)\)\?|(\w)\?", pattern):
-        inner = f"({optional[1]})" if optional[1] else optional[2]
-        return [
-            key
-            for each in (inner, "")
-            for key in alternatives(pattern[: optional.start()] + each + pattern[optional.end() :])
-        ]
-    if group := re.search(r"\(([^()]*)\)", pattern):
-        inner = alternatives(group[1]) if "|" in group[1] else [group[1]]
-        return [key for each in inner for key in alternatives(pattern[: group.start()] + each + pattern[group.end() :])]
-    return [re.sub(r"\\([.\[\]])", r"\1", pattern)]
-
-
 def keys_of(part):
     return {*part["defaults"], *part["required"]}
 
@@ -253,6 +231,7 @@ WITHOUT_DEFAULT = {  # the keys, and why the release has none
         r"context_parallel_dim|data_parallel_\w+_dim|(run_val|save)_every_n_steps": LATER,
         r"dataset(_val)?\.masking_strategy|enable_fp8_training|fp8_recipe_name": LATER,
         r"loss\.tau": OLDER,
+        r"tokenizer\.prompt_template\.\*": NESTED,
         r"loss\.kl_coeff": "of GRPO's loss, in recipes that are no part of the release",
         r"metric_logger\.name": "an argument of wandb.init",
     },
@@ -279,7 +258,7 @@ WITHOUT_DEFAULT = {  # the keys, and why the release has none
 @pytest.mark.parametrize("peer", PEERS)
 def test_each_key_has_a_default_of_the_peer_or_a_reason_why_not(peer):
     known = known_keys(peer)
-    keys = {key for pattern in table(peer)["keys"] for key in alternatives(str(pattern))}
+    keys = {*each_name(PEERS[peer].keys)}
     reasons = {key: [each for each in WITHOUT_DEFAULT[peer] if re.fullmatch(each, key)] for key in keys}
     assert [key for key in sorted(keys - known) if not reasons[key]] == []
     assert {*WITHOUT_DEFAULT[peer]} == {each for key in keys - known for each in reasons[key]}
@@ -315,7 +294,7 @@ def test_no_default_without_a_counterpart_is_lost_in_silence():
         key
         for peer, each in defaults
         for key, value in each.items()
-        if look_up(peer, key)[0] == "lacking" and value not in NOTHING and str(value).lower() not in OFF
+        if PEERS[peer].look_up(key)[0] == "lacking" and value not in NOTHING and str(value).lower() not in OFF
     }
     assert [key for key in sorted(lost) if not any(re.fullmatch(each, key) for each in LOST)] == []
     assert [each for each in LOST if not any(re.fullmatch(each, key) for key in lost)] == []
@@ -328,6 +307,5 @@ def test_what_is_learned_of_messages_is_said_where_the_file_does_not_say_it():
 
 
 def test_the_tables_name_the_releases_that_their_defaults_are_of():
-    for peer in PEERS:
-        named = {name: str(version) for name, version in table(peer)["read_from"].items()}
-        assert PEER_DEFAULTS[peer]["read_from"].items() <= named.items()
+    for name, peer in PEERS.items():
+        assert PEER_DEFAULTS[name]["read_from"].items() <= peer.read_from.items()

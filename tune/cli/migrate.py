@@ -135,11 +135,11 @@ def nested(settings: dict[str, Setting], show: Callable[[Setting], Any] = attrge
 
 def render(run: Migration, name: str) -> str:
     """The settings as YAML, each with what it was there."""
-    lines = [f"# {name}, a config of {PEERS[run.peer]}, for: tune run {run.recipe} --config FILE"]
+    lines = [f"# {name}, a config of {run.library.name}, for: tune run {run.recipe} --config FILE"]
 
     def text(setting: Setting) -> str:
         there = [
-            f"{key}: {show(run.theirs[key])}" if key in run.theirs else f"{PEERS[run.peer]}'s default of {key}"
+            f"{key}: {show(run.theirs[key])}" if key in run.theirs else f"{run.library.name}'s default of {key}"
             for key in setting.sources
         ]
         return show(setting.value) + (f"  # {'; '.join(there)}" if there else "")
@@ -156,7 +156,7 @@ def render(run: Migration, name: str) -> str:
 
 def report(run: Migration, name: str, missing: list[str], out: str) -> str:
     entries = run.entries()
-    lines = [f"{name}, a config of {PEERS[run.peer]}: {run.method}, for the recipe {run.recipe}"]
+    lines = [f"{name}, a config of {run.library.name}: {run.method}, for the recipe {run.recipe}"]
     for status in STATUSES:
         chosen = [entry for entry in entries if entry.status == status]
         lines += ["", f"{status} ({len(chosen)})"] if chosen else []
@@ -164,7 +164,7 @@ def report(run: Migration, name: str, missing: list[str], out: str) -> str:
             into = f" -> {', '.join(entry.ours)}" if entry.ours else ""
             lines.append(f"  {entry.key}: {show(entry.value)}{into}" + (f"  ({entry.note})" if entry.note else ""))
     lost = run.lost()
-    lines += ["", f"defaults of {PEERS[run.peer]} that are not the same here ({len(lost)})"] if lost else []
+    lines += ["", f"defaults of {run.library.name} that are not the same here ({len(lost)})"] if lost else []
     lines += [f"  {entry.key}: {show(entry.value)}  ({entry.note})" for entry in lost]
     faults = run.faults()
     lines += ["", f"known to go wrong there ({len(faults)})", *(f"  {each}" for each in faults)] if faults else []

@@ -1,7 +1,9 @@
-"""Settings of ours from configs of other libraries, whose words are tables in `peers/`."""
+"""Settings of ours from configs of other libraries, whose keys are in a module of `peers/` for each library."""
 
-from tune.migrate.migration import PEERS, STATUSES, Migration, NotConverted, Setting, leaves, peer_of, show
-from tune.migrate.one_config import migrate
+from tune.migrate.leaves import leaves, show
+from tune.migrate.migration import STATUSES, Migration, NotConverted, Setting
+from tune.migrate.one_config import migrate, peer_of
+from tune.migrate.peers import PEERS
 
 # Other names are for the packages of `tune` alone.
 __all__ = [

@@ -1,30 +1,22 @@
-"""Settings of ours from a config of torchtune, axolotl, LLaMA-Factory or TRL.
+"""A peer, a config of it, and the settings that the config becomes.
 
-What each key becomes stands in the tables of `peers/`; what takes several of them together is in `rules.py`.
+A `Peer` maps a key of its configs to the function that converts it. Such a function gets the `Migration`, the key and
+its value, and calls `put` (this is a setting), `same` (it needs none), `differs` (it needs none, and is not the same)
+or `missing` (nothing here does it). `converters.py` has classes for the usual ones.
 """
 
-import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-from omegaconf import Container, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from tune.config import read_file, signature_of
+from tune.config import signature_of
 from tune.errors import TuneError
 from tune.lookup import did_you_mean
+from tune.migrate.leaves import NOTHING, KeyNames, Leaves, matches, show, without_index
 
-PEERS = {"torchtune": "torchtune", "axolotl": "axolotl", "llama_factory": "LLaMA-Factory", "trl": "TRL"}
 STATUSES = ("converted", "differs", "same by default", "no counterpart", "unknown")
-PARTS = ("keys", "always", "lacking")  # of a table
-NOTHING: tuple[Any, ...] = (None, "", [], {})
 OFF = ("false", "0", "0.0", "no", "none", "off")
-
-Fields = dict[str, Any]
 
 
 class NotConverted(TuneError):
@@ -33,7 +25,7 @@ class NotConverted(TuneError):
 
 @dataclass
 class Setting:
-    """A value of ours, the keys of theirs that it is made of, and in what it differs. A key with _ is only a step."""
+    """A value of ours, their keys that it is made of, and how it differs from theirs."""
 
     value: Any
     sources: list[str]
@@ -50,22 +42,65 @@ class Entry(NamedTuple):
     note: str
 
 
+@dataclass(frozen=True)
+class Peer:
+    """A library, and what its configs mean. A `config` is a dict of leaves: `datasets[0].path` and its value."""
+
+    name: str
+    looks_like: str  # shown where a file is nobody's
+    marks: Callable[[Leaves], list[bool]]  # signs of a config of this peer: the peer with most of them has written it
+    refused: Callable[[Leaves], str]  # why no recipe does what the config asks for, or ""
+    method: Callable[[Leaves], tuple[str, str]]  # the method (`METHODS`), and the key that says so, or ""
+    has_adapter: Callable[[Leaves], bool]
+    defaults: Callable[[Leaves, str], Leaves]  # of a config and its method: what the peer takes for absent keys
+    faults: Callable[
+        [Leaves, str], Iterator[tuple[str, str]]
+    ]  # of both: what goes wrong there, and where to read of it
+    keys: Mapping[KeyNames, "Convert"]  # the first name that matches a key converts it
+    always: Mapping[KeyNames, str]  # keys that need no setting here, and why
+    lacking: Mapping[KeyNames, str]  # keys of what is not here, and what there is instead
+    read_from: Mapping[str, str]  # the releases that the defaults are of
+    nulls: Mapping[KeyNames, str] = field(default_factory=dict)  # keys whose null is not the default, and what it means
+    has_stages: Callable[[Leaves], bool] = lambda config: False  # pipeline parallelism, a recipe of its own here
+    has_no_dropout: Callable[[Leaves, str], bool] = lambda config, method: False  # its trainer turns all of it off
+
+    def look_up(self, key: str) -> tuple[str, Any]:
+        """Return the table that knows `key`, and its entry there; or `unknown`, and a suggestion."""
+        tables = {"keys": self.keys, "always": self.always, "lacking": self.lacking}
+        plain = without_index(key)
+        for table, entries in tables.items():
+            for names, entry in entries.items():
+                if matches(names, plain):
+                    return table, entry
+        known = [name for entries in tables.values() for name in each_name(entries)]
+        if any(name.startswith((f"{plain}.", f"{plain}[")) for name in known):
+            return "always", "its keys say it"  # an empty group
+        return "unknown", did_you_mean(plain, [name for name in known if re.fullmatch(r"[\w.]+", name)])
+
+
+def each_name(table: Mapping[KeyNames, Any]) -> list[str]:
+    """The names of a table, with those of its tuples one by one."""
+    return [name for names in table for name in ((names,) if isinstance(names, str) else names)]
+
+
 @dataclass
 class Migration:
-    """A config of a peer on its way to the settings of `recipe`, whose own ones by their dotted keys are `defaults`."""
+    """A config of a peer on its way to the settings of `recipe`, whose own values by dotted key are `defaults`."""
 
     peer: str
+    library: Peer
     method: str
     recipe: str
-    theirs: Fields  # each leaf by its dotted key
+    theirs: Leaves
     referred: set[str]  # the keys of them that others refer to
-    defaults: Fields
-    usual: Fields  # what the peer takes for a key that is not there
+    defaults: Leaves
+    usual: Leaves  # what the peer takes for a key that is not there
     world_size: int
     has_adapter: bool
-    functions: Mapping[str, Callable[..., None]]  # of `rules.py`, for the lines that name one
     settings: dict[str, Setting] = field(default_factory=dict)
-    said: dict[str, tuple[str, str]] = field(default_factory=dict)  # what has no setting: its status and why
+    parts: dict[str, Setting] = field(default_factory=dict)  # of settings that several of their keys say together
+    said: dict[str, tuple[str, str]] = field(default_factory=dict)  # by key, without a setting: its status and why
+    is_usual: bool = False  # the key that is read is not in the file: its value gives way to settings that are
 
     def takes(self, key: str) -> bool:
         """Whether the recipe has this setting, or a component that may take it."""
@@ -75,107 +110,116 @@ class Migration:
             return self.has_adapter
         if component and group.endswith("dataset"):  # one that this recipe does not exchange for another
             return name in signature_of(component).parameters
-        return key.startswith(("_", "recipe")) or key in self.defaults or component is not None
+        return key.startswith("parts.") or key == "recipe" or key in self.defaults or component is not None
 
     def is_own(self, key: str, value: Any) -> bool:
         """Whether the recipe's own setting has this value."""
         return key in self.defaults and self.defaults[key] == value
 
+    def put(self, key: str, value: Any, *targets: str, note: str = "", gives_way: bool = False) -> None:
+        """Make their `key` the first of the settings `targets` that the recipe has; `note` says how this differs.
+
+        A target `parts.NAME` is kept for a function of `finishing.py`. `recipe` stands for keys that choose the recipe:
+        its value is the recipe's name. With `gives_way`, as with a default of the peer, what is set already stays.
+        """
+        target = next(filter(self.takes, targets), "")
+        if target == "recipe":
+            self.set(target, self.recipe, key, note=note)
+        elif target:
+            place, name = self.place(target)
+            stays = name in place and (gives_way or self.is_usual)
+            if not stays:
+                self.set(target, value, key, note="" if self.is_own(target, value) else note)
+        elif targets[0].startswith("adapter."):
+            self.same("no adapter is trained", key)
+        elif value == 0 or (value == 1 and targets[0].startswith("parallel.")):
+            self.same("off there too", key)
+        else:
+            self.missing(f"{self.recipe} has no {targets[0]}", key)
+
+    def same(self, why: str, *keys: str) -> None:
+        """What these keys ask for is so here without a setting."""
+        self.said.update(dict.fromkeys(keys, ("same by default", why)))
+
+    def missing(self, why: str, *keys: str) -> None:
+        """What these keys ask for is not here."""
+        self.said.update(dict.fromkeys(keys, ("no counterpart", why)))
+
+    def differs(self, why: str, *keys: str) -> None:
+        """What these keys ask for needs no setting, and is not quite the same."""
+        self.said.update(dict.fromkeys(keys, ("differs", why)))
+
     def set(self, key: str, value: Any, *sources: str, note: str = "") -> None:
+        """Set a setting, or a part, that is made of their keys `sources`."""
         if isinstance(value, float) and value.is_integer() and isinstance(self.defaults.get(key), int | None):
             value = int(value)
-        before = self.settings.get(key, Setting(value, []))
-        if isinstance(value, dict) and isinstance(before.value, dict):  # two keys of theirs may say one each
+        place, name = self.place(key)
+        before = place.get(name, Setting(value, []))
+        if isinstance(value, dict) and isinstance(before.value, dict):  # two keys of theirs may say one item each
             value = before.value | value
         sources = tuple(dict.fromkeys([*before.sources, *sources]))
-        self.settings[key] = Setting(value, list(sources), [*before.notes, *([note] if note else [])])
+        place[name] = Setting(value, list(sources), [*before.notes, *([note] if note else [])])
 
-    def pop(self, key: str, default: Any = None) -> Setting:
-        return self.settings.pop(key, Setting(default, []))
+    def place(self, key: str) -> tuple[dict[str, Setting], str]:
+        """The dict that has a setting or a part, and its name there."""
+        if key.startswith("parts."):
+            return self.parts, key.removeprefix("parts.")
+        return self.settings, key
 
-    def read(self, key: str, value: Any, implied: bool = False) -> None:
-        """Convert one key of theirs by the first line of the table that it matches."""
-        part, found, line = look_up(self.peer, key)
-        meaning = first(table(self.peer).get("nulls", {}), key)[1] if value is None else None
-        if meaning:
-            self.said[key] = "no counterpart", meaning
+    def pop(self, key: str) -> Setting:
+        """Take a setting away; without a value and sources if there is none."""
+        return self.settings.pop(key, Setting(None, []))
+
+    def part(self, name: str, default: Any = None) -> Setting:
+        """Take a part; with `default` and no sources if there is none."""
+        return self.parts.pop(name, Setting(default, []))
+
+    def read(self, key: str, value: Any, is_usual: bool = False) -> None:
+        """Convert one key of theirs. None stands for the peer's default, as a rule."""
+        table, entry = self.library.look_up(key)
+        null = next((why for names, why in self.library.nulls.items() if matches(names, without_index(key))), None)
+        if value is None and null:
+            self.missing(null, key)
             return
         value = self.usual.get(key) if value is None else value
-        if part == "unknown" and key in self.referred:
-            self.said[key] = "same by default", "only other keys refer to it"
-        elif part == "unknown":
-            self.said[key] = part, f"{PEERS[self.peer]} has no such key, as far as is known here.{line}"
+        if table == "unknown" and key in self.referred:
+            self.same("only other keys refer to it", key)
+        elif table == "unknown":
+            self.said[key] = "unknown", f"{self.library.name} has no such key, as far as is known here.{entry}"
         elif value in NOTHING:
-            self.said[key] = "same by default", "not set"
-        elif part == "keys":
-            self.convert(key, value, {"to": line} if isinstance(line, str | list) else line, found, implied)
-        elif part == "lacking" and str(value).lower() not in OFF:
-            self.said[key] = "no counterpart", line
+            self.same("not set", key)
+        elif table == "keys":
+            self.is_usual = is_usual
+            entry(self, key, value)
+            self.is_usual = False
+        elif table == "always":
+            self.same(entry, key)
+        elif str(value).lower() in OFF:
+            self.same("off there too", key)
         else:
-            self.said[key] = "same by default", line if part == "always" else "off there too"
-
-    def convert(self, key: str, value: Any, rule: Fields, found: re.Match[str], implied: bool) -> None:
-        if "by" in rule:
-            return self.functions[rule["by"]](self, key, value)
-        index = (re.search(r"\[\d+\]", key) or [""])[0]
-        targets = [rule["to"]] if isinstance(rule["to"], str) else rule["to"]
-        targets = [found.expand(each).replace("[]", index) for each in targets]
-        note = rule.get("note", "")
-        if "values" in rule:
-            value = value[0] if isinstance(value, list) and len(value) == 1 else value
-            choices = table("common")[rule["values"]] if isinstance(rule["values"], str) else rule["values"]
-            word, chosen = first(choices, str(value).lower())
-            if word is None:
-                hint = did_you_mean(str(value), [name for each in choices for name in names(each)])
-                self.said[key] = "no counterpart", f"there is nothing like {value}.{hint}"
-                return
-            chosen, note = chosen if isinstance(chosen, list) else (chosen, note)
-            if isinstance(chosen, dict):
-                for name, each in chosen.items():
-                    self.put(key, each, [targets[0] + name.replace("[]", index)], note, implied=True)
-                return
-            if chosen is None:
-                self.said[key] = ("differs", note) if note else ("same by default", "")
-                return
-            value = {"same": value, "nothing": None}.get(chosen, chosen) if isinstance(chosen, str) else chosen
-        if rule.get("split") and isinstance(value, str):
-            value = re.split(r"\s*,\s*", value)
-        self.put(key, {rule["in"]: value} if "in" in rule else value, targets, note, implied)
-
-    def put(self, key: str, value: Any, targets: list[str], note: str = "", implied: bool = False) -> None:
-        """Set the first of `targets` that the recipe has; what is only `implied` gives way to what is set."""
-        target = next(filter(self.takes, targets), None)
-        if target is not None:
-            if target == "recipe" or not (implied and target in self.settings):
-                note = "" if self.is_own(target, value) else note
-                self.set(target, self.recipe if target == "recipe" else value, key, note=note)
-        elif targets[0].startswith("adapter."):
-            self.said[key] = "same by default", "no adapter is trained"
-        elif value == 0 or (value == 1 and targets[0].startswith("parallel.")):
-            self.said[key] = "same by default", "off there too"
-        else:
-            self.said[key] = "no counterpart", f"{self.recipe} has no {targets[0]}"
+            self.missing(entry, key)
 
     def entries(self) -> list[Entry]:
-        """Each key of theirs once, with what became of it."""
-        found = []
+        """List each key of theirs once, with what became of it."""
+        listed = []
         for key, value in self.theirs.items():
-            into = {name: each for name, each in self.settings.items() if key in each.sources}
-            notes = list(dict.fromkeys(note for each in into.values() for note in each.notes))
-            ours = [f"{name}={show(each.value)}" for name, each in into.items() if name[0] != "_"]
-            usual = all(self.is_own(name, each.value) for name, each in into.items())
-            status = "same by default" if usual else "converted"
+            made = {name: setting for name, setting in self.settings.items() if key in setting.sources}
+            notes = list(dict.fromkeys(note for setting in made.values() for note in setting.notes))
+            ours = [f"{name}={show(setting.value)}" for name, setting in made.items()]
+            is_own = all(self.is_own(name, setting.value) for name, setting in made.items())
+            status = "same by default" if is_own else "converted"
             if notes:
                 status = "differs"
             if key not in self.said and not ours:
-                self.said[key] = "no counterpart", "nothing here takes it"
+                self.missing("nothing here takes it", key)
             status, why = self.said.get(key, (status, ""))
-            found.append(Entry(key, value, status, ours, "; ".join(filter(None, (why, *notes)))))
-        return found
+            listed.append(Entry(key, value, status, ours, "; ".join(filter(None, (why, *notes)))))
+        return listed
 
     def lost(self) -> list[Entry]:
-        """The peer's defaults, of keys that the file does not have, that are not the same here."""
-        said = {key: self.said[key] for key in sorted(self.usual.keys() - self.theirs.keys()) if key in self.said}
+        """List the peer's defaults, of keys that the file does not have, that are not the same here."""
+        absent = sorted(self.usual.keys() - self.theirs.keys())
+        said = {key: self.said[key] for key in absent if key in self.said}
         return [
             Entry(key, self.usual[key], status, [], why)
             for key, (status, why) in said.items()
@@ -183,114 +227,20 @@ class Migration:
         ]
 
     def changed(self) -> dict[str, Setting]:
-        """What differs from the recipe's own settings: all that a config has to say."""
-        shown = {key: each for key, each in self.settings.items() if key[0] != "_" and key != "recipe"}
-        return {key: each for key, each in shown.items() if not self.is_own(key, each.value)}
+        """The settings that differ from the recipe's own: all that a config has to say."""
+        return {
+            key: setting
+            for key, setting in self.settings.items()
+            if key != "recipe" and not self.is_own(key, setting.value)
+        }
 
     def refuse(self, key: str, problem: str) -> None:
         """Take back a setting that the recipe does not accept."""
-        self.said.update(dict.fromkeys(self.settings.pop(key).sources, ("no counterpart", problem)))
+        self.missing(problem, *self.settings.pop(key).sources)
 
     def faults(self) -> list[str]:
-        """What is known to go wrong there with these settings, and does not here."""
-        lines, facts = table(self.peer)["faults"], {"method": self.method, **self.theirs}
-        return [f"{each['says']} ({each['upstream']})" for each in lines if holds(each["when"], facts)]
+        """List what is known to go wrong there with these settings, and does not here."""
+        return [f"{fault} ({url})" for fault, url in self.library.faults(self.theirs, self.method)]
 
 
-def peer_of(values: Fields, file: Path) -> str:
-    """Whose config this file is, by its keys. Raises TuneError if they are nobody's."""
-    text = " ".join(f"{key}={value}" for key, value in leaves(values))
-    if re.search(r"_component_=tune\.", text):
-        raise TuneError(f"{file}: it is a config of tune already: tune run RECIPE --config {file}")
-    points = {peer: sum(bool(re.search(mark, text)) for mark in table(peer)["marks"]) for peer in PEERS}
-    best = max(points, key=lambda peer: points[peer])
-    if points[best] == 0:
-        looks = "; ".join(f"{name} has {table(peer)['looks_like']}" for peer, name in PEERS.items())
-        raise TuneError(
-            f"{file}: by its keys ({', '.join([*values][:6])}) it is no config of these: {looks}. "
-            f"--from NAME takes it for one: {', '.join(PEERS)}."
-        )
-    return best
-
-
-@functools.cache
-def table(name: str) -> Fields:
-    """A table of `peers/`: of a peer its lines, then those of transformers' arguments where it takes these too."""
-    own = read_file(Path(__file__).parent / "peers" / f"{name}.yaml")
-    if own.get("takes_training_arguments"):
-        shared = table("training_arguments")
-        own |= {part: own[part] | shared[part] for part in PARTS} | {"faults": own["faults"] + shared["faults"]}
-    return own
-
-
-def look_up(peer: str, key: str) -> tuple[str, Any, Any]:
-    """The part of the table that knows `key`, the match, and the line; or `unknown`, and what may be meant."""
-    plain = re.sub(r"\[\d+\]", "[]", key)
-    lines = [(part, str(pattern), line) for part in PARTS for pattern, line in table(peer)[part].items()]
-    for part, pattern, line in lines:
-        if found := _pattern(pattern).fullmatch(plain):
-            return part, found, line
-    if any(re.match(rf"(.*\|)?\(?{re.escape(plain)}\\?[.\[]", pattern) for _, pattern, _ in lines):
-        return "always", None, "its keys say it"  # a group
-    return "unknown", None, did_you_mean(plain, [name for _, pattern, _ in lines for name in names(pattern)])
-
-
-_pattern = functools.cache(re.compile)  # the tables have more of them than `re` keeps
-
-
-def first(lines: Mapping[str, Any], text: str) -> tuple[str | None, Any]:
-    """The first pattern that is all of `text`, and its line."""
-    return next(((key, line) for key, line in lines.items() if _pattern(str(key)).fullmatch(text)), (None, None))
-
-
-def names(pattern: str) -> list[str]:
-    """The plain words of a pattern `one|other`."""
-    return [word for word in str(pattern).split("|") if re.fullmatch(r"[\w.]+", word)]
-
-
-def holds(conditions: Mapping[str, Any], theirs: Fields) -> bool:
-    """Whether the keys that match have such values: `set`, `unset`, `>1`, `~pattern` in one, or just this one."""
-    return all(_holds([v for key, v in theirs.items() if re.fullmatch(k, key)], want) for k, want in conditions.items())
-
-
-def _holds(values: list[Any], wanted: Any) -> bool:
-    if wanted in ("set", "unset"):
-        return any(value not in (*NOTHING, False, 0) for value in values) == (wanted == "set")
-    if str(wanted).startswith(">"):
-        return any(isinstance(value, int | float) and value > float(wanted[1:]) for value in values)
-    if str(wanted).startswith("~"):
-        return any(re.search(wanted[1:], str(value), re.IGNORECASE) for value in values)
-    return wanted in values
-
-
-def leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Each value by its dotted key; `datasets[0].path` for groups in lists. Lists of plain values are values."""
-    if isinstance(values, dict) and (values or not prefix):
-        for name, value in values.items():
-            yield from leaves(value, f"{prefix}.{name}" if prefix else str(name))
-    elif isinstance(values, list) and any(isinstance(each, dict) for each in values):
-        for index, each in enumerate(values):
-            yield from leaves(each, f"{prefix}[{index}]")
-    else:
-        yield prefix, values
-
-
-def resolved(values: Fields) -> Fields:
-    """With what `${key}` stands for, where that is in the file."""
-
-    def resolve(node: Any, key: Any) -> Any:
-        try:
-            value = node[key]
-        except OmegaConfBaseException:  # a resolver of theirs
-            return OmegaConf.to_container(node)[key]  # type: ignore[index]
-        if isinstance(value, DictConfig):
-            return {each: resolve(value, each) for each in value}
-        return [resolve(value, each) for each in range(len(value))] if isinstance(value, Container) else value  # type: ignore[arg-type]
-
-    cfg = OmegaConf.create(values)
-    return {key: resolve(cfg, key) for key in values}
-
-
-def show(value: Any) -> str:
-    """A value as YAML on one line."""
-    return yaml.safe_dump({"x": value}, default_flow_style=True, width=float("inf"), allow_unicode=True)[4:-2]
+Convert = Callable[[Migration, str, Any], None]

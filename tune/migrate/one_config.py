@@ -2,15 +2,19 @@
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 from tune.errors import TuneError
 from tune.lookup import did_you_mean
-from tune.migrate import rules
-from tune.migrate.migration import PEERS, Fields, Migration, NotConverted, first, holds, leaves, names, resolved, table
+from tune.migrate import finishing
+from tune.migrate.leaves import Leaves, leaves, matches, resolved, text_of
+from tune.migrate.migration import Migration, NotConverted, each_name
+from tune.migrate.peers import PEERS
+from tune.migrate.peers.common import METHODS
 
 
 def migrate(
-    values: Fields, peer: str, method: str | None, recipes: Mapping[str, Fields], world_size: int = 1
+    values: Leaves, peer: str, method: str | None, recipes: Mapping[str, Leaves], world_size: int = 1
 ) -> Migration:
     """The settings for one of `recipes` (name -> its own settings by dotted keys) that a config of `peer` stands for.
 
@@ -18,38 +22,66 @@ def migrate(
         NotConverted: the config is for something that no recipe does.
         TuneError: its method is unknown.
     """
-    theirs, lines = dict(leaves(resolved(values))), table(peer)
-    for each in lines["refused"]:
-        if holds(each["when"], theirs):
-            raise NotConverted(f"{PEERS[peer]}: {each['says']}")
-    line = next(each for each in lines["method"] if holds(each.get("when", {}), theirs))
-    source = "--method" if method else line.get("key") or next(iter(line.get("when", {})), "method")
-    given = str(method or (theirs[line["key"]] if "key" in line else line["is"]))
-    word, found = first(table("common")["methods"], given.lower())
-    if word is None:
-        known = [name for each in table("common")["methods"] for name in names(each)]
-        raise TuneError(f"{source}: {given} is no method.{did_you_mean(given, known)} There are: {', '.join(known)}.")
-    if isinstance(found, str):
-        raise NotConverted(f"{source}: {given} {found}")
-    facts = {"method": given, **theirs}
-    usual = {k: v for each in lines["defaults"] if holds(each["when"], facts) for k, v in each["are"].items()}
-    has_adapter = holds(lines["adapter"], usual | theirs)
-    name = found["recipe"]
-    if name == "sft" and "stages" in lines and holds(lines["stages"], usual | theirs):
-        name = "pipeline_finetune"
-    elif name == "sft":
-        name = "lora_finetune" if has_adapter else "full_finetune"
+    theirs, library = dict(leaves(resolved(values))), PEERS[peer]
+    if why := library.refused(theirs):
+        raise NotConverted(f"{library.name}: {why}")
+    method, key = (method, "--method") if method else library.method(theirs)
+    settings = settings_of(method, key)
+    method = method.lower()
+    usual = library.defaults(theirs, method)
+    has_adapter = library.has_adapter(usual | theirs)
+    recipe = settings["recipe"]
+    if recipe == "sft" and library.has_stages(usual | theirs):
+        recipe = "pipeline_finetune"
+    elif recipe == "sft":
+        recipe = "lora_finetune" if has_adapter else "full_finetune"
     referred = set(re.findall(r"\$\{([\w.]+)\}", str(values)))
-    run = Migration(peer, given, name, theirs, referred, recipes[name], usual, world_size, has_adapter, vars(rules))
-    for key, value in found.items():
-        run.set(key, name if key == "recipe" else value, *([source] if source in theirs else []))
+    run = Migration(peer, library, method, recipe, theirs, referred, recipes[recipe], usual, world_size, has_adapter)
+    for name, value in settings.items():
+        run.set(name, recipe if name == "recipe" else value, *([key] if key in theirs else []))
+
     for key, value in theirs.items():
         if value is not None:
             run.read(key, value)
-    for key in [key for key, value in theirs.items() if value is None]:
-        run.read(key, None, implied=True)  # the peer's default
-    for key in [key for key in usual if key not in theirs]:
-        run.read(key, usual[key], implied=True)
-    for finish in rules.FINISH:
-        finish(run)
+    for key, value in theirs.items():
+        if value is None:
+            run.read(key, None, is_usual=True)
+    for key, value in usual.items():
+        if key not in theirs:
+            run.read(key, value, is_usual=True)
+
+    finishing.batch(run)
+    finishing.precision(run)
+    finishing.optimizer(run)
+    finishing.schedule(run)
+    finishing.adapter(run)
+    finishing.data(run)
+    finishing.preferences(run)
     return run
+
+
+def settings_of(method: str, key: str) -> Leaves:
+    """The settings of a method, which the config says with `key`."""
+    for names, settings in METHODS.items():
+        if matches(names, method.lower()):
+            if isinstance(settings, str):
+                raise NotConverted(f"{key}: {method} {settings}")
+            return settings
+    known = each_name(METHODS)
+    raise TuneError(f"{key}: {method} is no method.{did_you_mean(method, known)} There are: {', '.join(known)}.")
+
+
+def peer_of(values: Leaves, file: Path) -> str:
+    """Whose config this file is, by its keys. Raises TuneError if they are nobody's."""
+    config = dict(leaves(values))
+    if any(line.startswith("tune.") for line in text_of(config, "_component_", "*._component_").splitlines()):
+        raise TuneError(f"{file}: it is a config of tune already: tune run RECIPE --config {file}")
+    points = {peer: sum(library.marks(config)) for peer, library in PEERS.items()}
+    best = max(points, key=lambda peer: points[peer])
+    if points[best] == 0:
+        looks = "; ".join(f"{library.name} has {library.looks_like}" for library in PEERS.values())
+        raise TuneError(
+            f"{file}: by its keys ({', '.join([*values][:6])}) it is no config of these: {looks}. "
+            f"--from NAME takes it for one: {', '.join(PEERS)}."
+        )
+    return best

@@ -1,0 +1,453 @@
+"""axolotl's config (axolotl.utils.schemas)."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tune.migrate.converters import KEEP, Choose, Differs, To, with_index
+from tune.migrate.leaves import KeyNames, Leaves, exceeds, is_set, text_of, values_of
+from tune.migrate.migration import Convert, Migration, Peer
+from tune.migrate.peers import common
+
+OF_PREFERENCES = ("dpo", "ipo", "kto", "orpo", "simpo")
+
+
+def marks(config: Leaves) -> list[bool]:
+    return [
+        "base_model" in config,
+        "sequence_len" in config,
+        "micro_batch_size" in config and "num_epochs" in config,
+        "sample_packing" in config,
+        bool(values_of(config, "datasets[].type", "test_datasets[].type")),
+        "axolotl" in f"{[*config]} {text_of(config, '*')}",
+    ]
+
+
+def refused(config: Leaves) -> str:
+    if is_set(config, "processor_type"):
+        return "processor_type: it trains on images or sound; the recipes train on text"
+    if is_set(config, "relora*"):
+        return "relora: adapters are not merged and started anew on the way here"
+    if is_set(config, "diffusion*"):
+        return "diffusion: no recipe trains a diffusion language model"
+    if is_set(config, "process_reward_model"):
+        return "process_reward_model: reward_finetune scores whole answers"
+    if "kd.kdplugin" in text_of(config, "plugins"):
+        return "plugins: its distillation reads log-probs that stand in the data; tune run distill asks a teacher"
+    if is_set(config, "use_mora", "mora*"):
+        return "mora: there are LoRA, DoRA, PiSSA and OLoRA"
+    if is_set(config, "hatchery*", "nemo_gym_enabled"):
+        return "it trains through a service of others"
+    return ""
+
+
+def method(config: Leaves) -> tuple[str, str]:
+    if is_set(config, "reward_model"):
+        return "reward", "reward_model"
+    if is_set(config, "rl"):
+        return str(config["rl"]), "rl"
+    if is_set(config, "pretraining_dataset*"):
+        return "pretrain", ""
+    return "sft", ""
+
+
+def defaults(config: Leaves, method: str) -> Leaves:
+    usual: Leaves = {
+        "num_epochs": 1,
+        "micro_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "sequence_len": 512,
+        "optimizer": "adamw_torch_fused",
+        "lr_scheduler": "cosine",
+        "weight_decay": 0.0,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.999,
+        "adam_epsilon": 1.0e-8,
+        "max_grad_norm": 1.0,
+        "seed": 42,
+        "bf16": "auto",
+        "excess_length_strategy": "drop",
+        "lora_dropout": 0.0,
+        "warmup_ratio": 0.03,
+    }
+    rl = text_of(config, "rl")
+    if rl in OF_PREFERENCES:
+        usual |= {"rl_beta": 0.1}
+    if rl == "simpo":
+        usual |= {"simpo_gamma": 0.5, "cpo_alpha": 1.0}
+    if is_set(config, "load_in_4bit"):
+        usual |= {"bnb_config_kwargs.bnb_4bit_use_double_quant": True}
+    if config.get("pretraining_dataset[0].path"):
+        usual |= {"pretraining_dataset[0].type": "pretrain"}
+    if is_set(config, "qat.*"):
+        usual |= {"qat.weight_dtype": "int8"}
+    if rl == "grpo":
+        usual |= {
+            "trl.epsilon": 0.2,
+            "trl.beta": 0.0,
+            "trl.num_generations": 8,
+            "trl.max_completion_length": 512,
+            "trl.temperature": 1.0,
+            "trl.num_iterations": 1,
+            "trl.scale_rewards": "group",
+        }
+    return usual
+
+
+def faults(config: Leaves, method: str) -> Iterator[tuple[str, str]]:
+    if exceeds(config, "gradient_accumulation_steps", 1) and method in ("sft", "pt", "pretrain"):
+        yield (
+            "the mean over each micro-batch is averaged (seen in axolotl 0.19.0; transformers itself mended it in "
+            "4.46), so that short rows count for more with accumulation. Here every supervised token of the global "
+            "batch counts the same",
+            "https://github.com/huggingface/transformers/pull/34191",
+        )
+    templates = text_of(config, "chat_template", "datasets[].type")
+    is_gemma = "gemma" in text_of(config, "base_model")
+    if is_gemma and ("gemma" in templates or "chat_template" in templates) and not is_set(config, "eot_tokens*"):
+        yield (
+            "without eot_tokens the end of a Gemma turn is not learned, and the model does not stop. Here the end of a "
+            "turn is what the template writes",
+            "https://github.com/axolotl-ai-cloud/axolotl/pull/3756",
+        )
+    is_packed, base = is_set(config, "sample_packing"), text_of(config, "base_model")
+    if is_packed and ("qwen3.5" in base or "qwen35" in base):
+        yield (
+            "packed rows of models with linear attention leaked from one document into the next, and the loss fell to "
+            "0. Here these layers start anew at each document",
+            "https://github.com/axolotl-ai-cloud/axolotl/issues/3453",
+        )
+    kernels = ("attn_implementation", "flash_attention", "flex_attention", "sdp_attention", "xformers_attention")
+    if is_packed and not is_set(config, *kernels):
+        yield (
+            "packed rows without flash attention could attend to each other's documents. Here attention stays inside "
+            "each document on all hardware",
+            "https://github.com/axolotl-ai-cloud/axolotl/issues/449",
+        )
+    if not is_set(config, "excess_length_strategy") and not method.startswith(("grpo", "rloo")):
+        yield (
+            "rows longer than sequence_len are left out without being named. Here they are counted "
+            "(dataset.too_long=drop is kept; truncate keeps their beginning)",
+            "https://github.com/axolotl-ai-cloud/axolotl/pull/3068",
+        )
+
+
+# Types of rows: what a template there makes of a row.
+ROW_TYPES: Mapping[KeyNames, Any] = {
+    "completion*": {"dataset.too_long": "split"},
+    "*.intel": {"parts.data[].columns.prompt": "question"},
+    (
+        *("chat_template*", "sharegpt*", "input_output", "messages*", "chatml*", "llama3*", "bradley_terry*"),
+        *("passthrough", "_synthetic", "*argilla*", "*ultra*", "zephyr*", "prompt_pairs"),
+    ): KEEP,
+    (
+        *("alpaca*", "*instruct*", "oasst", "gpteacher*", "reflection", "explainchoice*", "concisechoice*"),
+        *("summarizetldr*", "context_qa*", "metharme", "orcamini*", "pygmalion", "llama2_chat", "creative_acr*"),
+    ): (
+        {"tokenizer.chat_template": "plain"},
+        "prompts are turns of a conversation here (User: ... Assistant: ...), not its text; leave "
+        "tokenizer.chat_template out for the template of a chat model",
+    ),
+    "*": (KEEP, common.ROWS),
+}
+
+
+def column(run: Migration, key: str, value: str) -> None:
+    """A column that is not called `chosen` for the key `field_chosen`, and so on."""
+    ours = key.rpartition(".field_")[2]
+    if value in ("chosen", "rejected", "completion", "label"):
+        run.same("", key)
+    else:
+        run.put(key, value, with_index(f"parts.data[].columns.{ours}", key))
+
+
+def roles_to_train(run: Migration, key: str, value: Any) -> None:
+    value = value[0] if isinstance(value, list) and len(value) == 1 else value
+    if value in ("assistant", "gpt"):
+        run.same("", key)
+    else:
+        run.put(key, value, "parts.train_on")
+
+
+KEYS: dict[KeyNames, Convert] = {
+    "base_model": common.model,
+    "output_dir": To("output_dir"),
+    ("rl", "reward_model", "adapter"): To("recipe"),
+    "lora_model_dir": To("adapter.path"),
+    "lora_r": To("adapter.rank"),
+    "lora_alpha": To("adapter.alpha"),
+    "lora_dropout": To("adapter.dropout"),
+    ("lora_target_modules", "lora_target_parameters"): common.target_modules,
+    "lora_target_linear": To("parts.target_linear"),
+    "lora_modules_to_save": To("adapter.modules_to_save"),
+    "lora_rank_pattern": To("adapter.rank_pattern"),
+    "lora_alpha_pattern": To("adapter.alpha_pattern"),
+    "peft_use_dora": To("adapter.dora"),
+    "peft_use_rslora": To("adapter.rank_stabilized"),
+    "peft_init_lora_weights": Choose(
+        "adapter.init", {(True, "default", "gaussian"): "default", "pissa*": "pissa", "olora": "olora"}
+    ),
+    "peft_trainable_token_indices": To("adapter.trainable_tokens"),
+    "load_in_4bit": common.nf4,
+    "bnb_config_kwargs.bnb_4bit_use_double_quant": To("quantization.double"),
+    "sequence_len": To("max_seq_len"),
+    "excess_length_strategy": Choose("dataset.too_long", {"drop": "drop", "truncate": "truncate", "raise": "error"}),
+    "sample_packing": To("packed"),
+    "train_on_inputs": Choose("parts.train_on", {True: "all", False: KEEP}),
+    "chat_template": Choose("tokenizer.chat_template", common.TEMPLATES),
+    "special_tokens.eos_token": To("tokenizer.eos_token"),
+    "val_set_size": To("dataset.validation_fraction", note=common.HELD_OUT),
+    ("datasets[].path", "pretraining_dataset[].path"): To("parts.data[].path"),
+    ("datasets[].name", "pretraining_dataset[].name"): To("parts.data[].subset"),
+    ("datasets[].split", "pretraining_dataset[].split"): To("parts.data[].split"),
+    ("datasets[].data_files", "pretraining_dataset[].data_files"): To("parts.data[].data_files"),
+    ("datasets[].field", "datasets[].text_column", "pretraining_dataset[].text_column"): To(
+        "parts.data[].columns.text", skip=("text",)
+    ),
+    "datasets[].field_messages": To("parts.data[].columns.messages", skip=("messages", "conversations")),
+    "datasets[].type": Choose(None, ROW_TYPES),
+    ("datasets[].type.field_instruction", "datasets[].type.field_human"): To("parts.data[].columns.instruction"),
+    "datasets[].type.field_output": To("parts.data[].columns.output"),
+    "datasets[].type.field_input": To("parts.data[].columns.input"),
+    "datasets[].type.field_system": To("parts.data[].columns.system"),
+    "datasets[].type.field_prompt": To("parts.data[].columns.prompt"),
+    (
+        *("datasets[].type.field_chosen", "datasets[].type.field_rejected", "datasets[].type.field_completion"),
+        *("datasets[].type.field_label", "datasets[].field_chosen", "datasets[].field_rejected"),
+    ): column,
+    "datasets[].roles_to_train": roles_to_train,
+    ("datasets[].train_on_eos", "datasets[].train_on_eot"): Choose(
+        "parts.data[].train_on_end_of_turn",
+        {
+            ("turn", "all", True): True,
+            ("none", False): False,
+            "last": (True, "the end of every turn of an answer is learned, not of the last one alone"),
+        },
+    ),
+    "pretraining_dataset[].type": Choose("dataset.streaming", {"*": True}),
+    "test_datasets[].path": To("parts.validation[].path"),
+    "test_datasets[].name": To("parts.validation[].subset"),
+    "test_datasets[].split": To("parts.validation[].split"),
+    "test_datasets[].data_files": To("parts.validation[].data_files"),
+    "num_epochs": To("epochs"),
+    "max_steps": To("max_steps"),
+    "micro_batch_size": To("parts.micro_batch_size"),
+    "batch_size": To("parts.global_batch_size"),
+    "gradient_accumulation_steps": To("parts.accumulation"),
+    "learning_rate": To("optimizer.lr"),
+    "optimizer": Choose("optimizer._component_", common.OPTIMIZERS),
+    "weight_decay": To("optimizer.weight_decay"),
+    "adam_beta1": To("parts.beta1"),
+    "adam_beta2": To("parts.beta2"),
+    ("adam_epsilon", "adam_eps"): To("optimizer.eps"),
+    "max_grad_norm": To("max_grad_norm", value=common.none_if_zero),
+    "lr_scheduler": Choose("schedule._component_", common.SCHEDULERS),
+    ("lr_scheduler_kwargs.min_lr", "eta_min"): To("parts.min_lr"),
+    ("lr_scheduler_kwargs.min_lr_rate", "cosine_min_lr_ratio"): To("parts.min_ratio"),
+    "warmup_steps": To("parts.warmup_steps"),
+    "warmup_ratio": To("parts.warmup_ratio"),
+    "loraplus_lr_ratio": To("parameter_groups.lr_ratios", value=lambda ratio: {"lora_b": ratio}),
+    "embedding_lr_scale": To("parameter_groups.lr_ratios", value=lambda ratio: {"embedding": ratio}),
+    ("bf16", "bfloat16"): To("parts.bf16"),
+    ("fp16", "float16"): To("parts.fp16"),
+    "gradient_checkpointing": common.activation_checkpointing,
+    "activation_offloading": Choose("memory.activation_offload", {(True, "legacy", "disk"): True, False: False}),
+    "torch_compile": Choose("compile", {(True, "auto"): True, False: False}),
+    ("deepspeed", "fsdp", "fsdp_config.fsdp_sharding_strategy", "fsdp_config.sharding_strategy"): common.layout,
+    ("fsdp_config.fsdp_offload_params", "fsdp_config.offload_params"): To("memory.cpu_offload"),
+    ("fsdp_config.fsdp_activation_checkpointing", "fsdp_config.activation_checkpointing"): common.on_off_checkpointing,
+    "dp_replicate_size": To("parallel.dp_replicate"),
+    "dp_shard_size": To("parallel.dp_shard"),
+    "tensor_parallel_size": To("parallel.tp"),
+    ("context_parallel_size", "sequence_parallel_degree"): To("parallel.cp"),
+    "expert_parallel_size": To("parallel.ep"),
+    "eval_steps": To("validate_every"),
+    "evals_per_epoch": Differs(
+        "validate_every counts optimizer steps; unset, validation is after the last one", unless=(0,)
+    ),
+    "saves_per_epoch": Differs("checkpointer.every counts optimizer steps; one is written at the end too"),
+    "save_steps": To("checkpointer.every"),
+    "save_strategy": common.save_strategy,
+    "save_total_limit": To("checkpointer.keep"),
+    "load_best_model_at_end": common.keep_best,
+    "early_stopping_patience": To("checkpointer.patience"),
+    "logging_steps": To("logger.console_every", note="metrics.jsonl has every step"),
+    "use_tensorboard": To("logger.tensorboard"),
+    "wandb_project": To("logger.wandb.project"),
+    ("wandb_name", "wandb_run_id"): To("logger.wandb.name"),
+    "fp8": common.float8,
+    "qat.weight_dtype": Choose(
+        "quantization.qat",
+        {"int4": "int4", "int8": "int8", ("float8*", "fp8"): "fp8"},
+        note="there in groups of 32 weights, or of qat.group_size; here in those of tune quantize",
+    ),
+    "seed": To("seed"),
+    ("rl_beta", "dpo_beta", "orpo_alpha"): To("kl", "loss.beta"),
+    "dpo_label_smoothing": To("loss.label_smoothing"),
+    "simpo_gamma": To("parts.gamma"),
+    "cpo_alpha": To("parts.nll"),
+    "kto_desirable_weight": To("loss.desirable"),
+    "kto_undesirable_weight": To("loss.undesirable"),
+    "center_rewards_coefficient": To("loss.center"),
+    "trl.beta": To("kl", "loss.beta"),
+    "trl.num_generations": To("group_size"),
+    "trl.max_completion_length": To("sampling.max_new_tokens"),
+    "trl.top_k": To("sampling.top_k", skip=(0, -1)),
+    "trl.temperature": To("sampling.temperature"),
+    "trl.min_p": To("sampling.min_p"),
+    "trl.top_p": To("sampling.top_p", skip=(1,)),
+    "trl.num_iterations": To("updates"),
+    "trl.epsilon": common.ratio_bounds,
+    "trl.epsilon_high": To("loss.high"),
+    "trl.mask_truncated_completions": To("mask_truncated"),
+    "trl.scale_rewards": common.scale_rewards,
+    "trl.importance_sampling_level": common.importance_sampling,
+    "max_prompt_len": To("max_prompt_len"),
+}
+
+# fmt: off
+ALWAYS: dict[KeyNames, str] = {
+    ("flash_attention", "xformers_attention", "sdp_attention", "sdpa_attention", "eager_attention", "flex_attention",
+     "sage_attention", "sdpa_varlen", "attn_implementation", "fused_attn_kernel", "gemma4_hybrid_attn_impl",
+     "large_head_attention", "flash_attn_*", "flash_optimum", "flex_attn_compile_kwargs*", "pretrain_multipack_attn",
+     "batch_flattening"):
+        "the kernel is chosen by the hardware, and attention stays inside each document",
+    ("plugins", "liger_*", "cut_cross_entropy", "chunked_cross_entropy*", "unsloth_*", "use_kernels",
+     "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel", "tiled_mlp*", "use_scattermoe",
+     "use_sonicmoe", "experts_implementation", "expert_backend", "expert_parallel_*", "moe_*", "torchdistx_path",
+     "dense_mixer"):
+        "the loss goes by chunks of tokens, experts by grouped products; compile=true fuses the rest",
+    ("tf32", "torch_dtype", "device", "device_map", "ddp", "ddp_*", "local_rank", "world_size", "gc_collect_steps",
+     "gc_steps", "torch_empty_cache_steps", "low_cpu_mem_usage", "max_memory", "gpu_memory_limit",
+     "experimental_skip_move_to_device", "lora_on_cpu", "qlora_sharded_model_loading", "accelerator_config*",
+     "torch_compile_*", "ple_cpu_offload", "deepcompile", "layer_offloading", "fp32_norms", "fp32_norm_classes",
+     "peft_autocast_adapter_dtype"):
+        "the library decides it, by the hardware",
+    ("model_type", "tokenizer_type", "type_of_model", "is_*_derived_model", "base_model_config", "tokenizer_config",
+     "cls_model_config", "num_labels", "tokenizer_use_fast", "tokenizer_legacy", "tokenizer_use_mistral_common",
+     "tokenizer_save_jinja_files", "model_config.*", "overrides_of_model_*", "lora_fan_in_fan_out",
+     "trust_remote_code", "datasets[].trust_remote_code", "resize_token_embeddings_to_32x",
+     "llama4_linearized_experts"):
+        "the checkpoint's config.json and tokenizer say it",
+    ("dataset_prepared_path", "dataset_processes", "dataset_num_proc", "dataset_keep_in_memory",
+     "skip_prepare_dataset", "dataloader_*", "remove_unused_columns", "preprocess_iterable", "is_preprocess",
+     "shuffle_merged_datasets", "datasets[].ds_type", "datasets[].shards", "datasets[].shards_idx",
+     "datasets[].preprocess_shards", "test_datasets[].*", "sample_packing_group_size", "sample_packing_bin_size",
+     "sample_packing_sequentially", "sample_packing_mp_start_method", "sample_packing_eff_est", "eval_sample_packing",
+     "pad_to_sequence_len", "pad_to_multiple_of", "multipack_real_batches", "group_by_length", "total_num_tokens",
+     "total_supervised_tokens", "streaming_multipack_buffer_size", "pretrain_multipack_buffer_size",
+     "pretraining_sample_concatenation"):
+        "rows are tokenised once, kept, shuffled and packed without a setting",
+    ("eval_batch_size", "eval_strategy", "evaluation_strategy", "eval_sequence_len"):
+        "validation runs at the end, and every validate_every steps",
+    ("save_only_model", "save_safetensors", "save_first_step"):
+        "a checkpoint every checkpointer.every=500 steps and at the end; safetensors",
+    ("datasets[].message_property_mappings*", "datasets[].message_field_role", "datasets[].field_human",
+     "datasets[].template_thinking_key", "datasets[].split_thinking", "datasets[].roles.*", "datasets[].conversation",
+     "datasets[].input_format", "datasets[].message_field_training", "datasets[].type.format",
+     "datasets[].chat_template*", "datasets[].revision", "datasets[].type.no_input_format",
+     "datasets[].type.system_format", "datasets[].type.*_format", "datasets[].field_model", "datasets[].field_tools",
+     "datasets[].field_thinking", "datasets[].message_field_content", "datasets[].input_transform"):
+        ("rows are recognised by their columns and rendered by the chat template; dataset.format=my_data.to_messages "
+         "for all else"),
+    ("special_tokens.pad_token", "special_tokens.bos_token", "special_tokens.unk_token",
+     "special_tokens.additional_special_tokens", "fix_untrained_tokens", "eot_tokens"):
+        "the tokenizer and the template say it; padding is never learned, also where pad is EOS",
+    ("precompute_ref_log_probs", "dpo_padding_free", "dpo_use_logits_to_keep", "dpo_use_liger_kernel",
+     "trl.use_liger_loss"):
+        "reference=precomputed",
+    ("strict", "use_wandb", "wandb_watch", "wandb_log_model", "wandb_mode", "wandb_entity",
+     "include_tokens_per_second", "include_tkps", "axolotl_config_path", "debug", "metric_for_best_model",
+     "greater_is_better", "hf_use_auth_token", "use_ray", "ray_*", "resources_per_worker"):
+        "nothing to set: unknown keys are refused, speed is logged, secrets are not stored",
+    ("trl.use_vllm", "trl.vllm_*", "vllm.*"):
+        "the policy itself samples, in the same process; sampling._component_=tune.generation.VLLM has vLLM do it",
+    ("trl.log_completions", "trl.num_completions_to_print", "trl.generation_batch_size", "trl.log_multimodal",
+     "trl.loss_type", "trl.use_data_producer", "trl.async_prefetch", "trl.prefetch_depth", "trl.streaming_*",
+     "trl.replay_*"):
+        "the policy itself samples, in the same process",
+    ("fsdp_config.*", "fsdp_version", "fsdp_final_state_dict_type", "merge_lora", "merge_method"):
+        "parallel.dp_shard=auto shards each block (FSDP2)",
+    "gradient_checkpointing_kwargs*": "blocks are checkpointed without reentrance",
+    ("resume_from_checkpoint", "auto_resume_from_checkpoints"):
+        "resume=auto continues a run of its own output_dir; checkpoints of others are not read",
+}
+
+LACKING: dict[KeyNames, str] = {
+    ("processor_type", "process_reward_model", "float32", "dpo_generate_during_eval"): "nothing like it",
+    ("trl.reward_funcs", "trl.reward_weights"):
+        "a reward is a function (row, completion) -> number of yours: reward=my_rewards.is_right",
+    "load_in_8bit": "the base stays in 16 bits: 8-bit weights are not trained on; quantization.weights=nf4 has 4",
+    "quantize_moe_experts": "experts stay in 16 bits: NF4 is for linear layers",
+    ("gptq*", "model_quantization_config*", "nonexpert_quantization", "use_onebitllms", "dsv4_*", "gemma4_fp8_*",
+     "gemma4_nf4_*", "nvfp4_*", "use_dsv4_kernels", "use_glm_dsa_kernels"):
+        "a base in this format is not trained on; give the one in 16 bits",
+    ("qat*", "quantization.*", "quantization", "llmcompressor*"):
+        ("quantization.qat rounds the weights from the first step on, in the groups that tune quantize has; "
+         "activations are not rounded"),
+    ("fp8_config*", "fp8_enable_fsdp_float8_all_gather"): "float8 is for products alone: FSDP gathers in 16 bits",
+    ("unfrozen_parameters", "freeze_mm_modules", "spectrum_*", "lisa_*"):
+        "all parameters are trained, or adapters; docs/changes.md freezes layers",
+    ("peft_layers_to_transform", "peft_layers_pattern", "peft_layer_replication", "peft_ensure_weight_tying",
+     "loftq_config*", "peft.*"):
+        "name the layers: adapter.target_modules takes a regular expression",
+    ("lr_quadratic_warmup", "cosine_constant_lr_ratio", "lr_div_factor", "lr_scheduler_kwargs*", "jagged_*",
+     "relora*"):
+        "the schedule has warmup and min_ratio only",
+    ("lr_groups*", "embedding_lr", "loraplus_lr_embedding"): "parameter_groups.lr_ratios has ratios by name",
+    ("optim_args*", "optim_target_modules", "adam_beta3", "adam_epsilon2", "dion_*", "qgalore_*", "grokfast_*",
+     "came_*"):
+        "arguments of an optimizer that is not there",
+    ("neftune_noise_alpha", "noisy_embedding_alpha", "use_eaft*", "eaft_*", "use_pose", "pose_*", "scaling_softmax*",
+     "curriculum_sampling", "use_dft_loss", "rpo_alpha", "dpo_loss_type", "dpo_loss_weights", "dpo_use_weighting",
+     "dpo_norm_loss", "s2_attention"):
+        "this way to train is not there",
+    ("default_system_message", "datasets[].drop_system_message", "datasets[].field_system",
+     "datasets[].system_prompt", "datasets[].type.system_prompt", "chat_template_jinja", "chat_template_kwargs*"):
+        ("the rows' own system message and the checkpoint's template are used; a template of yours is a file: "
+         "tokenizer.chat_template=mine.jinja"),
+    ("min_sample_len", "dataset_exact_deduplication", "datasets[].skip", "datasets[].temperature",
+     "datasets[].logprobs_field", "datasets[].message_field_training_detail", "datasets[].length",
+     "datasets[].sequence_length", "datasets[].*_input_id", "datasets[].seed", "pretraining_dataset[].skip",
+     "pretraining_dataset[].temperature", "pretraining_dataset[].logprobs_field",
+     "pretraining_dataset[].message_field_training_detail", "pretraining_dataset[].length",
+     "pretraining_dataset[].sequence_length", "pretraining_dataset[].*_input_id", "pretraining_dataset[].seed",
+     "dataset_shard_*", "num_dataset_shards_to_save", "shuffle_before_merging_datasets", "train_on_last_step_only",
+     "pretraining_dataset[].trust_remote_code"):
+        "dataset.filter names a function that leaves rows out",
+    ("tokens", "added_tokens_overrides*", "mean_resizing_embeddings", "shrink_embeddings", "embeddings_skip_upcast",
+     "reinit_weights"):
+        "tune add-tokens makes a base with more tokens",
+    "loss_watchdog_*": "checkpointer.on_nan says what a loss that is not finite does",
+    ("auto_find_batch_size", "profiler_steps*", "dynamic_checkpoint*", "selective_checkpointing*"):
+        "profiler.start traces; memory.activation_checkpointing=selective",
+    ("do_causal_lm_eval", "do_bench_eval", "eval_causal_lm_metrics", "eval_table_size", "eval_max_new_tokens",
+     "bench_*", "lm_eval_*", "generate_samples", "num_generation_*", "generation_*"):
+        "evaluate.tasks and evaluate.prompts evaluate on the way",
+    ("hub_*", "push_dataset_to_hub", "use_mlflow", "use_comet", "use_trackio", "use_swanlab", "use_otel_metrics",
+     "mlflow_*", "hf_mlflow_*", "comet_*", "trackio_*", "swanlab_*", "gradio_*", "otel_*"):
+        "there are wandb and tensorboard; tune push uploads",
+    ("ring_attn_func", "heads_k_stride"): "nothing like it",
+    ("ebft*", "kd_*", "diffusion*", "trl.*", "use_mora", "mora*", "hatchery*", "nemo_gym_*", "revision_of_model",
+     "datasets[]*", "pretraining_dataset[]*", "streaming", "trainer_cls", "image_size", "image_resize_algorithm",
+     "role_boundaries*", "processor_kwargs*", "capabilities*", "env_capabilities*", "use_*_loss", "large_*",
+     "max_packed_sequence_len", "rope_scaling*"):
+        "nothing like it",
+}
+# fmt: on
+
+AXOLOTL = Peer(
+    name="axolotl",
+    looks_like="base_model, sequence_len, datasets with a type",
+    marks=marks,
+    refused=refused,
+    method=method,
+    has_adapter=lambda config: is_set(config, "adapter"),
+    # TRL's trainers turn off that of adapters too.
+    has_no_dropout=lambda config, method: method in (*OF_PREFERENCES, "reward"),
+    defaults=defaults,
+    faults=faults,
+    keys=KEYS,
+    always=ALWAYS,
+    lacking=LACKING,
+    read_from={"axolotl": "0.19.0", "trl": "1.16.0"},
+)

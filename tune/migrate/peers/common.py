@@ -1,0 +1,197 @@
+"""Words that mean the same in several peers, and the functions that convert keys which they share."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tune.migrate.converters import KEEP, Choose, Differs
+from tune.migrate.leaves import KeyNames
+from tune.migrate.migration import Migration
+
+OWN_TEMPLATE = (
+    "the checkpoint's own template is used; a base model has none: tokenizer.chat_template=plain gives it one"
+)
+ROWS = "rows are recognised by their columns; dataset.format=my_data.to_messages for all else"
+HELD_OUT = "which rows are held out follows from what is in them"
+
+# The settings of a method, or why there are none. The recipe `sft` is full_, lora_ or pipeline_finetune.
+METHODS: Mapping[KeyNames, dict[str, Any] | str] = {
+    "sft": {"recipe": "sft"},
+    ("pt", "pretrain"): {"recipe": "sft", "parts.train_on": "all", "dataset.too_long": "split", "packed": True},
+    ("dpo", "sigmoid"): {"recipe": "preference_finetune", "loss._component_": "tune.losses.DPO"},
+    "ipo": {"recipe": "preference_finetune", "loss._component_": "tune.losses.IPO"},
+    "simpo": {"recipe": "preference_finetune", "loss._component_": "tune.losses.SimPO"},
+    "orpo": {"recipe": "preference_finetune", "loss._component_": "tune.losses.ORPO"},
+    "cpo": {"recipe": "preference_finetune", "loss._component_": "tune.losses.CPO"},
+    "kto": {
+        "recipe": "preference_finetune",
+        "loss._component_": "tune.losses.KTO",
+        "dataset.kind": "labelled",
+    },
+    ("rm", "reward", "reward_model"): {"recipe": "reward_finetune"},
+    "grpo": {"recipe": "grpo", "loss._component_": "tune.losses.ClippedPolicy"},
+    "rloo": {"recipe": "grpo", "baseline": "leave_one_out", "loss._component_": "tune.losses.ClippedPolicy"},
+    "ppo": {"recipe": "ppo_finetune"},
+    ("kd", "gkd", "distillation", "distill"): {"recipe": "distill"},
+    ("eval", "evaluate"): {"recipe": "evaluate"},
+    "ebft": "trains a model on the features of its own samples; no recipe here does that",
+    (
+        *("rso", "gdpo", "online_dpo", "nash_md", "xpo", "bco", "prm", "gold", "minillm", "papo", "sdft", "sdpo"),
+        *("tpo", "a2po", "gmpo", "bco_pair", "hinge", "ddpo"),
+    ): "is no method of a recipe here",
+}
+
+OPTIMIZERS: Mapping[KeyNames, Any] = {
+    ("adamw", "adamw_torch", "adamw_hf", "adamw_torch_fused", "torch.optim.adamw"): "torch.optim.AdamW",
+    ("adam", "torch.optim.adam"): "torch.optim.Adam",
+    ("paged_adamw", "paged_adamw_32bit", "bitsandbytes.optim.pagedadamw", "bitsandbytes.optim.pagedadamw32bit"): (
+        "torch.optim.AdamW",
+        "states are not paged: memory.cpu_offload=true keeps them in host memory",
+    ),
+    (
+        *("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "ao_adamw_8bit"),
+        *("bitsandbytes.optim.adamw8bit", "bitsandbytes.optim.pagedadamw8bit", "torchao*adamw8bit"),
+    ): ("torchao.optim.AdamW8bit", "torchao's states in 8 bits, not bitsandbytes'; needs the torchao extra"),
+    ("adamw_torch_4bit", "ao_adamw_4bit", "torchao*adamw4bit"): (
+        "torchao.optim.AdamW4bit",
+        "needs the torchao extra",
+    ),
+    "ao_adamw_fp8": ("torchao.optim.AdamWFp8", "needs the torchao extra"),
+    "adafactor": (
+        "tune.optimizers.Adafactor",
+        "its steps are lr x the RMS of a weight (torch's); there they are lr alone (scale_parameter=False), so that a "
+        "learning rate some 50 times as large does here what it did there",
+    ),
+    "muon": (
+        "tune.optimizers.Muon",
+        "torch's Muon for matrices of the blocks, AdamW for the others; its learning rate may want another value",
+    ),
+    ("sgd", "torch.optim.sgd"): "torch.optim.SGD",
+    ("rmsprop", "torch.optim.rmsprop"): "torch.optim.RMSprop",
+    ("adagrad", "torch.optim.adagrad"): "torch.optim.Adagrad",
+    (
+        *("lion*", "paged_lion*", "galore*", "q_galore*", "qgalore*", "apollo*", "lomo", "adalomo", "grokadamw"),
+        *("schedule_free*", "stable_adamw", "optimi_adamw", "adopt_adamw", "adamc", "came_pytorch", "dion", "sinkgd"),
+        *("polora", "flash_*", "ademamix*", "adamw_anyprecision", "rmsprop_*"),
+    ): (
+        "torch.optim.AdamW",
+        "this optimizer is not there: AdamW stands in for it, whose learning rate may want another value",
+    ),
+}
+
+SCHEDULERS: Mapping[KeyNames, Any] = {
+    ("cosine", "*get_cosine_schedule_with_warmup"): "tune.optimizers.cosine",
+    ("cosine_with_min_lr", "cosine_warmup_with_min_lr"): "tune.optimizers.cosine",
+    "linear": "tune.optimizers.linear",
+    ("constant", "constant_with_warmup"): "tune.optimizers.constant",
+    "inverse_sqrt": (
+        "tune.optimizers.inverse_square_root",
+        "falls from the end of the warm-up on, whose steps are its time scale",
+    ),
+    "warmup_stable_decay": "tune.optimizers.warmup_stable_decay",
+    (
+        *("cosine_with_restarts", "polynomial", "one_cycle", "rex", "log_sweep", "quadratic", "jagged-restart"),
+        *("greedy", "reduce_lr_on_plateau"),
+    ): ("tune.optimizers.cosine", "this shape is not there: a cosine stands in for it"),
+}
+
+TEMPLATES: Mapping[KeyNames, Any] = {
+    ("tokenizer_default*", "jinja", "auto"): KEEP,
+    "chatml": "chatml",
+    "llama3": "llama3",
+    ("gemma", "gemma2", "gemma3"): "gemma",
+    ("mistral", "mistral_v1"): "mistral",
+    ("default", "alpaca", "plain", "vanilla", "empty"): (
+        "plain",
+        "another plain text than theirs; a base model has no template of its own",
+    ),
+    "*": (KEEP, OWN_TEMPLATE),
+}
+
+# Converters of keys that several peers have.
+on_off_checkpointing = Choose("memory.activation_checkpointing", {True: "full", False: "none"})
+activation_checkpointing = Choose(
+    None,
+    {
+        True: {"memory.activation_checkpointing": "full"},
+        False: {"memory.activation_checkpointing": "none"},
+        ("unsloth", "offload*"): {"memory.activation_checkpointing": "full", "memory.activation_offload": True},
+    },
+)
+save_strategy = Choose(
+    "checkpointer.every",
+    {("steps", "best"): KEEP, ("no", "epoch"): (None, "a checkpoint is written when the run ends")},
+)
+keep_best = Choose("checkpointer.keep_best", {True: "validation_loss", False: KEEP})
+nf4 = Choose("quantization.weights", {True: "nf4", False: KEEP})
+float8 = Choose("quantization.float8", {True: "tensorwise", False: KEEP})
+scale_rewards = Differs(
+    "advantages are rewards less the group's mean, not divided by the standard deviation", unless=(False, "none")
+)
+importance_sampling = Choose("loss._component_", {"token": KEEP, "sequence": "tune.losses.GSPO"})
+
+
+def none_if_zero(value: Any) -> Any:
+    return None if str(value) in ("0", "0.0") else value
+
+
+def layout(run: Migration, key: str, value: Any) -> None:
+    """A file or a word of DeepSpeed's and FSDP's that says what is sharded: `ds_z3_config.json`, `full_shard`, `2`."""
+    word = str(value[0] if isinstance(value, list) and len(value) == 1 else value).lower()
+    stage = re.search(r"zero[_-]?(\d)", word) or re.search(r"z(\d)(?=_|$|\.json$)", word) or re.fullmatch(r"(\d)", word)
+    if "offload" in word:
+        run.put(key, True, "memory.cpu_offload", gives_way=True)
+    elif (stage and stage[1] in "012") or "shard_grad_op" in word or "no_shard" in word:
+        run.differs("parallel.dp_shard=auto shards the parameters too: less memory, the same training", key)
+    elif "hybrid" in word:
+        run.differs("parallel.dp_replicate=NODES keeps a copy of the model in each node", key)
+    else:
+        run.same("", key)
+
+
+def model(run: Migration, key: str, value: str) -> None:
+    if "teacher" in key:
+        target = "teacher.path"
+    else:
+        target = "reference" if key == "ref_model" else "model.path"
+    folder, note = folder_of(value)
+    run.put(key, folder, target, note=note)
+
+
+def reward_model(run: Migration, key: str, value: str, note: str = "") -> None:
+    folder, download = folder_of(value)
+    judge = {"_component_": "tune.generation.RewardModel", "path": folder}
+    run.put(key, judge, "reward", note=note or download)
+
+
+def folder_of(model: str) -> tuple[str, str]:
+    """The folder that `tune download` makes of a name on the hub, and that command; of a folder this, and ""."""
+    if model.startswith(("/", ".", "~")) or model.count("/") != 1 or Path(model).is_dir():
+        return model, ""
+    return f"./{model.split('/')[1]}", f"tune download {model}"
+
+
+def target_modules(run: Migration, key: str, value: Any) -> None:
+    """Layers as a list, as `a,b`, as `all`, or as a pattern. Two keys of theirs may say some each."""
+    if isinstance(value, str) and re.fullmatch(r"[\w-]+(\s*,\s*[\w-]+)*", value):
+        value = listed(value)
+    before = run.part("target_modules", [])
+    if value in (["all"], ["all-linear"]):
+        value = "all-linear"
+    elif isinstance(value, list) and isinstance(before.value, str):
+        value = f"{before.value}|.*({'|'.join(value)})"
+    elif isinstance(value, list):
+        value = [*before.value, *value]
+    run.set("parts.target_modules", value, *before.sources, key)
+
+
+def listed(value: Any) -> Any:
+    """`a, b` as a list."""
+    return re.split(r"\s*,\s*", value) if isinstance(value, str) else value
+
+
+def ratio_bounds(run: Migration, key: str, value: float) -> None:
+    """One bound of the ratio is both, unless there is another for above."""
+    run.put(key, value, "loss.low")
+    run.put(key, value, "loss.high", gives_way=True)

@@ -1,0 +1,126 @@
+"""transformers.TrainingArguments, which LLaMA-Factory and TRL take too."""
+
+from collections.abc import Iterator
+
+from tune.migrate.converters import KEEP, Choose, Differs, To
+from tune.migrate.leaves import KeyNames, Leaves, exceeds
+from tune.migrate.migration import Convert
+from tune.migrate.peers import common
+
+KEYS: dict[KeyNames, Convert] = {
+    "output_dir": To("output_dir"),
+    "overwrite_output_dir": Differs(
+        "a run that is in output_dir is continued; give a new folder to start anew", unless=(False,)
+    ),
+    ("per_device_train_batch_size", "per_gpu_train_batch_size"): To("parts.micro_batch_size"),
+    "gradient_accumulation_steps": To("parts.accumulation"),
+    "learning_rate": To("optimizer.lr"),
+    "weight_decay": To("optimizer.weight_decay"),
+    "adam_beta1": To("parts.beta1"),
+    "adam_beta2": To("parts.beta2"),
+    "adam_epsilon": To("optimizer.eps"),
+    "optim": Choose("optimizer._component_", common.OPTIMIZERS),
+    "max_grad_norm": To("max_grad_norm", value=common.none_if_zero),
+    "num_train_epochs": To("epochs"),
+    "max_steps": To("max_steps", skip=(-1,)),
+    "lr_scheduler_type": Choose("schedule._component_", common.SCHEDULERS),
+    "lr_scheduler_kwargs.min_lr": To("parts.min_lr"),
+    "lr_scheduler_kwargs.min_lr_rate": To("parts.min_ratio"),
+    "warmup_steps": To("parts.warmup_steps"),
+    "warmup_ratio": To("parts.warmup_ratio"),
+    "bf16": To("parts.bf16"),
+    "fp16": To("parts.fp16"),
+    "seed": To("seed"),
+    ("gradient_checkpointing", "activation_checkpointing"): common.activation_checkpointing,
+    "torch_compile": To("compile"),
+    "eval_steps": To("validate_every"),
+    "eval_on_start": To("validate_first"),
+    "save_steps": To("checkpointer.every"),
+    "save_strategy": common.save_strategy,
+    "save_total_limit": To("checkpointer.keep"),
+    "load_best_model_at_end": common.keep_best,
+    ("early_stopping_patience", "early_stopping_steps"): To("checkpointer.patience"),
+    "logging_steps": To("logger.console_every", note="metrics.jsonl has every step"),
+    "report_to": Choose(
+        None,
+        {
+            "*wandb*": {"logger.wandb.project": "huggingface"},
+            "*tensorboard*": {"logger.tensorboard": True},
+            ("none", "*all*"): KEEP,
+            "*": (KEEP, "there are wandb and tensorboard"),
+        },
+    ),
+    "run_name": To("logger.wandb.name"),
+    (
+        "deepspeed",
+        "fsdp",
+        "fsdp_config.fsdp_sharding_strategy",
+        "fsdp_config.sharding_strategy",
+        "deepspeed.zero_optimization.stage",
+    ): common.layout,
+    ("fsdp_config.fsdp_offload_params", "fsdp_config.offload_params"): To("memory.cpu_offload"),
+    "deepspeed.zero_optimization.offload_*.device": Choose("memory.cpu_offload", {"none": False, "*": True}),
+    ("fsdp_config.fsdp_activation_checkpointing", "fsdp_config.activation_checkpointing"): common.on_off_checkpointing,
+    ("use_cpu", "no_cuda"): Choose("device", {True: "cpu", False: KEEP}),
+}
+
+# fmt: off
+ALWAYS: dict[KeyNames, str] = {
+    ("do_train", "do_eval"): "tune run trains, and validates where there is something to validate on",
+    "average_tokens_across_devices": "the loss is divided by the supervised tokens of the global batch",
+    ("fsdp_config*", "deepspeed.*", "fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params"):
+        "parallel.dp_shard=auto shards each block (FSDP2)",
+    ("ddp_timeout", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph",
+     "ddp_backend", "local_rank"):
+        "FSDP2 does not need it",
+    ("gradient_checkpointing_kwargs*", "activation_checkpointing_kwargs*"):
+        "blocks are checkpointed without reentrance",
+    ("dataloader_*", "per_device_eval_batch_size", "per_gpu_eval_batch_size", "eval_batch_size",
+     "eval_accumulation_steps", "group_by_length", "train_sampling_strategy", "length_column_name", "eval_delay"):
+        "batches are made ahead; validation has micro_batch_size rows",
+    ("remove_unused_columns", "label_names", "prediction_loss_only", "disable_tqdm", "log_level*", "log_on_each_node",
+     "skip_memory_metrics", "include_num_input_tokens_seen", "include_tokens_per_second", "logging_first_step",
+     "logging_dir", "logging_nan_inf_filter"):
+        "metrics.jsonl has each step",
+    ("logging_strategy", "eval_strategy", "evaluation_strategy", "do_predict", "batch_eval_metrics",
+     "eval_do_concat_batches", "eval_use_gather_object", "include_for_metrics"):
+        "validation runs at the end, and every validate_every steps",
+    ("tf32", "use_liger_kernel", "liger_kernel_config*", "use_cache", "torch_empty_cache_steps", "full_determinism",
+     "data_seed", "auto_find_batch_size", "save_safetensors", "save_on_each_node", "use_legacy_prediction_loop",
+     "optim_target_modules", "accelerator_config*", "ignore_data_skip", "restore_callback_states_from_checkpoint",
+     "enable_jit_checkpoint", "bf16_full_eval", "fp16_full_eval"):
+        "the library decides it, by the hardware",
+    ("torch_compile_backend", "torch_compile_mode"): "compile=true takes torch's defaults",
+    ("save_only_model", "hub_strategy", "hub_always_push", "hub_private_repo", "hub_revision"):
+        "the model's files and the checkpoints are apart",
+    ("greater_is_better", "metric_for_best_model"): "the smallest validation_loss is the best",
+    "resume_from_checkpoint": "resume=auto continues a run of its own output_dir; checkpoints of others are not read",
+}
+
+LACKING: dict[KeyNames, str] = {
+    "label_smoothing_factor": "labels are not smoothed; docs/changes.md has a loss that does",
+    "neftune_noise_alpha": "no noise is added to embeddings",
+    "optim_args": "give them as optimizer.NAME",
+    "lr_scheduler_kwargs*": "give them as schedule.NAME",
+    ("push_to_hub", "hub_model_id", "hub_token"): "a run uploads nothing; tune push does",
+    "parallelism_config*": "see parallel.dp_replicate, .dp_shard and .tp",
+    "debug": "nothing like it",
+    ("project", "trackio_*"): "there are wandb and tensorboard",
+}
+# fmt: on
+
+
+def faults(config: Leaves, method: str) -> Iterator[tuple[str, str]]:
+    if method not in ("sft", "pt", "pretrain"):
+        return
+    if exceeds(config, "gradient_accumulation_steps", 1):
+        yield (
+            "before transformers 4.46 the mean over each micro-batch was averaged, so that short rows counted for more "
+            "with accumulation. Here every supervised token of the global batch counts the same",
+            "https://github.com/huggingface/transformers/pull/34191",
+        )
+    yield (
+        "until July 2025 each device was averaged for itself (average_tokens_across_devices was false): a run on more "
+        "devices is another one. Here the number of devices does not change the loss",
+        "https://github.com/huggingface/transformers/issues/39392",
+    )
