@@ -199,7 +199,13 @@ def _described(
     fields = read_json(source / "config.json") if (source / "config.json").exists() else {}
     there = disk_tensors(source) if has_weights(source) else {}
     declared = getattr(torch, fields.get("dtype") or fields.get("torch_dtype") or "float32")
-    return fields, there, lambda name: as_dtype(dtype) if dtype else there[name].dtype if name in there else declared
+
+    def type_of(name: str) -> torch.dtype:
+        if dtype:
+            return as_dtype(dtype)
+        return there[name].dtype if name in there else declared
+
+    return fields, there, type_of
 
 
 def with_progress(tensors: Iterable[T], total: int | None) -> Iterator[T]:

@@ -70,7 +70,9 @@ def warnings_of(dataset: Dataset, tokenizer: Tokenizer) -> list[str]:
     for reason, count in dropped.items():
         advice = ADVICE.get(reason, OTHERWISE)
         warn(count, rows + sum(dropped.values()), "rows", f"{{}} are dropped, {reason}: {advice}")
-    shorter = "raise max_seq_len" + ", or set dataset.too_long=split" * ("group" not in dataset.columns)
+    shorter = "raise max_seq_len"
+    if "group" not in dataset.columns:
+        shorter += ", or set dataset.too_long=split"
     all_tokens = accounting.tokens + accounting.cut_tokens
     warn(accounting.cut_tokens, all_tokens, "tokens", f"{{}} are cut off: {shorter}", MUCH_CUT)
     inside = "{} end inside an answer, without its end: raise max_seq_len, or set dataset.too_long=drop"

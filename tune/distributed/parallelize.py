@@ -134,8 +134,8 @@ def parallelize(
 
 def _require_scalable(world: World, master_dtype: torch.dtype) -> None:
     """Raises TuneError if gradients in fp16 are not scaled in this layout."""
-    axis = "pp" if world.num_stages > 1 else "ep" if world.experts is not None else ""
-    if axis:
+    axis = "pp" if world.num_stages > 1 else "ep"
+    if world.num_stages > 1 or world.experts is not None:
         raise TuneError(f"dtype: gradients in fp16 are not scaled with parallel.{axis}. Set it to 1, or dtype=bf16")
     if master_dtype != torch.float32:
         raise TuneError("master_dtype: gradients in fp16 are scaled for parameters in fp32 alone. Set it to fp32")

@@ -125,7 +125,8 @@ def _moments(stage: PlannedStage, layout: Layout, plain: bool) -> Iterator[tuple
     # What FSDP reduced last it keeps until it reduces again, but at the end of the step.
     lingers = next((each.reduced for each in reversed(trace.others) if each.reduced), trace.blocks[0].unit.reduced)
     lingers = lingers if stays and layout.micro_batches > 1 else 0.0
-    several = 0 if stays else 2 if shards > 1 else 1  # the next block beside this one
+    several = 2 if shards > 1 else 1  # the next block beside this one
+    several = 0 if stays else several
     last_gathered = max(kind.unit.gathered for kind in trace.blocks) if shards > 1 and not stays else 0.0
 
     def gradients(unit: Unit) -> float:  # what is reduced over copies in fp32, FSDP keeps until backward ends

@@ -87,7 +87,8 @@ def _json_lines(file: File) -> PlacedRows:
     with file.open() as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                yield f"{file.name}:{number}", json_row(line, ", or the file one list of them" * (file.kind == ".json"))
+                otherwise = ", or the file one list of them" if file.kind == ".json" else ""
+                yield f"{file.name}:{number}", json_row(line, otherwise)
 
 
 def json_row(line: str | bytes, otherwise: str = "") -> Any:
