@@ -1,7 +1,7 @@
 """A recipe's settings: YAML defaults, `--config` files and `key=value`, checked before data or weights are read."""
 
 from tune.config.check import combine, signature_of
-from tune.config.entry import entrypoint
+from tune.config.entry import entrypoint, running
 from tune.config.instantiate import inherited, instantiate, instantiate_data, instantiate_weighted
 from tune.config.load import flat, load, read, read_file, save, saved
 from tune.config.paths import find_config, find_default, find_recipe, list_configs, list_recipes, local_folder
@@ -24,6 +24,7 @@ __all__ = [
     "local_folder",
     "read",
     "read_file",
+    "running",
     "save",
     "saved",
 ]

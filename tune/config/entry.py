@@ -53,6 +53,16 @@ LOWER: dict[str, tuple[str, Any]] = {
 Main = Callable[[DictConfig], None]
 
 
+_running: list[Path] = []
+
+
+def running() -> Path:
+    """The file of the recipe that runs in this process. Raises TuneError if none does."""
+    if not _running:
+        raise TuneError("no recipe runs: a function with @config.entrypoint(...) must be called")
+    return _running[0]
+
+
 def entrypoint(default: str) -> Callable[[Main], Callable[..., None]]:
     """Make a recipe's `main(cfg)` callable without `cfg`: its settings then come from the command line.
 
@@ -62,6 +72,7 @@ def entrypoint(default: str) -> Callable[[Main], Callable[..., None]]:
     def decorate(main: Main) -> Callable[..., None]:
         @functools.wraps(main)
         def run(cfg: DictConfig | None = None) -> None:
+            _running[:] = [Path(main.__globals__["__file__"])]
             if cfg is not None:
                 return main(cfg)
             with explained_errors():

@@ -4,6 +4,7 @@ import os
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
 from tune import distributed, rehearsal
+from tune.config import running
 from tune.devices import DEVICES, Device, named
 from tune.errors import TuneError
 from tune.plan.planning import Job
@@ -27,15 +29,15 @@ def layout_of(parallel: DictConfig, cfg: DictConfig) -> dict[str, Any]:
     """
     if parallel.get("auto"):
         here = distributed.join(cfg.get("device", "auto"), parallel.timeout)
-        if rehearsal.current():
-            return _rehearsed(parallel, cfg)
+        if rehearsal.current():  # no layout is looked for
+            return {str(name): value for name, value in parallel.items() if name != "auto"}
         box: list[Any] = [None]
         if dist.get_rank() == 0:
             try:
                 settings: Any = OmegaConf.to_container(cfg, resolve=True)
                 # In a process of its own: planning makes groups of processes that are not there.
                 with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-                    box = [pool.submit(best, settings, described(here), dist.get_world_size()).result()]
+                    box = [pool.submit(best, settings, described(here), dist.get_world_size(), running()).result()]
                 print("parallel=auto:", *(f"{key}={as_given(value)}" for key, value in box[0].items()), flush=True)
             except TuneError as error:
                 box = [TuneError(f"parallel.auto: {error}")]
@@ -48,18 +50,9 @@ def layout_of(parallel: DictConfig, cfg: DictConfig) -> dict[str, Any]:
     return {str(name): value for name, value in parallel.items() if name != "auto"}
 
 
-def _rehearsed(parallel: DictConfig, cfg: DictConfig) -> dict[str, Any]:
-    """The group as it stands, if the recipe is planned: no layout is looked for. Raises TuneError."""
-    try:
-        Job(cfg, DEVICES["cpu"], dist.get_world_size())
-    except TuneError as error:
-        raise TuneError(f"parallel.auto: {error}") from error
-    return {str(name): value for name, value in parallel.items() if name != "auto"}
-
-
-def best(settings: dict[str, Any], device: Device, processes: int) -> dict[str, Any]:
-    """The settings of the fastest layout that fits. Raises TuneError."""
-    plan = Job(OmegaConf.create(settings), device, processes).search()[0]
+def best(settings: dict[str, Any], device: Device, processes: int, recipe: Path) -> dict[str, Any]:
+    """The settings of the fastest layout of `recipe` that fits. Raises TuneError."""
+    plan = Job(OmegaConf.create(settings), device, processes, recipe).search()[0]
     if not plan.fits:
         raise TuneError(
             f"no layout of {processes} processes fits {device.memory:,.1f} GiB: the smallest needs "
