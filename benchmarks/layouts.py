@@ -129,8 +129,9 @@ def plan(folder: str, processes: int, known: float) -> None:
     from tune.plan import Job
 
     once, cpu = settings(folder, "micro_batch_size=8"), DEVICES["cpu"]
-    job = Job(once, cpu, 1)
-    found = Job(settings(folder), cpu.at_speed(job.plan(job.layout()).step_seconds / known), processes).search()
+    recipe = config.find_recipe("pipeline_finetune")
+    job = Job(once, cpu, 1, recipe)
+    found = Job(settings(folder), cpu.at_speed(job.plan(job.layout()).step_seconds / known), processes, recipe).search()
     print("found", json.dumps([(each.step_seconds, each.overrides) for each in found if each.fits]))
 
 

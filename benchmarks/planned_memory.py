@@ -30,8 +30,9 @@ from tune.collators import Batch
 from tune.devices import DEVICES
 from tune.distributed import pipeline as pipeline_parallel
 from tune.plan import GIB
-from tune.plan.planning import Job, _meshes
-from tune.plan.trace import Recorder, _kernels
+from tune.plan.planning import Job
+from tune.plan.recording import meshes_of
+from tune.plan.trace import Recorder, kernels
 
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "rms_norm_eps": 1e-5,
@@ -104,7 +105,7 @@ def tracked(cfg: Any, processes: int, rows: int, checkpointing: Any, more: dict[
     pipeline, times = distributed.Pipeline(model, world), cfg.global_batch_size // world.data_size // rows
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
-        _kernels(DEVICES["h100"], Recorder(DEVICES["h100"], "bf16", False), checkpointing),
+        kernels(DEVICES["h100"], Recorder(DEVICES["h100"], "bf16", False), checkpointing),
         mock.patch.object(pipeline_parallel, "local_shard", first_shard),
     ):
         model.to_empty(device="cpu")
@@ -172,14 +173,15 @@ def compare(
     micro_batches = 2 if "zero_stage" in more else stages + (stages > 1)
     sizes = [f"max_seq_len={length}", f"global_batch_size={rows * data * micro_batches}", f"micro_batch_size={rows}"]
     sizes += [f"{name if '.' in name else f'parallel.{name}'}={value}" for name, value in more.items()]
-    cfg = config.load("pipeline_finetune" if stages > 1 else "full_finetune", [
+    recipe = "pipeline_finetune" if stages > 1 else "full_finetune"
+    cfg = config.load(recipe, [
         f"model.path={folder}", "dataset.path=none", f"memory.activation_checkpointing={checkpointing}", *sizes
     ])  # fmt: skip
-    job = Job(cfg, DEVICES["h100"], processes)
+    job = Job(cfg, DEVICES["h100"], processes, config.find_recipe(recipe))
     plan = job.plan(job.layout())
     planned = plan.peak - plan.memory["optimizer"] - plan.memory["reserve"]
     if dist.is_initialized():  # that of the plan
-        _meshes.cache_clear()
+        meshes_of.cache_clear()
         dist.destroy_process_group()
     found = [tracked(cfg, processes, rows, checkpointing, more, stage) for stage in sorted({0, stages - 1})]
     return max(found), planned, plan.moment

@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from helpers import free_port, save_checkpoint  # noqa: E402
 
 from tune.cli.plan import without_data  # noqa: E402
+from tune.config import find_recipe  # noqa: E402
 from tune.devices import DEVICES  # noqa: E402
 from tune.plan import Job, calibrate  # noqa: E402
 
@@ -174,8 +175,9 @@ def main() -> None:
         name, command, metrics, run = measured(case, folder)
         if not metrics:
             continue
-        device = device or calibrate(run, DEVICES["cpu"])
-        job = Job(without_data(command[0], command[1:]), device, case[1])
+        recipe = find_recipe(command[0])
+        device = device or calibrate(run, DEVICES["cpu"], recipe)
+        job = Job(without_data(command[0], command[1:]), device, case[1], recipe)
         plan = job.plan(job.layout()).as_dict()
         seconds = statistics.median(each["step_seconds"] - each["data_seconds"] for each in metrics[1:])
         pairs = {

@@ -14,7 +14,7 @@ RECIPES = HOUSE.parent / "recipes"
 
 # Each package may import those after it. The first lines use the library, the last are used by all of it.
 ORDER = [
-    *("cli", "validate", "plan", "migrate", "convert", "launchers"),
+    *("cli", "plan", "validate", "migrate", "convert", "launchers"),
     *("run", "loggers", "records"),
     *("evaluation", "generation", "peft", "checkpointers"),
     *("datasets", "models", "optimizers"),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from tune.errors import TuneError
 
@@ -17,6 +17,28 @@ T = TypeVar("T")
 
 class RehearsalEnded(Exception):
     """The rest of a recipe is not rehearsed: it needs what a rehearsal does not have."""
+
+
+class Planning(Protocol):
+    """Notes a rehearsal for a plan of memory and time. Neither data nor weights nor a tokenizer need be there: rows and
+    completions are as long as they may be. It is that of one process, and of shortened models."""
+
+    device_type: str  # that of the planned device
+
+    def take_axes(self, axes: Mapping[str, Any]) -> bool:
+        """Note how the recipe asks for its processes to be laid out. Returns whether one process stands for all."""
+
+    def take_model(self, model: Any, how: Mapping[str, Any]) -> None:
+        """Note a model that the recipe shards, and `how` (the arguments of `parallelize`). It is shortened in place."""
+
+    def take_rows(self, rows: int, micro_batch_size: int, max_steps: int | None = None) -> int:
+        """Note the rows of a step and of a micro-batch; returns how many rows a micro-batch shall have."""
+
+    def take_sampling(self, sampler: Any, model: Any, prompts: list[Any]) -> None:
+        """Note what is sampled from `model`: a completion for each of `prompts`, which may be equal."""
+
+    def scoring(self) -> AbstractContextManager[bool]:
+        """A context in which models score what was sampled, if it says so."""
 
 
 @dataclass
@@ -33,6 +55,7 @@ class Rehearsal:
     stand_ins: Mapping[type[Any], type[Any]]  # classes that take the place of others
     cut: set[str] = field(default_factory=set)  # names of the data of which not all rows were read
     folders: dict[Path, Path] = field(default_factory=dict)  # for the temporary folder of a run the one that is named
+    planning: Planning | None = None  # what notes it for a plan
 
 
 _current: Rehearsal | None = None
@@ -41,6 +64,11 @@ _current: Rehearsal | None = None
 def current() -> Rehearsal | None:
     """The rehearsal that is going on, or None: this is a run."""
     return _current
+
+
+def planning() -> Planning | None:
+    """What notes the rehearsal that is going on for a plan, or None."""
+    return _current.planning if _current else None
 
 
 UNKNOWN = 10**9  # steps of a run, where not all rows of the data were read

@@ -10,11 +10,17 @@ from tune import config
 from tune.checkpointers import load_model
 from tune.cli import main
 from tune.devices import DEVICES
+from tune.generation import Sampler
 from tune.plan import planning
 from tune.plan.planning import INPUT
 from tune.run import flops_per_token
 
-COMPLETIONS = ["reward=x.y", "sampling.max_rows=1024"]
+COMPLETIONS = ["reward=cli.test_plan.zero", "sampling.max_rows=1024"]
+
+
+def zero(row, completion):
+    """A reward."""
+    return 0.0
 
 
 def plan(capsys, *arguments: str) -> str:
@@ -96,7 +102,7 @@ def test_calibration_gives_the_run_that_it_learned_from(tmp_path, checkpoint, ca
     config.save(cfg, tmp_path)
     step = {"step_seconds": 3.0, "data_seconds": 0.5, "tokens": 4 * 96, "peak_memory_gib": 1.5}
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step | {"step": n}) + "\n" for n in range(4)))
-    (tmp_path / "run.json").write_text('{"processes": 1}')
+    (tmp_path / "run.json").write_text('{"processes": 1, "recipe": "full_finetune"}')
     plan(capsys, "--calibrate", str(tmp_path), "--device", "cpu")
     found = json.loads(plan(capsys, "full_finetune", *settings, "--device", str(tmp_path / "device.json"), "--json"))
     assert found["step_seconds"] == pytest.approx(2.5, rel=1e-3)
@@ -110,7 +116,7 @@ def test_calibration_with_steps_that_wait_for_their_input(tmp_path, checkpoint, 
     config.save(config.load("full_finetune", [*settings, "dataset.path=none"]), tmp_path)
     step = {"step_seconds": 400.0, "data_seconds": 384.0, "tokens": 4 * 96, "peak_memory_gib": 1.5}
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step | {"step": n}) + "\n" for n in range(4)))
-    (tmp_path / "run.json").write_text('{"processes": 1}')
+    (tmp_path / "run.json").write_text('{"processes": 1, "recipe": "full_finetune"}')
     plan(capsys, "--calibrate", str(tmp_path), "--device", "cpu")
     found = json.loads(plan(capsys, "full_finetune", *settings, "--device", str(tmp_path / "device.json"), "--json"))
     assert found["seconds"]["input"] == pytest.approx(384 - 16, rel=1e-3)
@@ -135,6 +141,29 @@ def test_axes_that_share_blocks(checkpoint, capsys):
     assert wrong_tp.returncode == 2 and "cannot share num_heads=4, num_kv_heads=2" in wrong_tp.stderr
     assert "Set it to 1 or 2 or 4" in wrong_tp.stderr
     assert wrong_ep.returncode == 2 and "has no experts" in wrong_ep.stderr
+
+
+@pytest.mark.slow
+def test_what_a_search_chooses_is_rehearsed(checkpoint, tmp_path):
+    """In a process that has no group of processes yet."""
+    text = config.find_recipe("full_finetune").read_text()
+    refuses = '        raise TuneError(f"mine: not on {world.size} processes")\n\n    with torch.device("meta"):\n'
+    text = text.replace('    with torch.device("meta"):\n', f"    if world.size > 1:\n{refuses}", 1)
+    (tmp_path / "mine.py").write_text(
+        text.replace("import torch\n", "import torch\nfrom tune.errors import TuneError\n", 1)
+    )
+    (tmp_path / "mine.yaml").write_text(config.find_config("full_finetune").read_text())
+    run = [
+        "plan",
+        str(tmp_path / "mine.py"),
+        f"model.path={checkpoint}",
+        "max_seq_len=64",
+        "--device",
+        "h100",
+        "--search",
+    ]
+    one, two = run_verbs([*run, "--world-size", "1"], [*run, "--world-size", "2"])
+    assert one.returncode == 0 and two.returncode == 2 and "mine: not on 2 processes" in two.stderr
 
 
 WRONG = {
@@ -196,26 +225,29 @@ def test_the_shortest_rows_of_pairs(checkpoint, capsys):
     )
 
 
-@pytest.mark.parametrize("reward", ["{_component_: tune.generation.RewardModel, path: x}", "x.y"])
-def test_models_beside_completions_are_not_planned(reward, checkpoint, capsys):
+def test_another_engine_is_not_planned(checkpoint, capsys):
     with pytest.raises(SystemExit):
-        engine = [] if "Model" in reward else ["sampling._component_=tune.generation.VLLM"]
-        main(["plan", "grpo", f"model.path={checkpoint}", f"reward={reward}", *engine, "--device", "a100"])
-    assert "reward models nor other engines" in capsys.readouterr().err
+        engine = "sampling._component_=cli.test_plan.Other"
+        main(["plan", "grpo", f"model.path={checkpoint}", *COMPLETIONS, engine, "--device", "a100"])
+    assert "sampling._component_" in capsys.readouterr().err
+
+
+class Other(Sampler):
+    """An engine of one's own."""
+
+    def complete(self, model, rows):
+        super().complete(model, rows)
 
 
 NOT_PLANNED = {
-    "grpo": ["reward=x.y", "environment=recipes.test_grpo.Guess"], "ppo_finetune": ["reward=x.y"],
-    "distill": ["teacher.path=x", "on_policy.share=0.5"], "evaluate": [],
-    "full_finetune": ["quantization.float8=rowwise"],
-}  # fmt: skip
+    "evaluate": ([], "evaluate"),
+    "full_finetune": (["quantization.float8=rowwise"], "a100 has no products in float8"),
+}
 
 
 @pytest.mark.parametrize("recipe", NOT_PLANNED)
 def test_what_is_not_planned(recipe, checkpoint, capsys):
+    settings, message = NOT_PLANNED[recipe]
     with pytest.raises(SystemExit):
-        main(["plan", recipe, f"model.path={checkpoint}", *NOT_PLANNED[recipe], "--device", "a100"])
-    told = capsys.readouterr().err
-    assert (
-        "not planned; planned are" in told or "neither environments" in told or "a100 has no products in float8" in told
-    )
+        main(["plan", recipe, f"model.path={checkpoint}", *settings, "--device", "a100"])
+    assert message in capsys.readouterr().err

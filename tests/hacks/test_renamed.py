@@ -64,6 +64,14 @@ def settings(recipe: str, keys: list[str]) -> list[str]:
     return [f"{'my_' if key.split('.')[0] in keys else ''}{key}={value}" for key, value in found]
 
 
+def planned(capsys: pytest.CaptureFixture[str], *run: str) -> dict[str, object]:
+    """Memory and time that are planned."""
+    capsys.readouterr()
+    assert exit_status("plan", *run, "--device", "cpu", "--json") in (0, None)
+    found = json.loads(capsys.readouterr().out)
+    return {name: found[name] for name in ("memory_gib", "seconds", "tokens_per_step", "steps")}
+
+
 def top_level(recipe: str) -> list[str]:
     file = Path(__file__).parents[2] / "configs" / f"{recipe}.yaml"
     return [str(key) for key in OmegaConf.load(file)]
@@ -74,6 +82,8 @@ def test_all_settings_renamed(recipe: str, here: Path, capsys: pytest.CaptureFix
     keys = top_level(recipe)
     rename(recipe, keys)
     assert exit_status("validate", "mine.py", *settings(recipe, keys)) == 0
+    if recipe != "evaluate":
+        assert planned(capsys, "mine.py", *settings(recipe, keys)) == planned(capsys, recipe, *settings(recipe, []))
     assert exit_status("run", "mine.py", *settings(recipe, keys)) == 0, capsys.readouterr().err
 
 
@@ -85,7 +95,7 @@ def test_each_setting_renamed(recipe: str, here: Path, capsys: pytest.CaptureFix
     for key in (key for key in top_level(recipe) if key != "value"):
         rename(recipe, [key])
         assert exit_status("validate", "mine.py", *settings(recipe, [key])) == 0, (key, capsys.readouterr().out)
-        for verb in ("preview", "prepare", "plan") if "tokenizer" in top_level(recipe) else ():
+        for verb in ("preview", "prepare") if "tokenizer" in top_level(recipe) else ():
             assert exit_status(verb, "mine.py", *settings(recipe, [key])) in (0, 2), (key, verb)
 
 
@@ -118,4 +128,6 @@ def test_groups_deleted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine.yaml").write_text(text)
     assert not [group for group in DELETED if f"cfg.{group}" in script or re.search(rf"^{group}:", text, re.MULTILINE)]
     assert exit_status("validate", "mine.py", *settings("full_finetune", [])) == 0, capsys.readouterr().out
+    own = planned(capsys, "mine.py", *settings("full_finetune", []))
+    assert own["memory_gib"] == planned(capsys, "full_finetune", *settings("full_finetune", []))["memory_gib"]
     assert exit_status("run", "mine.py", *settings("full_finetune", [])) == 0, capsys.readouterr().err

@@ -14,7 +14,7 @@ from tune import config, distributed, peft
 from tune.collators import Batch
 from tune.devices import DEVICES
 from tune.models import build
-from tune.plan.memory import Layout, bytes_of_states
+from tune.plan.memory import Layout
 from tune.plan.planning import Job
 from tune.plan.trace import Recorder
 
@@ -30,7 +30,11 @@ def job(
     given += ["quantization.weights=nf4"] if nf4 else []
     sizes = [f"max_seq_len={length}", f"global_batch_size={rows}", f"dtype={dtype}", f"master_dtype={master}"]
     cfg = config.load(recipe, [f"model.path={path}", "dataset.path=none", *sizes, *given, *more])
-    return Job(cfg, DEVICES[device], processes)
+    return Job(cfg, DEVICES[device], processes, config.find_recipe(recipe))
+
+
+def again(planned: Job, device, processes: int) -> Job:
+    return Job(planned.cfg, device, processes, planned.recipe)
 
 
 def saved_by_torch(path, lora: bool) -> int:
@@ -55,13 +59,15 @@ def saved_by_torch(path, lora: bool) -> int:
 def test_what_is_kept_for_backward(checkpoint, tied_checkpoint):
     for path in (checkpoint, tied_checkpoint):
         for lora in (False, True):
-            found = job(path, lora).trace(ROWS, (1, 1, 1), "none", True, False)
+            found = job(path, lora).trace(ROWS, (1, 1, 1), "none", True, False).trained
             ours = found.embed.live + found.saved
             assert abs(ours / saved_by_torch(path, lora) - 1) < 0.05, (path, lora)
 
 
 def test_checkpointing_keeps_less_and_computes_more(checkpoint):
-    traces = {kind: job(checkpoint).trace(ROWS, (1, 1, 1), kind, True, False) for kind in ("none", "selective", "full")}
+    planned = job(checkpoint)
+    kinds = ("none", "selective", "full")
+    traces = {kind: planned.trace(ROWS, (1, 1, 1), kind, True, False).trained for kind in kinds}
     kept = [each.blocks[0].forward.live for each in traces.values()]
     work = [each.blocks[0].backward.products for each in traces.values()]
     assert kept == sorted(kept, reverse=True) and work == sorted(work)
@@ -72,10 +78,10 @@ def test_weights_gradients_and_states_of_a_process(checkpoint):
     numbers = sum(each.numel() for each in build(str(checkpoint)).parameters())
     whole = job(checkpoint, dtype="bf16", rows=8).plan(Layout(1, 4, 1, 1))
     assert whole.memory["weights"] == numbers * 4 / 4  # in fp32 over four processes
-    assert whole.memory["optimizer"] == pytest.approx(numbers * 8 / 4, rel=1e-4)  # and the number of the step
+    assert whole.memory["optimizer"] == pytest.approx(numbers * 8 / 4, rel=1e-3)  # and the number of the step
     assert whole.memory["gradients"] == numbers * 4 / 4  # of two micro-batches: all, at any time
     halved = job(checkpoint, dtype="bf16", master="bf16").plan(Layout(micro_batch_size=ROWS))
-    assert halved.memory["optimizer"] == pytest.approx(numbers * 4, rel=1e-4)  # states have the type of the weights
+    assert halved.memory["optimizer"] == pytest.approx(numbers * 4, rel=1e-3)  # states have the type of the weights
     adapted = job(checkpoint, lora=True, dtype="bf16", rows=8)
     assert adapted.plan(Layout()).memory["weights"] < numbers * 2.5
 
@@ -84,19 +90,22 @@ def test_four_bits(checkpoint):
     linears = [m for name, m in build(str(checkpoint)).named_modules() if isinstance(m, nn.Linear) and name != "head"]
     weights = sum(each.weight.numel() for each in linears)
     whole, quantised = (
-        job(checkpoint, lora=True, nf4=nf4).trace(1, (1, 1, 1), "none", True, False).whole.stored
+        job(checkpoint, lora=True, nf4=nf4).trace(1, (1, 1, 1), "none", True, False).trained.whole.stored
         for nf4 in (False, True)
     )
     assert 4 - (whole - quantised) / weights < 0.7  # half a byte, and the scales
 
 
-def test_states_of_optimizers():
-    from tune.optimizers import Adafactor
+def test_states_of_optimizers(checkpoint):
+    """Bytes for a trained parameter, from the recipe's own step."""
 
-    assert 8 <= bytes_of_states(lambda groups: torch.optim.AdamW(groups)) < 8.1
-    assert bytes_of_states(lambda groups: torch.optim.SGD(groups, lr=1)) == 0
-    assert bytes_of_states(lambda groups: torch.optim.SGD(groups, lr=1, momentum=0.9)) == 4
-    assert bytes_of_states(lambda groups: Adafactor(groups)) < 0.1
+    def states(component: str, *more: str) -> float:
+        return job(checkpoint, more=[f"optimizer={{_component_: {component}, lr: 1e-3}}", *more]).states
+
+    assert 8 <= states("torch.optim.AdamW") < 8.1
+    assert states("torch.optim.SGD") == 0
+    assert states("torch.optim.SGD", "optimizer.momentum=0.9") == 4
+    assert states("tune.optimizers.Adafactor") < 0.2
 
 
 def test_a_checkpoint_is_written_of_a_copy_in_host_memory(checkpoint):
@@ -133,7 +142,7 @@ def test_a_line_through_one_and_two_rows_gives_four(checkpoint):
 @pytest.mark.parametrize(("device", "share"), [("cpu", 2), ("h100", 1)])
 def test_processes_share_a_cpu(device, share, checkpoint):
     known = replace(DEVICES[device], launch=0.0)
-    one, two = (Job(job(checkpoint, rows=ROWS * each).cfg, known, each) for each in (1, 2))
+    one, two = (again(job(checkpoint, rows=ROWS * each), known, each) for each in (1, 2))
     alone, half = one.plan(one.layout()), two.plan(two.layout())
     assert half.seconds["products"] == pytest.approx(share * alone.seconds["products"], rel=0.02)
     assert half.device.memory == alone.device.memory  # of each process
@@ -151,7 +160,7 @@ def test_the_search_is_the_best_of_all(checkpoint):
 def test_a_search_tries_stages_where_the_recipe_has_them(checkpoint):
     alone = replace(DEVICES["h100"], per_node=1)  # without tp
     for more, stages in (([], {1}), (["parallel.pp_schedule=1f1b"], {1, 2})):
-        planned = Job(job(checkpoint, rows=4, dtype="bf16", more=more).cfg, alone, 2)
+        planned = again(job(checkpoint, rows=4, dtype="bf16", more=more), alone, 2)
         assert {each.layout.pp for each in planned.search()} == stages
         assert ("parallel.pp" in planned.chosen) == (stages != {1})
 
@@ -195,7 +204,7 @@ def test_time_of_a_cpu():
 def test_stages_that_wait_leave_their_core_to_others(checkpoint):
     """Of two stages with four micro-batches one waits for a fifth of the step, if nobody takes its core."""
     alone, crowded = (
-        Job(each.cfg, replace(DEVICES["cpu"], cores=cores), 2)
+        again(each, replace(DEVICES["cpu"], cores=cores), 2)
         for cores in (2, 1)
         for each in [job(checkpoint, rows=4, more=["parallel.pp=2"], processes=2)]
     )
@@ -216,7 +225,7 @@ def test_products_in_eight_bits_take_half_the_time(checkpoint):
             planned.plan(planned.layout()).seconds
             for kind in ("null", "rowwise")
             for more in [[f"compile={compiled}", f"quantization.float8={kind}"]]
-            for planned in [Job(job(checkpoint, dtype="bf16", more=more).cfg, gpu, 1)]
+            for planned in [again(job(checkpoint, dtype="bf16", more=more), gpu, 1)]
         )
         saved = slow["products"] - fast["products"]
         assert saved == pytest.approx(3 * 2 * numbers * ROWS * LENGTH / 2 / 1e12, rel=1e-6)
@@ -251,7 +260,7 @@ def test_weights_in_four_bits_take_time_to_read(checkpoint):
     times = []
     for nf4 in (False, True):
         planned = job(checkpoint, lora=True, nf4=nf4, dtype="bf16")
-        found = Job(planned.cfg, at_once, 1).trace(1, (1, 1, 1), "none", True, False)
+        found = again(planned, at_once, 1).trace(1, (1, 1, 1), "none", True, False).trained
         times.append(sum(kind.number * kind.forward.compute for kind in found.blocks))
     assert 1.2 * written < times[1] - times[0] < 1.3 * written  # a quarter of it is read
 

@@ -49,6 +49,10 @@ class Pretrained:
 
     def __init__(self, path: str, model: nn.Module, seed: int = 0, setting: str = "model.path"):
         self.path, self.model, self.seed, self.setting = path, model, seed, setting
+        if rehearsal.planning():
+            model.source = path  # type: ignore[assignment]
+            self.tensors, self.names, self.new = dict[str, DiskTensor](), dict[str, OnDisk](), list[str]()
+            return
         with explained(setting):
             self.tensors = disk_tensors(Path(path))
         if others := unread_weights(Path(path), self.tensors):

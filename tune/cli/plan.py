@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
+from tune import config, records
 from tune.cli.hub import hub
 from tune.cli.recipes import parse_options, settings
 from tune.devices import DEVICES
@@ -68,40 +69,40 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         parser.error(f"--price {options.price:g}: it must be 0 or more")
 
     gc.disable()  # what an import makes stays: to look for garbage in it takes a quarter of its time
-    from tune.plan import CHOSEN, Job, calibrate
+    from tune.plan import Job, calibrate
 
     gc.freeze()  # nor is it looked for while layouts are traced, or at the end
     gc.enable()
     device = device_named(options.device)
     if options.calibrate:
         file, table = Path(options.calibrate) / "device.json", device
-        device = calibrate(file.parent, table)
+        device = calibrate(file.parent, table, recipe_of_run(file.parent, options.recipe))
         speed = device.product_share / table.product_share
         print(f"{file} is written: {speed:.3g} x {device.name}", file=sys.stderr)
     if not options.recipe:
         return
     cfg = without_data(options.recipe, rest)
-    for key in ("model.path", "teacher.path", "reference"):
+    for key in ("model.path", "value.path", "teacher.path", "reference"):
         if is_on_the_hub(hub_id := str(OmegaConf.select(cfg, key))):
             with hub(hub_id) as huggingface_hub:  # config.json is all that planning reads
                 file = huggingface_hub.hf_hub_download(hub_id, "config.json")
             OmegaConf.update(cfg, key, str(Path(file).parent))
-    job = Job(cfg, device, options.world_size)
+    job = Job(cfg, device, options.world_size, file_of(options.recipe))
     if job.cost:
         print(f"note: model: {job.cost}", file=sys.stderr)
     if job.note:
         print(f"warning: {job.note}", file=sys.stderr)
-    searches = options.search or cfg.parallel.get("auto")
-    if searches and (given := [each for each in rest if each.partition("=")[0] in CHOSEN]):
+    searches = options.search or any(isinstance(group, DictConfig) and group.get("auto") for group in cfg.values())
+    if searches and (given := [each for each in rest if each.partition("=")[0] in job.chosen]):
         print(f"warning: {' '.join(given)}: a search tries other layouts, too", file=sys.stderr)
     plans = job.search() if searches else [job.plan(job.layout())]
     found = plans[0].as_dict()
-    hours = (cfg.max_steps or 1e9 / plans[0].tokens) * plans[0].step_seconds / 3600
+    hours = (job.max_steps or 1e9 / plans[0].tokens) * plans[0].step_seconds / 3600
     found |= {
         "device": device.name,
         "devices": options.world_size,
-        "steps": cfg.max_steps,
-        "tokens": cfg.max_steps * plans[0].tokens if cfg.max_steps else 1e9,
+        "steps": job.max_steps,
+        "tokens": job.max_steps * plans[0].tokens if job.max_steps else 1e9,
         "hours": hours,
         "cost": None if options.price is None else hours * options.price * options.world_size,
         "checkpoint_gib": job.checkpoint_gib,
@@ -111,6 +112,20 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         print(json.dumps(found | {"runners_up": [each.as_dict() for each in plans[1:6]]}, indent=2))
     else:
         show(found, plans)
+
+
+def file_of(recipe: str) -> Path:
+    """The file of a recipe, or that next to a config."""
+    is_config = recipe.endswith((".yaml", ".yml"))
+    return Path(recipe).with_suffix(".py") if is_config else config.find_recipe(recipe)
+
+
+def recipe_of_run(run: Path, recipe: str | None) -> Path:
+    """The file of a run's recipe, by its name, or else that of the recipe that is planned. Raises TuneError."""
+    name = records.recipe_of(run) or recipe
+    if name is None:
+        raise TuneError(f"--calibrate: {run} does not say which recipe it is of. Give the recipe, too")
+    return file_of(name)
 
 
 def without_data(recipe: str, rest: list[str]) -> DictConfig:

@@ -66,7 +66,7 @@ def entrypoint(default: str) -> Callable[[Main], Callable[..., None]]:
         def run(cfg: DictConfig | None = None) -> None:
             if cfg is not None:
                 cfg = cfg.copy()
-                settle(_facts(cfg))
+                settle(_facts(cfg, main))
                 return main(cfg)
             with explained_errors():
                 cfg = _settings(main, default)
@@ -111,17 +111,17 @@ def explained_errors(cfg: DictConfig | None = None) -> Iterator[None]:
 
 def _settings(main: Main, default: str) -> DictConfig:
     """The settings of the command line: loaded, merged, checked and changed, once and for all."""
-    file = find_default(Path(main.__globals__.get("__file__", "")), default)
+    file = find_default(_file(main), default)
     if parse(sys.argv[1:]).help:
         if _rank() == "0":
             print(main.__globals__["__doc__"] or "", file.read_text(encoding="utf-8"), sep="\n")
         raise SystemExit(0)
     cfg, problems = read(str(file), sys.argv[1:])
-    settle(_facts(cfg, read_file(file)), problems)
+    settle(_facts(cfg, main, read_file(file)), problems)
     return cfg
 
 
-def _facts(cfg: DictConfig, defaults: Mapping[str, Any] = MappingProxyType({})) -> Facts:
+def _facts(cfg: DictConfig, main: Main, defaults: Mapping[str, Any] = MappingProxyType({})) -> Facts:
     """What rules see of a run that begins now."""
     if "torch" not in sys.modules:  # nothing is trained then, and to import it takes seconds
         return Facts(cfg, defaults=defaults)
@@ -129,8 +129,12 @@ def _facts(cfg: DictConfig, defaults: Mapping[str, Any] = MappingProxyType({})) 
 
     kind = processor.device_type(cfg.get("device", "auto"))
     return Facts(
-        cfg, kind, processor.count_processes(), processor.capability(kind), starts=True, defaults=defaults
+        cfg, kind, processor.count_processes(), processor.capability(kind), recipe=_file(main), defaults=defaults
     )  # fmt: skip
+
+
+def _file(main: Main) -> Path:
+    return Path(getattr(main, "__globals__", {}).get("__file__", ""))
 
 
 def _rank() -> str:

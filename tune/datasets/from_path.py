@@ -12,6 +12,7 @@ from tune import rehearsal
 from tune.datasets.cache import content_of, hash_of, key_of, prepared
 from tune.datasets.dataset import Dataset
 from tune.datasets.fit import TooLong
+from tune.datasets.full_rows import full_rows
 from tune.datasets.mismatched import with_mismatched
 from tune.datasets.parse.formats import FORMATS, Format, Kind
 from tune.datasets.pipe import announced, chunks_of
@@ -85,6 +86,8 @@ def load(
     `streaming` keeps nothing: rows are tokenised while they are read, and shuffled and packed among `shuffle_buffer` of
     them (default: 8,192). Each process does all of that; with "ray", Ray Data tokenises once for all processes.
     """
+    if rehearsal.planning():
+        return full_rows(kind, max_seq_len, packed, extra_columns)
     path, train_on = os.fspath(path), _plain(train_on)
     source = read(path, split, subset, take)
     require_ours(tokenizer)

@@ -87,7 +87,8 @@ class DataLoader:
 
     def __iter__(self) -> Iterator[tuple[int, GlobalBatch]]:
         batches = self._of_stream(self.dataset) if isinstance(self.dataset, Stream) else self._of_rows(self.dataset)
-        for batch, position in ahead(islice(batches, self._steps - self._step)):
+        batches = islice(batches, self._steps - self._step)
+        for batch, position in batches if rehearsal.planning() else ahead(batches):
             self._step, self._position = self._step + 1, position
             yield self._step, batch
 
@@ -120,10 +121,15 @@ class DataLoader:
         self._step, self._position = state["step"], Position(**state["position"])
 
     def _batch(self, data: Dataset | Mixture | DrawnRows, rows: np.ndarray, names: list[int], step: int) -> GlobalBatch:
+        size = self.micro_batch_size
+        if planning := rehearsal.planning():  # of the longest row, as many as it wants
+            size = planning.take_rows(self.global_batch_size, size, self.max_steps)
+            rows = np.resize(rows[data.row_tokens[rows].argmax()], size)
+            names = [0]
         tokens, supervised, pairs = (
             int(counts[rows].sum()) for counts in (data.row_tokens, data.row_supervised, data.row_pairs)
         )
-        parts = _micro_batches(data, rows, self.world, self.micro_batch_size, self.pad_to)
+        parts = _micro_batches(data, rows, self.world, size, self.pad_to)
         micro_batches = [part.in_step(self.seed, step, supervised) for part in parts]
         if torch.cuda.is_initialized():  # from pinned memory it is copied while the GPU computes
             micro_batches = [batch.pin_memory() for batch in micro_batches]

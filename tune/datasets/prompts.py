@@ -24,6 +24,7 @@ from tune.tokenizers import Message, Tokenizer
 from tune.types import PositiveInt
 
 COLUMNS = ("prompt", "messages", "conversations", "instruction", "input", "system", "tools")
+DIFFERENT = 256  # prompts of a plan
 FOR_REWARDS = ("chosen", "rejected", "label")  # columns that say nothing else of the prompt
 
 
@@ -81,6 +82,8 @@ def load_prompts(
         TuneError: a row has none of these columns, or they are not as they must be; or it has what a model of text does
             not see, images or `<image>`, and `ignore` does not name that; or no prompt is left.
     """
+    if rehearsal.planning():
+        return full_prompts(tokenizer.vocab_size, max_prompt_len)
     prompts: list[Prompt] = []
     dropped: Counter[str] = Counter()
     for place, row in read(path, split, subset, take).rehearsed():
@@ -97,6 +100,13 @@ def load_prompts(
     if not prompts:
         raise TuneError(f"{path}: no prompt is left of {dropped.total():,} rows: {dict(dropped) or 'there are none'}")
     return Prompts(path, prompts, dropped)
+
+
+def full_prompts(vocab_size: int, max_prompt_len: int) -> Prompts:
+    """Prompts of `max_prompt_len` tokens that share none, of which a plan is made."""
+    texts = [[first, *[0] * (max_prompt_len - 1)] for first in range(min(DIFFERENT, vocab_size))]
+    chat: list[Message] = [{"role": "user", "content": ""}]  # as environments want them
+    return Prompts("full prompts", [Prompt(index, tokens, {}, chat) for index, tokens in enumerate(texts)], {})
 
 
 def placed_rows(path: str | None, setting: str) -> list[tuple[str, Any]]:

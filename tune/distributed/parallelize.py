@@ -99,6 +99,13 @@ def parallelize(
     for module in model.modules():  # first: setting `data` does not change the type of a DTensor's shard
         for parameter in module.parameters(recurse=False):
             parameter.data = parameter.data.to(stored_dtype(module, parameter, dtype, master_dtype))
+    if (planning := rehearsal.planning()) and world.device.type != "meta":
+        planning.take_model(model, {
+            "dtype": dtype, "master_dtype": master_dtype, "activation_checkpointing": activation_checkpointing,
+            "activation_offload": activation_offload, "cpu_offload": cpu_offload, "compile": compile,
+        })  # fmt: skip
+        allocate(model, world.device, world.device)
+        return
     blocks = repeated_blocks(model)
     compiled = _named(blocks, model, ["*"] * compile if isinstance(compile, bool) else compile)
     if world.num_stages > 1:

@@ -223,10 +223,13 @@ def join(
 
 
 def _alone_where_it_fails(make: Callable[..., World]) -> Callable[..., World]:
-    """In a rehearsal, have what does not depend on a layout go on in one process if there is no such layout."""
+    """In a rehearsal, have what does not depend on a layout go on in one process if there is no such layout. That of a
+    plan is one of one process."""
 
     @functools.wraps(make)
     def init(*args: Any, **axes: Any) -> World:
+        if (planning := rehearsal.planning()) and planning.take_axes(axes):
+            return make()
         try:
             return make(*args, **axes)
         except TuneError as error:

@@ -61,6 +61,8 @@ class Evaluator:
                 raise
             rehearsed.report(error)  # the prompts may be wrong too
             self.tasks = Tasks([], tokenizer)
+        if rehearsal.planning():
+            prompts = None
         self.prompts = open_prompts(tokenizer, placed_rows(prompts, "evaluate.prompts")) if prompts else []
         self.run, self.model, self.tokenizer, self.world = run, model, tokenizer, world
         self.sampler = Sampler(
@@ -106,6 +108,8 @@ class Evaluator:
     def _measure(self, step: int, due: list[Measurement]) -> dict[str, float]:
         metrics: dict[str, float] = {}
         self.step = step
+        if rehearsal.planning():  # of a step alone
+            return metrics
         for part in due:
             with self.run.pause():
                 metrics |= part.measure()

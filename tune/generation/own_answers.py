@@ -1,12 +1,15 @@
 """Training on what the model itself answers."""
 
+import math
 from dataclasses import replace
-from itertools import takewhile
+from functools import partial
+from itertools import chain, takewhile
 from typing import Any
 
 import numpy as np
 from torch import nn
 
+from tune import rehearsal
 from tune.collators import IGNORE, Batch, Sample, collate
 from tune.datasets import GlobalBatch
 from tune.distributed import World
@@ -33,8 +36,13 @@ def own_answers(
         for document in documents
         if next(uniforms(sampler.seed, step, document.index, 1)) < share  # the sampler's own has 0 there
     ]
-    chosen = [each for each in wanted if _start_of_answer(each.labels) <= sampler.room(model)]
-    prompts = [document.tokens[: _start_of_answer(document.labels)] for document in chosen]
+    begin = _start_of_answer
+    if rehearsal.planning():  # full rows, whose last tokens are the answers
+        documents = [*chain(*parts)]
+        wanted = documents[: math.ceil(share * len(documents))]
+        begin = partial(_start_of_full_answer, max_new_tokens=sampler.max_new_tokens)
+    chosen = [each for each in wanted if begin(each.labels) <= sampler.room(model)]
+    prompts = [document.tokens[: begin(document.labels)] for document in chosen]
     indices = [document.index for document in chosen]
     completions = sampler(model, [prompt.tolist() for prompt in prompts], step=step, indices=indices)
     answered = {
@@ -75,6 +83,10 @@ def _start_of_answer(labels: np.ndarray) -> int:
     learned = np.flatnonzero(labels != IGNORE)
     gaps = np.flatnonzero(np.diff(learned) > 1)
     return int(learned[gaps[-1] + 1 if len(gaps) else 0]) + 1
+
+
+def _start_of_full_answer(labels: np.ndarray, max_new_tokens: int) -> int:
+    return max(1, len(labels) - max_new_tokens)
 
 
 def _answered(index: int, prompt: np.ndarray, answer: list[int]) -> Sample:

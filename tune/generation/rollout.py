@@ -24,6 +24,7 @@ from tune.tokenizers import Message, Tokenizer
 
 # Sums of the same numbers in float64 differ by some 1e-16 of their terms, rewards of a float32 model by 6e-8 at least.
 ROUNDING = 1e-9
+SCORED = 64  # completions that a plan has models score
 EXAMPLES = {"sampled": np.zeros(1, np.float32), **dict.fromkeys(("advantage", "reward"), np.zeros((), np.float32))}
 
 
@@ -58,7 +59,11 @@ class Reward:
         """Call a function with the first prompt, of which it is the completion too, and a reward model; a judge, which
         may not be here, is not called. The rewards of a group differ."""
         model: Any = self.function
-        if getattr(model, "is_sharded", False):
+        if planning := rehearsal.planning():
+            with planning.scoring() as scores:
+                if scores and getattr(model, "is_sharded", False):
+                    model.scores(episodes[:SCORED], tokenizer, world)
+        elif getattr(model, "is_sharded", False):
             called(f"{self.setting}: {self.name} fails", model.scores, episodes[:1], tokenizer, world)
         elif episodes and isinstance(self.function, partial):
             self(episodes[0].prompt.row, tokenizer.decode(episodes[0].prompt.tokens))
@@ -205,6 +210,8 @@ def rollout(
         completions = sample([prompt.tokens for prompt in mine], samples=samples, step=step, indices=positions)
         for episode, completion in zip(chain(*groups), chain(*completions), strict=True):
             episode.add(completion)
+    elif rehearsal.planning():
+        _talk_on(model, sampler, [*chain(*groups)], sample, step, max_turns)
     else:
         conversations = [_Conversation(episode, tokenizer, sampler.room(model)) for episode in chain(*groups)]
         _converse(conversations, sample, world, step, environment, max_turns)
@@ -213,6 +220,23 @@ def rollout(
         for episode, value in zip(episodes, reward.of(episodes, tokenizer, world), strict=True):
             episode.add_reward(reward.name, value, reward.weight)
     return groups
+
+
+def _talk_on(
+    model: nn.Module, sampler: Sampler, episodes: list[Episode], sample: Callable[..., list[list[Completion]]],
+    step: int, max_turns: int,
+) -> None:  # fmt: skip
+    """For a plan, completions that an environment does not answer and does not end, as long as there is room."""
+    room = sampler.room(model)
+    for number, episode in enumerate(episodes):
+        episode.rewards["environment"] = 0.0
+        episode.add_reward("environment", float(number % 2))  # those of a group differ
+    for _ in range(max_turns):
+        if any(len(episode.prompt.tokens) + len(episode.tokens) > room for episode in episodes):
+            return
+        prompts = [[*episode.prompt.tokens, *episode.tokens] for episode in episodes]
+        for episode, completion in zip(episodes, chain(*sample(prompts, step=step)), strict=True):
+            episode.add(completion)
 
 
 class _Conversation:
@@ -321,6 +345,9 @@ def global_batch(
     """The batch of an optimizer step from this process's `samples`, in micro-batches of `micro_batch_size`, those of a
     prompt one after the other, the longest first; as many on every process, some of them empty. `rows` are this
     process's rows of the dataset that they come from, to be named in errors. All processes call it."""
+    if planning := rehearsal.planning():
+        micro_batch_size = planning.take_rows(len(samples), micro_batch_size)
+        samples = samples[:micro_batch_size]
     prompts: dict[bytes, list[Sample]] = {}
     for sample in sorted(samples, key=lambda sample: -len(sample.tokens)):
         prompts.setdefault(sample.tokens[: (sample.labels != IGNORE).argmax() + 1].tobytes(), []).append(sample)

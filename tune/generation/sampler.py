@@ -123,6 +123,13 @@ class Sampler:
 
     def complete(self, model: GenerativeModel, rows: list[SampledRow]) -> None:
         """Sample what completes the `rows`, of which there may be none."""
+        if planning := rehearsal.planning():
+            planning.take_sampling(self, model, [row.prompt for row in rows])
+            for row in rows:
+                count, end = self.max_new_tokens, [*self.stop_ids][:1] or [0]
+                row.completion.tokens, row.completion.log_probs = [*[0] * (count - 1), *end], [-1.0] * count
+                row.completion.finish = "stop"
+            return
         with inference(model), without_fsdp_hooks(model), whole_weights(model):
             if rows and rehearsal.current():
                 _rehearse(self, model, rows)
@@ -187,7 +194,7 @@ class Sampler:
         for name, prompt in named.items():
             if not len(prompt):
                 raise TuneError(f"{name} is empty. Begin it with a token, BOS for example")
-            if len(prompt) > room:
+            if len(prompt) > room and not rehearsal.planning():  # of a plan they are as long as the settings allow
                 longest = room + self.max_new_tokens
                 what = "of max_len" if longest == self.max_len else "up to which the model can generate"
                 raise TuneError(

@@ -4,6 +4,7 @@ import os
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,14 +21,12 @@ from tune.rules import Facts
 def layout_of(run: Facts) -> dict[str, Any]:
     """The settings of the fastest layout that fits, by their keys, and `parallel.auto` false.
 
-    Where the run starts, the first process plans, and the others get what it finds. Elsewhere no layout is searched,
-    only whether the recipe can be planned.
+    Where the run starts, the first process plans, and the others get what it finds. Elsewhere no layout is searched.
 
     Raises:
         TuneError: nothing fits, or the recipe, a setting or the device is not planned.
     """
-    if not run.starts:
-        Job(run.cfg, DEVICES["cpu"], run.processes)
+    if run.recipe is None:
         return {"parallel.auto": False}
     here = distributed.join(run("device", "auto"), run("parallel.timeout", 60))
     box: list[Any] = [None]
@@ -36,7 +35,7 @@ def layout_of(run: Facts) -> dict[str, Any]:
             settings: Any = OmegaConf.to_container(run.cfg, resolve=True)
             # In a process of its own: planning makes groups of processes that are not there.
             with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-                box = [pool.submit(best, settings, described(here), dist.get_world_size()).result()]
+                box = [pool.submit(best, settings, described(here), dist.get_world_size(), run.recipe).result()]
         except TuneError as error:
             box = [error]
     dist.broadcast_object_list(box, src=0)
@@ -45,9 +44,9 @@ def layout_of(run: Facts) -> dict[str, Any]:
     return {**box[0], "parallel.auto": False}
 
 
-def best(settings: dict[str, Any], device: Device, processes: int) -> dict[str, Any]:
-    """The settings of the fastest layout that fits. Raises TuneError."""
-    plan = Job(OmegaConf.create(settings), device, processes).search()[0]
+def best(settings: dict[str, Any], device: Device, processes: int, recipe: Path) -> dict[str, Any]:
+    """The settings of the fastest layout of `recipe` that fits. Raises TuneError."""
+    plan = Job(OmegaConf.create(settings), device, processes, recipe).search()[0]
     if not plan.fits:
         raise TuneError(
             f"no layout of {processes} processes fits {device.memory:,.1f} GiB: the smallest needs "

@@ -1,11 +1,8 @@
 """Memory of a process over a step, by part, from the trace of a shortened model: what is alive at each moment."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
-
-import torch
-from torch import Tensor, nn
+from typing import Literal, NamedTuple
 
 from tune.devices import Device
 from tune.plan.trace import REDUCED, Trace, Unit
@@ -158,19 +155,3 @@ def _moments(stage: PlannedStage, layout: Layout, plain: bool) -> Iterator[tuple
     reduced = 0.0 if plain else throughout + last.gradients + reducing(last)
     yield "reduction of embedding and head", embedded - trace.embed.live, 0.0, reduced, of_blocks
     yield "optimizer step", 0.0, 0.0, 0.0, adds * trace.whole.master / shards
-
-
-def bytes_of_states(make: Callable[[Any], Any], dtype: torch.dtype = torch.float32, in_blocks: bool = True) -> float:
-    """Bytes that the optimizer that `make` gives of groups keeps for each element of a matrix, by a step."""
-    matrix = nn.Parameter(torch.zeros(512, 512, dtype=dtype))
-    matrix.grad = torch.zeros_like(matrix)
-    optimizer = make([{"params": [matrix], "in_blocks": in_blocks}])
-    with torch.compiler.set_stance("force_eager"):
-        optimizer.step()
-
-    def size(tensor: Any) -> int:  # a tensor subclass is made of others
-        if hasattr(tensor, "__tensor_flatten__"):
-            return sum(size(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
-        return tensor.numel() * tensor.itemsize
-
-    return sum(size(each) for each in optimizer.state[matrix].values() if isinstance(each, Tensor)) / matrix.numel()

@@ -1,36 +1,34 @@
 """Memory and speed of a job in a layout, and the fastest layout that fits."""
 
+import copy
 import functools
 import itertools
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
-import torch
-import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tune.config import instantiate
+from tune.config import flat
 from tune.datasets import beyond_positions, require_batches
 from tune.devices import Device
-from tune.distributed import DTYPES, LARGE, cast_by_fsdp, repeated_blocks, split_blocks
+from tune.distributed import LARGE, as_dtype, cast_by_fsdp, repeated_blocks, split_blocks
 from tune.errors import TuneError
-from tune.optimizers import parameter_groups
-from tune.plan.alter import alter
-from tune.plan.memory import GIB, IN_STEP, PARTS, Checkpointing, Layout, PlannedStage, bytes_of_states, memory
-from tune.plan.objectives import as_rows, full_rows, read_together, subjects
+from tune.plan.memory import GIB, IN_STEP, PARTS, Checkpointing, Layout, PlannedStage, memory
+from tune.plan.recording import Recording, is_trained, meshes_of, require_layout
+from tune.plan.sampling import read_prompts, read_together, sample_token
 from tune.plan.speed import seconds
-from tune.plan.trace import Trace, trace
+from tune.plan.trace import Sharing, StepTrace, Trace, Tracer
 from tune.run import flops_per_token, planned_memory
 from tune.types import as_given
+
+T = TypeVar("T")
 
 # The settings of a layout that a search chooses.
 CHOSEN = (
@@ -40,6 +38,7 @@ CHOSEN = (
 )
 INPUT = 7e-8  # seconds of a core for a token of a batch: 60 to 90 ns, in rows of 1,000 tokens and in packed ones
 LEAST_TOKENS = 4096  # of a row, on each device of cp: with fewer, gathering keys takes longer than what is saved
+IN_STEPS = tuple(key for key in CHOSEN if "parallel." not in key)
 KEPT = ("parallel.pp_schedule", "parallel.reduce_every_micro_batch")
 
 
@@ -102,186 +101,316 @@ def _field(key: str) -> str:
 
 
 class Job:
-    """What the settings train on such devices, in so many processes. The data need not exist: all rows have
-    `max_seq_len` tokens.
+    """What the recipe in a file trains with these settings on such devices, in so many processes. The data need not
+    exist: all rows and completions are as long as they may be.
 
     Raises:
-        TuneError: this recipe, or this setting, is not planned.
+        TuneError: the recipe raises it, or does not train.
     """
 
-    def __init__(self, cfg: DictConfig, device: Device, processes: int):
-        cfg, device = as_rows(cfg), device.shared_by(processes)
-        with torch.device("meta"):
-            model = instantiate(cfg.model)
-        if OmegaConf.select(cfg, "quantization.float8") and not (device.is_host or device.float8):
-            raise TuneError(f"quantization.float8: {device.name} has no products in float8. Leave it out")
-        alter(cfg, model, torch.device("cpu" if device.is_host else "cuda"), lambda _, make: make())
-        self.cfg, self.device, self.processes = cfg, device, processes
-        self.cost = getattr(model, "cost", "")  # of a model that transformers computes
-        self.hidden, self.note = getattr(model.config, "hidden_size", 0), beyond_positions(model, cfg.max_seq_len)
-        self.chosen = tuple(key for key in CHOSEN if "parallel." not in key or _field(key) in cfg.parallel)
-        self.subjects = subjects(cfg, model)
-        row = full_rows(cfg, 1)
-        self.row_tokens = row.num_tokens  # also of the mismatched answer that comes with a labelled one
-        self.flops = flops_per_token(model, row.num_tokens // len(row.documents.lengths))
-        self.casts = bool(cast_by_fsdp(model, cfg.dtype, cfg.master_dtype))
-        kept = planned_memory(model, cfg.dtype, cfg.master_dtype, shards=1)["gradients"]  # they are like the weights
-        trained, states = _states(cfg, model)
+    def __init__(self, cfg: DictConfig, device: Device, processes: int, recipe: Path):
+        device = device.shared_by(processes)
+        self.cfg, self.device, self.processes, self.recipe = cfg, device, processes, recipe
+        recorded = self.recorded = Recording(recipe, cfg, device)
+        self.axes, self.subjects = recorded.axes, recorded.subjects
+        self.trained = [number for number, subject in enumerate(self.subjects) if is_trained(subject.model)]
+        if not self.trained or recorded.batch is None:
+            raise TuneError(f"plan: {recipe.name} trains no model that was given to parallelize: only that is planned")
+        models = [recorded.models[number] for number in self.trained]
+        self.how = recorded.how[self.trained[0]]
+        self.dtype, master_dtype = self.how["dtype"], self.how["master_dtype"]
+        self.cost = getattr(models[0], "cost", "")  # of a model that transformers computes
+        self.hidden = getattr(getattr(models[0], "config", None), "hidden_size", 0)
+        self.max_steps, self.rows, self.prompts = recorded.max_steps, recorded.global_batch_size, recorded.items
+        documents = recorded.batch.documents.lengths
+        self.note = beyond_positions(models[0], max(documents))
+        # Also of the mismatched answer that comes with a labelled one.
+        self.row_tokens = recorded.batch.num_tokens // recorded.first_rows
+        length = recorded.batch.num_tokens // len(documents)
+        self.flops = sum(flops_per_token(model, length) for model in models)
+        self.casts = any(cast_by_fsdp(model, self.dtype, master_dtype) for model in models)
+        kept = sum(planned_memory(model, self.dtype, master_dtype, shards=1)["gradients"] for model in models)
+        states = sum(recorded.states[number] for number in self.trained)
+        trained = sum(
+            parameter.numel() for model in models for parameter in model.parameters() if parameter.requires_grad
+        )
         self.states = states / max(1, trained)
-        self.checkpoint_gib = kept + states / GIB
-        every, last, self.copies = cfg.checkpointer.every, cfg.max_steps, ""
-        if cfg.checkpointer.get("async", True):
+        self.checkpoint_gib = kept + states / GIB  # gradients are like the weights
+        self.copies = ""
+        if (checkpointer := recorded.checkpointer) and checkpointer.asynchronous:
+            every, last = checkpointer.every, recorded.max_steps
             self.copies = "beside" if every and not (last and last <= every) else "end"
-        # By rows, the sizes of (tp, cp, ep), checkpointing, whether FSDP has nothing to do, whether it accumulates, and
-        # the number of the subject.
-        self.trace = functools.cache(lambda rows, axes, checkpointing, plain, accumulates, number=0: trace(
-            self.subjects[number], full_rows(cfg, rows), device, meshes=_meshes(*axes), checkpointing=checkpointing,
-            plain=plain, accumulates=accumulates,
-        ))  # fmt: skip
-        tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-        looked_up = [] if getattr(model, "head", None) is None else tables
-        of_products = {*model.parameters()}.difference(looked_up)
-        large = sum(each.numel() for each in of_products if each.dim() == 2 and each.numel() >= LARGE)
-        self.packed = large * DTYPES[cfg.dtype].itemsize * device.is_host  # while completions are sampled
-        self.layers = len(repeated_blocks(model))
-        self.experts = max(getattr(each, "num_experts", 1) for each in model.modules())
-        self.blocks = functools.cache(functools.partial(split_blocks, model, length=cfg.max_seq_len))
+        # By rows, the sizes of (tp, cp, ep), checkpointing, whether FSDP has nothing to do for trained models and for
+        # frozen ones, and whether it accumulates.
+        self.trace = functools.cache(self._trace)
+        self.once = functools.cache(self._once)
+        self.layers = len(repeated_blocks(models[0]))
+        self.experts = max(getattr(module, "num_experts", 1) for model in models for module in model.modules())
+        self.blocks = functools.cache(functools.partial(split_blocks, models[0], length=max(documents)))
+        self.keys = self._keys()
+        self.chosen = tuple(self.keys.values())
+
+    def _keys(self) -> dict[str, str]:
+        """The settings of a layout that the recipe has, by their names in it."""
+        known, keys = [*flat(cast(Any, OmegaConf.to_container(self.cfg)))], dict[str, str]()
+        for key in CHOSEN:
+            name = _field(key)
+            renamed = [other for other in known if other.endswith(f".{name}")]  # its group may have another name
+            if "parallel." in key and name not in self.axes:
+                continue
+            if key in known:
+                keys[name] = key
+            elif len(renamed) == 1:
+                keys[name] = renamed[0]
+        return keys
+
+    def _given(self, names: Iterable[str]) -> Layout:
+        """What the recipe says of its layout."""
+        given: dict[str, Any] = {"reduce_every_micro_batch": False, "micro_batch_size": self.recorded.micro_batch_size}
+        given |= self.axes | self.how
+        return Layout(**{name: given[name] for name in names if given.get(name) is not None})
+
+    def _trace(
+        self, rows: int, axes: tuple[int, int, int], checkpointing: Any, plain: bool, accumulates: bool,
+        alone: bool = True,
+    ) -> StepTrace:  # fmt: skip
+        """A micro-batch of so many rows."""
+        tracer = self._tracer(axes, checkpointing, plain, alone)
+        with self.recorded.replayed():
+            return tracer.step(lambda: self.recorded.loss(rows), 1 + accumulates)
+
+    def _tracer(self, axes: tuple[int, int, int], checkpointing: Any, plain: bool, alone: bool) -> Tracer:
+        plan, loss_parallel = self.axes.get("plan"), self.axes.get("loss_parallel", True)
+        sharing = Sharing(meshes_of(*axes), plan, loss_parallel, checkpointing, plain, alone)
+        return Tracer(self.subjects, sharing, self.device, self.recorded.weights)
+
+    def _once(self, kind: str, number: int, rows: int, axes: tuple[int, int, int], plain: bool) -> Trace:
+        """A forward by itself: a lone one, or that of the prompts or of the last token of a sampling."""
+        if kind == "lone":
+            lone = self.recorded.lone_forwards[number]
+            batch = self.recorded.batch_of(lone, rows)
+            tracer = self._tracer(axes, "none", plain, plain)
+            return tracer.forward(lone.number, lambda model: lone.call(model, batch))
+        sampling = self.recorded.samplings[number]
+        sampler, length = sampling.sampler, sampling.longest
+        subject = self.subjects[sampling.number]
+        frozen = copy.deepcopy(subject.model).requires_grad_(False).eval()
+        device = self.device if self.device.is_host else replace(self.device, launch=self.device.launch / 2)
+        sharing = Sharing(meshes_of(*axes), loss_parallel=self.axes.get("loss_parallel", True), alone=plain)
+        subjects = [subject._replace(model=frozen, compiled=False)]
+        tracer = Tracer(subjects, sharing, device, self.recorded.weights)  # on a GPU from a captured graph
+        if kind == "prompts":
+            prompts = math.ceil(rows * sampling.different / sampling.prompts)
+            return tracer.forward(0, lambda model: read_prompts(sampler, model, rows, prompts, length))
+        return tracer.forward(0, lambda model: sample_token(sampler, model, rows, length))
+
+    def _lone(self, number: int, axes: tuple[int, int, int], plain: bool, rows: int) -> Trace:
+        return self.once("lone", number, rows, axes, plain)
 
     def layout(self) -> Layout:
         """That of the settings."""
-        found = Layout(**self._settings(*CHOSEN, *KEPT))
-        if cast(Any, found.dp_shard) == "auto":
-            found = replace(found, dp_shard=self.processes // (found.dp_replicate * found.cp * found.tp * found.pp))
-        if found.pp_schedule not in ("1f1b", "gpipe"):
-            raise TuneError(f"parallel.pp_schedule: {found.pp_schedule} is not planned yet; planned are 1f1b and gpipe")
-        if found.zero_stage == 0:
-            found = replace(found, dp_replicate=found.data, dp_shard=1)
-        if found.size != self.processes:
-            raise TuneError(
-                f"parallel: dp_replicate={found.dp_replicate} x dp_shard={self.cfg.parallel.dp_shard} x cp={found.cp} "
-                f"x tp={found.tp} x pp={found.pp} does not make --world-size {self.processes}"
+        layout = self._given(_field(key) for key in (*CHOSEN, *KEPT))
+        shards = layout.dp_shard
+        if cast(Any, shards) == "auto" or "dp_shard" not in self.axes:
+            layout = replace(
+                layout, dp_shard=self.processes // (layout.dp_replicate * layout.cp * layout.tp * layout.pp)
             )
-        if found.shards % found.ep:
-            raise TuneError(f"parallel.ep: {found.ep} does not divide dp_shard x cp, which are {found.shards}")
-        return found
-
-    def _settings(self, *keys: str) -> dict[str, Any]:
-        """Of those that the recipe has, by the names of the layout."""
-        values = {_field(key): OmegaConf.select(self.cfg, key) for key in keys}
-        return {name: value for name, value in values.items() if value is not None}
+        if layout.pp_schedule not in ("1f1b", "gpipe"):
+            raise TuneError(
+                f"parallel.pp_schedule: {layout.pp_schedule} is not planned yet; planned are 1f1b and gpipe"
+            )
+        if layout.zero_stage == 0:
+            layout = replace(layout, dp_replicate=layout.data, dp_shard=1)
+        if layout.size != self.processes:
+            raise TuneError(
+                f"parallel: dp_replicate={layout.dp_replicate} x dp_shard={shards} x cp={layout.cp} "
+                f"x tp={layout.tp} x pp={layout.pp} does not make --world-size {self.processes}"
+            )
+        if layout.shards % layout.ep:
+            raise TuneError(f"parallel.ep: {layout.ep} does not divide dp_shard x cp, which are {layout.shards}")
+        return layout
 
     def plan(self, layout: Layout, line: bool = False) -> Plan:
         """With `line`, the trace is the straight line through those of one row and of two, or groups that share their
         prompts."""
-        rows, micro = self.cfg.global_batch_size, layout.micro_batch_size
-        group = self.cfg.get("group_size", 1)
-        if samples := self.subjects[-1].place == "rollout":
-            mine = self._prompts(layout) * group
+        micro, group = layout.micro_batch_size, self.rows // self.prompts if self.prompts else 1
+        if self.prompts:
+            mine = -(-self.prompts // layout.data) * group
         else:
-            require_batches(rows, micro, layout.data, layout.pp)
-            mine = rows // layout.data
+            require_batches(self.rows, micro, layout.data, layout.pp)
+            mine = self.rows // layout.data
         layout = replace(layout, micro_batches=-(-mine // micro))
         plain = layout.size == 1 and not self.casts and not layout.cpu_offload  # as `parallelize` has it
-        axes = layout.tp, layout.cp, layout.ep
+        key = (
+            (layout.tp, layout.cp, layout.ep), layout.activation_checkpointing, plain,
+            plain and layout.micro_batches > 1, layout.size == 1,
+        )  # fmt: skip
+        unit = group if micro > group else 1
 
-        def traced(*key: Any) -> Trace:
-            unit = group if micro > group else 1
+        def traced(trace: Callable[[int], T]) -> T:
             if line and micro > 2 * unit:
-                return self.trace(unit, axes, *key).scaled(self.trace(2 * unit, axes, *key), -(-micro // unit))
-            return self.trace(micro, axes, *key)
+                return cast(Any, trace(unit)).scaled(trace(2 * unit), -(-micro // unit))
+            return trace(micro)
 
-        found = traced(layout.activation_checkpointing, plain, plain and layout.micro_batches > 1)
-        stages, hop = [PlannedStage(found)], 0.0
-        if layout.pp > 1:
-            hop = micro * self.row_tokens * self.hidden * DTYPES[self.cfg.dtype].itemsize / layout.cp
-            stages = self._stages(found, layout, hop)
-        spent = [seconds(each, layout, self.states, plain, self.device, hop) for each in stages]
-        longest, needed = max(spent, key=lambda each: sum(each.values())), []
-        frozen = in_head = 0.0
-        for number, each in enumerate(self.subjects[1:], 1):
-            if each.place == "rollout":
-                continue
-            other, alone = traced("none", layout.size == 1, False, number), replace(layout, cpu_offload=False)
-            given = PlannedStage(other), alone, 0.0, layout.size == 1, self.device
-            more = seconds(*given, hop)
-            longest = {name: value + each.passes * more[name] for name, value in longest.items()}
-            beside = found.whole.stored / layout.shards if each.place == "beside" else 0.0
-            _, parts, host = memory(*given, frozen=beside)
-            needed.append(("before the first step", parts, host))
-            if each.place == "head":
-                stays = layout.throughout(other)
-                frozen, in_head = parts["weights"] + stays, sum(parts[name] for name in IN_STEP) - stays
-        fixed = self.states, plain, self.device, self.copies, frozen, in_head
-        needed += [memory(each, layout, *fixed) for each in stages]
-        if samples:
-            longest = {name: self.cfg.updates * value for name, value in longest.items()}
-            parts, longest["rollout"] = self._rollout(found, layout, plain, frozen)
-            needed.append(("rollout", parts, 0.0))
+        step = traced(lambda rows: self.trace(rows, *key))
+        hop = micro * self.row_tokens * self.hidden * as_dtype(self.dtype).itemsize / layout.cp
+        if layout.pp > 1 and len(step.trained.blocks) > len(self.subjects[self.trained[0]].kinds):
+            raise TuneError("parallel.pp: stages of a step with several forwards are not planned. Set it to 1")
+        stages = self._stages(step.trained, layout, hop) if layout.pp > 1 else [PlannedStage(step.trained)]
+        hop = hop if layout.pp > 1 else 0.0
+        spent = [seconds(stage, layout, self.states, plain, self.device, hop) for stage in stages]
+        longest = max(spent, key=lambda taken: sum(taken.values()))
+        longest = {name: self.recorded.updates * value for name, value in longest.items()}
+        others = self._others(step, layout, hop, traced)
+        for name, value in others.seconds.items():
+            longest[name] += value
+        fixed = self.states, plain, self.device, self.copies, others.frozen, others.in_head
+        needed = [*others.moments, *(memory(stage, layout, *fixed) for stage in stages)]
+        held = self._held(step.trained, layout, others.frozen)
+        if others.beside:
+            needed.append(self._moment("forward without gradients", held, {"activations": others.beside}))
+        if self.recorded.samplings:
+            longest["rollout"] = 0.0
+        for number in range(len(self.recorded.samplings)):
+            sizes, more = self._sampled(number, step, layout, plain)
+            longest["rollout"] += more
+            needed.append(self._moment("rollout", self._held(step.trained, layout, others.frozen, False), sizes))
         # A thread puts the next rows together beside the step.
         longest["input"] = max(0.0, mine * self.row_tokens * INPUT - sum(longest.values()))
-        moment, parts, _ = max(needed, key=lambda each: sum(each[1].values()))
+        moment, parts, _ = max(needed, key=lambda moment: sum(moment[1].values()))
         return Plan(
             layout, self.device, moment, parts, max(host for *_, host in needed), longest,
-            rows * self.row_tokens, self.flops, self.chosen,
+            self.rows * self.row_tokens, self.flops, self.chosen,
         )  # fmt: skip
 
-    def _prompts(self, layout: Layout) -> int:
-        """Those of which a process samples completions."""
-        return -(-self.cfg.prompts_per_step // layout.data)
-
-    def _rollout(self, trained: Trace, layout: Layout, plain: bool, frozen: float) -> tuple[dict[str, float], float]:
-        """Bytes by part and seconds of the completions of a step, which are all as long as they may be."""
-        prompts, new = self._prompts(layout), self.cfg.sampling.max_new_tokens
-        samples = prompts * self.cfg.group_size
-        rows = min(self.cfg.sampling.get("max_rows", 64), samples)
-        axes, last = (layout.tp, layout.cp, layout.ep), len(self.subjects) - 1
-        read, sampled = (self.trace(rows, axes, "none", plain, False, number) for number in (last - 1, last))
-        forwards = (read, -(-prompts // read_together(self.cfg, rows))), (sampled, -(-samples // rows) * new)
-        spent = self.device.transfer(read.whole.gathered, layout.tp * layout.shards) if layout.shards > 1 else 0.0
-        for found, number in forwards:
-            parts = [(found.embed, 1), (found.loss, 1), *((kind.forward, kind.number) for kind in found.blocks)]
-            spent += number * sum(count * (each.compute + each.exchange) for each, count in parts)
-        in_blocks = [kind.forward.extra - kind.forward.live for found, _ in forwards for kind in found.blocks]
-        above = max(*in_blocks, read.loss.extra, sampled.loss.extra)
-        copied = trained.whole.master + trained.whole.trained * self.states if self.copies == "beside" else 0.0
-        sizes = {
-            "weights": trained.whole.stored / layout.shards + self.packed / layout.tp,
-            "optimizer": trained.whole.trained * self.states / layout.shards,
-            "activations": read.embed.live + read.saved + above,
-            "communication": read.whole.gathered,
+    def _held(self, trained: Trace, layout: Layout, frozen: float, has_gradients: bool = True) -> dict[str, float]:
+        """Bytes by part that are there between the forwards of a step."""
+        whole, shards = trained.whole, layout.shards
+        copied = whole.master + whole.trained * self.states if self.copies == "beside" and self.device.is_host else 0.0
+        held = {
+            "weights": whole.stored / shards,
+            "gradients": whole.master / shards if has_gradients and layout.micro_batches > 1 else 0.0,
+            "optimizer": whole.trained * self.states / shards,
             "frozen": frozen,
-            "checkpoint": copied / layout.shards if self.device.is_host else 0.0,
+            "checkpoint": copied / shards,
         }
         if layout.cpu_offload:
-            sizes |= {"weights": 0.0, "optimizer": 0.0}
+            held |= {"weights": 0.0, "gradients": 0.0, "optimizer": 0.0}
+        return dict.fromkeys(PARTS, 0.0) | held
+
+    def _moment(self, name: str, held: dict[str, float], more: dict[str, float]) -> tuple[str, dict[str, float], float]:
+        """A moment at which there is `more` than what is held."""
+        sizes = held | {part: held[part] + size for part, size in more.items()}
         reserve = self.device.reserve * GIB + self.device.reserve_share * sum(sizes.values())
-        return dict.fromkeys(PARTS, 0.0) | sizes | {"reserve": reserve}, spent
+        return name, sizes | {"reserve": reserve}, 0.0
+
+    def _others(
+        self, step: StepTrace, layout: Layout, hop: float, traced: Callable[[Callable[[int], Trace]], Trace]
+    ) -> "Others":
+        """What forwards without gradients take, and the frozen models that stay. `traced` gives the trace of a
+        micro-batch, of a function of its rows."""
+        alone, is_one = replace(layout, cpu_offload=False), layout.size == 1
+        others = Others({}, [])
+        axes = layout.tp, layout.cp, layout.ep
+        gathered = step.wholes if layout.units_stay_gathered else step.roots
+        stays = {
+            number: gathered[number].gathered
+            for number in range(len(self.subjects))
+            if number not in self.trained and self.recorded.stays[number]
+        }
+        others.frozen = sum(step.wholes[number].stored / layout.shards + size for number, size in stays.items())
+        for forward in step.forwards:
+            given = PlannedStage(forward.trace), alone, 0.0, is_one, self.device
+            again = sum(other.number == forward.number for other in step.forwards)
+            times = self.recorded.forwards[forward.number] / again
+            for name, value in seconds(*given, hop).items():
+                others.seconds[name] = others.seconds.get(name, 0.0) + times * value
+            _, parts, _ = memory(*given)
+            extra = sum(parts[name] for name in IN_STEP) - stays.get(forward.number, 0.0)
+            if forward.is_within:
+                others.in_head = max(others.in_head, extra)
+            else:
+                others.beside = max(others.beside, extra)
+        for number, lone in enumerate(self.recorded.lone_forwards):
+            trace = traced(functools.partial(self._lone, number, axes, is_one))
+            beside = step.trained.whole.stored / layout.shards if lone.is_beside else 0.0
+            _, parts, host = memory(PlannedStage(trace), alone, 0.0, is_one, self.device, frozen=beside)
+            if not lone.in_step:
+                others.moments.append(("before the first step", parts, host))
+            else:
+                extra = sum(parts[name] for name in IN_STEP) - stays.get(lone.number, 0.0)
+                others.beside = max(others.beside, extra)
+        return others
+
+    def _sampled(self, number: int, step: StepTrace, layout: Layout, plain: bool) -> tuple[dict[str, float], float]:
+        """Bytes by part and seconds of the completions of a step, which are all as long as they may be."""
+        sampling, axes = self.recorded.samplings[number], (layout.tp, layout.cp, layout.ep)
+        sampler, share = sampling.sampler, sampling.prompts / sampling.different
+        if self.prompts:  # of all prompts of a step
+            prompts = -(-sampling.different // layout.data)
+            samples = round(prompts * share)
+        else:  # of a micro-batch
+            samples = -(-sampling.prompts * self.rows // (self.recorded.first_rows * layout.data))
+            prompts = samples
+        rows = min(sampler.max_rows, samples)
+        read = self.once("prompts", number, rows, axes, plain)
+        sampled = self.once("token", number, rows, axes, plain)
+        together = read_together(-(-rows * prompts // samples), sampling.longest)
+        forwards = (read, -(-prompts // together)), (sampled, -(-samples // rows) * sampler.max_new_tokens)
+        spent = self.device.transfer(read.whole.gathered, layout.tp * layout.shards) if layout.shards > 1 else 0.0
+        for trace, times in forwards:
+            parts = [(trace.embed, 1), (trace.loss, 1), *((kind.forward, kind.number) for kind in trace.blocks)]
+            spent += times * sum(count * (interval.compute + interval.exchange) for interval, count in parts)
+        in_blocks = [kind.forward.extra - kind.forward.live for trace, _ in forwards for kind in trace.blocks]
+        above = max(*in_blocks, read.loss.extra, sampled.loss.extra)
+        sizes = {
+            "activations": read.embed.live + read.saved + above,
+            "communication": read.whole.gathered,
+            "weights": self._packed(self.recorded.models[sampling.number]) / layout.tp,
+        }
+        return sizes, spent
+
+    def _packed(self, model: Any) -> float:
+        """Bytes of the copies in the order of a CPU's kernels, while completions are sampled."""
+        tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+        looked_up = [] if getattr(model, "head", None) is None else tables
+        of_products = {*model.parameters()}.difference(looked_up)
+        large = sum(weight.numel() for weight in of_products if weight.dim() == 2 and weight.numel() >= LARGE)
+        return large * as_dtype(self.dtype).itemsize * self.device.is_host
 
     def _stages(self, whole: Trace, layout: Layout, hop: float) -> list[PlannedStage]:
         """Those that differ. What a stage has sent, it keeps until as much has followed."""
-        stages, found = self.blocks(layout.pp), dict[Any, PlannedStage]()
+        stages, different = self.blocks(layout.pp), dict[Any, PlannedStage]()
+        places_of = self.subjects[self.trained[0]].kinds
         for number, blocks in enumerate(stages):
             behind, ends = layout.pp - 1 - number, (number == 0, number == layout.pp - 1)
             held = min(behind + 1, layout.micro_batches) if layout.pp_schedule == "1f1b" else layout.micro_batches
-            kinds = [len({*places} & {*blocks}) for _, places in self.subjects[0].kinds]
+            kinds = [len({*places} & {*blocks}) for _, places in places_of]
             sent = (2 - sum(ends)) * min(layout.pp, layout.micro_batches) * hop
-            found.setdefault(
+            different.setdefault(
                 (*ends, *kinds), PlannedStage(whole.stage(kinds, *ends), held, sent)
             )  # the first holds most
-        return list(found.values())
+        return list(different.values())
+
+    def require(self, layout: Layout) -> None:
+        """Run the recipe up to where it shards a model in this layout. Raises the TuneError that it raises."""
+        cfg = copy.deepcopy(self.cfg)
+        for name, key in self.keys.items():
+            OmegaConf.update(cfg, key, getattr(layout, name))
+        require_layout(self.recipe, cfg, self.processes)
 
     def search(self) -> list[Plan]:
         """All layouts, the fastest that fit first, then the smallest, by docs/planning.md."""
-        found: list[Plan] = []
+        plans: list[Plan] = []
         for axes in self._axes():
             try:
-                found += self._plans(*axes)
+                plans += self._plans(*axes)
             except TuneError as error:
                 if axes == (1, 1, 1, 1) or not str(error).startswith("parallel."):
                     raise
-        if not found:
-            rows, size = self.cfg.global_batch_size, self.processes
-            good = " or ".join(str(each) for each in (rows // size * size, -(-rows // size) * size) if each)
+        if not plans:
+            rows, size = self.rows, self.processes
+            good = " or ".join(str(fits) for fits in (rows // size * size, -(-rows // size) * size) if fits)
             raise TuneError(
                 f"global_batch_size={rows} cannot be divided over {size} processes, of which parallel.tp, cp and pp "
                 f"may take powers of 2: set it to {good}"
@@ -290,19 +419,21 @@ class Job:
         def rank(plan: Plan) -> tuple[bool, float]:
             return not plan.fits, plan.step_seconds if plan.fits else plan.peak
 
-        while (found := sorted(found, key=rank))[0] != (exact := self.plan(found[0].layout)):
-            found[0] = exact  # it was on a line through fewer rows
-        return found
+        while (plans := sorted(plans, key=rank))[0] != (exact := self.plan(plans[0].layout)):
+            plans[0] = exact  # it was on a line through fewer rows
+        self.require(plans[0].layout)
+        return plans
 
     def _axes(self) -> Iterator[tuple[int, int, int, int]]:
         """Sizes of tp, cp, ep and pp, the simplest first."""
-        parallel, node = self.cfg.parallel, self.device.per_node
+        node = self.device.per_node
         sizes = {
-            "pp": self.layers if parallel.get("pp_schedule") in ("1f1b", "gpipe") else 1,
-            "cp": max(1, self.cfg.max_seq_len // LEAST_TOKENS) if "cp" in parallel else 1,
-            "ep": min(node, self.experts) if "ep" in parallel else 1,
-            "tp": min(node, 8) if "tp" in parallel else 1,
+            "pp": self.layers if "pp" in self.keys and self.axes.get("pp_schedule") in ("1f1b", "gpipe") else 1,
+            "cp": max(1, self.row_tokens // LEAST_TOKENS),
+            "ep": min(node, self.experts),
+            "tp": min(node, 8),
         }
+        sizes = {axis: most if axis in self.keys else 1 for axis, most in sizes.items()}
         for pp, cp, ep, tp in itertools.product(*(_powers(0, most) for most in sizes.values())):
             rest = self.processes // (tp * cp * pp)
             if rest * tp * cp * pp == self.processes and rest * cp % ep == 0:
@@ -310,15 +441,17 @@ class Job:
 
     def _plans(self, tp: int, cp: int, ep: int, pp: int) -> Iterator[Plan]:
         data = self.processes // (tp * cp * pp)
-        rows = self.cfg.global_batch_size // data if self.cfg.global_batch_size % data == 0 else 0
-        first = Layout(**self._settings(*KEPT), tp=tp, cp=cp, ep=ep, pp=pp)
-        micros = _powers(rows, rows // pp)
+        given = self._given(_field(key) for key in (*KEPT, *IN_STEPS) if _field(key) not in self.keys)
+        rows = self.rows // data if self.rows % data == 0 else 0
+        first = replace(given, tp=tp, cp=cp, ep=ep, pp=pp)
+        micros = _powers(rows, rows // pp) if "micro_batch_size" in self.keys else [given.micro_batch_size]
         offloads: list[dict[str, Any]] = [{}]
         if pp == 1 and not self.device.is_host:
-            offloads += [{"activation_offload": True}, {"cpu_offload": True}]
-        all_copies = [each for each in _powers(data, data) if data // each * cp % ep == 0] if micros else []
-        for checkpointing, offload in itertools.product(get_args(Checkpointing), offloads):
-            if checkpointing == "selective" and "activation_offload" in offload and self.cfg.compile is not True:
+            offloads += [{name: True} for name in ("activation_offload", "cpu_offload") if name in self.keys]
+        all_copies = [copies for copies in _powers(data, data) if data // copies * cp % ep == 0] if rows else []
+        ways = get_args(Checkpointing) if "activation_checkpointing" in self.keys else [given.activation_checkpointing]
+        for checkpointing, offload in itertools.product(ways, offloads):
+            if checkpointing == "selective" and "activation_offload" in offload and self.how["compile"] is not True:
                 continue  # see tune.rules.combinations
             for copies in all_copies:
                 for micro in micros[: 1 if cp > 1 else None]:
@@ -330,22 +463,22 @@ class Job:
                     yield plan
                     if not plan.fits:
                         break
-                    if "zero_stage" in self.cfg.parallel and layout.shards > 1 and pp == 1:
+                    if "zero_stage" in self.keys and layout.shards > 1 and pp == 1:
                         yield from (self.plan(replace(layout, zero_stage=stage), line=True) for stage in (2, 1))
                 if not plan.fits and micro == micros[0]:
                     break
 
 
-def _states(cfg: DictConfig, model: Any) -> tuple[int, float]:
-    """The number of trained parameters, and bytes of the optimizer's states for all of them. Muon has other states for
-    embedding and head than for blocks."""
-    trained, states = 0, 0.0
-    for group in parameter_groups(model, lr=0.0):
-        number = sum(each.numel() for each in group["params"])
-        make = functools.partial(instantiate, cfg.optimizer)
-        trained += number
-        states += number * bytes_of_states(make, DTYPES[cfg.master_dtype], group["in_blocks"])
-    return trained, states
+@dataclass
+class Others:
+    """What forwards without gradients take in a step: seconds, moments before it, the bytes of frozen models that stay,
+    and of activations within the head, or between steps of the trained model."""
+
+    seconds: dict[str, float]
+    moments: list[tuple[str, dict[str, float], float]]
+    frozen: float = 0.0
+    in_head: float = 0.0
+    beside: float = 0.0
 
 
 def _powers(number: int, most: int) -> list[int]:
@@ -353,39 +486,31 @@ def _powers(number: int, most: int) -> list[int]:
     return [2**n for n in range(most.bit_length()) if number % 2**n == 0]
 
 
-@functools.cache
-def _meshes(tp: int, cp: int, ep: int) -> dict[str, DeviceMesh]:
-    """Those of the axes that are used, of processes that are not there."""
-    grids = {("tp",): (tp,), ("cp", "tp"): (cp, tp), ("ep", "tp"): (ep, tp)}
-    used = {names: torch.arange(math.prod(grid)).view(grid) for names, grid in grids.items() if grid[0] > 1}
-    if used and not dist.is_initialized():
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4096)
-    return {names[0]: DeviceMesh("cpu", ranks, mesh_dim_names=names) for names, ranks in used.items()}
-
-
-def calibrate(run: Path, device: Device) -> Device:
-    """The device as it was in `run`, which is written there: with the speed, and the memory that is not for tensors, at
-    which it takes what was measured; of a CPU with the cores of this machine. Raises TuneError."""
+def calibrate(run: Path, device: Device, recipe: Path) -> Device:
+    """The device as it was in `run` of `recipe`, which is written there: with the speed, and the memory that is not for
+    tensors, at which it takes what was measured; of a CPU with the cores of this machine. Raises TuneError."""
     files = {name: run / name for name in ("run.json", "config.yaml", "metrics.jsonl")}
     if missing := [name for name, file in files.items() if not file.is_file()]:
         raise TuneError(f"--calibrate: {run} has no {' and no '.join(missing)}: it is not the folder of a run")
     lines = [json.loads(line) for line in files["metrics.jsonl"].read_text(encoding="utf-8").splitlines()]
-    steps = [each for each in lines if "step_seconds" in each][1:]  # the first one warms up
+    steps = [line for line in lines if "step_seconds" in line][1:]  # the first one warms up
     if not steps:
         raise TuneError(f"--calibrate: {run} has not two steps to measure")
     cfg = cast(DictConfig, OmegaConf.load(files["config.yaml"]))
-    if "group_size" in cfg:
-        raise TuneError("--calibrate: what a run samples is of any length. Take a run of full_finetune")
-    rows = cfg.global_batch_size * full_rows(cfg, 1).num_tokens / cfg.max_seq_len
-    cfg.max_seq_len = round(median(each["tokens"] for each in steps) / rows)
     device = replace(device, cores=os.cpu_count() or 1) if device.is_host else device
-    job = Job(cfg, device, json.loads(files["run.json"].read_text(encoding="utf-8"))["processes"])
+    processes = json.loads(files["run.json"].read_text(encoding="utf-8"))["processes"]
+    job = Job(cfg, device, processes, recipe)
+    if job.recorded.samplings or "max_seq_len" not in cfg:
+        raise TuneError("--calibrate: what a run samples is of any length. Take a run of full_finetune")
+    mean = median(step["tokens"] for step in steps)
+    cfg.max_seq_len = round(cfg.max_seq_len * mean / (job.rows * job.row_tokens))
+    job = Job(cfg, device, processes, recipe)
     plan = job.plan(job.layout())
-    measured = median(each["step_seconds"] - each["data_seconds"] for each in steps)
+    measured = median(step["step_seconds"] - step["data_seconds"] for step in steps)
     waits = sum(plan.seconds[name] for name in ("tensor", "sharding", "offload"))
     speed = (plan.step_seconds - plan.seconds["input"] - waits) / max(measured - waits, 0.1 * measured)
     tensors = (plan.peak - plan.memory["reserve"]) / GIB
-    reserve = max(0.0, max(each["peak_memory_gib"] for each in steps) - (1 + device.reserve_share) * tensors)
-    found = replace(device.at_speed(speed), reserve=reserve)
-    (run / "device.json").write_text(json.dumps(asdict(found), indent=2) + "\n", encoding="utf-8")
-    return found
+    reserve = max(0.0, max(step["peak_memory_gib"] for step in steps) - (1 + device.reserve_share) * tensors)
+    as_measured = replace(device.at_speed(speed), reserve=reserve)
+    (run / "device.json").write_text(json.dumps(asdict(as_measured), indent=2) + "\n", encoding="utf-8")
+    return as_measured

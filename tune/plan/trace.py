@@ -8,17 +8,17 @@ import itertools
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
@@ -27,11 +27,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from tune import fused
-from tune.collators import Batch
 from tune.devices import Device
 from tune.distributed import (
-    DTYPES,
     Stage,
+    as_dtype,
     cast_by_fsdp,
     repeated_blocks,
     share,
@@ -42,10 +41,12 @@ from tune.distributed import (
     units_of,
     wrap_forward,
 )
+from tune.errors import TuneError
 from tune.losses import chunks
 from tune.models import attention, flash, layers
 from tune.peft import products
 from tune.quantization import nf4
+from tune.validate import FakeWeights
 
 REDUCED = 4  # bytes of a gradient while FSDP reduces it: fp32
 FREE = ("empty", "detach", "lift", "alias", "_unsafe_view")  # operations that touch no element
@@ -128,21 +129,53 @@ class Trace(NamedTuple):
 
 
 class Subject(NamedTuple):
-    """A shortened model, of each kind of blocks the place in it and the places of all, and what is computed of it and a
-    batch: a loss, or of a frozen model anything, in so many `passes` for each micro-batch."""
+    """A model that a recipe shards, shortened, on the meta device. Each kind of blocks has its place in it, and the
+    places of all its blocks. `origin` is the recipe's own object."""
 
     model: nn.Module
     kinds: list[tuple[int, list[int]]]
-    call: Callable[[Any, Batch], Any]
-    dtype: str
-    master_dtype: str
-    compiled: bool = False
-    plan: Any = None  # that of tensor parallelism
+    dtype: Any
+    master_dtype: Any
+    compiled: bool
+    origin: Callable[[], Any]
+
+
+class Sharing(NamedTuple):
+    """How models are shared by the processes whose meshes (of the axes tp, cp and ep that are used) these are; `plain`
+    is whether FSDP neither gathers nor casts those that are trained, and `alone` the frozen ones."""
+
+    meshes: dict[str, DeviceMesh]
+    plan: Any = None
     loss_parallel: bool = True
-    # A frozen one computes before the first step, "alone" or "beside" the weights of the trained one, or in its "head";
-    # or it is the trained one, before the updates of a step.
-    place: Literal["trained", "alone", "beside", "head", "rollout"] = "trained"
-    passes: int = 0
+    checkpointing: Any = "none"
+    plain: bool = True
+    alone: bool = True
+
+
+class Forward(NamedTuple):
+    """A forward without gradients: of which model, and whether it is within a forward of a trained one."""
+
+    number: int
+    is_within: bool
+    trace: Trace
+
+
+class StepTrace(NamedTuple):
+    """What a micro-batch takes: its forwards and backward, and its forwards without gradients; of each model all units,
+    and the root."""
+
+    trained: Trace
+    forwards: list[Forward]
+    wholes: list[Unit]
+    roots: list[Unit]
+
+    def scaled(self, two: "StepTrace", rows: int) -> "StepTrace":
+        """See `Trace.scaled`."""
+        forwards = [
+            one._replace(trace=one.trace.scaled(other.trace, rows))
+            for one, other in zip(self.forwards, two.forwards, strict=True)
+        ]
+        return self._replace(trained=self.trained.scaled(two.trained, rows), forwards=forwards)
 
 
 class Recorder(TorchDispatchMode):
@@ -153,27 +186,44 @@ class Recorder(TorchDispatchMode):
         self.device, self.dtype, self.fused = device, dtype, fused
         self.live = self.peak = self.compute = self.products = self.exchange = 0.0
         self.storages: dict[int, Any] = {}
+        self.only_fake = False  # what is not fake is on the host
         self.before_next: list[Any] = []  # called when an operation begins: what the one before took has been freed
 
     def ignore(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         self.storages[storage._cdata] = storage
 
+    def flush(self) -> None:
+        """Call what waits for the next operation."""
+        while self.before_next:
+            self.before_next.pop(0)()
+
     def mark(self) -> Interval:
         """What is alive, and what has been since the mark before."""
-        found = Interval(self.live, self.peak, self.compute, self.products, self.exchange)
+        interval = Interval(self.live, self.peak, self.compute, self.products, self.exchange)
         self.peak, self.compute, self.products, self.exchange = self.live, 0.0, 0.0, 0.0
-        return found
+        return interval
+
+    @property
+    def outer(self) -> Interval:
+        """What `resume` goes on from."""
+        return Interval(self.live, self.peak, self.compute, self.products, self.exchange)
+
+    def resume(self, outer: Interval) -> None:
+        """Go on as if nothing had been computed since; what is alive of it stays."""
+        self.peak = max(outer.extra, self.live)
+        self.compute, self.products, self.exchange = outer[2:]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(is_traceable_wrapper_subclass_type(each) for each in types):
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # its own operations come here one by one
         if function is torch.ops.prim.device.default:  # autograd asks this of each tensor; nothing runs
             return args[0].fake_device
-        while self.before_next:
-            self.before_next.pop()()
+        self.flush()
         output = function(*args, **(kwargs or {}))
-        outputs = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+        outputs = [tensor for tensor in tree_leaves(output) if isinstance(tensor, Tensor)]
+        if self.only_fake and not any(isinstance(tensor, FakeTensor) for tensor in outputs):
+            return output  # on the host
         for tensor in outputs:
             storage = tensor.untyped_storage()
             if (key := storage._cdata) not in self.storages:
@@ -193,14 +243,15 @@ class Recorder(TorchDispatchMode):
         return free
 
     def _cost(self, function: Any, name: str, args: Any, kwargs: Any, output: Any, outputs: list[Tensor]) -> None:
-        tensors = [each for each in (*tree_leaves(args), *outputs) if isinstance(each, Tensor)]  # `out=` is not read
+        # `out=` is not read.
+        tensors = [tensor for tensor in (*tree_leaves(args), *outputs) if isinstance(tensor, Tensor)]
         plain = name.removeprefix("aten::")
-        sizes = [each.numel() * each.itemsize for each in tensors if plain not in INDEX or each is not args[0]]
+        sizes = [tensor.numel() * tensor.itemsize for tensor in tensors if plain not in INDEX or tensor is not args[0]]
         moved: float = sum(sizes) * (1 + (plain in INDEX))
         if name.startswith(("_c10d_functional::", "c10d::")):
             if "wait" not in name:  # to sum over all is to reduce and to gather
                 rounds = 2 if name.endswith(("all_reduce", "allreduce_")) else 1
-                boxed = [each for each in args if isinstance(each, torch.ScriptObject)]
+                boxed = [given for given in args if isinstance(given, torch.ScriptObject)]
                 group = dist.ProcessGroup.unbox(boxed[0]) if len(boxed) else _resolve_process_group(args[-1])
                 ranks = dist.get_process_group_ranks(group)
                 self.exchange += self.device.transfer(rounds * max(sizes), len(ranks), max(ranks) - min(ranks) + 1)
@@ -235,8 +286,8 @@ def shorten(model: nn.Module) -> tuple[nn.Module, list[tuple[int, list[int]]]]:
     for index, block in enumerate(repeated_blocks(model)):
         parameters = tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in block.named_parameters())
         kinds[parameters, layers[index] if layers else getattr(block, "attention_type", type(block))].append(index)
-    first = () if all(each.requires_grad for each in model.parameters()) else (0,)
-    chosen = [next((each for each in places if each not in first), 0) for places in kinds.values()]
+    first = () if all(parameter.requires_grad for parameter in model.parameters()) else (0,)
+    chosen = [next((place for place in places if place not in first), 0) for places in kinds.values()]
     kept = sorted({*first, *chosen})
     short: Any = copy.deepcopy(model)
     blocks = next(m for m in short.modules() if isinstance(m, nn.ModuleList) and list(m) == repeated_blocks(short))
@@ -251,41 +302,208 @@ def shorten(model: nn.Module) -> tuple[nn.Module, list[tuple[int, list[int]]]]:
     return short, [(kept.index(one), places) for one, places in zip(chosen, kinds.values(), strict=True)]
 
 
-def trace(
-    subject: Subject, batch: Batch, device: Device, *,
-    meshes: dict[str, DeviceMesh], checkpointing: Any, plain: bool, accumulates: bool,
-) -> Trace:  # fmt: skip
-    """Run a step of the shortened model on fake tensors, or a forward of a frozen one. With `plain`, FSDP neither
-    gathers nor casts; `meshes` are those of the axes tp, cp and ep that are used."""
-    model = copy.deepcopy(subject.model)
-    blocks = repeated_blocks(model)
-    if subject.place == "rollout" and not device.is_host:
-        device = replace(device, launch=device.launch / 2)  # from a captured graph
-    recorder = Recorder(device, subject.dtype, subject.compiled)
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    units = _allocated(model, subject, plain, meshes, fake)
-    if "cp" in meshes:
-        split(model, meshes["cp"]["cp"])
-    for block in blocks:
-        wrap_forward(block, checkpointing, False, False)
-    for tensor in (*model.parameters(), *model.buffers()):
-        recorder.ignore(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
-    with fake, _kernels(device, recorder, checkpointing), recorder, torch.set_grad_enabled(subject.place == "trained"):
-        for _ in range(1 + accumulates):
-            begin, *marks = _step(blocks, lambda: subject.call(model, batch), recorder)
-    if subject.place == "rollout":
-        marks = marks[-len(blocks) - 2 :]  # those of the last forward
-    between = [Interval(b.live - a.live, b.extra - a.live, *b[2:]) for a, b in itertools.pairwise([begin, *marks])]
-    last = len(blocks)
-    (embed, *forward), (loss, *backward) = between[: last + 1], between[last + 1 :]
-    rest = backward.pop() if backward else Interval()  # a frozen model has no backward
-    backward = [Interval()] * (last - len(backward)) + backward[::-1]  # none below the first adapter
-    kept = [Alike(len(places), units[at], forward[at], backward[at]) for at, places in subject.kinds]
-    return Trace(embed, kept, loss, rest, units[last:])
+class Tracer:
+    """Runs what a recipe computes of full rows, with models that take the place of its own."""
+
+    def __init__(self, subjects: Sequence[Subject], sharing: Sharing, device: Device, weights: FakeWeights):
+        self.subjects, self.sharing = subjects, sharing
+        self.device, self.weights = device, weights
+        first = next((subject for subject in subjects if _is_trained(subject.model)), subjects[0])
+        self.recorder = Recorder(device, first.dtype, first.compiled)
+        self.recorder.only_fake = True
+        self.units: list[list[Unit]] = [[] for _ in subjects]
+        self.frames: list[_Frame] = []  # the step, and forwards without gradients that are going on
+        self.forwards: list[Forward] = []
+        self.depth, self.count = 0, 0  # forwards with gradients that are going on, and all so far
+
+    def _prepare(self, number: int, model: nn.Module) -> None:
+        """Give a copy of a model fake parameters, and share it as the processes do."""
+        sharing = self.sharing
+        is_plain = sharing.plain if _is_trained(model) else sharing.alone
+        self.units[number] = _allocated(model, self.subjects[number], is_plain, sharing, self.weights.fake)
+        if "cp" in sharing.meshes:
+            split(model, sharing.meshes["cp"]["cp"])
+        for block in repeated_blocks(model):
+            wrap_forward(block, sharing.checkpointing, False, False)
+        for tensor in (*model.parameters(), *model.buffers()):
+            self.recorder.ignore(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The recipe's own models are those of this trace within, and operations are counted."""
+        with ExitStack() as stack:
+            for number, subject in enumerate(self.subjects):
+                model = copy.deepcopy(subject.model)
+                if (origin := subject.origin()) is not None:  # before it is shared: functions refer to it then
+                    stack.enter_context(_exchanged(origin, model))
+                    model = origin
+                self._prepare(number, model)
+                for handle in self._watch(number, model):
+                    stack.callback(handle.remove)
+            stack.enter_context(self.weights)
+            stack.enter_context(kernels(self.device, self.recorder, self.sharing.checkpointing))
+            stack.enter_context(self.recorder)
+            yield
+
+    def step(self, run: Callable[[], Tensor], times: int = 1) -> StepTrace:
+        """`run` computes the loss of a micro-batch; its gradients are computed here. The last of so many `times`."""
+        with self.in_place():
+            for _ in range(times):
+                self.forwards, self.count = [], 0
+                frame = _Frame(self.recorder.mark())
+                self.frames = [frame]
+                loss = run()
+                loss.backward()
+                self.recorder.flush()
+                frame.end = self.recorder.mark()
+                del loss
+        trained, roots = frame.trace(self.subjects, self.units), [units[-1] for units in self.units]
+        return StepTrace(trained, self.forwards, self.wholes(), roots)
+
+    def wholes(self) -> list[Unit]:
+        """All units of each model."""
+        wholes = []
+        for subject, units in zip(self.subjects, self.units, strict=True):
+            blocks = [units[at] for at, places in subject.kinds for _ in places]
+            wholes.append(total([*blocks, *units[len(repeated_blocks(subject.model)) :]]))
+        return wholes
+
+    def forward(self, number: int, run: Callable[[Any], Any]) -> Trace:
+        """What `run` computes without gradients of the model of this number; of its forwards the last."""
+        subject = self.subjects[number]
+        model = copy.deepcopy(subject.model)
+        self._prepare(number, model)
+        frame = _Frame(self.recorder.mark())
+        with self.weights.fake, kernels(self.device, self.recorder, "none"), self.recorder, torch.no_grad():
+            self.frames = [frame]
+            handles = self._watch_blocks(number, model)
+            result = run(model)
+            self.recorder.flush()
+            frame.end = self.recorder.mark()
+            for handle in handles:
+                handle.remove()
+            del result
+        blocks = len(repeated_blocks(model)) + 1
+        frame.marks = frame.marks[-blocks:]
+        return frame.trace([subject], [self.units[number]], number)
+
+    def _watch(self, number: int, model: nn.Module) -> list[Any]:
+        recorder = self.recorder
+
+        def before(*_: Any) -> None:
+            recorder.flush()
+            self.weights.is_total = True
+            if torch.is_grad_enabled() and _is_trained(model):
+                self.depth, self.count = self.depth + 1, self.count + 1
+                return
+            outer = recorder.outer
+            self.frames.append(_Frame(recorder.mark(), outer))
+
+        def after(*_: Any) -> None:
+            recorder.flush()
+            if torch.is_grad_enabled() and _is_trained(model):
+                self.depth -= 1
+            else:
+                frame = self.frames.pop()
+                frame.end = recorder.mark()
+                trace = frame.trace([self.subjects[number]], [self.units[number]], number)
+                self.forwards.append(Forward(number, self.depth > 0, trace))
+                recorder.resume(frame.outer)
+            self.weights.is_total = self.depth > 0 or len(self.frames) > 1
+
+        handles = [model.register_forward_pre_hook(before), model.register_forward_hook(after)]
+        return handles + self._watch_blocks(number, model)
+
+    def _watch_blocks(self, number: int, model: nn.Module) -> list[Any]:
+        def at(place: int | None, tensors: Any) -> None:
+            frame, label = self.frames[-1], (self.count, number, place)
+            tensor = next(leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor))
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: frame.backward.append((label, self.recorder.mark())))
+            self.recorder.before_next.append(lambda: frame.marks.append((label, self.recorder.mark())))
+
+        blocks = repeated_blocks(model)
+
+        def before(place: int) -> Callable[..., None]:
+            return lambda _, args, kwargs: at(place, (args, kwargs))
+
+        handles: list[Any] = [
+            block.register_forward_pre_hook(before(place), with_kwargs=True) for place, block in enumerate(blocks)
+        ]
+        return [*handles, blocks[-1].register_forward_hook(lambda _, args, output: at(None, output))]
+
+
+Label = tuple[int, int, int | None]  # of which forward, of which model, the place of the block; None: their end
+
+
+class _Frame:
+    """Marks at the beginning of each block, at the end of the last one, and back again."""
+
+    def __init__(self, begin: Interval, outer: Any = None):
+        self.begin, self.outer = begin, outer
+        self.marks: list[tuple[Label, Interval]] = []
+        self.backward: list[tuple[Label, Interval]] = []
+        self.end = begin
+
+    def trace(self, subjects: Sequence[Subject], units: list[list[Unit]], first: int = 0) -> Trace:
+        """`subjects` and `units` are those of the models from number `first` on. What is between two models counts as
+        a block without weights."""
+        if not self.marks:
+            raise TuneError("plan: no forward of a model that parallelize was given is in a step")
+        labels = [label for label, _ in self.marks]
+        marks = [self.begin, *(mark for _, mark in self.marks)]
+        behind = self.backward[0][1] if self.backward else self.end
+        embed, *forward = [_between(*pair) for pair in itertools.pairwise([*marks, behind])]
+        loss, backward = forward.pop(), dict[Label, Interval]()
+        for (_, before), (label, after) in itertools.pairwise(self.backward):
+            backward[label] = _between(before, after)
+        rest = _between(self.backward[-1][1], self.end) if self.backward else Interval()
+        kinds, others, roots, known = [], [], [], set[int]()
+        steps = dict(zip(labels, forward, strict=False))
+        for count, number, _ in dict.fromkeys((count, number, 0) for count, number, _ in labels):
+            subject, own = subjects[number - first], units[number - first]
+            is_again = number in known
+            known.add(number)
+            for at, places in subject.kinds:
+                label = (count, number, at)
+                unit = Unit() if is_again else own[at]
+                kinds.append(Alike(len(places), unit, steps[label], backward.get(label, Interval())))
+            if (end := (count, number, None)) in steps:
+                kinds.append(Alike(1, Unit(), steps[end], backward.get(end, Interval())))
+            if not is_again:
+                *embeddings, root = own[len(repeated_blocks(subject.model)) :]
+                others += embeddings
+                roots.append(root)
+        return Trace(embed, kinds, loss, rest, [*others, total(roots)])
+
+
+def _between(a: Interval, b: Interval) -> Interval:
+    return Interval(b.live - a.live, b.extra - a.live, *b[2:])
+
+
+def _is_trained(model: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in model.parameters())
 
 
 @contextmanager
-def _kernels(device: Device, recorder: Recorder, checkpointing: Any) -> Iterator[None]:
+def _exchanged(origin: nn.Module, model: nn.Module) -> Iterator[None]:
+    """`origin` is what `model` is, and the other way round, within."""
+
+    def exchange() -> None:
+        mine, others = (vars(origin), type(origin)), (vars(model), type(model))
+        for module, (names, kind) in ((origin, others), (model, mine)):
+            object.__setattr__(module, "__dict__", names)
+            object.__setattr__(module, "__class__", kind)
+
+    exchange()
+    try:
+        yield
+    finally:
+        exchange()
+
+
+@contextmanager
+def kernels(device: Device, recorder: Recorder, checkpointing: Any) -> Iterator[None]:
     """Attention, adapters and chunks of logits as on the device; weights of 4 bits become whole ones in one kernel; a
     compiler reads twice what it casts to 8 bits; experts get as many tokens from each process."""
     chunk_tokens, kind = chunks.default_chunk_tokens, "cpu" if device.is_host else "cuda"
@@ -300,9 +518,9 @@ def _kernels(device: Device, recorder: Recorder, checkpointing: Any) -> Iterator
         return weight
 
     def cast(call: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        before, found = recorder.compute, call(tensor, *args, **kwargs)
+        before, result = recorder.compute, call(tensor, *args, **kwargs)
         recorder.compute = before + device.seconds(0, 2 * tensor.nbytes + tensor.numel(), "")
-        return found
+        return result
 
     def choose(*args: Any, **scoring: Any) -> attention.Choice:
         taken = of_device(*args, **scoring)
@@ -327,37 +545,10 @@ def _kernels(device: Device, recorder: Recorder, checkpointing: Any) -> Iterator
         yield
 
 
-def _step(blocks: list[nn.Module], call: Callable[[], Any], recorder: Recorder) -> list[Any]:
-    """The marks of a forward and a backward: at the beginning of each block, before the loss, and back again."""
-    marks = [recorder.mark()]
-
-    def mark(*_: Any) -> None:
-        marks.append(recorder.mark())
-
-    def at(block: nn.Module, *given: Any) -> None:
-        tensor = next(each for each in tree_leaves(given) if isinstance(each, Tensor))
-        if tensor.requires_grad:
-            tensor.register_hook(mark)
-        recorder.before_next.append(mark)
-
-    handles = [block.register_forward_pre_hook(at, with_kwargs=True) for block in blocks]
-    handles.append(blocks[-1].register_forward_hook(lambda block, _, output: at(block, output)))
-    try:
-        result = call()
-        if torch.is_grad_enabled():
-            result.backward()
-    finally:
-        for handle in handles:
-            handle.remove()
-    del result
-    return [*marks, recorder.mark()]
-
-
-def _allocated(
-    model: nn.Module, subject: Subject, plain: bool, meshes: dict[str, DeviceMesh], fake: FakeTensorMode
-) -> list[Unit]:
+def _allocated(model: nn.Module, subject: Subject, plain: bool, sharing: Sharing, fake: FakeTensorMode) -> list[Unit]:
     """Give `model` fake parameters in the types that a forward sees; what each of its units has of its own."""
-    types = subject.dtype, subject.master_dtype
+    types, meshes = (subject.dtype, subject.master_dtype), sharing.meshes
+    plan = sharing.plan if _is_trained(model) else None
     taken: set[nn.Module] = set()
     own: list[list[nn.Module]] = []
     units = units_of(model, repeated_blocks(model))
@@ -368,17 +559,17 @@ def _allocated(
         casts = any(parameter in needs_cast for _, parameter in _parameters(own[-1]))
         for module, parameter in _parameters(own[-1]):
             is_cast = casts and parameter.is_floating_point()
-            seen = DTYPES[subject.dtype] if is_cast else stored_dtype(module, parameter, *types)
+            seen = as_dtype(subject.dtype) if is_cast else stored_dtype(module, parameter, *types)
             parameter.data = parameter.data.to(seen)
     if "ep" in meshes:
         share_experts(model, meshes["ep"]["ep"])
     if "tp" in meshes:
-        share(model, repeated_blocks(model), units, meshes["tp"], subject.plan, meshes.get("ep"), subject.loss_parallel)
+        share(model, repeated_blocks(model), units, meshes["tp"], plan, meshes.get("ep"), sharing.loss_parallel)
     shared = {parameter for experts in shared_experts(model) for parameter in experts.parameters()}
     with fake:
         model.to_empty(device="cpu")
     counted: set[nn.Parameter] = set()
-    found = []
+    units_of_model = []
     for modules in own:
         sizes = []
         for module, parameter in _parameters(modules):
@@ -391,8 +582,8 @@ def _allocated(
                 whole = trained * of_all // stored
                 sizes.append(Unit(number * of_all, gathered, whole, gradients, reduced, trained * of_all))
                 counted.add(parameter)
-        found.append(total(sizes))
-    return found
+        units_of_model.append(total(sizes))
+    return units_of_model
 
 
 def _parameters(modules: list[nn.Module]) -> list[tuple[nn.Module, nn.Parameter]]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from tune import rehearsal
 from tune.errors import TuneError
 from tune.lookup import needs
 
@@ -30,5 +31,7 @@ def compute_in_float8(model: nn.Module, scaling: str, device: torch.device) -> N
             )
     if getattr(model, "routing", None):
         raise TuneError("quantization.float8: the model has experts, which stay as they are, and routers. Leave it out")
-    settings = replace(Float8LinearConfig.from_recipe_name(scaling), emulate=device.type != "cuda", pad_inner_dim=True)
+    planning = rehearsal.planning()
+    kind = planning.device_type if planning else device.type
+    settings = replace(Float8LinearConfig.from_recipe_name(scaling), emulate=kind != "cuda", pad_inner_dim=True)
     convert_to_float8_training(model, module_filter_fn=lambda _, name: name in linears, config=settings)

@@ -25,7 +25,7 @@ class Facts:
     """A run's settings, the machine it is for, and what the files of its model say without any weights.
 
     `device` is cpu, cuda or mps, or None: rules about a machine are then skipped. `capability` is the GPU's, where it
-    is known. `is_here` says whether the machine is this one, and `starts` whether the run begins now, in this process.
+    is known. `is_here` says whether the machine is this one, and `recipe` is the file of a run that begins now.
     `defaults` are the values of the recipe's own YAML.
     """
 
@@ -35,7 +35,7 @@ class Facts:
     capability: tuple[int, int] | None = None
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     is_here: bool = True
-    starts: bool = False
+    recipe: Path | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, key: str, default: Any = None) -> Any:

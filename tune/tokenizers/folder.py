@@ -7,7 +7,9 @@ from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, processors
+from tokenizers.models import WordLevel
 
+from tune import rehearsal
 from tune.errors import TuneError, explained
 from tune.lookup import absent
 from tune.tokenizers import ranks, sentencepiece
@@ -33,6 +35,8 @@ def read_vocabulary(folder: Path) -> tuple[Path, tokenizers.Tokenizer, SpecialTo
     extra = named.get("extra_special_tokens") or []  # these have no name of `SPECIAL_TOKENS`
     others = [*(named.get("additional_special_tokens") or []), *(extra.values() if isinstance(extra, dict) else extra)]
     special = [*given.values(), *map(_text, others)]
+    if rehearsal.planning() and not _sources(folder):
+        return _stand_in(folder)
     file = _source(folder)
     tokenizer, own = _read(file, legacy=config.get("legacy") is not False)
     names = own | given
@@ -60,10 +64,22 @@ def mapping_in(file: Path) -> dict[str, Any]:
     return content
 
 
-def _source(folder: Path) -> Path:
+def _stand_in(folder: Path) -> tuple[Path, tokenizers.Tokenizer, SpecialTokens]:
+    """For a plan, as many tokens as the model's config.json says."""
+    fields = mapping_in(folder / "config.json")
+    size = fields.get("vocab_size") or fields.get("text_config", {}).get("vocab_size", 1)
+    vocabulary = {f"<{number}>": number for number in range(size)}
+    return folder, tokenizers.Tokenizer(WordLevel(vocabulary, unk_token="<0>")), {"eos_token": "<0>"}
+
+
+def _sources(folder: Path) -> list[Path]:
     if (folder / "tokenizer.json").is_file():
-        return folder / "tokenizer.json"
-    found = [file for name in SOURCES for file in sorted(folder.glob(name)) if file.is_file()]
+        return [folder / "tokenizer.json"]
+    return [file for name in SOURCES for file in sorted(folder.glob(name)) if file.is_file()]
+
+
+def _source(folder: Path) -> Path:
+    found = _sources(folder)
     if len(found) > 1:
         raise TuneError(
             f"{folder} has several vocabularies, {', '.join(file.name for file in found)}, and no tokenizer.json that "

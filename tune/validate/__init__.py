@@ -2,6 +2,10 @@
 `tune.rules`."""
 
 from tune.validate.checks import validate
+from tune.validate.fake_tensors import FakeWeights
+from tune.validate.rehearse import Recipe, Uninitialised, process_group, rehearsed
+from tune.validate.stand_ins import RehearsedCheckpointer, RehearsedRun, RehearsedWorld
+from tune.validate.statements import Statements
 
 # Other names are for the packages of `tune` alone.
 __all__ = [

@@ -35,6 +35,7 @@ class FakeWeights(TorchDispatchMode):
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.written = WeakIdKeyDictionary()  # tensors that fake ones were written to
         self.asked = 0
+        self.is_total = False  # whether all operations give fake tensors
         self.mode = ExitStack()
         self.has_begun = False
 
@@ -57,6 +58,9 @@ class FakeWeights(TorchDispatchMode):
         if any(kind not in PLAIN for kind in types):  # a DTensor: it calls this again with its parts
             return NotImplemented
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        if self.is_total and function is not NUMBER and not any(each.is_meta for each in tensors):
+            self._note_written(function, args)
+            return self._faked(function, args, kwargs)
         if any(self.is_fake(each) for each in tensors):
             if function is NUMBER:
                 self.asked += 1

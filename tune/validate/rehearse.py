@@ -86,6 +86,10 @@ class Recipe:
             raise TuneError(f"{file}: no function of it has @config.entrypoint(...)")
         self.main = found[0]
 
+    def explained(self, error: Exception) -> TuneError:
+        """An error of the recipe, with the line that it comes from."""
+        return error if isinstance(error, TuneError) else TuneError(described(error, self.file))
+
     def namespace(self, cfg: DictConfig) -> dict[str, Any]:
         """The names that the statements of the function see, without those that they make."""
         return vars(self.module) | {self.main.args.args[0].arg: cfg.copy()}
@@ -107,15 +111,13 @@ def rehearse(
             if not follows and repr(Missing()) not in str(error):
                 report(error)
 
-        with _process_group(rank) as start, Uninitialised(), closing(weights):
+        with process_group(rank) as start, Uninitialised(), closing(weights):
             start(processes)
             report_error = functools.partial(failed, needs_missing=False)
-            rehearsed = rehearsal.Rehearsal(report_error, note, rows, weights.made, start, STAND_INS)
-            # What a user's own lines save would replace what is there by tensors without values.
-            not_saved, not_compiled = mock.patch("torch.save"), torch.compiler.set_stance("force_eager")
-            with _told(note, recipe.file), rehearsal.start(rehearsed), not_saved, not_compiled, torch.enable_grad():
+            begun = rehearsal.Rehearsal(report_error, note, rows, weights.made, start, STAND_INS)
+            with rehearsed(begun, recipe.file):
                 Statements(str(recipe.file), recipe.namespace(cfg), failed).run(recipe.main)
-            return bool(rehearsed.cut), current_world().num_stages
+            return bool(begun.cut), current_world().num_stages
 
     is_cut, stages = run(0)
     if stages > 1:
@@ -124,7 +126,16 @@ def rehearse(
 
 
 @contextmanager
-def _process_group(rank: int) -> Iterator[Callable[[int], None]]:
+def rehearsed(begun: rehearsal.Rehearsal, file: Path) -> Iterator[None]:
+    """The recipe in `file` is rehearsed within. What its own lines save would replace what is there by tensors without
+    values: nothing is saved, nor compiled."""
+    not_saved, not_compiled = mock.patch("torch.save"), torch.compiler.set_stance("force_eager")
+    with _told(begun.note, file), rehearsal.start(begun), not_saved, not_compiled, torch.enable_grad():
+        yield
+
+
+@contextmanager
+def process_group(rank: int) -> Iterator[Callable[[int], None]]:
     """A function that makes a process group of so many processes, of which only this one is there. One that is there
     already stays."""
     is_new = not dist.is_initialized()

@@ -112,6 +112,9 @@ class Statements:
         if isinstance(items, Missing):  # once: the body may have mistakes of its own
             self._forget(loop)
             items = iter([items])
+        self._each(loop, items)
+
+    def _each(self, loop: ast.For, items: Any) -> None:
         ended = object()
         with suppress(_Break):
             while (item := self._tried(loop.iter, lambda: next(items, ended))) is not ended:
@@ -121,6 +124,12 @@ class Statements:
                     self._all(loop.body)
                 if failed:
                     return
+
+    def once(self, loop: ast.For, item: Any) -> None:
+        """The body of a loop, for one item."""
+        self._assign(loop.target, item)
+        with suppress(_Break, _Continue, _Return):
+            self._all(loop.body)
 
     def _assign(self, target: ast.expr, value: Any) -> None:
         self.namespace["__value__"] = value

@@ -1,22 +1,26 @@
-"""The memory of recipes that compare answers or models, against the storages of real steps, counted one by one."""
+"""What is planned of a recipe's own step, against the storages of real steps, counted one by one; and of copies."""
 
 import importlib
 import json
 import random
+import shutil
 from collections import defaultdict
 from dataclasses import replace
 
 import pytest
+import transformers
 from helpers import WORDS, save_checkpoint
 from models.test_families import SMALL, VARIANTS
 
 from tune import config
 from tune.devices import DEVICES
+from tune.errors import TuneError
 from tune.plan.planning import Job
 from tune.plan.trace import Recorder
 from tune.tokenizers import Tokenizer
 
 EXACT = replace(DEVICES["cpu"], reserve=0.0, reserve_share=0.0)
+GRPO = config.find_recipe("grpo")
 LENGTH, ROWS = 64, 4
 
 
@@ -80,43 +84,58 @@ def test_peak_of_completions(name, checkpoint, tmp_path, monkeypatch):
     compare_completions(checkpoint, tmp_path, monkeypatch, more, is_rollout=more[0] == "micro_batch_size=1")
 
 
+def test_peak_of_a_policy_and_its_values(checkpoint, tmp_path, monkeypatch):
+    more = ["micro_batch_size=8", "prompts_per_step=2", "samples_per_prompt=8"]
+    compare_completions(checkpoint, tmp_path, monkeypatch, more, recipe="ppo_finetune")
+
+
+def test_peak_beside_a_reward_model(checkpoint, tmp_path, monkeypatch):
+    shutil.copytree(checkpoint, judge := tmp_path / "judge")
+    judged = transformers.AutoConfig.from_pretrained(judge, num_labels=1, pad_token_id=0, num_hidden_layers=6)
+    transformers.AutoModelForSequenceClassification.from_config(judged).save_pretrained(judge)
+    more = [*TRAINING, f"reward={{_component_: tune.generation.RewardModel, path: {judge}}}"]
+    compare_completions(checkpoint, tmp_path, monkeypatch, more)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("of_family", FAMILIES, indirect=True)
 @pytest.mark.parametrize("more", [TRAINING, ROLLOUT], ids=["training", "rollout"])
 def test_peak_of_completions_of_a_family(of_family, more, tmp_path, monkeypatch):
     # A delta net has its peak while prompts are read for the first time, when later layers have no cache yet.
-    compare_completions(of_family, tmp_path, monkeypatch, more, rel=0.15 if more == ROLLOUT else 0.01)
+    compare_completions(of_family, tmp_path, monkeypatch, more, rel=0.12 if more == ROLLOUT else 0.01)
 
 
 @pytest.mark.parametrize("micro_batch_size", [4, 16])
 def test_a_search_knows_what_groups_share(micro_batch_size, checkpoint):
-    common = [f"model.path={checkpoint}", "dataset.path=x", "reward=plan.test_objectives.length_modulo"]
+    common = [f"model.path={checkpoint}", "dataset.path=x", "reward=plan.test_recording.length_modulo"]
     sizes = ["group_size=4", "prompts_per_step=4", "max_prompt_len=400", f"micro_batch_size={micro_batch_size}"]
-    job = Job(config.load("grpo", [*common, *sizes, "sampling.max_new_tokens=20", "sampling.max_rows=4"]), EXACT, 1)
+    job = Job(
+        config.load("grpo", [*common, *sizes, "sampling.max_new_tokens=20", "sampling.max_rows=4"]), EXACT, 1, GRPO
+    )
     peaks = [job.plan(job.layout(), line).peak for line in (False, True)]
     assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
 
 
-def compare_completions(folder, tmp_path, monkeypatch, more, is_rollout=None, rel=0.05):
-    """The peak of GRPO, where all prompts and all completions are as long as they may be."""
+def compare_completions(folder, tmp_path, monkeypatch, more, is_rollout=None, rel=0.05, recipe="grpo"):
+    """The peak of a recipe that samples, where all prompts and all completions are as long as they may be."""
     draw, by_length, tokenizer = random.Random(0), defaultdict(list), Tokenizer(str(folder))
-    for _ in range(64):
+    for _ in range(1024):
         text = " ".join(draw.sample(WORDS, k=12))
         by_length[len(tokenizer.encode(text))].append(text)
     length, texts = max(by_length.items(), key=lambda each: len(each[1]))
-    rows = [json.dumps({"prompt": each}) + "\n" for each in texts]
-    (tmp_path / "prompts.jsonl").write_text("".join(rows * 16))
+    assert len({*texts}) == len(texts) > 32  # those of a step differ: equal ones would be read once
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     monkeypatch.setattr(Tokenizer, "stop_ids", frozenset())
-    cfg = config.load("grpo", [
+    cfg = config.load(recipe, [
         f"model.path={folder}", f"dataset.path={tmp_path / 'prompts.jsonl'}", f"output_dir={tmp_path / 'run'}",
         f"max_prompt_len={length}", "sampling.max_new_tokens=40", "max_steps=2", "device=cpu", "dtype=fp32",
-        "reward=plan.test_objectives.length_modulo", "checkpointer.async=false", *more,
+        "reward=plan.test_recording.length_modulo", "checkpointer.async=false", *more,
     ])  # fmt: skip
-    job = Job(cfg, EXACT, 1)
+    job = Job(cfg, EXACT, 1, config.find_recipe(recipe))
     plan, recorder = job.plan(job.layout()), Recorder(EXACT, "fp32", False)
     recorder._cost = lambda *_: None
     with recorder:
-        importlib.import_module("recipes.grpo").main.__wrapped__(cfg)
+        importlib.import_module(f"recipes.{recipe}").main.__wrapped__(cfg)
     print(plan.moment, plan.peak / recorder.peak - 1)  # shown by -s
     # Ids and places of the step before, which are not planned, are up to 4% with such a small model.
     assert plan.peak == pytest.approx(recorder.peak, rel=rel), plan.peak / recorder.peak - 1
@@ -133,9 +152,68 @@ def test_peak_of_counted_storages(name, checkpoint, texts, tmp_path):
         f"max_seq_len={LENGTH}", f"micro_batch_size={ROWS}", f"global_batch_size={ROWS}", "max_steps=2", "device=cpu",
         "dtype=fp32", "dataset.too_long=truncate", f"dataset.cache_dir={tmp_path}", "checkpointer.async=false", *more,
     ])  # fmt: skip
-    job = Job(cfg, EXACT, 1)
+    job = Job(cfg, EXACT, 1, config.find_recipe(recipe))
     plan, recorder = job.plan(job.layout()), Recorder(EXACT, "fp32", False)
     recorder._cost = lambda *_: None
     with recorder:
         importlib.import_module(f"recipes.{recipe}").main.__wrapped__(cfg)
     assert plan.peak == pytest.approx(recorder.peak, rel=0.03), plan.peak / recorder.peak - 1
+
+
+@pytest.fixture
+def planned(checkpoint, tmp_path):
+    """The plan of a copy of a recipe with these replacements, for so many processes."""
+
+    def planned(recipe: str, *changes: tuple[str, str], more=(), device=EXACT):
+        text = config.find_recipe(recipe).read_text()
+        for old, new in changes:
+            assert text.count(old) == 1, old
+            text = text.replace(old, new)
+        (tmp_path / "mine.py").write_text(text)
+        given = [f"model.path={checkpoint}", "dataset.path=none", "dtype=fp32", *more]
+        job = Job(config.load(recipe, given), device, 1, tmp_path / "mine.py")
+        return job.plan(job.layout())
+
+    return planned
+
+
+SFT = ["max_seq_len=64", "micro_batch_size=4", "global_batch_size=4"]
+LOSS = "loss = model(micro_batch, loss_fn) / max(1, batch.num_supervised)"
+
+
+def test_an_edited_step_is_what_is_planned(planned):
+    """A forward more is half of a backward; what is kept of a second one is there twice."""
+    one = planned("full_finetune", more=SFT)
+    again = "with torch.no_grad():\n                    model(micro_batch, loss_fn)\n                " + LOSS
+    watched = planned("full_finetune", (LOSS, again), more=SFT)
+    assert watched.seconds["products"] == pytest.approx(4 / 3 * one.seconds["products"], rel=0.05)
+    assert watched.memory["activations"] == one.memory["activations"]
+    twice = planned("full_finetune", (LOSS, f"{LOSS} + model(micro_batch, loss_fn)"), more=SFT)
+    assert twice.seconds["products"] == pytest.approx(2 * one.seconds["products"], rel=0.01)
+    assert twice.memory["activations"] == pytest.approx(2 * one.memory["activations"], rel=0.05)
+    assert twice.memory["weights"] == one.memory["weights"]
+
+
+def test_what_a_copy_raises_is_what_the_plan_says(planned):
+    with pytest.raises(TuneError, match=r"mine\.py:\d+: AttributeError: .*backwards"):
+        planned("full_finetune", ("loss.backward()", "loss.backwards()"), more=SFT)
+    with pytest.raises(TuneError, match=r"not_there: mine\.py:\d+"):
+        planned("full_finetune", ("instantiate(cfg.loss)", "instantiate(cfg.not_there)"), more=SFT)
+
+
+def test_answers_of_the_student(planned, checkpoint):
+    """They are sampled before a step, whose rows are as long as without."""
+    given = [*SFT, f"teacher.path={checkpoint}", "teacher.dtype=fp32", "on_policy.max_new_tokens=16"]
+    off, half, on = (planned("distill", more=[*given, f"on_policy.share={share}"]) for share in (0, 0.5, 1))
+    assert "rollout" not in off.seconds and on.seconds["rollout"] > half.seconds["rollout"] > 0
+    assert on.tokens == off.tokens == 4 * 64
+
+
+def test_an_episode_has_as_many_turns_as_there_is_room_for(planned):
+    more = ["prompts_per_step=2", "group_size=4", "micro_batch_size=2", "max_prompt_len=24", "reward=null"]
+    more += ["sampling.max_new_tokens=40", "environment=recipes.test_grpo.Guess"]
+    one, two, most = (planned("grpo", more=[*more, *turns]) for turns in (
+        ["max_turns=1"], ["max_turns=2"], ["max_turns=9", "sampling.max_len=150"]
+    ))  # fmt: skip
+    assert one.tokens == 8 * (24 + 40 - 1) and two.tokens == most.tokens + 8 * (80 - 120) == 8 * (24 + 80 - 1)
+    assert two.seconds["rollout"] > 1.9 * one.seconds["rollout"]

@@ -1,0 +1,31 @@
+"""Rows that are as long as they may be, of which a plan is made: the data need not be there."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tune.collators import Sample
+from tune.datasets.dataset import Dataset
+from tune.datasets.fit import Outcome
+from tune.datasets.parse.formats import Kind
+from tune.datasets.samples import flat, joined
+
+
+def full_rows(kind: Kind, max_seq_len: int, packed: bool, extra_columns: Sequence[str] = ()) -> Dataset:
+    """A row of `max_seq_len` tokens, all supervised. Where answers are compared, it has two of one length that share no
+    token. A labelled answer and the mismatched one have `max_seq_len` tokens each, unless they are packed."""
+    answers = 1 if kind == "supervised" else 2
+    length = max_seq_len if kind == "labelled" and not packed else max(1, max_seq_len // answers)
+    samples = []
+    for answer in range(answers):
+        columns: dict[str, Any] = dict.fromkeys(extra_columns, np.float32(0))
+        if answers > 1:
+            columns |= {"answer": answer, "group": 0}
+        if kind == "graded":
+            columns |= {"margin": 0.0}
+        if kind == "labelled":
+            columns |= {"label": 1 - answer}
+        tokens = np.full(length, answer, dtype=np.int32)
+        samples.append(Sample(tokens, np.zeros(length, dtype=np.int32), answer, columns))
+    return Dataset(joined([flat([Outcome(samples)])], "full rows"))

@@ -1,0 +1,425 @@
+"""A recipe's own step, to be run as often as one likes: with full rows, and other models in the place of its own."""
+
+import ast
+import copy
+import functools
+import math
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tune import rehearsal
+from tune.checkpointers import Checkpointer
+from tune.collators import Batch
+from tune.datasets import GlobalBatch
+from tune.devices import Device
+from tune.distributed import DTYPES, World, repeated_blocks
+from tune.errors import TuneError
+from tune.generation import Sampler
+from tune.plan.trace import Recorder, Subject, kernels, shorten
+from tune.rehearsal import RehearsalEnded
+from tune.run import Run
+from tune.validate import (
+    FakeWeights,
+    Recipe,
+    RehearsedCheckpointer,
+    RehearsedRun,
+    RehearsedWorld,
+    Statements,
+    Uninitialised,
+    process_group,
+    rehearsed,
+)
+
+FEW = 2  # rows of the first step, of which only its parts are noted
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def ignore(*_: Any) -> None:
+    pass
+
+
+class Reached(RehearsalEnded):
+    """A loss whose gradients are asked for: there a step ends that is traced."""
+
+    def __init__(self, loss: Tensor):
+        self.loss = loss
+
+
+class UntilBackward(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is Tensor.backward:
+            raise Reached(args[0])
+        return function(*args, **(kwargs or {}))
+
+
+class Steps:
+    """What `Run.steps` gives: the loop over it is the recipe's step."""
+
+    def __init__(self, data: Any, world: World):
+        self.data, self.world = data, world
+        self.item: Any = None
+
+    def __iter__(self) -> "Steps":
+        return self
+
+    def __next__(self) -> Any:  # of a loop that is not a statement of the recipe's own function
+        raise TuneError("plan: the loop over run.steps must be in the function that has @config.entrypoint")
+
+    def draw(self) -> Any:
+        """A step's number and its rows, again and again."""
+        data = self.data if isinstance(self.data, Iterator) else copy.copy(self.data)
+        self.item = next(iter(data), self.item)
+        return self.item
+
+
+class Loop(Statements):
+    """Runs a recipe up to the loop over its steps, whose body is kept."""
+
+    def _each(self, loop: ast.For, items: Any) -> None:
+        if not isinstance(items, Steps):
+            super()._each(loop, items)
+            return
+        self.steps, self.loop = items, loop
+        raise RehearsalEnded
+
+    def step(self, item: Any) -> None:
+        """A step of the recipe."""
+        self.once(self.loop, item)
+
+
+class PlannedWorld(RehearsedWorld):
+    """The World of one process, which its process group may not outlast."""
+
+    rank, size, data_rank, data_size, is_main, num_stages, is_last_stage = 0, 1, 0, 1, True, 1, True
+
+
+class PlannedRun(RehearsedRun):
+    """A `Run` that has no folder and reports nothing."""
+
+    def _open_folder(self, chosen: str, resume: str) -> None:
+        self.store, self.again, self.resume, self.path = None, "", "never", Path(chosen)
+
+    def describe(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def describe_prompts(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def describe_model(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def info(self, message: str) -> None:
+        pass
+
+    def steps(self, data: Any, start: int = 0, *_: Any, total: int | None = None, **__: Any) -> Any:
+        self.step, self.total = 1, total or rehearsal.UNKNOWN
+        return Steps(data, self.world)
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class PlannedCheckpointer(RehearsedCheckpointer):
+    """A `Checkpointer` that is noted."""
+
+    def resume(self, resume: Any = "auto") -> int:
+        note = rehearsal.planning()
+        assert isinstance(note, Recording)
+        note.checkpointer = self
+        return 0
+
+
+@dataclass
+class Sampling:
+    """Completions that a step samples, one for each of `prompts`, of which `different` differ."""
+
+    sampler: Sampler
+    number: int  # of the model
+    prompts: int
+    different: int
+    longest: int  # tokens of a prompt
+
+
+@dataclass
+class LoneForward:
+    """A forward without gradients before the first step, or one that scores what a step has sampled (`in_step`): of
+    which model, with which batch, and whether the trained ones have weights already."""
+
+    number: int
+    call: Callable[[Any, Any], Any]
+    batch: Any
+    is_beside: bool
+    in_step: bool
+
+
+@contextmanager
+def fake_group() -> Iterator[Callable[[int], None]]:
+    """See `process_group`. A group that an earlier plan has made ends."""
+    if dist.is_initialized() and dist.get_backend() == "fake":
+        dist.destroy_process_group()
+        meshes_of.cache_clear()
+    with process_group(0) as start:
+        yield start
+
+
+@functools.cache
+def meshes_of(tp: int, cp: int, ep: int) -> dict[str, DeviceMesh]:
+    """Those of the axes that are used, of processes that are not there."""
+    grids = {("tp",): (tp,), ("cp", "tp"): (cp, tp), ("ep", "tp"): (ep, tp)}
+    used = {names: torch.arange(math.prod(grid)).view(grid) for names, grid in grids.items() if grid[0] > 1}
+    if used and not dist.is_initialized():
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4096)
+    return {names[0]: DeviceMesh("cpu", ranks, mesh_dim_names=names) for names, ranks in used.items()}
+
+
+class Recording:
+    """The recipe in `file` with the settings `cfg`, run up to its first step, and that step.
+
+    Raises:
+        TuneError: what the recipe raises, or that it is not planned.
+    """
+
+    def __init__(self, file: Path, cfg: DictConfig, device: Device):
+        self.device, self.device_type = device, "cpu" if device.is_host else "cuda"
+        self.recipe, self.weights = Recipe(file), FakeWeights()
+        self.rows: int | None = None  # of a micro-batch that is traced; None: as many as the recipe says
+        self.axes: dict[str, Any] = {}
+        self.models: list[nn.Module] = []  # as they are before they are sharded, on the meta device
+        self.how: list[dict[str, Any]] = []
+        self.subjects: list[Subject] = []
+        self.samplings: list[Sampling] = []
+        self.lone_forwards: list[LoneForward] = []
+        self.forwards: Counter[int] = Counter()  # without gradients in the first step, by model
+        self.checkpointer: Checkpointer | None = None
+        self.global_batch_size = self.micro_batch_size = self.first_rows = 0
+        self.max_steps: int | None = None
+        self.batch: Batch | None = None
+        self.optimizer_states: dict[nn.Parameter, float] = {}  # bytes
+        self.updates = 1
+        self.is_in_step = self.is_scoring = False
+        self.depth = self.items = 0
+        self.loop = Loop(str(file), self.recipe.namespace(cfg), self._failed)
+        with fake_group() as start, Uninitialised(), self._rehearsed():
+            start(1)
+            with closing(self.weights):
+                self.loop.run(self.recipe.main)
+            if not hasattr(self.loop, "steps"):
+                raise TuneError(f"plan: {file} has no loop over run.steps: only what trains is planned")
+            self._first_step()
+        self.stays = [subject.origin() is not None for subject in self.subjects]
+
+    # What the library notes, see `tune.rehearsal.Planning`.
+
+    def take_axes(self, axes: Mapping[str, Any]) -> bool:
+        self.axes = {**axes}
+        return True
+
+    def take_model(self, model: Any, how: Mapping[str, Any]) -> None:
+        has_float8 = any("Float8" in type(module).__name__ for module in model.modules())
+        if has_float8 and not (self.device.is_host or self.device.float8):
+            raise TuneError(f"quantization.float8: {self.device.name} has no products in float8. Leave it out")
+        self.models.append(copy.copy(model))
+        dtype, master_dtype = (NAMES.get(how[name], how[name]) for name in ("dtype", "master_dtype"))
+        self.how.append({**how, "dtype": dtype, "master_dtype": master_dtype})
+        short, kinds = shorten(model)
+        number = len(self.subjects)
+        self.subjects.append(Subject(short, kinds, dtype, master_dtype, bool(how["compile"]), weakref.ref(model)))
+        other = copy.deepcopy(short)
+        for name in ("__dict__", "__class__"):
+            object.__setattr__(model, name, getattr(other, name))
+        here = weakref.ref(model)
+        model.register_forward_pre_hook(
+            lambda _, args, kwargs: self._forward(number, here(), args, kwargs), with_kwargs=True
+        )
+        model.register_forward_pre_hook(lambda *_: self._enter(1))
+        model.register_forward_hook(lambda *_: self._enter(-1))
+
+    def take_rows(self, rows: int, micro_batch_size: int, max_steps: int | None = None) -> int:
+        if self.rows is not None:
+            return self.rows
+        self.global_batch_size, self.micro_batch_size = rows, micro_batch_size
+        self.max_steps = max_steps or self.max_steps
+        self.first_rows = min(micro_batch_size, FEW)
+        return self.first_rows
+
+    def take_sampling(self, sampler: Sampler, model: Any, prompts: list[Any]) -> None:
+        if self.rows is None and prompts:
+            if type(sampler).complete is not Sampler.complete:
+                raise TuneError("plan: of engines that sample only ours is planned: leave sampling._component_ out")
+            known = [number for number, subject in enumerate(self.subjects) if subject.origin() is model]
+            number = known[0] if known else 0  # one of transformers is wrapped
+            longest = max(map(len, prompts))
+            different = len({*prompts}) if self.items else len(prompts)  # full rows of data are alike
+            self.samplings.append(Sampling(sampler, number, len(prompts), different, longest))
+
+    @contextmanager
+    def scoring(self) -> Iterator[bool]:
+        self.is_scoring = True
+        yield self.rows is None
+        self.is_scoring = False
+
+    # The first step.
+
+    def _failed(self, error: Exception, needs_missing: bool) -> None:
+        raise self.recipe.explained(error)
+
+    @contextmanager
+    def _rehearsed(
+        self, report: Callable[[Any], None] = ignore, start: Callable[[int], None] = ignore, world: Any = PlannedWorld
+    ) -> Iterator[None]:
+        note = rehearsal.Rehearsal(
+            report, ignore, None, self.weights.made, start,
+            {World: world, Run: PlannedRun, Checkpointer: PlannedCheckpointer}, {"plan"}, planning=self,
+        )  # fmt: skip
+        with rehearsed(note, self.recipe.file):
+            yield
+
+    def _enter(self, change: int) -> None:
+        """Within forwards, all is fake."""
+        self.depth += change
+        self.weights.is_total = self.depth > 0
+
+    def _forward(self, number: int, model: Any, args: Any, kwargs: Any) -> None:
+        """Note a forward of the first step, or one before."""
+        if torch.is_grad_enabled() and is_trained(model):
+            self.batch = args[0] if isinstance(args[0], Batch) else self.batch
+            return
+        if self.is_in_step and not self.is_scoring:
+            self.forwards[number] += 1
+            return
+
+        def call(model: Any, batch: Any) -> Any:
+            return model(batch, *args[1:], **kwargs)
+
+        others = [subject for subject in self.subjects if subject.origin() is not model]
+        is_beside = any(is_trained(other.model) for other in others)
+        if not any(forward.number == number for forward in self.lone_forwards):
+            self.lone_forwards.append(LoneForward(number, call, args[0], is_beside, self.is_in_step))
+
+    def _first_step(self) -> None:
+        def stepped(optimizer: Any, *_: Any) -> None:
+            updated[id(optimizer)] += 1
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    states = optimizer.state.get(parameter, {}).values()
+                    tensors = [state for state in states if isinstance(state, Tensor)]
+                    self.optimizer_states[parameter] = sum(map(_size, tensors))
+
+        updated: Counter[int] = Counter()
+        recorder = Recorder(self.device, self.subjects[0].dtype if self.subjects else "fp32", False)
+        self.is_in_step = True
+        self.max_steps = getattr(self.loop.steps.data, "max_steps", None)
+        with ExitStack() as stack:
+            stack.callback(register_optimizer_step_post_hook(stepped).remove)
+            stack.enter_context(self.weights)
+            stack.enter_context(kernels(self.device, recorder, "none"))
+            item = self.loop.steps.draw()
+            self.items = len(item[1]) if isinstance(item[1], list) else 0
+            with suppress(RehearsalEnded):
+                self.loop.step(item)
+        self.weights.is_total = False
+        self.updates = max(updated.values(), default=1)
+        self.states = [self._states_of(number) for number in range(len(self.subjects))]
+
+    def _states_of(self, number: int) -> float:
+        """Bytes of the optimizer's states for a model, with all of its blocks."""
+        model, subject = self.subjects[number].origin(), self.subjects[number]
+        if model is None:
+            return 0.0
+        blocks = repeated_blocks(model)
+        within = {parameter for block in blocks for parameter in block.parameters()}
+
+        def size(parameters: Iterable[nn.Parameter]) -> float:
+            return sum(self.optimizer_states.get(parameter, 0.0) for parameter in parameters)
+
+        others = size(parameter for parameter in model.parameters() if parameter not in within)
+        return others + sum(len(places) * size(blocks[at].parameters()) for at, places in subject.kinds)
+
+    # Steps that are traced.
+
+    def batch_of(self, forward: LoneForward, rows: int) -> Any:
+        """Before the first step, a micro-batch of so many full rows, as the recipe's data are."""
+        if forward.in_step:
+            return forward.batch
+        with self._rehearsed():
+            _, drawn = self._item(rows)
+        return drawn.micro_batches[0] if isinstance(drawn, GlobalBatch) else forward.batch
+
+    def _item(self, rows: int) -> Any:
+        self.rows = rows
+        step, drawn = self.loop.steps.draw()
+        if isinstance(drawn, list) and self.samplings:
+            samples = self.samplings[0].prompts / len(drawn)  # of a prompt
+            drawn = [drawn[at % len(drawn)] for at in range(math.ceil(rows / samples))]
+        return step, drawn
+
+    def loss(self, rows: int) -> Tensor:
+        """That of a micro-batch of so many rows, by the recipe's own lines."""
+        item = self._item(rows)
+        try:
+            with UntilBackward(), torch.enable_grad():
+                self.loop.step(item)
+        except Reached as reached:
+            return reached.loss
+        raise TuneError("plan: a step of the recipe computes no gradients by loss.backward()")
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        with self._rehearsed():
+            yield
+
+
+class LayoutOnly(Recording):
+    """A recipe that is run in its layout, up to where it shards a model."""
+
+    def __init__(self, recipe: Recipe, cfg: DictConfig, processes: int):
+        self.recipe, self.weights, self.rows, self.device_type = recipe, FakeWeights(), None, "cpu"
+        with fake_group() as start, Uninitialised(), self._rehearsed(self._raise, start, RehearsedWorld):
+            start(processes)
+            Loop(str(recipe.file), recipe.namespace(cfg), self._failed).run(recipe.main)
+
+    def _raise(self, error: Exception) -> None:
+        raise error
+
+    def take_axes(self, axes: Mapping[str, Any]) -> bool:
+        return False
+
+    def take_model(self, model: Any, how: Mapping[str, Any]) -> None:
+        raise RehearsalEnded
+
+
+def require_layout(file: Path, cfg: DictConfig, processes: int) -> None:
+    """Run the recipe in `file` up to where it shards a model. Raises the TuneError that it raises. A process that is
+    itself one of several is laid out already."""
+    if dist.is_initialized() and dist.get_backend() != "fake":
+        return
+    LayoutOnly(Recipe(file), cfg, processes)
+
+
+def is_trained(model: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in model.parameters())
+
+
+def _size(tensor: Any) -> int:
+    """Bytes, of a tensor subclass those of the tensors it is made of."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    if hasattr(tensor, "__tensor_flatten__") and type(tensor) is not Tensor:
+        with suppress(TypeError):
+            return sum(_size(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    return int(tensor.numel() * tensor.itemsize)
