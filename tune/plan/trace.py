@@ -225,6 +225,8 @@ class Recorder(TorchDispatchMode):
         if self.only_fake and not any(isinstance(tensor, FakeTensor) for tensor in outputs):
             return output  # on the host
         for tensor in outputs:
+            if tensor.device.type == "meta":  # takes no memory
+                continue
             storage = tensor.untyped_storage()
             if (key := storage._cdata) not in self.storages:
                 self.live += storage.nbytes()
