@@ -190,7 +190,6 @@ WRONG = {
     "there already": (["MODEL", "--to", "int8", "--out", "MODEL"], "exists already"),
     "odd rows": (["ODD", "--to", "int4"], "are no groups of 128 or 64 or 32: take int8"),
     "experts": (["EXPERTS", "--to", "fp8"], "only dense models are quantised"),
-    "of transformers": (["NEOX", "--to", "int8"], "is of a family that only transformers has"),
     "quantised already": (["AGAIN", "--to", "int8"], "the weights are quantised (compressed-tensors)"),
 }
 
@@ -203,8 +202,6 @@ def test_wrong_inputs(wrong: str, checkpoint: Path, tmp_path: Path, capsys: pyte
         places["ODD"] = save_checkpoint(tmp_path / "odd", intermediate_size=100)
     if "EXPERTS" in arguments:
         places["EXPERTS"] = save_checkpoint(tmp_path / "experts", "MixtralConfig", num_local_experts=4)
-    if "NEOX" in arguments:
-        places["NEOX"] = save_checkpoint(tmp_path / "neox", "GPTNeoXConfig")
     if "AGAIN" in arguments:
         places["AGAIN"] = tmp_path / "again"
         main(["quantize", str(checkpoint), "--to", "int8", "--out", str(tmp_path / "again")])

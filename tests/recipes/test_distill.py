@@ -239,7 +239,7 @@ def test_another_tokenizer(common, teacher, tmp_path):
         (["teacher.path=nowhere"], "nowhere"),
         (["teacher.path=null"], "teacher.path: null is not a string"),
         (["loss._component_=tune.losses.LinearCrossEntropy"], "is called with other values than tune.losses.ForwardKL"),
-        (["loss._component_=tune.losses.DPO"], "tune.losses.DPO is one of preferences, unlike this recipe's"),
+        (["loss._component_=tune.losses.DPO"], "tune.losses.DPO compares log-probs of answers, unlike this recipe's"),
         (["on_policy.share=2"], "on_policy.share: 2 is not a number from 0 to 1"),
         (
             ["on_policy.share=1", "on_policy.max_new_tokens=999"],

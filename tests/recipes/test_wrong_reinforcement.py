@@ -163,7 +163,7 @@ BOTH = {
     "no prompt fits": (["max_prompt_len=2"], "no prompt is left of 22 rows", "longer than max_prompt_len"),
     "too many prompts": (["prompts_per_step=99"], "prompts_per_step=99 is more than the 22 of"),
     "no updates": (["updates=0"], "updates: 0 is not a positive integer"),
-    "another loss": (["loss._component_=tune.losses.DPO"], "tune.losses.DPO is one of preferences, unlike this"),
+    "another loss": (["loss._component_=tune.losses.DPO"], "tune.losses.DPO compares log-probs of answers"),
 }
 ENVIRONMENTS = {
     "NoStep": ("has no step: it must be a class with both",),
