@@ -188,7 +188,7 @@ COMBINATIONS = [
          "the recipe calls it with other arguments",
          lambda run: run("loss._component_") not in UNSUPPORTED and _other_loss(run)),
     rule("head-of-another-recipe", "model.head",
-         "{} is the head of what other recipes train: leave it out",
+         lambda run: f"{show(run('model.head'))} is the head of what other recipes train: leave it out",
          "the loss would be given other values than logits",
          lambda run: run.defaults and run("model._component_") == "tune.models.build"
          and run("model.head", "tokens") != run.usual("model.head", "tokens")),
