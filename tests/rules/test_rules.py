@@ -262,6 +262,16 @@ def test_settings_that_do_not_go_together(id, tmp_path):
     assert not rule.when(Facts(cfg, defaults=defaults)) and not problems
 
 
+@pytest.mark.parametrize(
+    ("recipe", "loss"),
+    [(FULL, "tune.losses.BradleyTerry"), (FULL, "tune.losses.DPO"), ("reward_finetune", "tune.losses.ForwardKL")],
+)
+def test_a_loss_that_is_called_with_other_values(recipe, loss):
+    """Also one that takes as many."""
+    _, problems = config.read(recipe, ["model.path=m", "dataset.path=d", f"loss._component_={loss}"])
+    assert [problem.partition(":")[0] for problem in problems] == ["loss._component_"]
+
+
 def test_bf16_is_as_good_on_a_cpu_that_multiplies_in_it(facts, monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     assert BY_ID["bf16-on-a-cpu"].judge(facts(FULL, ["dtype=bf16"])) is None

@@ -153,15 +153,21 @@ def _other_loss(run: Facts) -> str:
 
 def _is_called_like(component: Any, usual: Any) -> bool:
     """Whether instances of `component` take the arguments that a recipe gives those of `usual`: all that have a place,
-    also where `usual` can do without, and those that have none and no default."""
+    also where `usual` can do without, and those that have none and no default. Components of this library call the same
+    things by the same names."""
     wanted = inspect.signature(usual.__call__).parameters.values()
-    given = [each for each in wanted if each.default is each.empty or each.kind is each.POSITIONAL_OR_KEYWORD]
-    named = {each.name: None for each in given if each.kind is each.KEYWORD_ONLY}
+    placed = [parameter.name for parameter in wanted if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    named = [
+        parameter.name
+        for parameter in wanted
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
+    ]
     try:
-        inspect.signature(component.__call__).bind(*[None] * (len(given) - len(named)), **named)
+        bound = inspect.signature(component.__call__).bind(*placed, **dict.fromkeys(named))
     except TypeError:
         return False
-    return True
+    is_ours = component.__module__.startswith("tune.")
+    return not is_ours or [*bound.arguments][: len(placed)] == placed
 
 
 def _layout(run: Facts) -> Any:
