@@ -41,11 +41,13 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         if kind not in (None, "cpu", "mps", "cuda"):
             known = devices.device(kind)
             kind, capability = "cpu" if known.is_host else "cuda", known.capability
-        cfg, problems = config.read(*recipe_of(options.recipe, rest))
+        default, rest = recipe_of(options.recipe, rest)
+        cfg, problems = config.read(default, rest)
+        defaults = config.read_file(config.find_config(default))
         machine = {"processes": options.world_size, "device": kind, "capability": capability}
         is_config = options.recipe.endswith((".yaml", ".yml"))
         file = Path(options.recipe).with_suffix(".py") if is_config else config.find_recipe(options.recipe)
-        found = validate(file, cfg, problems, **machine, rows=rows, strict=options.strict)
+        found = validate(file, cfg, problems, defaults=defaults, **machine, rows=rows, strict=options.strict)
     except TuneError as error:  # an option that is unknown, a recipe or a config that is not there
         found = [Finding(Level.ERROR, "", str(error))]
     finally:

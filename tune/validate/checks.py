@@ -4,11 +4,13 @@ them when it is rehearsed."""
 import errno
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from omegaconf import DictConfig
 from packaging.requirements import Requirement
@@ -66,13 +68,15 @@ class Findings:
 
 
 def validate(
-    recipe: Path, cfg: DictConfig, settings: Sequence[str] = (), *, processes: int = 1, device: str | None = None,
-    capability: tuple[int, int] | None = None, rows: int | None = 1000, strict: bool = False,
+    recipe: Path, cfg: DictConfig, settings: Sequence[str] = (), *, defaults: Mapping[str, Any] = MappingProxyType({}),
+    processes: int = 1, device: str | None = None, capability: tuple[int, int] | None = None, rows: int | None = 1000,
+    strict: bool = False,
 ) -> list[Finding]:  # fmt: skip
     """What is wrong with a run of the file `recipe` in so many `processes` on a `device` (None: this machine's), sorted
     by place.
 
-    `settings` are problems of `cfg` itself. Of the data the first `rows` are read, or all of them (None).
+    `settings` are problems of `cfg` itself, `defaults` the values of the recipe's own YAML. Of the data the first
+    `rows` are read, or all of them (None).
     """
     wrong_device = ""
     try:
@@ -80,7 +84,8 @@ def validate(
     except TuneError as error:
         wrong_device, kind = str(error), "cpu"
     unplanned = ["parallel.auto"] if settings else []  # no layout is planned for wrong settings
-    judged = judge(Facts(cfg, kind, processes, capability, is_here=device is None), strict, unplanned)
+    facts = Facts(cfg, kind, processes, capability, is_here=device is None, defaults=defaults)
+    judged = judge(facts, strict, unplanned)
     by_rules = tuple(str(finding) for finding in judged)  # reading the settings has found some of these, too
     findings = Findings([problem for problem in settings if not problem.startswith(by_rules)])
     wrong = {finding.place for finding in findings.all}
