@@ -291,7 +291,12 @@ def shorten(model: nn.Module) -> tuple[nn.Module, list[tuple[int, list[int]]]]:
     first = () if all(parameter.requires_grad for parameter in model.parameters()) else (0,)
     chosen = [next((place for place in places if place not in first), 0) for places in kinds.values()]
     kept = sorted({*first, *chosen})
-    short: Any = copy.deepcopy(model)
+    try:
+        short: Any = copy.deepcopy(model)
+    except RuntimeError as error:  # it holds fake tensors, which have no storage that could be copied
+        raise TuneError(
+            "plan: a second model that transformers computes, such as a reference or a teacher, is not planned"
+        ) from error
     blocks = next(m for m in short.modules() if isinstance(m, nn.ModuleList) and list(m) == repeated_blocks(short))
     for index in reversed(range(len(blocks))):
         if index not in kept:
