@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import full_finetune
 import pytest
+import torch
 from helpers import run_verbs
 
 from tune import config
@@ -175,6 +176,13 @@ def test_processes_that_are_not_here(inputs):
     assert of_rows.endswith("chats.jsonl has 48 rows for 512 data-parallel processes: use at most 48")
     assert "global_batch_size=4 is not a multiple of 512" in of_sizes
     assert "parallel.ep: 3 processes cannot be among the 4" in found["ep"][0] and len(found["ep"]) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_missing_device_is_one_problem_among_others(inputs, run_recipe, capsys):
+    assert run_recipe(inputs.settings("device=cuda", "epochs=-1"), full_finetune) == 2
+    shown = capsys.readouterr().err
+    assert "epochs: -1" in shown and "device: cuda" in shown
 
 
 def test_a_healed_setting_is_in_the_config_of_the_run(inputs, run_recipe, told, monkeypatch, capsys):

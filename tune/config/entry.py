@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from tune.config.load import parse, read, read_file, settle
+from tune.config.load import parse, read, read_file, require_none, settle
 from tune.config.paths import find_default
 from tune.errors import TuneError
 from tune.lookup import in_shell, quiet_torchao
@@ -117,7 +117,12 @@ def _settings(main: Main, default: str) -> DictConfig:
             print(main.__globals__["__doc__"] or "", file.read_text(encoding="utf-8"), sep="\n")
         raise SystemExit(0)
     cfg, problems = read(str(file), sys.argv[1:])
-    settle(_facts(cfg, main, read_file(file)), problems)
+    try:
+        facts = _facts(cfg, main, read_file(file))
+    except TuneError as error:  # there is no such device: one problem among others, if there are others
+        require_none([*problems, f"{error}."] if problems else [])
+        raise
+    settle(facts, problems)
     return cfg
 
 
