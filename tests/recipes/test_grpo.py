@@ -150,7 +150,12 @@ KL = ["adapter.rank=8", "kl=0.1", "reference=adapter_off"]
             KL,
             ["loss._component_=tune.losses.ClippedPolicy", "updates=2", "baseline=leave_one_out"],
             ["loss._component_=tune.losses.ClippedPolicy", "mask_truncated=true", "sampling.stop_strings=[a]"],
-            ["loss._component_=tune.losses.GSPO", "mask_truncated=true", "dynamic_sampling=2"],
+            [
+                "loss._component_=tune.losses.GSPO",
+                "mask_truncated=true",
+                "dynamic_sampling=2",
+                "sampling.stop_strings=[a]",
+            ],
             ["loss._component_=tune.losses.GSPO", "updates=2", "sampling.stop_strings=[a]"],
             ["kl=0.05", "sampling.temperature=0.7", "micro_batch_size=5"],
             ["prompts_per_step=1"],
