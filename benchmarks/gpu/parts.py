@@ -26,15 +26,17 @@ class Part:
 TEN_STEPS = (
     "max_seq_len=512", "global_batch_size=4", "micro_batch_size=2", "max_steps=10", "optimizer.lr=1e-3",
 )  # fmt: skip
+OFFLOAD = "memory.activation_offload=true"
 
 
-def curve(recipe: str, *settings: str, shape: str = "tiny", compiled: bool = False) -> Part:
-    """Ten steps in fp32: losses on the device are those of the CPU."""
+def curve(recipe: str, *settings: str, shape: str = "tiny", on_device: tuple[str, ...] = ()) -> Part:
+    """Ten steps in fp32: losses on the device, with further settings, are those of the CPU."""
 
     def measure(bench: Bench, name: str) -> Iterable[Result]:
         inputs = f"model.path={bench.model(shape)}", f"dataset.path={bench.chats}", "dtype=fp32", *TEN_STEPS, *settings
+        further = () if bench.device == "cpu" and OFFLOAD in on_device else on_device  # which a CPU has no place for
         device, cpu = at_once(
-            lambda: bench.recipe(f"{name}-device", recipe, *inputs, f"compile={str(compiled).lower()}", limit=150),
+            lambda: bench.recipe(f"{name}-device", recipe, *inputs, *further, limit=150),
             lambda: bench.recipe(f"{name}-cpu", recipe, *inputs, "device=cpu", limit=150),
         )
         yield Check(f"{name}: loss of {len(cpu.curve())} steps, fp32, to the CPU's", apart(device, cpu), 1e-5)
@@ -90,7 +92,8 @@ CORRECTNESS = {
     "bf16-and-resume": Part(bf16_and_resume),
     "curve-full": curve("full_finetune"),
     "curve-packed": curve("full_finetune", "packed=true"),
-    "curve-compiled": curve("full_finetune", "packed=true", compiled=True),
+    "curve-compiled": curve("full_finetune", "packed=true", on_device=("compile=true",)),
+    "curve-offload": curve("full_finetune", "packed=true", on_device=(OFFLOAD,)),
     "curve-moe": curve("full_finetune", "packed=true", shape="tiny-moe"),
     "curve-lora-dropout": curve("lora_finetune", "packed=true", "adapter.dropout=0.1"),
     "curve-dora": curve("lora_finetune", "packed=true", "adapter.dora=true"),
@@ -183,6 +186,7 @@ SPEED = {
     "sample-1b": sampling("1B", "llama-1b", 64, memory=8),
     "grpo-1b": Part(grpo, ("llama-1b",), memory=30),
     "lora-8b-compiled": training(f"{LORA_8B}, compile", "lora_finetune", "llama-8b", "compile=true", memory=55),
+    "lora-8b-offload": training(f"{LORA_8B}, activations offloaded", "lora_finetune", "llama-8b", OFFLOAD, memory=40),
     "full-1b-compiled": training(
         f"{FULL_1B}, compile", "full_finetune", "llama-1b", "compile=true", **EIGHT, memory=42
     ),

@@ -15,7 +15,7 @@ from tune import peft
 from tune.checkpointers import load_model
 from tune.collators import Batch
 from tune.distributed import activations, init, local_shard, share, units_of
-from tune.distributed.activations import wrap_forward
+from tune.distributed.activations import Offloaded, wrap_forward
 from tune.models import build
 from tune.models.context import Context
 from tune.peft import products
@@ -115,7 +115,7 @@ def test_all_but_weights_is_offloaded(checkpoint, checkpointing, compile, is_sha
     def record(pack, unpack):
         def recording(tensor):
             packed = pack(tensor)
-            (kept if packed[0] is tensor else moved).append(tensor)
+            (kept if packed is tensor else moved).append(tensor)
             return packed
 
         return saved_tensors_hooks(recording, unpack)
@@ -130,7 +130,7 @@ def test_all_but_weights_is_offloaded(checkpoint, checkpointing, compile, is_sha
                     torch.nn.init.normal_(local_shard(parameter)[0], std=0.05)
         rotation = model.ropes[model.config.layers[0].attention.rope](POSITIONS, None, torch.float32)
         wrap_forward(model.blocks[0], checkpointing, compile, offload)
-        with record(lambda tensor: (tensor,), lambda packed: packed[0]):
+        with record(lambda tensor: tensor, lambda packed: packed):
             model.blocks[0](torch.randn(1, 40, 64, requires_grad=True), Context(rotation, None, POSITIONS, None))
         saved = [kept.copy(), moved.copy()]
         kept.clear(), moved.clear()
@@ -160,9 +160,32 @@ def test_offloaded_activations_keep_their_strides():
     expanded = torch.randn(3, 1, 4, requires_grad=True).expand(3, 2, 4)
     for first, second in (halves, (halves[0], expanded)):
         node = block(first, second).grad_fn
+        block(first, second)  # until then the tensors of the first forward are on the device
         for saved, expected in ((node._saved_self, first), (node._saved_other, second)):
             assert torch.equal(saved, expected) and saved.stride() == expected.stride()
             assert saved.data_ptr() != expected.data_ptr()
+
+
+def test_what_two_blocks_save_is_on_the_device():
+    blocks = [Product() for _ in range(4)]
+    for block in blocks:
+        wrap_forward(block, "none", compile=False, offload=True)
+    hidden, saved = torch.randn(8, requires_grad=True), []
+    on_device = lambda: [sum(tensor is not None for tensor in each.on_device) for each in saved]  # noqa: E731
+    outputs = [hidden]
+    for block in blocks:
+        outputs.append(block(outputs[-1], outputs[-1]))  # one tensor, saved twice
+        saved.append(Offloaded.newest())
+    assert [len(each.on_host) for each in saved] == [1] * 4 and on_device() == [0, 0, 0, 1]
+    seen = []
+    for output in outputs[1:]:
+        output.register_hook(lambda _: seen.append(on_device()))
+    outputs[-1].sum().backward(retain_graph=True)
+    assert seen == [[0, 0, 0, 1], [0, 0, 1, 0], [0, 1, 0, 0], [1, 0, 0, 0]] and on_device() == [0] * 4
+    expected = 16 * hidden.detach() ** 15  # x to the power of 16
+    assert_close(hidden.grad, expected)
+    outputs[-1].sum().backward()  # of the graph that was retained
+    assert_close(hidden.grad, 2 * expected)
 
 
 @pytest.mark.parametrize(("checkpointing", "attentions"), [("none", 0), ("selective", 0), ("full", 3)])

@@ -1,7 +1,9 @@
 """Activation checkpointing, compilation and activation offload of a block."""
 
 import functools
-from typing import Any, Literal, TypeAlias
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -103,31 +105,104 @@ def _save_expensive() -> Any:
 
 
 def _offloaded(block: nn.Module, forward: Forward) -> Forward:
-    pin = torch.cuda.is_available()
-
     @functools.wraps(forward)
     def offloaded(*args: Any, **kwargs: Any) -> Any:
-        weights = {_storage(parameter) for parameter in block.parameters()}  # these stay on the device
-
-        def to_host(tensor: Tensor) -> tuple[Tensor, Layout | None]:
-            if _storage(tensor) in weights:
-                return tensor, None
-            once = tensor[tuple(slice(None if stride else 1) for stride in tensor.stride())]  # what `expand` repeats
-            host = torch.empty(once.shape, dtype=once.dtype, device="cpu", pin_memory=pin)
-            return host.copy_(once, non_blocking=pin), (tensor.device, tensor.shape, tensor.stride())
-
-        def to_device(packed: tuple[Tensor, Layout | None]) -> Tensor:
-            host, layout = packed
-            if layout is None:
-                return host
-            device, shape, strides = layout  # a compiled backward is made for these strides
-            tensor = torch.empty_strided(host.shape, strides, dtype=host.dtype, device=device)
-            return tensor.copy_(host, non_blocking=pin).expand(shape)
-
-        with saved_tensors_hooks(to_host, to_device):
-            return forward(*args, **kwargs)
+        saved = Offloaded({_storage(parameter) for parameter in block.parameters()})
+        with saved_tensors_hooks(saved.pack, saved.unpack):
+            output = forward(*args, **kwargs)
+        if before := saved.before():
+            before.leave_device()
+        return output
 
     return offloaded
+
+
+class Offloaded:
+    """What one forward of a block saves for its backward, in host memory in between; storages in `weights` stay.
+
+    On a GPU the copies run on a stream of their own: to the host during the forward of the next block, and back during
+    the backward that comes before this one's. The device's memory is taken and freed on the stream that computes, after
+    it has waited for the copies. So tensors of two blocks are on the device, never more, however far the host is ahead.
+    """
+
+    newest: ClassVar[Callable[[], "Offloaded | None"]] = staticmethod(lambda: None)
+
+    def __init__(self, weights: set[int]):
+        self.before, self.weights = Offloaded.newest, weights  # the forward before this one, if its backward is to come
+        Offloaded.newest = weakref.ref(self)
+        self.numbers: dict[Any, int] = {}  # of what is saved. Several operations save the same tensor
+        self.uses: list[int] = []
+        self.on_device: list[Tensor | None] = []
+        self.on_host: list[tuple[Tensor, Layout]] = []
+        self.copied: torch.cuda.Event | None = None
+
+    def pack(self, tensor: Tensor) -> Tensor | int:
+        storage = _storage(tensor)
+        if storage in self.weights:
+            return tensor
+        key = storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version
+        if key not in self.numbers:
+            self.numbers[key] = len(self.uses)
+            once = tensor[tuple(slice(None if stride else 1) for stride in tensor.stride())]  # what `expand` repeats
+            host = torch.empty(once.shape, dtype=once.dtype, device="cpu", pin_memory=torch.cuda.is_available())
+            self.uses.append(0)
+            self.on_device.append(tensor.detach())
+            self.on_host.append((host, (tensor.device, tensor.shape, tensor.stride())))
+            self._copy([(host, once)], tensor.device)
+        number = self.numbers[key]
+        self.uses[number] += 1
+        return number
+
+    def unpack(self, packed: Tensor | int) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        self.uses[packed] = max(self.uses[packed], 1)  # none is left in a second backward, of a graph that is retained
+        self.return_to_device()
+        if before := self.before():
+            before.return_to_device()
+        self._wait()
+        tensor = self.on_device[packed]
+        assert tensor is not None
+        self.uses[packed] -= 1
+        if self.uses[packed] == 0:
+            self.on_device[packed] = None
+        return tensor
+
+    def leave_device(self) -> None:
+        """Free the device's memory once all is on the host."""
+        self._wait()
+        self.numbers.clear()
+        self.on_device = [None] * len(self.on_device)
+
+    def return_to_device(self) -> None:
+        """Begin to copy back what is not there and is yet to be used."""
+        copies = []
+        for number in reversed(range(len(self.uses))):
+            if self.uses[number] and self.on_device[number] is None:
+                host, (device, shape, strides) = self.on_host[number]  # a compiled backward is made for these strides
+                tensor = torch.empty_strided(host.shape, strides, dtype=host.dtype, device=device)
+                copies.append((tensor, host))
+                self.on_device[number] = tensor.expand(shape)
+        if copies:
+            self._copy(copies, copies[0][0].device)
+
+    def _copy(self, copies: list[tuple[Tensor, Tensor]], device: torch.device) -> None:
+        stream = _stream_of_copies(device)
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for to, source in copies:
+                to.copy_(source, non_blocking=stream is not None)
+        self.copied = None if stream is None else stream.record_event()
+
+    def _wait(self) -> None:
+        if self.copied is not None:
+            torch.cuda.current_stream(self.copied.device).wait_event(self.copied)
+
+
+@functools.cache
+def _stream_of_copies(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.Stream(device) if device.type == "cuda" and torch.cuda.is_available() else None
 
 
 def _storage(tensor: Tensor) -> int:

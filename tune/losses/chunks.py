@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 SMALL_CHUNK = 512  # tokens
 LOGITS = 2**27  # half a GiB in fp32
+TILE = 128  # rows that matrix products of GPUs compute at a time
 LOWEST = -1e30  # a logit whose probability is 0, and that times its log too
 
 HeadFunction = TypeVar("HeadFunction", bound=Callable[..., Any])
@@ -38,7 +39,7 @@ def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
 
 def default_chunk_tokens(vocab: int, device: str) -> int:
     """The number of tokens in a chunk, on a type of device."""
-    return SMALL_CHUNK if device == "cpu" else max(SMALL_CHUNK, LOGITS // vocab)
+    return SMALL_CHUNK if device == "cpu" else max(SMALL_CHUNK, LOGITS // vocab // TILE * TILE)
 
 
 class VocabularyShard:

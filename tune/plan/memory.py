@@ -138,13 +138,21 @@ def _moments(stage: PlannedStage, layout: Layout, plain: bool) -> Iterator[tuple
     yield "embedding", embedded - trace.embed.live + trace.embed.extra, 0.0, throughout + lingers + 2 * beside, 0.0
     for _, unit, forward, backward in trace.blocks:
         saved = 0.0 if layout.activation_offload else forward.live
+        # Copies of the block before go to the host during a forward. Those of the next one come back during a backward.
+        moving = forward.live - saved
         gathered = throughout + unit.gathered * several
         one = gradients(unit)
         above = max(0.0, of_blocks - one)
-        yield "forward of the last block", everything - saved + forward.extra, 0.0, gathered + lingers, 0.0
-        yield "backward of the last block", everything + backward.extra, tail, gathered + lingers, 0.0
+        yield "forward of the last block", everything - saved + forward.extra + moving, 0.0, gathered + lingers, 0.0
+        yield "backward of the last block", everything + backward.extra + 2 * moving, tail, gathered + lingers, 0.0
         waiting = gathered + unit.reduced  # until the block above is reduced
-        yield "backward of the block before the last", everything - saved + backward.extra, tail, waiting, one
+        yield (
+            "backward of the block before the last",
+            everything - saved + backward.extra + 2 * moving,
+            tail,
+            waiting,
+            one,
+        )
         waiting += max(0.0, beside - unit.gathered) if several == 2 else 0.0  # the embedding is the next one
         yield "backward of the first block", embedded + forward.live + backward.extra, tail, waiting, above
         reduced = throughout + unit.gradients + reducing(unit)
