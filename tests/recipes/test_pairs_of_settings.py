@@ -359,9 +359,17 @@ def test_a_run_refuses(values, message, run):
         run(USUAL | each_of(values)[0])
 
 
+def wrong_on_any_machine(recipe, settings):
+    """What is found by the settings alone, in a moment. `tune validate` finds it too."""
+    try:
+        config.load(recipe, settings)
+    except TuneError as error:
+        return str(error)
+    return ""
+
+
 @pytest.mark.parametrize(("values", "message"), slow_but(REFUSED[:2], REFUSED))
 def test_tune_validate_refuses(values, message, settings_of, told):
     for number, row in enumerate(each_of(values)):
         recipe, settings = settings_of(USUAL | row)
-        told_at_once = config.read(recipe, settings)[1]  # of settings alone, which `tune validate` repeats
-        assert (number and any(message in problem for problem in told_at_once)) or message in told(recipe, settings)
+        assert (number and message in wrong_on_any_machine(recipe, settings)) or message in told(recipe, settings)

@@ -75,10 +75,12 @@ def check(default: str, settings: list[str]) -> None:
     if found:
         print("\n  ".join(["error: in the configuration:", *found]), file=sys.stderr, flush=True)
         told = {each.partition(": ")[0] for each in found}
-        _, findings = config.read(default, settings)
-        for each in findings:
-            if each.partition(": ")[0] not in told:
-                print(f"  {each}", file=sys.stderr)
+        try:
+            config.load(default, settings)
+        except TuneError as error:
+            for line in str(error).splitlines()[1:]:
+                if line.strip().partition(": ")[0] not in told:
+                    print(line, file=sys.stderr)
         sys.exit(2)
 
 

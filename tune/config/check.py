@@ -1,4 +1,4 @@
-"""Merge a run's settings and find all their problems in one pass: their shape, then the rules."""
+"""Merge a run's settings and find all that is wrong with their shape in one pass."""
 
 import functools
 import inspect
@@ -16,7 +16,6 @@ from tune.config.paths import find_config, list_recipes
 from tune.config.text import Layer, Values
 from tune.errors import TuneError
 from tune.lookup import did_you_mean, local_path, locate
-from tune.rules import Facts, Level, judge
 from tune.types import fits, mismatch, show, unusable
 
 # Arguments that choose the kernels of an optimizer: others lack them for sharded parameters, or have a better default.
@@ -38,9 +37,8 @@ ANYTHING = Signature(accepts_any=True)
 def combine(layers: Sequence[Layer], imports: bool = True) -> tuple[DictConfig, list[str]]:
     """Merge settings onto the first ones, the defaults; returns the resolved settings and their problems.
 
-    Later settings win. Without `imports`, which
-    take seconds, arguments of components are not checked, but keys and plain values are. A setting that is wrong is
-    returned as its default, so that all other checks find values of the right type.
+    Later settings win. Without `imports`, which take seconds, arguments of components are not checked, but keys and
+    plain values are. A setting that is wrong is returned as its default, so that rules find values of the right type.
     """
     default = layers[0].values
     run = _Combination(default, imports, functools.cache(signature_of) if imports else lambda _: ANYTHING)
@@ -60,12 +58,8 @@ def combine(layers: Sequence[Layer], imports: bool = True) -> tuple[DictConfig, 
     run.take_texts(values, default)
     cfg = OmegaConf.create(values)
     run.check(cfg, default)
-    wrong = {*run.wrong}
-    for key in wrong:
+    for key in {*run.wrong}:
         _restore(cfg, key, default)
-    for finding in judge(Facts(cfg, defaults=default), wrong=wrong) if imports else ():
-        if finding.level is Level.ERROR:
-            run.report(finding.place, f"{finding.message}.")
     if not run.findings:
         OmegaConf.resolve(cfg)
     return cfg, run.findings

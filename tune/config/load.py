@@ -37,16 +37,17 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def load(recipe_default: str, arguments: Sequence[str]) -> DictConfig:
-    """The settings of one run, every value resolved; raises one TuneError that lists all problems. `recipe_default` is
-    the name or file of the YAML that has every key the recipe knows; `arguments` is the command line: `--config
-    FILE_OR_NAME` and `key=value`."""
+    """The settings of one run on any machine, every value resolved; raises one TuneError that lists all problems.
+    `recipe_default` is the name or file of the YAML that has every key the recipe knows; `arguments` is the command
+    line: `--config FILE_OR_NAME` and `key=value`."""
     cfg, problems = read(recipe_default, arguments)
-    require_none(problems)
+    settle(Facts(cfg, defaults=read_file(find_config(recipe_default))), problems)
     return cfg
 
 
 def read(recipe_default: str, arguments: Sequence[str], imports: bool = True) -> tuple[DictConfig, list[str]]:
-    """The settings of one run and their problems; without `imports`, arguments of components are not checked."""
+    """The settings of one run, and what is wrong with their shape; without `imports`, arguments of components are not
+    checked."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # components in the user's folder can be named
     options = parse(arguments)

@@ -83,13 +83,12 @@ def validate(
         kind = device or device_type(cfg.get("device", "auto"))
     except TuneError as error:
         wrong_device, kind = str(error), "cpu"
-    unplanned = ["parallel.auto"] if settings else []  # no layout is planned for wrong settings
-    facts = Facts(cfg, kind, processes, capability, is_here=device is None, defaults=defaults)
-    judged = judge(facts, strict, unplanned)
-    by_rules = tuple(str(finding) for finding in judged)  # reading the settings has found some of these, too
-    findings = Findings([problem for problem in settings if not problem.startswith(by_rules)])
+    findings = Findings(settings)
     wrong = {finding.place for finding in findings.all}
-    findings.all += [finding for finding in judged if finding.place not in wrong]
+    if wrong:
+        wrong.add("parallel.auto")  # no layout is planned for wrong settings
+    facts = Facts(cfg, kind, processes, capability, is_here=device is None, defaults=defaults)
+    findings.all += judge(facts, strict, wrong)
     if wrong_device:
         findings.add(wrong_device, "device")
     if kind == "mps" and processes > 1:
