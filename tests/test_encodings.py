@@ -26,6 +26,7 @@ def test_every_text_file_is_opened_as_utf8(folder: str) -> None:
     assert not found
 
 
+@pytest.mark.slow
 def test_a_locale_without_utf8(tmp_path: Path) -> None:
     run = write_run(tmp_path, "läuft")
     with (run / "config.yaml").open("a", encoding="utf-8") as settings:

@@ -6,6 +6,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from helpers import slow_but
 
 import tune
 from tune.errors import TuneError
@@ -45,13 +46,14 @@ def test_an_import_changes_nothing_in_the_process():
     run(QUIET)
 
 
+@pytest.mark.slow
 def test_torchao_is_quiet_when_it_is_imported():
     pytest.importorskip("torchao")
     done = run(TORCHAO)
     assert "Failed to load" not in done.stderr and "is an Enum subclass" not in done.stderr
 
 
-@pytest.mark.parametrize("package", FORBIDDEN)
+@pytest.mark.parametrize("package", slow_but(["tune.tokenizers", "tune.collators"], FORBIDDEN))
 def test_a_component_loads_no_more_than_it_needs(package):
     done = run(f"import sys, {package}; print([each for each in {FORBIDDEN[package]} if each in sys.modules])")
     assert done.stdout.strip() == "[]"

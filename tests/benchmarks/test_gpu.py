@@ -48,6 +48,7 @@ PARTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("only", slow_but(["nf4 sample-1b"], PARTS))
 def test_some_parts(only, tmp_path):
     rows = run(tmp_path, "--only", *only.split())
@@ -57,6 +58,7 @@ def test_some_parts(only, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["page.md"]
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_or_hangs_is_shown_by_its_last_lines(gpu, tmp_path):
     bench, *_ = gpu
     here = bench.Bench(tmp_path, "cpu", time.monotonic() + 100)

@@ -344,6 +344,7 @@ except TuneError as error:  # on all of them
 """
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_digests_and_their_comparison(tmp_path):
     (tmp_path / "script.py").write_text(
         f"import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})\n{TWO}"

@@ -108,6 +108,7 @@ def words(text):
     return re.sub(r"[\x00-\x1f\x7f]", "", text).removesuffix(CUT)
 
 
+@pytest.mark.slow
 def test_a_conversation(checkpoint, terminal, tmp_path):
     chat = terminal(checkpoint, "--max-new-tokens", 12, "--device", "cpu")
     first = answer(checkpoint, [user("the cat")], 12)
@@ -175,6 +176,7 @@ def letters(text):
     return re.sub(r"\s", "", words(text))
 
 
+@pytest.mark.slow
 def test_side_by_side(checkpoint, terminal, tmp_path):
     """Two columns that grow together, in a terminal that can show them; Ctrl-C keeps what there is of both."""
     adapter = make_adapter(checkpoint, tmp_path / "adapter", 1)

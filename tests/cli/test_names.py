@@ -75,6 +75,7 @@ def test_models_and_what_is_written(names: list[str], checkpoint: Path, chats: P
             assert (here / "out" / f"{kind} {name}" / "config.json").exists(), (kind, name)
 
 
+@pytest.mark.slow
 def test_a_run(checkpoint: Path, chats: Path, here: Path) -> None:
     """A run in a folder with a number sign is that run, and continues no other."""
     (here / "home").mkdir()

@@ -201,6 +201,7 @@ def test_wrong_inputs(name, checkpoint, capsys):
     assert exit.value.code == 2 and message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_completions(checkpoint, capsys):
     """The steps of sampling grow with what is sampled; a process has the cache of its own prompts. The last token of a
     completion is a label alone."""

@@ -84,6 +84,7 @@ def test_wrong_keys_are_told_before_anything_is_imported(recipe: Path, options: 
     )
 
 
+@pytest.mark.slow
 def test_wrong_arguments_of_components_are_told_once(recipe: Path) -> None:
     result = run("--nproc-per-node", "2", recipe, "greeting.name=x", "greeting.nam=x")
     assert result.returncode == 2
@@ -99,6 +100,7 @@ def test_a_wrong_value_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert told.count("optimizer.lr:") == 1 and told.count("optimizer.bettas:") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "message"),
     [
@@ -112,6 +114,7 @@ def test_wrong_option_of_torchrun(count: str, message: str, recipe: Path) -> Non
     assert result.stderr.splitlines()[-1] == f"error: torchrun: {message}"
 
 
+@pytest.mark.slow
 def test_port_0_is_no_port(recipe: Path) -> None:
     result = run("--nproc-per-node", "2", "--master-port", "0", recipe, "greeting.name=x")
     assert result.returncode == 2 and "Leave --master-port out: a free one is taken" in result.stderr
@@ -129,6 +132,7 @@ def test_two_processes(recipe: Path) -> None:
     assert result.returncode == 0
 
 
+@pytest.mark.slow
 def test_a_failing_process_gives_its_exit_code_and_no_traceback(recipe: Path) -> None:
     result = run("--nproc-per-node", "2", recipe, "greeting.name=x", "fail_on='1'")
     assert result.returncode == 7

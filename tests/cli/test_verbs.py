@@ -38,6 +38,7 @@ print("unneeded:", *({"torchao", "transformers", "datasets", "pandas", "pyarrow"
 """
 
 
+@pytest.mark.slow
 def test_validate_imports_what_it_needs(checkpoint: Path, chats: Path) -> None:
     """Of the time that it takes, imports are nearly all. FSDP alone imports the compiler of torch."""
     run = ["full_finetune", f"model.path={checkpoint}", f"dataset.path={chats}", "--world-size", "2", "--device", "cpu"]

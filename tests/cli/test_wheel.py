@@ -48,6 +48,7 @@ def test_cp(tune: Path, tmp_path: Path) -> None:
     assert (tmp_path / "mine.yaml").exists()
 
 
+@pytest.mark.slow
 def test_run_explains_what_is_missing_and_where_the_recipe_came_from(tune: Path, tmp_path: Path) -> None:
     result = run(tune, tmp_path, "run", "full_finetune", "optimizer.lrr=1")
     assert result.returncode == 2

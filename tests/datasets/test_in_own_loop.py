@@ -105,6 +105,7 @@ def test_a_datasets_rows_in_groups_are_lists(make):
     assert [len(Dataset.from_samples(samples, 16)[index]) for index in range(3)] == [2, 2, 2]
 
 
+@pytest.mark.slow
 def test_what_is_imported():
     assert tune.datasets.Sample is Sample and tune.datasets.collate is collate
     lines = "import sys, tune.datasets; print([each for each in sys.modules if 'fsdp' in each or 'pipelin' in each])"

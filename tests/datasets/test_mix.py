@@ -60,6 +60,7 @@ def test_packed_rows_are_weighed_by_what_is_in_them(make):
 mixtures = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 5)), min_size=1, max_size=4)
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(
     parts=mixtures,

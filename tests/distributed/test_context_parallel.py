@@ -160,6 +160,7 @@ def test_a_model_whose_batches_are_split_needs_batches(tmp_path):
     assert isinstance(Batch.of([[1, 2]]), Batch)
 
 
+@pytest.mark.slow
 def test_every_head_gives_what_it_gives_on_one_process(checkpoint):
     """Heads x rows x padding, of which the lengths are drawn."""
     seed = seed_of_run()

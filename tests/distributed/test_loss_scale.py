@@ -64,6 +64,7 @@ def test_the_loss_of_a_router_is_scaled_too(tmp_path):
     assert len(of_routers[1]) == 3 and error(*of_routers) < 0.02
 
 
+@pytest.mark.slow
 def test_layouts(checkpoint):
     script = Path(__file__).with_name("scaled_gradients.py")
     lines = run_processes(script, 2, str(checkpoint), json.dumps(LAYOUTS)).splitlines()

@@ -260,6 +260,7 @@ def test_loaded_weights_stay(cpu_offload, dtype, checkpoint):
     assert_close(model(TOKENS), reference(TOKENS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
 def test_loaded_weights_stay_on_two_processes(tp, checkpoint):
     run_processes(Path(__file__).with_name("loaded_model.py"), 2, str(checkpoint), str(tp))

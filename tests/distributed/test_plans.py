@@ -60,6 +60,7 @@ def test_what_is_wrong_is_told_first(plan, processes, message):
     assert not any(isinstance(each, torch.distributed.tensor.DTensor) for each in model.parameters())
 
 
+@pytest.mark.slow
 def test_it_is_told_before_the_run(checkpoint, chats, tmp_path, told_to):
     lines = {2: [], 3: [], 8: []}
     for number, (plan, processes, message) in enumerate(WRONG):

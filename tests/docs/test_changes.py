@@ -111,6 +111,7 @@ def test_learning_rate_of_each_layer(reader, run):
         assert rates == pytest.approx([line["lr"] * share for share in (1 / 8, 1 / 4, 1 / 2, 1, 1)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", slow_but(["fp32"], ["fp32", "bf16"]))
 def test_samples_leave_the_training_alone(reader, run, dtype):
     follow(reader, "Samples on the way")
@@ -144,6 +145,7 @@ def with_z(logits, labels):
     return F.cross_entropy(logits, labels, reduction="sum") + 0.01 * logits.exp().sum(dim=-1).log().pow(2).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "reference"),
     slow_but(

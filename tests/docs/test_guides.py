@@ -30,6 +30,7 @@ def test_it_is_short(guide):
     assert len(code.splitlines()) < 40
 
 
+@pytest.mark.slow
 def test_a_recipe(reader):
     reader.follow(GUIDES["A recipe"])
     settings = f"max_steps=3 optimizer.lr={2**-11} schedule._component_=tune.optimizers.constant schedule.warmup=0"

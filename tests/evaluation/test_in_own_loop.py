@@ -90,6 +90,7 @@ def test_a_model_of_transformers_as_it_is(checkpoint):
         log_likelihoods(transformers_model(checkpoint), REQUESTS)
 
 
+@pytest.mark.slow
 def test_one_process_needs_no_process_group(checkpoint):
     lines = [
         "import torch.distributed as dist",

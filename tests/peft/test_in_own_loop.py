@@ -261,6 +261,7 @@ def test_of_a_language_model_it_names_base_and_task(checkpoint, tmp_path):
     assert_close(theirs(tokens).logits, model(tokens), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_transformers_model_is_adapted_in_memory_and_trained_by_its_trainer(checkpoint, tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     add_adapters(model, LoRA(rank=4, dropout=0.1, target_modules=["q_proj", "v_proj"]))
@@ -282,6 +283,7 @@ def test_a_transformers_model_is_adapted_in_memory_and_trained_by_its_trainer(ch
     assert_close(merged(tokens).logits, theirs(tokens).logits, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_ones_own_fsdp_on_two_processes_trains_what_one_process_trains(tmp_path):
     losses = json.loads(run_processes(Path(own_loop.__file__), 2, str(tmp_path / "adapter")).splitlines()[-1])
     model = own_loop.Net()

@@ -43,6 +43,7 @@ def test_what_cannot_be_chosen(checkpoint, monkeypatch):
         described(torch.device("cuda"))
 
 
+@pytest.mark.slow
 def test_validate_looks_for_no_layout(checkpoint, chats, told):
     """It finds that Ray, which a sample of rows is read without, is not installed."""
     path = [f"model.path={checkpoint}", f"dataset.path={chats}", "max_seq_len=64", "device=cpu"]
@@ -54,6 +55,7 @@ def test_validate_looks_for_no_layout(checkpoint, chats, told):
         assert found.startswith("dataset: ") and "tune-recipes[ray]" in found
 
 
+@pytest.mark.slow
 def test_all_rows_are_read_if_asked(checkpoint, chats, told, tmp_path):
     rows = chats.read_text().splitlines()
     (tmp_path / "rows.jsonl").write_text("\n".join([*(rows * 1500)[:1500], '{"messages": 3}']))

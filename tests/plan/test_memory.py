@@ -157,6 +157,7 @@ def test_the_search_is_the_best_of_all(checkpoint):
     assert found == planned.search()
 
 
+@pytest.mark.slow
 def test_a_search_tries_stages_where_the_recipe_has_them(checkpoint):
     alone = replace(DEVICES["h100"], per_node=1)  # without tp
     for more, stages in (([], {1}), (["parallel.pp_schedule=1f1b"], {1, 2})):
@@ -165,6 +166,7 @@ def test_a_search_tries_stages_where_the_recipe_has_them(checkpoint):
         assert ("parallel.pp" in planned.chosen) == (stages != {1})
 
 
+@pytest.mark.slow
 def test_what_a_search_puts_first_is_not_on_a_line(checkpoint):
     """Its memory and time are those of `tune plan` with its overrides."""
     planned = job(checkpoint, rows=32, dtype="bf16", device="h100")
@@ -214,6 +216,7 @@ def test_stages_that_wait_leave_their_core_to_others(checkpoint):
     assert waited["pipeline"] - sent == pytest.approx(0.25 * (waited["products"] + waited["memory"]), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_products_in_eight_bits_take_half_the_time(checkpoint):
     """Three of each linear layer of the blocks. A compiler casts in one pass, after one that finds the scales."""
     gpu = replace(DEVICES["h100"], launch=0.0, tflops=1.0, float8=2.0, product_share=1.0)

@@ -76,6 +76,7 @@ def of_family(request, checkpoint, tmp_path):
     return save_checkpoint(tmp_path / "model", config_class, **SMALL | changes | {"vocab_size": 300})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLED)
 def test_peak_of_completions(name, checkpoint, tmp_path, monkeypatch):
     more = SAMPLED[name]
@@ -84,11 +85,13 @@ def test_peak_of_completions(name, checkpoint, tmp_path, monkeypatch):
     compare_completions(checkpoint, tmp_path, monkeypatch, more, is_rollout=more[0] == "micro_batch_size=1")
 
 
+@pytest.mark.slow
 def test_peak_of_a_policy_and_its_values(checkpoint, tmp_path, monkeypatch):
     more = ["micro_batch_size=8", "prompts_per_step=2", "samples_per_prompt=8"]
     compare_completions(checkpoint, tmp_path, monkeypatch, more, recipe="ppo_finetune")
 
 
+@pytest.mark.slow
 def test_peak_beside_a_reward_model(checkpoint, tmp_path, monkeypatch):
     shutil.copytree(checkpoint, judge := tmp_path / "judge")
     judged = transformers.AutoConfig.from_pretrained(judge, num_labels=1, pad_token_id=0, num_hidden_layers=6)
@@ -201,6 +204,7 @@ def test_what_a_copy_raises_is_what_the_plan_says(planned):
         planned("full_finetune", ("instantiate(cfg.loss)", "instantiate(cfg.not_there)"), more=SFT)
 
 
+@pytest.mark.slow
 def test_answers_of_the_student(planned, checkpoint):
     """They are sampled before a step, whose rows are as long as without."""
     given = [*SFT, f"teacher.path={checkpoint}", "teacher.dtype=fp32", "on_policy.max_new_tokens=16"]
@@ -209,6 +213,7 @@ def test_answers_of_the_student(planned, checkpoint):
     assert on.tokens == off.tokens == 4 * 64
 
 
+@pytest.mark.slow
 def test_an_episode_has_as_many_turns_as_there_is_room_for(planned):
     more = ["prompts_per_step=2", "group_size=4", "micro_batch_size=2", "max_prompt_len=24", "reward=null"]
     more += ["sampling.max_new_tokens=40", "environment=recipes.test_grpo.Guess"]

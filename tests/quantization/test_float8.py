@@ -47,6 +47,7 @@ def test_each_layer_is_that_of_torchao(scaling: str, lora: bool) -> None:
         assert_close(weights.grad, theirs[0].weight.grad, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["full_finetune", pytest.param("lora_finetune", marks=pytest.mark.slow)])
 def test_it_learns_as_without(recipe: str, checkpoint: Path, chats: Path, tmp_path: Path) -> None:
     losses = {}

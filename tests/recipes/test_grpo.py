@@ -219,6 +219,7 @@ def alone(run_recipe, checkpoint, requests, tmp_path_factory):
     return alone, common
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", slow_but(["plain", "environment"], ["plain", "dynamic", "kl", "environment"]))
 def test_samples_and_curve_do_not_depend_on_the_micro_batches(method, alone, run_recipe, tmp_path):
     folder_of, common = alone
@@ -516,6 +517,7 @@ def test_references_agree(run, checkpoint, tmp_path):
         assert one["loss"] == pytest.approx(other["loss"], abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trained", [[], ["adapter.modules_to_save=[norm]"], ["adapter.dora=true"]])
 def test_a_continued_adapter_is_held_to_the_model_before_the_first_step(trained, run, tmp_path):
     """As a folder with the merged model says it."""

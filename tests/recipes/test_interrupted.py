@@ -72,6 +72,7 @@ def test_disk_full_while_saving(saving, short, run_recipe, contents):
     ]
 
 
+@pytest.mark.slow
 def test_disk_full_while_the_model_is_written(short, contents):
     run, settings = short
     before = contents(run / "model")
@@ -160,6 +161,7 @@ def test_a_signal_after_the_last_look_at_it(moment, inputs, run_recipe, monkeypa
     assert (run / "model" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_although_nobody_reads_the_output(inputs):
     """It ends both sides of `tune run ... | tee`, and the other one faster."""
     settings = inputs.settings(f"output_dir={inputs.folder / 'new'}", "max_steps=null", "epochs=9999")
@@ -178,6 +180,7 @@ LOCKED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["folder", "URL"])
 def test_a_second_start_while_a_run_writes_a_checkpoint(place, inputs, run_recipe, contents, monkeypatch):
     """It is refused before it has tidied, also after the first upload, and the first run ends as without it."""
@@ -297,6 +300,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_an_import_that_swallows_exceptions_is_interrupted(inputs):
     script = inputs.folder / "script.py"
     script.write_text(SWALLOWS)

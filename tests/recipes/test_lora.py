@@ -160,6 +160,7 @@ def test_validation_is_without_dropout(checkpoint, chats, common, tmp_path):
     assert reported == pytest.approx(loss_sum / count, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_resume_is_exact(common, tmp_path):
     whole = train(tmp_path / "whole", *common, "adapter.dropout=0.2")
     first = [*common, "adapter.dropout=0.2", "checkpointer.every=5", "checkpointer.keep=null"]

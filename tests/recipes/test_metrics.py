@@ -36,6 +36,7 @@ def predicted(source, chats):
     return torch.cat(losses).mean().item(), torch.cat(hits).double().mean().item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [full_finetune, lora_finetune])
 def test_asked_for(recipe, checkpoint, chats, tmp_path):
     begin = time.time()

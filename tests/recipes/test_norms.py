@@ -71,6 +71,7 @@ def assert_norms(mixture, checkpoint, chats, pairs, tmp_path):
     return assert_norms
 
 
+@pytest.mark.slow
 def test_norms_in_backward(assert_norms):
     assert_norms("full_finetune", ["cp, ZeRO 0", "ep, ZeRO 0"], ["in"])
 

@@ -38,6 +38,7 @@ class SpoiledPolicy(ClippedPolicy):
         return loss * torch.nan if bool((batch.documents.samples // 16 == 1).any()) else loss, clipped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["skip", "rollback"])
 @pytest.mark.parametrize(
     ("recipe", "counts"), [(grpo, ["group_size=4", "prompts_per_step=4"]), (ppo_finetune, ["prompts_per_step=16"])]
@@ -62,6 +63,7 @@ METHODS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [pytest.param("skip", marks=pytest.mark.slow), "rollback"])
 @pytest.mark.parametrize("recipe", METHODS, ids=lambda recipe: recipe.__name__)
 def test_gradients_of_a_method(
@@ -114,6 +116,7 @@ def weights(run, step, folder):
     return torch.load(folder / "state.pt", weights_only=True)["model"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [full_finetune, pytest.param(lora_finetune, marks=pytest.mark.slow)])
 def test_one_process(recipe, common, run_recipe, tmp_path):
     found = {}

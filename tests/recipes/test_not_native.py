@@ -238,6 +238,7 @@ def test_checkpoints_of_a_run(base, data, tmp_path, run_recipe):
     assert_close(mean, (first + last) / 2, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [each if each == "full" else pytest.param(each, marks=pytest.mark.slow) for each in RECIPES]
 )

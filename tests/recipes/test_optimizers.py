@@ -95,6 +95,7 @@ def state(checkpoint, folder):
     return torch.load(folder / "state.pt", weights_only=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", slow_but(["AdamW", "AdamW8bit"], OPTIMIZERS))
 def test_a_continued_run_is_that_without_interruption(name, recipe, common, told, tmp_path):
@@ -148,6 +149,7 @@ def test_two_processes(recipe, common, told_to, tmp_path):
         assert losses(tmp_path / f"{name}, continued") == pytest.approx(losses(tmp_path / name)[2:], rel=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["cosine", "WSD"], SCHEDULES))
 def test_schedules_continue_exactly(name, common, tmp_path):
     settings = [*common, *RECIPES["full_finetune"], "max_steps=6", *SCHEDULES[name]]
@@ -158,6 +160,7 @@ def test_schedules_continue_exactly(name, common, tmp_path):
         assert train("full_finetune", tmp_path / str(step), *settings, f"resume={middle}") == whole[step:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_in_backward_or_in_a_step_is_the_same(recipe, common, tmp_path):
     """A run that began with one may go on with the other."""

@@ -31,6 +31,7 @@ def test_the_folder_of_another_recipe_is_refused(inputs, run_recipe, told, capsy
     assert contents(inputs.run) == before
 
 
+@pytest.mark.slow
 def test_the_folder_of_another_recipe_is_refused_without_a_checkpoint(inputs, run_recipe, told, capsys):
     shutil.rmtree(inputs.run / "checkpoints")
     before = contents(inputs.run)
@@ -41,6 +42,7 @@ def test_the_folder_of_another_recipe_is_refused_without_a_checkpoint(inputs, ru
     assert contents(inputs.run) == before
 
 
+@pytest.mark.slow
 def test_the_folder_of_a_recipe_is_refused_to_a_copy_of_it(inputs, told, tmp_path, capsys):
     """`tune validate` finds what the run of the copy does. The copy may be named by its settings, too."""
     main(["cp", "full_finetune", str(tmp_path / "mine.py")])
@@ -57,6 +59,7 @@ def test_the_folder_of_a_recipe_is_refused_to_a_copy_of_it(inputs, told, tmp_pat
     assert f"{inputs.run} is of the recipe full_finetune" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["notes", "folder", "edited", "index lost"])
 def test_what_a_user_has_put_into_the_result_is_not_lost(change, inputs, run_recipe, told, capsys):
     """A rerun removed it without a word. It is refused before the training, and not at its end."""

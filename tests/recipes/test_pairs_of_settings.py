@@ -368,6 +368,7 @@ def wrong_on_any_machine(recipe, settings):
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("values", "message"), slow_but(REFUSED[:2], REFUSED))
 def test_tune_validate_refuses(values, message, settings_of, told):
     for number, row in enumerate(each_of(values)):

@@ -68,6 +68,7 @@ def test_a_new_value_model_says_nothing_and_a_reward_model_what_it_has_learned(r
     assert abs(run("max_steps=1", "updates=1", values, folder=tmp_path / "learned")[0]["value"]) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_continued_adapter_is_held_to_the_model_before_the_first_step(run, tmp_path):
     """As a folder with the merged model says it: the log-ratio to the reference is part of the returns."""
     run("adapter.rank=4", "optimizer.lr=1e-2", "export.merge=true", folder=tmp_path / "first")
@@ -248,6 +249,7 @@ def test_one_curve_on_one_and_two_processes(run, common, tmp_path):
         same(logged(tmp_path / "two" / way), alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", slow_but([WITH_ADAPTER], [[], WITH_ADAPTER]))
 def test_a_continued_run_is_bitwise_the_same(adapter, run, common, told, tmp_path):
     whole = run(*adapter, "checkpointer.every=1", "checkpointer.keep=null", folder=tmp_path / "whole")
@@ -263,6 +265,7 @@ def test_a_continued_run_is_bitwise_the_same(adapter, run, common, told, tmp_pat
     assert ours.keys() == expected.keys() and all(torch.equal(ours[name], expected[name]) for name in ours)
 
 
+@pytest.mark.slow
 def test_from_a_base_to_ppo(run, run_recipe, checkpoint, chats, pairs, tmp_path):  # noqa: F811
     """The classical pipeline: each recipe takes what the one before it has exported."""
     common = ["device=cpu", "dtype=fp32", "optimizer.lr=1e-3", "global_batch_size=4", "max_seq_len=256", "max_steps=4"]
@@ -292,6 +295,7 @@ def test_from_a_base_to_ppo(run, run_recipe, checkpoint, chats, pairs, tmp_path)
         assert each["RewardModel"] == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "adapter", [[], ["adapter.rank=4", "export.merge=true", "parameter_groups.lr_ratios={^value: 0.1}"]]
 )
@@ -310,6 +314,7 @@ def test_a_value_model_with_a_head_over_the_vocabulary_is_refused(run_recipe, co
     assert "set value.head=score" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_before_its_checkpoint_is_refused(run, run_recipe, common, tmp_path, capsys):
     run("checkpointer.every=1", "max_steps=2")
     settings = [*common, f"output_dir={tmp_path / 'run'}", "max_steps=1"]

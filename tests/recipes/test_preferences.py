@@ -46,6 +46,7 @@ def run(run_recipe, settings, tmp_path):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_trains_and_raises_the_reward_of_the_better_answers(name, run, checkpoint, tmp_path):
     steps = run(*loss(name))
@@ -73,6 +74,7 @@ def losses(steps):
     return [step["loss"] for step in steps]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["DPO"], ["DPO", "KTO"]))
 def test_answers_to_fixed_prompts(name, run, checkpoint, tmp_path):
     """Before the first step, after every second one and the last; the training is that without them."""
@@ -97,6 +99,7 @@ def references(folder):
     return {file: file.stat().st_mtime_ns for file in folder.glob("reference-*.npy")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["DPO"], ["DPO", "KTO"]))
 def test_references_agree(name, run, checkpoint, tmp_path):
     curves = {
@@ -108,6 +111,7 @@ def test_references_agree(name, run, checkpoint, tmp_path):
     assert others == [pytest.approx(precomputed, rel=1e-5)] * 2
 
 
+@pytest.mark.slow
 def test_another_model_is_the_reference(run, tied_checkpoint, checkpoint, tmp_path):
     """Its log-probs are those that transformers gives, and not the policy's."""
     (step, *_) = run(f"reference={tied_checkpoint}", "epochs=1")
@@ -117,6 +121,7 @@ def test_another_model_is_the_reference(run, tied_checkpoint, checkpoint, tmp_pa
     assert step["logps/chosen"] - own["logps/chosen"] == pytest.approx(ratio, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_an_adapter_that_is_trained_on_is_part_of_the_reference(run, tmp_path):
     run(*LORA, folder=tmp_path / "first")
     adapter = f"adapter={{_component_: tune.peft.adapter, path: {tmp_path / 'first' / 'adapter'}}}"
@@ -124,6 +129,7 @@ def test_an_adapter_that_is_trained_on_is_part_of_the_reference(run, tmp_path):
     assert step["loss"] == pytest.approx(log(2), abs=1e-6) and step["rewards/margins"] == 0
 
 
+@pytest.mark.slow
 def test_a_reference_has_no_dropout(run, pairs, tmp_path):
     """That of an adapter which is trained on: the policy, measured without dropout before the first step, is it."""
     run(*LORA, "epochs=1", folder=tmp_path / "first")
@@ -134,6 +140,7 @@ def test_a_reference_has_no_dropout(run, pairs, tmp_path):
     assert abs(first["rewards/margins"]) > 1e-6  # the policy that is trained has dropout
 
 
+@pytest.mark.slow
 def test_the_reference_is_that_of_the_model_before_the_first_step_also_when_continued(run, tmp_path):
     constant = ["schedule._component_=tune.optimizers.constant", "epochs=4"]
     whole = losses(run(*constant, folder=tmp_path / "whole"))
@@ -147,6 +154,7 @@ def test_the_reference_is_that_of_the_model_before_the_first_step_also_when_cont
     assert [*references(folder)] == [written[0]]
 
 
+@pytest.mark.slow
 def test_other_data_or_weights_have_their_own_reference(run, pairs, tied_checkpoint, tmp_path):
     """Also where the folder is that of an earlier run."""
     folder = tmp_path / "run"
@@ -189,6 +197,7 @@ def assert_one_curve(steps, plain):
             assert one.get(name, 0) == pytest.approx(other.get(name, 0), rel=1e-4, abs=1e-5), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", slow_but(["DPO"], METHODS))
 def test_one_curve_whatever_the_micro_batches(method, run, tmp_path):
     curves = {way: run(*METHODS[method], *WAYS[way], folder=tmp_path / way) for way in WAYS}
@@ -221,6 +230,7 @@ def test_one_curve_on_two_processes(run, settings, pairs, tmp_path):
             assert curve[-1]["validation_loss"] == pytest.approx(plain[-1]["validation_loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_validation(run, pairs, tmp_path):
     """On the training rows, before the first step, it is what the first step measures."""
     for method in ("DPO", "KTO"):
@@ -236,6 +246,7 @@ def test_validation(run, pairs, tmp_path):
         assert last["validation_loss"] < before["validation_loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", slow_but(["DPO"], ["DPO", "KTO"]))
 def test_rows_held_out_and_mixtures(method, run, pairs, tmp_path):
     steps = run(*METHODS[method], "dataset.validation_fraction=0.3", "epochs=1", "micro_batch_size=4")
@@ -258,6 +269,7 @@ def test_rows_held_out_and_mixtures(method, run, pairs, tmp_path):
     assert len(references(folder)) == 2  # of each source once, although it is also validated on
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reference", ["precomputed", "adapter_off"])
 def test_adapters_of_a_quantised_base(reference, run, tmp_path):
     steps = run(*LORA, "quantization.weights=nf4", f"reference={reference}", "micro_batch_size=4")
@@ -266,6 +278,7 @@ def test_adapters_of_a_quantised_base(reference, run, tmp_path):
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings_of", ["all", "experts"])
 def test_mixtures_of_experts(settings_of, run, tmp_path):
     experts = save_checkpoint(
@@ -339,6 +352,7 @@ def by_hand(name, checkpoint, rows, steps=3):
         optimizer.zero_grad()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["DPO", "SimPO"], ["DPO", "SimPO", "KTO"]))
 def test_a_loop_of_transformers_gives_the_same(name, run, checkpoint, pairs):
     rows = [json.loads(line) for line in pairs.read_text().splitlines()]

@@ -21,6 +21,7 @@ from tune.run.hardware import size_in_words
 DEMO = Path(__file__).parents[2] / ".demo" / "run"
 
 
+@pytest.mark.slow
 def test_a_run_that_is_continued(inputs, run_recipe):
     settings = inputs.settings("schedule._component_=tune.optimizers.constant", "optimizer.lr=1e-3")
     assert run_recipe([*settings, f"output_dir={inputs.folder / 'new'}", "max_steps=1"], lora_finetune) == 0
@@ -34,6 +35,7 @@ def test_a_run_that_is_continued(inputs, run_recipe):
         assert part in page, part
 
 
+@pytest.mark.slow
 def test_figures_of_a_run_are_those_in_its_files(inputs, run_recipe, capsys):
     """On the console, and where tools show them."""
     run = inputs.folder / "new"
@@ -82,6 +84,7 @@ PLANNED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANNED)
 def test_figures_of_a_plan_are_those_of_the_run(name, inputs, run_recipe, capsys):
     """All rows are as long as they may be, as a plan counts them."""
@@ -177,6 +180,7 @@ def test_a_wrong_start_leaves_the_record_of_an_earlier_run(setting, inputs, run_
     assert ((inputs.run / "run.json").read_text(), (inputs.run / "report.html").stat().st_mtime_ns) == before
 
 
+@pytest.mark.slow
 def test_the_commands_in_the_report_work(inputs, run_recipe, monkeypatch, capsys):
     assert run_recipe(inputs.settings(f"output_dir={inputs.folder / 'new'}"), lora_finetune) == 0
     page = (inputs.folder / "new" / "report.html").read_text()

@@ -305,6 +305,7 @@ def test_one_curve(curves):
             assert "validation_loss" in steps[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [[], ["adapter.rank=4"]])
 def test_a_continued_run_is_bitwise_the_same(adapter, run, tmp_path):
     whole = run(*adapter, "checkpointer.every=1", "checkpointer.keep=null", folder=tmp_path / "whole")

@@ -2,12 +2,15 @@
 
 import json
 
+import pytest
+
 
 def curve(run):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [tuple(line[name] for name in ("step", "loss", "grad_norm", "tokens")) for line in lines]
 
 
+@pytest.mark.slow
 def test_stream_continues_at_the_row_where_it_was_left(inputs, run_recipe):
     chats = inputs.rows.read_text()
     inputs.rows.write_text(chats * 3)  # 144 rows: three windows

@@ -10,7 +10,7 @@ import lora_finetune
 import preference_finetune
 import pytest
 import torch
-from helpers import save_checkpoint
+from helpers import save_checkpoint, slow_but
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -47,22 +47,22 @@ class Waits(TorchDispatchMode):
         return operation(*args, **kwargs)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "settings", "model"),
-    [
-        (full_finetune, ["packed=true"], {}),
-        (full_finetune, ["max_grad_norm=null", "micro_batch_size=2"], {}),
-        (full_finetune, ["dtype=bf16"], {"config_class": "MixtralConfig", **EXPERTS}),
-        (lora_finetune, ["adapter.dropout=0.1", "quantization.weights=nf4", "adapter.trainable_tokens=[5,7]"], {}),
-        (lora_finetune, ["adapter.dora=true", "dtype=bf16"], {}),
-        (distill, ["teacher.path=${model.path}", "packed=true", "loss.cross_entropy=0.5"], {}),
-        (distill, ["teacher.path=${model.path}", "teacher.top_k=9", "loss._component_=tune.losses.ReverseKL"], {}),
-        (full_finetune, EXCHANGED, {"config_class": "MixtralConfig", **EXPERTS}),
-        (preference_finetune, ["micro_batch_size=2"], {}),
-        (preference_finetune, ["loss._component_=tune.losses.KTO", "dataset.kind=labelled", "packed=true"], {}),
-        (preference_finetune, ["adapter.rank=4", "reference=adapter_off"], {}),
-    ],
-)
+CASES = [
+    (full_finetune, ["packed=true"], {}),
+    (full_finetune, ["max_grad_norm=null", "micro_batch_size=2"], {}),
+    (full_finetune, ["dtype=bf16"], {"config_class": "MixtralConfig", **EXPERTS}),
+    (lora_finetune, ["adapter.dropout=0.1", "quantization.weights=nf4", "adapter.trainable_tokens=[5,7]"], {}),
+    (lora_finetune, ["adapter.dora=true", "dtype=bf16"], {}),
+    (distill, ["teacher.path=${model.path}", "packed=true", "loss.cross_entropy=0.5"], {}),
+    (distill, ["teacher.path=${model.path}", "teacher.top_k=9", "loss._component_=tune.losses.ReverseKL"], {}),
+    (full_finetune, EXCHANGED, {"config_class": "MixtralConfig", **EXPERTS}),
+    (preference_finetune, ["micro_batch_size=2"], {}),
+    (preference_finetune, ["loss._component_=tune.losses.KTO", "dataset.kind=labelled", "packed=true"], {}),
+    (preference_finetune, ["adapter.rank=4", "reference=adapter_off"], {}),
+]
+
+
+@pytest.mark.parametrize(("recipe", "settings", "model"), slow_but(CASES[::4], CASES))
 def test_one_wait_a_step(recipe, settings, model, chats, pairs, run_recipe, tmp_path, monkeypatch):
     folder = save_checkpoint(tmp_path / "model", hidden_size=128, **model)
     rows = pairs if recipe is preference_finetune else chats

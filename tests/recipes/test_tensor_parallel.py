@@ -75,6 +75,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 def test_two_processes_share_each_block(wide, common, tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # two nodes
     # More blocks than Dynamo compiles anew, and rows that two cannot share.

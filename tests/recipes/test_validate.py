@@ -25,6 +25,7 @@ def test_nothing_is_wrong_with_a_run_that_works(inputs, told):
         assert told("full_finetune", inputs.settings("resume=auto"), level) == ""
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_that_the_run_sets_aside(inputs, told):
     checkpoint = inputs.run / "checkpoints" / "step-00000002"
     again = inputs.settings(f"output_dir={inputs.run}")
@@ -54,6 +55,7 @@ def test_states_of_an_optimizer_with_a_group_of_vectors_and_matrices(inputs, tol
     assert told("full_finetune", settings) == ""
 
 
+@pytest.mark.slow
 def test_a_warning_about_training_and_validation_is_told_of_both(inputs, told):
     found = told(
         "full_finetune", inputs.settings(f"validation_dataset.path={inputs.rows}", "max_seq_len=32"), "warning"
@@ -133,12 +135,14 @@ def test_what_a_run_refuses_when_it_builds_the_model(settings, says, inputs, tol
     assert says in told("full_finetune", inputs.settings(*settings))
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_does_not_take_shares(inputs, told_to):
     muon = "optimizer._component_=tune.optimizers.Muon"
     line = ["full_finetune", *inputs.settings("dtype=fp32", muon, "parallel.tp=2")]
     assert told_to(2, line) == ["optimizer._component_: Muon needs whole matrices: set parallel.tp=1"]
 
 
+@pytest.mark.slow
 def test_room_for_checkpoints_and_what_is_merged(inputs, told, monkeypatch):
     free = SimpleNamespace(free=(inputs.model / "model.safetensors").stat().st_size)
     monkeypatch.setattr("shutil.disk_usage", lambda _: free)
@@ -185,6 +189,7 @@ def test_a_missing_device_is_one_problem_among_others(inputs, run_recipe, capsys
     assert "epochs: -1" in shown and "device: cuda" in shown
 
 
+@pytest.mark.slow
 def test_a_healed_setting_is_in_the_config_of_the_run(inputs, run_recipe, told, monkeypatch, capsys):
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
     settings = inputs.settings("compile=true", f"output_dir={inputs.folder / 'new'}")
@@ -209,6 +214,7 @@ def test_help_says_what_it_takes(capsys):
     assert "[--world-size N] [--device NAME] [--all] [--strict] [--json]" in " ".join(shown.split())
 
 
+@pytest.mark.slow
 def test_how_many_rows_were_read_is_said(inputs, capsys):
     many = inputs.folder / "many.jsonl"
     many.write_text("".join(json.dumps({"text": f"the cat sat {index}"}) + "\n" for index in range(1200)))

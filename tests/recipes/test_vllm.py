@@ -64,6 +64,7 @@ def test_samples_do_not_depend_on_the_process(vllm, checkpoint):
     assert len({each.seed for each in told}) == 6 and all(each.ignore_eos and each.logprobs == 0 for each in told)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [pytest.param([], marks=pytest.mark.slow), ["adapter.rank=4"]])
 def test_a_training_on_its_samples(vllm, adapter, run_recipe, checkpoint, requests, tmp_path):  # noqa: F811
     own = [f"output_dir={tmp_path / 'run'}", f"sampling.path={checkpoint}", "sampling._component_=tune.generation.VLLM"]

@@ -85,6 +85,7 @@ def test_adapter_of_another_base(adapter, inputs, run_recipe, capfd, told):
     assert "tokens per sample" not in capfd.readouterr().out  # before the data are prepared
 
 
+@pytest.mark.slow
 def test_adapter_with_a_damaged_file(adapter, inputs, run_recipe, capfd, told):
     (adapter / "adapter_model.safetensors").write_bytes(b"damaged")
     settings = [f"adapter.path={adapter}", f"output_dir={inputs.folder / 'new'}"]
@@ -93,6 +94,7 @@ def test_adapter_with_a_damaged_file(adapter, inputs, run_recipe, capfd, told):
     assert "adapter_model.safetensors is damaged" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_continued_with_an_adapter_or_without_before_the_data_are_prepared(inputs, run_recipe, capfd, told):
     says = "is of the recipe full_finetune, and this one is lora_finetune"
     for settings in ([], [f"resume={inputs.run}", f"output_dir={inputs.folder / 'new'}"]):
@@ -102,6 +104,7 @@ def test_continued_with_an_adapter_or_without_before_the_data_are_prepared(input
         assert says in found.err and "tokens per sample" not in found.out
 
 
+@pytest.mark.slow
 def test_a_preference_run_is_not_continued_with_an_adapter(inputs, run_recipe, capfd, told):
     """Of one recipe that trains both."""
     import preference_finetune
@@ -125,6 +128,7 @@ CHANGED = {
 }
 
 
+@pytest.mark.slow
 def test_continued_with_other_settings(inputs, run_recipe, capfd, told):
     """Names and shapes of what is trained are the same with all of these."""
     settings = [*inputs.settings(), f"output_dir={inputs.folder / 'new'}", "adapter.trainable_tokens=[5,6]"]

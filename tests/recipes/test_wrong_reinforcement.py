@@ -261,6 +261,7 @@ def test_tune_validate_refuses(recipe, case, settings, folders, told):
     assert [message for message in messages if message not in found] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [grpo, ppo_finetune])
 def test_a_tokenizer_that_ends_nothing_is_told(recipe, checkpoint, settings, run_recipe, tmp_path, capsys):
     """Otherwise every completion is as long as may be, and nobody learns why."""

@@ -29,6 +29,7 @@ def test_two_processes(checkpoint, common, tmp_path):  # noqa: F811
     )
 
 
+@pytest.mark.slow
 def test_stages_that_are_refused(told, checkpoint, chats):
     given = [f"model.path={checkpoint}", f"dataset.path={chats}"]
     for value in ("5", "-1", "two", "true", "2.5", "[1]"):

@@ -20,6 +20,7 @@ def test_peak_is_what_the_kernel_counts():
     assert peak_memory_gib(torch.device("cpu")) == pytest.approx(peak / 2**20, rel=0.05)
 
 
+@pytest.mark.slow
 def test_peak_memory_is_not_that_of_the_process_that_started_this_one():
     """What getrusage says begins with that, on Linux."""
     held = b"x" * 2**30

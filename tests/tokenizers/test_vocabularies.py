@@ -364,6 +364,7 @@ def test_a_library_that_is_not_there(tmp_path, monkeypatch, library, ranked):
         Tokenizer(str(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_tiktoken_file_that_has_changed_is_read_anew(tmp_path, ranked):
     file = tmp_path / "qwen.tiktoken"
     write_tiktoken(file, ranked, QWEN_TOKENS)

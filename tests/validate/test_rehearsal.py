@@ -148,6 +148,7 @@ def test_five_mistakes_of_different_kinds_in_one_pass(mine):
     assert places == ["dataset:", "lrr:", "memory.activation_offload:", mine_py, "parallel:"]
 
 
+@pytest.mark.slow
 def test_tasks_and_prompts_that_are_both_wrong(here):
     told = errors("full_finetune", *SETTINGS, "evaluate.tasks=[chioce]", "evaluate.prompts=none.txt")
     assert len(told) == 2 and "chioce" in " ".join(told) and "none.txt" in " ".join(told)
@@ -193,31 +194,34 @@ def test_reading_numbers_in_the_loop(mine):
     assert errors("mine.py", *SETTINGS) == []
 
 
+CASES = [
+    ("full_finetune", SETTINGS),
+    ("lora_finetune", [*SETTINGS, "dtype=bf16"]),
+    ("lora_finetune", [*SETTINGS, "quantization.float8=rowwise_with_gw_hp"]),
+    ("full_finetune", [*SETTINGS, "optimizer._component_=torchao.optim.AdamW8bit"]),
+    ("full_finetune", [*SETTINGS, "model._component_=tune.models.hf", "memory.activation_checkpointing=full"]),
+    ("pipeline_finetune", SETTINGS),
+    ("preference_finetune", PAIRS),
+    ("reward_finetune", PAIRS),
+    ("distill", [*SETTINGS, "teacher.path=model"]),
+    ("distill", [*SETTINGS, "teacher.path=model", "teacher.top_k=4"]),
+    ("distill", [*SETTINGS, "teacher.path=model", "on_policy.share=0.5", "on_policy.max_new_tokens=8"]),
+    ("grpo", PROMPTS),
+    ("ppo_finetune", [*PROMPTS, "value.path=model"]),
+    ("evaluate", SETTINGS[:3]),
+    ("evaluate", [*SETTINGS[:1], "dataset.path=prompts.jsonl", "score=rewarding.length"]),
+]
+
+
 @pytest.mark.parametrize(
-    ("recipe", "settings"),
-    [
-        ("full_finetune", SETTINGS),
-        ("lora_finetune", [*SETTINGS, "dtype=bf16"]),
-        ("lora_finetune", [*SETTINGS, "quantization.float8=rowwise_with_gw_hp"]),
-        ("full_finetune", [*SETTINGS, "optimizer._component_=torchao.optim.AdamW8bit"]),
-        ("full_finetune", [*SETTINGS, "model._component_=tune.models.hf", "memory.activation_checkpointing=full"]),
-        ("pipeline_finetune", SETTINGS),
-        ("preference_finetune", PAIRS),
-        ("reward_finetune", PAIRS),
-        ("distill", [*SETTINGS, "teacher.path=model"]),
-        ("distill", [*SETTINGS, "teacher.path=model", "teacher.top_k=4"]),
-        ("distill", [*SETTINGS, "teacher.path=model", "on_policy.share=0.5", "on_policy.max_new_tokens=8"]),
-        ("grpo", PROMPTS),
-        ("ppo_finetune", [*PROMPTS, "value.path=model"]),
-        ("evaluate", SETTINGS[:3]),
-        ("evaluate", [*SETTINGS[:1], "dataset.path=prompts.jsonl", "score=rewarding.length"]),
-    ],
+    ("recipe", "settings"), slow_but([CASES[0], CASES[11], CASES[13]], CASES),
     ids=lambda value: value if isinstance(value, str) else " ".join(value[2:])[-40:],
-)
+)  # fmt: skip
 def test_every_recipe(recipe, settings, here):
     assert errors(recipe, *settings) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [slice(1, None, 3), pytest.param(slice(None), marks=pytest.mark.slow)])
 def test_layouts_of_processes_that_are_not_here(part, here, told_to):
     save_checkpoint(
