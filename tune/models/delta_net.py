@@ -2,17 +2,19 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from tune.distributed import cumsum
+from tune.models import delta_kernels
 from tune.models.context import Context
 from tune.models.layers import NormConfig
 
 CHUNK = 64  # tokens that are computed in parallel, as in the paper
+SPAN = 8  # chunks, and groups of them, that pass a memory on one by one
 
 
 @dataclass(frozen=True)
@@ -74,16 +76,20 @@ class DeltaNet(nn.Module):
         mixed = torch.cat([before, mixed], dim=1)
         query, key, value = F.silu(self._convolved(mixed, context.positions)).split(self.widths, dim=-1)
         query, key = (_unit(heads.unflatten(-1, (-1, config.key_dim)).float()) for heads in (query, key))
-        value = value.unflatten(-1, (-1, config.value_dim)).float()
-        groups = value.shape[2] // key.shape[2]
-        query, key = (heads.repeat_interleave(groups, dim=2) if groups > 1 else heads for heads in (query, key))
+        value = value.unflatten(-1, (-1, config.value_dim))
         strength = self.strength(hidden).float().sigmoid()
         log_decay = -self.log_rate.float().exp() * F.softplus(self.step(hidden).float() + self.step_bias)
-        documents = (context.positions == 0).cumsum(dim=1) if context.documents is None else context.documents.ids
-        output, memory = gated_delta_rule(
-            query * config.key_dim**-0.5, key, value, log_decay, strength, documents, memory, ends
-        )
+        inputs = query * config.key_dim**-0.5, key, value, log_decay, strength
+        if delta_kernels.fits(key, value):
+            if memory is not None:
+                memory = memory * (context.positions[:, :1, None, None] > 0)
+            boundaries = None if context.documents is None else context.documents.boundaries
+            output, memory = delta_kernels.gated_delta_rule(*inputs, boundaries, memory, cache is not None)
+        else:
+            ids = (context.positions == 0).cumsum(dim=1) if context.documents is None else context.documents.ids
+            output, memory = gated_delta_rule(*inputs, ids, memory, ends)
         if cache is not None:  # and the last tokens that were convolved
+            assert memory is not None
             last = mixed.unfold(1, config.kernel - 1, 1).mT
             cache.write(last[:, -1] if ends is None else last[0][ends + 1], memory)
         gate = F.silu(self.gate(hidden).float()).view_as(output)
@@ -115,17 +121,20 @@ def gated_delta_rule(
     of one the memories after the tokens at `ends` `[documents]`.
 
     Each token updates the memory M to d M + s k (v - d Mᵀ k)ᵀ and outputs Mᵀ q, with d = exp(`log_decay`) and
-    s = `strength`, both `[batch, seq, heads]`; `query`, `key` are `[batch, seq, heads, key_dim]`, `value` likewise. M
-    restarts at zero in each document: `documents` `[batch, seq]` are ascending ids. `memory` is the start of id 0.
+    s = `strength`, both `[batch, seq, heads]`; `query`, `key` are `[batch, seq, key_heads, key_dim]`, each for several
+    of the heads of `value`. All is computed in the type of `key`. M restarts at zero in each document: `documents`
+    `[batch, seq]` are ascending ids. `memory` is the start of id 0.
     """
-    batch, length, heads, key_dim = key.shape
+    (batch, length, heads, _), key_dim = value.shape, key.shape[3]
     chunk = min(CHUNK, length)
-    padding = -length % chunk  # with strength 0 and decay 1: it does not change the memory
-    query, key, value, log_decay, strength = (
-        F.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, padding)).unflatten(1, (-1, chunk)).movedim(3, 1)
-        for tensor in (query, key, value, log_decay, strength)
-    )  # [batch, heads, chunks, chunk, ...]
-    documents = torch.cat([documents, documents[:, -1:].expand(-1, padding)], dim=1).view(batch, 1, -1, chunk)
+    count = (length + chunk - 1) // chunk
+    inputs, padding = [query, key, value.to(key.dtype), log_decay, strength], count * chunk - length
+    if padding or torch.compiler.is_compiling():  # with strength 0 and decay 1: it does not change the memory
+        inputs = [F.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, padding)) for tensor in inputs]
+        documents = torch.cat([documents, documents[:, -1:].expand(-1, padding)], dim=1)
+    query, key, value, log_decay, strength = (tensor.unflatten(1, (count, chunk)).movedim(3, 1) for tensor in inputs)
+    # [batch, heads, chunks, chunk, ...]
+    documents = documents.view(batch, 1, count, chunk)
     last = documents[..., -1:]
     before = F.pad(last[:, :, :-1], (0, 0, 1, 0))  # the document at the end of the chunk before
 
@@ -138,30 +147,141 @@ def gated_delta_rule(
     staying = between[..., -1, :, None]  # until the end of the chunk
     arriving = (cumsum(log_decay, -1).exp() * (documents == before))[..., None]  # from the memory before the chunk
 
+    def shared(keys: Tensor, factors: Tensor) -> Tensor:
+        """The product, for each head, of `keys` that several heads share."""
+        return (keys[:, :, None] * factors.unflatten(1, (keys.shape[1], -1))).flatten(1, 2)
+
     # What a token writes depends on what those before it in the chunk wrote: solve (1 + L) written = wanted.
-    weighted = key * strength[..., None]
-    mixing = (weighted @ key.mT) * between
-    wanted = torch.cat([value * strength[..., None], weighted * arriving], dim=-1)
+    strength = strength[..., None]
+    mixing = shared(key @ key.mT, between * strength)
+    wanted = torch.cat([value * strength, shared(key, -strength * arriving)], dim=-1)
     solved = torch.linalg.solve_triangular(mixing, wanted, upper=False, unitriangular=True)
-    written, recalled = solved.split([value.shape[-1], key_dim], dim=-1)
-    within = (query @ key.mT) * between
+    written, known = solved.split([value.shape[-1], key_dim], dim=-1)
 
     memory = key.new_zeros(batch, heads, key_dim, value.shape[-1]) if memory is None else memory
-    outputs, memories, writings = [], [], []
-    parts = (written, recalled, within, query * arriving, key * staying, arriving[..., -1:, :])
-    for new, known, inside, queries, keys, left in zip(*(part.unbind(2) for part in parts), strict=True):
-        new = new - known @ memory
-        memories.append(memory)
-        writings.append(new)
-        outputs.append(queries @ memory + inside @ new)
-        memory = memory * left + keys.mT @ new
-    output = torch.stack(outputs, dim=2).movedim(1, 3).flatten(1, 2)[:, :length]
+    left = arriving[..., -1:, :]
+    pass_on = Recurrence.apply if count > 1 else _passed_on  # with one, autograd leaves out what nobody needs
+    memories, written, memory = pass_on(memory, written, known, shared(key, staying), left)
+    output = shared(query, arriving) @ memories + shared(query @ key.mT, between) @ written
+    output = output.movedim(1, 3).flatten(1, 2)[:, :length]
     if ends is None:
         return output, memory
     chunks, at = ends // chunk, ends % chunk
-    before, new = (torch.stack(tensors, dim=2)[0][:, chunks] for tensors in (memories, writings))
-    keys = key[0][:, chunks] * between[0][:, chunks, at, :, None]
-    return output, (before * arriving[0][:, chunks, at, :, None] + keys.mT @ new).transpose(0, 1)
+    keys = key[0].repeat_interleave(heads // key.shape[1], dim=0)[:, chunks] * between[0][:, chunks, at, :, None]
+    kept = memories[0][:, chunks] * arriving[0][:, chunks, at, :, None]
+    return output, (kept + keys.mT @ written[0][:, chunks]).transpose(0, 1)
+
+
+class Recurrence(torch.autograd.Function):
+    """`_passed_on`. Gradients are passed on as memories are, from the last chunk to the first, with `keys` and `known`
+    in each other's places: nothing is saved of what that computes in between."""
+
+    @staticmethod
+    def forward(context: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        pass_on = _passed_on_whole if torch.compiler.is_compiling() else _passed_on
+        memories, written, last = pass_on(*inputs)
+        context.save_for_backward(*inputs[2:], memories, written)
+        return memories, written, last
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> Any:
+        known, keys, left, memories, written = context.saved_tensors
+        of_memories, of_written, of_last = gradients
+        pass_on = _passed_on_whole if torch.compiler.is_compiling() else _passed_on
+        after, of_written, of_first = pass_on(of_last, of_written, keys, known, left, of_memories, True)
+        of_left = (after * memories).sum(dim=(-2, -1), keepdim=True)
+        return of_first, of_written, of_written @ memories.mT, written @ after.mT, of_left
+
+
+def _passed_on(
+    memory: Tensor, written: Tensor, known: Tensor, keys: Tensor | None, left: Tensor, added: Tensor | None = None,
+    reverse: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The memories before each chunk, what each chunk writes, and the last memory.
+
+    With the memory M `[batch, heads, key_dim, width]` a chunk writes W = `written` + `known` M, and the next one gets
+    `left` M + `keys`ᵀ W + `added`. These are `[batch, heads, chunks, ...]`; without `keys`, W itself is added.
+
+    Chunk after chunk, thousands of small products would be launched. As each chunk is an affine map of the memory,
+    groups of some compute side by side what they make of zero and of the identity. These maps pass the memory on from
+    group to group, in the same way, and then it goes from chunk to chunk in all groups at once.
+    """
+    batch, heads, count = known.shape[:3]
+    span = _span(count, known.device)
+    groups = -(-count // span)
+    parts: list[Any] = []
+    for part in (written, known, keys, left, added):
+        if part is not None and count % span:  # filled up with chunks that leave a memory as it is
+            part = F.pad(part, (0, 0, 0, 0, 0, groups * span - count), value=int(part is left))
+        parts.append(part if part is None else part.reshape(batch * heads * groups, span, *part.shape[3:]))
+    last = None
+    if groups > 1:
+        memory, last = _from_group_to_group(memory, parts, reverse)
+    memory, memories, writings = memory.flatten(0, -3), [], []
+    for chunk in _in_turn(parts, reverse):
+        memories.append(memory)
+        memory, new = _next(memory, *chunk)
+        writings.append(new)
+    all_memories, all_written = (
+        torch.stack(each[::-1] if reverse else each, dim=1).view(batch, heads, groups * span, *each[0].shape[1:])
+        for each in (memories, writings)
+    )
+    last = memory.unflatten(0, (batch, heads)) if last is None else last
+    return all_memories[:, :, :count], all_written[:, :, :count], last
+
+
+@torch.library.custom_op("tune::passed_on", mutates_args=())
+def _passed_on_whole(
+    memory: Tensor, written: Tensor, known: Tensor, keys: Tensor, left: Tensor, added: Tensor | None = None,
+    reverse: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """To the compiler one operation for any number of chunks: it would unroll the loop for each of them."""
+    memories, writings, last = _passed_on(memory, written, known, keys, left, added, reverse)
+    return memories.contiguous(), writings.contiguous(), last.contiguous()
+
+
+@_passed_on_whole.register_fake
+def _(memory: Tensor, written: Tensor, known: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    memories = memory.new_empty(*known.shape[:3], *memory.shape[2:])
+    return memories, written.new_empty(written.shape), memory.new_empty(memory.shape)
+
+
+def _span(count: int, device: torch.device) -> int:
+    """How many chunks pass a memory on one by one. A CPU has nothing to launch: groups only give it more to compute."""
+    return count if device.type == "cpu" else min(SPAN, count)
+
+
+def _from_group_to_group(memory: Tensor, parts: list[Any], reverse: bool) -> tuple[Tensor, Tensor]:
+    """The memories before each group of chunks, and the last, see `_passed_on`."""
+    size, width = memory.shape[-2:]
+    wide = [
+        F.pad(part, (0, size)) if part is not None and index in (0, 4) else part for index, part in enumerate(parts)
+    ]
+    made = F.pad(torch.eye(size, dtype=memory.dtype, device=memory.device), (width, 0)).expand(len(parts[0]), -1, -1)
+    for chunk in _in_turn(wide, reverse):
+        made, _ = _next(made, *chunk)
+    total, effect = made.unflatten(0, (*memory.shape[:2], -1)).split([width, size], dim=-1)
+    left = memory.new_zeros(1).expand(*total.shape[:3], 1, 1)
+    starts, _, last = _passed_on(memory, total, effect, None, left, None, reverse)
+    return starts, last
+
+
+def _in_turn(parts: list[Any], reverse: bool) -> list[Any]:
+    """For each chunk its parts, from `[groups, chunks, ...]`."""
+    count = parts[0].shape[1]
+    chunks = list(zip(*([None] * count if part is None else part.unbind(1) for part in parts), strict=True))
+    return chunks[::-1] if reverse else chunks
+
+
+def _next(
+    memory: Tensor, written: Tensor, known: Tensor, keys: Tensor | None, left: Tensor, added: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The memory `[groups, key_dim, width]` after a chunk, and what the chunk writes."""
+    written = torch.baddbmm(written, known, memory)
+    if keys is None:
+        return torch.addcmul(written, left, memory), written
+    kept = left * memory if added is None else torch.addcmul(added, left, memory)
+    return kept.baddbmm_(keys.mT, written), written
 
 
 def _unit(heads: Tensor) -> Tensor:
