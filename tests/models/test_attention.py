@@ -137,6 +137,18 @@ def test_flash_in_compiled_blocks(kind):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
+def test_compiled_fp32_is_not_by_the_kernel_whose_gradients_torch_cannot_compile(monkeypatch):
+    """Its shapes in torch lack an argument, so inductor fails on them (2.11 to 2.13)."""
+    heads, documents = make()
+    expected = with_gradients(attend_masked, heads, documents, Scoring())
+    torch.compiler.reset()
+    monkeypatch.setattr(attention, "capability", lambda _: (9, 0))
+    with pytest.raises(NotImplementedError):  # the kernel of GPUs
+        attend(*heads, documents)
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    assert_close(with_gradients(compiled, heads, documents, Scoring()), expected, atol=1e-5, rtol=1e-5)
+
+
 def parts():
     """A batch of three documents, of which two begin as the first does."""
     tokens = [[*range(20), *(100 + i for i in range(n))] for n in (5, 1, 11)]

@@ -1,14 +1,11 @@
 """The delta rule by chunks is the one token by token that it is defined by."""
 
-import importlib.util
-import types
-
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 
-from tune.models import delta_kernels, delta_net
+from tune.models import delta_net
 from tune.models.delta_net import CHUNK, DeltaNet, gated_delta_rule
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 8, 6
@@ -109,64 +106,6 @@ def test_compiled_for_all_lengths():
             results.append((output, memory, *gradients))
         assert_close(results[1], results[0], atol=1e-4, rtol=1e-4)
     assert counter.frame_count <= 4 and counter.op_count <= 4 * 150
-
-
-def test_what_the_kernels_are_given(monkeypatch):
-    """One run of tokens with the bounds of its documents, in the type of the values, and decay in fp32."""
-    given = {}
-
-    def rule(*tensors, **options):
-        given.update(tensors=tensors, **options)
-        return tensors[2], "memories"
-
-    modules = {"fla.ops.gated_delta_rule": types.SimpleNamespace(chunk_gated_delta_rule=rule)}
-    monkeypatch.setattr(delta_kernels.importlib, "import_module", modules.__getitem__)
-    inputs = [tensor.float() for tensor in make_inputs(10, 1)]
-    inputs[2] = inputs[2].bfloat16()
-    boundaries = torch.tensor([0, 10, 14, 20], dtype=torch.int32)
-    output, memories = delta_kernels.gated_delta_rule(*inputs, boundaries, None, True)
-    assert memories == "memories"
-    assert_close(output, inputs[2])
-    assert [tensor.dtype for tensor in given["tensors"]] == [torch.bfloat16] * 3 + [torch.float32] * 2
-    assert all(tensor.shape[:2] == (1, 20) for tensor in given["tensors"])
-    assert given["cu_seqlens"] is boundaries and given["output_final_state"] and given["scale"] == 1
-    memory = torch.zeros(2, HEADS, KEY_DIM, VALUE_DIM)
-    delta_kernels.gated_delta_rule(*inputs, None, memory, False)
-    assert all(tensor.shape[:2] == (2, 10) for tensor in given["tensors"])
-    assert given["initial_state"] is memory and given["cu_seqlens"] is None and not given["output_final_state"]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(
-    not (torch.cuda.is_available() and importlib.util.find_spec("fla")), reason="needs a CUDA device and fla-core"
-)
-@pytest.mark.parametrize("packed", [True, False])
-def test_kernels_compute_our_rule(packed):
-    draw = torch.Generator().manual_seed(0)
-    query, key, value, log_decay, strength = (
-        torch.randn(1, 300, *shape, generator=draw).cuda() for shape in ((2, 64), (2, 64), (4, 64), (4,), (4,))
-    )
-    query, key = (delta_net._unit(heads) for heads in (query, key))
-    exact = [query, key, value.bfloat16(), -log_decay.exp(), strength.sigmoid()]
-    if not delta_kernels.fits(key, exact[2]):
-        pytest.skip("the kernels refuse this GPU")
-    boundaries, ids, memory = None, torch.zeros(1, 300, dtype=torch.long, device="cuda"), None
-    if packed:
-        boundaries = torch.tensor([0, 5, 170, 300], dtype=torch.int32, device="cuda")
-        ids = torch.searchsorted(boundaries[1:], torch.arange(300, device="cuda"), right=True)[None]
-    else:
-        memory = torch.randn(1, 4, 64, 64, generator=draw).cuda()
-    results = []
-    for is_ours in (True, False):
-        leaves = [tensor.clone().requires_grad_() for tensor in exact]
-        if is_ours:
-            output, last = gated_delta_rule(*leaves, ids, memory, boundaries[1:] - 1 if packed else None)
-        else:
-            output, last = delta_kernels.gated_delta_rule(*leaves, boundaries, memory, True)
-        gradients = torch.autograd.grad(output.float().square().sum() + last.float().sum(), leaves)
-        results.append([each.float() for each in (output, last, *gradients)])
-    for ours, theirs in zip(*results, strict=True):
-        assert (theirs - ours).norm() <= 2e-2 * ours.norm()
 
 
 def test_rates_start_evenly_between_0_and_16():

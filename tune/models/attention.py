@@ -114,7 +114,8 @@ def attend(
     if kernel == "flex" and mask is not None:
         output = flex(*_flat(query, key, value), mask, scoring.scale, scoring.softcap, scoring.sinks)
         return output.unflatten(0, query.shape[:2])
-    if kernel == "efficient" and found is not None and scoring.window is None and not torch.version.hip:
+    is_known = found is not None and not torch.version.hip and not torch.compiler.is_compiling()  # nor its gradients
+    if kernel == "efficient" and is_known and scoring.window is None:
         output = efficient(*_flat(query, key, value), _spans(query, documents, attended), scoring.scale)
         return output.unflatten(0, query.shape[:2])
     if documents is None or attended is None:

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from tune.distributed import cumsum
-from tune.models import delta_kernels
 from tune.models.context import Context
 from tune.models.layers import NormConfig
 
@@ -79,17 +78,11 @@ class DeltaNet(nn.Module):
         value = value.unflatten(-1, (-1, config.value_dim))
         strength = self.strength(hidden).float().sigmoid()
         log_decay = -self.log_rate.float().exp() * F.softplus(self.step(hidden).float() + self.step_bias)
-        inputs = query * config.key_dim**-0.5, key, value, log_decay, strength
-        if delta_kernels.fits(key, value):
-            if memory is not None:
-                memory = memory * (context.positions[:, :1, None, None] > 0)
-            boundaries = None if context.documents is None else context.documents.boundaries
-            output, memory = delta_kernels.gated_delta_rule(*inputs, boundaries, memory, cache is not None)
-        else:
-            ids = (context.positions == 0).cumsum(dim=1) if context.documents is None else context.documents.ids
-            output, memory = gated_delta_rule(*inputs, ids, memory, ends)
+        documents = (context.positions == 0).cumsum(dim=1) if context.documents is None else context.documents.ids
+        output, memory = gated_delta_rule(
+            query * config.key_dim**-0.5, key, value, log_decay, strength, documents, memory, ends
+        )
         if cache is not None:  # and the last tokens that were convolved
-            assert memory is not None
             last = mixed.unfold(1, config.kernel - 1, 1).mT
             cache.write(last[:, -1] if ends is None else last[0][ends + 1], memory)
         gate = F.silu(self.gate(hidden).float()).view_as(output)
