@@ -86,6 +86,13 @@ def test_weights_gradients_and_states_of_a_process(checkpoint):
     assert adapted.plan(Layout()).memory["weights"] < numbers * 2.5
 
 
+def test_gradients_are_there_before_a_backward_from_the_second_micro_batch_on(checkpoint):
+    numbers = sum(each.numel() for each in build(str(checkpoint)).parameters())
+    for rows, gradients in ((ROWS, 0), (2 * ROWS, numbers * 4)):
+        planned = job(checkpoint, rows=rows, more=["checkpointer.async=false"]).plan(Layout(micro_batch_size=ROWS))
+        assert (planned.moment, planned.memory["gradients"]) == ("head and loss", gradients)
+
+
 def test_four_bits(checkpoint):
     linears = [m for name, m in build(str(checkpoint)).named_modules() if isinstance(m, nn.Linear) and name != "head"]
     weights = sum(each.weight.numel() for each in linears)
