@@ -74,6 +74,12 @@ def test_checkpointing_keeps_less_and_computes_more(checkpoint):
     assert kept[-1] == ROWS * LENGTH * 64 * 4  # of a block only its result: hidden_size 64 in fp32
 
 
+def test_blocks_with_adapters_are_not_taken_for_the_first_one(checkpoint):
+    """Which computes no gradients of its input: a product less for each frozen weight."""
+    (blocks,) = job(checkpoint, lora=True).trace(ROWS, (1, 1, 1), "none", True, False).trained.blocks
+    assert blocks.number == 3 and blocks.backward.products > blocks.forward.products
+
+
 def test_weights_gradients_and_states_of_a_process(checkpoint):
     numbers = sum(each.numel() for each in build(str(checkpoint)).parameters())
     whole = job(checkpoint, dtype="bf16", rows=8).plan(Layout(1, 4, 1, 1))
