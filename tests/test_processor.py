@@ -115,3 +115,14 @@ def test_a_gpu_without_kernels(built, capability, runs, monkeypatch):
         return processor.require_kernels(torch.device("cuda", 0))
     with pytest.raises(TuneError, match=rf"device: Tesla V100.* {capability[0]}\.{capability[1]}, and .*pytorch\.org"):
         processor.require_kernels(torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(("rank", "count", "index"), [(0, 2, 0), (1, 2, 1), (2, 2, None), (3, 1, 0), (0, 0, None)])
+def test_a_process_has_the_capability_of_its_own_gpu(rank, count, index, monkeypatch):
+    """That of the only one it sees, if the launcher gives it one; none if there are fewer GPUs than processes."""
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # which is set otherwise
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda at: (8 + at, 0))
+    assert processor.capability("cuda") == (None if index is None else (8 + index, 0))
+    assert processor.capability("cpu") is None

@@ -162,6 +162,8 @@ def test_system_column_that_is_there_already(rendered):
 def test_weight_is_train(read):
     assert read({"messages": [ASK, {**SAY, "weight": 0}, ASK, SAY]}) == ["Hello!<|im_end|>"]
     assert read({"messages": [ASK, {**SAY, "weight": 1}]}) == ["Hello!<|im_end|>"]
+    both = {"role": "assistant", "content": "No.", "weight": 1, "train": False}
+    assert read({"messages": [ASK, both, ASK, SAY]}) == ["Hello!<|im_end|>"]
 
 
 def test_alpaca_without_input(rendered):

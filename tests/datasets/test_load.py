@@ -239,6 +239,18 @@ def test_up_to_five_mistakes_are_told_at_once(tokenizer, write):
     assert places == [f"data.jsonl:{line}" for line in (2, 4, 6, 8, 10)]
 
 
+def test_mistakes_are_collected_over_all_rows_but_end_a_stream_at_once(tokenizer, write):
+    """Rows are read 64 at a time."""
+    rows = [{"text": 1 if number in (9, 99, 249) else "a"} for number in range(300)]
+    file, places = write(*rows), ("data.jsonl:10", "data.jsonl:100", "data.jsonl:250")
+    with pytest.raises(TuneError) as error:
+        load(tokenizer, file, max_seq_len=9)
+    assert all(f"  {place}: " in str(error.value) for place in places)
+    with pytest.raises(TuneError) as error:
+        load(tokenizer, file, max_seq_len=9, streaming=True, shuffle_buffer=512, workers=1)
+    assert [f"  {place}: " in str(error.value) for place in places] == [True, False, False]
+
+
 def test_template_that_refuses_a_row(folder, write):
     (folder / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(TuneError, match=r"data\.jsonl:1: the chat template in .* refuses the conversation: roles must"):

@@ -168,6 +168,7 @@ def test_pairs_are_packed_and_batched_as_units(read):
     ("row", "reason"),
     [
         ({"prompt": "p", "chosen": "a", "rejected": "a"}, "chosen equal to rejected"),
+        ({"prompt": "p", "chosen": [said("a")], "rejected": [said("a")]}, "chosen equal to rejected"),
         ({"prompt": "p", "chosen": "a", "rejected": ""}, "empty rejected"),
         ({"prompt": "p", "chosen": None, "rejected": "a"}, "empty chosen"),
         ({"prompt": "p", "chosen": "a", "rejected": []}, "empty rejected"),

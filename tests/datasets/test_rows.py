@@ -137,6 +137,15 @@ def test_template_that_writes_no_end_of_turn_is_counted(folder):
     assert Accounting.of_rows(outcomes).endless == 1
 
 
+def test_conversation_that_is_cut_is_not_counted_as_one_without_an_end_of_turn(folder):
+    """It is counted as cut."""
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    rows = [("row", {"messages": TURNS[:2]}), ("row", {"messages": TURNS})]
+    whole, cut = RowReader(Tokenizer(str(folder)), 24)(rows)
+    assert (whole.cut, whole.ends) == (0, False)
+    assert cut.cut > 0 and cut.samples and cut.ends
+
+
 def test_template_whose_marks_are_around_nothing_masks_the_row(folder):
     template = "{% for m in messages %}{{ m.content }}{% if m.role == 'model' %}{% generation %}{% endgeneration %}"
     (folder / "chat_template.jinja").write_text(template + "{% endif %}{% endfor %}")

@@ -5,6 +5,7 @@ import gzip
 import json
 import lzma
 import os
+from contextlib import nullcontext
 from random import random
 from typing import ClassVar
 
@@ -12,6 +13,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from tune import rehearsal
 from tune.datasets import load
 from tune.datasets.cache import content_of
 from tune.datasets.read.opening import read
@@ -131,6 +133,15 @@ def test_saved_datasets(tmp_path, arrow):
 def test_take_reads_only_the_first(tmp_path):
     put(tmp_path / "data.jsonl", LINES + b"this is no JSON")
     assert rows_of(tmp_path / "data.jsonl", take=2) == ROWS
+
+
+@pytest.mark.parametrize(("rows", "take", "is_cut"), [(2, None, False), (3, None, True), (3, 2, False), (9, 3, True)])
+def test_a_rehearsal_reads_the_first_rows_and_knows_if_a_run_reads_more(tmp_path, rows, take, is_cut):
+    put(tmp_path / "data.jsonl", b'{"text": "a"}\n' * rows)
+    note = rehearsal.Rehearsal(print, print, 2, nullcontext, print, {})
+    with rehearsal.start(note):
+        source = read(str(tmp_path / "data.jsonl"), take=take).rehearsed()
+        assert len([*source]) == 2 and rehearsal.is_cut() == is_cut
 
 
 # folders and globs

@@ -155,6 +155,12 @@ def test_columns_that_hold_none(warned, row):
     assert warned([row]) == []
 
 
+def test_a_column_that_quotes_a_part_of_the_row_holds_text_of_its_own(warned):
+    row = {**STORY, "note": f"To '{STORY['instruction']}' a better story is in the other book."}
+    (found,) = warned([row])
+    assert found.startswith("column left out that holds text: note")
+
+
 def test_both_sides_of_a_run_are_looked_at(tokenizer, tmp_path):
     for name, rows in {"a": good(50), "b": good(60)[55:] * 2}.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -79,6 +79,19 @@ def test_the_order_is_not_that_of_the_calls() -> None:
         assert wrappers_of(module) == [*outside, Wrap.COMPILE_INSIDE, *inside]
 
 
+def test_a_wrapper_replaces_another_one_of_its_kind() -> None:
+    def adding(number):
+        return lambda forward: lambda x: number + forward(x)
+
+    module = nn.Identity()
+    for number in (1, 10):
+        wrap(module, Wrap.COMPILE, adding(number))
+    assert module(0) == 10 and wrappers_of(module) == [Wrap.COMPILE]
+    wrap(module, Wrap.SHARES, adding(100))  # which compilation is then inside of
+    wrap(module, Wrap.COMPILE, adding(1000))
+    assert module(0) == 1100 and wrappers_of(module) == [Wrap.SHARES, Wrap.COMPILE_INSIDE]
+
+
 def test_the_docs_have_the_same_order() -> None:
     text = (HOUSE.parent / "docs" / "architecture.md").read_text()
     assert re.findall(r"^\| (\d+) \| `(\w+)` \|", text, re.M) == [(str(kind.value), kind.name) for kind in Wrap]

@@ -72,6 +72,14 @@ def test_each_key_is_accounted_for_once_and_the_settings_load(peer, tmp_path):
     assert all(OmegaConf.select(cfg, key) == value for key, value in ours(run).items() if not isinstance(value, dict))
 
 
+@pytest.mark.parametrize(("head", "steps"), [(A, 10), (A, 0), (L, 10)], ids=["axolotl", "no steps", "llama_factory"])
+def test_a_warm_up_is_made_of_steps_before_a_share(head, steps, tmp_path):
+    """0 steps are so only in axolotl."""
+    run = converted(f"{head}warmup_steps: {steps}\nwarmup_ratio: 0.5\n", tmp_path)
+    made = {entry.key: entry.ours for entry in run.entries()}
+    assert made["warmup_steps"] == [f"schedule.warmup={steps}"] and not made["warmup_ratio"]
+
+
 @pytest.mark.parametrize(
     ("steps", "warmup", "says"), [(100, 60, "max_steps=60 ends there before"), (60, 60, "rate of 0")]
 )

@@ -8,6 +8,7 @@ import lora_finetune
 import pytest
 import torch
 from helpers import make_adapter, run_processes, save_checkpoint
+from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
 from tune import config, distributed
@@ -70,6 +71,16 @@ def test_an_adapter_on_a_device_sharded_and_on_disk(checkpoint, adapter, merged,
     }
     opened.export(tmp_path / "out", "merged")
     assert_close(load_model(tmp_path / "out").state_dict(), load_model(merged).state_dict(), atol=0, rtol=0)
+
+
+def test_the_usual_type_is_that_of_the_largest_tensor_but_on_a_cpu(checkpoint, tmp_path):
+    """Checkpoints may have norms in fp32."""
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "mixed"))
+    tensors = load_file(folder / "model.safetensors")
+    mixed = {name: tensor if "norm" in name else tensor.bfloat16() for name, tensor in tensors.items()}
+    save_file(mixed, folder / "model.safetensors", {"format": "pt"})
+    for device, dtype in (("meta", torch.bfloat16), ("cpu", torch.float32)):
+        assert {parameter.dtype for parameter in open_model(folder).load(device).parameters()} == {dtype}
 
 
 @pytest.mark.slow

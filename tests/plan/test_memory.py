@@ -74,6 +74,12 @@ def test_checkpointing_keeps_less_and_computes_more(checkpoint):
     assert kept[-1] == ROWS * LENGTH * 64 * 4  # of a block only its result: hidden_size 64 in fp32
 
 
+def test_blocks_with_adapters_are_not_taken_for_the_first_one(checkpoint):
+    """Which computes no gradients of its input: a product less for each frozen weight."""
+    (blocks,) = job(checkpoint, lora=True).trace(ROWS, (1, 1, 1), "none", True, False).trained.blocks
+    assert blocks.number == 3 and blocks.backward.products > blocks.forward.products
+
+
 def test_weights_gradients_and_states_of_a_process(checkpoint):
     numbers = sum(each.numel() for each in build(str(checkpoint)).parameters())
     whole = job(checkpoint, dtype="bf16", rows=8).plan(Layout(1, 4, 1, 1))
@@ -84,6 +90,13 @@ def test_weights_gradients_and_states_of_a_process(checkpoint):
     assert halved.memory["optimizer"] == pytest.approx(numbers * 4, rel=1e-3)  # states have the type of the weights
     adapted = job(checkpoint, lora=True, dtype="bf16", rows=8)
     assert adapted.plan(Layout()).memory["weights"] < numbers * 2.5
+
+
+def test_gradients_are_there_before_a_backward_from_the_second_micro_batch_on(checkpoint):
+    numbers = sum(each.numel() for each in build(str(checkpoint)).parameters())
+    for rows, gradients in ((ROWS, 0), (2 * ROWS, numbers * 4)):
+        planned = job(checkpoint, rows=rows, more=["checkpointer.async=false"]).plan(Layout(micro_batch_size=ROWS))
+        assert (planned.moment, planned.memory["gradients"]) == ("head and loss", gradients)
 
 
 def test_four_bits(checkpoint):

@@ -15,7 +15,9 @@ from models.test_families import SMALL, VARIANTS
 from tune import config
 from tune.devices import DEVICES
 from tune.errors import TuneError
+from tune.generation import PREFILL_TOKENS
 from tune.plan.planning import Job
+from tune.plan.sampling import read_together
 from tune.plan.trace import Recorder
 from tune.tokenizers import Tokenizer
 
@@ -195,6 +197,22 @@ def test_an_edited_step_is_what_is_planned(planned):
     assert twice.seconds["products"] == pytest.approx(2 * one.seconds["products"], rel=0.01)
     assert twice.memory["activations"] == pytest.approx(2 * one.memory["activations"], rel=0.05)
     assert twice.memory["weights"] == one.memory["weights"]
+
+
+def test_a_second_optimizer_is_no_second_update(planned):
+    """As with one optimizer for each parameter."""
+    one = planned("full_finetune", more=SFT)
+    halves = "groups[:1])\n    other = instantiate(cfg.optimizer, groups[1:])"
+    made = ("instantiate(cfg.optimizer, groups)", f"instantiate(cfg.optimizer, {halves}")
+    stepped = ("                optimizer.step()", "                optimizer.step()\n                other.step()")
+    two = planned("full_finetune", made, stepped, more=SFT)
+    assert two.seconds["products"] == one.seconds["products"]
+
+
+def test_prompts_that_are_read_together():
+    assert read_together(4, PREFILL_TOKENS // 8) == 4
+    assert read_together(16, PREFILL_TOKENS // 8) == 8
+    assert read_together(4, PREFILL_TOKENS + 1) == 1  # one that is too long, alone
 
 
 def test_what_a_copy_raises_is_what_the_plan_says(planned):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from tune import config
 from tune.errors import TuneError
@@ -312,6 +313,30 @@ def test_halves_of_a_tied_weight_by_all_their_names(facts):
     for settings, name, fires in named:
         run = facts(LORA, [*settings, f"adapter.modules_to_save=[{name}]"], model={"tie_word_embeddings": True})
         assert (BY_ID["tied-halves"].judge(run) is not None) == fires, (settings, name)
+
+
+def test_the_accuracy_of_a_validation_has_one_name_and_must_be_asked_for(facts):
+    named = [
+        ("validation_token_accuracy", "true", False), ("validation_token_accuracy", "false", True),
+        ("validation_accuracy", "true", True), ("validation_loss", "false", False),
+    ]  # fmt: skip
+    for best, accuracy, fires in named:
+        settings = [*VALIDATED, f"checkpointer.keep_best={best}", f"loss.accuracy={accuracy}"]
+        assert (BY_ID["best-of-nothing"].judge(facts(FULL, settings)) is not None) == fires, (best, accuracy)
+
+
+def test_validation_rows_of_a_component_without_a_path():
+    """As of a function in a copied recipe; a path that is null gives no rows."""
+    rule, dataset = BY_ID["rows-held-out-for-nothing"], {"path": "d", "validation_fraction": 0.1}
+    for validation, fires in (({"_component_": "mine.rows"}, True), ({"path": None}, False), (None, False)):
+        run = Facts(OmegaConf.create({"dataset": dataset, "validation_dataset": validation}))
+        assert bool(rule.when(run)) == fires, validation
+
+
+def test_the_language_model_of_several_says_what_a_model_is(facts):
+    text = {"model_type": "gemma3_text", "tie_word_embeddings": True}
+    run = facts(FULL, [], model={"model_type": "gemma3", "tie_word_embeddings": False, "text_config": text})
+    assert (run.model["model_type"], run.model["tie_word_embeddings"]) == ("gemma3_text", True)
 
 
 def test_every_rule_has_a_case_and_a_source():

@@ -7,13 +7,13 @@ import json
 import os
 import re
 import sys
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
 import pytest
 from helpers import run_verbs, save_checkpoint, slow_but
 
-from tune import cli
+from tune import cli, rehearsal
 from tune.validate.stand_ins import STAND_INS
 
 SETTINGS = [
@@ -68,6 +68,25 @@ def line_of(text: str) -> int:
     """The line of mine.py that has the text."""
     (line,) = [number for number, line in enumerate(Path("mine.py").read_text().split("\n"), 1) if text in line]
     return line
+
+
+def test_a_class_of_ones_own_keeps_its_methods_above_those_of_a_stand_in():
+    class Sink:
+        def log(self):
+            return ["written"]
+
+    class StandIn(Sink):
+        def log(self):
+            return []
+
+    class Own(Sink):
+        def log(self):
+            return ["own", *super().log()]
+
+    with rehearsal.start(rehearsal.Rehearsal(print, print, None, nullcontext, print, {Sink: StandIn})):
+        assert rehearsal.stand_in(Own)().log() == ["own"]
+        assert rehearsal.stand_in(Sink) is StandIn and rehearsal.stand_in(dict) is dict
+    assert rehearsal.stand_in(Own) is Own and rehearsal.stand_in(Sink) is Sink
 
 
 # Ten faults in a copy's own lines: what stands there instead, and what is said of it.
