@@ -20,11 +20,12 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from tune import config
-from tune.config import Layer, combine, parse
+from tune.config import Layer, all_problems, combine, parse
 from tune.errors import TuneError
 from tune.launchers import count
 from tune.lookup import in_shell, local_path
 from tune.migrate import PEERS, STATUSES, Migration, NotConverted, Setting, leaves, migrate, peer_of, show
+from tune.rules import Facts
 from tune.secrets import without_secrets
 
 COMMAND = re.compile(r"^[^#\n]*?(?:\btrl (?P<trl>\w+)|(?P<script>\w+)\.py)(?P<options> .*--\w.*)$", re.MULTILINE)
@@ -110,7 +111,9 @@ def check(run: Migration) -> list[str]:
     """Take back the settings that the recipe refuses, as `tune run` would; returns the keys that are left to give."""
     default = config.read_file(config.find_config(run.recipe))
     while True:
-        findings = [each.partition(": ") for each in combine([Layer(default), Layer(nested(run.changed()))])[1]]
+        cfg, problems = combine([Layer(default), Layer(nested(run.changed()))])
+        problems = all_problems(Facts(cfg, defaults=default), problems)
+        findings = [each.partition(": ") for each in problems]
         missing = [key for key, _, problem in findings if problem.startswith("is missing")]
         wrong = {key: problem for key, _, problem in findings if key not in missing}
         for key, problem in wrong.items():

@@ -17,6 +17,7 @@ from tune import config
 from tune.errors import TuneError
 from tune.launchers import launcher
 from tune.lookup import did_you_mean
+from tune.rules import Facts
 
 
 def find(name: str) -> Path:
@@ -75,12 +76,11 @@ def check(default: str, settings: list[str]) -> None:
     if found:
         print("\n  ".join(["error: in the configuration:", *found]), file=sys.stderr, flush=True)
         told = {each.partition(": ")[0] for each in found}
-        try:
-            config.load(default, settings)
-        except TuneError as error:
-            for line in str(error).splitlines()[1:]:
-                if line.strip().partition(": ")[0] not in told:
-                    print(line, file=sys.stderr)
+        cfg, found = config.read(default, settings)
+        facts = Facts(cfg, defaults=config.read_file(config.find_config(default)))
+        for each in config.all_problems(facts, found):
+            if each.partition(": ")[0] not in told:
+                print(f"  {each}", file=sys.stderr)
         sys.exit(2)
 
 

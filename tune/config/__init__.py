@@ -3,7 +3,7 @@
 from tune.config.check import combine, signature_of
 from tune.config.entry import entrypoint
 from tune.config.instantiate import inherited, instantiate, instantiate_data, instantiate_weighted
-from tune.config.load import flat, load, notes, read, read_file, save, saved
+from tune.config.load import all_problems, flat, load, notes, read, read_file, save, saved
 from tune.config.paths import find_config, find_default, find_recipe, list_configs, list_recipes, local_folder
 from tune.config.text import Layer, parse
 

@@ -17,7 +17,7 @@ from tune.config.instantiate import COMPONENT
 from tune.config.paths import find_config
 from tune.config.text import Values
 from tune.errors import TuneError
-from tune.rules import Facts, Level, judge
+from tune.rules import Facts, Finding, Level, judge
 from tune.secrets import without_secrets
 from tune.types import as_given, show
 
@@ -73,10 +73,23 @@ def settle(facts: Facts, problems: Sequence[str] = ()) -> None:
     Raises:
         TuneError: rules find errors, or there are `problems` already; the message lists both.
     """
-    wrong = {problem.partition(": ")[0] for problem in problems}
-    findings = judge(facts, wrong={*wrong, "parallel.auto"} if wrong else ())  # no layout is planned for wrong settings
-    require_none([*problems, *(f"{finding}." for finding in findings if finding.level is Level.ERROR)])
+    findings = _judge(facts, problems)
+    require_none([*problems, *_errors(findings)])
     facts.cfg.__dict__["_notes"] = [f"{finding.level}: {finding}" for finding in findings]
+
+
+def all_problems(facts: Facts, problems: Sequence[str] = ()) -> list[str]:
+    """The `problems` of the settings' shape, and what the rules find wrong with all others."""
+    return [*problems, *_errors(_judge(facts, problems))]
+
+
+def _judge(facts: Facts, problems: Sequence[str]) -> list[Finding]:
+    wrong = {problem.partition(": ")[0] for problem in problems}
+    return judge(facts, wrong={*wrong, "parallel.auto"} if wrong else ())  # no layout is planned for wrong settings
+
+
+def _errors(findings: Sequence[Finding]) -> list[str]:
+    return [f"{finding}." for finding in findings if finding.level is Level.ERROR]
 
 
 def notes(cfg: DictConfig) -> list[str]:
