@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import slow_but
 from omegaconf import OmegaConf
 
 from tune import config
@@ -39,7 +40,7 @@ def text_settings(recipe: str) -> list[str]:
     return [key for key, kind in kinds.items() if fits("any text", kind) and not fits(object(), kind)]
 
 
-@pytest.mark.parametrize("recipe", config.list_recipes())
+@pytest.mark.parametrize("recipe", slow_but(config.list_recipes()[::4], config.list_recipes()))
 def test_every_setting_that_takes_text_takes_any_name(recipe: str, tmp_path: Path) -> None:
     keys = [key for key in text_settings(recipe) if key not in NO_NAMES]
     assert {"model.path", "out" if recipe == "evaluate" else "output_dir"} <= {*keys}

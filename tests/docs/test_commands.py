@@ -41,9 +41,9 @@ NOT_RUN = {
 }
 
 
-# Quick are the pages that a new user reads, and those that run little.
+# Quick are the pages that run little.
 LONG = (
-    "examples/", "docs/clusters.md", "docs/coming_from_", "docs/components.md", "docs/distillation.md",
+    "README.md", "examples/", "docs/clusters.md", "docs/coming_from_", "docs/components.md", "docs/distillation.md",
     "docs/cli.md", "docs/evaluation.md", "docs/families.md", "docs/layouts.md", "docs/planning.md",
     "docs/preferences.md", "docs/reinforcement.md", "docs/reward.md", "docs/using.md",
 )  # fmt: skip

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import run_processes
+from helpers import run_processes, slow_but
 from torch.testing import assert_close
 
 from tune.generation.sampler import _kept, choose, uniforms
@@ -73,9 +73,10 @@ def test_top_p_takes_no_more_where_the_probabilities_add_up_to_it(top_p, count):
     assert torch.equal(kept, transformers.TopPLogitsWarper(top_p)(None, logits).isfinite())
 
 
-@pytest.mark.parametrize(
-    "settings", [{"temperature": 0.7}, {"temperature": 1.5}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}]
-)
+DRAWN = [{"temperature": 0.7}, {"temperature": 1.5}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}]
+
+
+@pytest.mark.parametrize("settings", slow_but(DRAWN[2:3], DRAWN))
 def test_10_000_draws_have_the_shares_of_their_tokens(settings):
     """By Pearson's chi-square with what transformers keeps; the seed decides each draw."""
     logits = torch.randn(1, 20, generator=torch.Generator().manual_seed(3)) * 1.5

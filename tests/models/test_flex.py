@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import save_checkpoint
+from helpers import save_checkpoint, slow_but
 from models.test_attention import SCORINGS, make, parts, with_gradients
 from torch.nn.attention import flex_attention
 from torch.testing import assert_close
@@ -154,7 +154,8 @@ def test_a_device_that_refuses_computes_by_matrix_products(on_cpu, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("checkpointing", "compile"), [("none", False), ("selective", False), ("full", False), ("selective", True)]
+    ("checkpointing", "compile"),
+    slow_but([("selective", False)], [("none", False), ("selective", False), ("full", False), ("selective", True)]),
 )
 def test_a_model_with_bounded_scores(checkpointing, compile, on_cpu, tmp_path, monkeypatch):
     """Gemma 2 has two kinds of layers, which share a graph for all batches, or have one each if blocks are compiled."""

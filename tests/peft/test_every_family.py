@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import save_checkpoint
+from helpers import save_checkpoint, slow_but
 from models.test_families import VARIANTS
 from torch.testing import assert_close
 
@@ -18,7 +18,7 @@ FAMILIES = {name.partition("-")[0]: variant for name, variant in reversed(VARIAN
 TOKENS = torch.arange(5, 85).view(2, 40)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but([*FAMILIES][::4], FAMILIES))
 def test_adapter(family, tmp_path):
     config_class, changes = FAMILIES[family]
     folder = save_checkpoint(tmp_path / "base", config_class, **{"pad_token_id": None} | changes)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import save_checkpoint
+from helpers import save_checkpoint, slow_but
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.testing import assert_close
@@ -109,7 +109,7 @@ def test_adapters_start_as_in_peft_and_say_their_dropout(checkpoint, tmp_path):
     assert read_adapter(str(tmp_path)).dropout == 0.25
 
 
-@pytest.mark.parametrize("folder", ["checkpoint", "tied_checkpoint", "biased_checkpoint"])
+@pytest.mark.parametrize("folder", slow_but(["checkpoint"], ["checkpoint", "tied_checkpoint", "biased_checkpoint"]))
 def test_peft_loads_it_and_computes_the_same(folder, lora, tmp_path, request):
     if folder == "tied_checkpoint" and lora in UNTIED.values():
         pytest.skip("a tied head is refused (test_refused_with_a_tied_head)")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import save_checkpoint
+from helpers import save_checkpoint, slow_but
 from recipes.run_variants import main_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -69,7 +69,10 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize(("recipe", "kind"), [(recipe, kind) for recipe in WAYS for kind in WAYS[recipe]])
+ALL_WAYS = [(recipe, kind) for recipe in WAYS for kind in WAYS[recipe]]
+
+
+@pytest.mark.parametrize(("recipe", "kind"), slow_but(ALL_WAYS[::4], ALL_WAYS))
 def test_what_ships_is_what_training_saw(
     recipe: str, kind: str, checkpoint: Path, in_bf16: Path, chats: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -152,7 +155,7 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("wrong", slow_but([*WRONG][::5], WRONG))
 def test_wrong_inputs(wrong: str, checkpoint: Path, chats: Path, tmp_path: Path, told: Any) -> None:
     recipe, settings, message = WRONG[wrong]
     places = {"ODD": {"intermediate_size": 100}, "EXPERTS": {"config_class": "MixtralConfig", "num_local_experts": 4}}

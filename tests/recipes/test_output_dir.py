@@ -6,6 +6,7 @@ import shutil
 import distill
 import lora_finetune
 import pytest
+from helpers import slow_but
 from safetensors.torch import load_file
 
 from tune.checkpointers import add_tokens
@@ -112,7 +113,10 @@ def test_tokens_are_not_added_over_the_model_that_is_read(inputs):
     assert contents(inputs.model) == before
 
 
-@pytest.mark.parametrize("name", ["config.json", "adapter_config.json", "rows.JSONL", "model.safetensors"])
+NAMES = ["config.json", "adapter_config.json", "rows.JSONL", "model.safetensors"]
+
+
+@pytest.mark.parametrize("name", slow_but(NAMES[:1], NAMES))
 def test_a_folder_with_a_model_or_data_is_refused(name, inputs, run_recipe, told, capsys):
     """`tune generate` of it took the model that was there before."""
     folder = inputs.folder / "taken"

@@ -353,7 +353,7 @@ def test_two_steps_of_another_method_run_where_nothing_is_refused(
 USUAL = {name: next(iter(values)) for name, values in FACTORS.items()} | {"trained": "lora"}
 
 
-@pytest.mark.parametrize(("values", "message"), REFUSED)
+@pytest.mark.parametrize(("values", "message"), slow_but(REFUSED[::4], REFUSED))
 def test_a_run_refuses(values, message, run):
     with pytest.raises(TuneError, match=re.escape(message)):
         run(USUAL | each_of(values)[0])

@@ -169,6 +169,7 @@ def test_offsets_cover_the_text(kind, request, tmp_path, ranked):
         } == set(range(len(text))), text
 
 
+@pytest.mark.slow
 def test_what_is_saved_gives_the_same_ids_in_transformers(vocabulary, tmp_path):
     folder, _ = vocabulary
     ours = Tokenizer(str(folder))
@@ -182,6 +183,7 @@ def test_what_is_saved_gives_the_same_ids_in_transformers(vocabulary, tmp_path):
     assert (ours.bos_id, ours.eos_id, ours.pad_id) == (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id)
 
 
+@pytest.mark.slow
 def test_added_tokens_are_saved(vocabulary, tmp_path):
     ours = Tokenizer(str(vocabulary[0]))
     size = ours.vocab_size
