@@ -261,6 +261,7 @@ world.finish()
 """
 
 
+@pytest.mark.slow
 def test_what_is_not_sharded_comes_back_as_rank_0_had_it(tmp_path):
     (tmp_path / "script.py").write_text(OWN_TO_EACH_RANK)
     run_processes(tmp_path / "script.py", 2, str(tmp_path / "checkpoints"))

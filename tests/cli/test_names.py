@@ -36,6 +36,7 @@ def succeeded(*commands: list[str]) -> list[str]:
     return [each.stdout for each in done]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [NAMES[::6], pytest.param(NAMES, marks=pytest.mark.slow)])
 def test_models_and_what_is_written(names: list[str], checkpoint: Path, chats: Path, here: Path) -> None:
     row = chats.read_text().splitlines()[0]

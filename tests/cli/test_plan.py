@@ -28,6 +28,7 @@ def plan(capsys, *arguments: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_what_it_says(tmp_path, checkpoint, capsys):
     (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())  # no weights, no tokenizer, no data
     run = ["full_finetune", f"model.path={tmp_path}", "max_seq_len=128", "--device", "h100", "--world-size", "8"]
@@ -96,6 +97,7 @@ def test_host_memory_must_suffice(tmp_path, checkpoint, capsys):
     assert "memory.cpu_offload=false" in " ".join(json.loads(plan(capsys, *run, "--search", "--json"))["overrides"])
 
 
+@pytest.mark.slow
 def test_calibration_gives_the_run_that_it_learned_from(tmp_path, checkpoint, capsys):
     settings = [f"model.path={checkpoint}", "max_seq_len=96", "global_batch_size=4", "dtype=fp32", "device=cpu"]
     cfg = config.load("full_finetune", [*settings, "dataset.path=none"])

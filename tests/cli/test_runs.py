@@ -325,6 +325,7 @@ class Terminal:
         os.write(self.outer, text.encode())
 
 
+@pytest.mark.slow
 def test_watch_follows_a_run_to_its_end(going_on):
     folder, process = going_on
     terminal = Terminal(folder)

@@ -20,6 +20,7 @@ def documents(batches):
     ]
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(
     lengths=st.lists(st.integers(2, 60), min_size=8, max_size=40),

@@ -58,6 +58,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_a_script_without_a_process_group(tmp_path):
     (tmp_path / "one.py").write_text(ONE_PROCESS)
     subprocess.run([sys.executable, str(tmp_path / "one.py")], check=True, capture_output=True, text=True)

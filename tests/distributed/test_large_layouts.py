@@ -19,6 +19,7 @@ DEEPSEEK = LLAMA | {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "axes", "share"),
     [

@@ -315,6 +315,7 @@ world.finish()
 """
 
 
+@pytest.mark.slow
 def test_a_head_of_ones_own_beside_a_tied_one_leaves_the_loss_alone(tmp_path):
     folder = save_checkpoint(tmp_path / "model", num_hidden_layers=2, tie_word_embeddings=True)
     (tmp_path / "script.py").write_text(AUXILIARY)

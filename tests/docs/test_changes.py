@@ -62,6 +62,7 @@ def saved_weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return torch.load(folder / "state.pt", weights_only=True)["model"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", slow_but(["fp32"], ["fp32", "bf16"]))  # without FSDP, and with it
 def test_average(reader, run, checkpoint, dtype):
     follow(reader, "An average of the weights")
@@ -94,6 +95,7 @@ def test_noise(reader, run):
     torch.testing.assert_close(exported(again), exported(whole), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_frozen_layers(reader, run, checkpoint):
     follow(reader, "The first layers frozen")
     folder = run("frozen_layers=2")

@@ -43,9 +43,10 @@ NOT_RUN = {
 
 # Quick are the pages that run little.
 LONG = (
-    "README.md", "examples/", "docs/clusters.md", "docs/coming_from_", "docs/components.md", "docs/distillation.md",
-    "docs/cli.md", "docs/evaluation.md", "docs/families.md", "docs/layouts.md", "docs/planning.md",
-    "docs/preferences.md", "docs/reinforcement.md", "docs/reward.md", "docs/using.md",
+    "README.md", "examples/", "docs/cli.md", "docs/clusters.md", "docs/coming_from_", "docs/components.md",
+    "docs/data.md", "docs/distillation.md", "docs/evaluation.md", "docs/families.md", "docs/layouts.md", "docs/lora.md",
+    "docs/planning.md", "docs/preferences.md", "docs/reinforcement.md", "docs/reward.md", "docs/runs.md",
+    "docs/training.md", "docs/using.md",
 )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", slow_but([1], [1, 2]))
 def test_one_script_replaces_all(processes: int, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """The same again, and in two parts."""
@@ -33,6 +34,7 @@ def test_one_script_replaces_all(processes: int, tmp_path: Path, monkeypatch: Mo
     assert [(int(step), float(loss)) for step, loss in table] == [*enumerate(whole, 1)]
 
 
+@pytest.mark.slow
 def test_reward_and_environment(checkpoint: Path, chats: Path, tmp_path: Path) -> None:
     reader = Reader(tmp_path, checkpoint, chats)
     rows = [{"instruction": f"the cat {number}"} for number in range(8)]

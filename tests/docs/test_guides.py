@@ -68,6 +68,7 @@ def test_a_dataset_format(reader, capsys):
     assert "⟦6<|im_end|>⟧" in shown
 
 
+@pytest.mark.slow
 def test_a_logger(reader):
     reader.follow(GUIDES["A logger"])
     table = [line.split(",") for line in (reader.folder / "losses.csv").read_text().splitlines()]

@@ -197,6 +197,7 @@ def test_a_context_of_blanks_is_empty(models, world):
     assert found == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chat", [{}, {"apply_chat_template": True, "num_fewshot": 2}], ids=["plain", "chat"])
 @pytest.mark.parametrize("name", slow_but(["llama"], ["llama", "adapter", "with BOS"]))
 def test_whole_tasks(name, chat, models, folder, world):

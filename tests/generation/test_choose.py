@@ -103,6 +103,7 @@ def test_10_000_draws_have_the_shares_of_their_tokens(settings):
     assert torch.equal(found, draws(1)) and not torch.equal(found, draws(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 3])
 def test_processes_that_share_the_vocabulary_choose_together(processes):
     run_processes(Path(__file__).with_name("choose_together.py"), processes)

@@ -296,6 +296,7 @@ def test_one_wait_a_token(llama, monkeypatch):
     assert not waits.found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_sharded_over_processes(llama, count):
     script = Path(__file__).with_name("sharded_sampling.py")

@@ -115,6 +115,7 @@ def test_two_losses(copied: Copied, pretrained: torch.nn.Module) -> None:
     assert step["z_loss"] == pytest.approx(float(logits.exp().sum(-1).log().square().mean()), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_rows_in_memory(copied: Copied) -> None:
     steps = train(copied, "7 memory")
     assert [step["step"] for step in steps] == [1, 2, 3]  # of 24 rows, 8 in each
@@ -168,6 +169,7 @@ def test_curriculum(copied: Copied) -> None:
     assert sum(tokens[:6]) == sum(tokens[6:])
 
 
+@pytest.mark.slow
 def test_two_loaders(copied: Copied) -> None:
     steps = train(copied, "15 two loaders")
     others = datasets.load(Tokenizer(str(copied.checkpoint)), str(copied.folder / "replay.jsonl"), max_seq_len=128)
@@ -249,6 +251,7 @@ def test_moving_mixture(copied: Copied) -> None:
     assert is_other == [False, False, False, True]
 
 
+@pytest.mark.slow
 def test_margin(copied: Copied) -> None:
     """At first the rewards are 0."""
     (step, *_) = train(copied, "25 margin", "global_batch_size=16", "max_steps=1")
@@ -257,6 +260,7 @@ def test_margin(copied: Copied) -> None:
     assert copied.validate(*prepare(copied, "25 margin"), "loss.length_normalized=true", "loss.beta=5") == 0
 
 
+@pytest.mark.slow
 def test_a_head(copied: Copied) -> None:
     """Of zeros it starts at log 4, learns, and is in a file next to the export, which has what the model had before."""
     steps = train(copied, "a head")

@@ -113,6 +113,7 @@ DELETED = {  # of a group: its lines in the script, without it
 }
 
 
+@pytest.mark.slow
 def test_groups_deleted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All groups that a copy does not read, from both files."""
     cli.main(["cp", "full_finetune", "mine.py"])

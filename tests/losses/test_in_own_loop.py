@@ -507,6 +507,7 @@ def optimizer():
     return torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
 
 
+@pytest.mark.slow
 def test_losses_are_imported_without_process_groups_and_meshes():
     script = "import sys; before = {*sys.modules}; import tune.losses; print(*({*sys.modules} - before), sep='\\n')"
     loaded = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout.split()

@@ -618,6 +618,7 @@ def peer_files() -> list[Path]:
     return sorted(PEER_CONFIGS.glob("*/*.y*ml"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not peer_files(), reason="no configs of peers: neither $TUNE_PEER_CONFIGS nor ../shared/data/configs"
 )

@@ -104,6 +104,7 @@ def test_parts_of_documents(kind, on_cpu):
     assert_close(attend(*heads, documents, scoring, mask), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_other_documents_need_no_other_graph(on_cpu):
     """Nor do other lengths, from the second on; without gradients there is one more, also among compiled blocks."""
     scoring = SCORINGS["softcap"]

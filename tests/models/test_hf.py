@@ -116,6 +116,7 @@ def test_documents_that_share_a_row_and_gradients(pair):
             assert (parameter.grad - reference).norm() <= 1e-5 * reference.norm() + 1e-5, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pair",
     [pytest.param(kind, marks=() if kind.startswith(("gpt2:", "gpt:")) else pytest.mark.slow) for kind in VARIANTS],

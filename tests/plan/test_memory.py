@@ -80,6 +80,7 @@ def test_blocks_with_adapters_are_not_taken_for_the_first_one(checkpoint):
     assert blocks.number == 3 and blocks.backward.products > blocks.forward.products
 
 
+@pytest.mark.slow
 def test_weights_gradients_and_states_of_a_process(checkpoint):
     numbers = sum(each.numel() for each in build(str(checkpoint)).parameters())
     whole = job(checkpoint, dtype="bf16", rows=8).plan(Layout(1, 4, 1, 1))
@@ -99,6 +100,7 @@ def test_gradients_are_there_before_a_backward_from_the_second_micro_batch_on(ch
         assert (planned.moment, planned.memory["gradients"]) == ("head and loss", gradients)
 
 
+@pytest.mark.slow
 def test_four_bits(checkpoint):
     linears = [m for name, m in build(str(checkpoint)).named_modules() if isinstance(m, nn.Linear) and name != "head"]
     weights = sum(each.weight.numel() for each in linears)
@@ -109,6 +111,7 @@ def test_four_bits(checkpoint):
     assert 4 - (whole - quantised) / weights < 0.7  # half a byte, and the scales
 
 
+@pytest.mark.slow
 def test_states_of_optimizers(checkpoint):
     """Bytes for a trained parameter, from the recipe's own step."""
 
@@ -121,6 +124,7 @@ def test_states_of_optimizers(checkpoint):
     assert states("tune.optimizers.Adafactor") < 0.2
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_written_of_a_copy_in_host_memory(checkpoint):
     """The peak of a run on a CPU with few activations: the weights and states twice."""
     numbers = sum(each.numel() for each in build(str(checkpoint)).parameters())
@@ -161,6 +165,7 @@ def test_processes_share_a_cpu(device, share, checkpoint):
     assert half.device.memory == alone.device.memory  # of each process
 
 
+@pytest.mark.slow
 def test_the_search_is_the_best_of_all(checkpoint):
     planned = job(checkpoint, rows=6, dtype="bf16", processes=3)
     found = planned.search()
@@ -268,6 +273,7 @@ def test_time_is_that_of_elements_which_are_touched():
             assert recorder.compute == pytest.approx(moved / (device.bandwidth * 1e9 * device.bandwidth_share))
 
 
+@pytest.mark.slow
 def test_weights_in_four_bits_take_time_to_read(checkpoint):
     """Each time those of the block become whole ones: read as bytes, written in the type of the computation."""
     at_once = replace(DEVICES["h100"], launch=0.0, product_share=1e9, attention_share=1e9)

@@ -110,6 +110,7 @@ def test_peak_of_completions_of_a_family(of_family, more, tmp_path, monkeypatch)
     compare_completions(of_family, tmp_path, monkeypatch, more, rel=0.12 if more == ROLLOUT else 0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batch_size", [4, 16])
 def test_a_search_knows_what_groups_share(micro_batch_size, checkpoint):
     common = [f"model.path={checkpoint}", "dataset.path=x", "reward=plan.test_recording.length_modulo"]
@@ -186,6 +187,7 @@ SFT = ["max_seq_len=64", "micro_batch_size=4", "global_batch_size=4"]
 LOSS = "loss = model(micro_batch, loss_fn) / max(1, batch.num_supervised)"
 
 
+@pytest.mark.slow
 def test_an_edited_step_is_what_is_planned(planned):
     """A forward more is half of a backward; what is kept of a second one is there twice."""
     one = planned("full_finetune", more=SFT)

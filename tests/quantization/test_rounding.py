@@ -155,6 +155,7 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", slow_but([*WRONG][::5], WRONG))
 def test_wrong_inputs(wrong: str, checkpoint: Path, chats: Path, tmp_path: Path, told: Any) -> None:
     recipe, settings, message = WRONG[wrong]

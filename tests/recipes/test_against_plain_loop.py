@@ -208,6 +208,7 @@ class Dropout(torch.nn.Module):
         return input * kept(*Dropout.now, *input.shape[1:], self.layer) / (1 - DROPOUT)
 
 
+@pytest.mark.slow
 def test_adapters_with_dropout(checkpoint, chats, held_out, settings, monkeypatch, tmp_path):
     base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     lora = peft.LoraConfig(

@@ -93,6 +93,7 @@ def loaded(folder):
     return transformers.AutoModelForCausalLM.from_pretrained(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_generation_config", [True, False])
 def test_full(base, settings, tmp_path, has_generation_config):
     folder = shutil.copytree(base[1], tmp_path / "base")
@@ -102,6 +103,7 @@ def test_full(base, settings, tmp_path, has_generation_config):
     assert answer(loaded(tmp_path / "run" / "model"), tmp_path / "run" / "model") == ANSWER
 
 
+@pytest.mark.slow
 def test_adapter_and_merged(base, settings, tmp_path):
     (base[1] / "README.md").write_text("a base model's card")
     vocabulary = Tokenizer.from_file(str(base[1] / "tokenizer.json")).get_vocab()
@@ -127,6 +129,7 @@ def test_an_eos_of_ones_own_ends_texts_too(settings, tmp_path, base):
     assert tokenizer.eos_token == "<|im_end|>" and "im_start" in tokenizer.chat_template
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantised", [[], ["quantization.weights=nf4"]], ids=["", "nf4"])
 def test_rows_that_were_never_trained_are_named(base, settings, tmp_path, quantised):
     """Zero as in Llama 3, or alike as after training with tied weights; but not those that are trained now."""

@@ -66,6 +66,7 @@ def exported(folder):
 WAVES = {"full_finetune": ("optimizer.lr=0.05", 3), "lora_finetune": ("optimizer.lr=0.3", 2)}
 
 
+@pytest.mark.slow
 def test_the_best_is_kept_and_exported(run, recipe, checkpoint):
     wave, last = WAVES[recipe.__name__]
     folder = run(wave, f"max_steps={last}", "checkpointer.every=1", "checkpointer.keep=1")
@@ -143,6 +144,7 @@ def test_the_best_of_a_method(recipe, checkpoint, tied_checkpoint, pairs, chats,
     assert trained and all(torch.equal(weights[name], found[name]) for name in trained)
 
 
+@pytest.mark.slow
 def test_a_run_that_has_stopped_stays_stopped_and_goes_on_to_the_bit(run):
     settings = ["optimizer.lr=0", "max_steps=8", "checkpointer.patience=3", "checkpointer.every=1"]  # learns nothing
     folder = run(*settings, "checkpointer.keep=null")
@@ -157,6 +159,7 @@ def test_a_run_that_has_stopped_stays_stopped_and_goes_on_to_the_bit(run):
     assert [line["step"] for line in logged(resumed)][-1] == 4  # it waits no longer than the run that was cut off
 
 
+@pytest.mark.slow
 def test_resumed_to_the_bit(run, recipe):
     wave, last = WAVES[recipe.__name__]
     settings = [wave, "max_steps=8", "checkpointer.patience=1", "checkpointer.every=1"]
@@ -192,6 +195,7 @@ def test_a_measurement_that_fails_at_the_end_costs_no_step(
     assert exported(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_answers_to_fixed_prompts(run, recipe, checkpoint, tmp_path):
     (tmp_path / "prompts.txt").write_text("the cat\na very big dog and\nit was\n")
     settings = ["optimizer.lr=1e-2", f"evaluate.prompts={tmp_path}/prompts.txt", "evaluate.max_new_tokens=9"]

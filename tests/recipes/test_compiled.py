@@ -24,6 +24,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["grpo"], RECIPES))
 def test_a_compiled_run_follows_the_curve(name, run_recipe, checkpoint, pairs, requests, tmp_path, monkeypatch):  # noqa: F811
     """What is sampled is not compiled, as every length would be."""

@@ -184,10 +184,12 @@ def continued_bitwise(settings, exported, folder):
     assert (stopped / exported).read_bytes() == (folder / "whole" / exported).read_bytes()
 
 
+@pytest.mark.slow
 def test_continued_bitwise(common, tmp_path):
     continued_bitwise([*common, *METHODS["mixed"]], "model/model.safetensors", tmp_path)
 
 
+@pytest.mark.slow
 def test_an_adapter_continued_bitwise(common, tmp_path):
     continued_bitwise([*common, *METHODS["adapter"]], "adapter/adapter_model.safetensors", tmp_path)
 
@@ -320,6 +322,7 @@ def test_prompts_without_room_for_an_answer_are_counted(common, tmp_path):
     assert all(0 < step["without_room"] < 8 for step in steps)
 
 
+@pytest.mark.slow
 def test_on_policy_continued_bitwise(common, tmp_path):
     continued_bitwise([*common, *ON_POLICY], "model/model.safetensors", tmp_path)
 
@@ -333,6 +336,7 @@ def test_all_of_the_teacher_stored_is_the_teacher(common, plainly, chats, tmp_pa
     assert len(list((tmp_path / "kept").glob("teacher-*.npy"))) == 1  # of the same rows twice
 
 
+@pytest.mark.slow
 def test_stored_predictions_are_read_again(common, plainly, tmp_path):
     """Of the same teacher, rows and temperature only."""
     kept_in = f"dataset.cache_dir={tmp_path / 'kept'}"

@@ -97,6 +97,7 @@ def test_an_interrupted_run_has_saved_when_it_says_so(recipe, train, closed, cha
     assert [(line["step"], "validation_loss" in line) for line in lines] == [(1, True), (2, False)]  # there is no time
 
 
+@pytest.mark.slow
 def test_what_is_measured_at_the_end_is_measured_by_the_next_start(recipe, train, monkeypatch, tmp_path, chats):
     recipe, validated = importlib.import_module(recipe), [f"validation_dataset.path={chats}", "validate_every=null"]
     train(recipe, f"output_dir={tmp_path / 'whole'}", *validated)

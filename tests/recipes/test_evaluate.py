@@ -71,6 +71,7 @@ def of(results: dict, task: str) -> dict:
     return {name: value for name, value in values if "," in name and "stderr" not in name}
 
 
+@pytest.mark.slow
 def test_tasks(checkpoint, folder, tmp_path, capsys):
     out = tmp_path / "results" / "all.json"
     options = ["--include-path", str(folder), "--limit", "6", "--batch-size", "4", "--num-fewshot", "1"]
@@ -113,6 +114,7 @@ def test_loss_is_that_of_transformers(dtype, within, checkpoint, tmp_path):
     assert found == pytest.approx({f"{name},none": value for name, value in expected.items()}, rel=within)
 
 
+@pytest.mark.slow
 def test_loss_is_that_of_a_validation(checkpoint, chats, tmp_path, run_recipe):
     """With the masks and the template of training."""
     out, run = tmp_path / "out.json", tmp_path / "run"

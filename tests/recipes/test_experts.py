@@ -60,11 +60,13 @@ def assert_same_curves(ours, reference):
         assert ours[key] == pytest.approx(reference[key], rel=1e-5), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", slow_but(["packed, micro-batches of 4", "selective recomputation"], [*WAYS][2:]))
 def test_one_process(way, alone):
     assert_same_curves(alone(way), alone("packed" if way.startswith("packed") else "unpacked"))
 
 
+@pytest.mark.slow
 def test_half_precision(alone, common, tmp_path):
     full_finetune.main(config.load("full_finetune", [*common, "dtype=bf16", f"output_dir={tmp_path}"]))
     rounded = curves(tmp_path)

@@ -21,6 +21,7 @@ def test_first_row_is_kept_with_what_is_learned_between_marks(inputs):
     assert row in (inputs.run / "log.txt").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_rows_beyond_the_positions_of_the_model_are_told(inputs, run_recipe, told, capsys):
     file = inputs.model / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 16}))

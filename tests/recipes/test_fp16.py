@@ -39,6 +39,7 @@ def test_a_run_in_which_all_steps_overflow_exports_nothing(common, run_recipe, t
     assert "no step changed the weights" in shown and f"{2**36:g}" in shown and not (tmp_path / "run/model").exists()
 
 
+@pytest.mark.slow
 def test_a_step_that_overflows_is_left_out(common, run_recipe, tmp_path, monkeypatch):
     """At first the scale is too high; continued from a checkpoint, it is as it was."""
     monkeypatch.setattr(LossScale, "INITIAL", 2.0**24)

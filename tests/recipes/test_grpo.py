@@ -131,6 +131,7 @@ def test_the_reward_rises(run, requests, tmp_path):
     assert sum(of_step) / len(of_step) == pytest.approx(steps[3]["reward"])
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_samples_and_learns_the_same(run, tmp_path):
     (ours,), (theirs,) = (
         run("max_steps=1", f"model._component_=tune.models.{name}", folder=tmp_path / name) for name in ("build", "hf")
@@ -292,6 +293,7 @@ def test_a_conversation_that_outgrows_the_model_ends_there_and_is_counted(run, t
     assert sum(step["without_room"] for step in steps) > 0
 
 
+@pytest.mark.slow
 def test_what_a_run_will_do_is_told(run, tmp_path):
     """Also where the epochs end before max_steps."""
     run("max_steps=9")
@@ -308,6 +310,7 @@ def test_the_report_says_on_what(run, tmp_path):
     assert "requests.jsonl" in page.split("</section>")[0] and "learned" not in page.split("</section>")[0]
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_trains_on_more_live_groups(run, tmp_path):
     reward = ["reward=recipes.test_grpo.odd_ones", *SMALL]
     plain, dynamic = (
@@ -391,6 +394,7 @@ def test_the_loss_is_that_of_its_formula(baseline, kl, run, checkpoint, tmp_path
         assert step["kl"] == pytest.approx(sum(divergences) / count, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "counts"), [(grpo, ["group_size=4"]), (ppo_finetune, ["prompts_per_step=16"])], ids=["grpo", "ppo"]
 )
@@ -467,6 +471,7 @@ def test_wrong_settings(case, by, run, checkpoint, requests, told, tmp_path, cap
     assert message in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_wrong_data(run, checkpoint, requests, told, tmp_path, capsys):
     text, answers, template = tmp_path / "text.jsonl", tmp_path / "answers.jsonl", "tokenizer.chat_template=plain"
     text.write_text('{"prompt": "the cat"}\n' * 4)
@@ -504,6 +509,7 @@ def test_several_rewards_with_weights(run, tmp_path):
     assert all(each["reward"] == each["share_of_a"] + 0.5 * each["odd_ones"] for each in rows(tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_references_agree(run, checkpoint, tmp_path):
     """That of a folder is the base without its adapter."""
     lora = ["adapter.rank=4", "kl=0.1", "optimizer.lr=1e-2"]
@@ -531,6 +537,7 @@ def test_a_continued_adapter_is_held_to_the_model_before_the_first_step(trained,
         assert one["reward"] == other["reward"]
 
 
+@pytest.mark.slow
 def test_quantised_base(run, tmp_path):
     steps = run("adapter.rank=4", "quantization.weights=nf4", "kl=0.1", "reference=adapter_off")
     assert steps[0]["kl"] == pytest.approx(0, abs=1e-6)

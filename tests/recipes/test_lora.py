@@ -117,6 +117,7 @@ def test_layouts(checkpoint, common, tmp_path):
             require_merged(folder / name, checkpoint)
 
 
+@pytest.mark.slow
 def test_base_and_checkpoint(checkpoint, common, tmp_path, monkeypatch):
     """The base is bitwise what it was, a checkpoint holds adapters and their optimizer states and nothing else."""
     run, models = tmp_path / "run", []
@@ -142,6 +143,7 @@ def test_base_and_checkpoint(checkpoint, common, tmp_path, monkeypatch):
     torch.testing.assert_close(merged(tokens).logits, adapter(tokens).logits, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_validation_is_without_dropout(checkpoint, chats, common, tmp_path):
     """The loss of the trained adapter as PEFT computes it in evaluation."""
     train(

@@ -40,6 +40,7 @@ def losses(run):
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe", [full_finetune, pytest.param(lora_finetune, marks=pytest.mark.slow)], ids=lambda recipe: recipe.__name__
 )

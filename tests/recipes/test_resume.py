@@ -116,12 +116,14 @@ def test_a_continued_run_equals_the_uninterrupted_one(method, saving, step, unin
     assert ours[1] == theirs[1]
 
 
+@pytest.mark.slow
 def test_only_the_newest_checkpoints_are_kept(uninterrupted, settings, train, tmp_path):
     run = stopped_after(4, uninterrupted, tmp_path)
     assert train([*settings, f"output_dir={run}", "checkpointer.keep=2"]) == 0
     assert [path.name for path in checkpoints(run)] == ["step-00000005", "step-00000006"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["step-00000003", "run"])
 def test_a_run_continues_from_another_ones_checkpoint(where, uninterrupted, settings, train, contents, tmp_path):
     source = stopped_after(3, uninterrupted, tmp_path)
@@ -149,6 +151,7 @@ def test_steps_that_the_epochs_do_not_reach_are_told(uninterrupted, settings, tr
     assert "warning: max_steps=7 is not reached: epochs=2 ends before" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_longer_run_continues_a_shorter_one(uninterrupted, settings, train, tmp_path):
     """Possible where the learning rate does not depend on the number of steps."""
     constant = ["schedule._component_=tune.optimizers.constant", f"output_dir={tmp_path}"]

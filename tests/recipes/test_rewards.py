@@ -205,6 +205,7 @@ def test_steps_are_those_of_the_formula_on_transformers_model(center, rows, pair
     assert steps[-1]["loss"] < 0.8 * steps[0]["loss"]
 
 
+@pytest.mark.slow
 def test_new_heads_are_random_by_the_seed_and_everything_is_trained(run, checkpoint, tmp_path):
     first, again, other = (run(*each, folder=tmp_path / name)[0]["loss"] for name, each in {
         "first": [], "again": [], "other": ["seed=1", "epochs=1"]}.items())  # fmt: skip

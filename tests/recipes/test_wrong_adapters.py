@@ -75,6 +75,7 @@ def adapter(inputs, checkpoint):
     return folder
 
 
+@pytest.mark.slow
 def test_adapter_of_another_base(adapter, inputs, run_recipe, capfd, told):
     wider = save_checkpoint(inputs.folder / "wider", intermediate_size=160)
     settings = [f"model.path={wider}", f"adapter.path={adapter}", f"output_dir={inputs.folder / 'new'}"]

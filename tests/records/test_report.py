@@ -73,6 +73,7 @@ def test_a_run(shown, make_run):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @needs_browser
 def test_a_browser_that_hangs_fails_the_test(monkeypatch):
     with Browser() as stopped:
@@ -82,6 +83,7 @@ def test_a_browser_that_hangs_fails_the_test(monkeypatch):
             stopped.ask("1")
 
 
+@pytest.mark.slow
 @needs_browser
 def test_reading_and_zooming(shown, make_run):
     browser = shown(make_run(steps=101))

@@ -181,6 +181,7 @@ def test_a_store_names_no_file_outside_of_the_folder(name: str, url: str, tmp_pa
     assert not (tmp_path / "outside.txt").exists()
 
 
+@pytest.mark.slow
 def test_a_failure_is_told_once_and_tried_again(url: str, tmp_path: Path, world, monkeypatch) -> None:
     found = Store(url, tmp_path / "a", world)
     told: list[str] = []

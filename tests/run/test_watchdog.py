@@ -104,6 +104,7 @@ together.end()
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_keeps_pythons_lock_says_where_on_stderr(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(APART)
     told = run_processes(tmp_path / "script.py", 2, str(tmp_path))

@@ -194,6 +194,7 @@ def test_what_stands_in_is_called_as_the_original(kind):
             assert [*inspect.signature(method).parameters] == [*inspect.signature(getattr(kind, name)).parameters], name
 
 
+@pytest.mark.slow
 def test_a_run_of_ones_own_class(mine):
     own = "class MyRun(Run):\n    def log(self, step, batch, metrics):\n        super().log(step, batch, metrics)\n\n\n"
     mine("full_finetune", ("@config.entrypoint", f"{own}@config.entrypoint"), ("run = Run(", "run = MyRun("))
