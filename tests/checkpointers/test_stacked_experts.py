@@ -37,6 +37,7 @@ def plain_output(tensors):
     return hidden.sum().item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])  # experts of two ranks: 2 and 1
 def test_in_and_out(source, tmp_path, processes):
     folder, tensors = source

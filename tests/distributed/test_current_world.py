@@ -64,6 +64,7 @@ def test_a_script_without_a_process_group(tmp_path):
     subprocess.run([sys.executable, str(tmp_path / "one.py")], check=True, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_a_group_of_their_own_stays_as_it_is(tmp_path):
     (tmp_path / "theirs.py").write_text(THEIRS)
     assert "done" in run_processes(tmp_path / "theirs.py", 2)

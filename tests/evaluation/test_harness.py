@@ -130,6 +130,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe", "of transformers alone", "adapter", "with BOS"])
 def test_requests(name, models, world):
     ours, theirs = both(models[name], world)

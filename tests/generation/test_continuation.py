@@ -20,6 +20,7 @@ class Reads(list):
         self.hook = model.embedding.register_forward_hook(lambda module, inputs, output: self.append(inputs[0].numel()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0, 0.8])
 def test_turns_of_a_conversation(model, temperature):
     """The windows are 16 tokens wide: these turns begin within them, reach over their ends and come after them."""

@@ -241,6 +241,7 @@ def test_logits_loss_and_gradients(pair, tmp_path):
             assert (gradient - references[on_disk]).norm() <= 1e-4 * references[on_disk].norm(), on_disk
 
 
+@pytest.mark.slow
 def test_bf16_is_no_further_from_fp32_than_in_transformers(pair):
     theirs, ours = pair
     folder, tokens = theirs.saved_in, random_tokens(2, 100)
@@ -270,7 +271,7 @@ def test_documents_in_a_row_do_not_see_each_other(pair):
     assert_close(ours(Batch.of(tokens, documents=documents)), alone, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("most", [8, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most", [4, pytest.param(64, marks=pytest.mark.slow)])
 def test_greedy_decoding(pair, most):
     theirs, ours = pair
     prompts = [random_tokens(1, length)[0].tolist() for length in (3, 27, 17, 1, 9)]

@@ -36,6 +36,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", LARGER)
 def test_ours_in_peft_and_merged(family, kind, tmp_path, recwarn):

@@ -175,7 +175,7 @@ def test_every_family(family, step, tmp_path):
 
 
 # A recipe is quick with its first settings.
-QUICK = [(recipe, next(iter(SETTINGS[recipe]))) for recipe in RECIPES] + [("lora_finetune", "NF4, DoRA")]
+QUICK = [(recipe, next(iter(SETTINGS[recipe]))) for recipe in RECIPES]
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def stopped_after(step, uninterrupted, folder):
 @pytest.mark.parametrize(
     ("method", "saving", "step"),
     slow_but(
-        [("full", "async", 3), ("full", "sync", 3), ("adapter", "async", 4)],
+        [("full", "async", 3)],
         [
             *itertools.product(["full"], ["async", "sync"], [1, 3, 4]),
             *itertools.product(["DPO", "KTO", "adapter", "GRPO"], ["async"], [4]),

@@ -20,7 +20,8 @@ CASES: list = []
 
 def wrong(*says: str) -> Callable[[Case], Case]:
     def register(case: Case) -> Case:
-        CASES.append(pytest.param(case, says, id=case.__name__.replace("_", " ")))
+        marks = pytest.mark.slow if len(CASES) % 3 else ()
+        CASES.append(pytest.param(case, says, id=case.__name__.replace("_", " "), marks=marks))
         return case
 
     return register

@@ -221,7 +221,7 @@ NOT_BEFORE |= {name for name in ENVIRONMENTS if name not in ("NoStep", "good")}
 
 
 # One of each kind: code that fails, a folder of another kind, a value, rows.
-QUICK = {"grpo": {"raises", "no reward model", "greedy", "no prompt fits"}, "ppo_finetune": {"lambda"}}
+QUICK = {"grpo": {"raises", "no prompt fits"}, "ppo_finetune": set()}
 
 
 def cases(names):
@@ -242,7 +242,7 @@ def overrides_and_messages(case, folders):
 
 # What both methods refuse is quick of one of them.
 @pytest.mark.parametrize(
-    ("recipe", "case"), cases({"grpo": {*BOTH, *OF_GRPO}, "ppo_finetune": {*OF_PPO, "raises", "greedy"}})
+    ("recipe", "case"), cases({"grpo": {*[*BOTH][::2], *[*OF_GRPO][::2]}, "ppo_finetune": {*[*OF_PPO][::2], "raises"}})
 )
 def test_a_run_refuses(recipe, case, settings, folders, run_recipe, capsys):
     given, messages = overrides_and_messages(case, folders)

@@ -22,6 +22,7 @@ BESIDE = {
 }
 
 
+@pytest.mark.slow
 def test_two_processes(checkpoint, common, tmp_path):  # noqa: F811
     variants = {"all": [f"model.path={checkpoint}", "validate_every=2"]}
     assert_one_curve(

@@ -105,6 +105,7 @@ def test_reading_and_zooming(shown, make_run):
     browser.wait_for("charts[0].data[2].slice(0, 3)", pytest.approx(smooth))
 
 
+@pytest.mark.slow
 @needs_browser
 @pytest.mark.parametrize("width", [1400, 400])
 @pytest.mark.parametrize("dark", [False, True])
