@@ -86,6 +86,7 @@ def cli(folder: Path, hub: str, *arguments: str) -> subprocess.CompletedProcess[
     return done
 
 
+@pytest.mark.slow
 def test_gets_what_training_needs_and_nothing_twice(tmp_path: Path, hub: str) -> None:
     first = download(tmp_path, hub, "someone/tiny")
     assert first.returncode == 0, first.stderr

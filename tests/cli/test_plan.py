@@ -54,6 +54,7 @@ def test_a_step_that_takes_less_than_to_put_its_batch_together(checkpoint, capsy
     assert json.loads(plan(capsys, *run, "global_batch_size=256", "--device", "cpu"))["seconds"]["input"] == 0
 
 
+@pytest.mark.slow
 def test_rows_beyond_the_positions_of_the_model_are_told(checkpoint, capsys):
     run = ["full_finetune", f"model.path={checkpoint}", "--device", "h100", "--world-size", "1"]
     short, long = [main(["plan", *run, f"max_seq_len={length}"]) or capsys.readouterr().err for length in (512, 600)]
@@ -111,6 +112,7 @@ def test_calibration_gives_the_run_that_it_learned_from(tmp_path, checkpoint, ca
     assert found["memory_gib"]["total"] == pytest.approx(1.5, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_calibration_with_steps_that_wait_for_their_input(tmp_path, checkpoint, capsys, monkeypatch):
     """The wait is in data_seconds, and not in what the device computes."""
     monkeypatch.setattr(planning, "INPUT", 1.0)

@@ -40,6 +40,7 @@ def test_turns_of_a_conversation(model, temperature):
     reads.hook.remove()
 
 
+@pytest.mark.slow
 def test_other_texts_than_before(model):
     """Again, shorter, changed at its beginning, its middle or its end, and after an answer that was left."""
     continuation, sampler = Continuation(model), Sampler(max_new_tokens=8, temperature=0.9)

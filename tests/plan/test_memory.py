@@ -156,6 +156,7 @@ def test_a_line_through_one_and_two_rows_gives_four(checkpoint):
     assert abs(line.step_seconds / exact.step_seconds - 1) < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("device", "share"), [("cpu", 2), ("h100", 1)])
 def test_processes_share_a_cpu(device, share, checkpoint):
     known = replace(DEVICES[device], launch=0.0)
@@ -221,6 +222,7 @@ def test_time_of_a_cpu():
     assert two.transfer(1e6, 2) == pytest.approx(0.5e-3 + 1e-3) and four.transfer(1e6, 2) == pytest.approx(3e-3)
 
 
+@pytest.mark.slow
 def test_stages_that_wait_leave_their_core_to_others(checkpoint):
     """Of two stages with four micro-batches one waits for a fifth of the step, if nobody takes its core."""
     alone, crowded = (

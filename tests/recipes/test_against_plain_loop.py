@@ -132,6 +132,7 @@ def assert_same(logged, expected):
         assert {name: ours[name] for name in theirs} == pytest.approx(theirs, rel=1e-4), ours["step"]
 
 
+@pytest.mark.slow
 def test_all_parameters_of_a_mixture_of_experts(chats, held_out, settings, tmp_path):
     folder = save_checkpoint(
         tmp_path / "model", "Qwen3MoeConfig", num_experts=EXPERTS, num_experts_per_tok=CHOSEN, head_dim=16,

@@ -174,6 +174,7 @@ def test_resumed_to_the_bit(run, recipe):
     assert states[0]["best"] == states[1]["best"]
 
 
+@pytest.mark.slow
 def test_a_measurement_that_fails_at_the_end_costs_no_step(
     checkpoint, chats, tmp_path, run_recipe, recipe, monkeypatch
 ):

@@ -327,6 +327,7 @@ def test_on_policy_continued_bitwise(common, tmp_path):
     continued_bitwise([*common, *ON_POLICY], "model/model.safetensors", tmp_path)
 
 
+@pytest.mark.slow
 def test_all_of_the_teacher_stored_is_the_teacher(common, plainly, chats, tmp_path):
     validated = [f"validation_dataset.path={chats}", f"dataset.cache_dir={tmp_path / 'kept'}"]
     settings = [*common, *validated, "teacher.top_k=300", f"max_steps={curve_steps()}"]
@@ -350,11 +351,13 @@ def test_stored_predictions_are_read_again(common, plainly, tmp_path):
     assert len(list((tmp_path / "kept").glob("teacher-*.npy"))) == 2
 
 
+@pytest.mark.slow
 def test_a_teacher_whose_predictions_are_stored_is_gone_before_the_first_step(common, frozen_in_steps, tmp_path):
     run(tmp_path, [*common, f"dataset.cache_dir={tmp_path / 'kept'}", "teacher.top_k=8", "max_steps=1"])
     assert frozen_in_steps == [False]
 
 
+@pytest.mark.slow
 def test_predictions_are_stored_ahead_of_the_run(common, plainly, chats, tmp_path, capsys):
     """By `tune prepare`; the run does not compute them again."""
     more = [f"validation_dataset.path={chats}", "dataset.take=20", f"dataset.cache_dir={tmp_path / 'kept'}"]
@@ -367,6 +370,7 @@ def test_predictions_are_stored_ahead_of_the_run(common, plainly, chats, tmp_pat
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "kept").glob("teacher-*.npy")} == stored
 
 
+@pytest.mark.slow
 def test_answers_of_the_student_to_fixed_prompts(common, checkpoint, tmp_path):
     (tmp_path / "prompts.txt").write_text("the cat\nit was\n")
     asked = [f"evaluate.prompts={tmp_path}/prompts.txt", "evaluate.max_new_tokens=7", "evaluate.every=2"]

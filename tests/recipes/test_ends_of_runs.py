@@ -68,6 +68,7 @@ def test_an_infinite_gradient_of_a_finite_loss_stops_the_run(recipe, clip, train
     assert checkpoints(tmp_path) == ["step-00000001", "step-00000002"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_has_saved_when_it_says_so(recipe, train, closed, chats, monkeypatch, tmp_path):
     recipe, asked, told = importlib.import_module(recipe), SimpleNamespace(requested=False, end=lambda: False), []
     save, log, info = checkpointer.dcp.save, Run.log, Run.info

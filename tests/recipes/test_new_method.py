@@ -26,6 +26,7 @@ def make_weighted(chunk_tokens: int | None = None):
     return weighted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", ["true", "false"])
 def test_a_weight_of_each_document(checkpoint, tmp_path, packed):
     rows = [{"text": f"the cat sat on {i} mats and ran", "weight": i / 3} for i in range(8)]

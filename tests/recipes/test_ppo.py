@@ -61,6 +61,7 @@ def test_the_reward_rises_and_values_learn(run):
     assert abs(steps[-1]["value"] - steps[-1]["return"]) < 0.2
 
 
+@pytest.mark.slow
 def test_a_new_value_model_says_nothing_and_a_reward_model_what_it_has_learned(run, tmp_path):
     assert run("max_steps=1", "updates=1")[0]["value"] == 0
     reward_model(tmp_path / "scores")
@@ -220,6 +221,7 @@ def far_share_of_a(row, completion):
     return 1000 + share_of_a(row, completion)
 
 
+@pytest.mark.slow
 def test_what_is_added_to_all_rewards_changes_no_gradient_of_the_policy(run, tmp_path):
     alone = ["max_steps=1", "updates=1", "gae_lambda=1", "value_weight=0"]
     far = ["reward=recipes.test_ppo.far_share_of_a"]

@@ -57,6 +57,7 @@ def test_quantisation_of_what_is_trained(inputs, run_recipe, capfd, told):
     assert says in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_quantised_modules_are_not_trained_whole(inputs, run_recipe, capfd, told):
     settings = ["quantization.weights=nf4", "adapter.modules_to_save=[q_proj]", "adapter.target_modules=[v_proj]"]
     settings = inputs.settings(*settings, f"output_dir={inputs.folder / 'new'}")

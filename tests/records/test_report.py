@@ -136,6 +136,7 @@ def test_runs_of_other_recipes_over_each_other(shown, make_run):
     assert "The run has failed: <i>no</i> memory" in text and "mine.right" in text and "max_steps\t12\t30" in text
 
 
+@pytest.mark.slow
 @needs_browser
 def test_gaps_are_drawn_as_gaps(shown, make_run):
     folder = make_run(steps=10)
