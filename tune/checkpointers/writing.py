@@ -95,15 +95,10 @@ def export(
             write_tensors(unfinished, tensors(), None if compressor else len(there) or None)
             require_finite_on_all(world, "model", broken, folder)
             _require_fitting(world, misfits, origin)
-            if dtype and fields:
-                key = "torch_dtype" if "torch_dtype" in fields else "dtype"
-                fields[key] = str(as_dtype(dtype)).removeprefix("torch.")
             if scores:
                 fields = as_reward_model(fields, model.config.pad_id)
-            if compressor:
-                declared = fields.get("dtype") or fields.get("torch_dtype") or "float32"
-                fields["quantization_config"] = compressor.config(declared)
             if fields and (dtype or scores or compressor):
+                fields = _with_types(fields, dtype, compressor)
                 (unfinished / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
             for file in [*map(origin.joinpath, CONFIGS), *origin.glob("*.py")]:
                 if file.exists() and not (unfinished / file.name).exists():
@@ -118,6 +113,18 @@ def export(
         require_finite_on_all(world, "model", broken, folder)
         _require_fitting(world, misfits, origin)
     world.barrier()
+
+
+def _with_types(fields: dict[str, Any], dtype: Dtype | None, compressor: Compressor | None) -> dict[str, Any]:
+    """The `fields` of a config.json, which name the types of the tensors."""
+    fields = dict(fields)
+    if dtype:
+        key = "torch_dtype" if "torch_dtype" in fields else "dtype"
+        fields[key] = str(as_dtype(dtype)).removeprefix("torch.")
+    if compressor:
+        declared = fields.get("dtype") or fields.get("torch_dtype") or "float32"
+        fields["quantization_config"] = compressor.config(declared)
+    return fields
 
 
 def is_finite(tensor: Tensor) -> bool:

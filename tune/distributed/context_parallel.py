@@ -134,28 +134,37 @@ def _of_whole(head: Any, batch: Batch, part: Any, size: int) -> Callable[..., An
     return of_whole
 
 
+def _padded(documents: Documents, total: int, padding: int) -> Documents:
+    """`documents` of `total` tokens, and one more of `padding` tokens, of which nothing is learned."""
+    return replace(
+        documents,
+        ids=F.pad(documents.ids.view(1, -1), (0, padding), value=len(documents.lengths)),
+        boundaries=F.pad(documents.boundaries, (0, 1), value=total + padding),
+        samples=F.pad(documents.samples, (0, 1)),
+        num_supervised=F.pad(documents.num_supervised, (0, 1)),
+        lengths=(*documents.lengths, padding),
+    )
+
+
+def _places(work: np.ndarray, size: int) -> np.ndarray:
+    """Which tokens each of `size` processes has `[size, tokens]`, where a token attends to `work` others: of twice as
+    many chunks the two with the most and the least, and so on."""
+    chunks = work.reshape(2 * size, -1)
+    order = np.argsort(chunks.sum(axis=1), kind="stable")
+    pairs = np.sort(np.stack([order[:size], order[: size - 1 : -1]], axis=1), axis=1)
+    return (pairs[:, :, None] * chunks.shape[1] + np.arange(chunks.shape[1])).reshape(size, -1)
+
+
 def part_of(batch: Batch, mesh: DeviceMesh) -> Batch:
     """This process's part of `batch`, one row. It is cut into twice as many chunks as there are processes; each has two
     of them, the one with the most attention and the one with the least, and so on: a document's first and last."""
-    size, device, documents = mesh.size(), batch.tokens.device, batch.documents
-    total = batch.tokens.numel()
-    padding = -total % (2 * size)
-    if padding:
-        documents = replace(
-            documents,
-            ids=F.pad(documents.ids.view(1, -1), (0, padding), value=len(documents.lengths)),
-            boundaries=F.pad(documents.boundaries, (0, 1), value=total + padding),
-            samples=F.pad(documents.samples, (0, 1)),
-            num_supervised=F.pad(documents.num_supervised, (0, 1)),
-            lengths=(*documents.lengths, padding),
-        )
+    device, total = batch.tokens.device, batch.tokens.numel()
+    padding = -total % (2 * mesh.size())
+    documents = _padded(batch.documents, total, padding) if padding else batch.documents
     lengths = np.array(documents.lengths)
     starts = np.cumsum(lengths) - lengths
     document = np.repeat(np.arange(len(lengths)), lengths)
-    work = (np.arange(total + padding) - starts[document]).reshape(2 * size, -1)
-    order = np.argsort(work.sum(axis=1), kind="stable")
-    chunks = np.sort(np.stack([order[:size], order[: size - 1 : -1]], axis=1), axis=1)
-    of_all = (chunks[:, :, None] * work.shape[1] + np.arange(work.shape[1])).reshape(size, -1)
+    of_all = _places(np.arange(total + padding) - starts[document], mesh.size())
     places = of_all[mesh.get_local_rank()]
 
     # Its pieces end where the document or the chunk does.
@@ -163,9 +172,8 @@ def part_of(batch: Batch, mesh: DeviceMesh) -> Batch:
     lasts = places[ends]
     firsts = starts[document[lasts]]
     attended = np.concatenate([np.arange(first, last + 1) for first, last in zip(firsts, lasts, strict=True)])
-    where, local = (np.empty(total + padding, dtype=np.int64) for _ in range(2))
+    where, local = np.empty(total + padding, dtype=np.int64), np.full(total + padding, -1)
     where[of_all.ravel()] = np.arange(total + padding)
-    local.fill(-1)
     local[places] = np.arange(len(places))
     supervised = local[batch.supervised_on_host]
     of_part = np.flatnonzero(supervised >= 0)

@@ -107,7 +107,9 @@ def parallelize(
         allocate(model, world.device, world.device)
         return
     blocks = repeated_blocks(model)
-    compiled = _named(blocks, model, ["*"] * compile if isinstance(compile, bool) else compile)
+    if isinstance(compile, bool):
+        compile = ["*"] if compile else []
+    compiled = _named(blocks, model, compile)
     if world.num_stages > 1:
         cut(model, world, dtype)
         blocks = repeated_blocks(model)

@@ -236,8 +236,9 @@ def modules_to_save(model: nn.Module, lora: LoRA, targets: Mapping[str, nn.Modul
         for name, module in model.named_modules()
         if name in quantised or any(True for _ in module.parameters(recurse=False))
     }
-    scores = getattr(getattr(model, "config", None), "scores", False)
-    wanted = [*lora.modules_to_save, *["score"] * scores]
+    wanted = [*lora.modules_to_save]
+    if getattr(getattr(model, "config", None), "scores", False):
+        wanted.append("score")
     chosen = _named(model, "modules_to_save", wanted, candidates, any_end=True)
     for names, reason in (
         (chosen.keys() & {*targets, *adapted_modules(model)}, "has an adapter too (target_modules); choose one"),
