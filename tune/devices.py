@@ -93,6 +93,12 @@ class Device:
 
 DEVICES = {
     "t4": Device("t4", 15, 8.1, 8.1, 320, 16, 6, 16, 4, flash=False, capability=(7, 5)),  # it emulates bf16 in fp32
+    "l4": Device("l4", 24, 121, 30.3, 300, 25, 12, 25, float8=242, capability=(8, 9)),
+    "a10g": Device("a10g", 24, 70, 31.5, 600, 25, 12, 25, attention_share=0.6, capability=(8, 6)),
+    "l40s": Device("l40s", 48, 362, 91.6, 864, 25, 12, 25, float8=733, capability=(8, 9)),
+    "rtx3090": Device("rtx3090", 24, 71, 35.6, 936, 25, 12, 25, attention_share=0.6, capability=(8, 6)),
+    "rtx4090": Device("rtx4090", 24, 165, 82.6, 1008, 25, 12, 25, attention_share=0.6, float8=330, capability=(8, 9)),
+    "rtx5090": Device("rtx5090", 32, 209, 104.8, 1792, 50, 12, 50, float8=419, capability=(12, 0)),
     "a100": Device("a100", 80, 312, 19.5, 2039, 300, 25, attention_share=0.6, capability=(8, 0)),
     "h100": Device("h100", 80, 989, 67, 3350, 450, 50, float8=1979, capability=(9, 0)),
     "h200": Device("h200", 141, 989, 67, 4800, 450, 50, float8=1979, capability=(9, 0)),
@@ -105,8 +111,13 @@ DEVICES = {
 
 
 def named(full_name: str) -> Device | None:
-    """That of a GPU by the name that its driver has for it, such as NVIDIA H100 80GB HBM3; None if it is not known."""
-    return next((each for name, each in DEVICES.items() if re.search(rf"{name.upper()}\b", full_name.upper())), None)
+    """That of a GPU by the name that its driver has for it, such as NVIDIA H100 80GB HBM3 or NVIDIA GeForce RTX 4090;
+    None if it is not known."""
+    for name, device in DEVICES.items():
+        pattern = name.upper().replace("RTX", "RTX ")
+        if re.search(rf"\b{pattern}\b(?! LAPTOP)", full_name.upper()):
+            return device
+    return None
 
 
 def device(name: str) -> Device:

@@ -11,6 +11,13 @@ def test_peaks(monkeypatch):
     assert peak_flops(torch.device("cuda")) == 989e12
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA RTX A1000")
     assert peak_flops(torch.device("cuda")) is None
+    for name in ("NVIDIA GeForce RTX 4090", "NVIDIA L4", "NVIDIA L40S", "Tesla T4", "NVIDIA A10G"):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        key = name.split(" ", 1)[1].removeprefix("GeForce ").replace(" ", "").lower()
+        assert peak_flops(torch.device("cuda")) == DEVICES[key].tflops * 1e12
+    for name in ("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA RTX 4000 Ada", "NVIDIA A10"):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert peak_flops(torch.device("cuda")) is None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "AMD Instinct MI300X")
     assert peak_flops(torch.device("cuda")) == DEVICES["mi300x"].tflops * 1e12  # one table, which planning has too
     assert peak_flops(torch.device("cpu")) is None
