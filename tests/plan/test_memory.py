@@ -14,7 +14,7 @@ from tune import config, distributed, peft
 from tune.collators import Batch
 from tune.devices import DEVICES
 from tune.models import build
-from tune.plan.memory import Layout
+from tune.plan.memory import Layout, PlannedStage, _moments
 from tune.plan.planning import Job
 from tune.plan.trace import Recorder
 
@@ -147,6 +147,20 @@ def test_offload(checkpoint):
     )
     assert offloaded.host >= one.memory["weights"] + one.memory["optimizer"]
     assert offloaded.memory["optimizer"] == 0
+
+
+def test_offloaded_activations_of_two_blocks_are_on_the_device(checkpoint):
+    trace = job(checkpoint).trace(ROWS, (1, 1, 1), "none", True, False).trained
+    (blocks,) = trace.blocks
+    stayed, offloaded = (
+        {name: alive for name, alive, *_ in _moments(PlannedStage(trace), Layout(activation_offload=offload), False)}
+        for offload in (False, True)
+    )
+    of_others = (blocks.number - 2) * blocks.forward.live
+    for moment in ("forward of the last block", "backward of the last block"):
+        assert stayed[moment] - offloaded[moment] == pytest.approx(of_others, rel=1e-9) and of_others > 0
+    of_others += blocks.forward.live  # what the last block saves stays until its backward
+    assert stayed["head and loss"] - offloaded["head and loss"] == pytest.approx(of_others, rel=1e-9)
 
 
 def test_a_line_through_one_and_two_rows_gives_four(checkpoint):

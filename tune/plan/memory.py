@@ -146,18 +146,16 @@ def _moments(stage: PlannedStage, layout: Layout, plain: bool) -> Iterator[tuple
         yield "forward of the last block", everything - saved + forward.extra + moving, 0.0, gathered + lingers, 0.0
         yield "backward of the last block", everything + backward.extra + 2 * moving, tail, gathered + lingers, 0.0
         waiting = gathered + unit.reduced  # until the block above is reduced
-        yield (
-            "backward of the block before the last",
-            everything - saved + backward.extra + 2 * moving,
-            tail,
-            waiting,
-            one,
-        )
+        alive = everything - saved + backward.extra + 2 * moving
+        yield "backward of the block before the last", alive, tail, waiting, one
         waiting += max(0.0, beside - unit.gathered) if several == 2 else 0.0  # the embedding is the next one
         yield "backward of the first block", embedded + forward.live + backward.extra, tail, waiting, above
         reduced = throughout + unit.gradients + reducing(unit)
         yield "reduction of the first block", embedded, tail, 0.0 if plain else reduced, above
-    yield "head and loss", everything, trace.loss.extra, throughout + last_gathered + lingers, 0.0  # until forward ends
+    if layout.activation_offload:  # what the last block saves stays until its backward
+        everything += max(kind.forward.live for kind in trace.blocks)
+    gathered = throughout + last_gathered + lingers  # until forward ends
+    yield "head and loss", everything, trace.loss.extra, gathered, 0.0
     yield "backward of the embedding", embedded + trace.rest.extra, tail, throughout + beside, of_blocks
     last = max(trace.others, key=lambda each: each.trained)
     reduced = 0.0 if plain else throughout + last.gradients + reducing(last)
