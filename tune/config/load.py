@@ -84,8 +84,7 @@ def all_problems(facts: Facts, problems: Sequence[str] = ()) -> list[str]:
 
 
 def _judge(facts: Facts, problems: Sequence[str]) -> list[Finding]:
-    wrong = {problem.partition(": ")[0] for problem in problems}
-    return judge(facts, wrong={*wrong, "parallel.auto"} if wrong else ())  # no layout is planned for wrong settings
+    return judge(facts, wrong={problem.partition(": ")[0] for problem in problems})
 
 
 def _errors(findings: Sequence[Finding]) -> list[str]:

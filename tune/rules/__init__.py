@@ -15,5 +15,6 @@ RULES = [*TABLE, *COMBINATIONS]
 
 
 def judge(facts: Facts, strict: bool = False, wrong: Collection[str] = ()) -> list[Finding]:
-    """Return what the rules find, see `Rule.judge`."""
+    """Return what the rules find, see `Rule.judge`. For settings that are `wrong` no layout is planned."""
+    wrong = {*wrong, "parallel.auto"} if wrong else wrong
     return [finding for rule in RULES if (finding := rule.judge(facts, strict, wrong))]

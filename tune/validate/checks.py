@@ -84,11 +84,8 @@ def validate(
     except TuneError as error:
         wrong_device, kind = str(error), "cpu"
     findings = Findings(settings)
-    wrong = {finding.place for finding in findings.all}
-    if wrong:
-        wrong.add("parallel.auto")  # no layout is planned for wrong settings
     facts = Facts(cfg, kind, processes, capability, is_here=device is None, defaults=defaults)
-    findings.all += judge(facts, strict, wrong)
+    findings.all += judge(facts, strict, wrong={finding.place for finding in findings.all})
     if wrong_device:
         findings.add(wrong_device, "device")
     if kind == "mps" and processes > 1:
