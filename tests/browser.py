@@ -38,6 +38,8 @@ class Browser:
         self.process = subprocess.Popen(command, pass_fds=(commands, events), **quiet)
         os.close(commands)
         os.close(events)
+        self.ready = select.poll()
+        self.ready.register(self.events, select.POLLIN)
         self.unread, self.session = b"", ""
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         self.session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -53,6 +55,8 @@ class Browser:
     def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.wait()
+        os.close(self.commands)
+        os.close(self.events)
         self.profile.cleanup()
 
     def size(self, width: int, height: int) -> None:
@@ -97,8 +101,7 @@ class Browser:
 
     def _event(self) -> None:
         while b"\0" not in self.unread:
-            ready, _, _ = select.select([self.events], [], [], HANGS)
-            assert ready, "the browser hangs"
+            assert self.ready.poll(HANGS * 1000), "the browser hangs"
             read = os.read(self.events, 1 << 16)
             assert read, "the browser has ended"
             self.unread += read
