@@ -41,7 +41,7 @@ def main(cfg):
 
     # What is wrong with tasks and data is found before weights are read.
     opened = peft.open_model(cfg.model.path, cfg.adapters)
-    tokenizer = opened.tokenizer(**({"chat_template": cfg.chat_template} if cfg.chat_template else {}))
+    tokenizer = opened.tokenizer(cfg.chat_template)
     model = opened.model  # its shape only: no memory yet
     longest = cfg.max_length or getattr(model, "max_positions", None) or 2048
     tasks = evaluation.Tasks(

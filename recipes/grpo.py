@@ -19,6 +19,7 @@ Every setting is in configs/grpo.yaml. Copy this file (`tune cp grpo my.py`) and
 """
 
 from dataclasses import replace
+from typing import Literal
 
 import torch
 
@@ -40,7 +41,7 @@ from tune.lookup import locate
 from tune.run import Run
 
 
-def advantages(rewards, baseline):
+def advantages(rewards, baseline: Literal["mean", "leave_one_out"]):
     """What each completion of a prompt is worth compared with the others: `rewards` `[group]` -> `[group]`."""
     if baseline == "leave_one_out":
         return rewards - (rewards.sum() - rewards) / (len(rewards) - 1)
@@ -56,7 +57,7 @@ def main(cfg):
         model = instantiate(cfg.model)  # its shape only: no memory yet
     weights = checkpointers.Pretrained(cfg.model.path, model)
     if cfg.quantization.weights:
-        quantization.quantize_linears(model, double=cfg.quantization.double)
+        quantization.quantize_linears(model, cfg.quantization.weights, double=cfg.quantization.double)
     lora = instantiate(cfg.adapter) if cfg.adapter else None
     adapted = peft.add_adapters(model, lora) if lora else None
     rewards = [generation.Reward(*each) for each in instantiate_weighted(cfg.reward)]
@@ -74,9 +75,9 @@ def main(cfg):
     # all parameters are trained, or for a checkpoint, it is a second model.
     is_start = cfg.reference in (None, "adapter_off")  # with adapter.path, adapter_off is refused in the settings
     has_own_reference = cfg.kl > 0 and not (is_start and lora)
-    reference_path = cfg.model.path if is_start else cfg.reference
     if has_own_reference:
-        other = peft.open_model(reference_path, setting="reference")  # report problems now
+        # Its problems are reported now.
+        other = peft.open_model(cfg.model.path if is_start else cfg.reference, setting="reference")
         other.require_same_vocabulary(tokenizer)
     sampler = instantiate(cfg.sampling, stop_ids=tokenizer.stop_ids, decode=tokenizer.decode, seed=cfg.seed)
     dataset = instantiate(cfg.dataset, tokenizer, max_prompt_len=cfg.max_prompt_len)

@@ -23,7 +23,7 @@ def main(cfg):
         model = instantiate(cfg.model)  # its shape only: no memory yet
     weights = checkpointers.Pretrained(cfg.model.path, model)
     if cfg.quantization.weights:
-        quantization.quantize_linears(model, double=cfg.quantization.double)
+        quantization.quantize_linears(model, cfg.quantization.weights, double=cfg.quantization.double)
     if cfg.quantization.float8:
         quantization.compute_in_float8(model, cfg.quantization.float8, world.device)
     lora = instantiate(cfg.adapter)

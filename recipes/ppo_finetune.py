@@ -47,7 +47,7 @@ def main(cfg):
     weights = checkpointers.Pretrained(cfg.model.path, model)
     critic_weights = checkpointers.Pretrained(cfg.value.path, critic, cfg.seed, "value.path")
     if cfg.quantization.weights:
-        quantization.quantize_linears(model, double=cfg.quantization.double)
+        quantization.quantize_linears(model, cfg.quantization.weights, double=cfg.quantization.double)
     lora = instantiate(cfg.adapter) if cfg.adapter else None
     adapted = peft.add_adapters(model, lora) if lora else None
     rewards = [generation.Reward(*each) for each in instantiate_weighted(cfg.reward)]
@@ -63,9 +63,9 @@ def main(cfg):
     tokenizer = instantiate(cfg.tokenizer)
     is_start = cfg.reference in (None, "adapter_off")  # the reference is the model before the first step
     has_own_reference = cfg.kl and not (is_start and lora)
-    reference_path = cfg.model.path if is_start else cfg.reference
     if has_own_reference:
-        other = peft.open_model(reference_path, setting="reference")  # what is wrong with it is told now
+        # Its problems are reported now.
+        other = peft.open_model(cfg.model.path if is_start else cfg.reference, setting="reference")
         other.require_same_vocabulary(tokenizer)
     checkpointers.require_same_vocabulary("value.path", cfg.value.path, critic, tokenizer)
     sampler = instantiate(cfg.sampling, stop_ids=tokenizer.stop_ids, decode=tokenizer.decode, seed=cfg.seed)

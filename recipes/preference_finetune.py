@@ -46,7 +46,7 @@ def main(cfg):
         model = instantiate(cfg.model)  # its shape only: no memory yet
     weights = checkpointers.Pretrained(cfg.model.path, model)
     if cfg.quantization.weights:
-        quantization.quantize_linears(model, double=cfg.quantization.double)
+        quantization.quantize_linears(model, cfg.quantization.weights, double=cfg.quantization.double)
     lora = instantiate(cfg.adapter) if cfg.adapter else None
     adapted = peft.add_adapters(model, lora) if lora else None
     loss_fn = instantiate(cfg.loss)

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from tune.errors import TuneError, explained
+from tune.types import DottedPath
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -76,7 +77,7 @@ def quiet_torchao() -> Iterator[None]:
             logging.getLogger(name).removeFilter(kept)
 
 
-def locate(path: str) -> Callable[..., Any]:
+def locate(path: DottedPath) -> Callable[..., Any]:
     """Import the function or class with this dotted path. Raises TuneError if it cannot be."""
     first, *names = path.split(".")
     if not names or not all(name.isidentifier() for name in (first, *names)):

@@ -35,6 +35,15 @@ Fraction = Annotated[float, Range("a number from 0 to below 1", lambda x: 0 <= x
 StepsOrFraction = NonNegativeInt | Fraction
 UnitInterval = Annotated[float, Range("a number from 0 to 1", lambda x: 0 <= x <= 1)]
 Epochs = Annotated[float, Range("a number above 0 and up to a million", lambda x: 0 < x <= 1e6)]
+# Ranges of what torch's optimizers take without a word. An `eps` of 0 divides by zero where a gradient is zero.
+Rate = Annotated[float, Range("a number from 0 to 100", lambda x: 0 <= x <= 100)]
+Ratio = Annotated[float, Range("a number above 0 and up to a million", lambda x: 0 < x <= 1e6)]
+Epsilon = Annotated[float, Range("a number from 1e-30 to 1", lambda x: 1e-30 <= x <= 1)]
+Decays = Annotated[
+    list[Fraction],
+    Range("a list of two or more numbers from 0 to below 1, such as [0.9, 0.95]", lambda x: len(x) > 1),
+]
+DottedPath = Annotated[str, "dotted path"]  # of a function or a class, which can be imported
 Share = Annotated[float, Range("a number above 0 and up to 1", lambda x: 0 < x <= 1)]
 
 SCALARS: dict[Any, str] = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
@@ -159,10 +168,14 @@ def describe(kind: Any) -> str:
     if origin is tuple and arguments and arguments[-1] is not Ellipsis:
         return f"a list of {len(arguments)} ({', '.join(map(describe, arguments))})"
     if origin in LISTS:
-        return f"a list (each {describe(arguments[0])})" if arguments else "a list"
+        return f"a list (each {describe(arguments[0])})" if _has_types(arguments) else "a list"
     if origin in GROUPS:
-        return f"a group of keys (each {describe(arguments[1])})" if arguments else "a group of keys"
+        return f"a group of keys (each {describe(arguments[1])})" if _has_types(arguments) else "a group of keys"
     return SCALARS.get(kind, "of the right type")
+
+
+def _has_types(arguments: Sequence[Any]) -> bool:
+    return bool(arguments) and arguments[-1] is not Any
 
 
 def show(value: Any) -> str:

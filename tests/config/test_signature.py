@@ -3,14 +3,14 @@ from typing import Any
 
 import pytest
 
-from tune.config.check import Signature, signature_of
+from tune.config.signature import Signature, signature_of
 from tune.types import fits, mismatch
 
 
 def test_types_are_those_that_yaml_can_express() -> None:
     kinds = kinds_of("torch.optim.AdamW")
-    assert mismatch("x", kinds["lr"]) == "'x' is not a number."
-    assert mismatch([1], kinds["betas"]) == "[1] is not a list of 2 (a number, a number)."
+    assert mismatch("x", kinds["lr"]) == "'x' is not a number from 0 to 100."
+    assert mismatch([1], kinds["betas"]) == "in [1], 1 is not a number from 0 to below 1."
     assert fits([1, "a tensor"], kinds["betas"]) is False
     assert mismatch("x", kinds["fused"]) == "'x' is not true or false or null."
 

@@ -8,9 +8,9 @@ from helpers import slow_but
 from omegaconf import OmegaConf
 
 from tune import config
-from tune.config.check import signature_of, walk
+from tune.config.check import walk
 from tune.config.instantiate import COMPONENT
-from tune.config.options import OPTIONS
+from tune.config.signature import signature_of
 from tune.errors import TuneError
 from tune.types import fits
 
@@ -23,20 +23,21 @@ NO_NAMES = ("environment", "reward", "score", "adapter.target_modules")  # of fu
 GIVEN = {"model.path": "m", "dataset.path": "d", "teacher.path": "t", "reward": "len"}
 
 
-def kind_of(values: dict[str, Any], key: str) -> Any:
+def kind_of(values: dict[str, Any], types: dict[str, Any], key: str) -> Any:
     """The type of a setting, by what a recipe's YAML and its components say."""
     group, _, name = key.rpartition(".")
     node = OmegaConf.select(OmegaConf.create(values), group) if group else values
     if COMPONENT in node and name != COMPONENT:
         parameter = signature_of(node[COMPONENT]).parameters.get(name)
-        return parameter.annotation if parameter else OPTIONS.get(key, Any)
-    return OPTIONS.get(key, type(node._get_node(name)._value()) if group else type(node[name]))
+        return parameter.annotation if parameter else Any
+    return types.get(key, type(node._get_node(name)._value()) if group else type(node[name]))
 
 
 def text_settings(recipe: str) -> list[str]:
     values = config.read_file(config.find_config(recipe))
     keys = [key for key, value in walk(values) if not isinstance(value, dict) and not key.endswith(COMPONENT)]
-    kinds = {key: kind_of(values, key) for key in keys}
+    types = config.types_of_settings(config.find_recipe(recipe), values)
+    kinds = {key: kind_of(values, types, key) for key in keys}
     return [key for key, kind in kinds.items() if fits("any text", kind) and not fits(object(), kind)]
 
 

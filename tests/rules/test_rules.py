@@ -132,6 +132,12 @@ CASES = {
 }  # fmt: skip
 # The recipe, settings that do not go together, and settings beside them that do.
 TOGETHER = {
+    "least-group-size": (GRPO, ["group_size=1"], ["group_size=2"]),
+    "least-updates": (GRPO, ["updates=0"], ["updates=1"]),
+    "least-dynamic-sampling": (GRPO, ["dynamic_sampling=-1"], ["dynamic_sampling=0"]),
+    "least-kl": (GRPO, ["kl=-0.1"], ["kl=0"]),
+    "least-value-weight": ("ppo_finetune", [*PPO, "value_weight=-1"], [*PPO, "value_weight=0"]),
+    "least-value-clip": ("ppo_finetune", [*PPO, "value_clip=0"], [*PPO, "value_clip=0.1"]),
     "optimizer-that-does-not-work-here": (FULL, ["optimizer._component_=torch.optim.Muon"], []),
     "loss-of-whole-logits": (FULL, ["loss._component_=torch.nn.CrossEntropyLoss"], []),
     "loss-of-another-kind": (

@@ -34,6 +34,7 @@ from tune.models import (
 )
 from tune.quantization import NF4Weight
 from tune.tokenizers import Tokenizer
+from tune.types import NonNegativeInt
 
 
 class Pretrained:
@@ -47,7 +48,7 @@ class Pretrained:
             weights that are integers. It blames `setting`.
     """
 
-    def __init__(self, path: str, model: nn.Module, seed: int = 0, setting: str = "model.path"):
+    def __init__(self, path: str, model: nn.Module, seed: NonNegativeInt = 0, setting: str = "model.path"):
         self.path, self.model, self.seed, self.setting = path, model, seed, setting
         if rehearsal.planning():
             model.source = path  # type: ignore[assignment]
@@ -199,7 +200,7 @@ class Random:
     a module's `initializers` are for parameters that start in another way.
     """
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: NonNegativeInt):
         self.seed = seed
 
     def load(self, model: Decoder | HuggingFaceModel) -> None:

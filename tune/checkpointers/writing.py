@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tune import rehearsal
 from tune.checkpointers.disk import SAFETENSORS_DTYPES, DiskTensor, disk_tensors, has_weights
 from tune.checkpointers.weights import Pretrained, hf_tensors, open_checkpoint
-from tune.distributed import Dtype, World, as_dtype, current_world
+from tune.distributed import Dtype, StoredDtype, World, as_dtype, current_world
 from tune.errors import TuneError
 from tune.files import CHECKPOINT, exported, require_replaceable
 from tune.lookup import in_shell
@@ -192,7 +192,7 @@ def _require_fitting(world: World, misfits: list[str], source: Path) -> None:
         )
 
 
-def exported_types(model: nn.Module, source: str, dtype: str | torch.dtype | None = None) -> dict[str, torch.dtype]:
+def exported_types(model: nn.Module, source: str, dtype: StoredDtype | None = None) -> dict[str, torch.dtype]:
     """The types in which `export` writes the tensors of `model`, by our names; stacks of tensors are left out."""
     _, there, type_of = _described(Path(source), dtype)
     on_disk = Names.of(model).in_checkpoint(there)

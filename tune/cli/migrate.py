@@ -110,8 +110,9 @@ def value_of(word: str) -> Any:
 def check(run: Migration) -> list[str]:
     """Take back the settings that the recipe refuses, as `tune run` would; returns the keys that are left to give."""
     default = config.read_file(config.find_config(run.recipe))
+    types = config.types_of_settings(config.find_recipe(run.recipe), default)
     while True:
-        cfg, problems = combine([Layer(default), Layer(nested(run.changed()))])
+        cfg, problems = combine([Layer(default), Layer(nested(run.changed()))], types)
         problems = all_problems(Facts(cfg, defaults=default), problems)
         findings = [each.partition(": ") for each in problems]
         missing = [key for key, _, problem in findings if problem.startswith("is missing")]

@@ -42,11 +42,11 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
             known = devices.device(kind)
             kind, capability = "cpu" if known.is_host else "cuda", known.capability
         default, rest = recipe_of(options.recipe, rest)
-        cfg, problems = config.read(default, rest)
-        defaults = config.read_file(config.find_config(default))
-        machine = {"processes": options.world_size, "device": kind, "capability": capability}
         is_config = options.recipe.endswith((".yaml", ".yml"))
         file = Path(options.recipe).with_suffix(".py") if is_config else config.find_recipe(options.recipe)
+        cfg, problems = config.read(default, rest, recipe=file)
+        defaults = config.read_file(config.find_config(default))
+        machine = {"processes": options.world_size, "device": kind, "capability": capability}
         found = validate(file, cfg, problems, defaults=defaults, **machine, rows=rows, strict=options.strict)
     except TuneError as error:  # an option that is unknown, a recipe or a config that is not there
         found = [Finding(Level.ERROR, "", str(error))]

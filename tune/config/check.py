@@ -1,47 +1,42 @@
 """Merge a run's settings and find all that is wrong with their shape in one pass."""
 
 import functools
-import inspect
-import keyword
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, cast
 
 from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue, OmegaConfBaseException
 
 from tune.config.instantiate import COMPONENT
-from tune.config.options import OFF_BY_DEFAULT, OPTIONS, DottedPath
 from tune.config.paths import find_config, list_recipes
+from tune.config.signature import Signature, signature_of
 from tune.config.text import Layer, Values
-from tune.errors import TuneError
-from tune.lookup import did_you_mean, local_path, locate
-from tune.types import fits, mismatch, show, unusable
+from tune.lookup import did_you_mean, local_path
+from tune.types import DottedPath, fits, mismatch, show, unusable
 
+# A setting that is null by default, and the component whose arguments it has where it names none.
+OFF_BY_DEFAULT = {"adapter": "tune.peft.adapter"}
 # Arguments that choose the kernels of an optimizer: others lack them for sharded parameters, or have a better default.
 KERNELS = ("fused", "foreach")
-
-
-@dataclass
-class Signature:
-    """What may be given by name. `async_`, which stands for a Python keyword, is found as `async`."""
-
-    parameters: dict[str, inspect.Parameter] = field(default_factory=dict)
-    accepts_any: bool = False
-    problem: str = ""  # why the component cannot be used
 
 
 ANYTHING = Signature(accepts_any=True)
 
 
-def combine(layers: Sequence[Layer], imports: bool = True) -> tuple[DictConfig, list[str]]:
+def combine(
+    layers: Sequence[Layer], types: Mapping[str, Any] = MappingProxyType({}), imports: bool = True
+) -> tuple[DictConfig, list[str]]:
     """Merge settings onto the first ones, the defaults; returns the resolved settings and their problems.
 
-    Later settings win. Without `imports`, which take seconds, arguments of components are not checked, but keys and
-    plain values are. A setting that is wrong is returned as its default, so that rules find values of the right type.
+    Later settings win. A setting has the type that `types` has for its dotted key, or that of its default. Without
+    `imports`, which take seconds, arguments of components are not checked, but keys and plain values are. A setting
+    that is wrong is returned as its default, so that rules find values of the right type.
     """
     default = layers[0].values
-    run = _Combination(default, imports, functools.cache(signature_of) if imports else lambda _: ANYTHING)
+    signature = functools.cache(signature_of) if imports else lambda _: ANYTHING
+    run = _Combination(default, types, imports, signature)
     values: Values = {}
     for layer in layers:
         before, known = dict(walk(values)), run.known_keys(layer.values, default, layer.origin)
@@ -99,6 +94,7 @@ def walk(values: Values, prefix: str = "") -> Iterator[tuple[str, Any]]:
 @dataclass
 class _Combination:
     default: Values
+    types: Mapping[str, Any]
     imports: bool
     signature: Callable[[str], Signature]  # of a component
     findings: list[str] = field(default_factory=list)
@@ -161,8 +157,15 @@ class _Combination:
             return str
         if COMPONENT in node:
             parameter = self.signature(str(node[COMPONENT])).parameters.get(name)
-            return parameter.annotation if parameter else OPTIONS.get(key, Any)
-        return OPTIONS.get(key, Any if place is None or _is_open(place) else type(place))
+            return parameter.annotation if parameter else Any
+        return self._plain_kind(key, place)
+
+    def _plain_kind(self, key: str, place: Any) -> Any:
+        """What type a setting has that is no argument of a component, and by default is `place`."""
+        if key in OFF_BY_DEFAULT:
+            return dict[str, Any] | None
+        kind = self.types.get(key, Any if place is None or _is_open(place) else type(place))
+        return kind | None if place is None else kind
 
     def check(self, node: DictConfig, default: Values, prefix: str = "") -> None:
         """Report every missing value, unknown argument, wrong type and interpolation that leads nowhere."""
@@ -191,21 +194,19 @@ class _Combination:
     def _problem(self, node: DictConfig, name: Any, default: Values, prefix: str) -> str:
         key, value, place = f"{prefix}{name}", node[name], default.get(name)
         is_component = isinstance(value, DictConfig) and COMPONENT in value and place in (None, {})
-        is_component = is_component and fits({}, OPTIONS.get(key, Any))
+        is_component = is_component and fits({}, self._plain_kind(key, place))
         if (is_component or _is_group(place)) and COMPONENT not in node:
             self.check(value, place or {}, f"{key}.")
             return ""
         value = OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
         if value is None and place is None and name in default:
             return ""  # the recipe's own null
-        if name == COMPONENT or OPTIONS.get(key) is DottedPath:
-            kind = str if name == COMPONENT else DottedPath
-            return mismatch(value, kind) or self.signature(str(value)).problem
+        if name == COMPONENT or self.types.get(key) == DottedPath:
+            return mismatch(value, DottedPath) or self.signature(str(value)).problem
         if COMPONENT in node:
             problem = self._argument_problem(str(node[COMPONENT]), str(name), value, default, prefix)
-            return problem or mismatch(value, OPTIONS.get(key, Any)) or unusable(value)
-        kind = OPTIONS.get(key, Any if place is None or _is_open(place) else type(place))
-        return mismatch(value, kind) or unusable(value)
+            return problem or unusable(value)
+        return mismatch(value, self._plain_kind(key, place)) or unusable(value)
 
     def _argument_problem(self, component: str, name: str, value: Any, default: Values, prefix: str) -> str:
         parameters = self.signature(component).parameters
@@ -227,30 +228,6 @@ class _Combination:
         leaf = name.rpartition(".")[2]
         same = [f"'{key}'" for key in keys if key.rpartition(".")[2] == leaf and key != prefix + name]
         return f" Did you mean {' or '.join(same)}?" if same else did_you_mean(name, siblings)
-
-
-def signature_of(path: str) -> Signature:
-    """The signature of the component with this dotted path, which is imported; the `problem` if it cannot be."""
-    try:
-        component = locate(path)
-    except TuneError as error:
-        return Signature(accepts_any=True, problem=str(error))
-    if inspect.isabstract(component):
-        kinds = ", ".join(sorted(each.__name__ for each in cast(type[Any], component).__subclasses__()))
-        return Signature(accepts_any=True, problem=f"{path} is what its kinds have in common. Take one of {kinds}.")
-    try:
-        try:
-            parameters = inspect.signature(component, eval_str=True).parameters.values()
-        except (NameError, SyntaxError, TypeError, AttributeError):  # an annotation that only a type checker can read
-            parameters = inspect.signature(component).parameters.values()
-    except ValueError:  # written in C, without a signature
-        return Signature(accepts_any=True)
-    signature = Signature(accepts_any=any(each.kind is each.VAR_KEYWORD for each in parameters))
-    for each in parameters:
-        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
-            plain = each.name.removesuffix("_")
-            signature.parameters[plain if keyword.iskeyword(plain) else each.name] = each
-    return signature
 
 
 def _elsewhere(key: str) -> str:

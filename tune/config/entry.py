@@ -116,7 +116,7 @@ def _settings(main: Main, default: str) -> DictConfig:
         if _rank() == "0":
             print(main.__globals__["__doc__"] or "", file.read_text(encoding="utf-8"), sep="\n")
         raise SystemExit(0)
-    cfg, problems = read(str(file), sys.argv[1:])
+    cfg, problems = read(str(file), sys.argv[1:], recipe=_file(main))
     try:
         facts = _facts(cfg, main, read_file(file))
     except TuneError as error:  # there is no such device: one problem among others, if there are others

@@ -76,7 +76,9 @@ def inherited(validation: DictConfig, training: DictConfig) -> dict[str, Any]:
     return {name: OmegaConf.to_container(training, resolve=True)[name] for name in names}  # type: ignore[index, call-overload]
 
 
-def instantiate_weighted(setting: Any, key: str = "reward") -> list[tuple[str, Callable[..., Any], float]]:
+def instantiate_weighted(
+    setting: str | list[Any] | dict[str, Any] | ListConfig | DictConfig | None, key: str = "reward"
+) -> list[tuple[str, Callable[..., Any], float]]:
     """One function of two arguments or several, each with its name and its weight, which is 1 by default; none of null.
     `key` is that of the setting.
 

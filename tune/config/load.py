@@ -12,9 +12,10 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from tune.config import text
+from tune.config.arguments import types_of_settings
 from tune.config.check import combine, merge, walk
 from tune.config.instantiate import COMPONENT
-from tune.config.paths import find_config
+from tune.config.paths import find_config, find_script
 from tune.config.text import Values
 from tune.errors import TuneError
 from tune.rules import Facts, Finding, Level, judge
@@ -45,17 +46,24 @@ def load(recipe_default: str, arguments: Sequence[str]) -> DictConfig:
     return cfg
 
 
-def read(recipe_default: str, arguments: Sequence[str], imports: bool = True) -> tuple[DictConfig, list[str]]:
-    """The settings of one run, and what is wrong with their shape; without `imports`, arguments of components are not
-    checked."""
+def read(
+    recipe_default: str, arguments: Sequence[str], imports: bool = True, recipe: Path | None = None
+) -> tuple[DictConfig, list[str]]:
+    """The settings of one run, and what is wrong with their shape.
+
+    What the file `recipe` passes them as gives their types; None is the one that this default is of. Without
+    `imports`, types are those of defaults alone, and arguments of components are not checked."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # components in the user's folder can be named
     options = parse(arguments)
     files = [find_config(name) for name in options.config]
     overrides, unreadable = _overrides(options.settings)
-    default = text.read(find_config(recipe_default))
+    file = find_config(recipe_default)
+    default = text.read(file)
+    recipe = recipe or find_script(file)
+    types = types_of_settings(recipe, default.values) if imports and recipe else {}
     layers = [default, *(text.read(file, f" ({file.name})") for file in files), overrides]
-    cfg, problems = combine(layers, imports)
+    cfg, problems = combine(layers, types, imports)
     return cfg, unreadable + problems
 
 

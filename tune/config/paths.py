@@ -39,6 +39,14 @@ def find_default(recipe: Path, name: str) -> Path:
     return find_config(name)
 
 
+def find_script(config: Path) -> Path | None:
+    """The recipe that a file of settings is the default of: one of its name next to it, or one of the library's."""
+    for beside in (config.with_suffix(".py"), _folder("recipes") / f"{config.stem}.py"):
+        if beside.is_file():
+            return beside
+    return None
+
+
 def local_folder(output_dir: str) -> Path:
     """The run folder on this machine; of a URL such as s3://bucket/run that is $TUNE_LOCAL/bucket/run, or
     runs/bucket/run. Raises TuneError for a URL that names none, or nothing that lasts."""

@@ -40,7 +40,7 @@ def load(
     path: str,
     split: str = "train",
     *,
-    max_seq_len: int,
+    max_seq_len: PositiveInt,
     packed: bool = False,
     kind: Kind = "supervised",
     format: str | None = None,

@@ -17,6 +17,7 @@ from tune.datasets.mix import Mixture
 from tune.datasets.stream import DrawnRows, Position, Stream
 from tune.datasets.workers import ahead
 from tune.errors import TuneError
+from tune.types import Epochs, NonNegativeInt, PositiveInt
 
 if TYPE_CHECKING:  # FSDP and pipelines, of which reading data needs nothing
     from tune.distributed import World
@@ -53,8 +54,9 @@ class DataLoader:
     """
 
     def __init__(
-        self, dataset: Dataset | Mixture | Stream, world: "World | None" = None, global_batch_size: int = 16,
-        micro_batch_size: int = 1, *, epochs: float = 1, max_steps: int | None = None, seed: int = 0,
+        self, dataset: Dataset | Mixture | Stream, world: "World | None" = None, global_batch_size: PositiveInt = 16,
+        micro_batch_size: PositiveInt = 1, *, epochs: Epochs = 1, max_steps: PositiveInt | None = None,
+        seed: NonNegativeInt = 0,
         pad_to: int | None = None,
     ) -> None:  # fmt: skip
         world = _world(world)
@@ -221,7 +223,7 @@ def _micro_batches(
         yield collate([*map(data.row, mine), *([[]] * missing)], pad_to, data.columns)
 
 
-def require_batches(global_batch_size: int, micro_batch_size: int, ranks: int, stages: int = 1) -> None:
+def require_batches(global_batch_size: PositiveInt, micro_batch_size: PositiveInt, ranks: int, stages: int = 1) -> None:
     """Raises TuneError if a global batch is not a number of micro-batches on each of the data-parallel `ranks`, or if
     there are fewer of them than `stages` of a pipeline."""
     together = ranks * micro_batch_size

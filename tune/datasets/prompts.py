@@ -21,7 +21,7 @@ from tune.datasets.read.readers import json_row
 from tune.datasets.user_functions import applied
 from tune.errors import TuneError, explained
 from tune.tokenizers import Message, Tokenizer
-from tune.types import PositiveInt
+from tune.types import Epochs, NonNegativeInt, PositiveInt
 
 COLUMNS = ("prompt", "messages", "conversations", "instruction", "input", "system", "tools")
 DIFFERENT = 256  # prompts of a plan
@@ -217,8 +217,9 @@ class PromptLoader:
     """
 
     def __init__(
-        self, dataset: Prompts, prompts_per_step: int, epochs: float = 1, *, max_steps: int | None = None, seed: int = 0
-    ) -> None:
+        self, dataset: Prompts, prompts_per_step: PositiveInt, epochs: Epochs = 1, *,
+        max_steps: PositiveInt | None = None, seed: NonNegativeInt = 0,
+    ) -> None:  # fmt: skip
         self.dataset, self.prompts_per_step, self.seed = dataset, prompts_per_step, seed
         self.epochs, self.max_steps, self.steps_per_epoch = epochs, max_steps, len(dataset) // prompts_per_step
         if prompts_per_step > len(dataset) and not rehearsal.is_cut():

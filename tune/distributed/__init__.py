@@ -12,6 +12,7 @@ from tune.distributed.pace import PACE
 from tune.distributed.parallelize import (
     DTYPES,
     Dtype,
+    StoredDtype,
     allocate,
     as_dtype,
     cast_by_fsdp,

@@ -28,10 +28,12 @@ from tune.distributed.shards import layout_of, norm_of_squares, sum_of_squares
 from tune.distributed.tensor_parallel import share
 from tune.distributed.world import World, current_world
 from tune.errors import TuneError
+from tune.types import PositiveFloat
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """Types of tensors by their names in settings."""
 Dtype: TypeAlias = Literal["bf16", "fp16", "fp32"] | torch.dtype
+StoredDtype: TypeAlias = Literal["bf16", "fp32"] | torch.dtype
 
 
 def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -62,7 +64,7 @@ def parallelize(
     world: World | None = None,
     *,
     dtype: Dtype = "bf16",
-    master_dtype: Dtype = "fp32",
+    master_dtype: StoredDtype = "fp32",
     activation_checkpointing: Literal["none", "selective", "full"] = "none",
     activation_offload: bool = False,
     cpu_offload: bool = False,
@@ -150,7 +152,7 @@ def _require_scalable(world: World, master_dtype: torch.dtype) -> None:
         raise TuneError("master_dtype: gradients in fp16 are scaled for parameters in fp32 alone. Set it to fp32")
 
 
-def require_layout(model: nn.Module, world: World, dtype: Dtype, master_dtype: Dtype) -> None:
+def require_layout(model: nn.Module, world: World, dtype: Dtype, master_dtype: StoredDtype) -> None:
     """Raise the TuneError with which `parallelize` would refuse `model`, on the meta device, which stays as it is."""
     if world.size > 1:
         nowhere = replace(world, device=torch.device("meta"))
@@ -340,7 +342,9 @@ def set_gradient_sync(model: nn.Module, is_last: bool) -> None:
             model.set_reshard_after_backward(is_last)
 
 
-def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float | None, pipeline: Pipeline | None = None) -> Tensor:
+def clip_grad_norm_(
+    parameters: Iterable[Tensor], max_norm: PositiveFloat | None, pipeline: Pipeline | None = None
+) -> Tensor:
     """The norm of all gradients, also of those of the other stages of `pipeline`. If it
     exceeds `max_norm`, gradients are scaled to that norm."""
     elsewhere = pipeline.counted_elsewhere if pipeline else ()

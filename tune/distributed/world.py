@@ -23,6 +23,7 @@ from tune.distributed.restarts import end_with_parent, launcher_store, of_this_s
 from tune.distributed.srun import join_step
 from tune.errors import TuneError
 from tune.processor import device_type, present, require_kernels, use_expandable_segments
+from tune.types import PositiveFloat, PositiveInt
 
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -245,20 +246,20 @@ def _alone_where_it_fails(make: Callable[..., World]) -> Callable[..., World]:
 @_alone_where_it_fails
 def init(
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto",
-    dp_replicate: int = 1,
-    dp_shard: int | Literal["auto"] = "auto",
-    cp: int = 1,
-    tp: int = 1,
-    ep: int = 1,
-    pp: int = 1,
+    dp_replicate: PositiveInt = 1,
+    dp_shard: PositiveInt | Literal["auto"] = "auto",
+    cp: PositiveInt = 1,
+    tp: PositiveInt = 1,
+    ep: PositiveInt = 1,
+    pp: PositiveInt = 1,
     pp_schedule: PipelineSchedule = "1f1b",
-    pp_virtual: int | None = None,
+    pp_virtual: PositiveInt | None = None,
     zero_stage: Literal[0, 1, 2, 3] | None = None,
     reduce_every_micro_batch: bool = False,
-    timeout: float = 60,
+    timeout: PositiveFloat = 60,
     plan: Mapping[str, str] | None = None,
     loss_parallel: bool = True,
-    max_seq_len: int = 1,
+    max_seq_len: PositiveInt = 1,
     deterministic: bool = False,
     auto: bool = False,
 ) -> World:

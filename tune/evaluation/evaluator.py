@@ -76,7 +76,9 @@ class Evaluator:
         if self.prompts:
             self.own.append(Measurement(self._answers, every, first=True))
 
-    def add(self, measure: Callable[[], dict[str, float]], every: int | None = None, first: bool = False) -> None:
+    def add(
+        self, measure: Callable[[], dict[str, float]], every: PositiveInt | None = None, first: bool = False
+    ) -> None:
         """Call `measure` for its metrics `every` so many optimizer steps, at the end, and with `first` before the first
         step. All processes call it."""
         self.added.append(Measurement(measure, every, first))

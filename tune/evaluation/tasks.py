@@ -21,6 +21,7 @@ from tune.errors import TuneError
 from tune.lookup import did_you_mean, needs
 from tune.models import without_bars
 from tune.tokenizers import Message, Tokenizer
+from tune.types import NonNegativeInt, PositiveFloat, PositiveInt
 
 
 @contextmanager
@@ -54,11 +55,11 @@ class Tasks:
         tokenizer: Tokenizer,
         include_path: str | None = None,
         *,
-        limit: float | None = None,
-        num_fewshot: int | None = None,
+        limit: PositiveFloat | None = None,
+        num_fewshot: NonNegativeInt | None = None,
         apply_chat_template: bool = False,
-        batch_size: int | None = None,
-        max_length: int | None = None,
+        batch_size: PositiveInt | None = None,
+        max_length: PositiveInt | None = None,
         model: nn.Module | None = None,
         group: str = "",
     ):

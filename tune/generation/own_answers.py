@@ -14,11 +14,12 @@ from tune.collators import IGNORE, Batch, Sample, collate
 from tune.datasets import GlobalBatch
 from tune.distributed import World
 from tune.generation.sampler import Sampler, uniforms
+from tune.types import UnitInterval
 
 
 def own_answers(
     batch: GlobalBatch, model: nn.Module, sampler: Sampler, world: World, *,
-    step: int, share: float, vocab_size: int, pad_to: int | None = None,
+    step: int, share: UnitInterval, vocab_size: int, pad_to: int | None = None,
 ) -> GlobalBatch:  # fmt: skip
     """`batch` with the last answers of a `share` of its documents replaced by what `sampler` samples from `model`. In
     these documents only the sampled tokens are supervised.

@@ -21,6 +21,7 @@ from tune.errors import TuneError
 from tune.generation.sampler import Completion, Sampler
 from tune.generation.turns import answered, assistant_message, text_behind
 from tune.tokenizers import Message, Tokenizer
+from tune.types import PositiveInt
 
 # Sums of the same numbers in float64 differ by some 1e-16 of their terms, rewards of a float32 model by 6e-8 at least.
 ROUNDING = 1e-9
@@ -189,7 +190,8 @@ def check_prompts(model: nn.Module, sampler: Sampler, prompts: Sequence[Prompt],
 
 def rollout(
     model: nn.Module, sampler: Sampler, tokenizer: Tokenizer, prompts: Sequence[Prompt], rewards: Sequence[Reward],
-    world: World, *, samples: int, step: int, environment: Callable[[], Environment] | None = None, max_turns: int = 1,
+    world: World, *, samples: PositiveInt, step: int, environment: Callable[[], Environment] | None = None,
+    max_turns: PositiveInt = 1,
 ) -> list[list[Episode]]:  # fmt: skip
     """`samples` episodes of each of this process's share of `prompts`, with their rewards. All processes call it.
 
@@ -339,7 +341,7 @@ def _answers(
 
 
 def global_batch(
-    samples: Sequence[Sample], micro_batch_size: int, world: World, *,
+    samples: Sequence[Sample], micro_batch_size: PositiveInt, world: World, *,
     seed: int, step: int, rows: Sequence[int] = (), pad_to: int | None = None,
 ) -> GlobalBatch:  # fmt: skip
     """The batch of an optimizer step from this process's `samples`, in micro-batches of `micro_batch_size`, those of a

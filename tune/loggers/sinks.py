@@ -10,10 +10,10 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 from unittest import mock
 
 from omegaconf import DictConfig, OmegaConf
@@ -23,7 +23,14 @@ from tune import records
 from tune.errors import TuneError
 from tune.secrets import without_secrets
 
-WandbOptions = Mapping[str, str | None]  # project (None: off) and name (None: that of the run folder)
+
+class WandbOptions(TypedDict):
+    """`project` None: off. `name` None: that of the run folder."""
+
+    project: str | None
+    name: str | None
+
+
 WANDB_OFF: WandbOptions = {"project": None, "name": None}
 
 

@@ -9,10 +9,11 @@ from torch.optim import Optimizer
 
 from tune.distributed import uncut
 from tune.errors import TuneError, explained
+from tune.types import Rate, Ratio
 
 
 def parameter_groups(
-    model: nn.Module, lr: float, *, decay_vectors: bool = False, lr_ratios: Mapping[str, float] | None = None
+    model: nn.Module, lr: Rate, *, decay_vectors: bool = False, lr_ratios: Mapping[str, Ratio] | None = None
 ) -> list[dict[str, Any]]:
     """The trained parameters of `model`, grouped for an optimizer whose learning rate is `lr`.
 

@@ -88,9 +88,11 @@ class OpenedModel:
         """The weights on disk that frozen tensors are read from."""
         return self.weights if isinstance(self.weights, Pretrained) else None
 
-    def tokenizer(self, **settings: Any) -> Tokenizer:
-        """The tokenizer that the model was trained with; `settings` are arguments of `Tokenizer`."""
-        return Tokenizer(**((self.tokenizer_settings or {"path": str(self.folders.tokenizer)}) | settings))
+    def tokenizer(self, chat_template: str | None = None, **settings: Any) -> Tokenizer:
+        """The tokenizer that the model was trained with, with another `chat_template` if one is given; `settings` are
+        further arguments of `Tokenizer`."""
+        settings = (self.tokenizer_settings or {"path": str(self.folders.tokenizer)}) | settings
+        return Tokenizer(**(settings | ({"chat_template": chat_template} if chat_template else {})))
 
     def require_same_vocabulary(self, tokenizer: Tokenizer) -> None:
         """Raises TuneError if the model's tokenizer has other ids, or the model lacks rows for some of them."""

@@ -2,6 +2,7 @@
 they are. GPUs have units for it from compute capability 8.9; elsewhere it is emulated: the same, and slow."""
 
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import nn
@@ -13,7 +14,10 @@ from tune.lookup import needs
 MULTIPLE = 16  # of the sizes that GPUs multiply
 
 
-def compute_in_float8(model: nn.Module, scaling: str, device: torch.device) -> None:
+Scaling = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]  # recipes of torchao
+
+
+def compute_in_float8(model: nn.Module, scaling: Scaling, device: torch.device) -> None:
     """Have the linear layers of the blocks of `model` multiply in float8, with the scales of torchao's recipe of that
     name. Call it before adapters are added, whose own products stay as they are, and before the model is sharded.
 

@@ -7,7 +7,7 @@ multiples of 16,384 elements and takes the mean of a shard's scales, so that a s
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -167,7 +167,7 @@ def whole_weights(model: nn.Module) -> Iterator[None]:
             weight.keeps, weight.whole = False, None
 
 
-def quantize_linears(model: nn.Module, *, double: bool = False) -> int:
+def quantize_linears(model: nn.Module, kind: Literal["nf4"] = "nf4", *, double: bool = False) -> int:
     """Replace the weights of the linear layers inside the blocks of `model` by an `NF4Weight`, in place.
 
     Weights are quantized where they are, one at a time. Those on the meta device stay there, to be loaded from a

@@ -5,7 +5,7 @@ Gradients pass straight through the rounding (Bengio et al., 2013), at the ends 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +48,9 @@ class RoundedLinear(nn.Linear):
         return F.linear(input, self.rounding(self.weight), self.bias)
 
 
-def round_linears(model: nn.Module, kind: str, exported: Mapping[str, torch.dtype], dtype: Dtype) -> None:
+def round_linears(
+    model: nn.Module, kind: Literal["int8", "int4", "fp8", "mxfp4"], exported: Mapping[str, torch.dtype], dtype: Dtype
+) -> None:
     """Have the linear layers of the blocks of `model`, adapters merged, compute with weights quantised to `kind`.
 
     `exported` has the types in which weights are exported, by their names; `dtype` is that of the computation. Call it

@@ -47,11 +47,12 @@ from tune.quantization import count_parameters
 from tune.run import run_folder
 from tune.run.flops import flops_per_token, peak_flops
 from tune.run.hardware import attention_notes, disk_note, peak_memory_gib, planned_memory
-from tune.run.profiler import profile
+from tune.run.profiler import ProfilerOptions, profile
 from tune.run.store import Store
 from tune.run.watchdog import Watchdog
 from tune.secrets import without_secrets
 from tune.tokenizers import Tokenizer
+from tune.types import NonNegativeInt, PositiveInt
 
 T = TypeVar("T")
 DType: TypeAlias = Literal["bf16", "fp16", "fp32"]
@@ -101,7 +102,7 @@ class Run:
         resume: str = "auto",
         *,
         settings: DictConfig,
-        console_every: int = 1,
+        console_every: PositiveInt = 1,
         tensorboard: bool = False,
         wandb: WandbOptions = WANDB_OFF,
     ):
@@ -375,8 +376,8 @@ class Run:
         self.stream = data.dataset if isinstance(data.dataset, Stream) else None
 
     def describe_prompts(
-        self, model: nn.Module, data: PromptLoader, sampler: Sampler, *, longest: int, samples: int,
-        micro_batch_size: int, **how: Any,
+        self, model: nn.Module, data: PromptLoader, sampler: Sampler, *, longest: int, samples: PositiveInt,
+        micro_batch_size: PositiveInt, **how: Any,
     ) -> None:  # fmt: skip
         """Report the model, the prompts, how often they are drawn, and if nothing ends what is sampled. A prompt gets
         that many `samples`, with which it has up to `longest` tokens; `how` are the arguments of `describe_model`.
@@ -404,7 +405,7 @@ class Run:
 
     def steps(
         self, data: Iterable[tuple[int, T]], start: int = 0, checkpointer: Checkpointer | None = None, *,
-        total: int | None = None, seed: int = 0, profiler: Mapping[str, Any] | None = None,
+        total: int | None = None, seed: NonNegativeInt = 0, profiler: ProfilerOptions | None = None,
     ) -> Iterator[tuple[int, T]]:  # fmt: skip
         """Begin to write into the folder, in this call; then iterate over the optimizer steps of `data`, pairs of a
         step and what it trains on: from the step after `start` to `total` (by default the length of `data`).

@@ -1,0 +1,68 @@
+"""What a component takes."""
+
+import inspect
+import keyword
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Any, cast, get_origin
+
+from tune.errors import TuneError
+from tune.lookup import locate
+from tune.types import Decays, Epsilon, Fraction, Rate
+
+# What torch's optimizers annotate loosely or not at all, and take without a word.
+OF_OPTIMIZERS: dict[str, Any] = {
+    "lr": Rate,
+    "weight_decay": Rate,
+    "momentum": Fraction,
+    "betas": Decays,
+    "eps": Epsilon | list[Epsilon | None],
+}
+
+
+@dataclass
+class Signature:
+    """What may be given by name. `async_`, which stands for a Python keyword, is found as `async`."""
+
+    parameters: dict[str, inspect.Parameter] = field(default_factory=dict)
+    accepts_any: bool = False
+    problem: str = ""  # why the component cannot be used
+
+
+def signature_of(path: str) -> Signature:
+    """The signature of the component with this dotted path, which is imported; the `problem` if it cannot be."""
+    try:
+        component = locate(path)
+    except TuneError as error:
+        return Signature(accepts_any=True, problem=str(error))
+    if inspect.isabstract(component):
+        kinds = ", ".join(sorted(each.__name__ for each in cast(type[Any], component).__subclasses__()))
+        return Signature(accepts_any=True, problem=f"{path} is what its kinds have in common. Take one of {kinds}.")
+    return signature(component)
+
+
+def signature(component: Callable[..., Any]) -> Signature:
+    """The signature of a function or a class; of one without, it is not known what it takes."""
+    try:
+        try:
+            parameters = inspect.signature(component, eval_str=True).parameters.values()
+        except (NameError, SyntaxError, TypeError, AttributeError):  # an annotation that only a type checker can read
+            parameters = inspect.signature(component).parameters.values()
+    except (ValueError, TypeError):  # written in C, without a signature
+        return Signature(accepts_any=True)
+    found = Signature(accepts_any=any(each.kind is each.VAR_KEYWORD for each in parameters))
+    kinds = OF_OPTIMIZERS if _is_optimizer(component) else {}
+    for each in parameters:
+        if each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
+            continue
+        if each.name in kinds and get_origin(each.annotation) is not Annotated:
+            each = each.replace(annotation=kinds[each.name])
+        plain = each.name.removesuffix("_")
+        found.parameters[plain if keyword.iskeyword(plain) else each.name] = each
+    return found
+
+
+def _is_optimizer(component: Any) -> bool:
+    torch = sys.modules.get("torch")  # a component that was imported without it is none
+    return torch is not None and isinstance(component, type) and issubclass(component, torch.optim.Optimizer)
