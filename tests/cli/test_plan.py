@@ -1,9 +1,11 @@
 """`tune plan` on its command line."""
 
+import gc
 import json
 from dataclasses import asdict
 
 import pytest
+from copied_recipe import exit_status
 from helpers import run_verbs, save_checkpoint
 
 from tune import config
@@ -256,3 +258,11 @@ def test_what_is_not_planned(recipe, checkpoint, capsys):
     with pytest.raises(SystemExit):
         main(["plan", recipe, f"model.path={checkpoint}", *settings, "--device", "a100"])
     assert message in capsys.readouterr().err
+
+
+def test_garbage_is_collected_after_a_verb(checkpoint, chats, capsys):
+    """A process that runs several verbs would keep the files of all their data open."""
+    run = ["full_finetune", f"model.path={checkpoint}", f"dataset.path={chats}", "max_steps=1"]
+    assert exit_status("plan", *run, "--device", "cpu") in (0, None)
+    assert exit_status("validate", *run, "device=cpu") in (0, None)
+    assert gc.get_freeze_count() == 0

@@ -144,7 +144,7 @@ BOTH = {
     "the recipe's own": (["sampling.seed=3"], "sampling.seed: tune.generation.Sampler gets it from the recipe"),
     "the best of a few rows": (["checkpointer.keep_best=reward/good"], "keep_best: reward/good is that of a few rows"),
     "greedy": (["sampling.temperature=0"], "sampling.temperature: 0 is not a positive number"),
-    "negative kl": (["kl=-1"], "kl: -1 is not a non-negative number"),
+    "negative kl": (["kl=-1"], "kl: -1 is below 0"),
     "no room": (["sampling.max_new_tokens=9999"], "tokens and max_new_tokens is 9999, together more than the"),
     "no room in max_len": (["sampling.max_len=16"], "together more than the 16 of max_len. Lower one by"),
     "empty stop string": (["sampling.stop_strings=['']"], "sampling.stop_strings: none may be empty"),
@@ -175,7 +175,7 @@ ENVIRONMENTS = {
     "FailingStep": ("environment: step fails on ", "KeyError: 'secret'"),
 }
 OF_GRPO = {
-    "group of one": (["group_size=1"], "group_size: 1 is not an integer from 2"),
+    "group of one": (["group_size=1"], "group_size: 1 is below 2"),
     "texts": ([f"environment={HERE}.Pair", "dataset.path={texts}"], "environment: its prompts must be conversations"),
     "no turns": (["max_turns=0"], "max_turns: 0 is not a positive integer"),
     **{
@@ -190,8 +190,8 @@ OF_PPO = {
     "no value model": (["value.path={nowhere}"], "value.path: ", "nowhere does not exist"),
     "a value model of tokens": (["value.head=tokens"], "a value is one: set value.head=score"),
     "no samples": (["samples_per_prompt=0"], "samples_per_prompt: 0 is not a positive integer"),
-    "negative weight": (["value_weight=-1"], "value_weight: -1 is not a non-negative number"),
-    "no room for values": (["value_clip=0"], "value_clip: 0 is not a positive number"),
+    "negative weight": (["value_weight=-1"], "value_weight: -1 is below 0"),
+    "no room for values": (["value_clip=0"], "value_clip: 0 is below"),
     "lambda": (["gae_lambda=2"], "gae_lambda: 2 is not a number from 0 to 1"),
     "an environment": ([f"environment={HERE}.Pair"], "environment: is not a setting. It is one of grpo: use that"),
 }

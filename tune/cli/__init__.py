@@ -3,6 +3,7 @@ its beginning what the list of verbs says."""
 
 import argparse
 import errno
+import gc
 import importlib
 import io
 import re
@@ -63,6 +64,8 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    finally:
+        gc.unfreeze()  # what `plan` froze: a process may run several verbs
 
 
 def _summary(verb: str) -> str:

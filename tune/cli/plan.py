@@ -6,6 +6,7 @@ exist: all rows count as max_seq_len tokens long.
     tune plan full_finetune model.path=./Llama-3.1-8B --world-size 8 --device h100 --search
 """
 
+import atexit
 import gc
 import json
 import sys
@@ -71,7 +72,8 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     gc.disable()  # what an import makes stays: to look for garbage in it takes a quarter of its time
     from tune.plan import Job, calibrate
 
-    gc.freeze()  # nor is it looked for while layouts are traced, or at the end
+    gc.freeze()  # nor is it looked for while layouts are traced (`tune.cli.main` unfreezes it), or at the end
+    atexit.register(gc.freeze)
     gc.enable()
     device = device_named(options.device)
     if options.calibrate:

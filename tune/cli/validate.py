@@ -2,6 +2,7 @@
 weights are read, and neither the processes nor the device need be here. Exit code 1 if there is an error. The arguments
 are those of `tune run`."""
 
+import atexit
 import gc
 import json
 import sys
@@ -51,8 +52,8 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     except TuneError as error:  # an option that is unknown, a recipe or a config that is not there
         found = [Finding(Level.ERROR, "", str(error))]
     finally:
-        gc.freeze()  # nor does anyone look for it at the end
         gc.enable()
+        atexit.register(gc.freeze)  # nor is it looked for at the end
     counts = {level: sum(finding.level == level for finding in found) for level in ("error", "changed", "warning")}
     if options.json:
         print(json.dumps({**counts, "findings": [asdict(finding) for finding in found]}, indent=2))

@@ -106,8 +106,8 @@ class _Script:
         """The settings in the argument `name`; None stands for `**value`."""
         key = self._key(value)
         match value:
-            case ast.IfExp(body=body, orelse=other):
-                yield from self._argument(name, body, kinds)
+            case ast.IfExp(body=one, orelse=other):
+                yield from self._argument(name, one, kinds)
                 yield from self._argument(name, other, kinds)
             case ast.Name(id=variable) if name is None and variable in self.groups:
                 group = self.groups[variable]
@@ -115,8 +115,8 @@ class _Script:
                     if isinstance(part, ast.Constant):
                         yield from self._argument(str(part.value), each, kinds)
             case _ if key and name is None:
-                for part, kind in kinds.items():
-                    yield from _parts(f"{key}.{part}", kind)
+                for argument, kind in kinds.items():
+                    yield from _parts(f"{key}.{argument}", kind)
             case _ if key and name is not None:
                 yield from _parts(key, kinds.get(name))
 

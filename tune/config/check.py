@@ -205,7 +205,7 @@ class _Combination:
             return mismatch(value, DottedPath) or self.signature(str(value)).problem
         if COMPONENT in node:
             problem = self._argument_problem(str(node[COMPONENT]), str(name), value, default, prefix)
-            return problem or unusable(value)
+            return problem or mismatch(value, self.types.get(key, Any)) or unusable(value)
         return mismatch(value, self._plain_kind(key, place)) or unusable(value)
 
     def _argument_problem(self, component: str, name: str, value: Any, default: Values, prefix: str) -> str:

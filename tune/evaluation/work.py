@@ -9,10 +9,11 @@ from typing import Any
 
 from tune import rehearsal
 from tune.errors import TuneError
+from tune.types import PositiveFloat
 
 
 def require_work(
-    tasks: Sequence[str], path: str | None, score: Any, limit: float | None, log_samples: bool, out: str | None
+    tasks: Sequence[str], path: str | None, score: Any, limit: PositiveFloat | None, log_samples: bool, out: str | None
 ) -> None:
     """Check what is asked of an evaluation before anything is read. `path` is that of the data, `out` the file of the
     results. Nothing is left at `out`, but its folder is made. Raises TuneError."""

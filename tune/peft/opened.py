@@ -160,7 +160,7 @@ class OpenedModel:
         for named in self.adapters:
             add_adapters(model, named.lora)
         of_adapters = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        parallelize(model.requires_grad_(False).eval(), world, dtype=dtype, master_dtype=dtype)
+        parallelize(model.requires_grad_(False).eval(), world, dtype=dtype)
         self.weights.load(model)
         for named in self.adapters:  # their files have what is trained
             for name, parameter in model.named_parameters():

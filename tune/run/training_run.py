@@ -421,7 +421,12 @@ class Run:
         self._set_ends(data, start, total)
         self._begin(start)
         self.interrupt = Interrupt()
-        return profile(self._steps(data, checkpointer, seed), self.path / "profile", self.world, **(profiler or {}))
+        return profile(
+            self._steps(data, checkpointer, seed),
+            self.path / "profile",
+            self.world,
+            **(profiler or {"start": None, "steps": 1}),
+        )
 
     def _set_ends(self, data: Iterable[Any], start: int, total: int | None) -> None:
         if total is None:
