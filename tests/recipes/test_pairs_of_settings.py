@@ -256,7 +256,7 @@ def test_what_is_not_refused_runs_and_gives_the_numbers_of_the_plain_way(share, 
         backend = "aot_eager" if row["compile"] == "true" else "eager"
         monkeypatch.setattr(torch, "compile", functools.partial(compile, backend=backend))
         recipe, settings = settings_of(row | {"activation_offload": "false"})
-        assert number % 3 or told(recipe, settings) == "", settings
+        assert number % 6 or told(recipe, settings) == "", settings
         torch.compiler.reset()
         with monkeypatch.context() as patch:
             if row["activation_offload"] == "true":  # a CPU has nowhere to offload to, and a setting would say so
@@ -328,7 +328,8 @@ def test_two_steps_of_another_method_run_where_nothing_is_refused(
     if "model" in factors:
         drawn.append(drawn[0] | {"compile": "one", "model": "hf"})
     for number, row in enumerate(drawn):
-        monkeypatch.setattr(torch, "compile", functools.partial(compile, backend="aot_eager"))
+        # What is compiled is that of the rows above, where another backend is tried too.
+        monkeypatch.setattr(torch, "compile", functools.partial(compile, backend="eager"))
         torch.compiler.reset()
         settings = [
             experts if row["trained"] == "experts" else f"model.path={checkpoint}", "device=cpu", "dtype=fp32",
@@ -339,7 +340,7 @@ def test_two_steps_of_another_method_run_where_nothing_is_refused(
         names = {"data": pairs if recipe == "reward_finetune" else requests, "pairs": pairs, "requests": requests}
         names["prompts"] = requests
         settings = [each.format(**names) if "{" in each else each for each in settings]
-        assert number % 3 or told(recipe, settings) == "", settings
+        assert number % 6 or told(recipe, settings) == "", settings
         with torch.compiler.set_stance("default" if row["compile"] != "false" else "force_eager"):
             importlib.import_module(recipe).main(config.load(recipe, settings))
         lines = [json.loads(line) for line in (tmp_path / str(number) / "metrics.jsonl").read_text().splitlines()]

@@ -1,6 +1,6 @@
 """Random combinations of a model, a method, settings and a layout: two processes give what one does.
 
-Each run draws others, as long as TUNE_TEST_SECONDS (45) says. TUNE_TEST_SEED draws those of an earlier run again,
+Each run draws others, as long as TUNE_TEST_SECONDS (30) says. TUNE_TEST_SEED draws those of an earlier run again,
 TUNE_TEST_FIRST begins with the combination of that number. A failure prints these, and the commands of both runs.
 """
 
@@ -268,7 +268,7 @@ def outcomes(combinations):
 def test_two_processes_give_what_one_gives(chats, pairs, requests, tmp_path):  # noqa: F811
     data = {"chats": chats, "pairs": pairs, "requests": requests}
     seed, number = seed_of_run(), int(os.environ.get("TUNE_TEST_FIRST", 0))
-    ends = time.monotonic() + float(os.environ.get("TUNE_TEST_SECONDS", 45))
+    ends = time.monotonic() + float(os.environ.get("TUNE_TEST_SECONDS", 30))
     counts, wrong = {"equal": 0, "refused": 0, "refused on two": 0}, []
     while time.monotonic() < ends or not (wrong or counts["equal"]):
         combinations = [Combination(seed, number + each, data, tmp_path) for each in range(TOGETHER)]

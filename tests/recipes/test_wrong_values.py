@@ -192,11 +192,6 @@ def test_a_group_and_a_key_in_it_that_are_both_wrong(here):
 
 
 @pytest.mark.slow
-def test_random_wrong_values(here):
-    assert draw_and_check(seconds=6, most=6) > 0
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["full_finetune", "distill", "ppo_finetune", "evaluate"])
 def test_a_text_that_is_no_name_of_a_file(recipe, here):
     for key in keys(recipe):
@@ -207,4 +202,4 @@ def test_a_text_that_is_no_name_of_a_file(recipe, here):
 
 @pytest.mark.slow
 def test_many_random_wrong_values(here):
-    assert draw_and_check(seconds=600, most=150) == 150
+    assert draw_and_check(seconds=600, most=60) == 60
