@@ -1,5 +1,6 @@
 """A setting has the type of the argument that a recipe passes it as."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -150,3 +151,161 @@ def test_a_renamed_setting_keeps_its_type(tmp_path: Path, monkeypatch: pytest.Mo
     given = ["model.path=m", "dataset.path=d", "my_max_steps=soon", "my_max_seq_len=0", "my_parallel.tp=0"]
     problems = config.read("mine.yaml", given, recipe=Path("mine.py"))[1]
     assert [problem.partition(":")[0] for problem in problems] == ["my_max_seq_len", "my_max_steps", "my_parallel.tp"]
+
+
+PARTS = """
+import sys
+from typing import Annotated, Literal, Optional, TypedDict, TypeVar
+from tune.types import PositiveInt
+
+T = TypeVar("T")
+calls = []
+
+
+class Options(TypedDict):
+    thing: "Missing"
+
+
+class One:
+    @staticmethod
+    def fixed(size: PositiveInt, name: str = ""): ...
+
+    def take(self, size: PositiveInt): ...
+
+    class Inner:
+        def __init__(self, size: PositiveInt, name: str): ...
+
+
+class Two:
+    def take(self, size: str): ...
+
+
+class Other:
+    def __init__(self, weight: str, chunk: str = ""): ...
+
+
+class Loss:
+    def __init__(self, weight: PositiveInt, chunk: PositiveInt = 1): ...
+
+
+def positive(size: PositiveInt): ...
+def named(model, *, size: PositiveInt): ...
+def only(size: str, /, other: PositiveInt = 1): ...
+def many(first, *rest, size: PositiveInt = 1): ...
+def usual(size: int = None): ...
+def generic(size: T | int): ...
+def odd(size: Annotated[int, {}]): ...
+def group(options: Options): ...
+def describe(component, weight: PositiveInt = 1): ...
+def __getattr__(name):
+    calls.append(name)
+    raise RuntimeError(name)
+"""
+HEAD = "from tune import config\nfrom tune.config import instantiate\nimport parts\nfrom parts import *\n"
+
+
+def problems_of(tmp_path: Path, script: str, given: list[str], settings: str = "size: 1\nother: 1\n") -> list[str]:
+    """The problems of a run whose `main(cfg)` ends with `script`; what stands before it ends with ---."""
+    before, _, body = script.rpartition("---\n")
+    lines = "".join(f"    {line}\n" for line in body.splitlines())
+    (tmp_path / "own.py").write_text(f'{HEAD}{before}\n\n@config.entrypoint("own")\ndef main(cfg):\n{lines}')
+    (tmp_path / "own.yaml").write_text(settings)
+    return config.read(str(tmp_path / "own.yaml"), given, recipe=tmp_path / "own.py")[1]
+
+
+@pytest.fixture
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "parts", raising=False)
+    (tmp_path / "parts.py").write_text(PARTS)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "def f(name: str, /, size: int = 1): ...\n---\nf(cfg.size)",
+        "def f(first, *rest, size: int = 1): ...\n---\nf(1, cfg.size)",
+        "parts.only(cfg.size)",
+        "parts.many(1, cfg.size)",
+        "def f(size: None | Size): ...\nSize = str\n---\nf(cfg.size)",
+        "Size = str\ndef f(size: Size | int): ...\n---\nf(cfg.size)",
+        "import torch\ndef f(size: torch.Tensor | None): ...\n---\nf(cfg.size)",
+        "def f(size: 'Missing | int'): ...\n---\nf(cfg.size)",
+        "def f(size: [int]): ...\n---\nf(cfg.size)",
+        "parts.generic(cfg.size)",
+        "parts.odd(size=cfg.lost)",
+        "def twice(function): return lambda *a: function(1, *a)\n@twice\ndef f(a: int, b: str): ...\n---\nf(cfg.size)",
+        "class A:\n    def positive(self, size: int): ...\ndef g(size): ...\n---\ng(cfg.size)",
+        "class A:\n    def g(self, other: int): ...\nfrom parts import describe as g\n---\ng(cfg.size)",
+        "def positive(size: str): ...\n---\npositive(cfg.size)",
+        "positive = lambda size: size\npositive(cfg.size)",
+        "one = parts.One()\none.fixed('', cfg.size)",
+        "one = parts.One()\none.Inner(1, cfg.size)",
+        "thing = parts.One()\nthing = parts.Two()\nthing.take(cfg.size)",
+        "def g():\n    thing = parts.One()\n---\nthing = parts.Two()\nthing.take(cfg.size)",
+        "def g(cfg):\n    positive(cfg.size)\n---\ng(cfg.model)",
+        "each = [positive(cfg.size) for cfg in cfg.models]",
+        "cfg = cfg.model\npositive(cfg.size)",
+        "cfg.size = len(cfg.size)\npositive(cfg.size)",
+        "cfg['size'] = len(cfg.size)\npositive(cfg.size)",
+        "positive(1 if cfg.size == 'text' else cfg.size)",
+        "if cfg.size != 'text':\n    positive(cfg.size)",
+        "cfg.size != 'text' and positive(cfg.size)",
+        "match cfg.size:\n    case 'text': pass\n    case _: positive(cfg.size)",
+        "if cfg.other:\n    parts.positive(cfg.size)\nelse:\n    parts.only(cfg.size)",
+        "parts.lazy.function(cfg.size)",
+        "import broken\nbroken.function(cfg.size)",
+        "from .parts import positive\npositive(cfg.size)",
+        "parts.group(**cfg.lost)\nparts.group(cfg.lost)",
+    ],
+)  # fmt: skip
+def test_what_is_right_is_not_refused(parts: Path, script: str) -> None:
+    (parts / "broken.py").write_text("import sys\nsys.exit(3)")
+    assert problems_of(parts, script, ["size=text"], "size: null\nother: 1\nlost: null\nmodel: {size: 1}\n") == []
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "positive(cfg['size'])",
+        "positive(cfg.size)",
+        "size = cfg.size\npositive(size)",
+        "cfg = cfg.copy()\npositive(cfg.size)",
+        "def train(settings):\n    positive(settings.size)\n---\ntrain(cfg)",
+        "def f(size: 'int'): ...\n---\nf(cfg.size)",
+        "def f(size: int = None): ...\n---\nf(cfg.size)",
+        "one = parts.One()\none.fixed(cfg.size)",
+        "parts.named(1, size=cfg.size)",
+        "if cfg.other:\n    positive(cfg.size)",
+    ],
+)
+def test_what_is_wrong_is_refused(parts: Path, script: str) -> None:
+    problems = problems_of(parts, script, ["size=text"], "size: null\nother: 1\n")
+    assert [each.partition(":")[0] for each in problems] == ["size"]
+
+
+def test_a_setting_may_be_off(parts: Path) -> None:
+    script = "if cfg.size:\n    positive(cfg.size)"
+    assert problems_of(parts, script, [], "size: false\n") == []
+    assert problems_of(parts, script, ["size=3"], "size: false\n") == []
+    assert problems_of(parts, script, ["size=-3"], "size: false\n")
+    assert problems_of(parts, "positive(cfg.size)", [], "size: false\n")
+    assert problems_of(parts, "parts.usual(cfg.size)", ["size=null"]) == []
+
+
+def test_types_are_those_of_the_components_of_the_run(parts: Path) -> None:
+    settings = "weight: 1\nchunk: 1\nloss: {_component_: parts.Loss, chunk: '${chunk}'}\n"
+    script = "loss = instantiate(cfg.loss, weight=cfg.weight)"
+    assert len(problems_of(parts, script, ["weight=text", "chunk=text"], settings)) == 2
+    given = ["loss._component_=parts.Other", "weight=text", "chunk=text"]
+    assert problems_of(parts, script, given, settings.replace(": 1", ": null")) == []
+    assert problems_of(parts, "parts.describe(cfg.loss, cfg.weight)", ["weight=0"], settings)
+
+
+def test_nothing_is_imported_that_gets_no_setting(parts: Path) -> None:
+    (parts / "noisy.py").write_text("raise SystemExit('imported')")
+    (parts / "own_parts.py").write_text("open('imported', 'a').write('x'); 1 / 0")
+    script = "import noisy, own_parts\nnoisy.run(cfg.other + 1)\nown_parts.run(1)"
+    assert problems_of(parts, script, []) == []
+    assert "noisy" not in sys.modules and not Path("imported").exists()

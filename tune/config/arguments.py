@@ -12,176 +12,273 @@ import functools
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import or_
 from pathlib import Path
-from typing import Any, get_args, get_type_hints, is_typeddict
+from types import ModuleType
+from typing import Annotated, Any, ForwardRef, NewType, TypeVar, get_args, get_type_hints, is_typeddict
 
-from tune.config.instantiate import COMPONENT
-from tune.config.signature import Signature, signature, signature_of
+from tune.config.instantiate import COMPONENT, instantiate
+from tune.config.script import Call, Import, Scope, Script, passed
+from tune.config.signature import Signature, optional, signature, signature_of
 from tune.config.text import Values
 from tune.errors import TuneError
 from tune.lookup import locate, quiet_torchao
-from tune.types import is_plain
+from tune.types import Range, fits, is_plain
 
 Typed = Iterator[tuple[str, Any]]  # pairs of a dotted key and a type
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
-def types_of_settings(recipe: Path, default: Values) -> dict[str, Any]:
+def types_of_settings(recipe: Path, default: Values, values: Values | None = None) -> dict[str, Any]:
     """The types of the settings that the file `recipe` passes on as they are, by their dotted keys.
 
-    `default` are the recipe's own settings. A setting that is passed on twice has the first type that is known. What
-    cannot be read, as it is computed or imported in vain, has none.
+    `default` are the recipe's own settings, `values` those of a run, which may name other components. A setting that is
+    passed on twice has the first type that is known, before it one with a range, or any of them if each call is under
+    an `if`. What cannot be read, as it is computed, changed or imported in vain, has none.
     """
     try:
-        tree = ast.parse(recipe.read_text(encoding="utf-8"))
-    except (SyntaxError, ValueError, OSError):
+        script = Script(ast.parse(recipe.read_bytes()))
+    except (SyntaxError, ValueError, OSError, RecursionError, MemoryError):
         return {}  # reported where the recipe is run
-    script = _Script(default, functools.cache(signature_of))
-    script.read(tree)
+    reader = _Reader(default, values or default, script)
+    changed = [reader.key(*each) for each in script.stored]
     found: dict[str, Any] = {}
-    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        for key, kind in script.settings_of(call):
-            found.setdefault(key, kind)
-    for key, kind in script.referred(default):
+    sometimes: dict[str, list[Any]] = {}
+    for call in script.calls:
+        for key, kind in reader.settings_of(call):
+            if call.tests:
+                sometimes.setdefault(key, []).append(kind)
+            elif key not in found or (hasattr(kind, "__metadata__") and not hasattr(found[key], "__metadata__")):
+                found[key] = kind
+    for key, kinds in sometimes.items():
+        found.setdefault(key, functools.reduce(or_, kinds))
+    for key, kind in reader.referred(reader.values):
         found.setdefault(key, kind)
+    for each in filter(None, changed):
+        found = {key: kind for key, kind in found.items() if not f"{key}.".startswith(f"{each}.")}
     return found
 
 
+# What a setting is where `if cfg.key:` is around the call.
+OFF = Annotated[Any, Range("off (false, 0 or null)", lambda value: not value)]
+
+
 @dataclass
-class _Script:
-    """What the names in a recipe stand for."""
+class _Arguments:
+    """The types of a function's arguments, None of those whose type is not known."""
 
-    default: Values
-    component: Callable[[str], Signature]
-    settings: str = "cfg"  # the argument of the function with @config.entrypoint
-    imports: dict[str, tuple[str, str]] = field(default_factory=dict)  # name -> module, and what of it
-    functions: dict[str, ast.FunctionDef] = field(default_factory=dict)
-    groups: dict[str, ast.Dict] = field(default_factory=dict)  # variable -> {"dtype": cfg.dtype, ...}
-    made: dict[str, ast.Call] = field(default_factory=dict)  # variable -> the call that it has the result of
+    positional: list[Any] = field(default_factory=list)
+    named: dict[str, Any] = field(default_factory=dict)
 
-    def read(self, tree: ast.Module) -> None:
-        for node in ast.walk(tree):
-            match node:
-                case ast.Import(names=names):
-                    for each in names:
-                        name = each.name if each.asname else each.name.partition(".")[0]
-                        self.imports[each.asname or name] = (name, "")
-                case ast.ImportFrom(module=str(module), names=names, level=0):
-                    self.imports |= {each.asname or each.name: (module, each.name) for each in names}
-                case ast.FunctionDef(name=name, args=ast.arguments(args=arguments), decorator_list=decorators):
-                    self.functions[name] = node
-                    if arguments and any("entrypoint" in ast.unparse(each) for each in decorators):
-                        self.settings = arguments[0].arg
-                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Dict() as value):
-                    self.groups[name] = value
-                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as value):
-                    self.made.setdefault(name, value)
 
-    def settings_of(self, call: ast.Call) -> Typed:
+class _Reader:
+    """What a script passes its settings as."""
+
+    def __init__(self, default: Values, values: Values, script: Script) -> None:
+        self.default, self.values, self.script = default, values, script
+        self.component = functools.cache(signature_of)
+        self.imported = functools.cache(_imported)  # a module that fails is not run again
+        self.whole = {  # arguments that are all settings
+            node.args.args[0] for node in script.functions if node.args.args
+            and any("entrypoint" in ast.unparse(each) for each in node.decorator_list)
+        }  # fmt: skip
+        while found := self._passed_on() - self.whole:
+            self.whole |= found
+
+    def _passed_on(self) -> set[ast.arg]:
+        """The arguments of the script's functions that are all settings in each call."""
+        given: dict[ast.arg, bool] = {}
+        for call in self.script.calls:
+            function = call.scope.find(call.node.func.id)[0] if isinstance(call.node.func, ast.Name) else None
+            if isinstance(function, ast.FunctionDef):
+                for argument, value in passed(call.node, function.args):
+                    given[argument] = self.key(value, call.scope) == "" and given.get(argument, True)
+        return {argument for argument, is_whole in given.items() if is_whole}
+
+    def settings_of(self, call: Call) -> Typed:
         """The settings among the arguments of a call."""
-        kinds = self._kinds(call.func)
-        # `instantiate(cfg.schedule, total_steps=...)` passes on what it does not know itself.
-        of_component = self._component(call.args[0]) if call.args else None
-        kinds |= {name: kind for name, kind in _kinds_of(of_component).items() if name not in kinds}
-        for name, value in zip(kinds, call.args, strict=False):
+        node, scope = call.node, call.scope
+        values = [*node.args, *(each.value for each in node.keywords)]
+        if not any(True for value in values for _ in self._passed("**", value, call)):
+            return  # and what it calls is not imported
+        known = self._arguments(node.func, scope)
+        if node.args and getattr(self._object(node.func, scope), "__module__", "") == instantiate.__module__:
+            # `instantiate(cfg.schedule, total_steps=...)` passes on what it does not know itself.
+            path = self._path(node.args[0], scope)
+            of_component = _arguments_of(self.component(path)) if path else _Arguments()
+            known.positional += of_component.positional
+            known.named = of_component.named | known.named
+        for kind, value in zip(known.positional, node.args, strict=False):
             if isinstance(value, ast.Starred):
                 break
-            yield from self._argument(name, value, kinds)
-        for each in call.keywords:
-            yield from self._argument(each.arg, each.value, kinds)
+            yield from self._typed("", value, call, {"": kind})
+        for each in node.keywords:
+            yield from self._typed(each.arg or "**", each.value, call, known.named)
 
     def referred(self, group: Values) -> Typed:
         """The settings that arguments of components are taken from, as `${key}`."""
-        kinds = _kinds_of(self.component(group[COMPONENT])) if isinstance(group.get(COMPONENT), str) else {}
+        component = group.get(COMPONENT)
+        kinds = _arguments_of(self.component(component)).named if isinstance(component, str) else {}
         for name, value in group.items():
             if isinstance(value, dict):
                 yield from self.referred(value)
             elif (key := REFERENCE.fullmatch(str(value))) and kinds.get(name) is not None:
                 yield key[1], kinds[name]
 
-    def _argument(self, name: str | None, value: ast.expr, kinds: dict[str, Any]) -> Typed:
-        """The settings in the argument `name`; None stands for `**value`."""
-        key = self._key(value)
-        match value:
-            case ast.IfExp(body=one, orelse=other):
-                yield from self._argument(name, one, kinds)
-                yield from self._argument(name, other, kinds)
-            case ast.Name(id=variable) if name is None and variable in self.groups:
-                group = self.groups[variable]
-                for part, each in zip(group.keys, group.values, strict=True):
+    def key(self, node: ast.expr, scope: Scope, depth: int = 0) -> str | None:
+        """The dotted key of `cfg.model.path` or `cfg["model"]["path"]`, "" for all settings, None for anything else."""
+        match node:
+            case ast.Name(id=name):
+                bound, where = scope.find(name)
+                if isinstance(bound, ast.Name | ast.Attribute | ast.Subscript) and depth < 10:
+                    return self.key(bound, where, depth + 1)
+                return "" if isinstance(bound, ast.arg) and bound in self.whole else None
+            case (
+                ast.Attribute(value=value, attr=name) | ast.Subscript(value=value, slice=ast.Constant(value=str(name)))
+            ):
+                group = self.key(value, scope, depth)
+                return None if group is None else f"{group}.{name}".removeprefix(".")
+        return None
+
+    def _passed(self, name: str, value: ast.expr, call: Call) -> Iterator[tuple[str, str, list[ast.expr]]]:
+        """The settings in the argument `name`, "**" for `**value`: the argument of each, its key, the tests."""
+        bound = call.scope.find(value.id)[0] if isinstance(value, ast.Name) else value
+        match bound:
+            case ast.IfExp(test=test, body=one, orelse=other) if bound is value:
+                inner = Call(call.node, call.scope, [*call.tests, test])
+                yield from self._passed(name, one, inner)
+                yield from self._passed(name, other, inner)
+            case ast.Dict(keys=keys, values=values) if name == "**":
+                for part, each in zip(keys, values, strict=True):
                     if isinstance(part, ast.Constant):
-                        yield from self._argument(str(part.value), each, kinds)
-            case _ if key and name is None:
-                for argument, kind in kinds.items():
-                    yield from _parts(f"{key}.{argument}", kind)
-            case _ if key and name is not None:
-                yield from _parts(key, kinds.get(name))
+                        yield from self._passed(str(part.value), each, call)
+            case _ if key := self.key(value, call.scope):
+                yield name, key, call.tests
 
-    def _key(self, node: ast.expr) -> str:
-        """The dotted key of `cfg.model.path`, "" for anything else."""
-        head, _, key = ast.unparse(node).partition(".")
-        return key if head == self.settings and all(map(str.isidentifier, key.split("."))) else ""
+    def _typed(self, name: str, value: ast.expr, call: Call, kinds: dict[str, Any]) -> Typed:
+        for argument, key, tests in self._passed(name, value, call):
+            if argument == "**":
+                found = {f"{key}.{part}": kind for part, kind in kinds.items()}
+            else:
+                found = {key: kinds.get(argument)}
+            tested = dict(sorted((each for test in tests for each in self._tested(test, call.scope)), reverse=True))
+            for part, kind in found.items():
+                if kind is not None and tested.get(part, True):
+                    usual = _get(self.default, part)
+                    is_off = part in tested and usual in (False, 0, "") and not fits(usual, kind)
+                    yield from _parts(part, kind | OFF if is_off else kind)
 
-    def _kinds(self, function: ast.expr) -> dict[str, Any]:
-        """The types of a function's arguments, None of those whose type is not known."""
-        if isinstance(function, ast.Name) and function.id in self.functions:
-            arguments = self.functions[function.id].args
-            return {each.arg: self._evaluated(each.annotation) for each in arguments.args + arguments.kwonlyargs}
+    def _tested(self, test: ast.expr, scope: Scope) -> Iterator[tuple[str, bool]]:
+        """The settings in a condition, and whether it is only that they are not off."""
+        match test:
+            case ast.BoolOp(values=values):
+                for each in values:
+                    yield from self._tested(each, scope)
+            case ast.UnaryOp(op=ast.Not(), operand=value):
+                yield from self._tested(value, scope)
+            case ast.Compare(left=value, ops=[ast.Is() | ast.IsNot()], comparators=[ast.Constant(value=None)]):
+                yield from self._tested(value, scope)
+            case _ if key := self.key(test, scope):
+                yield key, True
+            case _:
+                for part in ast.walk(test):
+                    if isinstance(part, ast.expr) and (key := self.key(part, scope)):
+                        yield key, False
+
+    def _arguments(self, function: ast.expr, scope: Scope) -> _Arguments:
+        """The types of what a call gives a function."""
+        if isinstance(function, ast.Name):
+            bound, where = scope.find(function.id)
+            if isinstance(bound, ast.FunctionDef) and not bound.decorator_list:  # one may change the arguments
+                return self._of_script(bound.args, where)
         if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
-            kind = self._class_of(function.value.id)
-            if method := getattr(kind, function.attr, None):
-                kinds = _kinds_of(signature(method))
-                is_bound = inspect.ismethod(method)  # of the class
-                return kinds if is_bound else {name: kinds[name] for name in list(kinds)[1:]}
-        found = self._object(function)
-        return _kinds_of(signature(found)) if callable(found) else {}
+            kind = self._class_of(function.value.id, scope)
+            with suppress(Exception):  # a property of the class
+                if method := getattr(kind, function.attr, None):
+                    known = _arguments_of(signature(method))
+                    if inspect.isfunction(inspect.getattr_static(kind, function.attr)):  # it gets the object too
+                        del known.positional[:1]
+                    return known
+        found = self._object(function, scope)
+        return _arguments_of(signature(found)) if callable(found) else _Arguments()
 
-    def _class_of(self, variable: str) -> type[Any] | None:
+    def _of_script(self, arguments: ast.arguments, scope: Scope) -> _Arguments:
+        places = [*arguments.posonlyargs, *arguments.args]
+        usual = [*[None] * (len(places) - len(arguments.defaults)), *arguments.defaults, *arguments.kw_defaults]
+        kinds = {
+            each.arg: _known(optional(kind, default.value) if isinstance(default, ast.Constant) else kind)
+            for each, default in zip([*places, *arguments.kwonlyargs], usual, strict=True)
+            if (kind := self._evaluated(each.annotation, scope)) is not None
+        }
+        named = [*arguments.args, *arguments.kwonlyargs]
+        return _Arguments([kinds.get(each.arg) for each in places], {each.arg: kinds.get(each.arg) for each in named})
+
+    def _class_of(self, variable: str, scope: Scope) -> type[Any] | None:
         """The class of what a variable holds, where a call of it, or of a function that returns one, made that."""
-        if (call := self.made.get(variable)) is None:
+        call, scope = scope.find(variable)
+        if not isinstance(call, ast.Call):
             return None
-        path = self._path(call.args[0]) if call.args else ""
-        made = _located(path) if path else self._object(call.func)
-        made = made if inspect.isclass(made) else getattr(made, "__annotations__", {}).get("return")
+        made = self._object(call.func, scope)
+        if made is instantiate:
+            path = self._path(call.args[0], scope) if call.args else ""
+            made = _located(path) if path else None
+        if not inspect.isclass(made):
+            with suppress(Exception):  # what is returned is imported for type checkers alone
+                made = get_type_hints(made).get("return")
         return made if inspect.isclass(made) else None
 
-    def _component(self, node: ast.expr) -> Signature | None:
-        return self.component(path) if (path := self._path(node)) else None
-
-    def _path(self, node: ast.expr) -> str:
-        """The dotted path of the component that a group of settings names by default."""
-        group: Any = self.default
-        for name in self._key(node).split("."):
-            group = group.get(name) if isinstance(group, dict) else None
+    def _path(self, node: ast.expr, scope: Scope) -> str:
+        """The dotted path of the component that a group of settings names."""
+        group = _get(self.values, self.key(node, scope) or "")
         path = group.get(COMPONENT) if isinstance(group, dict) else None
         return path if isinstance(path, str) else ""
 
-    def _object(self, node: ast.expr) -> Any:
+    def _object(self, node: ast.expr, scope: Scope) -> Any:
         """What an imported name stands for, None if that is not known."""
         if isinstance(node, ast.Attribute):
-            return getattr(self._object(node.value), node.attr, None)
+            found = self._object(node.value, scope)
+            return None if found is None else self._taken(found, node.attr)
         if not isinstance(node, ast.Name):
             return None
-        if node.id not in self.imports:
+        bound, _ = scope.find(node.id)
+        if isinstance(bound, Import):
+            module = self.imported(bound.module)
+            return self._taken(module, bound.name) if bound.name and module else module
+        if bound is None:
+            for module in map(self.imported, self.script.stars):
+                known = vars(module) if module else {}
+                if node.id in known.get("__all__", [each for each in known if each[0] != "_"]):
+                    return known.get(node.id)
             return getattr(builtins, node.id, None)
-        module, name = self.imports[node.id]
-        with suppress(Exception), quiet_torchao():  # reported where the recipe is run
-            found = importlib.import_module(module)
-            if not name or hasattr(found, name):
-                return getattr(found, name) if name else found
-            return importlib.import_module(f"{module}.{name}")
         return None
 
-    def _evaluated(self, annotation: ast.expr | None) -> Any:
+    def _taken(self, found: Any, name: str) -> Any:
+        """An attribute, or a module of a package."""
+        with suppress(Exception):  # of a module that imports it only now
+            if hasattr(found, name) or not isinstance(found, ModuleType):
+                return getattr(found, name, None)
+            return self.imported(f"{found.__name__}.{name}")
+        return None
+
+    def _evaluated(self, annotation: ast.expr | None, scope: Scope) -> Any:
         if annotation is None:
             return None
-        names = {each.id: self._object(each) for each in ast.walk(annotation) if isinstance(each, ast.Name)}
-        with suppress(Exception):  # it needs what is not imported
-            return eval(compile(ast.Expression(annotation), "annotation", "eval"), names)
+        with suppress(Exception):  # it needs what is not imported, or is of the script
+            if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
+                return self._evaluated(ast.parse(annotation.value, mode="eval").body, scope)
+            names = {each.id: self._object(each, scope) for each in ast.walk(annotation) if isinstance(each, ast.Name)}
+            if None not in names.values():
+                return eval(compile(ast.Expression(annotation), "annotation", "eval"), names)
         return None
+
+
+def _imported(module: str) -> Any:
+    with suppress(Exception, SystemExit), quiet_torchao():  # reported where the recipe is run
+        return importlib.import_module(module)
+    return None
 
 
 def _located(path: str) -> Any:
@@ -190,21 +287,34 @@ def _located(path: str) -> Any:
     return None
 
 
-def _kinds_of(found: Signature | None) -> dict[str, Any]:
-    """The types of arguments, None of those without one that YAML has values for."""
-    parameters = found.parameters.items() if found else ()
-    return {name: each.annotation if _is_typed(each.annotation) else None for name, each in parameters}
+def _get(values: Any, key: str) -> Any:
+    for name in key.split("."):
+        values = values.get(name) if isinstance(values, dict) else None
+    return values
 
 
-def _is_typed(annotation: Any) -> bool:
-    is_group = any(is_typeddict(each) for each in (annotation, *get_args(annotation)))
-    return annotation is not inspect.Parameter.empty and (is_group or is_plain(annotation))
+def _arguments_of(found: Signature) -> _Arguments:
+    named = {name: _known(each.annotation) for name, each in found.parameters.items()}
+    return _Arguments([_known(each.annotation) for each in found.positional], named)
+
+
+def _known(annotation: Any) -> Any:
+    """A type, None of what YAML has no values for."""
+    parts = get_args(annotation)
+    with suppress(Exception):  # it cannot be hashed, nor be in a union
+        is_group = any(is_typeddict(each) for each in (annotation, *parts))
+        is_open = any(isinstance(each, TypeVar | ForwardRef | NewType) for each in parts)
+        if annotation is not inspect.Parameter.empty and not is_open and (is_group or is_plain(annotation)):
+            return (annotation | None) and annotation
+    return None
 
 
 def _parts(key: str, kind: Any) -> Typed:
     """A setting with its type, or those of a group that has a type of its own."""
     groups = [each for each in (kind, *get_args(kind)) if is_typeddict(each)]
     if groups:
-        yield from ((f"{key}.{name}", each) for name, each in get_type_hints(groups[0], include_extras=True).items())
+        with suppress(Exception):  # one of them is imported for type checkers alone
+            hints = get_type_hints(groups[0], include_extras=True)
+            yield from ((f"{key}.{name}", known) for name, each in hints.items() if (known := _known(each)) is not None)
     elif kind is not None:
         yield key, kind

@@ -1,6 +1,7 @@
 """A recipe's settings: its default YAML, `--config` files and `key=value` overrides, in this order."""
 
 import argparse
+import functools
 import os
 import sys
 from collections.abc import Sequence
@@ -60,9 +61,10 @@ def read(
     overrides, unreadable = _overrides(options.settings)
     file = find_config(recipe_default)
     default = text.read(file)
-    recipe = recipe or find_script(file)
-    types = types_of_settings(recipe, default.values) if imports and recipe else {}
     layers = [default, *(text.read(file, f" ({file.name})") for file in files), overrides]
+    recipe = recipe if recipe and recipe.is_file() else find_script(file)
+    values = functools.reduce(merge, [layer.values for layer in layers])
+    types = types_of_settings(recipe, default.values, values) if imports and recipe else {}
     cfg, problems = combine(layers, types, imports)
     return cfg, unreadable + problems
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, cast, get_origin
 
 from tune.errors import TuneError
 from tune.lookup import locate
-from tune.types import Decays, Epsilon, Fraction, Rate
+from tune.types import Decays, Epsilon, Fraction, Rate, fits
 
 # What torch's optimizers annotate loosely or not at all, and take without a word.
 OF_OPTIMIZERS: dict[str, Any] = {
@@ -26,6 +26,9 @@ class Signature:
     """What may be given by name. `async_`, which stands for a Python keyword, is found as `async`."""
 
     parameters: dict[str, inspect.Parameter] = field(default_factory=dict)
+    positional: list[inspect.Parameter] = field(
+        default_factory=list, compare=False
+    )  # those that need no name, in order
     accepts_any: bool = False
     problem: str = ""  # why the component cannot be used
 
@@ -47,20 +50,28 @@ def signature(component: Callable[..., Any]) -> Signature:
     try:
         try:
             parameters = inspect.signature(component, eval_str=True).parameters.values()
-        except (NameError, SyntaxError, TypeError, AttributeError):  # an annotation that only a type checker can read
+        except Exception:  # an annotation that only a type checker can read
             parameters = inspect.signature(component).parameters.values()
     except (ValueError, TypeError):  # written in C, without a signature
         return Signature(accepts_any=True)
     found = Signature(accepts_any=any(each.kind is each.VAR_KEYWORD for each in parameters))
     kinds = OF_OPTIMIZERS if _is_optimizer(component) else {}
     for each in parameters:
-        if each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
-            continue
         if each.name in kinds and get_origin(each.annotation) is not Annotated:
             each = each.replace(annotation=kinds[each.name])
+        each = each.replace(annotation=optional(each.annotation, each.default))
+        if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD):
+            found.positional.append(each)
+        if each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
+            continue
         plain = each.name.removesuffix("_")
         found.parameters[plain if keyword.iskeyword(plain) else each.name] = each
     return found
+
+
+def optional(annotation: Any, default: Any) -> Any:
+    """The type of an argument: `size: int = None` may be null, too."""
+    return annotation if default is not None or fits(None, annotation) else annotation | None
 
 
 def _is_optimizer(component: Any) -> bool:
