@@ -237,7 +237,7 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "parts.odd(size=cfg.lost)",
         "def twice(function): return lambda *a: function(1, *a)\n@twice\ndef f(a: int, b: str): ...\n---\nf(cfg.size)",
         "class A:\n    def positive(self, size: int): ...\ndef g(size): ...\n---\ng(cfg.size)",
-        "from parts import describe as g\nclass A:\n    def g(self, other: int, size: int = 1): ...\n---\ng(1, cfg.lost)\ng(cfg.size)",
+        "from parts import describe as g\nclass A:\n    def g(self, other: int, size: int = 1): ...\n---\ng(cfg.size)",
         "def positive(size: str): ...\n---\npositive(cfg.size)",
         "positive = lambda size: size\npositive(cfg.size)",
         "one = parts.One()\none.fixed('', cfg.size)",
