@@ -25,7 +25,7 @@ ROWS = {  # the kind of rows that a loss learns from
     "tune.losses.BradleyTerry": "graded",
     "tune.losses.LinearCrossEntropy": "supervised",
 }
-# Of numbers that recipes compute with themselves: no argument has them.
+# Of numbers that recipes compute with themselves: no argument has them. A copy with a lower default has its reasons.
 LEAST = {"group_size": 2, "updates": 1, "dynamic_sampling": 0, "kl": 0, "value_weight": 0, "value_clip": 1e-9}
 LOADED = ("tune.datasets.load", "tune.datasets.load_prompts", "tune.datasets.ray")
 
@@ -188,7 +188,7 @@ ALL_BLOCKS = "the blocks of a model are in several processes"
 COMBINATIONS = [
     *[rule(f"least-{key.replace('_', '-')}", key, f"{{}} is below {least}, the least it can be. Raise it",
            "the run would learn nothing, or the opposite of what it is shown",
-           lambda run, key=key, least=least: run.number(key, least) < least)
+           lambda run, key=key, least=least: run.number(key, least) < least <= run.usual(key, least))
       for key, least in LEAST.items()],
     rule("optimizer-that-does-not-work-here", "optimizer._component_", _unsupported("optimizer._component_"),
          "a run with it would end in its first step, or could not be continued",
