@@ -36,7 +36,10 @@ def test_everything_wrong_is_told_at_once() -> None:
         ("memory.cpu_ofload=true", "memory.cpu_ofload: is not a setting. Did you mean 'cpu_offload'?"),
         ("logger.wandb.projekt=x", "logger.wandb.projekt: is not a setting. Did you mean 'project'?"),
         ("zzz.yyy=1", "zzz: is not a setting. --help lists all of them."),
-        ("group_size=4", "group_size: is not a setting. It is one of grpo: use that recipe, or leave it out."),
+        (
+            "group_size=4",
+            "group_size: is not a setting. It is one of grpo: use that recipe, or leave it out (a copy: add it).",
+        ),
         ("optimizer.warmup=3", "optimizer.warmup: AdamW has no argument 'warmup'. Did you mean 'schedule.warmup'?"),
         ("optimizer.params=3", "optimizer.params: is given by the recipe itself, not in the configuration."),
         ("dataset.max_seq_len=3", "dataset.max_seq_len: is given by the recipe itself, not in the configuration."),
@@ -295,7 +298,7 @@ def test_a_wrong_setting_that_others_take_is_told_once() -> None:
 
 def test_stages_of_other_recipes_and_dropout_that_is_recomputed() -> None:
     paths = ["model.path=m", "dataset.path=d", "parallel.pp=2"]
-    others = "It is one of pipeline_finetune: use that recipe, or leave it out."
+    others = "It is one of pipeline_finetune: use that recipe, or leave it out (a copy: add it)."
     for recipe in ("full_finetune", "lora_finetune", "preference_finetune"):
         found = findings(*paths, "parallel.pp_schedule=gpipe", "parallel.pp_virtual=2", default=recipe)
         assert found == [f"parallel.{key}: is not a setting. {others}" for key in ("pp", "pp_schedule", "pp_virtual")]

@@ -248,6 +248,13 @@ def test_a_rule_fires_where_it_should_and_not_beside(id, facts):
     assert BY_ID[id].judge(facts(recipe, right, **reads)) is None
 
 
+def test_a_rate_too_high_for_an_adapter(tmp_path):
+    for rate, expected in (("5", ["rate-of-all-parameters"]), ("1e-3", [])):
+        cfg, _ = config.read(LORA, ["model.path=m", "dataset.path=d", f"optimizer.lr={rate}"])
+        found = [finding.rule for finding in judge(Facts(cfg)) if finding.place == "optimizer.lr"]
+        assert found == expected
+
+
 @pytest.mark.parametrize("id", TOGETHER)
 def test_settings_that_do_not_go_together(id, tmp_path):
     """They are told by the key to blame when settings are read; those beside them are not."""

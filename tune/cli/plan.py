@@ -34,7 +34,7 @@ LESS = (
 BOUNDS = {
     "products": (
         "matrix products",
-        "nothing need be; more devices make it faster, and so does memory.activation_checkpointing=none, if it is not",
+        "nothing: these are what has to be computed; more devices make it faster",
     ),
     "memory": ("memory bandwidth and small operations", "compile=true, a larger micro_batch_size or packed=true"),
     "tensor": ("collectives within blocks", "a smaller parallel.tp, cp or ep"),
@@ -148,7 +148,9 @@ def show(found: dict[str, Any], plans: list[Any]) -> None:
     title = f"memory at its peak, in: {found['peak_at']}"
     sizes = Table("GiB of each process", "", title=title, title_justify="left")
     for part in best.memory:
-        sizes.add_row(part.replace("_", " "), f"{found['memory_gib'][part]:,.2f}")
+        if part != "frozen" or found["memory_gib"][part]:
+            name = "other frozen models" if part == "frozen" else part.replace("_", " ")
+            sizes.add_row(name, f"{found['memory_gib'][part]:,.2f}")
     sizes.add_section()
     sizes.add_row("total", f"{found['memory_gib']['total']:,.2f} of {best.device.memory:,.0f}")
     if best.host:

@@ -234,7 +234,7 @@ def _elsewhere(key: str) -> str:
     """Which recipes have this setting."""
     settings = {name: OmegaConf.to_container(OmegaConf.load(find_config(name))) for name in list_recipes()}
     recipes = [name for name, values in settings.items() if key in dict(walk(cast(Values, values)))]
-    return f" It is one of {', '.join(recipes)}: use that recipe, or leave it out." if recipes else ""
+    return f" It is one of {', '.join(recipes)}: use that recipe, or leave it out (a copy: add it)." if recipes else ""
 
 
 def _is_open(value: Any) -> bool:

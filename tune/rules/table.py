@@ -18,6 +18,10 @@ def _samples(run: Facts) -> bool:
     return "sampling" in run.cfg and "reward" in run.cfg
 
 
+def _takes(run: Facts) -> str:
+    return "an adapter takes, about 1e-4 to 3e-4" if run("adapter") else "all parameters takes, about 1e-6 to 5e-5"
+
+
 def _scale(run: Facts) -> float:
     """What an adapter counts times."""
     rank = run.number("adapter.rank", 1.0) or 1.0
@@ -45,9 +49,9 @@ def _multiplies_in_bf16() -> bool:
 TABLE = [
     # How fast
     Rule("rate-of-all-parameters", WARNING, "optimizer.lr", "karpathy/nanoGPT#136", "always",
-         "{} is far above what training all parameters takes, about 1e-6 to 5e-5. Lower it",
+         lambda run: f"{run.lr:g} is far above what training {_takes(run)}. Lower it",
          "a pretrained model forgets in its first steps, and the loss on the new data does not tell",
-         lambda run: run.lr > 5e-4 and not (run("adapter") or run("from_scratch"))),
+         lambda run: run.lr > (1e-2 if run("adapter") else 5e-4) and not run("from_scratch")),
     Rule("rate-of-an-adapter", WARNING, "optimizer.lr", "huggingface/diffusers#6288", "always",
          "{} is that of all parameters; an adapter takes ten times as much, about 1e-4 to 3e-4. Raise it",
          "an adapter starts at zero, and so slow it ends there",

@@ -55,6 +55,7 @@ from tune.tokenizers import Tokenizer
 from tune.types import NonNegativeInt, PositiveInt
 
 T = TypeVar("T")
+FEW_STEPS = 10  # of which a model learns little
 DType: TypeAlias = Literal["bf16", "fp16", "fp32"]
 
 
@@ -398,7 +399,9 @@ class Run:
 
     def _describe_steps(self, data: DataLoader | PromptLoader, what: str) -> None:
         an_epoch = f", {data.steps_per_epoch:,} an epoch" if data.steps_per_epoch else ""
-        self.info(f"{len(data):,} {what}{an_epoch}")
+        few = ": few to learn from; more epochs, or fewer rows a step, give more" if len(data) < FEW_STEPS else ""
+        few = "" if data.max_steps else few
+        self.info(f"{len(data):,} {what if len(data) > 1 else what.removesuffix('s')}{an_epoch}{few}")
         if (data.max_steps or 0) > len(data):
             reached = f"max_steps={data.max_steps:,} is not reached: epochs={data.epochs} ends before"
             self.info(f"warning: {reached}. Raise epochs")

@@ -86,7 +86,7 @@ function chart(title, card) {
     series, padding: [8, 10, 0, 0],
     scales: {x: {time: false}, y: {distr: log.checked && all.every(value => value > 0) ? 3 : 1}},
     axes: [{...axis, space: 70, size: 30, grid: {show: false}},
-      {...axis, size: 58, grid: lines, values: (_, ticks) => ticks.map(tick => tick == null ? "" : read(tick))}],
+      {...axis, size: (_, labels) => Math.max(58, 20 + 7 * Math.max(0, ...(labels || []).map(label => label.length))), grid: lines, values: (_, ticks) => ticks.map(tick => tick == null ? "" : read(tick))}],
     cursor: {sync: {key: sync.key}, points: {size: 7}, dataIdx: (u, at, place) => at && u.series[at].sparse ? before(u.data[at], place) : place},
     legend: {markers: {width: 0, fill: (u, at) => u.series[at].stroke(u, at)}},
   };
