@@ -16,8 +16,8 @@ from tune.lookup import quiet_torchao
 
 VERBS = [
     "ls", "cp", "cat", "run", "sweep", "runs", "watch", "report", "diff", "checkpoints", "validate", "preview", "plan",
-    "prepare", "generate", "chat", "download", "eval", "merge", "export", "quantize", "push", "add-tokens", "migrate",
-    "convert",
+    "prepare", "generate", "chat", "download", "eval", "merge", "export", "quantize", "verify", "push", "add-tokens",
+    "migrate", "convert",
 ]  # fmt: skip
 
 

@@ -1,0 +1,154 @@
+"""Prove that what is shipped is what was trained: ARTIFACT is opened by the program that people will open it with, and
+its tokens, chat template, stop tokens, greedy answers and perplexity are compared with the run's own model. Exit code
+1 if one differs.
+
+    tune export runs/mine --to gguf --out mine.gguf && tune verify mine.gguf --against runs/mine
+    tune verify ./merged --against runs/mine --prompts questions.jsonl
+    tune verify ./int4 --against runs/mine --with vllm
+
+A GGUF file is opened by llama.cpp, an adapter by PEFT, another folder by transformers, or with vLLM where that is
+installed.
+"""
+
+import sys
+import tempfile
+from argparse import ArgumentParser, Namespace
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+from tune.cli.model_options import add_step
+from tune.cli.output import print_table
+from tune.errors import TuneError, explained
+from tune.launchers import count
+from tune.lookup import local_path
+
+# Nats per token, by the bits of the weights: what rounding makes of a small model. See docs/verify.md.
+TOLERANCES = {16: 0.02, 8: 0.1, 4: 0.5}
+ANSWER = 32  # tokens
+PROMPT = 4096  # tokens that an answer and what is before it may have
+# Settings of a dataset that say how its rows are read.
+READING = ("split", "subset", "format", "columns", "ignore", "kind")
+
+
+def main(parser: ArgumentParser, arguments: list[str]) -> None:
+    from tune.verify import PROGRAMS
+
+    parser.add_argument("artifact", metavar="ARTIFACT", type=local_path, help="a .gguf file, a model or an adapter")
+    parser.add_argument("--against", required=True, metavar="RUN", help="the run (or a model, an adapter) it is of")
+    add_step(parser)
+    parser.add_argument("--with", dest="program", choices=PROGRAMS, help="the program that opens ARTIFACT")
+    file = "texts to ask, as for tune generate (default: rows that the run was validated or trained on)"
+    parser.add_argument("--prompts", metavar="FILE", help=file)
+    parser.add_argument("--limit", metavar="N", type=count, default=8, help="how many texts (default: 8)")
+    parser.add_argument("--tokens", metavar="N", type=count, default=128, help="of a text, at most (default: 128)")
+    by_bits = ", ".join(f"{value:g} for weights in {bits} bits" for bits, value in TOLERANCES.items())
+    parser.add_argument("--tolerance", metavar="NATS", type=float, help=f"a token may differ by (default: {by_bits})")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps (default: auto)")
+    dtype = "bf16, fp16 or fp32 (default: fp32 on a CPU, else the run's)"
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), metavar="TYPE", help=dtype)
+    options = parser.parse_args(arguments)
+    if options.tolerance is not None and not options.tolerance > 0:
+        parser.error(f"--tolerance {options.tolerance}: give a number above 0")
+    if options.tokens < 2:
+        parser.error(f"--tokens {options.tokens}: the first token of a text is not predicted; give 2 or more")
+    checks = verify(options)
+    words = {True: "same", False: "DIFFERENT", None: "cannot be told"}
+    rows = [(*astuple(each)[:5], words[each.is_same]) for each in checks]
+    print_table([("check", "run", "artifact", "difference", "tolerance", ""), *rows])
+    different = [each for each in checks if each.is_same is False]
+    for each in different:
+        print(f"{each.name}: {each.detail or f'{each.difference}, where {each.tolerance} is allowed'}")
+    if different:
+        sys.exit(1)
+
+
+def verify(options: Namespace) -> list[Any]:
+    """The checks of the artifact. One of the two models is in memory at a time."""
+    from tune import distributed
+    from tune.peft import exported_folder, open_model, step_of
+    from tune.verify import ask, bits_of, compare, open_program
+
+    artifact: Path = options.artifact
+    if not artifact.exists():
+        raise TuneError(f"{artifact}: there is no such file or folder")
+    bits = bits_of(artifact)
+    tolerance = TOLERANCES[bits] if options.tolerance is None else options.tolerance
+    run, step = step_of(options.against, options.step)
+    # Of a run that has merged its adapter too, the adapter: then what it changes can be told.
+    against = exported_folder(run, "adapter") if step is None and run.is_dir() else run
+    opened = open_model(against, step=step)
+    tokenizer = opened.tokenizer(date=None)
+    room = min(PROMPT, opened.model.max_generated or PROMPT) - ANSWER
+    probes = [probe for probe in probes_of(options, run, tokenizer, room) if len(probe.prompt) <= room]
+    if not any(len(probe.ids) > 1 for probe in probes):
+        raise TuneError(f"of the texts to ask none has 2 tokens or more, and a prompt of {room:,} or fewer")
+    device = distributed.init(options.device).device
+    context = max(max(len(each.prompt) + ANSWER, len(each.ids)) for each in probes) + 16
+    with open_program(artifact, options.program, device, options.dtype, context) as program:
+        words = f"{artifact} in {program.name}, against {against}; weights in {bits} bits, {device}"
+        print(words, file=sys.stderr, flush=True)
+        with explained(f"{program.name} cannot compute with {artifact}", Exception):
+            found = ask(program, tokenizer, probes, ANSWER)
+    del program  # and its memory, before the run's model is loaded
+    return compare(found, opened.load(device, options.dtype), tokenizer, probes, tolerance)
+
+
+def probes_of(options: Namespace, run: Path, tokenizer: Any, room: int) -> list[Any]:
+    """What both are asked: rows of the file, or of the run's data, or texts that are shipped."""
+    from tune.datasets import placed_rows
+    from tune.verify import probes_of_prompts, probes_of_texts
+
+    if options.prompts:
+        rows = placed_rows(options.prompts, "--prompts")[: options.limit]
+        return probes_of_prompts(rows, tokenizer, options.tokens)
+    try:
+        return probes_of_run(options, run, tokenizer, room)
+    except TuneError as error:
+        print(f"the texts that are shipped are asked (--prompts gives others): {error}", file=sys.stderr)
+        return probes_of_texts(tokenizer, options.tokens)[: options.limit]
+
+
+def probes_of_run(options: Namespace, run: Path, tokenizer: Any, room: int) -> list[Any]:
+    """Rows that the run was validated on, else trained on. Raises TuneError if they cannot be read. No code runs that
+    its settings name, which may be another person's."""
+    from tune.datasets import load, load_prompts
+    from tune.verify import probes_of_data, probes_of_prompts
+
+    component, path, reading = data_of_run(run)
+    if component == "tune.datasets.load_prompts":
+        names = ("split", "subset", "columns", "ignore")
+        reading = {name: value for name, value in reading.items() if name in names}
+        prompts = load_prompts(tokenizer, path, max_prompt_len=room, take=options.limit, **reading).prompts
+        return probes_of_prompts([("", prompt.row) for prompt in prompts], tokenizer, options.tokens)
+    with tempfile.TemporaryDirectory() as cache:
+        dataset: Any = load(
+            tokenizer, path, max_seq_len=room, take=options.limit, cache_dir=cache, workers=1, on_bad_row="skip",
+            max_bad_share=0.99, **reading,
+        )  # fmt: skip
+        return probes_of_data([dataset.row(at) for at in range(len(dataset))], tokenizer, options.tokens)
+
+
+def data_of_run(run: Path) -> tuple[str, str, dict[str, Any]]:
+    """The component, the path, and how rows are read, of the data that a run was validated on, else trained on. Raises
+    TuneError if it names none that can be read without its code."""
+    from omegaconf import OmegaConf
+
+    files = sorted(run.glob("config*.yaml"), key=lambda file: (len(file.name), file.name))
+    if not files:
+        raise TuneError(f"{run} has no config.yaml, which says what it was trained on")
+    settings: Any = OmegaConf.to_container(OmegaConf.load(files[-1]), resolve=True)
+    groups = [settings.get(name) for name in ("validation_dataset", "dataset")]
+    groups = [group for group in groups if isinstance(group, dict)]
+    training = groups[-1] if groups else {}
+    if (sources := training.get("sources")) and isinstance(sources, dict):  # of a mixture
+        groups += [{**training, **source} for source in sources.values() if isinstance(source, dict)]
+    group = next((group for group in groups if isinstance(group.get("path"), str)), None)
+    if group is None:
+        raise TuneError(f"{files[-1]} names no path of data")
+    component, path = str(group.get("_component_")), group["path"]
+    reading = {name: training[name] for name in ("format", "columns", "ignore", "kind") if training.get(name)}
+    reading |= {name: group[name] for name in READING if group.get(name)}
+    if not component.startswith("tune.datasets.") or path.startswith("python:") or "." in str(reading.get("format")):
+        raise TuneError(f"{files[-1]}: {path} is read by code of its own, which is not run here")
+    return component, path, reading

@@ -1,0 +1,199 @@
+"""The checks of an artifact."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tune.peft import adapted_modules, switched_off
+from tune.tokenizers import Message, Tokenizer
+from tune.verify.probes import Probe, conversations
+from tune.verify.programs import Program
+
+ADAPTER_SHARE = 0.5  # of what the adapter changes, by which an artifact may differ
+
+
+@dataclass(frozen=True)
+class Check:
+    """A row of the table. `is_same` is None where it cannot be told; `detail` says more of a difference."""
+
+    name: str
+    run: str
+    artifact: str
+    difference: str
+    tolerance: str
+    is_same: bool | None
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a program made of what it was asked: for each probe an answer of at most `longest` tokens, and log-probs."""
+
+    misread: list[str]
+    chats: dict[str, tuple[str, int] | str]  # by the run's own text: theirs with its tokens, or why there is none
+    stops: dict[int, bool]
+    answers: list[list[int]]
+    longest: int
+    log_probs: list[list[float | None]]
+
+
+def ask(program: Program, tokenizer: Tokenizer, probes: Sequence[Probe], longest: int) -> Findings:
+    """What the `program` makes of the probes, and of what the run's `tokenizer` says."""
+    misread = [
+        probe.plain
+        for probe in probes
+        if not program.reads(probe.plain, tokenizer.encode(probe.plain, add_special_tokens=True))
+    ]
+    return Findings(
+        misread,
+        {text: _chat(program, messages) for text, messages in conversations(tokenizer).items()},
+        {token: program.stops_at(token) for token in sorted(tokenizer.stop_ids)},
+        [program.answer(probe.prompt, longest) for probe in probes],
+        longest,
+        [program.log_probs(probe.ids) for probe in probes],
+    )
+
+
+def _chat(program: Program, messages: list[Message]) -> tuple[str, int] | str:
+    try:
+        return program.chat(messages)
+    except Exception as error:  # whatever a template or its engine raises
+        return f"{type(error).__name__}: {error}"
+
+
+def compare(
+    found: Findings, model: Any, tokenizer: Tokenizer, probes: Sequence[Probe], tolerance: float
+) -> list[Check]:
+    """The checks of what was `found`, by the run's own `model`. `tolerance` is in nats per token."""
+    own = _of_all(model, probes)
+    checks = [
+        _reading(found, probes),
+        *_template(found, tokenizer),
+        _stop_tokens(found, tokenizer),
+        _answers(found, model, tokenizer, probes, tolerance),
+        *_distances(_of_program(found), own, tolerance),
+    ]
+    if adapted_modules(model):
+        with switched_off(model):
+            base = _of_all(model, probes)
+        checks.append(_adapter(_of_program(found), own, base))
+    return checks
+
+
+@torch.no_grad()
+def _log_softmax(model: Any, ids: Sequence[int]) -> Tensor:
+    """The log-probs after each of `ids` `[ids, vocab]`, on the host."""
+    device = next(model.parameters()).device
+    log_probs: Tensor = model(torch.tensor([[*ids]], device=device))[0].float().log_softmax(-1).cpu()
+    return log_probs
+
+
+def _of_all(model: Any, probes: Sequence[Probe]) -> Tensor:
+    """The log-probs of all tokens of the probes, without the first of each."""
+    found = []
+    for probe in probes:
+        targets = torch.tensor(probe.ids[1:])
+        found.append(_log_softmax(model, probe.ids[:-1]).gather(1, targets[:, None])[:, 0])
+    return torch.cat(found).double()
+
+
+def _of_program(found: Findings) -> Tensor:
+    """The same of the program, NaN where it tells none."""
+    values = [math.nan if value is None else value for each in found.log_probs for value in each]
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _reading(found: Findings, probes: Sequence[Probe]) -> Check:
+    count = len(found.misread)
+    detail = f"the ids of {found.misread[0][:60]!r} are others" if count else ""
+    same = f"{len(probes) - count} the same"
+    return Check("tokens", f"{len(probes)} texts", same, f"{count} texts", "0", not count, detail)
+
+
+def _template(found: Findings, tokenizer: Tokenizer) -> list[Check]:
+    """That of the chat template, if the run has one. llama.cpp leaves the BOS that a template writes to its tokenizer:
+    the number of tokens says whether it is there."""
+    if not found.chats:
+        return []
+    bos = tokenizer.special_tokens.get("bos_token", "")
+    details = []
+    for expected, theirs in found.chats.items():
+        if isinstance(theirs, str):
+            details.append(theirs)
+        elif theirs[0].removeprefix(bos) != expected.removeprefix(bos):
+            details.append(f"it writes {theirs[0]!r:.300}, and the run {expected!r:.300}")
+        elif theirs[1] != (count := len(tokenizer.encode(expected))):
+            details.append(f"it reads {theirs[1]} tokens of {expected!r:.300}, and the run {count}")
+    total, count = len(found.chats), len(details)
+    same = f"{total - count} the same"
+    return [Check("chat template", f"{total} chats", same, f"{count} chats", "0", not count, "".join(details[:1]))]
+
+
+def _stop_tokens(found: Findings, tokenizer: Tokenizer) -> Check:
+    names = {token: tokenizer.decode([token]) for token in found.stops}
+    missing = [name for token, name in names.items() if not found.stops[token]]
+    there = [name for token, name in names.items() if found.stops[token]]
+    detail = f"an answer goes on behind {' and '.join(missing)}" if missing else ""
+    return Check(
+        "stop tokens", " ".join(names.values()), " ".join(there) or "none", f"{len(missing)} missing", "0",
+        not missing, detail,
+    )  # fmt: skip
+
+
+def _answers(found: Findings, model: Any, tokenizer: Tokenizer, probes: Sequence[Probe], tolerance: float) -> Check:
+    """How much less likely than the most likely one the run's model finds the tokens of the answers, in nats, as their
+    mean; and whether answers end where the run's end."""
+    losses, same, wrong_ends = [], 0, []
+    for probe, answer in zip(probes, found.answers, strict=True):
+        end = next((at for at, token in enumerate(answer, 1) if token in tokenizer.stop_ids), None)
+        if end != len(answer) and (end or len(answer) < found.longest):
+            wrong_ends.append(tokenizer.decode(answer))
+        tokens = answer[:end]
+        log_probs = _log_softmax(model, [*probe.prompt, *tokens])[len(probe.prompt) - 1 : -1]
+        loss = log_probs.amax(-1) - log_probs.gather(1, torch.tensor(tokens, dtype=torch.int64)[:, None])[:, 0]
+        same += bool((loss <= 0).all())
+        losses.append(loss)
+    mean = float(torch.cat(losses).mean())
+    details = [f"an answer has another end than the run's model gives it: {wrong_ends[0]!r:.200}"] if wrong_ends else []
+    if not mean <= tolerance:
+        worst = max(range(len(probes)), key=lambda at: float(losses[at].sum()))
+        details.append(f"such as {tokenizer.decode(found.answers[worst])!r:.200}")
+    return Check(
+        "greedy answers", f"{len(probes)}, {sum(map(len, losses)):,} tokens", f"{same} the same",
+        f"{mean:.4f} nats a token", f"{tolerance:g}", not details, "; ".join(details),
+    )  # fmt: skip
+
+
+def _distances(theirs: Tensor, ours: Tensor, tolerance: float) -> list[Check]:
+    """Those of the log-probs of the texts' tokens, and of their perplexity."""
+    told = ~theirs.isnan() if len(theirs) == len(ours) else torch.zeros_like(ours, dtype=torch.bool)
+    theirs, ours = theirs[told], ours[told]
+    distance = float((theirs - ours).abs().mean())
+    mean, own = float(-theirs.mean()), float(-ours.mean())
+    return [
+        Check(
+            "log-probs", f"{len(ours):,} tokens", "", f"{distance:.4f} nats a token", f"{tolerance:g}",
+            distance <= tolerance,
+        ),
+        Check(
+            "perplexity", f"{math.exp(own):.4g}", f"{math.exp(mean):.4g}", f"{math.expm1(mean - own):+.2%}",
+            f"{tolerance:.1%}", abs(mean - own) <= tolerance,
+        ),
+    ]  # fmt: skip
+
+
+def _adapter(theirs: Tensor, ours: Tensor, base: Tensor) -> Check:
+    """How much of what the adapter changes is in the artifact: the slope of the line through (run - base, artifact -
+    base) of all tokens, by least squares. It cannot be told where three standard errors are more than the tolerance."""
+    told = ~theirs.isnan()
+    changes, found = (ours - base)[told], (theirs - base)[told]
+    square = float(changes.square().sum())
+    share = float((changes * found).sum()) / square if square else math.nan
+    error = math.sqrt(float((found - share * changes).square().mean()) / square) if square else math.inf
+    is_same = None if 3 * error > ADAPTER_SHARE else abs(share - 1) <= ADAPTER_SHARE
+    detail = "" if is_same is not False else f"of what the adapter changes, {share:.0%} is there"
+    return Check("adapter", "1", f"{share:.2f} ± {error:.2f}", f"{share - 1:+.2f}", f"{ADAPTER_SHARE}", is_same, detail)

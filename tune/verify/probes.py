@@ -1,0 +1,87 @@
+"""What a program and the run's own model are asked."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tune.collators import IGNORE, Sample
+from tune.datasets import open_prompts
+from tune.errors import TuneError
+from tune.tokenizers import Message, Tokenizer
+
+# Where a run's own data cannot be read: prose, other scripts, numbers, code.
+TEXTS = (
+    "The old bridge was closed in 1987, after a flood had carried away two of its arches. Since then people cross the "
+    "river by a small ferry, which takes about ten minutes and stops at sunset.",
+    "To make the dough, mix 500 g of flour with 325 ml of water, 10 g of salt and a little yeast. Let it rest for an "
+    "hour, fold it twice, and bake it at 230 degrees until the crust is dark brown.",
+    "def mean(values):\n    if not values:\n        raise ValueError(values)\n    return sum(values) / len(values)\n",
+    "Water boils at a lower temperature on a mountain, because the pressure of the air is lower there. At 3,000 m it "
+    "is about 90 °C, so that potatoes take longer to cook.",
+    "Der Zug nach Zürich fährt um 7:45 Uhr von Gleis 12 ab. Où est la gare ? 東京は日本の首都です。",
+    "Question: A shop sells pens at 3 for 2 euros. How much do 12 pens cost?\nAnswer: Twelve pens are four times three "
+    "pens, so they cost 4 * 2 = 8 euros.",
+)
+# A turn of each kind. A template that refuses one (some know no system message) is asked the others.
+CONVERSATIONS: tuple[list[Message], ...] = (
+    [{"role": "user", "content": "Hello!"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How are  you?\n"}],
+    [
+        {"role": "user", "content": "Name a color."},
+        {"role": "assistant", "content": "Blue."},
+        {"role": "user", "content": "And another?"},
+    ],
+)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A text as token ids, of which each is predicted from those before, and the beginning of it, or of another, that
+    is answered. `plain` is the text itself where it has no special tokens, to see how it is encoded."""
+
+    ids: list[int]
+    prompt: list[int]
+    plain: str
+
+
+def probes_of_data(rows: Iterable[Sequence[Sample]], tokenizer: Tokenizer, longest: int) -> list[Probe]:
+    """Those of the rows of a dataset, of each the first sample: the answer is that to what is before its first learned
+    token."""
+    return [_probe(sample, tokenizer, longest) for sample, *_ in rows]
+
+
+def _probe(sample: Sample, tokenizer: Tokenizer, longest: int) -> Probe:
+    last = int(sample.labels[-1])
+    ids = [*map(int, sample.tokens), *([] if last == IGNORE else [last])]
+    learned = next(at for at, label in enumerate(sample.labels) if label != IGNORE) + 1
+    return Probe(ids[:longest], ids[:learned], tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def probes_of_prompts(rows: Iterable[tuple[str, Any]], tokenizer: Tokenizer, longest: int) -> list[Probe]:
+    """Those of the rows of a file of prompts, and their places, which `tune.datasets.open_prompts` reads."""
+    prompts = [prompt.tokens for prompt in open_prompts(tokenizer, rows)]
+    return [Probe(ids[:longest], ids, tokenizer.decode(ids, skip_special_tokens=True)) for ids in prompts]
+
+
+def probes_of_texts(tokenizer: Tokenizer, longest: int) -> list[Probe]:
+    """Those of texts that are shipped; what is answered is the first half of each, in a chat if there is a template."""
+    rows = [("a text", {"prompt": text[: len(text) // 2]}) for text in TEXTS]
+    ids = [[*tokenizer.prefix_ids, *tokenizer.encode(text)] for text in TEXTS]
+    prompts = open_prompts(tokenizer, rows)
+    return [
+        Probe(whole[:longest], prompt.tokens, text) for whole, prompt, text in zip(ids, prompts, TEXTS, strict=True)
+    ]
+
+
+def conversations(tokenizer: Tokenizer) -> dict[str, list[Message]]:
+    """Conversations that the tokenizer's template takes, by the text that it makes of them, a further answer's
+    beginning included; none without a template."""
+    found: dict[str, list[Message]] = {}
+    for messages in CONVERSATIONS if tokenizer.chat_template is not None else ():
+        try:
+            found[tokenizer.apply_chat_template(messages, add_generation_prompt=True)] = messages
+        except TuneError as error:
+            refusal = error
+    if tokenizer.chat_template is not None and not found:
+        raise refusal
+    return found
