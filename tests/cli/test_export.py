@@ -18,7 +18,6 @@ import pytest
 import reward_finetune
 import torch
 from helpers import save_checkpoint
-from llama_cpp import LlamaCpp
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from sample_texts import texts
@@ -30,6 +29,7 @@ from tune.generation import Sampler
 from tune.models import Decoder
 from tune.peft import open_model
 from tune.tokenizers import Tokenizer
+from tune.verify import LlamaCpp
 
 pytest.importorskip("xllamacpp")
 gguf = pytest.importorskip("gguf")

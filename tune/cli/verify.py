@@ -23,9 +23,8 @@ from tune.errors import TuneError, explained
 from tune.launchers import count
 from tune.lookup import local_path
 
-# Nats per token, by the bits of the weights: what rounding makes of a small model. See docs/verify.md.
-TOLERANCES = {16: 0.02, 8: 0.1, 4: 0.5}
 ANSWER = 32  # tokens
+NOISE, NOISE_OF_16_BITS = 0.002, 0.03  # nats that programs differ by that compute in fp32, in 16 bits
 PROMPT = 4096  # tokens that an answer and what is before it may have
 # Settings of a dataset that say how its rows are read.
 READING = ("split", "subset", "format", "columns", "ignore", "kind")
@@ -42,11 +41,11 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("--prompts", metavar="FILE", help=file)
     parser.add_argument("--limit", metavar="N", type=count, default=8, help="how many texts (default: 8)")
     parser.add_argument("--tokens", metavar="N", type=count, default=128, help="of a text, at most (default: 128)")
-    by_bits = ", ".join(f"{value:g} for weights in {bits} bits" for bits, value in TOLERANCES.items())
-    parser.add_argument("--tolerance", metavar="NATS", type=float, help=f"a token may differ by (default: {by_bits})")
+    nats = "by which a token may differ (default: twice what rounding to the type of ARTIFACT changes)"
+    parser.add_argument("--tolerance", metavar="NATS", type=float, help=nats)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps (default: auto)")
-    dtype = "bf16, fp16 or fp32 (default: fp32 on a CPU, else the run's)"
-    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), metavar="TYPE", help=dtype)
+    dtype = "to compute in: bf16, fp16 or fp32 (default: fp32)"
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="fp32", metavar="TYPE", help=dtype)
     options = parser.parse_args(arguments)
     if options.tolerance is not None and not options.tolerance > 0:
         parser.error(f"--tolerance {options.tolerance}: give a number above 0")
@@ -67,13 +66,12 @@ def verify(options: Namespace) -> list[Any]:
     """The checks of the artifact. One of the two models is in memory at a time."""
     from tune import distributed
     from tune.peft import exported_folder, open_model, step_of
-    from tune.verify import ask, bits_of, compare, open_program
+    from tune.verify import ask, compare, open_program, type_of
 
     artifact: Path = options.artifact
     if not artifact.exists():
         raise TuneError(f"{artifact}: there is no such file or folder")
-    bits = bits_of(artifact)
-    tolerance = TOLERANCES[bits] if options.tolerance is None else options.tolerance
+    stored = type_of(artifact)
     run, step = step_of(options.against, options.step)
     # Of a run that has merged its adapter too, the adapter: then what it changes can be told.
     against = exported_folder(run, "adapter") if step is None and run.is_dir() else run
@@ -86,12 +84,15 @@ def verify(options: Namespace) -> list[Any]:
     device = distributed.init(options.device).device
     context = max(max(len(each.prompt) + ANSWER, len(each.ids)) for each in probes) + 16
     with open_program(artifact, options.program, device, options.dtype, context) as program:
-        words = f"{artifact} in {program.name}, against {against}; weights in {bits} bits, {device}"
+        kind = f"{stored} bits" if isinstance(stored, int) else str(stored).removeprefix("torch.")
+        words = f"{artifact} in {program.name}, against {against}; weights in {kind}, on {device}"
         print(words, file=sys.stderr, flush=True)
         with explained(f"{program.name} cannot compute with {artifact}", Exception):
             found = ask(program, tokenizer, probes, ANSWER)
     del program  # and its memory, before the run's model is loaded
-    return compare(found, opened.load(device, options.dtype), tokenizer, probes, tolerance)
+    model = opened.load(device, options.dtype)
+    floor = NOISE if options.dtype == "fp32" else NOISE_OF_16_BITS
+    return compare(found, model, tokenizer, probes, options.tolerance, stored, floor)
 
 
 def probes_of(options: Namespace, run: Path, tokenizer: Any, room: int) -> list[Any]:

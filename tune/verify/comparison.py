@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tune.peft import adapted_modules, switched_off
+from tune.distributed import repeated_blocks
+from tune.peft import adapted_modules, merge_in_place, switched_off
 from tune.tokenizers import Message, Tokenizer
 from tune.verify.probes import Probe, conversations
 from tune.verify.programs import Program
 
+MARGIN, GROUP = 2.0, 32  # of rounding
 ADAPTER_SHARE = 0.5  # of what the adapter changes, by which an artifact may differ
 
 
@@ -30,7 +32,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Findings:
+class Observed:
     """What a program made of what it was asked: for each probe an answer of at most `longest` tokens, and log-probs."""
 
     misread: list[str]
@@ -41,14 +43,14 @@ class Findings:
     log_probs: list[list[float | None]]
 
 
-def ask(program: Program, tokenizer: Tokenizer, probes: Sequence[Probe], longest: int) -> Findings:
+def ask(program: Program, tokenizer: Tokenizer, probes: Sequence[Probe], longest: int) -> Observed:
     """What the `program` makes of the probes, and of what the run's `tokenizer` says."""
     misread = [
         probe.plain
         for probe in probes
         if not program.reads(probe.plain, tokenizer.encode(probe.plain, add_special_tokens=True))
     ]
-    return Findings(
+    return Observed(
         misread,
         {text: _chat(program, messages) for text, messages in conversations(tokenizer).items()},
         {token: program.stops_at(token) for token in sorted(tokenizer.stop_ids)},
@@ -66,22 +68,57 @@ def _chat(program: Program, messages: list[Message]) -> tuple[str, int] | str:
 
 
 def compare(
-    found: Findings, model: Any, tokenizer: Tokenizer, probes: Sequence[Probe], tolerance: float
-) -> list[Check]:
-    """The checks of what was `found`, by the run's own `model`. `tolerance` is in nats per token."""
-    own = _of_all(model, probes)
-    checks = [
-        _reading(found, probes),
-        *_template(found, tokenizer),
-        _stop_tokens(found, tokenizer),
-        _answers(found, model, tokenizer, probes, tolerance),
-        *_distances(_of_program(found), own, tolerance),
-    ]
+    found: Observed, model: Any, tokenizer: Tokenizer, probes: Sequence[Probe], tolerance: float | None,
+    stored: torch.dtype | int, noise: float,
+) -> list[Check]:  # fmt: skip
+    """The checks of what was `found`, by the run's own `model`, which is then rounded.
+
+    `tolerance` is in nats per token; None: `MARGIN` times the distance that rounding the weights of `model` to the type
+    in which they are `stored` makes, and `noise`.
+    """
+    own, theirs = _of_all(model, probes), _of_program(found)
+    base = None
     if adapted_modules(model):
         with switched_off(model):
             base = _of_all(model, probes)
-        checks.append(_adapter(_of_program(found), own, base))
-    return checks
+    losses = [_losses(model, probe.prompt, answer) for probe, answer in zip(probes, found.answers, strict=True)]
+    if tolerance is None:
+        merge_in_place(model)
+        round_weights(model, stored)
+        tolerance = MARGIN * float((_of_all(model, probes) - own).abs().mean()) + noise
+    return [
+        _reading(found, probes),
+        *_template(found, tokenizer),
+        _stop_tokens(found, tokenizer),
+        _answers(found, losses, tokenizer, tolerance),
+        *_distances(theirs, own, tolerance),
+        *([_adapter(theirs, own, base)] if base is not None else []),
+    ]
+
+
+@torch.no_grad()
+def round_weights(model: Any, stored: torch.dtype | int) -> None:
+    """Round the matrices in the blocks of `model` to a type, or to integers of so many bits with a scale for each
+    `GROUP` weights of a row; others to 8 bits at the least."""
+    in_blocks = {id(each) for block in repeated_blocks(model) for each in block.parameters()}
+    for parameter in model.parameters():
+        if parameter.ndim < 2:
+            continue
+        of_others = max(8, stored) if isinstance(stored, int) else stored
+        parameter.copy_(_rounded(parameter.float(), stored if id(parameter) in in_blocks else of_others))
+
+
+def _rounded(weight: Tensor, stored: torch.dtype | int) -> Tensor:
+    if isinstance(stored, torch.dtype) and stored.itemsize > 1:
+        return weight.to(stored).float()
+    is_grouped = isinstance(stored, int) and weight.shape[-1] % GROUP == 0
+    blocks = weight.unflatten(-1, (-1, GROUP if is_grouped else weight.shape[-1]))
+    largest = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-12)
+    if isinstance(stored, int):
+        scale = largest / (2 ** (stored - 1) - 0.5)
+        return ((blocks / scale).round() * scale).flatten(-2)
+    scale = largest / torch.finfo(stored).max
+    return ((blocks / scale).to(stored).float() * scale).flatten(-2)
 
 
 @torch.no_grad()
@@ -101,20 +138,20 @@ def _of_all(model: Any, probes: Sequence[Probe]) -> Tensor:
     return torch.cat(found).double()
 
 
-def _of_program(found: Findings) -> Tensor:
+def _of_program(found: Observed) -> Tensor:
     """The same of the program, NaN where it tells none."""
     values = [math.nan if value is None else value for each in found.log_probs for value in each]
     return torch.tensor(values, dtype=torch.float64)
 
 
-def _reading(found: Findings, probes: Sequence[Probe]) -> Check:
+def _reading(found: Observed, probes: Sequence[Probe]) -> Check:
     count = len(found.misread)
     detail = f"the ids of {found.misread[0][:60]!r} are others" if count else ""
     same = f"{len(probes) - count} the same"
     return Check("tokens", f"{len(probes)} texts", same, f"{count} texts", "0", not count, detail)
 
 
-def _template(found: Findings, tokenizer: Tokenizer) -> list[Check]:
+def _template(found: Observed, tokenizer: Tokenizer) -> list[Check]:
     """That of the chat template, if the run has one. llama.cpp leaves the BOS that a template writes to its tokenizer:
     the number of tokens says whether it is there."""
     if not found.chats:
@@ -133,7 +170,7 @@ def _template(found: Findings, tokenizer: Tokenizer) -> list[Check]:
     return [Check("chat template", f"{total} chats", same, f"{count} chats", "0", not count, "".join(details[:1]))]
 
 
-def _stop_tokens(found: Findings, tokenizer: Tokenizer) -> Check:
+def _stop_tokens(found: Observed, tokenizer: Tokenizer) -> Check:
     names = {token: tokenizer.decode([token]) for token in found.stops}
     missing = [name for token, name in names.items() if not found.stops[token]]
     there = [name for token, name in names.items() if found.stops[token]]
@@ -144,27 +181,28 @@ def _stop_tokens(found: Findings, tokenizer: Tokenizer) -> Check:
     )  # fmt: skip
 
 
-def _answers(found: Findings, model: Any, tokenizer: Tokenizer, probes: Sequence[Probe], tolerance: float) -> Check:
-    """How much less likely than the most likely one the run's model finds the tokens of the answers, in nats, as their
-    mean; and whether answers end where the run's end."""
-    losses, same, wrong_ends = [], 0, []
-    for probe, answer in zip(probes, found.answers, strict=True):
+def _losses(model: Any, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
+    """How much less likely than the most likely one the model finds each token of an answer, in nats."""
+    log_probs = _log_softmax(model, [*prompt, *answer])[len(prompt) - 1 : -1]
+    return log_probs.amax(-1) - log_probs.gather(1, torch.tensor(answer, dtype=torch.int64)[:, None])[:, 0]
+
+
+def _answers(found: Observed, losses: Sequence[Tensor], tokenizer: Tokenizer, tolerance: float) -> Check:
+    """Their mean up to the end that the run gives an answer, and whether answers end there."""
+    same, cut, details = 0, [], []
+    for answer, of_tokens in zip(found.answers, losses, strict=True):
         end = next((at for at, token in enumerate(answer, 1) if token in tokenizer.stop_ids), None)
         if end != len(answer) and (end or len(answer) < found.longest):
-            wrong_ends.append(tokenizer.decode(answer))
-        tokens = answer[:end]
-        log_probs = _log_softmax(model, [*probe.prompt, *tokens])[len(probe.prompt) - 1 : -1]
-        loss = log_probs.amax(-1) - log_probs.gather(1, torch.tensor(tokens, dtype=torch.int64)[:, None])[:, 0]
-        same += bool((loss <= 0).all())
-        losses.append(loss)
-    mean = float(torch.cat(losses).mean())
-    details = [f"an answer has another end than the run's model gives it: {wrong_ends[0]!r:.200}"] if wrong_ends else []
+            details = [f"an answer has another end than the run's model gives it: {tokenizer.decode(answer)!r:.200}"]
+        cut.append(of_tokens[:end])
+        same += bool((cut[-1] <= 0).all())
+    mean = float(torch.cat(cut).mean())
     if not mean <= tolerance:
-        worst = max(range(len(probes)), key=lambda at: float(losses[at].sum()))
+        worst = max(range(len(cut)), key=lambda at: float(cut[at].sum()))
         details.append(f"such as {tokenizer.decode(found.answers[worst])!r:.200}")
     return Check(
-        "greedy answers", f"{len(probes)}, {sum(map(len, losses)):,} tokens", f"{same} the same",
-        f"{mean:.4f} nats a token", f"{tolerance:g}", not details, "; ".join(details),
+        "greedy answers", f"{len(cut)}, {sum(map(len, cut)):,} tokens", f"{same} the same",
+        f"{mean:.4f} nats a token", f"{tolerance:.4f}", not details, "; ".join(details),
     )  # fmt: skip
 
 
@@ -176,7 +214,7 @@ def _distances(theirs: Tensor, ours: Tensor, tolerance: float) -> list[Check]:
     mean, own = float(-theirs.mean()), float(-ours.mean())
     return [
         Check(
-            "log-probs", f"{len(ours):,} tokens", "", f"{distance:.4f} nats a token", f"{tolerance:g}",
+            "log-probs", f"{len(ours):,} tokens", "", f"{distance:.4f} nats a token", f"{tolerance:.4f}",
             distance <= tolerance,
         ),
         Check(

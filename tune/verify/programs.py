@@ -1,15 +1,19 @@
 """The programs that people open models with, each asked the same."""
 
+import gc
 import json
+import math
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
+from tune.checkpointers import disk_tensors
 from tune.distributed import Dtype, as_dtype
 from tune.errors import TuneError, explained
 from tune.lookup import needs
@@ -18,6 +22,7 @@ from tune.tokenizers import Message
 from tune.verify.llama_cpp import LlamaCpp
 
 ADAPTER = "adapter_config.json"
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of GGUF
 PROGRAMS = ("transformers", "peft", "llama.cpp", "vllm")
 
 
@@ -50,7 +55,7 @@ class Program(Protocol):
 class Transformers:
     """A folder in transformers; an adapter's in PEFT, on the base that its config names."""
 
-    def __init__(self, folder: Path, device: torch.device, dtype: Dtype | None):
+    def __init__(self, folder: Path, device: torch.device, dtype: Dtype):
         with needs("hf", "tune verify"):
             import transformers
         self.name, model_class = "transformers", transformers.AutoModelForCausalLM
@@ -62,7 +67,7 @@ class Transformers:
             self.name, model_class = "peft", peft.AutoPeftModelForCausalLM
         with explained(f"{self.name} cannot open {folder}", Exception):
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-            self.model = model_class.from_pretrained(folder, dtype=_dtype_of(folder, device, dtype)).to(device).eval()
+            self.model = model_class.from_pretrained(folder, dtype=_computed_in(folder, dtype)).to(device).eval()
         self.device = device
 
     def reads(self, text: str, ids: Sequence[int]) -> bool:
@@ -97,9 +102,10 @@ class VLLMServer:
 
     name = "vllm"
 
-    def __init__(self, folder: Path, device: torch.device, dtype: Dtype | None, context: int):
+    def __init__(self, folder: Path, dtype: Dtype, context: int):
         if find_spec("vllm") is None:
             raise TuneError("--with vllm: vLLM is not installed (pip install vllm)")
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # a process of its own would import this one's main module
         import vllm
         from vllm.lora.request import LoRARequest
 
@@ -112,9 +118,20 @@ class VLLMServer:
             self.lora = LoRARequest("adapter", 1, str(folder))
         with explained(f"vllm cannot open {folder}", Exception):
             self.engine = vllm.LLM(
-                **settings, dtype=_dtype_of(folder, device, dtype), max_model_len=context, enforce_eager=True
+                **settings, dtype=_computed_in(folder, dtype), max_model_len=context, enforce_eager=True
             )
         self.tokenizer = self.engine.get_tokenizer()
+
+    def __enter__(self) -> "VLLMServer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Free the device's memory."""
+        self.engine.llm_engine.engine_core.shutdown()
+        del self.engine
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     def _ask(self, prompt: Sequence[int], **settings: Any) -> Any:
         sampling = self.engine.get_default_sampling_params()
@@ -148,18 +165,15 @@ def _quantization(folder: Path) -> str:
     return json.dumps(ConfigFile(folder, "ARTIFACT").get("quantization_config") or {})
 
 
-def _dtype_of(folder: Path, device: torch.device, dtype: Dtype | None) -> torch.dtype | Literal["auto"]:
-    """As for the run's own model: that which is asked for, else fp32 on a CPU and elsewhere that of the files."""
-    if dtype is None and not (folder / ADAPTER).exists() and "fp4" in _quantization(folder):
-        return torch.bfloat16  # compressed-tensors knows no other for it
-    if dtype is None:
-        return torch.float32 if device.type == "cpu" else "auto"
-    return as_dtype(dtype)
+def _computed_in(folder: Path, dtype: Dtype) -> torch.dtype:
+    """The type to compute in. For weights in FP4 compressed-tensors knows no other than bf16."""
+    is_fp4 = not (folder / ADAPTER).exists() and "fp4" in _quantization(folder)
+    return torch.bfloat16 if is_fp4 else as_dtype(dtype)
 
 
 @contextmanager
 def open_program(
-    artifact: Path, program: str | None, device: torch.device, dtype: Dtype | None, context: int
+    artifact: Path, program: str | None, device: torch.device, dtype: Dtype, context: int
 ) -> Iterator[Program]:
     """The `artifact` in the program of this name, by default the one that its kind is for: a GGUF file in llama.cpp, an
     adapter in PEFT, another folder in transformers. Texts and answers are together at most `context` tokens.
@@ -174,13 +188,14 @@ def open_program(
         with LlamaCpp(artifact, context=context, threads=torch.get_num_threads()) as llama_cpp:
             yield llama_cpp
     elif program == "vllm":
-        yield VLLMServer(artifact, device, dtype, context)
+        with VLLMServer(artifact, dtype, context) as vllm:
+            yield vllm
     else:
         yield Transformers(artifact, device, dtype)
 
 
-def bits_of(artifact: Path) -> int:
-    """Of the weights in an artifact: 16 or more are 16, else 8 or 4.
+def type_of(artifact: Path) -> torch.dtype | int:
+    """That of the weights in an artifact's blocks; of integers, or of any other code, their bits.
 
     Raises:
         TuneError: it is no GGUF file, and no folder of a model or an adapter.
@@ -191,13 +206,15 @@ def bits_of(artifact: Path) -> int:
         with explained(f"{artifact} is no GGUF file", Exception):
             tensors = gguf.GGUFReader(artifact).tensors
         largest = max(tensors, key=lambda tensor: int(tensor.n_elements) * tensor.name.startswith("blk."))
-        block, size = gguf.GGML_QUANT_SIZES[largest.tensor_type]
-        bits = 8 * size / block
-    elif (artifact / ADAPTER).exists():
-        bits = 16
-    else:
-        quantization = _quantization(artifact)
-        named = [*map(int, re.findall(r'"(?:num_bits|bits|w_bit)": (\d+)', quantization))]
-        named += [4] if re.search(r'"load_in_4bit": true|fp4|int4', quantization) else []
-        bits = min([*named, 8 if quantization != "{}" else 16])
-    return next(each for each in (16, 8, 4) if bits >= each or each == 4)
+        count, size = gguf.GGML_QUANT_SIZES[largest.tensor_type]
+        return FLOATS.get(largest.tensor_type.name, 8 * size // count)
+    if (artifact / ADAPTER).exists():
+        return torch.float32
+    quantization = _quantization(artifact)
+    if quantization == "{}":
+        tensors = disk_tensors(artifact).values()
+        return max(tensors, key=lambda tensor: math.prod(tensor.shape)).dtype
+    if re.search(r'"load_in_4bit": true|fp4|int4', quantization):
+        return 4
+    bits = min(map(int, re.findall(r'"(?:num_bits|bits|w_bit)": (\d+)', quantization)), default=8)
+    return torch.float8_e4m3fn if bits == 8 and re.search(r'"float|fp8', quantization) else bits

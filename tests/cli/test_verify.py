@@ -1,0 +1,163 @@
+"""`tune verify`: what transformers, PEFT and llama.cpp compute of what is shipped is what the run computes, and what is
+planted in it is found."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import lora_finetune
+import pytest
+import torch
+from helpers import slow_but
+from safetensors.torch import load_file, save_file
+
+from tune.cli import main
+
+pytest.importorskip("transformers")
+COMPUTED = {"greedy answers", "log-probs", "perplexity", "adapter"}
+
+
+@pytest.fixture(scope="module")
+def run(checkpoint: Path, chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of an adapter, on a model that stops at a token which is not its template's end of a turn too."""
+    folder = tmp_path_factory.mktemp("verified")
+    shutil.copytree(checkpoint, folder / "base")
+    file = folder / "base" / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [2, 40]}))
+    settings = [
+        f"model.path={folder / 'base'}", f"dataset.path={chats}", f"output_dir={folder / 'run'}", "device=cpu",
+        "dtype=fp32", "optimizer.lr=0.01", "global_batch_size=4", "max_seq_len=128", "max_steps=3",
+    ]  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["lora_finetune", *settings])
+        lora_finetune.main()
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def artifact(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """What is shipped of the run, by its kind."""
+    folder = tmp_path_factory.mktemp("artifacts")
+
+    def made(kind: str) -> Path:
+        out = folder / kind
+        if kind == "adapter":
+            return run / "adapter"
+        if kind == "base":
+            return run.parent / "base"
+        if not out.exists() and kind == "merged":
+            main(["export", str(run), "--to", "hf", "--out", str(out)])
+        elif not out.exists() and kind.endswith(".gguf"):
+            main(["export", str(run), "--to", "gguf", "--type", out.stem, "--out", str(out)])
+        elif not out.exists():
+            source, to = (run, kind) if "_of_" not in kind else (made("base"), kind.partition("_")[0])
+            main(["quantize", str(source), "--to", to, "--out", str(out)])
+        return out
+
+    return made
+
+
+def verified(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict[str, str]]:
+    """The exit code, and the result of each check."""
+    capsys.readouterr()
+    code = 0
+    try:
+        main(["verify", *map(str, arguments), "--limit", "4", "--tokens", "40"])
+    except SystemExit as end:
+        code = int(end.code or 0)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.endswith(("  same", "DIFFERENT", "told"))]
+    return code, {line.split("  ")[0]: line.rsplit("  ", 1)[1].strip() for line in lines}
+
+
+def differing(checks: dict[str, str]) -> set[str]:
+    return {name for name, result in checks.items() if result == "DIFFERENT"}
+
+
+KINDS = ("merged", "adapter", "f16.gguf", "int4", "q8_0.gguf", "q4_0.gguf", "int8", "fp8", "mxfp4", "nf4")
+
+
+@pytest.mark.parametrize("kind", slow_but({"merged", "f16.gguf", "int4"}, KINDS))
+def test_what_is_right_passes(kind: str, run: Path, artifact: Callable, capsys: pytest.CaptureFixture) -> None:
+    for package in {"adapter": ["peft"], "nf4": ["bitsandbytes"]}.get(kind, ["xllamacpp", "compressed_tensors"]):
+        pytest.importorskip(package)
+    code, checks = verified(capsys, artifact(kind), "--against", run)
+    assert set(checks) == {"tokens", "chat template", "stop tokens", *COMPUTED}
+    assert (code, differing(checks)) == (0, set())
+    assert set(checks.values()) == {"same"}
+
+
+def change_json(file: Path, **changes: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def wrong_rope(folder: Path) -> None:
+    scaled = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+    change_json(folder / "config.json", rope_parameters=scaled)
+
+
+def missing_stop(folder: Path) -> None:
+    change_json(folder / "generation_config.json", eos_token_id=2)
+
+
+def other_template(folder: Path) -> None:
+    file = folder / "chat_template.jinja"
+    file.write_text(file.read_text().replace("user\n", "user").replace("'\\n'", "''").replace("\n", " "))
+
+
+def wrong_scale(folder: Path) -> None:
+    """Of one layer."""
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("0.mlp.down_proj.weight_scale"))
+    tensors[name] *= 3
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def wrong_frequency(file: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    field = gguf.GGUFReader(file, "r+").fields["llama.rope.freq_base"]
+    field.parts[field.data[0]][0] *= 8
+
+
+def other_name(file: Path) -> None:
+    """For the template's role of answers, as long as the right one."""
+    content = file.read_bytes()
+    assert content.count(b"<|im_start|>assistant\n{% endif %}") == 1
+    file.write_bytes(content.replace(b"<|im_start|>assistant\n{% endif %}", b"<|im_start|>assistent\n{% endif %}"))
+
+
+def wrong_blocks(file: Path) -> None:
+    """The scales of one tensor, each an fp16 before 32 codes of a byte."""
+    gguf = pytest.importorskip("gguf")
+    data = next(each.data for each in gguf.GGUFReader(file, "r+").tensors if each.name == "blk.0.ffn_down.weight")
+    blocks = data.reshape(-1, 34)
+    blocks[:, :2] = torch.from_numpy(blocks[:, :2].copy()).view(torch.float16).mul(3).view(torch.uint8).numpy()
+
+
+PLANTED = {
+    "a rope scale": ("merged", wrong_rope, {"log-probs"}),
+    "a stop token": ("merged", missing_stop, {"stop tokens"}),
+    "a chat template": ("merged", other_template, {"chat template"}),
+    "an unmerged adapter": ("base", None, COMPUTED),
+    "an unmerged adapter, in 4 bits": ("int4_of_base", None, {"adapter"}),
+    "a scale of quantization": ("int8", wrong_scale, {"log-probs"}),
+    "a scale in 4 bits": ("int4", wrong_scale, {"log-probs"}),
+    "a rope base in GGUF": ("f16.gguf", wrong_frequency, {"log-probs"}),
+    "a chat template in GGUF": ("f16.gguf", other_name, {"chat template"}),
+    "a scale in GGUF": ("q8_0.gguf", wrong_blocks, {"log-probs"}),
+}
+
+
+@pytest.mark.parametrize("name", slow_but({"a rope scale", "a stop token", "a chat template in GGUF"}, PLANTED))
+def test_what_is_planted_is_found(
+    name: str, run: Path, artifact: Callable, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    kind, change, expected = PLANTED[name]
+    pytest.importorskip("compressed_tensors")
+    pytest.importorskip("xllamacpp")
+    source, spoilt = artifact(kind), tmp_path / kind
+    shutil.copy(source, spoilt) if source.is_file() else shutil.copytree(source, spoilt)
+    if change:
+        change(spoilt)
+    code, checks = verified(capsys, spoilt, "--against", run)
+    assert code == 1 and expected <= differing(checks)
