@@ -14,7 +14,7 @@ RECIPES = HOUSE.parent / "recipes"
 
 # Each package may import those after it. The first lines use the library, the last are used by all of it.
 ORDER = [
-    *("cli", "plan", "validate", "migrate", "convert", "launchers"),
+    *("cli", "plan", "validate", "verify", "migrate", "convert", "launchers"),
     *("run", "loggers", "records"),
     *("evaluation", "generation", "peft", "checkpointers"),
     *("datasets", "models", "optimizers"),

@@ -161,3 +161,44 @@ def test_what_is_planted_is_found(
         change(spoilt)
     code, checks = verified(capsys, spoilt, "--against", run)
     assert code == 1 and expected <= differing(checks)
+
+
+def test_a_model_against_another_and_texts_of_a_file(
+    run: Path, artifact: Callable, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Whose folder says nothing of data, and has no adapter."""
+    (tmp_path / "texts.txt").write_text("the cat sat\nand it ran under the mat\n")
+    asked = ["--prompts", tmp_path / "texts.txt"]
+    code, checks = verified(capsys, checkpoint, "--against", checkpoint, *asked)
+    assert code == 0 and set(checks) == {"tokens", "chat template", "stop tokens", *COMPUTED} - {"adapter"}
+    code, checks = verified(capsys, artifact("merged"), "--against", checkpoint)
+    assert code == 1 and {"greedy answers", "log-probs"} <= differing(checks)
+    loose = ["--tolerance", "9"]
+    assert verified(capsys, artifact("merged"), "--against", checkpoint, *loose)[0] == 0
+
+
+WRONG = {
+    "nothing there": (["nothing", "--against", "RUN"], "nothing: there is no such file"),
+    "no GGUF": (["junk.gguf", "--against", "RUN"], "junk.gguf is no GGUF file"),
+    "no model": (["empty", "--against", "RUN"], "empty has no config.json"),
+    "the run itself": (["RUN", "--against", "RUN"], "is the folder of a run"),
+    "another program": (["RUN/adapter", "--against", "RUN", "--with", "llama.cpp"], "is opened by peft or vllm"),
+    "no run": (["RUN/adapter", "--against", "nothing"], "nothing does not exist"),
+    "no step": (["RUN/adapter", "--against", "RUN", "--step", "99"], "no checkpoint of step 99; it has 3"),
+    "no prompts": (["RUN/adapter", "--against", "RUN", "--prompts", "none.txt"], "none.txt: there is no such file"),
+    "short texts": (["RUN/adapter", "--against", "RUN", "--tokens", "1"], "--tokens 1: "),
+    "tolerance": (["RUN/adapter", "--against", "RUN", "--tolerance", "-1"], "--tolerance -1.0: "),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_inputs(
+    name: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "junk.gguf").write_text("hello")
+    (tmp_path / "empty").mkdir()
+    arguments, message = WRONG[name]
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", *(each.replace("RUN", str(run)) for each in arguments)])
+    assert ended.value.code == 2 and message in capsys.readouterr().err

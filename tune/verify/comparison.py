@@ -83,7 +83,8 @@ def compare(
             base = _of_all(model, probes)
     losses = [_losses(model, probe.prompt, answer) for probe, answer in zip(probes, found.answers, strict=True)]
     if tolerance is None:
-        merge_in_place(model)
+        if base is not None:
+            merge_in_place(model)
         round_weights(model, stored)
         tolerance = MARGIN * float((_of_all(model, probes) - own).abs().mean()) + noise
     return [
