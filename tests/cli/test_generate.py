@@ -19,7 +19,8 @@ from pyarrow import parquet
 from tune import distributed
 from tune.cli import main
 from tune.cli.generate import require_answers, turns
-from tune.cli.model_options import sampling_settings
+from tune.cli.model_options import NOT_APPLIED, SAMPLING, not_applied, sampling_settings
+from tune.datasets import load
 from tune.tokenizers import Tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -144,7 +145,8 @@ def test_settings_of_the_checkpoint(tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps(file))
     settings, words = sampling_settings(tmp_path)
     assert settings == {"temperature": 0.6, "top_k": 20, "top_p": 0.8}
-    assert words.endswith("; repetition_penalty=1.1 of generation_config.json is not applied")
+    assert words == "temperature 0.6, top_k 20, top_p 0.8"
+    assert not_applied(tmp_path) == ["repetition_penalty=1.1"] and not not_applied(tmp_path, ["repetition_penalty"])
     assert sampling_settings(tmp_path, temperature=0.0, top_k=0)[0] == {"temperature": 0.0, "top_p": 0.8}
     (tmp_path / "generation_config.json").write_text(json.dumps(file | {"do_sample": False}))
     assert sampling_settings(tmp_path)[0] == {"temperature": 0.0}
@@ -356,3 +358,139 @@ def test_another_type(tmp_path, capsys):
     folder = save_checkpoint(tmp_path / "m")
     assert "bfloat16 on cpu" in run(capsys, folder, "--prompt", "a", "--max-new-tokens", 2, "--dtype", "bf16")[1]
     assert torch.get_default_dtype() == torch.float32
+
+
+MINE = """
+def length(row, answer):
+    return float(len(answer))
+
+def known(row, answer):
+    return float(row.get("wanted", "") in answer)
+
+def fails(row, answer):
+    return 1 / 0
+"""
+
+
+def read_rows(file):
+    return [json.loads(line) for line in Path(file).read_text().split("\n")[:-1]]
+
+
+@pytest.fixture
+def scores(tmp_path, monkeypatch):
+    (tmp_path / "scores_here.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    sys.modules.pop("scores_here", None)
+
+
+def test_a_score_and_the_best_answers_as_rows_to_train_on(checkpoint, files, scores, capsys):
+    asked = [checkpoint, "--prompts", files / "prompts.jsonl", "--max-new-tokens", 100, "--temperature", 1.5]
+    asked += ["--samples", 6, "--system", "be brief", "--score", "scores_here:length"]
+    run(capsys, *asked, "--out", "all.jsonl")
+    records = read_rows("all.jsonl")
+    assert all(each["score"] == len(each["completion"]) for each in records)
+    run(capsys, *asked, "--out", "all.parquet")
+    assert parquet.read_table("all.parquet").column("score").to_pylist() == [each["score"] for each in records]
+    ended = [each for each in records if each["finish"] == "stop"]
+    assert 2 < len(ended) < len(records)  # some are cut, and would be learned to end there
+    _, err = run(capsys, *asked, "--keep", "all", "--out", "rows.jsonl")
+    rows = read_rows("rows.jsonl")
+    assert [row["messages"][-1] for row in rows] == [{"role": "assistant", "content": e["completion"]} for e in ended]
+    assert [row["score"] for row in rows] == [each["score"] for each in ended]
+    assert f"kept {len(rows)} of 12 answers; {12 - len(rows)} without an end" in err
+    middle = sorted(row["score"] for row in rows)[len(rows) // 2]
+    run(capsys, *asked, "--keep", "all", "--min-score", middle, "--out", "rows.jsonl")  # over rows of its own
+    found = read_rows("rows.jsonl")
+    assert found == [row for row in rows if row["score"] >= middle]
+    run(capsys, *asked, "--keep", "best", "--out", "rows.jsonl")
+    best = read_rows("rows.jsonl")
+    for row in best:
+        assert row["score"] == max(each["score"] for each in rows if each["index"] == row["index"])
+    assert [row["index"] for row in best] == sorted({row["index"] for row in rows})
+    first, second = (row["messages"] for row in best)
+    assert first[:2] == [{"role": "system", "content": "be brief"}, {"role": "user", "content": PROMPTS[0]}]
+    assert second[1]["content"] == PROMPTS[1] and len(second) == 3
+    data = load(Tokenizer(str(checkpoint)), str(scores / "rows.jsonl"), max_seq_len=512)
+    assert len(data) == len(best) and not data.accounting.as_dict()["dropped"]
+    for row, (sample,) in zip(best, map(data.row, range(len(data))), strict=True):
+        learned = [int(label) for label in sample.labels if label != -100]
+        assert Tokenizer(str(checkpoint)).decode(learned) == row["messages"][-1]["content"] + "<|im_end|>"
+
+
+def test_texts_that_go_on_are_kept_as_prompt_and_completion(checkpoint, scores, capsys):
+    asked = [checkpoint, "--prompt", "the cat", "--raw", "--temperature", 2, "--samples", 20, "--seed", 3]
+    run(capsys, *asked, "--keep", "all", "--out", "rows.jsonl")
+    rows = read_rows("rows.jsonl")
+    assert rows and all(row.keys() == {"index", "sample", "prompt", "completion"} for row in rows)
+    assert {row["prompt"] for row in rows} == {"the cat"}
+    assert len(load(Tokenizer(str(checkpoint)), str(scores / "rows.jsonl"), max_seq_len=600)) == len(rows)
+
+
+WRONG_SCORES = {
+    "no file": (["--score", "scores_here.length", "--keep", "best"], "--out rows.jsonl"),
+    "Parquet": (["--score", "scores_here.length", "--keep", "best", "--out", "a.parquet"], "--out rows.jsonl"),
+    "best of what": (["--keep", "best", "--out", "a.jsonl"], "--score says"),
+    "least of what": (["--keep", "all", "--min-score", "1", "--out", "a.jsonl"], "--score says"),
+    "least, and then": (["--score", "scores_here.length", "--min-score", "1", "--out", "a.jsonl"], "--keep all or"),
+    "no module": (["--score", "nothing_here.length"], "there is no module 'nothing_here'"),
+    "no function": (["--score", "scores_here.lenght"], "scores_here has no 'lenght'. Did you mean 'length'?"),
+    "no path": (["--score", "length"], "--score"),
+    "it fails": (["--score", "scores_here.fails"], "division by zero (scores_here.py:9)"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_SCORES)
+def test_wrong_scores(name, checkpoint, scores, capsys):
+    arguments, message = WRONG_SCORES[name]
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", str(checkpoint), "--prompt", "a", "--max-new-tokens", "2", *arguments])
+    shown = capsys.readouterr()
+    assert ended.value.code == 2 and message in shown.err
+    assert "float32 on cpu" not in shown.err or name == "it fails"  # before the model is loaded
+
+
+def test_a_long_prompt_does_not_shorten_the_answers_to_others(checkpoint, tmp_path, capsys):
+    """It has room for a few tokens; the others' answers are those that they have without it."""
+    tokenizer = Tokenizer(str(checkpoint))
+    words = next(words for words in range(512) if len(tokenizer.encode(CHAT.format("the " * words))) >= 500)
+    room = 512 - len(tokenizer.encode(CHAT.format("the " * words)))
+    texts = ["it was", "the " * words, "a very big dog"]
+    for name, some in {"all": texts, "short": texts[::2]}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in some))
+        run(capsys, checkpoint, "--prompts", tmp_path / f"{name}.jsonl", "--out", tmp_path / f"{name}-out.jsonl")
+    found, short = (read_rows(tmp_path / f"{name}-out.jsonl") for name in ("all", "short"))
+    assert [each["completion"] for each in found[::2]] == [each["completion"] for each in short]
+    assert max(each["tokens"] for each in short) > room >= found[1]["tokens"] > 0
+
+
+def test_what_generation_config_says_and_is_not_applied_is_named(tmp_path, capsys):
+    folder = save_checkpoint(tmp_path / "m")
+    file = folder / "generation_config.json"
+    said = json.loads(file.read_text()) | {
+        "do_sample": True, "repetition_penalty": 1.2, "typical_p": 0.9, "min_new_tokens": 3, "num_beams": 1,
+        "bad_words_ids": [], "top_k": 5,
+    }  # fmt: skip
+    file.write_text(json.dumps(said))
+    err = run(capsys, folder, "--prompt", "a", "--max-new-tokens", 2)[1]
+    (line,) = [line for line in err.splitlines() if "repetition_penalty" in line]
+    assert "repetition_penalty=1.2" in line and "typical_p=0.9" in line and "min_new_tokens=3" in line
+    assert "num_beams" not in err and "bad_words_ids" not in err and "top_k=" not in line
+
+
+def test_each_key_of_generation_config_is_applied_named_or_changes_nothing():
+    """Those that change nothing are of the cache, the speed, what is returned, or of the whole text."""
+    nothing = {
+        "max_length", "early_stopping", "use_mtp", "use_cache", "cache_implementation", "cache_config",
+        "max_cache_len", "renormalize_logits", "remove_invalid_values", "num_return_sequences", "output_attentions",
+        "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate", "pad_token_id",
+        "bos_token_id", "decoder_start_token_id", "is_assistant", "num_assistant_tokens",
+        "num_assistant_tokens_schedule", "assistant_confidence_threshold", "prompt_lookup_num_tokens",
+        "max_matching_ngram_size", "assistant_early_exit", "assistant_lookbehind", "target_lookbehind",
+        "assistant_ensemble_weight", "speculation_type", "compile_config", "disable_compile",
+        "continuous_batching_config", "low_memory", "prefill_chunk_size", "transformers_version",
+    }  # fmt: skip
+    applied = {*SAMPLING, "do_sample", "eos_token_id"}
+    keys = {name for name in vars(transformers.GenerationConfig()) if name[0] != "_"}
+    assert keys - nothing - applied <= NOT_APPLIED.keys()
+    assert not NOT_APPLIED.keys() & (nothing | applied)

@@ -9,12 +9,11 @@ This is the recipe `evaluate`; options are its settings, which are these (others
 """
 
 import json
-import re
 from argparse import ArgumentParser
 from pathlib import Path
 
 from tune import config
-from tune.cli.model_options import add_step
+from tune.cli.model_options import add_step, dotted
 from tune.cli.recipes import parse_options, run_recipe
 from tune.lookup import assignment
 
@@ -55,8 +54,3 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
 def names_in(text: str) -> list[str]:
     """The names of tasks in A,B; a file may have a comma in its name."""
     return [text] if Path(text).exists() else text.split(",")
-
-
-def dotted(score: str) -> str:
-    """`my_scores:is_right` as `my_scores.is_right`; anything else is as it was written."""
-    return score.replace(":", ".") if re.fullmatch(r"[\w.]+:[\w.]+", score) else score

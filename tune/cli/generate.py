@@ -3,23 +3,26 @@ to standard error; under torchrun the prompts are shared by its processes, with 
 
     tune generate runs/mine --prompt "Why is the sky blue?"
     tune generate ./model --adapter ./adapter --prompts questions.jsonl --out answers.jsonl
+    tune generate runs/mine --prompts q.jsonl --samples 8 --temperature 1 --score my.f --keep best --out rows.jsonl
     torchrun --nproc-per-node 2 -m tune.cli generate ./model --prompts questions.txt --out answers.jsonl
     torchrun --nproc-per-node 2 -m tune.cli generate ./model --tp 2 --prompt "Why is the sky blue?"
     tune generate --launcher ray --nproc-per-node 2 ./model --prompts questions.jsonl --out answers.parquet
 """
 
 import json
+import os
 import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from tune.cli.model_options import MAX_NEW_TOKENS, add_arguments, opened
+from tune.cli.model_options import MAX_NEW_TOKENS, add_arguments, dotted, opened
 from tune.cli.recipes import parted
 from tune.errors import TuneError, explained
 from tune.launchers import count, ray
@@ -36,6 +39,11 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     file = "a prompt a line (.txt), or rows with prompt or messages (.jsonl, .csv, .parquet)"
     prompts.add_argument("--prompts", metavar="FILE", help=file)
     parser.add_argument("--samples", metavar="N", type=count, default=1, help="answers to each prompt (default: 1)")
+    score = "of each answer: a function (row, answer) of yours, as a reward of GRPO is"
+    parser.add_argument("--score", metavar="my.f", help=score)
+    keep = "write conversations to train on: of all answers, or the one to each prompt with the best score"
+    parser.add_argument("--keep", choices=("best", "all"), help=keep)
+    parser.add_argument("--min-score", metavar="X", type=float, help="keep answers with this score or a higher one")
     parser.add_argument("--raw", action="store_true", help="go on from texts as they are, without a chat template")
     parser.add_argument("--out", metavar="FILE", type=local_path, help="prompts and answers too, as .jsonl or .parquet")
     parser.add_argument("--batch-size", metavar="N", type=count, default=16, help="answers at a time (default: 16)")
@@ -59,6 +67,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
             if options.out.is_dir():
                 raise IsADirectoryError("it is a folder")
             require_answers(options.out)
+    require_rows(parser, options)
     given = [("--prompt", {"prompt": options.prompt})]
     rows = placed_rows(options.prompts, "--prompts") if options.prompt is None else given
     generate(options, rows, actors)
@@ -77,18 +86,24 @@ class Answerer:
         if self.samples > 1 and options.temperature is None and not settings["temperature"]:
             raise TuneError(f"--samples {self.samples}: the most likely answer is always the same; add --temperature 1")
         self.prompts = open_prompts(self.tokenizer, rows, system=options.system, raw=options.raw)
-        longest = max(len(prompt.tokens) for prompt in self.prompts)
-        room = max(1, min(MAX_NEW_TOKENS, (self.model.max_generated or sys.maxsize) - longest))
-        count = room if options.max_new_tokens is None else options.max_new_tokens
-        self.sampler = Sampler(max_new_tokens=count, max_rows=options.batch_size, **settings)
+        self.given = options.max_new_tokens
+        self.sampler = Sampler(max_new_tokens=self.given or 1, max_rows=options.batch_size, **settings)
         self.sampler.check(self.model, [each.tokens for each in self.prompts], [f"of {place}" for place, _ in rows])
 
-    def __call__(self, numbers: range) -> list[list[Any]]:
+    def __call__(self, numbers: range) -> list[tuple[Any, list[Any]]]:
+        """The prompts of these numbers, each with its answers."""
         from tune.generation import answer
 
-        asked = {number: self.prompts[number].tokens for number in numbers}
-        found = answer(self.model, self.sampler, self.tokenizer, asked, self.world, self.samples)
-        return [found[number] for number in numbers]
+        asked: dict[int, dict[int, list[int]]] = {}  # by the most tokens of an answer
+        for number in numbers:
+            tokens = self.prompts[number].tokens
+            room = (self.model.max_generated or sys.maxsize) - len(tokens)
+            asked.setdefault(self.given or min(MAX_NEW_TOKENS, room), {})[number] = tokens
+        found: dict[int, list[Any]] = {}
+        for most, prompts in asked.items():
+            sampler = replace(self.sampler, max_new_tokens=most)
+            found |= answer(self.model, sampler, self.tokenizer, prompts, self.world, self.samples)
+        return [(self.prompts[number], found[number]) for number in numbers]
 
     def tell(self, message: str) -> None:
         if self.world.is_main:
@@ -119,6 +134,20 @@ def shares(count: int, size: int) -> list[range]:
     return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
 
+def require_rows(parser: ArgumentParser, options: Namespace) -> None:
+    """Ends the command if what is to be kept cannot be, or the function of the score is not there."""
+    if options.keep and (options.out is None or options.out.suffix.lower() == ".parquet"):
+        parser.error("--keep: conversations are written as JSON lines: name a file, --out rows.jsonl")
+    if (options.keep == "best" or options.min_score is not None) and not options.score:
+        parser.error("which answers are the best, a --score says: a function (row, answer) of yours")
+    if options.min_score is not None and not options.keep:
+        parser.error("--min-score: say which of these answers to keep, --keep all or --keep best")
+    if options.score:
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())
+        scoring(options.score)
+
+
 def turns(count: int, size: int, world: Any) -> Iterator[range]:
     """The numbers below `count`: `size` for each model at a time, four times as many where these are quick."""
     start, least = 0, size * world.data_size
@@ -137,24 +166,74 @@ def is_given(value: Any) -> bool:
 def write(options: Namespace, rows: list[tuple[str, Any]], answers: Iterable[tuple[range, Any]], out: TextIO) -> None:
     """Print to `out`, and write, the `answers` to the rows of these numbers as they come."""
     begin, tokens = time.perf_counter(), 0
-    with nullcontext(lambda records: None) if options.out is None else records_file(options.out, rows) as put:
+    score = scoring(options.score) if options.score else None
+    kept, cut = 0, 0
+    with (
+        nullcontext(lambda records: None)
+        if options.out is None
+        else records_file(options.out, rows, bool(score)) as put
+    ):
         for numbers, found in answers:
             records = [
                 {
                     "index": number, "sample": sample,
                     **{name: value for name, value in rows[number][1].items() if name not in OWN and is_given(value)},
                     "completion": completion.text, "finish": completion.finish, "tokens": len(completion.tokens),
+                    **({"score": score(rows[number][1], completion.text)} if score else {}),
                 }
-                for number, completions in zip(numbers, found, strict=True)
+                for number, (_, completions) in zip(numbers, found, strict=True)
                 for sample, completion in enumerate(completions)
             ]  # fmt: skip
             for record in records:
                 print(record["completion"], file=out, flush=True)
-            put(records)
+            if options.keep:
+                prompts = {number: prompt for number, (prompt, _) in zip(numbers, found, strict=True)}
+                conversations = [as_row(prompts[each["index"]], each) for each in chosen(records, options)]
+                put(conversations)
+                kept += len(conversations)
+                cut += sum(record["finish"] == "length" for record in records)
+            else:
+                put(records)
             tokens += sum(record["tokens"] for record in records)
             rate = tokens / (time.perf_counter() - begin)
             told = f"{numbers.stop:,} of {len(rows):,} prompts, {tokens:,} tokens, {rate:.1f} tokens/s"
             print(told, file=sys.stderr, flush=True)
+    if options.keep:
+        left_out = f"; {cut:,} without an end were left out: give more --max-new-tokens" if cut else ""
+        told = f"kept {kept:,} of {len(rows) * options.samples:,} answers{left_out}"
+        print(told, file=sys.stderr, flush=True)
+
+
+def scoring(path: str) -> Callable[[Any, str], float]:
+    """The function of the user that scores an answer to a row. Raises TuneError if there is none."""
+    from tune.config import instantiate_weighted
+    from tune.generation import Reward
+
+    ((name, function, weight),) = instantiate_weighted(dotted(path), "--score")
+    return Reward(name, function, weight, "--score")
+
+
+def chosen(records: list[dict[str, Any]], options: Namespace) -> list[dict[str, Any]]:
+    """Those of the `records` that are kept. An answer that was cut is not: it would be learned to end there."""
+    ended = [each for each in records if each["finish"] == "stop"]
+    if options.min_score is not None:
+        ended = [each for each in ended if each["score"] >= options.min_score]
+    if options.keep == "all":
+        return ended
+    best: dict[int, dict[str, Any]] = {}
+    for each in ended:
+        if each["index"] not in best or each["score"] > best[each["index"]]["score"]:
+            best[each["index"]] = each
+    return [*best.values()]
+
+
+def as_row(prompt: Any, record: dict[str, Any]) -> dict[str, Any]:
+    """A row to train on: the prompt with its answer."""
+    row: dict[str, Any] = {name: record[name] for name in ("index", "sample", "score") if name in record}
+    if prompt.messages is None:
+        return row | {"prompt": prompt.row["prompt"], "completion": record["completion"]}
+    row["messages"] = [*prompt.messages, {"role": "assistant", "content": record["completion"]}]
+    return row | ({"tools": prompt.tools} if prompt.tools else {})
 
 
 def require_answers(path: Path) -> None:
@@ -171,12 +250,15 @@ def require_answers(path: Path) -> None:
         else:
             with path.open(encoding="utf-8") as lines:
                 columns = json.loads(lines.readline())
-    if not isinstance(columns, list | dict) or not {"index", "sample", "completion"} <= {*map(str, columns)}:
+    names = {*map(str, columns)} if isinstance(columns, list | dict) else set()
+    if not {"index", "sample"} <= names or not {"completion", "messages"} & names:
         raise TuneError(f"--out {path} holds no answers of `tune generate`, but data which would be lost. Name another")
 
 
 @contextmanager
-def records_file(path: Path, rows: list[tuple[str, Any]]) -> Iterator[Callable[[list[dict[str, Any]]], object]]:
+def records_file(
+    path: Path, rows: list[tuple[str, Any]], has_scores: bool
+) -> Iterator[Callable[[list[dict[str, Any]]], object]]:
     """A function that writes records: as JSON lines (dates as text), or as Parquet if that is the file's suffix, whose
     columns have the types that they have in all `rows`. Raises TuneError if it cannot be written."""
     import pyarrow
@@ -190,6 +272,7 @@ def records_file(path: Path, rows: list[tuple[str, Any]]) -> Iterator[Callable[[
             given = {name: [row[name] if is_given(row.get(name)) else None for _, row in rows] for name in names}
             asked = {name: pyarrow.array(values).type for name, values in given.items()}
             ends = {"completion": pyarrow.string(), "finish": pyarrow.string(), "tokens": pyarrow.int64()}
+            ends |= {"score": pyarrow.float64()} if has_scores else {}
             schema = pyarrow.schema({"index": pyarrow.int64(), "sample": pyarrow.int64(), **asked, **ends})
             file = parquet.ParquetWriter(path, schema)
         else:

@@ -1,6 +1,8 @@
 """The options of verbs that open a model and sample from it."""
 
+import re
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,17 @@ from tune.launchers import count
 
 MAX_NEW_TOKENS = 512
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-NOT_APPLIED = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "num_beams": 1, "typical_p": 1.0}  # and off
+# Keys of generation_config.json that change what transformers samples, and not what is sampled here; with what is off.
+NOT_APPLIED: dict[str, Any] = {
+    "repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0, "exponential_decay_length_penalty": None, "min_length": 0, "min_new_tokens": 0,
+    "max_new_tokens": None, "max_time": None, "num_beams": 1, "num_beam_groups": 1, "diversity_penalty": 0.0,
+    "length_penalty": 1.0, "typical_p": 1.0, "top_h": None, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0,
+    "penalty_alpha": 0.0, "dola_layers": None, "guidance_scale": 1.0, "bad_words_ids": None, "force_words_ids": None,
+    "constraints": None, "forced_bos_token_id": None, "forced_eos_token_id": None, "suppress_tokens": None,
+    "begin_suppress_tokens": None, "sequence_bias": None, "stop_strings": None, "token_healing": False,
+    "watermarking_config": None,
+}  # fmt: skip
 
 
 def add_step(parser: ArgumentParser) -> None:
@@ -44,13 +56,16 @@ def opened(options: Namespace, world: Any, tell: Any) -> tuple[Any, Any, dict[st
     named = open_model(options.model, options.adapter, step=options.step)
     places = named.folders.tokenizer, named.folders.base
     say = (place for place in places if (place / "generation_config.json").exists())  # or neither
-    settings, words = sampling_settings(next(say, places[1]), **{name: getattr(options, name) for name in SAMPLING})
+    folder = next(say, places[1])
+    settings, words = sampling_settings(folder, **{name: getattr(options, name) for name in SAMPLING})
     Sampler(max_new_tokens=1, **settings)  # what is wrong with them, before the model is loaded
     model, tokenizer = named.load(world.device, options.dtype, peers=world.mesh["tp"]), named.tokenizer(date=None)
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     place = f"{world.device}, shared by {options.tp} processes" if options.tp > 1 else world.device
     step = "" if options.step is None else f" after step {options.step}"
     tell(f"{options.model}{step}: {dtype} on {place}; {words}, seed {options.seed}")
+    if ignored := not_applied(folder, ["max_new_tokens"] if options.max_new_tokens else []):
+        tell(f"warning: of {folder / 'generation_config.json'} this is not applied: {', '.join(ignored)}")
     return model, tokenizer, settings | {"seed": options.seed, "stop_ids": tokenizer.stop_ids}
 
 
@@ -68,6 +83,18 @@ def sampling_settings(folder: Path, **given: float | None) -> tuple[dict[str, An
     if idle and not temperature and given.get("temperature") is None:
         raise TuneError(f"--{idle[0].replace('_', '-')}: the most likely token is taken anyway; add --temperature 1")
     shown = ", ".join(f"{name} {value:g}" for name, value in settings.items())
-    ignored = [f"{name}={file[name]}" for name, off in NOT_APPLIED.items() if file.get(name, off) not in (off, None)]
-    notes = "".join(f"; {each} of generation_config.json is not applied" for each in ignored)
-    return settings, (shown if temperature else "the most likely token") + notes
+    return settings, shown if temperature else "the most likely token"
+
+
+def not_applied(folder: Path, given: Sequence[str] = ()) -> list[str]:
+    """What generation_config.json in the `folder` says of sampling that is not done here, but for what is `given`."""
+    from tune.tokenizers import mapping_in
+
+    file = mapping_in(folder / "generation_config.json")
+    names = [name for name, off in NOT_APPLIED.items() if file.get(name) not in (off, None, [], {})]
+    return [f"{name}={file[name]}" for name in names if name not in given]
+
+
+def dotted(score: str) -> str:
+    """`my_scores:is_right` as `my_scores.is_right`; anything else is as it was written."""
+    return score.replace(":", ".") if re.fullmatch(r"[\w.]+:[\w.]+", score) else score

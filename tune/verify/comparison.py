@@ -99,8 +99,8 @@ def compare(
 
 @torch.no_grad()
 def round_weights(model: Any, stored: torch.dtype | int) -> None:
-    """Round the matrices in the blocks of `model` to a type, or to integers of so many bits with a scale for each
-    `GROUP` weights of a row; others to 8 bits at the least."""
+    """Round the matrices in the blocks of `model` to a type, or to integers of so many bits, others to 8 bits at the
+    least; with a scale for each row, of fewer than 8 bits for each `GROUP` weights of one."""
     in_blocks = {id(each) for block in repeated_blocks(model) for each in block.parameters()}
     for parameter in model.parameters():
         if parameter.ndim < 2:
@@ -112,7 +112,7 @@ def round_weights(model: Any, stored: torch.dtype | int) -> None:
 def _rounded(weight: Tensor, stored: torch.dtype | int) -> Tensor:
     if isinstance(stored, torch.dtype) and stored.itemsize > 1:
         return weight.to(stored).float()
-    is_grouped = isinstance(stored, int) and weight.shape[-1] % GROUP == 0
+    is_grouped = isinstance(stored, int) and stored < 8 and weight.shape[-1] % GROUP == 0
     blocks = weight.unflatten(-1, (-1, GROUP if is_grouped else weight.shape[-1]))
     largest = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-12)
     if isinstance(stored, int):
