@@ -171,6 +171,7 @@ TOGETHER = {
     "float8-beside-nf4": (LORA, [FLOAT8, NF4], [FLOAT8]),
     "float8-beside-tp": (LORA, [FLOAT8, "parallel.tp=2"], [FLOAT8, "parallel.tp=1"]),
     "tasks-of-stages": (STAGES, ["parallel.pp=2", "evaluate.tasks=[a]"], ["evaluate.tasks=[a]"]),
+    "general-data-of-stages": (STAGES, ["parallel.pp=2", "evaluate.general=shipped"], ["evaluate.general=shipped"]),
     "answers-of-stages": (STAGES, ["parallel.pp=2", "evaluate.prompts=p"], ["evaluate.prompts=p"]),
     "dropout-drawn-anew": (
         STAGES, ["parallel.pp=2", *SELECTIVE, "compile=true", "adapter.dropout=0.1"],

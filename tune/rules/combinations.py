@@ -183,6 +183,7 @@ def rule(id: str, key: Any, says: Any, why: str, when: Any) -> Rule:
 NOT_WITH_FLOAT8 = "it does not go with quantization.float8: leave one of them out"
 ONE_BACKWARD = "parallel.pp_schedule=zero_bubble has two backwards, and what this makes one: leave one out"
 ALL_BLOCKS = "the blocks of a model are in several processes"
+EVALUATED = "prompts", "tasks", "general"
 
 # fmt: off
 COMBINATIONS = [
@@ -271,6 +272,10 @@ COMBINATIONS = [
          lambda run: f"with parallel.pp={_stages(run):g} it needs all blocks in one process: generate afterwards, or "
          "set parallel.pp=1", ALL_BLOCKS,
          lambda run: _stages(run) > 1 and run("evaluate.prompts")),
+    rule("general-data-of-stages", "evaluate.general",
+         lambda run: f"with parallel.pp={_stages(run):g} it needs all blocks in one process: set parallel.pp=1, or "
+         "leave it out", ALL_BLOCKS,
+         lambda run: _stages(run) > 1 and run("evaluate.general")),
     rule("dropout-drawn-anew", "adapter.dropout",
          lambda run: f"with parallel.pp={_stages(run):g} it is drawn anew where compiled blocks recompute a part: set "
          "compile=false, or set parallel.pp=1",
@@ -319,9 +324,9 @@ COMBINATIONS = [
          lambda run: _best(run) and not _best(run).startswith("validation_")
          and not ("/" in _best(run) and run("evaluate.tasks"))),
     rule("evaluating-nothing", "evaluate.every",
-         "there is nothing to evaluate on. Give evaluate.prompts or .tasks, or leave it out",
+         "there is nothing to evaluate on. Give evaluate.prompts, .tasks or .general, or leave it out",
          "it would have no effect",
-         lambda run: run("evaluate.every") and not run("evaluate.prompts") and not run("evaluate.tasks")),
+         lambda run: run("evaluate.every") and not any(run(f"evaluate.{each}") for each in EVALUATED)),
     *(rule(f"{name}-of-nothing", key, _give_validation, "it would have no effect",
            lambda run, key=key: _validates_on_nothing(run) and run(key))
       for name, key in (("validation", "validate_every"), ("first-validation", "validate_first"))),

@@ -1,0 +1,154 @@
+"""General data, on which a training reports what it has changed: against transformers' models before and after it."""
+
+import json
+from pathlib import Path
+
+import full_finetune
+import lora_finetune
+import numpy as np
+import pytest
+import torch
+from helpers import run_processes
+
+from tune import config
+from tune.errors import TuneError
+from tune.evaluation.general import SHIPPED, K
+from tune.tokenizers import Tokenizer
+
+VARIANTS = Path(__file__).parents[1] / "recipes" / "run_variants.py"
+
+
+@pytest.fixture
+def rows(tmp_path):
+    texts = ["the cat sat on the mat and ran", "a very big dog was red", "it ran under the blue rug; then it sat"]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return tmp_path / "rows.jsonl"
+
+
+@pytest.fixture
+def common(checkpoint, chats, rows):
+    return [
+        f"model.path={checkpoint}", f"dataset.path={chats}", "device=cpu", "dtype=fp32", "max_seq_len=128",
+        "global_batch_size=4", "max_steps=3", "optimizer.lr=0.01", f"evaluate.general={rows}",
+    ]  # fmt: skip
+
+
+def logged(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line for line in lines}
+
+
+@torch.no_grad()
+def measured(base, trained, rows, tokenizer):
+    """The loss of `trained`, and the KL of the base's K most probable tokens and all others together, in fp64."""
+    losses, divergences = [], []
+    for row in map(json.loads, rows.read_text().splitlines()):
+        ids = torch.tensor([[*tokenizer.prefix_ids, *tokenizer.encode(row["text"]), tokenizer.eos_id]])
+        before, after = (model(ids).logits[0, :-1].double().log_softmax(-1) for model in (base, trained))
+        losses += (-after.gather(1, ids[0, 1:, None])[:, 0]).tolist()
+        most, places = before.topk(K)
+        theirs = after.gather(1, places)
+        parts = [torch.cat([each, (1 - each.exp().sum(1, True)).log()], 1) for each in (most, theirs)]
+        divergences += (parts[0].exp() * (parts[0] - parts[1])).sum(1).tolist()
+    return np.mean(losses), np.mean(divergences)
+
+
+@pytest.mark.parametrize("recipe", [full_finetune, lora_finetune])
+def test_what_is_reported_is_the_loss_and_the_kl_to_the_base(recipe, common, checkpoint, rows, tmp_path):
+    run, name = tmp_path / "run", recipe.__name__
+    settings = [f"output_dir={run}", "evaluate.every=2", "evaluate.general_limit=0.01"]
+    settings += ["export.merge=true"] if recipe is lora_finetune else []
+    recipe.main(config.load(name, [*common, *settings]))
+    steps, tokenizer = logged(run), Tokenizer(str(checkpoint))
+    open_theirs = pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained
+    base, trained = (open_theirs(each, dtype=torch.float32).eval() for each in (checkpoint, run / "model"))
+    loss, kl = measured(base, base, rows, tokenizer)
+    assert steps[0]["general_loss"] == pytest.approx(loss, abs=1e-5)
+    assert steps[0]["general_kl"] == pytest.approx(0, abs=1e-6) and kl == 0
+    loss, kl = measured(base, trained, rows, tokenizer)
+    assert steps[3]["general_loss"] == pytest.approx(loss, abs=1e-5)
+    assert steps[3]["general_kl"] == pytest.approx(kl, abs=1e-5) and kl > 0.01
+    assert "general_kl" in steps[2] and "general_kl" not in steps[1]
+    log = (run / "log.txt").read_text()
+    assert [line for line in log.splitlines() if line.startswith("warning: step 3") and "general_kl" in line]
+    report = (run / "report.html").read_text()
+    assert "general_kl" in report and "evaluate.general_limit=0.01" in report
+
+
+def test_a_run_that_goes_on_compares_with_the_same_base(common, tmp_path, capsys):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    common = [*common, "checkpointer.every=1", "evaluate.general_limit=1e-9"]
+    full_finetune.main(config.load("full_finetune", [*common, f"output_dir={whole}"]))
+    first = [*common, f"output_dir={parts}", "max_steps=2", "schedule._component_=tune.optimizers.constant"]
+    full_finetune.main(config.load("full_finetune", first))
+    full_finetune.main(config.load("full_finetune", [*first, "max_steps=3"]))
+    assert logged(parts)[3]["general_kl"] > logged(parts)[2]["general_kl"] > 1e-3
+    kept = next((parts / "general").glob("base-*.npy"))
+    (other,) = (whole / "general").glob("base-*.npy")
+    assert np.array_equal(np.load(kept), np.load(other))  # of the model before the first step
+    kept.unlink()
+    with pytest.raises((TuneError, SystemExit)):
+        full_finetune.main(config.load("full_finetune", [*first, "max_steps=4"]))
+    assert "evaluate.general" in capsys.readouterr().err + (parts / "log.txt").read_text()
+
+
+def test_it_is_measured_with_each_validation(common, chats, tmp_path):
+    settings = [f"validation_dataset.path={chats}", "validation_dataset.take=4", "validate_every=2"]
+    full_finetune.main(config.load("full_finetune", [*common, *settings, f"output_dir={tmp_path / 'run'}"]))
+    steps = logged(tmp_path / "run")
+    with_loss = {step for step, line in steps.items() if "validation_loss" in line}
+    assert with_loss == {2, 3} and {step for step, line in steps.items() if "general_kl" in line} == {0, 2, 3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["full_finetune", "lora_finetune"])
+def test_layouts(recipe, common, tmp_path):
+    """The same at any number of processes, and however these share the model."""
+    layouts = {
+        "sharded": [], "heads": ["parallel.tp=2"], "tokens": ["parallel.cp=2"], "copies": ["parallel.zero_stage=1"],
+        "packed": ["packed=true", "micro_batch_size=2", "global_batch_size=4"],
+    }  # fmt: skip
+    one, two = tmp_path / "one", tmp_path / "two"
+    common = [*common, "evaluate.every=1"]
+    alone = {"alone": [], "packed": layouts["packed"]}
+    run_processes(VARIANTS, 1, recipe, str(one), json.dumps(common), json.dumps(alone))
+    run_processes(VARIANTS, 2, recipe, str(two), json.dumps(common), json.dumps(layouts))
+    for name in layouts:
+        expected = logged(one / ("packed" if name == "packed" else "alone"))
+        found = logged(two / name)
+        for step in range(4):
+            for metric in ("general_loss", "general_kl"):
+                assert found[step][metric] == pytest.approx(expected[step][metric], abs=2e-5), (name, step)
+
+
+def test_two_processes_measure_what_one_does(common, tmp_path):
+    common = [*common, "max_steps=1"]
+    for count in (1, 2):
+        run_processes(VARIANTS, count, "full_finetune", str(tmp_path / f"{count}"), json.dumps(common), '{"run": []}')
+    one, two = (logged(tmp_path / count / "run") for count in "12")
+    for step, metric in [(step, metric) for step in (0, 1) for metric in ("general_loss", "general_kl")]:
+        assert two[step][metric] == pytest.approx(one[step][metric], abs=1e-6)
+
+
+def test_the_rows_that_are_shipped(common, tmp_path):
+    settings = [*common, "evaluate.general=shipped", "max_steps=1", f"output_dir={tmp_path / 'run'}"]
+    full_finetune.main(config.load("full_finetune", settings))
+    assert logged(tmp_path / "run")[1]["general_kl"] > 0
+    texts = [json.loads(line)["text"] for line in SHIPPED.read_text().splitlines()]
+    assert len({*texts}) == len(texts) >= 20
+
+
+WRONG = {
+    "no file": (["evaluate.general=none.jsonl"], "none.jsonl"),
+    "other rows": (["evaluate.general=odd.jsonl"], "odd.jsonl:1"),
+    "limit": (["evaluate.general=shipped", "evaluate.general_limit=0"], "general_limit: 0 is not"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_inputs(name, common, told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "odd.jsonl").write_text('{"odd": 1}\n')
+    settings, message = WRONG[name]
+    found = told("full_finetune", [*common, *settings])
+    assert message in found and "evaluate.general" in found

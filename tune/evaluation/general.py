@@ -1,0 +1,89 @@
+"""How far a training has moved a model on data that it is not trained on."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tune import rehearsal
+from tune.collators import Batch
+from tune.datasets import Stream, add_scores, load, validation_batches
+from tune.distributed import World
+from tune.errors import TuneError, explained
+from tune.evaluation.validation import means, validate
+from tune.losses import ForwardKL, LinearCrossEntropy, MostProbable, TopK, takes_shares
+from tune.peft import adapted_modules, switched_off
+from tune.tokenizers import Tokenizer
+
+SHIPPED = Path(__file__).with_name("general.jsonl")
+LENGTH = 1024  # tokens of a row, in which several texts are packed
+K = 64  # most probable tokens of the base that are kept
+
+
+class GeneralData:
+    """Measures the loss of rows of general data, and the KL divergence to the base: the model without its adapter, or
+    where all parameters are trained, as it was before the first step.
+
+    `path` is a file or whatever else `tune.datasets.load` reads, or `shipped`. Of the base's prediction of each
+    supervised token its `K` most probable tokens are kept in `folder`, and the probability of all others together: the
+    divergence is that of these K + 1 parts (`ForwardKL`).
+
+    Raises:
+        TuneError: the rows cannot be read.
+    """
+
+    def __init__(self, path: str, model: nn.Module, tokenizer: Tokenizer, world: World, folder: Path) -> None:
+        self.model, self.world, self.folder, self.has_base = model, world, folder, False
+        longest = min(LENGTH, getattr(model, "max_positions", None) or LENGTH)
+        with explained("evaluate.general"):
+            data = load(tokenizer, str(SHIPPED) if path == "shipped" else path, max_seq_len=longest, packed=True)
+        assert not isinstance(data, Stream)
+        self.data, self.most_probable = data, MostProbable(min(K, tokenizer.vocab_size))
+
+    def keep_base(self) -> None:
+        """Compute what the base predicts, before the first step. All processes call it."""
+        if self.world.is_main and not rehearsal.current():
+            for file in self.folder.glob("base-*.npy"):  # of another run in this folder
+                file.unlink()
+        self.world.barrier()
+        self._add_base()
+
+    def _add_base(self) -> None:
+        with switched_off(self.model):
+            add_scores(
+                self.data, "base", lambda batch: self.model(batch, self.most_probable), self.world,
+                micro_batch_size=1, pad_to=None, folder=self.folder, made_of=self.most_probable.k,
+            )  # fmt: skip
+        self.has_base = True
+
+    def __call__(self) -> dict[str, float]:
+        """`general_loss` and `general_kl`, means over the supervised tokens, in nats. All processes call it.
+
+        Raises:
+            TuneError: the training goes on from a checkpoint, and what the base predicted has not been kept.
+        """
+        if not self.has_base:
+            is_there = self.world.broadcast(any(self.folder.glob("base-*.npy")))
+            if not is_there and not adapted_modules(self.model) and not rehearsal.current():
+                raise TuneError(
+                    f"evaluate.general: what the model predicted before the first step is not in {self.folder}, and "
+                    "later it is not known. Leave evaluate.general out, or begin the training with it"
+                )
+            self._add_base()
+        batches = ((("general_loss",), batch) for _, batch in validation_batches(self.data, self.world))
+        return self.world.fetch(**means(validate(self.model, batches, self._measured), self.world))
+
+    def _measured(self, batch: Batch) -> dict[str, Tensor]:
+        loss, divergence = self.model(batch, _loss_and_divergence)
+        count = torch.full_like(loss, batch.num_supervised)
+        return {"loss": torch.stack([loss, count]), "kl": torch.stack([divergence, count])}
+
+
+@takes_shares
+def _loss_and_divergence(hidden: Tensor, weight: Tensor, batch: Batch, **softcap: Any) -> Tensor:
+    """A head: two sums over supervised tokens."""
+    base = TopK.stored(batch.columns["base"], batch)
+    heads = LinearCrossEntropy(), partial(ForwardKL(), teacher=base)
+    return torch.stack([head(hidden, weight, batch, **softcap) for head in heads])
