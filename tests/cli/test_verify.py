@@ -4,12 +4,13 @@ planted in it is found."""
 import json
 import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import lora_finetune
 import pytest
 import torch
-from helpers import slow_but
+from helpers import make_adapter, run_verbs, save_checkpoint, slow_but
 from safetensors.torch import load_file, save_file
 
 from tune.cli import main
@@ -175,6 +176,28 @@ def test_a_model_against_another_and_texts_of_a_file(
     assert code == 1 and {"greedy answers", "log-probs"} <= differing(checks)
     loose = ["--tolerance", "9"]
     assert verified(capsys, artifact("merged"), "--against", checkpoint, *loose)[0] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_in_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """A model, an adapter on it, and the model without its stop token, in a process each: vLLM leaves much behind."""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    base = save_checkpoint(tmp_path / "base", head_dim=32)
+    adapter = make_adapter(base, tmp_path / "adapter", 1)
+    spoilt = shutil.copytree(base, tmp_path / "spoilt")
+    for name in ("config.json", "generation_config.json"):
+        change_json(spoilt / name, eos_token_id=0)
+    change_json(spoilt / "tokenizer_config.json", eos_token="<|endoftext|>")
+    named = [(base, base), (adapter, adapter), (spoilt, base)]
+    lines = [["verify", str(each), "--against", str(run), "--with", "vllm", "--limit", "3"] for each, run in named]
+    codes = []
+    for line in lines:
+        (done,) = run_verbs(line)
+        assert "greedy answers" in done.stdout, done.stderr
+        codes.append((done.returncode, "stop tokens: " in done.stdout))
+    assert codes == [(0, False), (0, False), (1, True)]
 
 
 WRONG = {

@@ -92,7 +92,11 @@ BESIDE = {
         "fraction": ["dataset.validation_fraction=0.2"],
         "path": ["validation_dataset.path={data}", "validate_every=1", "validate_first=true"],
     },
-    "evaluate": {"none": [], "prompts": ["evaluate.prompts={prompts}", "evaluate.max_new_tokens=3"]},
+    "evaluate": {
+        "none": [],
+        "prompts": ["evaluate.prompts={prompts}", "evaluate.max_new_tokens=3"],
+        "general": ["evaluate.general=shipped"],
+    },
     "keep_best": {"null": [], "loss": ["checkpointer.keep_best=validation_loss", "checkpointer.keep=1"]},
     "every": {"null": [], "1": ["checkpointer.every=1"]},
     "async": {"true": [], "false": ["checkpointer.async=false"]},

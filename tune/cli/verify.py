@@ -23,6 +23,7 @@ from tune.errors import TuneError, explained
 from tune.launchers import count
 from tune.lookup import local_path
 
+PROGRAMS = ("transformers", "peft", "llama.cpp", "vllm")
 ANSWER = 32  # tokens
 NOISE, NOISE_OF_16_BITS = 0.002, 0.03  # nats that programs differ by that compute in fp32, in 16 bits
 PROMPT = 4096  # tokens that an answer and what is before it may have
@@ -31,8 +32,6 @@ READING = ("split", "subset", "format", "columns", "ignore", "kind")
 
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
-    from tune.verify import PROGRAMS
-
     parser.add_argument("artifact", metavar="ARTIFACT", type=local_path, help="a .gguf file, a model or an adapter")
     parser.add_argument("--against", required=True, metavar="RUN", help="the run (or a model, an adapter) it is of")
     add_step(parser)

@@ -23,7 +23,6 @@ from tune.verify.llama_cpp import LlamaCpp
 
 ADAPTER = "adapter_config.json"
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of GGUF
-PROGRAMS = ("transformers", "peft", "llama.cpp", "vllm")
 
 
 class Program(Protocol):
