@@ -78,7 +78,7 @@ def differing(checks: dict[str, str]) -> set[str]:
 KINDS = ("merged", "adapter", "f16.gguf", "int4", "q8_0.gguf", "q4_0.gguf", "int8", "fp8", "mxfp4", "nf4")
 
 
-@pytest.mark.parametrize("kind", slow_but({"merged", "f16.gguf", "int4"}, KINDS))
+@pytest.mark.parametrize("kind", slow_but({"f16.gguf"}, KINDS))
 def test_what_is_right_passes(kind: str, run: Path, artifact: Callable, capsys: pytest.CaptureFixture) -> None:
     for package in {"adapter": ["peft"], "nf4": ["bitsandbytes"]}.get(kind, ["xllamacpp", "compressed_tensors"]):
         pytest.importorskip(package)
@@ -149,7 +149,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but({"a rope scale", "a stop token", "a chat template in GGUF"}, PLANTED))
+@pytest.mark.parametrize("name", slow_but({"a rope scale", "a stop token"}, PLANTED))
 def test_what_is_planted_is_found(
     name: str, run: Path, artifact: Callable, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -164,6 +164,7 @@ def test_what_is_planted_is_found(
     assert code == 1 and expected <= differing(checks)
 
 
+@pytest.mark.slow
 def test_a_model_against_another_and_texts_of_a_file(
     run: Path, artifact: Callable, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -176,6 +177,21 @@ def test_a_model_against_another_and_texts_of_a_file(
     assert code == 1 and {"greedy answers", "log-probs"} <= differing(checks)
     loose = ["--tolerance", "9"]
     assert verified(capsys, artifact("merged"), "--against", checkpoint, *loose)[0] == 0
+
+
+def test_stop_tokens_that_gguf_has_no_place_for(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """It names three."""
+    pytest.importorskip("xllamacpp")
+    for ends, code in (([2, 40, 41], 0), ([2, 40, 41, 42], 1)):
+        folder, file = tmp_path / f"{len(ends)}", tmp_path / f"{len(ends)}.gguf"
+        shutil.copytree(checkpoint, folder)
+        change_json(folder / "generation_config.json", eos_token_id=ends)
+        main(["export", str(folder), "--to", "gguf", "--out", str(file)])
+        assert ("goes on behind H" in capsys.readouterr().out) == bool(code)
+        found, checks = verified(capsys, file, "--against", folder)
+        assert found == code and differing(checks) == ({"stop tokens"} if code else set())
 
 
 @pytest.mark.slow

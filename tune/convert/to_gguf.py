@@ -157,7 +157,9 @@ def export_gguf(
                     writer.write_tensor_data(gguf.quants.quantize(part.contiguous().numpy(), kind))
         finally:
             writer.close()
-    return _notes(model.config, architecture)
+    lost = [tokenizer.decode([end]) for end in _other_ends(tokenizer)[2:]]
+    ends = f"GGUF names three tokens that end an answer; it goes on behind {' and '.join(lost)}"
+    return [*_notes(model.config, architecture), *([ends] if lost else [])]
 
 
 def _frequency_factors(config: Any) -> dict[str, Tensor]:
@@ -403,12 +405,17 @@ def add_vocabulary(writer: Any, tokenizer: Tokenizer, rows: int) -> None:
     for name in ("bos", "eos", "pad", "unk"):
         if (special := tokenizer.special_tokens.get(f"{name}_token", "")) in ids:
             getattr(writer, f"add_{name}_token_id")(ids[special])
-    if ends := sorted(tokenizer.stop_ids - {tokenizer.eos_id}) if tokenizer.chat_template else []:
-        writer.add_eot_token_id(ends[0])
+    for add, end in zip((writer.add_eot_token_id, writer.add_eom_token_id), _other_ends(tokenizer), strict=False):
+        add(end)
     writer.add_add_bos_token(bool(tokenizer.prefix_ids))
     writer.add_add_eos_token(False)
     if tokenizer.chat_template:
         writer.add_chat_template(tokenizer.chat_template)
+
+
+def _other_ends(tokenizer: Tokenizer) -> list[int]:
+    """The tokens that end an answer, without EOS."""
+    return sorted(tokenizer.stop_ids - {tokenizer.eos_id})
 
 
 def _words(definition: dict[str, Any], tokenizer: Tokenizer) -> str:

@@ -66,7 +66,8 @@ class Transformers:
             self.name, model_class = "peft", peft.AutoPeftModelForCausalLM
         with explained(f"{self.name} cannot open {folder}", Exception):
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-            self.model = model_class.from_pretrained(folder, dtype=_computed_in(folder, dtype)).to(device).eval()
+            computed_in = _computed_in(folder, dtype)
+            self.model = model_class.from_pretrained(folder, dtype=computed_in, device_map=str(device)).eval()
         self.device = device
 
     def reads(self, text: str, ids: Sequence[int]) -> bool:
