@@ -77,8 +77,9 @@ def verify(options: Namespace) -> list[Any]:
     opened = open_model(against, step=step)
     tokenizer = opened.tokenizer(date=None)
     room = min(PROMPT, opened.model.max_generated or PROMPT) - ANSWER
-    probes = [probe for probe in probes_of(options, run, tokenizer, room) if len(probe.prompt) <= room]
-    if not any(len(probe.ids) > 1 for probe in probes):
+    asked = probes_of(options, run, tokenizer, room)
+    probes = [probe for probe in asked if len(probe.prompt) <= room and len(probe.ids) > 1]
+    if not probes:
         raise TuneError(f"of the texts to ask none has 2 tokens or more, and a prompt of {room:,} or fewer")
     device = distributed.init(options.device).device
     context = max(max(len(each.prompt) + ANSWER, len(each.ids)) for each in probes) + 16
