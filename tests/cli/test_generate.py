@@ -450,11 +450,12 @@ def test_wrong_scores(name, checkpoint, scores, capsys):
     assert "float32 on cpu" not in shown.err or name == "it fails"  # before the model is loaded
 
 
-def test_a_long_prompt_does_not_shorten_the_answers_to_others(checkpoint, tmp_path, capsys):
+def test_a_long_prompt_does_not_shorten_the_answers_to_others(tmp_path, capsys):
     """It has room for a few tokens; the others' answers are those that they have without it."""
+    checkpoint = save_checkpoint(tmp_path / "model", max_position_embeddings=96)
     tokenizer = Tokenizer(str(checkpoint))
-    words = next(words for words in range(512) if len(tokenizer.encode(CHAT.format("the " * words))) >= 500)
-    room = 512 - len(tokenizer.encode(CHAT.format("the " * words)))
+    words = next(words for words in range(96) if len(tokenizer.encode(CHAT.format("the " * words))) >= 90)
+    room = 96 - len(tokenizer.encode(CHAT.format("the " * words)))
     texts = ["it was", "the " * words, "a very big dog"]
     for name, some in {"all": texts, "short": texts[::2]}.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in some))

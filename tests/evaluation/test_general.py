@@ -123,9 +123,9 @@ def test_layouts(recipe, common, tmp_path):
 
 def test_two_processes_measure_what_one_does(common, tmp_path):
     common = [*common, "max_steps=1"]
-    for count in (1, 2):
-        run_processes(VARIANTS, count, "full_finetune", str(tmp_path / f"{count}"), json.dumps(common), '{"run": []}')
-    one, two = (logged(tmp_path / count / "run") for count in "12")
+    full_finetune.main(config.load("full_finetune", [*common, f"output_dir={tmp_path / 'one'}"]))
+    run_processes(VARIANTS, 2, "full_finetune", str(tmp_path), json.dumps(common), '{"two": []}')
+    one, two = (logged(tmp_path / name) for name in ("one", "two"))
     for step, metric in [(step, metric) for step in (0, 1) for metric in ("general_loss", "general_kl")]:
         assert two[step][metric] == pytest.approx(one[step][metric], abs=1e-6)
 
