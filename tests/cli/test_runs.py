@@ -350,3 +350,11 @@ def test_ctrl_c_ends_watching_alone(going_on):
     process.send_signal(signal.SIGKILL)
     process.wait()
     main(["watch", str(folder)])
+
+
+def test_runs_as_json(make_run, tmp_path, capsys):
+    folder = make_run(steps=6)
+    main(["runs", str(tmp_path), "--json"])
+    (run,) = json.loads(capsys.readouterr().out)
+    assert (run["path"], run["state"], run["metrics"]["step"]) == (str(folder), "done", 6)
+    assert run["metrics"]["loss"] == read(folder).last("loss")

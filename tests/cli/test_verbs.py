@@ -1,3 +1,4 @@
+import json
 import re
 import subprocess
 import sys
@@ -66,6 +67,14 @@ def test_ls_of_a_recipe_lists_what_its_components_also_take(recipe: str, capsys:
     unwritten = [f"{key}={value}" for key, value in listed]
     before = {*config.read(recipe, [])[1]}
     assert not {each for each in config.read(recipe, unwritten)[1] if not each.startswith("checkpointer.keep")} - before
+
+
+def test_ls_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["ls", "--json"])
+    assert json.loads(capsys.readouterr().out)["recipes"].keys() == {*config.list_recipes()}
+    main(["ls", "full_finetune", "--json"])
+    settings = json.loads(capsys.readouterr().out)
+    assert (settings["model.path"], settings["optimizer.lr"], settings["optimizer.amsgrad"]) == ("???", 2e-5, False)
 
 
 def test_cat_tells_a_recipe_from_its_config(capsys: pytest.CaptureFixture[str]) -> None:

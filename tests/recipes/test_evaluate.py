@@ -115,6 +115,12 @@ def test_loss_is_that_of_transformers(dtype, within, checkpoint, tmp_path):
 
 
 @pytest.mark.slow
+def test_results_as_json(checkpoint, chats, capfd):
+    main(["eval", str(checkpoint), "--data", str(chats), "--limit", "4", "--device", "cpu", "--json"])
+    (found,) = json.loads(capfd.readouterr().out)["results"].values()
+    assert found["loss,none"] > 0
+
+
 def test_loss_is_that_of_a_validation(checkpoint, chats, tmp_path, run_recipe):
     """With the masks and the template of training."""
     out, run = tmp_path / "out.json", tmp_path / "run"

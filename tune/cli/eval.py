@@ -9,7 +9,12 @@ This is the recipe `evaluate`; options are its settings, which are these (others
 """
 
 import json
+import os
+import sys
+import tempfile
 from argparse import ArgumentParser
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 from tune import config
@@ -25,7 +30,7 @@ NESTED = {
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
     defaults = config.find_config("evaluate")
-    parser.usage = "tune eval MODEL [--tasks A,B] [--data FILE] [--out FILE.json] [OPTIONS] [key=value ...]"
+    parser.usage = "tune eval MODEL [--tasks A,B] [--data FILE] [--out FILE.json] [--json] [OPTIONS] [key=value ...]"
     parser.epilog = defaults.read_text(encoding="utf-8")
     parser.add_argument("model", metavar="MODEL")
     add_step(parser)
@@ -36,6 +41,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         option = "--adapter" if name == "adapters" else f"--{name.replace('_', '-')}"
         action = "store_true" if values.get(key) is False else "append"
         parser.add_argument(option, dest=key, action=action)
+    parser.add_argument("--json", action="store_true", help="print the results as JSON, and all else on stderr")
     options, rest = parse_options(parser, arguments)
     settings = []
     for key in keys.values():
@@ -48,7 +54,29 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
             settings.append(assignment(key, dotted(given[-1]) if key == "score" else given[-1]))
     launch = ["--nproc-per-node", options.nproc_per_node] if options.nproc_per_node else []
     model = options.model if options.step is None else Path(options.model, "checkpoints", f"step-{options.step:08d}")
-    run_recipe([*launch, "evaluate", assignment("model.path", model), *settings, *rest])
+    run = [*launch, "evaluate", assignment("model.path", model), *settings, *rest]
+    if not options.json:
+        run_recipe(run)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(options.out[-1] if options.out else Path(folder, "results.json"))
+        with on_stderr():
+            run_recipe([*run, assignment("out", out)])
+        print(out.read_text(encoding="utf-8"))
+
+
+@contextmanager
+def on_stderr() -> Iterator[None]:
+    """What this process and those that it starts print goes to stderr."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def names_in(text: str) -> list[str]:

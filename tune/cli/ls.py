@@ -7,8 +7,9 @@ With RECIPE, list all its settings: its YAML, and the other arguments that its c
 
 import ast
 import inspect
+import json
 from argparse import ArgumentParser
-from collections.abc import Collection
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -19,8 +20,14 @@ from tune.types import is_plain, show
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a recipe, or a script of your own")
-    if recipe := parser.parse_args(arguments).recipe:
-        show_settings(recipe)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args(arguments)
+    if options.recipe:
+        default = config.find_config(recipe_of(options.recipe, [])[0])
+        if options.json:
+            print(json.dumps(settings_of(default), indent=2, default=str))
+        else:
+            show_settings(default)
         return
     recipes, configs = {}, {}
     for name in config.list_recipes():
@@ -29,6 +36,9 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     for name in config.list_configs():
         lines = config.find_config(name).read_text(encoding="utf-8").splitlines()
         configs[f"{name}.yaml"] = next((line.lstrip("# ") for line in lines if line.startswith("#")), "")
+    if options.json:
+        print(json.dumps({"recipes": recipes, "configs": configs}, indent=2))
+        return
     width = max(map(len, [*recipes, *configs]))
     for title, descriptions in {"Recipes": recipes, "Configs": configs}.items():
         print(f"{title}:")
@@ -36,29 +46,38 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
             print(f"  {name:<{width}}  {description}")
 
 
-def show_settings(recipe: str) -> None:
+def show_settings(default: Path) -> None:
     """The YAML of a recipe as it stands, then for each component the arguments that are not in it."""
-    default, _ = recipe_of(recipe, [])
-    print(Path(config.find_config(default)).read_text(encoding="utf-8"))
-    values = config.read_file(config.find_config(default))
-    for key, group in values.items():
-        if (
-            isinstance(group, dict)
-            and (path := group.get("_component_"))
-            and (lines := others(str(path), {*group, *values}))
-        ):
-            print(f"# {key}: {path} also takes")
-            print("\n".join(f"#   {key}.{line}" for line in lines))
+    print(default.read_text(encoding="utf-8"))
+    for key, (path, arguments) in others(config.read_file(default)).items():
+        print(f"# {key}: {path} also takes")
+        print("\n".join(f"#   {key}.{name}={show(value)}" for name, value in arguments.items()))
 
 
-def others(path: str, given: Collection[str]) -> list[str]:
-    """The optional arguments of a component that are not `given`, as far as a YAML has values for them."""
-    parameters = config.signature_of(path).parameters
-    return [
-        f"{name}={show(_default(parameter))}"
-        for name, parameter in parameters.items()
-        if name not in given and parameter.default is not inspect.Parameter.empty and is_plain(parameter.annotation)
-    ]
+def settings_of(default: Path) -> dict[str, Any]:
+    """All settings of a recipe with their defaults, by their dotted keys."""
+    values = config.read_file(default)
+    more = {f"{key}.{name}": value for key, (_, found) in others(values).items() for name, value in found.items()}
+    return config.flat(values) | more
+
+
+def others(values: Mapping[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
+    """For each component in `values`, its dotted path and the optional arguments that are not there, with their
+    defaults, as far as a YAML has values for them."""
+    components = {key: group for key, group in values.items() if isinstance(group, dict) and "_component_" in group}
+    found = {}
+    for key, group in components.items():
+        path = str(group["_component_"])
+        arguments = {
+            name: _default(parameter)
+            for name, parameter in config.signature_of(path).parameters.items()
+            if name not in {*group, *values}
+            and parameter.default is not inspect.Parameter.empty
+            and is_plain(parameter.annotation)
+        }
+        if arguments:
+            found[key] = (path, arguments)
+    return found
 
 
 def _default(parameter: inspect.Parameter) -> Any:

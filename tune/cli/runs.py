@@ -1,31 +1,50 @@
 """List run folders with their state, step, loss and size: those in FOLDER (default: runs) and in the folders in it, the
 newest last."""
 
+import json
+import math
 from argparse import ArgumentParser
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from tune.cli.output import gib, print_table
 from tune.errors import TuneError
 from tune.lookup import local_path
-from tune.records import find, read
+from tune.records import Record, find, read
 
 TAIL = 1 << 20  # bytes of metrics.jsonl that are read: the last steps
 
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
-    parser.usage = "tune runs [FOLDER]"
+    parser.usage = "tune runs [FOLDER] [--json]"
+    parser.add_argument("--json", action="store_true", help="print a JSON list")
     parser.add_argument("folder", metavar="FOLDER", nargs="?", type=local_path, default=Path("runs"))
-    folder = parser.parse_args(arguments).folder
+    options = parser.parse_args(arguments)
+    folder = options.folder
     runs = sorted((read(each, TAIL) for each in find(folder)), key=lambda run: run.started)
     names = ["step", "loss", "validation_loss"]
     if any("reward" in run.columns for run in runs):
         names.append("reward")
+    if not runs:
+        raise TuneError(f"there are no run folders in {folder}. Give the folder that your runs are in")
+    if options.json:
+        print(json.dumps([described(run) for run in runs], indent=2))
+        return
     rows = [("run", "state", "recipe", *(name.replace("_", " ") for name in names), "GiB", "began")]
     for run in runs:
         metrics = [run.shown(name) for name in names]
         began = f"{datetime.fromtimestamp(run.started):%Y-%m-%d %H:%M}"
         rows.append((str(run.path), run.state, run.facts.get("recipe", ""), *metrics, gib(run.path), began))
-    if len(rows) == 1:
-        raise TuneError(f"there are no run folders in {folder}. Give the folder that your runs are in")
     print_table(rows)
+
+
+def described(run: Record) -> dict[str, Any]:
+    """A run as JSON has it; `metrics` are the last values of all metrics."""
+    return {
+        "path": str(run.path),
+        "state": run.state,
+        "recipe": run.facts.get("recipe", ""),
+        "began": datetime.fromtimestamp(run.started).astimezone().isoformat(timespec="seconds"),
+        "metrics": {name: None if math.isnan(run.last(name)) else run.last(name) for name in run.columns},
+    }
