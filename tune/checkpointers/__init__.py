@@ -5,7 +5,6 @@ from tune.checkpointers.checkpointer import OF_ITSELF, STORED, Checkpointer
 from tune.checkpointers.disk import (
     DIGESTS,
     DiskTensor,
-    disk_tensors,
     found_damage,
     has_weights,
     headers,
@@ -15,6 +14,7 @@ from tune.checkpointers.disk import (
     shape_differences,
 )
 from tune.checkpointers.finite import require_finite
+from tune.checkpointers.packed import plain_tensors
 from tune.checkpointers.reading import (
     TrainedWeights,
     checkpoint_at,

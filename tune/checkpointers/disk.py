@@ -37,6 +37,10 @@ class DiskTensor:
     shape: list[int]
     dtype: torch.dtype
 
+    @property
+    def files(self) -> set[Path]:
+        return {self.file}
+
     def read(self, where: tuple[slice, ...] = ()) -> Tensor:
         """Read the slice `where`, and no more."""
         # The file is opened for each tensor: as long as it is open, all of its pages that were read stay in memory.
@@ -47,7 +51,7 @@ class DiskTensor:
 
 
 def disk_tensors(folder: Path) -> dict[str, DiskTensor]:
-    """Every tensor of a checkpoint by name; only headers are read.
+    """Every tensor of a checkpoint by name, as it is stored (see `plain_tensors`); only headers are read.
 
     The set of files is the one that transformers reads: model.safetensors, else its index, else pytorch_model.bin, else
     its index. Files that transformers does not read come last: shards without an index, other `*.safetensors`.
@@ -71,7 +75,7 @@ def disk_tensors(folder: Path) -> dict[str, DiskTensor]:
 
 def unread_weights(folder: Path, tensors: Mapping[str, DiskTensor]) -> list[str]:
     """The names of files of weights in `folder` that hold none of `tensors`: those of another set."""
-    read = {tensor.file.name for tensor in tensors.values()}
+    read = {file.name for tensor in tensors.values() for file in tensor.files}
     files = {file.name for pattern in ("*.safetensors", "pytorch_model*.bin") for file in folder.glob(pattern)}
     return sorted(name for name in files - read if not name.startswith("adapter_"))
 

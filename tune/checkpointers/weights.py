@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from tune import rehearsal
 from tune.checkpointers.disk import (
     DiskTensor,
-    disk_tensors,
     model_digest,
     require_floats,
     shape_differences,
     unread_weights,
 )
+from tune.checkpointers.packed import plain_tensors, quantization
 from tune.distributed import Dtype, allocate, as_dtype, check_plan, from_its_stage, full_tensor, local_shard
 from tune.errors import TuneError, explained
 from tune.models import (
@@ -50,14 +50,16 @@ class Pretrained:
 
     def __init__(self, path: str, model: nn.Module, seed: NonNegativeInt = 0, setting: str = "model.path"):
         self.path, self.model, self.seed, self.setting = path, model, seed, setting
+        with explained(setting):
+            quantization(Path(path))
         if rehearsal.planning():
             model.source = path  # type: ignore[assignment]
             self.tensors, self.names, self.new = dict[str, DiskTensor](), dict[str, OnDisk](), list[str]()
             return
         with explained(setting):
-            self.tensors = disk_tensors(Path(path))
+            self.tensors = plain_tensors(Path(path))
         if others := unread_weights(Path(path), self.tensors):
-            read = ", ".join(sorted({tensor.file.name for tensor in self.tensors.values()})[:3])
+            read = ", ".join(sorted({file.name for tensor in self.tensors.values() for file in tensor.files})[:3])
             warnings.warn(
                 f"{path} holds several sets of weights. Read: {read}. Not read: {', '.join(others[:3])} ({len(others)} "
                 "files in all). Remove the set that is not meant",
@@ -92,7 +94,7 @@ class Pretrained:
 
     def digest(self) -> dict[str, Any]:
         """What the model is: a digest of its config.json and of all bytes of its weights, and how it quantises them."""
-        digest = model_digest(Path(self.path), {tensor.file for tensor in self.tensors.values()})
+        digest = model_digest(Path(self.path), {file for tensor in self.tensors.values() for file in tensor.files})
         settings = "quantization.weights=null"
         if quantized := next((module for module in self.model.modules() if isinstance(module, NF4Weight)), None):
             double = str(quantized.ranges is not None).lower()

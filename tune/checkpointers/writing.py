@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tune import rehearsal
-from tune.checkpointers.disk import SAFETENSORS_DTYPES, DiskTensor, disk_tensors, has_weights
+from tune.checkpointers.disk import SAFETENSORS_DTYPES, DiskTensor, has_weights
+from tune.checkpointers.packed import plain_config, plain_tensors, quantization
 from tune.checkpointers.weights import Pretrained, hf_tensors, open_checkpoint
 from tune.distributed import Dtype, StoredDtype, World, as_dtype, current_world
 from tune.errors import TuneError
@@ -33,6 +34,7 @@ SHARD_BYTES = 5 * 10**9
 KINDS = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 HEADER_BYTES, ENTRY_BYTES = 2**18, 200  # room for the names of some 1,000 tensors, and for what is said of one
 CONFIGS = ("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json")
+OF_QUANTIZATION = ("hf_quant_config.json", "quant_config.json", "quantize_config.json")  # which vLLM reads too
 HUB_ID = Path(".cache", "huggingface", "hub_id")  # in a folder that was downloaded
 
 
@@ -97,7 +99,7 @@ def export(
             _require_fitting(world, misfits, origin)
             if scores:
                 fields = as_reward_model(fields, model.config.pad_id)
-            if fields and (dtype or scores or compressor):
+            if fields and (dtype or scores or compressor or quantization(origin)):
                 fields = _with_types(fields, dtype, compressor)
                 (unfinished / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
             for file in [*map(origin.joinpath, CONFIGS), *origin.glob("*.py")]:
@@ -202,9 +204,11 @@ def exported_types(model: nn.Module, source: str, dtype: StoredDtype | None = No
 def _described(
     source: Path, dtype: str | torch.dtype | None
 ) -> tuple[dict[str, Any], dict[str, DiskTensor], Callable[[str], torch.dtype]]:
-    """The config of a checkpoint, its tensors, and the type of an exported one, by its name on disk."""
+    """The config of a checkpoint, its tensors, and the type of an exported one, by its name on disk; those of the plain
+    checkpoint if it is quantized."""
     fields = read_json(source / "config.json") if (source / "config.json").exists() else {}
-    there = disk_tensors(source) if has_weights(source) else {}
+    fields = plain_config(fields) if quantization(source) else fields
+    there = plain_tensors(source) if has_weights(source) else {}
     declared = getattr(torch, fields.get("dtype") or fields.get("torch_dtype") or "float32")
 
     def type_of(name: str) -> torch.dtype:
@@ -330,7 +334,8 @@ def add_tokens(base: str | Path, out: str | Path, tokens: Sequence[str]) -> list
         )
         resize = ((name, _with_rows(weight, rows, known, ids) if name in resized else weight) for name, weight in read)
         write_tensors(unfinished, resize, len(tensors))
-        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        config = read_json(source / "config.json")
+        config = plain_config(config) if quantization(source) else config
         for section in (config, config.get("text_config", {})):  # the latter of a model that takes images too
             if "vocab_size" in section:
                 section["vocab_size"] = rows
@@ -363,6 +368,7 @@ def copy_without_weights(source: Path, folder: Path) -> None:
     """Copy the files of a checkpoint other than weights; files that are in `folder` already are kept."""
     for file in source.iterdir():
         weights = file.suffix in (".safetensors", ".bin", ".gguf", ".pt", ".pth") or file.name.endswith(".index.json")
+        weights = weights or file.name in OF_QUANTIZATION
         if file.is_file() and not weights and not (folder / file.name).exists():
             shutil.copyfile(file, folder / file.name)
         elif file.name == "additional_chat_templates":  # other folders hold other formats or runs

@@ -19,6 +19,7 @@ HARMLESS = {
     "return_dict", "torchscript", "id2label", "label2id", "problem_type", "is_llama_config",
     "transformers.js_config", "cache_implementation", "auto_map", "task_specific_params", "chunk_size_feed_forward",
     "temperature", "top_p", "top_k", "max_length", "max_sequence_length", "unsloth_fixed", "unsloth_version",
+    "quantization_config",  # of the weights, which are read dequantized
 }  # fmt: skip
 
 
@@ -164,13 +165,6 @@ class ConfigFile:
             for name, value in self.fields.items()
             if name not in self._read | HARMLESS and not name.startswith("_") and value not in (None, False, [], {})
         }
-        if "quantization_config" in unread:
-            method = unread["quantization_config"].get("quant_method", "of a kind not named")
-            raise TuneError(
-                f"{self.path}: the weights are quantised ({method}); take the checkpoint in bf16, fp16 or fp32, or "
-                "make it with transformers: from_pretrained with the quantisation config of this kind and "
-                "dequantize=True, then save_pretrained"
-            )
         if unread:
             listing = ", ".join(f"{name}={value!r}" for name, value in unread.items())
             kind = f" for model_type '{self.fields['model_type']}'" if "model_type" in self.fields else ""

@@ -59,10 +59,10 @@ def hf(
     with needs("hf", "tune.models.hf"):
         import accelerate
         import transformers
-    if quantization := file.fields.get("quantization_config"):
-        raise TuneError(f"{file.path}: the weights are quantised ({quantization}); fine-tune the original checkpoint")
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        for part in (config, config.get_text_config()):
+            vars(part).pop("quantization_config", None)  # weights are dequantized while they are read
         # The model's own dropout and router noise would depend on how rows are distributed over devices.
         for part in {id(part): part for part in (config, config.get_text_config())}.values():
             part.use_cache = False

@@ -21,11 +21,11 @@ from tune.checkpointers import (
     TrainedWeights,
     card,
     check_forward,
-    disk_tensors,
     export,
     exported_types,
     has_weights,
     open_checkpoint,
+    plain_tensors,
     require_same_vocabulary,
 )
 from tune.distributed import (
@@ -209,7 +209,7 @@ class OpenedModel:
         """What quantizes the linear layers in the model's blocks when it is exported. Raises TuneError if there are
         experts or no linear layers, or their widths do not fit the `kind`."""
         base = self.folders.base
-        names = Names.of(self.model).in_checkpoint(disk_tensors(base) if has_weights(base) else {})
+        names = Names.of(self.model).in_checkpoint(plain_tensors(base) if has_weights(base) else {})
         layers = quantised_linears(self.model)
         columns = {str(names[f"{name}.weight"]): layer.in_features for name, layer in layers.items()}
         return Compressor(kind, columns, dynamic)

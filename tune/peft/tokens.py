@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tune.checkpointers import DiskTensor, disk_tensors
+from tune.checkpointers import DiskTensor, plain_tensors
 from tune.distributed import full_tensor
 from tune.models import Names
 
@@ -81,7 +81,7 @@ def untrained_tokens(model: nn.Module, path: str | Path, tokens: Collection[int]
     }
     if not any(frozen.values()):
         return []
-    tensors = disk_tensors(Path(path))
+    tensors = plain_tensors(Path(path))
     in_checkpoint = Names.of(model).in_checkpoint(tensors)
     found: set[int] = set()
     for name, rows in frozen.items():

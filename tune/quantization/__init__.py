@@ -1,7 +1,7 @@
 """Weights in few bits: NF4 for training on, the formats of vLLM and transformers for use, training that sees these; and
 products in float8."""
 
-from tune.quantization.compressed import Compressor
+from tune.quantization.compressed import FP4, Compressor
 from tune.quantization.float8 import compute_in_float8
 from tune.quantization.nf4 import (
     NF4Linear,

@@ -1,0 +1,374 @@
+"""Quantized checkpoints as they are published, read as the plain checkpoints that they stand for.
+
+A weight is `(codes - zeros) * scales`. `plain_tensors` finds these tensors by their names, and gives in their place a
+`PackedTensor`, which has the name and the shape of the weight and dequantizes the slice that is read of it. What loads,
+shards, quantizes or exports weights knows nothing of it. `FORMATS` are the formats.
+"""
+
+import math
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from tune.checkpointers.disk import DiskTensor, disk_tensors
+from tune.errors import TuneError
+from tune.models import read_json
+from tune.quantization import FP4
+
+FIELD = "quantization_config"
+AT_A_TIME = 2**22  # weights that are dequantized: intermediate results take ten times the bytes of a weight
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# What quantizes activations and caches when a model runs, which training does not.
+OF_ACTIVATIONS = re.compile(r"(^|[._])(input|output|activation|[qkv])_(global_)?(scale|zero_point)(_ub)?$")
+# The numbers that a byte stands for: two codes of E2M1, the first in its low bits, `[256, 2]`; an exponent of two
+# (OCP Microscaling, 2023).
+PAIRS = torch.cat([FP4, -FP4])[[[byte & 15, byte >> 4] for byte in range(256)]]
+POWERS = torch.tensor([2.0 ** (byte - 127) for byte in range(256)], device="cpu")
+
+
+def _as_stored(elements: Tensor) -> Tensor:
+    return elements
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Numbers for a weight `[..., rows, columns]`: one for each block of `block` rows and columns.
+
+    An element of `tensor` holds `per` of them, which are neighbors along the dimension `packed` of the weight; `decode`
+    makes `[..., n * per]` numbers of `[..., n]` elements. With `transposed`, columns come before rows on disk.
+    """
+
+    tensor: DiskTensor
+    block: tuple[int, int] = (1, 1)
+    decode: Callable[[Tensor], Tensor] = _as_stored
+    per: int = 1
+    packed: int = -1
+    transposed: bool = False
+
+    def stored(self, spans: Sequence[slice]) -> list[slice]:
+        """Where on disk the blocks of `spans`, of rows and of columns, are."""
+        stored = [*spans]
+        stored[self.packed] = slice(spans[self.packed].start // self.per, -(-spans[self.packed].stop // self.per))
+        return stored[::-1] if self.transposed else stored
+
+    def blocks(self, where: Sequence[slice]) -> list[slice]:
+        """The blocks that have the rows and columns `where`."""
+        return [slice(part.start // size, -(-part.stop // size)) for part, size in zip(where, self.block, strict=True)]
+
+    def read(self, where: Sequence[slice]) -> Tensor:
+        """The number of each weight in `where`; a dimension that has one number for all of its weights has size 1."""
+        if math.prod(self.tensor.shape) == 1:
+            return self.decode(self.tensor.read()).view(1, 1)
+        *lead, rows, columns = where
+        spans = self.blocks((rows, columns))
+        elements = self.tensor.read((*lead, *self.stored(spans)))
+        is_last = (self.packed == -1) != self.transposed
+        numbers = self.decode(elements if is_last else elements.mT)
+        numbers = numbers[..., spans[self.packed].start % self.per :][..., : _length(spans[self.packed])]
+        numbers = numbers if self.packed == -1 else numbers.mT
+        for dimension, part, size, span in zip((-2, -1), (rows, columns), self.block, spans, strict=True):
+            if size > 1 and _length(span) > 1:
+                numbers = numbers.index_select(dimension, torch.arange(part.start, part.stop) // size - span.start)
+        return numbers
+
+    def require_shape(self, weight: str, shape: Sequence[int]) -> None:
+        """Raises TuneError if the grid is none of a weight of this `shape`."""
+        *lead, rows, columns = shape
+        needed = [*lead, *(part.stop for part in self.stored(self.blocks((slice(0, rows), slice(0, columns)))))]
+        found = self.tensor.shape
+        if math.prod(found) != 1 and found[: len(needed)] != needed:
+            raise TuneError(
+                f"{self.tensor.file}: {self.tensor.name} has shape {found}, and {weight} {[*shape]} needs {needed}: "
+                f"{FIELD} in config.json says other blocks, or the file is damaged. Download both again"
+            )
+
+
+@dataclass(frozen=True)
+class PackedTensor(DiskTensor):
+    """A weight that is quantized on disk. `dtype` is the one that it is read in; `parts` are all of its tensors."""
+
+    codes: Grid
+    scales: Grid
+    zeros: Grid | None
+    parts: tuple[DiskTensor, ...]
+
+    @property
+    def files(self) -> set[Path]:
+        return {part.file for part in self.parts}
+
+    def read(self, where: tuple[slice, ...] = ()) -> Tensor:
+        """Dequantize the slice `where`, and read no more. In memory are the slice and `AT_A_TIME` codes."""
+        whole = (slice(None),) * (len(self.shape) - len(where))
+        parts = [slice(*part.indices(size)[:2]) for part, size in zip((*where, *whole), self.shape, strict=True)]
+        sizes = [_length(part) for part in parts]
+        weight = torch.empty(sizes, dtype=self.dtype)
+        step = max(1, AT_A_TIME // max(1, math.prod(sizes[1:])))
+        for start in range(0, sizes[0], step):
+            first = parts[0].start + start
+            part = [slice(first, min(first + step, parts[0].stop)), *parts[1:]]
+            scales = self.scales.read(part)
+            values = self.codes.read(part).to(scales.dtype)
+            if self.zeros is not None:
+                values = values - self.zeros.read(part).to(scales.dtype)
+            weight[start : start + step] = values * scales
+        return weight
+
+
+Parts = Mapping[str, DiskTensor]
+Grids = tuple[list[int], Grid, Grid, Grid | None]  # the shape of a weight; codes, scales, zeros
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a `quant_method` stores a weight: `suffixes` are what stands after its name in the names of its parts, and
+    `read` makes its grids of the parts, by these suffixes, and of the method's settings for its module."""
+
+    codes: tuple[str, ...]
+    scales: tuple[str, ...]
+    read: Callable[[str, Parts, dict[str, Any]], Grids]
+    others: tuple[str, ...] = ()
+    weight: str = ""  # what is missing of its name
+
+    def parts(self, stem: str, tensors: Parts) -> Parts:
+        """The tensors of one weight, by their suffixes."""
+        suffixes = (*self.codes, *self.scales, *self.others)
+        return {suffix: tensors[stem + suffix] for suffix in suffixes if stem + suffix in tensors}
+
+
+def plain_tensors(folder: Path) -> dict[str, DiskTensor]:
+    """As `disk_tensors`, with a `PackedTensor` for each weight that is quantized.
+
+    Raises:
+        TuneError: as there; the weights are quantized in a way that is not read.
+    """
+    settings, tensors = quantization(folder), disk_tensors(folder)
+    if not settings:
+        return tensors
+    form, dtype = FORMATS[settings["quant_method"]], plain_dtype(read_json(folder / "config.json"))
+    owners, packed = dict[str, str](), dict[str, PackedTensor]()
+    for name in tensors:
+        suffix = next((each for each in form.scales if name.endswith(each)), None)
+        stem = name.removesuffix(suffix) if suffix else ""
+        parts = form.parts(stem, tensors) if suffix else {}
+        if not parts.keys() & {*form.codes}:
+            continue
+        weight = stem + form.weight
+        shape, *grids = form.read(weight, parts, settings)
+        for grid in filter(None, grids):
+            grid.require_shape(weight, shape)
+        codes, scales, zeros = grids
+        packed[weight] = PackedTensor(
+            weight, codes.tensor.file, shape, dtype, codes, scales, zeros, tuple(parts.values())
+        )
+        owners |= {part.name: weight for part in parts.values()}
+    unused = [name for name in tensors if name not in owners and OF_ACTIVATIONS.search(name)]
+    if unused:
+        warnings.warn(
+            f"{folder}: the scales of activations, such as {unused[0]} ({len(unused)} tensors), are not used: "
+            "activations are not quantized in training",
+            stacklevel=2,
+        )
+    left = {name: tensor for name, tensor in tensors.items() if name not in {*owners, *unused}}
+    for tensor in left.values():
+        if tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point:
+            raise TuneError(
+                f"{tensor.file}: {tensor.name} is quantized ({tensor.dtype}) and has no scales. Download all files of "
+                "the checkpoint again"
+            )
+    return packed | left
+
+
+def quantization(folder: Path) -> dict[str, Any]:
+    """`quantization_config` of a checkpoint; empty if it is not quantized. Raises TuneError for one that is not read."""
+    file = folder / "config.json"
+    fields = read_json(file) if file.exists() else {}
+    settings = fields.get(FIELD) or (fields.get("text_config") or {}).get(FIELD) or {}
+    if settings and settings.get("quant_method") not in FORMATS:
+        raise refused(file, f"by {settings.get('quant_method', 'a method that is not named')}")
+    return dict(settings)
+
+
+def refused(where: Path | str, how: str) -> TuneError:
+    """The error for weights that are quantized in a way that is not read."""
+    return TuneError(
+        f"{where}: the weights are quantised {how}, which is not read; these are: {', '.join(FORMATS)}. Take the "
+        "checkpoint in bf16, fp16 or fp32, or make it with transformers: from_pretrained with the quantisation config "
+        "of this kind and dequantize=True (or model.dequantize()), then save_pretrained"
+    )
+
+
+def plain_dtype(fields: Mapping[str, Any]) -> torch.dtype:
+    """The type of the weights, when they are dequantized, of a model with this config.json: the one it names, or bf16."""
+    for section in (fields, fields.get("text_config") or {}):
+        named = section.get("dtype") or section.get("torch_dtype")
+        if (dtype := getattr(torch, str(named).removeprefix("torch."), None)) in FLOATS:
+            return dtype
+    return torch.bfloat16
+
+
+def plain_config(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json of the plain checkpoint."""
+    plain = {name: value for name, value in fields.items() if name != FIELD}
+    if isinstance(text := plain.get("text_config"), dict):
+        plain["text_config"] = {name: value for name, value in text.items() if name != FIELD}
+    if not any("dtype" in section or "torch_dtype" in section for section in (plain, plain.get("text_config") or {})):
+        plain["dtype"] = str(plain_dtype(fields)).removeprefix("torch.")
+    return plain
+
+
+def _fp8(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:
+    """FP8 with scales in fp32, for blocks of 128 by 128 (DeepSeek-V3), for rows, or one for all."""
+    codes, scales = parts[""], next(parts[suffix] for suffix in FORMATS["fp8"].scales if suffix in parts)
+    if codes.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
+        raise refused(codes.file, f"as {codes.dtype} in {weight}")
+    *_, rows, columns = codes.shape
+    *_, across, along = 1, 1, *scales.shape
+    block = settings.get("weight_block_size") or (rows // across, columns // along)
+    return codes.shape, Grid(codes), Grid(scales, tuple(block), _factors), None
+
+
+def _mxfp4(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:
+    """MXFP4 of gpt-oss: experts `[experts, in, out]`, stored as `[experts, out, in / 32, 16 bytes]`."""
+    codes, scales = parts["_blocks"], parts["_scales"]
+    experts, outputs, groups, width = codes.shape
+    grid = Grid(codes, (1, 1), lambda pairs: _fp4(pairs.flatten(-2)), 2 * width, -2, transposed=True)
+    return [experts, 2 * width * groups, outputs], grid, Grid(scales, (2 * width, 1), _factors, transposed=True), None
+
+
+def _modelopt(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:
+    """FP8 with one scale, and NVFP4, of NVIDIA's Model Optimizer."""
+    codes, scales, factor = parts[""], parts["_scale"], parts.get("_scale_2")
+    if factor is None:
+        return _fp8(weight, parts, {})
+    *lead, packed = codes.shape
+    return (
+        [*lead, 2 * packed],
+        Grid(codes, decode=_fp4, per=2),
+        Grid(scales, (1, 16), lambda each: each.float() * factor.read()),
+        None,
+    )
+
+
+def _compressed(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:
+    """The formats of the library compressed-tensors, which multiplies in the type of the scales."""
+    group = _group(weight, settings)
+    how, form = group["weights"], group.get("format") or settings.get("format")
+    codes, scales = parts.get("_packed", parts.get("")), parts["_scale"]
+    assert codes is not None
+    bits, size = how.get("num_bits", 8), how.get("group_size") or 0
+    is_packed = {
+        "pack-quantized": torch.int32,
+        "nvfp4-pack-quantized": torch.uint8,
+        "mxfp4-pack-quantized": torch.uint8,
+    }
+    plain = ("int-quantized", "float-quantized", "naive-quantized", "mxfp8-quantized")
+    if (
+        (form in is_packed) != ("_packed" in parts)
+        or form not in (*is_packed, *plain)
+        or how.get("actorder") == "group"
+    ):
+        raise refused(codes.file, f"as {form} of compressed-tensors in {weight}")
+    factor, zeros = parts.get("_global_scale"), parts.get("_zero_point")
+    *lead, columns = codes.shape
+    decode, per = _as_stored, 1
+    if codes.dtype == torch.uint8:
+        decode, per, columns = _fp4, 2, 2 * columns
+    elif codes.dtype == torch.int32:
+        if bits not in (4, 8):
+            raise refused(codes.file, f"in {bits} bits in {weight}")
+        decode, per = _integers(bits), 32 // bits
+        columns = scales.shape[-1] * size if size > 0 else _columns(parts["_shape"])
+    strategy = how.get("strategy") or ("group" if size > 0 else "channel")
+    blocks = {"tensor": (codes.shape[-2], columns), "channel": (1, columns), "group": (1, size)}
+    block = tuple(how["block_structure"]) if strategy == "block" else blocks[strategy.removeprefix("tensor_")]
+    scale = _factors if scales.dtype.itemsize == 1 else _as_stored
+    if factor is not None:
+        scale = lambda each: each.float() / factor.read()  # noqa: E731
+    offsets = None
+    if zeros is not None and not how.get("symmetric", True):
+        is_dense = zeros.dtype == torch.int32
+        offsets = Grid(zeros, block, decode, per, -2) if is_dense else Grid(zeros, block)
+    return [*lead, columns], Grid(codes, (1, 1), decode, per), Grid(scales, block, scale), offsets
+
+
+def _group(weight: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """The group of `config_groups` that has the module of `weight`: by a name or a pattern in its targets, or else by
+    the kind of module."""
+    module, groups = weight.rpartition(".")[0], [*settings["config_groups"].values()]
+    named = [
+        group
+        for group in groups
+        for target in group["targets"]
+        if target == module or (target.startswith("re:") and re.match(target[3:], module))
+    ]
+    kinds = [group for group in groups if "Linear" in group["targets"]]
+    return next(iter([*named, *kinds, *groups]))
+
+
+def _awq(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:
+    """4-bit AWQ: `[in, out / 8]`, in an order of their own within a word; scales and zeros for groups of inputs."""
+    codes, scales, zeros = parts[".qweight"], parts[".scales"], parts.get(".qzeros")
+    if settings.get("bits", 4) != 4 or settings.get("version", "gemm").lower() != "gemm" or zeros is None:
+        raise refused(codes.file, f"by {settings.get('version')} of AWQ in {settings.get('bits')} bits in {weight}")
+    inputs, outputs = codes.shape[0], scales.shape[1]
+    size = settings.get("group_size", 128)
+    block = (1, size if size > 0 else inputs)
+    grid = Grid(codes, (1, 1), _awq_integers, 8, -2, transposed=True)
+    return (
+        [outputs, inputs],
+        grid,
+        Grid(scales, block, transposed=True),
+        Grid(zeros, block, _awq_integers, 8, -2, transposed=True),
+    )
+
+
+def _columns(shape: DiskTensor) -> int:
+    with safe_open(shape.file, framework="numpy") as tensors:  # which no mode of torch makes a fake of
+        return int(tensors.get_tensor(shape.name)[-1])
+
+
+def _length(part: slice) -> int:
+    return part.stop - part.start
+
+
+def _factors(scales: Tensor) -> Tensor:
+    """Scales in fp32."""
+    return POWERS[scales.int()] if scales.dtype == torch.uint8 else scales.float()
+
+
+def _fp4(pairs: Tensor) -> Tensor:
+    return torch.nn.functional.embedding(pairs.int(), PAIRS).flatten(-2)
+
+
+def _integers(bits: int) -> Callable[[Tensor], Tensor]:
+    """Makes signed numbers of words of 32 bits, the first in the lowest bits."""
+
+    def decode(words: Tensor) -> Tensor:
+        shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+        return ((words[..., None] >> shifts & (1 << bits) - 1) - (1 << bits - 1)).flatten(-2)
+
+    return decode
+
+
+def _awq_integers(words: Tensor) -> Tensor:
+    shifts = torch.tensor([0, 16, 4, 20, 8, 24, 12, 28], dtype=torch.int32)
+    return (words[..., None] >> shifts & 15).flatten(-2)
+
+
+FORMATS = {
+    "fp8": Format(("",), ("_scale_inv", "_scale"), _fp8),
+    "fbgemm_fp8": Format(("",), ("_scale",), _fp8),
+    "mxfp4": Format(("_blocks",), ("_scales",), _mxfp4),
+    "compressed-tensors": Format(
+        ("_packed", ""), ("_scale",), _compressed, others=("_global_scale", "_zero_point", "_shape")
+    ),
+    "modelopt": Format(("",), ("_scale",), _modelopt, others=("_scale_2",)),
+    "awq": Format((".qweight",), (".scales",), _awq, others=(".qzeros",), weight=".weight"),
+}
