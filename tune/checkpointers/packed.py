@@ -18,13 +18,19 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tune.checkpointers.disk import DiskTensor, disk_tensors
-from tune.errors import TuneError
+from tune.errors import TuneError, explained
 from tune.models import read_json
 from tune.quantization import FP4
 
 FIELD = "quantization_config"
 AT_A_TIME = 2**22  # weights that are dequantized: intermediate results take ten times the bytes of a weight
+MALFORMED = (LookupError, TypeError, AttributeError, ValueError)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# Of the formats of compressed-tensors, whether several codes are in a word.
+WORDS = {
+    "pack-quantized": True, "nvfp4-pack-quantized": True, "mxfp4-pack-quantized": True,
+    "int-quantized": False, "float-quantized": False, "naive-quantized": False, "mxfp8-quantized": False,
+}  # fmt: skip
 # What quantizes activations and caches when a model runs, which training does not.
 OF_ACTIVATIONS = re.compile(r"(^|[._])(input|output|activation|[qkv])_(global_)?(scale|zero_point)(_ub)?$")
 # The numbers that a byte stands for: two codes of E2M1, the first in its low bits, `[256, 2]`; an exponent of two
@@ -160,7 +166,8 @@ def plain_tensors(folder: Path) -> dict[str, DiskTensor]:
         if not parts.keys() & {*form.codes}:
             continue
         weight = stem + form.weight
-        shape, *grids = form.read(weight, parts, settings)
+        with explained(f"{folder / 'config.json'}: {FIELD} is not understood", *MALFORMED):
+            shape, *grids = form.read(weight, parts, settings)
         for grid in filter(None, grids):
             grid.require_shape(weight, shape)
         codes, scales, zeros = grids
@@ -175,9 +182,11 @@ def plain_tensors(folder: Path) -> dict[str, DiskTensor]:
             "activations are not quantized in training",
             stacklevel=2,
         )
-    left = {name: tensor for name, tensor in tensors.items() if name not in {*owners, *unused}}
+    known = {*owners, *unused}
+    left = {name: tensor for name, tensor in tensors.items() if name not in known}
     for tensor in left.values():
-        if tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point:
+        is_float8 = tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point
+        if is_float8 or tensor.name.endswith(tuple(filter(None, form.codes))):
             raise TuneError(
                 f"{tensor.file}: {tensor.name} is quantized ({tensor.dtype}) and has no scales. Download all files of "
                 "the checkpoint again"
@@ -186,12 +195,12 @@ def plain_tensors(folder: Path) -> dict[str, DiskTensor]:
 
 
 def quantization(folder: Path) -> dict[str, Any]:
-    """`quantization_config` of a checkpoint; empty if it is not quantized. Raises TuneError for one that is not read."""
+    """`quantization_config` of a checkpoint, empty if it is not quantized. Raises TuneError if it is not read."""
     file = folder / "config.json"
     fields = read_json(file) if file.exists() else {}
     settings = fields.get(FIELD) or (fields.get("text_config") or {}).get(FIELD) or {}
     if settings and settings.get("quant_method") not in FORMATS:
-        raise refused(file, f"by {settings.get('quant_method', 'a method that is not named')}")
+        raise refused(file, f"by {settings.get('quant_method') or 'a method that is not named'}")
     return dict(settings)
 
 
@@ -205,7 +214,7 @@ def refused(where: Path | str, how: str) -> TuneError:
 
 
 def plain_dtype(fields: Mapping[str, Any]) -> torch.dtype:
-    """The type of the weights, when they are dequantized, of a model with this config.json: the one it names, or bf16."""
+    """The type of dequantized weights of a model with this config.json: the one it names, or bf16."""
     for section in (fields, fields.get("text_config") or {}):
         named = section.get("dtype") or section.get("torch_dtype")
         if (dtype := getattr(torch, str(named).removeprefix("torch."), None)) in FLOATS:
@@ -259,43 +268,32 @@ def _modelopt(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:
 def _compressed(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:
     """The formats of the library compressed-tensors, which multiplies in the type of the scales."""
     group = _group(weight, settings)
-    how, form = group["weights"], group.get("format") or settings.get("format")
-    codes, scales = parts.get("_packed", parts.get("")), parts["_scale"]
-    assert codes is not None
+    how, form = group["weights"], group.get("format") or settings["format"]
+    codes, scales = parts.get("_packed") or parts[""], parts["_scale"]
     bits, size = how.get("num_bits", 8), how.get("group_size") or 0
-    is_packed = {
-        "pack-quantized": torch.int32,
-        "nvfp4-pack-quantized": torch.uint8,
-        "mxfp4-pack-quantized": torch.uint8,
-    }
-    plain = ("int-quantized", "float-quantized", "naive-quantized", "mxfp8-quantized")
-    if (
-        (form in is_packed) != ("_packed" in parts)
-        or form not in (*is_packed, *plain)
-        or how.get("actorder") == "group"
-    ):
-        raise refused(codes.file, f"as {form} of compressed-tensors in {weight}")
-    factor, zeros = parts.get("_global_scale"), parts.get("_zero_point")
-    *lead, columns = codes.shape
-    decode, per = _as_stored, 1
-    if codes.dtype == torch.uint8:
-        decode, per, columns = _fp4, 2, 2 * columns
-    elif codes.dtype == torch.int32:
-        if bits not in (4, 8):
-            raise refused(codes.file, f"in {bits} bits in {weight}")
-        decode, per = _integers(bits), 32 // bits
+    is_packed = "_packed" in parts
+    if is_packed != WORDS.get(form, not is_packed) or how.get("actorder") == "group" or bits not in (4, 8):
+        raise refused(codes.file, f"as {form} of compressed-tensors, in {bits} bits, in {weight}")
+    per, decode = 1, _as_stored
+    if is_packed:
+        per, decode = (2, _fp4) if codes.dtype == torch.uint8 else (32 // bits, _integers(bits))
+    *lead, rows, columns = codes.shape
+    columns *= per
+    if "_shape" in parts:  # the last word may be filled up
         columns = scales.shape[-1] * size if size > 0 else _columns(parts["_shape"])
-    strategy = how.get("strategy") or ("group" if size > 0 else "channel")
-    blocks = {"tensor": (codes.shape[-2], columns), "channel": (1, columns), "group": (1, size)}
-    block = tuple(how["block_structure"]) if strategy == "block" else blocks[strategy.removeprefix("tensor_")]
+    strategies = {
+        "tensor": (rows, columns), "channel": (1, columns), "group": (1, size), "tensor_group": (1, size),
+        "block": tuple(how.get("block_structure") or ()),
+    }  # fmt: skip
+    block = strategies[how.get("strategy") or ("group" if size > 0 else "channel")]
+    factor, zeros = parts.get("_global_scale"), parts.get("_zero_point")
     scale = _factors if scales.dtype.itemsize == 1 else _as_stored
     if factor is not None:
         scale = lambda each: each.float() / factor.read()  # noqa: E731
     offsets = None
-    if zeros is not None and not how.get("symmetric", True):
-        is_dense = zeros.dtype == torch.int32
-        offsets = Grid(zeros, block, decode, per, -2) if is_dense else Grid(zeros, block)
-    return [*lead, columns], Grid(codes, (1, 1), decode, per), Grid(scales, block, scale), offsets
+    if zeros is not None:
+        offsets = Grid(zeros, block, decode, per, -2) if zeros.dtype == torch.int32 else Grid(zeros, block)
+    return [*lead, rows, columns], Grid(codes, (1, 1), decode, per), Grid(scales, block, scale), offsets
 
 
 def _group(weight: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -309,7 +307,7 @@ def _group(weight: str, settings: dict[str, Any]) -> dict[str, Any]:
         if target == module or (target.startswith("re:") and re.match(target[3:], module))
     ]
     kinds = [group for group in groups if "Linear" in group["targets"]]
-    return next(iter([*named, *kinds, *groups]))
+    return [*named, *kinds, *groups][0]
 
 
 def _awq(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:

@@ -1,0 +1,350 @@
+"""Quantized checkpoints are read as the plain ones that transformers and compressed-tensors make of them."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import packed_checkpoints as made
+import pytest
+import torch
+from helpers import save_checkpoint
+from packed_checkpoints import rewrite
+from safetensors.torch import load_file, save_file
+
+from tune.checkpointers import DiskTensor, load_model, open_checkpoint
+from tune.checkpointers.packed import PackedTensor, plain_config, plain_tensors
+from tune.cli import main
+from tune.errors import TuneError
+from tune.quantization import NF4Weight, quantize_linears
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("compressed_tensors")
+
+DEEPSEEK = {
+    "num_key_value_heads": 4, "n_routed_experts": 4, "moe_intermediate_size": 64, "n_group": 2, "topk_group": 1,
+    "num_experts_per_tok": 2, "first_k_dense_replace": 1, "kv_lora_rank": 32, "q_lora_rank": 64,
+    "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "num_hidden_layers": 2,
+}  # fmt: skip
+GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "num_hidden_layers": 2}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
+FORMS = {
+    "int4": ("pack-quantized", INT4 | {"symmetric": True}),
+    "int4, with zeros": ("pack-quantized", INT4 | {"symmetric": False}),
+    "int8": ("pack-quantized", {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}),
+    "int8 of activations": ("int-quantized", {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}),
+    "fp8": ("float-quantized", FLOAT8 | {"strategy": "channel"}),
+    "fp8 of tensors": ("float-quantized", FLOAT8 | {"strategy": "tensor"}),
+    "fp8 in blocks": ("float-quantized", FLOAT8 | {"strategy": "block", "block_structure": [32, 16]}),
+    "mxfp4": ("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}),
+    "nvfp4": ("nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}),
+}
+
+
+@pytest.fixture
+def copy(checkpoint, tmp_path):
+    return Path(shutil.copytree(checkpoint, tmp_path / "packed"))
+
+
+def module_of(folder, weight):
+    """The tensors on disk of the module of `weight`, by their names in it."""
+    stem = weight.rpartition(".")[0] + "."
+    return {name.removeprefix(stem): tensor for name, tensor in load(folder).items() if name.startswith(stem)}
+
+
+def load(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def quantized(folder):
+    return {name: tensor for name, tensor in plain_tensors(folder).items() if isinstance(tensor, PackedTensor)}
+
+
+def save_plain(folder, out):
+    """The checkpoint that `plain_tensors` stands for."""
+    shutil.copytree(folder, out)
+    tensors = {name: tensor.read() for name, tensor in plain_tensors(folder).items()}
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_text(json.dumps(plain_config(json.loads((folder / "config.json").read_text()))))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "how"),
+    [
+        (made.fp8, ("LlamaConfig", {}), "FineGrainedFP8Config"),
+        (made.fp8_of_tensors, ("LlamaConfig", {}), "FineGrainedFP8Config"),
+        (made.fp8, ("DeepseekV3Config", DEEPSEEK), "FineGrainedFP8Config"),
+        (made.mxfp4, ("GptOssConfig", GPT_OSS), "Mxfp4Config"),
+        (lambda folder: made.compressed(folder, *FORMS["int4"][:1], **FORMS["int4"][1]), ("LlamaConfig", {}), None),
+    ],
+    ids=["llama in blocks", "llama of tensors", "deepseek_v3", "gpt_oss", "compressed-tensors"],
+)
+@pytest.mark.filterwarnings("ignore:.*the scales of activations")
+def test_transformers_dequantizes_to_the_same_bits(make, shape, how, tmp_path):
+    folder = make(save_checkpoint(tmp_path / "packed", shape[0], **shape[1]))
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    settings = getattr(transformers, how or "CompressedTensorsConfig")(dequantize=True)
+    theirs = load(folder, dtype="auto", quantization_config=settings).state_dict()
+    ours = load(save_plain(folder, tmp_path / "plain"), dtype="auto").state_dict()
+    assert len(quantized(folder)) >= 4 and theirs.keys() == ours.keys()
+    for name, tensor in ours.items():
+        assert tensor.dtype == theirs[name].dtype and torch.equal(tensor, theirs[name]), name
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_compressed_tensors_decompresses_to_the_same_bits(kind, copy):
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    form, weights = FORMS[kind]
+    folder = made.compressed(copy, form, **weights)
+    library = BaseCompressor.get_value_from_registry(form)
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
+    found = quantized(folder)
+    assert len(found) == 21
+    for name, tensor in list(found.items())[:3]:
+        expected = library.decompress(module_of(folder, name), scheme)["weight"]
+        assert tensor.shape == [*expected.shape] and torch.equal(tensor.read(), expected.bfloat16()), name
+
+
+def test_blocks_that_end_before_128(copy):
+    from compressed_tensors.entrypoints.convert.converters import FP8BlockDequantizer
+
+    folder = made.fp8(copy, size=48)
+    expected = FP8BlockDequantizer(targets=[r"re:.*_proj$"], weight_block_size=(48, 48)).process(load(folder))
+    found = {name: tensor.read() for name, tensor in plain_tensors(folder).items()}
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_awq_is_what_compressed_tensors_converts_it_to(copy):
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.entrypoints.convert.converters import AutoAWQConverter
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    folder = made.awq(copy)
+    name, tensor = next(iter(quantized(folder).items()))
+    stem = name.removesuffix(".weight")
+    converted = AutoAWQConverter(group_size=32).process(
+        {f"{stem}.{key}": value for key, value in module_of(folder, name).items()}
+    )
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**INT4, symmetric=False))
+    state = {key.removeprefix(f"{stem}."): value for key, value in converted.items()}
+    expected = BaseCompressor.get_value_from_registry("pack-quantized").decompress(state, scheme)["weight"]
+    assert expected.dtype == torch.float16
+    assert torch.equal(tensor.read(), expected.bfloat16())
+    open_checkpoint(folder)
+
+
+def test_nvfp4_of_model_optimizer(copy):
+    """Its second scale is a factor, of which compressed-tensors stores the inverse."""
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+
+    def make(name, weight):
+        rows, columns = weight.shape
+        codes = torch.randint(256, (rows, columns // 2), dtype=torch.uint8)
+        scales = (torch.rand(rows, columns // 16) * 400).to(made.FP8)
+        stem = name.removesuffix(".weight")
+        return {
+            name: codes,
+            f"{name}_scale": scales,
+            f"{name}_scale_2": torch.tensor(3e-5),
+            f"{stem}.input_scale": torch.ones(()),
+        }
+
+    folder = rewrite(copy, make, made.LINEAR, quant_method="modelopt", quant_algo="NVFP4")
+    with pytest.warns(UserWarning, match="input_scale"):
+        found = quantized(folder)
+    assert len(found) == 21
+    for name, tensor in found.items():
+        parts = module_of(folder, name)
+        values = unpack_fp4_from_uint8(parts["weight"], tensor.shape[0], tensor.shape[1]).double()
+        exact = values * parts["weight_scale"].double().repeat_interleave(16, 1) * parts["weight_scale_2"].double()
+        torch.testing.assert_close(tensor.read().double(), exact, rtol=2**-8, atol=0)
+
+
+MAKERS = {
+    "fp8 of 48": lambda folder: made.fp8(folder, 48),
+    "awq": made.awq,
+    **{kind: lambda folder, kind=kind: made.compressed(folder, FORMS[kind][0], **FORMS[kind][1]) for kind in FORMS},
+}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_slice_is_that_of_the_whole(kind, copy, monkeypatch):
+    tensor = list(quantized(MAKERS[kind](copy)).values())[-1]
+    require_slices(tensor, monkeypatch)
+
+
+def test_a_slice_of_stacked_experts(tmp_path, monkeypatch):
+    folder = made.mxfp4(save_checkpoint(tmp_path, "GptOssConfig", **GPT_OSS, intermediate_size=96))
+    for tensor in list(quantized(folder).values())[:2]:
+        require_slices(tensor, monkeypatch)
+
+
+def require_slices(tensor, monkeypatch):
+    draw, whole = random.Random(0), tensor.read()
+    for at_a_time in (2**22, 100):
+        monkeypatch.setattr("tune.checkpointers.packed.AT_A_TIME", at_a_time)
+        for _ in range(10):
+            ends = [sorted(draw.choices(range(size + 1), k=2)) for size in tensor.shape]
+            where = tuple(slice(*pair) for pair in ends)[: draw.randint(1, len(ends))]
+            assert torch.equal(tensor.read(where), whole[where]), where
+        assert torch.equal(tensor.read((slice(None),)), whole)
+
+
+def test_only_the_slice_is_read(tmp_path, monkeypatch):
+    folder = made.mxfp4(save_checkpoint(tmp_path, "GptOssConfig", **GPT_OSS, intermediate_size=96))
+    tensor, read = next(iter(quantized(folder).values())), []
+
+    def watched(self, where=(), before=DiskTensor.read):
+        read.append(before(self, where))
+        return read[-1]
+
+    monkeypatch.setattr(DiskTensor, "read", watched)
+    tensor.read((slice(1, 2), slice(0, 32), slice(8, 12)))
+    assert [part.numel() for part in read] == [4, 4 * 16]  # of one expert 4 outputs: a block of 32 inputs
+
+
+def test_the_base_of_qlora_is_that_of_the_plain_checkpoint(copy, tmp_path):
+    folder = made.fp8(copy)
+    plain = save_plain(folder, tmp_path / "plain")
+
+    def codes(path):
+        model, weights = open_checkpoint(path)
+        quantize_linears(model.requires_grad_(False))
+        model.to_empty(device="cpu")
+        weights.load(model)
+        return [module.codes for module in model.modules() if isinstance(module, NF4Weight)]
+
+    assert len(codes(folder)) == 21
+    assert all(map(torch.equal, codes(folder), codes(plain)))
+
+
+@pytest.mark.parametrize("kind", ["fp8 of 48", "awq", "nvfp4"])
+def test_an_export_is_plain(kind, copy, tmp_path):
+    folder = MAKERS[kind](copy)
+    (folder / "hf_quant_config.json").write_text("{}")
+    main(["export", str(folder), "--to", "hf", "--out", str(tmp_path / "out")])
+    expected, found = load(save_plain(folder, tmp_path / "plain")), load(tmp_path / "out")
+    assert found.keys() == expected.keys()
+    assert all(found[name].dtype == torch.bfloat16 and torch.equal(found[name], expected[name]) for name in found)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in config and config["dtype"] == "bfloat16"
+    assert not (tmp_path / "out" / "hf_quant_config.json").exists()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    tokens = torch.arange(40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(load_model(folder)(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_added_tokens_make_it_plain(copy, tmp_path):
+    main(["add-tokens", str(made.fp8(copy)), str(tmp_path / "out"), "<new>"])
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {tensor.dtype for tensor in load(tmp_path / "out").values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp8", "mxfp4"])
+def test_what_tune_quantize_wrote_is_read(kind, checkpoint, tmp_path):
+    main(["quantize", str(checkpoint), "--to", kind, "--out", str(tmp_path / "out")])
+    how = transformers.CompressedTensorsConfig(dequantize=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", quantization_config=how, dtype="auto")
+    model = load_model(tmp_path / "out")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, theirs.get_parameter(model.names.on_disk[name])), name
+
+
+def test_a_model_that_transformers_computes(tmp_path):
+    shape = {"rotary_pct": 0.5, "intermediate_size": 128, "hidden_size": 64}
+    folder = save_checkpoint(tmp_path / "packed", "GPTNeoXConfig", **shape)
+    made.fp8(folder, matching=r"(query_key_value|dense|dense_.*)\.weight$")
+    how = transformers.FineGrainedFP8Config(dequantize=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", quantization_config=how).float()
+    tokens = torch.arange(40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(load_model(folder)(tokens), theirs.eval()(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_groups_of_modules_have_formats_of_their_own(copy):
+    """As Kimi K2 Thinking: names before kinds."""
+    made.compressed(copy, "pack-quantized", r"mlp\..*_proj\.weight$", **FORMS["int4"][1])
+    first = json.loads((copy / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]
+    made.compressed(copy, "float-quantized", r"self_attn\..*_proj\.weight$", **FORMS["fp8"][1])
+    config = json.loads((copy / "config.json").read_text())
+    groups = config["quantization_config"]["config_groups"]
+    groups["group_0"]["targets"] = [r"re:.*self_attn\..*"]
+    config["quantization_config"] |= {"format": "mixed-precision", "config_groups": {"all": first} | groups}
+    (copy / "config.json").write_text(json.dumps(config))
+    found = quantized(copy)
+    assert len(found) == 21
+    per = {name.rpartition("layers.")[2]: tensor.codes.per for name, tensor in found.items()}
+    assert per["0.self_attn.q_proj.weight"] == 1 and per["0.mlp.up_proj.weight"] == 8
+
+
+def change(folder, **fields):
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= fields
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def without(folder, pattern):
+    tensors = {name: tensor for name, tensor in load(folder).items() if pattern not in name}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "spoil", "facts"),
+    [
+        ("fp8 of 48", {"quant_method": "gptq"}, ["config.json", "gptq", "compressed-tensors", "dequantize=True"]),
+        ("fp8 of 48", {"quant_method": None}, ["config.json", "not named"]),
+        (
+            "fp8 of 48",
+            {"weight_block_size": [16, 16]},
+            ["model.safetensors", "down_proj.weight_scale_inv", "[2, 3]", "[4, 8]"],
+        ),
+        ("fp8 of 48", {"weight_block_size": 128}, ["config.json", "quantization_config"]),
+        ("fp8 of 48", "_scale_inv", ["down_proj.weight", "float8_e4m3fn", "no scales"]),
+        ("int4", {"format": None, "config_groups": {}}, ["config.json", "quantization_config"]),
+        ("int4", "weight_scale", ["down_proj.weight_packed", "int32", "no scales"]),
+        ("awq", {"bits": 8}, ["8 bits", "AWQ"]),
+        ("awq", {"version": "gemv"}, ["gemv", "AWQ"]),
+        ("awq", {"group_size": 64}, ["down_proj.scales", "[4, 64]", "[2, 64]"]),
+    ],
+)
+def test_what_is_refused(kind, spoil, facts, copy):
+    folder = MAKERS[kind](copy)
+    change(folder, **spoil) if isinstance(spoil, dict) else without(folder, spoil)
+    with pytest.raises(TuneError) as error:
+        open_checkpoint(folder)
+    assert [fact for fact in facts if fact not in str(error.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("weights", "facts"),
+    [
+        ({"num_bits": 3}, ["3 bits", "down_proj.weight"]),
+        ({"actorder": "group"}, ["pack-quantized", "down_proj.weight"]),
+        ({"strategy": "attn_head"}, ["config.json", "attn_head"]),
+    ],
+)
+def test_schemes_that_are_refused(weights, facts, copy):
+    folder = MAKERS["int4"](copy)
+    groups = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"]
+    groups["group_0"]["weights"] |= weights
+    change(folder, config_groups=groups)
+    with pytest.raises(TuneError) as error:
+        open_checkpoint(folder)
+    assert [fact for fact in facts if fact not in str(error.value)] == []
+
+
+@pytest.mark.parametrize("form", ["marlin-24", "sparse-bitmask"])
+def test_formats_that_are_refused(form, copy):
+    folder = MAKERS["fp8 of tensors"](copy)
+    groups = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"]
+    groups["group_0"]["format"] = form
+    change(folder, config_groups=groups)
+    with pytest.raises(TuneError, match=form):
+        open_checkpoint(folder)
