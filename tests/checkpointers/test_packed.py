@@ -23,7 +23,7 @@ pytest.importorskip("compressed_tensors")
 
 DEEPSEEK = {
     "num_key_value_heads": 4, "n_routed_experts": 4, "moe_intermediate_size": 64, "n_group": 2, "topk_group": 1,
-    "num_experts_per_tok": 2, "first_k_dense_replace": 1, "kv_lora_rank": 32, "q_lora_rank": 64,
+    "num_experts_per_tok": 2, "first_k_dense_replace": 1, "kv_lora_rank": 64, "q_lora_rank": 64,
     "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "num_hidden_layers": 2,
 }  # fmt: skip
 GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "num_hidden_layers": 2}

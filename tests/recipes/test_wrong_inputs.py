@@ -172,7 +172,7 @@ def unknown_rope_scaling(inputs):
     inputs.change_json("config.json", rope_parameters=None, rope_scaling={"type": "magic", "factor": 2.0})
 
 
-@wrong("config.json", "quantised", "dequantize=True")
+@wrong("config.json", "gptq", "dequantize=True")
 def quantised_checkpoint(inputs):
     inputs.change_json("config.json", quantization_config={"quant_method": "gptq", "bits": 4})
 
