@@ -2,13 +2,14 @@
 
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 
 import packed_checkpoints as made
 import pytest
 import torch
-from helpers import save_checkpoint
+from helpers import make_adapter, save_checkpoint
 from packed_checkpoints import rewrite
 from safetensors.torch import load_file, save_file
 
@@ -348,3 +349,53 @@ def test_formats_that_are_refused(form, copy):
     change(folder, config_groups=groups)
     with pytest.raises(TuneError, match=form):
         open_checkpoint(folder)
+
+
+DOWN = r".*layers\.1\..*experts\.\d+\.down_proj"
+PLAIN = r"\.self_attn\.(q|k|v|o)_proj\.weight$"  # parts that have a changed weight
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "target", "plain", "excluded"),
+    [
+        (made.mxfp4, ("GptOssConfig", GPT_OSS), "q_proj", r"$^", []),
+        (made.fp8, ("LlamaConfig", {}), "q_proj", PLAIN, ["model.layers.0.self_attn.k_proj"]),
+        (made.fp8, ("DeepseekV3Config", DEEPSEEK), DOWN, r"layers\.1.mlp\.experts\.", ["model.layers.1.mlp.experts"]),
+        (MAKERS["int4"], ("LlamaConfig", {}), "q_proj", PLAIN, ["model.layers.2.self_attn.q_proj"]),
+    ],
+    ids=["gpt_oss", "llama", "deepseek_v3", "compressed-tensors"],
+)  # fmt: skip
+def test_what_an_adapter_leaves_alone_stays_packed(make, shape, target, plain, excluded, tmp_path):
+    base = make(save_checkpoint(tmp_path / "base", shape[0], **shape[1]))
+    targets = target if "*" in target else [target]
+    adapter = make_adapter(base, tmp_path / "adapter", 1, target_modules=targets)
+    for out, flags in {"merged": [], "packed": ["--packed"]}.items():
+        main(["merge", str(base), str(adapter), str(tmp_path / out), *flags])
+    merged, found = load(tmp_path / "merged"), load(tmp_path / "packed")
+    packed, before = quantized(base), load(base)
+    kept = {name for name in packed if not re.search(plain, name)}
+    assert quantized(tmp_path / "packed").keys() == kept
+    assert kept and (kept != packed.keys()) == bool(excluded)
+    for name in kept:
+        for part in packed[name].parts:
+            assert torch.equal(found[part.name].view(torch.uint8), before[part.name].view(torch.uint8)), part.name
+    assert all(torch.equal(found[name], merged[name]) for name in merged.keys() - kept)
+    config, fields = (json.loads((tmp_path / each / "config.json").read_text()) for each in ("packed", "base"))
+    for key in ("modules_to_not_convert", "ignore"):
+        now, then = (each["quantization_config"].get(key) or [] for each in (config, fields))
+        assert set(now) >= {*then} and (not now or set(now) >= {*excluded})
+
+    # transformers reads both to the same model.
+    how = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}.get(config["quantization_config"]["quant_method"])
+    settings = getattr(transformers, how or "CompressedTensorsConfig")(dequantize=True)
+    open_ = transformers.AutoModelForCausalLM.from_pretrained
+    theirs = open_(tmp_path / "packed", dtype="auto", quantization_config=settings).state_dict()
+    for name, tensor in open_(tmp_path / "merged", dtype="auto").state_dict().items():
+        assert torch.equal(theirs[name], tensor), name
+
+
+def test_nothing_stays_packed_of_a_plain_base(checkpoint, tmp_path):
+    adapter = make_adapter(checkpoint, tmp_path / "adapter", 1, target_modules=["q_proj"])
+    with pytest.raises(SystemExit):
+        main(["merge", str(checkpoint), str(adapter), str(tmp_path / "out"), "--packed"])
+    assert not (tmp_path / "out").exists()

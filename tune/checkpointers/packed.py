@@ -8,7 +8,7 @@ shards, quantizes or exports weights knows nothing of it. `FORMATS` are the form
 import math
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ WORDS = {
     "pack-quantized": True, "nvfp4-pack-quantized": True, "mxfp4-pack-quantized": True,
     "int-quantized": False, "float-quantized": False, "naive-quantized": False, "mxfp8-quantized": False,
 }  # fmt: skip
+EXCLUDED = ("modules_to_not_convert", "ignored_layers", "ignore")  # names of the setting of modules that are not
 # What quantizes activations and caches when a model runs, which training does not.
 OF_ACTIVATIONS = re.compile(r"(^|[._])(input|output|activation|[qkv])_(global_)?(scale|zero_point)(_ub)?$")
 # The numbers that a byte stands for: two codes of E2M1, the first in its low bits, `[256, 2]`; an exponent of two
@@ -141,6 +142,7 @@ class Format:
     read: Callable[[str, Parts, dict[str, Any]], Grids]
     others: tuple[str, ...] = ()
     weight: str = ""  # what is missing of its name
+    excluded: str = "modules_to_not_convert"  # the setting that names modules which are not quantized
 
     def parts(self, stem: str, tensors: Parts) -> Parts:
         """The tensors of one weight, by their suffixes."""
@@ -167,10 +169,9 @@ def plain_tensors(folder: Path) -> dict[str, DiskTensor]:
             continue
         weight = stem + form.weight
         with explained(f"{folder / 'config.json'}: {FIELD} is not understood", *MALFORMED):
-            shape, *grids = form.read(weight, parts, settings)
-        for grid in filter(None, grids):
+            shape, codes, scales, zeros = form.read(weight, parts, settings)
+        for grid in filter(None, (codes, scales, zeros)):
             grid.require_shape(weight, shape)
-        codes, scales, zeros = grids
         packed[weight] = PackedTensor(
             weight, codes.tensor.file, shape, dtype, codes, scales, zeros, tuple(parts.values())
         )
@@ -232,6 +233,45 @@ def plain_config(fields: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
+def stays_packed(tensors: Mapping[str, DiskTensor], changed: Collection[str]) -> tuple[set[str], set[str]]:
+    """Which of the quantized weights among `tensors` stay so if those that are `changed` are written plain, and which
+    do not. Libraries compute with a part of a block (attention, an MLP, all experts) at once, so that a part is plain
+    if one of its quantized weights has changed."""
+    packed = {name for name, tensor in tensors.items() if isinstance(tensor, PackedTensor)}
+    parts = {_part(name) for name in packed.intersection(changed)}
+    plain = {name for name in packed if _part(name) in parts}
+    return packed - plain, plain
+
+
+def stored_as_packed(folder: Path, tensors: Mapping[str, DiskTensor], plain: Collection[str]) -> dict[str, DiskTensor]:
+    """What is on disk of the quantized weights among `tensors`, those of `folder`, and of their activations, but for
+    the weights that become `plain`."""
+    codes = {part.name for tensor in tensors.values() if isinstance(tensor, PackedTensor) for part in tensor.parts}
+    parts = {_part(name) for name in plain}
+    return {
+        name: tensor
+        for name, tensor in disk_tensors(folder).items()
+        if (name in codes or name not in tensors) and _part(name) not in parts
+    }
+
+
+def packed_config(fields: Mapping[str, Any], plain: Collection[str]) -> dict[str, Any]:
+    """config.json for a checkpoint with these `fields` whose weights `plain` are not quantized any more."""
+    if FIELD not in fields:
+        return {**fields, "text_config": packed_config(fields["text_config"], plain)}
+    settings = fields[FIELD]
+    key = next((each for each in EXCLUDED if settings.get(each)), FORMATS[settings["quant_method"]].excluded)
+    modules = {name.removesuffix(".weight") for name in plain}
+    modules |= {_part(name) for name in plain if ".experts." in name}  # one module for all, in transformers
+    return {**fields, FIELD: settings | {key: [*(settings.get(key) or ()), *sorted(modules)]}}
+
+
+def _part(name: str) -> str:
+    """The part of a block that has the tensor `name`."""
+    before, experts, _ = name.partition(".experts.")
+    return f"{before}.experts" if experts else name.rpartition(".")[0].rpartition(".")[0]
+
+
 def _fp8(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:
     """FP8 with scales in fp32, for blocks of 128 by 128 (DeepSeek-V3), for rows, or one for all."""
     codes, scales = parts[""], next(parts[suffix] for suffix in FORMATS["fp8"].scales if suffix in parts)
@@ -274,9 +314,9 @@ def _compressed(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:
     is_packed = "_packed" in parts
     if is_packed != WORDS.get(form, not is_packed) or how.get("actorder") == "group" or bits not in (4, 8):
         raise refused(codes.file, f"as {form} of compressed-tensors, in {bits} bits, in {weight}")
-    per, decode = 1, _as_stored
-    if is_packed:
-        per, decode = (2, _fp4) if codes.dtype == torch.uint8 else (32 // bits, _integers(bits))
+    per, decode = (2, _fp4) if codes.dtype == torch.uint8 else (32 // bits, _integers(bits))
+    if not is_packed:
+        per, decode = 1, _as_stored
     *lead, rows, columns = codes.shape
     columns *= per
     if "_shape" in parts:  # the last word may be filled up
@@ -365,8 +405,12 @@ FORMATS = {
     "fbgemm_fp8": Format(("",), ("_scale",), _fp8),
     "mxfp4": Format(("_blocks",), ("_scales",), _mxfp4),
     "compressed-tensors": Format(
-        ("_packed", ""), ("_scale",), _compressed, others=("_global_scale", "_zero_point", "_shape")
+        ("_packed", ""),
+        ("_scale",),
+        _compressed,
+        others=("_global_scale", "_zero_point", "_shape"),
+        excluded="ignore",
     ),
-    "modelopt": Format(("",), ("_scale",), _modelopt, others=("_scale_2",)),
+    "modelopt": Format(("",), ("_scale",), _modelopt, others=("_scale_2",), excluded="ignore"),
     "awq": Format((".qweight",), (".scales",), _awq, others=(".qzeros",), weight=".weight"),
 }

@@ -159,17 +159,17 @@ def load_shard(parameter: Tensor, on_disk: OnDisk, tensors: Mapping[str, DiskTen
 
 
 def hf_tensors(
-    model: nn.Module, found: Collection[str] = (), base: Pretrained | None = None
+    model: nn.Module, found: Collection[str] = (), base: Pretrained | None = None, without: Collection[str] = ()
 ) -> Iterator[tuple[str, Tensor]]:
     """Name on disk and full tensor, one by one, of a model that may be sharded, adapted and quantised.
 
     All processes must iterate, since each tensor is gathered when it is its turn. Adapters are merged in fp32. Frozen
     tensors are read from `base`, the original weights, if it is given. Names are those of a checkpoint with the tensors
-    `found`, including tensors that it has twice.
+    `found`, including tensors that it has twice. Those with a name on disk in `without` are left out.
     """
     names = Names.of(model)
     on_disk = names.in_checkpoint(found)
-    for name, full in full_tensors(model, base):
+    for name, full in full_tensors(model, base, {name for name in on_disk if disk_names(on_disk[name])[0] in without}):
         yield from disk_parts(on_disk[name], full)
         yield from (
             (copy, full.clone()) for copy, original in names.copies.items() if original == name and copy in found
@@ -177,12 +177,28 @@ def hf_tensors(
         del full  # before the next one is gathered
 
 
-def full_tensors(model: nn.Module, base: Pretrained | None = None) -> Iterator[tuple[str, Tensor]]:
+def full_tensors(
+    model: nn.Module, base: Pretrained | None = None, without: Collection[str] = ()
+) -> Iterator[tuple[str, Tensor]]:
     """As `hf_tensors`, by our names."""
     here = dict(model.named_modules())
     for name in Names.of(model).on_disk:
+        if name in without:
+            continue
         owner, _, kind = name.rpartition(".")
         yield name, from_its_stage(model, _full_tensor(here[owner], name, kind, base) if owner in here else None)
+
+
+def changed_tensors(model: nn.Module) -> set[str]:
+    """Our names of the tensors in this process that are trained, or have an adapter."""
+    here, changed = dict(model.named_modules()), set[str]()
+    for name in Names.of(model).on_disk:
+        owner, _, kind = name.rpartition(".")
+        if owner in here:
+            is_adapted = kind == "weight" and getattr(here[owner], "merged", None) is not None
+            if is_adapted or getattr(getattr(here[owner], kind), "requires_grad", False):
+                changed.add(name)
+    return changed
 
 
 def _full_tensor(module: nn.Module, name: str, kind: str, base: Pretrained | None) -> Tensor:

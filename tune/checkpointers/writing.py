@@ -18,8 +18,15 @@ from torch import Tensor, nn
 
 from tune import rehearsal
 from tune.checkpointers.disk import SAFETENSORS_DTYPES, DiskTensor, has_weights
-from tune.checkpointers.packed import plain_config, plain_tensors, quantization
-from tune.checkpointers.weights import Pretrained, hf_tensors, open_checkpoint
+from tune.checkpointers.packed import (
+    packed_config,
+    plain_config,
+    plain_tensors,
+    quantization,
+    stays_packed,
+    stored_as_packed,
+)
+from tune.checkpointers.weights import Pretrained, changed_tensors, hf_tensors, open_checkpoint
 from tune.distributed import Dtype, StoredDtype, World, as_dtype, current_world
 from tune.errors import TuneError
 from tune.files import CHECKPOINT, exported, require_replaceable
@@ -49,6 +56,7 @@ def export(
     card: str = "",
     base: Pretrained | None = None,
     compressor: Compressor | None = None,
+    packed: bool = False,
 ) -> None:
     """Write `model` to `folder` with the names, types and config of the checkpoint `source`.
 
@@ -58,17 +66,28 @@ def export(
     `...ForSequenceClassification`. All processes take part: tensors are gathered one by one, and rank 0 holds at most
     one tensor. A `compressor` quantises weights. The folder appears when it is complete.
 
+    What is quantized in `source` is written plain; with `packed` and `base`, frozen weights stay as they are there,
+    unless the part of a block that they are in has others (`stays_packed`).
+
     Raises:
         TuneError: the folder is `source` itself or holds files that an export did not write; `source` is of another
-            size than `model`, or lacks tensors of it; the model has adapters of the library peft; a weight is not
-            finite. What was in the folder stays as it is.
+            size than `model`, or lacks tensors of it, or is not quantized and `packed`; the model has adapters of the
+            library peft; a weight is not finite. What was in the folder stays as it is.
     """
     require_no_peft(model)
     world = current_world(world)
     origin, folder = Path(source), Path(folder)
     scores = getattr(getattr(model, "config", None), "scores", False)
     fields, there, type_of = _described(origin, dtype)
-    gathered = hf_tensors(model, there, base)
+    kept, plain = set[str](), set[str]()
+    if packed:
+        if not quantization(origin):
+            raise TuneError(f"{origin} is not quantized, so that no weight can stay so: leave that out")
+        on_disk = Names.of(model).in_checkpoint(there)
+        changed = set().union(*world.all_gather(changed_tensors(model) if base else on_disk.keys()))
+        kept, plain = stays_packed(there, {each for name in changed for each in disk_names(on_disk[name])})
+        fields = packed_config(read_json(origin / "config.json"), plain)
+    gathered = hf_tensors(model, there, base, without=kept)
     if folder.resolve() == origin.resolve():
         raise TuneError(f"{folder} is the model that would be read: it would be written over. Give another folder")
     world.of_main(lambda: require_replaceable(folder))
@@ -90,6 +109,8 @@ def export(
                     broken.append(name)
             yield from compressor.tensors(name, tensor.to("cpu")) if compressor else [(name, tensor.to("cpu"))]
             del tensor  # before the next one is gathered: here, and in all loops through which it goes
+        if packed:
+            others = {name: others[name] for name in others.keys() - kept} | stored_as_packed(origin, there, plain)
         yield from ((name, others[name].read()) for name in sorted(others))
 
     if world.is_main:

@@ -25,13 +25,14 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("--weights", type=float, nargs="+", metavar="W", help="of each adapter (default: 1)")
     parser.add_argument("--density", type=float, help="the share of values that ties and dare keep (default: 0.5)")
     parser.add_argument("--seed", type=int, help="of what dare keeps (default: 0)")
+    parser.add_argument("--packed", action="store_true", help="keep what is quantized in BASE and not changed as it is")
     options = parser.parse_args(arguments)
     names = ("method", "weights", "density", "seed")
     combination = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     if options.steps and options.method != "average":
         raise TuneError("--steps names checkpoints of a run to average: it goes with --method average")
     if options.method == "average":
-        if options.adapter or len(combination) > 1:
+        if options.adapter or options.packed or len(combination) > 1:
             raise TuneError("--method average takes the folder of a run, OUT and --steps, and nothing else")
         with new_folder(options.out):
             from tune.peft import average
@@ -47,4 +48,5 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     with new_folder(options.out):
         from tune.peft import adapter_folder, merge
 
-        merge(options.base, [*map(adapter_folder, options.adapter)], options.out, **combination)
+        adapters = [*map(adapter_folder, options.adapter)]
+        merge(options.base, adapters, options.out, options.packed, **combination)

@@ -12,15 +12,20 @@ from tune.peft.named import steps_of
 from tune.peft.opened import open_model
 
 
-def merge(base: str | Path, adapter: str | Path | Sequence[str | Path], out: str | Path, **combination: Any) -> None:
+def merge(
+    base: str | Path, adapter: str | Path | Sequence[str | Path], out: str | Path, packed: bool = False,
+    **combination: Any,
+) -> None:  # fmt: skip
     """Write to `out` the model `base` with `adapter` merged in, with the names and types of the base.
 
     The tokenizer is that of the adapter's folder, if it has one. The adapter and one tensor of the base are in
     memory. Adapters are merged in fp32. Several become one first, see `load_combined` for the `combination`. `out`
-    appears, or is replaced, when it is complete.
+    appears, or is replaced, when it is complete. A quantized base is dequantized; with `packed`, what the adapters do
+    not change stays as it is.
 
     Raises:
-        TuneError: layers or shapes of the adapter do not fit the base; the base is quantised, or is no model folder.
+        TuneError: layers or shapes of the adapter do not fit the base; the base is no model folder, or not quantized
+            and `packed`.
     """
     adapters = [Path(each) for each in ([adapter] if isinstance(adapter, str | Path) else adapter)]
     ConfigFile(Path(base))  # neither an adapter nor a run
@@ -28,7 +33,7 @@ def merge(base: str | Path, adapter: str | Path | Sequence[str | Path], out: str
     opened.on_disk(**combination)
     names = ", ".join(f"`{'/'.join(each.parts[-2:])}`" for each in adapters)
     what = f"adapter {names} merged" if len(adapters) == 1 else f"adapters {names} merged ({combination['method']})"
-    opened.export(Path(out), f"`{name_of(Path(base))}` with the {what} in by tune.")
+    opened.export(Path(out), f"`{name_of(Path(base))}` with the {what} in by tune.", packed=packed)
 
 
 def average(run: str | Path, out: str | Path, steps: Sequence[int] | None = None) -> None:

@@ -194,15 +194,16 @@ class OpenedModel:
                 raise TuneError(f"{where} has values that are not finite in {name}: its training failed")
         return model
 
-    def export(self, out: Path, what: str, compressor: Compressor | None = None) -> None:
+    def export(self, out: Path, what: str, compressor: Compressor | None = None, packed: bool = False) -> None:
         """Write the model that `on_disk` has opened to `out` in Hugging Face layout, adapters merged, one tensor at a
-        time, with a card that says `what` it is."""
+        time, with a card that says `what` it is. With `packed`, weights that are quantized stay so where no adapter
+        changes them (`tune.checkpointers.export`)."""
         source, tokenizer = self.folders.base, self.exported_tokenizer()
         if tokenizer and getattr(self.model.config, "scores", False) and self.model.config.pad_id is None:
             set_pad(self.model, tokenizer.pad_id)
         export(
             self.model, tokenizer, out, init("cpu"), source=source, card=card(source, what),
-            base=self.base, compressor=compressor,
+            base=self.base, compressor=compressor, packed=packed,
         )  # fmt: skip
 
     def compressor(self, kind: str, dynamic: bool = False) -> Compressor:
