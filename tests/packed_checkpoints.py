@@ -121,3 +121,25 @@ def awq(folder: Path, size: int = 32) -> Path:
         return {f"{stem}.qweight": words, f"{stem}.qzeros": zeros, f"{stem}.scales": scales}
 
     return rewrite(folder, make, LINEAR, quant_method="awq", bits=4, group_size=size, zero_point=True, version="gemm")
+
+
+def gptq(folder: Path, bits: int = 4, size: int = 32, **settings: object) -> Path:
+    """As GPTQModel: random words of codes and of zeros (none the largest), scales for groups of `size` inputs."""
+    generator, per = torch.Generator().manual_seed(1), 32 // bits
+
+    def words(*shape: int) -> Tensor:
+        codes = torch.randint(2**bits - 1, (*shape, per), generator=generator)
+        total = (codes << torch.arange(0, 32, bits)).sum(-1)
+        return torch.where(total >= 2**31, total - 2**32, total).int()
+
+    def make(name: str, weight: Tensor) -> dict[str, Tensor]:
+        outputs, inputs = weight.shape
+        return {
+            name.replace("weight", "qweight"): words(inputs // per, outputs),
+            name.replace("weight", "qzeros"): words(inputs // size, outputs // per),
+            name.replace("weight", "scales"): torch.rand(inputs // size, outputs, generator=generator).half() / 2**bits,
+            name.replace("weight", "g_idx"): torch.arange(inputs, dtype=torch.int32) // size,
+        }
+
+    about = {"quant_method": "gptq", "bits": bits, "group_size": size, "desc_act": False, "sym": False} | settings
+    return rewrite(folder, make, LINEAR, **about)

@@ -140,6 +140,25 @@ def test_awq_is_what_compressed_tensors_converts_it_to(copy):
     open_checkpoint(folder)
 
 
+@pytest.mark.parametrize(("bits", "version"), [(4, "gptq"), (8, "gptq"), (4, "gptq_v2")])
+def test_gptq_is_what_gptqmodel_computes_with(bits, version, copy):
+    """`scales[g_idx] * (codes - zeros[g_idx])` in fp16, by input; the zeros of its first version are one too small."""
+    folder = made.gptq(copy, bits, checkpoint_format=version)
+    name, tensor = next(iter(quantized(folder).items()))
+    parts, per = module_of(folder, name), 32 // bits
+    inputs, groups = tensor.shape[1], parts["g_idx"].long()
+
+    def code(words, index):
+        return (words >> bits * index) & (2**bits - 1)
+
+    codes = torch.stack([code(parts["qweight"][each // per], each % per) for each in range(inputs)])
+    zeros = [code(parts["qzeros"][:, each // per], each % per) for each in range(tensor.shape[0])]
+    zeros = torch.stack(zeros, dim=1) + (version == "gptq")
+    expected = parts["scales"][groups] * (codes - zeros[groups]).half()
+    assert torch.equal(tensor.read(), expected.T.bfloat16())
+    open_checkpoint(folder)
+
+
 def test_nvfp4_of_model_optimizer(copy):
     """Its second scale is a factor, of which compressed-tensors stores the inverse."""
     from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
@@ -170,6 +189,7 @@ def test_nvfp4_of_model_optimizer(copy):
 MAKERS = {
     "fp8 of 48": lambda folder: made.fp8(folder, 48),
     "awq": made.awq,
+    "gptq": made.gptq,
     **{kind: lambda folder, kind=kind: made.compressed(folder, FORMS[kind][0], **FORMS[kind][1]) for kind in FORMS},
 }
 
@@ -299,7 +319,7 @@ def without(folder, pattern):
 @pytest.mark.parametrize(
     ("kind", "spoil", "facts"),
     [
-        ("fp8 of 48", {"quant_method": "gptq"}, ["config.json", "gptq", "compressed-tensors", "dequantize=True"]),
+        ("fp8 of 48", {"quant_method": "hqq"}, ["config.json", "hqq", "compressed-tensors", "dequantize=True"]),
         ("fp8 of 48", {"quant_method": None}, ["config.json", "not named"]),
         (
             "fp8 of 48",
@@ -312,6 +332,8 @@ def without(folder, pattern):
         ("int4", "weight_scale", ["down_proj.weight_packed", "int32", "no scales"]),
         ("awq", {"bits": 8}, ["8 bits", "AWQ"]),
         ("awq", {"version": "gemv"}, ["gemv", "AWQ"]),
+        ("gptq", {"desc_act": True}, ["GPTQ", "desc_act=True", "down_proj.weight"]),
+        ("gptq", {"bits": 3}, ["GPTQ", "3 bits"]),
         ("awq", {"group_size": 64}, ["down_proj.scales", "[4, 64]", "[2, 64]"]),
     ],
 )

@@ -89,7 +89,7 @@ def test_it_is_rehearsed(checkpoint, chats, told, tmp_path, capsys):
     planned = capsys.readouterr().out
     main([*plan, *settings, f"model.path={checkpoint}"])
     assert planned.replace(str(base), "") == capsys.readouterr().out.replace(str(checkpoint), "")
-    change(base, quant_method="gptq")
-    assert "gptq" in told("lora_finetune", settings)
+    change(base, quant_method="hqq")
+    assert "hqq" in told("lora_finetune", settings)
     with pytest.raises(SystemExit):
         main([*plan, *settings])

@@ -145,9 +145,9 @@ def test_continued_with_other_settings(inputs, run_recipe, capfd, told):
 
 
 def test_merging_into_quantised_weights(adapter, inputs, capfd):
-    inputs.change_json("config.json", quantization_config={"quant_method": "gptq", "bits": 4})
+    inputs.change_json("config.json", quantization_config={"quant_method": "hqq", "bits": 4})
     assert fails(["merge", str(inputs.model), str(adapter), str(inputs.folder / "out")]) == 2
-    assert "quantised by gptq" in capfd.readouterr().err
+    assert "quantised by hqq" in capfd.readouterr().err
 
 
 def test_merging_into_a_base_with_another_vocabulary(adapter, inputs, capfd):

@@ -172,9 +172,9 @@ def unknown_rope_scaling(inputs):
     inputs.change_json("config.json", rope_parameters=None, rope_scaling={"type": "magic", "factor": 2.0})
 
 
-@wrong("config.json", "gptq", "dequantize=True")
+@wrong("config.json", "hqq", "dequantize=True")
 def quantised_checkpoint(inputs):
-    inputs.change_json("config.json", quantization_config={"quant_method": "gptq", "bits": 4})
+    inputs.change_json("config.json", quantization_config={"quant_method": "hqq", "bits": 4})
 
 
 @wrong("model.path", "no *.safetensors", "from_scratch=true")

@@ -2,7 +2,8 @@
 
 A weight is `(codes - zeros) * scales`. `plain_tensors` finds these tensors by their names, and gives in their place a
 `PackedTensor`, which has the name and the shape of the weight and dequantizes the slice that is read of it. What loads,
-shards, quantizes or exports weights knows nothing of it. `FORMATS` are the formats.
+shards, quantizes or exports weights knows nothing of it. `METHODS` says how each
+`quant_method` stores a weight.
 """
 
 import math
@@ -23,7 +24,7 @@ from tune.models import read_json
 from tune.quantization import FP4
 
 FIELD = "quantization_config"
-AT_A_TIME = 2**22  # weights that are dequantized: intermediate results take ten times the bytes of a weight
+AT_A_TIME = 2**23  # weights that are dequantized: intermediate results take ten times the bytes of a weight
 MALFORMED = (LookupError, TypeError, AttributeError, ValueError)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Of the formats of compressed-tensors, whether several codes are in a word.
@@ -133,7 +134,7 @@ Grids = tuple[list[int], Grid, Grid, Grid | None]  # the shape of a weight; code
 
 
 @dataclass(frozen=True)
-class Format:
+class Method:
     """How a `quant_method` stores a weight: `suffixes` are what stands after its name in the names of its parts, and
     `read` makes its grids of the parts, by these suffixes, and of the method's settings for its module."""
 
@@ -159,17 +160,17 @@ def plain_tensors(folder: Path) -> dict[str, DiskTensor]:
     settings, tensors = quantization(folder), disk_tensors(folder)
     if not settings:
         return tensors
-    form, dtype = FORMATS[settings["quant_method"]], plain_dtype(read_json(folder / "config.json"))
+    method, dtype = METHODS[settings["quant_method"]], plain_dtype(read_json(folder / "config.json"))
     owners, packed = dict[str, str](), dict[str, PackedTensor]()
     for name in tensors:
-        suffix = next((each for each in form.scales if name.endswith(each)), None)
+        suffix = next((each for each in method.scales if name.endswith(each)), None)
         stem = name.removesuffix(suffix) if suffix else ""
-        parts = form.parts(stem, tensors) if suffix else {}
-        if not parts.keys() & {*form.codes}:
+        parts = method.parts(stem, tensors) if suffix else {}
+        if not parts.keys() & {*method.codes}:
             continue
-        weight = stem + form.weight
+        weight = stem + method.weight
         with explained(f"{folder / 'config.json'}: {FIELD} is not understood", *MALFORMED):
-            shape, codes, scales, zeros = form.read(weight, parts, settings)
+            shape, codes, scales, zeros = method.read(weight, parts, settings)
         for grid in filter(None, (codes, scales, zeros)):
             grid.require_shape(weight, shape)
         packed[weight] = PackedTensor(
@@ -187,7 +188,7 @@ def plain_tensors(folder: Path) -> dict[str, DiskTensor]:
     left = {name: tensor for name, tensor in tensors.items() if name not in known}
     for tensor in left.values():
         is_float8 = tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point
-        if is_float8 or tensor.name.endswith(tuple(filter(None, form.codes))):
+        if is_float8 or tensor.name.endswith(tuple(filter(None, method.codes))):
             raise TuneError(
                 f"{tensor.file}: {tensor.name} is quantized ({tensor.dtype}) and has no scales. Download all files of "
                 "the checkpoint again"
@@ -200,15 +201,16 @@ def quantization(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     fields = read_json(file) if file.exists() else {}
     settings = fields.get(FIELD) or (fields.get("text_config") or {}).get(FIELD) or {}
-    if settings and settings.get("quant_method") not in FORMATS:
-        raise refused(file, f"by {settings.get('quant_method') or 'a method that is not named'}")
+    method = settings.get("quant_method") if isinstance(settings, dict) else settings
+    if settings and method not in METHODS:
+        raise refused(file, f"by {method or 'a method that is not named'}")
     return dict(settings)
 
 
 def refused(where: Path | str, how: str) -> TuneError:
     """The error for weights that are quantized in a way that is not read."""
     return TuneError(
-        f"{where}: the weights are quantised {how}, which is not read; these are: {', '.join(FORMATS)}. Take the "
+        f"{where}: the weights are quantised {how}, which is not read; these are: {', '.join(METHODS)}. Take the "
         "checkpoint in bf16, fp16 or fp32, or make it with transformers: from_pretrained with the quantisation config "
         "of this kind and dequantize=True (or model.dequantize()), then save_pretrained"
     )
@@ -260,7 +262,7 @@ def packed_config(fields: Mapping[str, Any], plain: Collection[str]) -> dict[str
     if FIELD not in fields:
         return {**fields, "text_config": packed_config(fields["text_config"], plain)}
     settings = fields[FIELD]
-    key = next((each for each in EXCLUDED if settings.get(each)), FORMATS[settings["quant_method"]].excluded)
+    key = next((each for each in EXCLUDED if settings.get(each)), METHODS[settings["quant_method"]].excluded)
     modules = {name.removesuffix(".weight") for name in plain}
     modules |= {_part(name) for name in plain if ".experts." in name}  # one module for all, in transformers
     return {**fields, FIELD: settings | {key: [*(settings.get(key) or ()), *sorted(modules)]}}
@@ -274,7 +276,7 @@ def _part(name: str) -> str:
 
 def _fp8(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:
     """FP8 with scales in fp32, for blocks of 128 by 128 (DeepSeek-V3), for rows, or one for all."""
-    codes, scales = parts[""], next(parts[suffix] for suffix in FORMATS["fp8"].scales if suffix in parts)
+    codes, scales = parts[""], next(parts[suffix] for suffix in METHODS["fp8"].scales if suffix in parts)
     if codes.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
         raise refused(codes.file, f"as {codes.dtype} in {weight}")
     *_, rows, columns = codes.shape
@@ -314,7 +316,9 @@ def _compressed(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:
     is_packed = "_packed" in parts
     if is_packed != WORDS.get(form, not is_packed) or how.get("actorder") == "group" or bits not in (4, 8):
         raise refused(codes.file, f"as {form} of compressed-tensors, in {bits} bits, in {weight}")
-    per, decode = (2, _fp4) if codes.dtype == torch.uint8 else (32 // bits, _integers(bits))
+    per, decode = (
+        (2, _fp4) if codes.dtype == torch.uint8 else (32 // bits, _numbers([*range(0, 32, bits)], center=1 << bits - 1))
+    )
     if not is_packed:
         per, decode = 1, _as_stored
     *lead, rows, columns = codes.shape
@@ -358,12 +362,31 @@ def _awq(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:
     inputs, outputs = codes.shape[0], scales.shape[1]
     size = settings.get("group_size", 128)
     block = (1, size if size > 0 else inputs)
-    grid = Grid(codes, (1, 1), _awq_integers, 8, -2, transposed=True)
+    decode = _numbers([0, 16, 4, 20, 8, 24, 12, 28])
     return (
         [outputs, inputs],
-        grid,
+        Grid(codes, (1, 1), decode, 8, -2, transposed=True),
         Grid(scales, block, transposed=True),
-        Grid(zeros, block, _awq_integers, 8, -2, transposed=True),
+        Grid(zeros, block, decode, 8, -2, transposed=True),
+    )
+
+
+def _gptq(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:
+    """GPTQ: `[in * bits / 32, out]`, scales and zeros for groups of neighboring inputs."""
+    codes, scales, zeros = (parts[suffix] for suffix in (".qweight", ".scales", ".qzeros"))
+    bits, size = settings["bits"], settings["group_size"]
+    if bits not in (4, 8) or settings.get("desc_act"):
+        raise refused(codes.file, f"by GPTQ in {bits} bits with desc_act={settings.get('desc_act')} in {weight}")
+    per, decode = 32 // bits, _numbers([*range(0, 32, bits)])
+    inputs, outputs = codes.shape[0] * per, codes.shape[1]
+    block = (1, size if size > 0 else inputs)
+    # Zeros are stored less one, but in version 2.
+    one = 0 if settings.get("checkpoint_format") == "gptq_v2" else sum(1 << shift for shift in range(0, 32, bits))
+    return (
+        [outputs, inputs],
+        Grid(codes, (1, 1), decode, per, transposed=True),
+        Grid(scales, block, transposed=True),
+        Grid(zeros, block, lambda words: decode(words + one), per, -2, transposed=True),
     )
 
 
@@ -385,32 +408,28 @@ def _fp4(pairs: Tensor) -> Tensor:
     return torch.nn.functional.embedding(pairs.int(), PAIRS).flatten(-2)
 
 
-def _integers(bits: int) -> Callable[[Tensor], Tensor]:
-    """Makes signed numbers of words of 32 bits, the first in the lowest bits."""
+def _numbers(shifts: Sequence[int], center: int = 0) -> Callable[[Tensor], Tensor]:
+    """Makes the numbers of words of 32 bits, of which each begins at one of the bits `shifts`, less `center`."""
 
     def decode(words: Tensor) -> Tensor:
-        shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-        return ((words[..., None] >> shifts & (1 << bits) - 1) - (1 << bits - 1)).flatten(-2)
+        places = torch.tensor(shifts, dtype=torch.int32)
+        return ((words[..., None] >> places & (1 << 32 // len(shifts)) - 1) - center).flatten(-2)
 
     return decode
 
 
-def _awq_integers(words: Tensor) -> Tensor:
-    shifts = torch.tensor([0, 16, 4, 20, 8, 24, 12, 28], dtype=torch.int32)
-    return (words[..., None] >> shifts & 15).flatten(-2)
-
-
-FORMATS = {
-    "fp8": Format(("",), ("_scale_inv", "_scale"), _fp8),
-    "fbgemm_fp8": Format(("",), ("_scale",), _fp8),
-    "mxfp4": Format(("_blocks",), ("_scales",), _mxfp4),
-    "compressed-tensors": Format(
+METHODS = {
+    "fp8": Method(("",), ("_scale_inv", "_scale"), _fp8),
+    "fbgemm_fp8": Method(("",), ("_scale",), _fp8),
+    "mxfp4": Method(("_blocks",), ("_scales",), _mxfp4),
+    "compressed-tensors": Method(
         ("_packed", ""),
         ("_scale",),
         _compressed,
         others=("_global_scale", "_zero_point", "_shape"),
         excluded="ignore",
     ),
-    "modelopt": Format(("",), ("_scale",), _modelopt, others=("_scale_2",), excluded="ignore"),
-    "awq": Format((".qweight",), (".scales",), _awq, others=(".qzeros",), weight=".weight"),
+    "modelopt": Method(("",), ("_scale",), _modelopt, others=("_scale_2",), excluded="ignore"),
+    "gptq": Method((".qweight",), (".scales",), _gptq, others=(".qzeros", ".g_idx"), weight=".weight"),
+    "awq": Method((".qweight",), (".scales",), _awq, others=(".qzeros",), weight=".weight"),
 }
