@@ -9,7 +9,7 @@ from pathlib import Path
 import packed_checkpoints as made
 import pytest
 import torch
-from helpers import make_adapter, save_checkpoint
+from helpers import make_adapter, run_processes, save_checkpoint
 from packed_checkpoints import rewrite
 from safetensors.torch import load_file, save_file
 
@@ -421,3 +421,16 @@ def test_nothing_stays_packed_of_a_plain_base(checkpoint, tmp_path):
     with pytest.raises(SystemExit):
         main(["merge", str(checkpoint), str(adapter), str(tmp_path / "out"), "--packed"])
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_loading_takes_the_memory_of_a_slice(processes, tmp_path):
+    """Beyond the model in fp32: of 33 million weights, stacked experts, the part in bf16, and what is dequantized at a
+    time. In fp32 at once they would take 134 MB in each of three steps."""
+    shape = GPT_OSS | {"num_local_experts": 8, "hidden_size": 1024, "intermediate_size": 2048, "head_dim": 64}
+    made.mxfp4(save_checkpoint(tmp_path, "GptOssConfig", **shape))
+    script = Path(__file__).with_name("measure_loading.py")
+    grown, held = map(float, run_processes(script, processes, str(tmp_path)).split()[-2:])
+    assert held > 380 / processes
+    assert grown < held + 67 / processes + 160

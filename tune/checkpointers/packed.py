@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from tune.checkpointers.disk import DiskTensor, disk_tensors
 from tune.errors import TuneError, explained
@@ -35,9 +36,10 @@ WORDS = {
 EXCLUDED = ("modules_to_not_convert", "ignored_layers", "ignore")  # names of the setting of modules that are not
 # What quantizes activations and caches when a model runs, which training does not.
 OF_ACTIVATIONS = re.compile(r"(^|[._])(input|output|activation|[qkv])_(global_)?(scale|zero_point)(_ub)?$")
-# The numbers that a byte stands for: two codes of E2M1, the first in its low bits, `[256, 2]`; an exponent of two
-# (OCP Microscaling, 2023).
-PAIRS = torch.cat([FP4, -FP4])[[[byte & 15, byte >> 4] for byte in range(256)]]
+# The numbers that a byte stands for: two of 4 bits, `[256, 2]`, the first in its low bits, integers or E2M1; a power
+# of two, by its exponent (OCP Microscaling, 2023).
+NIBBLES = torch.tensor([[byte & 15, byte >> 4] for byte in range(256)], dtype=torch.int8, device="cpu")
+PAIRS = torch.cat([FP4, -FP4])[NIBBLES.long()]
 POWERS = torch.tensor([2.0 ** (byte - 127) for byte in range(256)], device="cpu")
 
 
@@ -80,11 +82,13 @@ class Grid:
         is_last = (self.packed == -1) != self.transposed
         numbers = self.decode(elements if is_last else elements.mT)
         numbers = numbers[..., spans[self.packed].start % self.per :][..., : _length(spans[self.packed])]
-        numbers = numbers if self.packed == -1 else numbers.mT
-        for dimension, part, size, span in zip((-2, -1), (rows, columns), self.block, spans, strict=True):
+        numbers = numbers if is_last else numbers.mT
+        dimensions = (-1, -2) if self.transposed else (-2, -1)  # as on disk, in which order all grids of a weight are
+        for dimension, part, size, span in zip(dimensions, (rows, columns), self.block, spans, strict=True):
             if size > 1 and _length(span) > 1:
-                numbers = numbers.index_select(dimension, torch.arange(part.start, part.stop) // size - span.start)
-        return numbers
+                numbers = numbers.repeat_interleave(size, dimension)
+                numbers = numbers.narrow(dimension, part.start % size, _length(part))
+        return numbers.mT if self.transposed else numbers
 
     def require_shape(self, weight: str, shape: Sequence[int]) -> None:
         """Raises TuneError if the grid is none of a weight of this `shape`."""
@@ -316,9 +320,7 @@ def _compressed(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:
     is_packed = "_packed" in parts
     if is_packed != WORDS.get(form, not is_packed) or how.get("actorder") == "group" or bits not in (4, 8):
         raise refused(codes.file, f"as {form} of compressed-tensors, in {bits} bits, in {weight}")
-    per, decode = (
-        (2, _fp4) if codes.dtype == torch.uint8 else (32 // bits, _numbers([*range(0, 32, bits)], center=1 << bits - 1))
-    )
+    per, decode = (2, _fp4) if codes.dtype == torch.uint8 else (32 // bits, _integers(bits, center=1 << bits - 1))
     if not is_packed:
         per, decode = 1, _as_stored
     *lead, rows, columns = codes.shape
@@ -362,7 +364,7 @@ def _awq(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:
     inputs, outputs = codes.shape[0], scales.shape[1]
     size = settings.get("group_size", 128)
     block = (1, size if size > 0 else inputs)
-    decode = _numbers([0, 16, 4, 20, 8, 24, 12, 28])
+    decode = _integers(4, order=[0, 4, 1, 5, 2, 6, 3, 7])
     return (
         [outputs, inputs],
         Grid(codes, (1, 1), decode, 8, -2, transposed=True),
@@ -377,7 +379,7 @@ def _gptq(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:
     bits, size = settings["bits"], settings["group_size"]
     if bits not in (4, 8) or settings.get("desc_act"):
         raise refused(codes.file, f"by GPTQ in {bits} bits with desc_act={settings.get('desc_act')} in {weight}")
-    per, decode = 32 // bits, _numbers([*range(0, 32, bits)])
+    per, decode = 32 // bits, _integers(bits)
     inputs, outputs = codes.shape[0] * per, codes.shape[1]
     block = (1, size if size > 0 else inputs)
     # Zeros are stored less one, but in version 2.
@@ -405,15 +407,16 @@ def _factors(scales: Tensor) -> Tensor:
 
 
 def _fp4(pairs: Tensor) -> Tensor:
-    return torch.nn.functional.embedding(pairs.int(), PAIRS).flatten(-2)
+    return embedding(pairs.int(), PAIRS).flatten(-2)
 
 
-def _numbers(shifts: Sequence[int], center: int = 0) -> Callable[[Tensor], Tensor]:
-    """Makes the numbers of words of 32 bits, of which each begins at one of the bits `shifts`, less `center`."""
+def _integers(bits: int, center: int = 0, order: Sequence[int] = ()) -> Callable[[Tensor], Tensor]:
+    """Makes the numbers of words of 32 bits, the first in the lowest bits, less `center`; 4 bits in another `order`."""
 
     def decode(words: Tensor) -> Tensor:
-        places = torch.tensor(shifts, dtype=torch.int32)
-        return ((words[..., None] >> places & (1 << 32 // len(shifts)) - 1) - center).flatten(-2)
+        in_bytes = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+        numbers = in_bytes.short() if bits == 8 else embedding(in_bytes.int(), NIBBLES).flatten(-2)
+        return (numbers.unflatten(-1, (-1, 8))[..., order].flatten(-2) if order else numbers) - center
 
     return decode
 
