@@ -127,6 +127,16 @@ def test_refused(tmp_path, fields, message):
         build_from(tmp_path, fields)
 
 
+def test_kimi_k2_is_read_as_what_it_is_made_like(tmp_path):
+    """transformers has no such type: the folder comes with a copy of DeepSeek's code."""
+    models = []
+    for model_type in ("deepseek_v3", "kimi_k2"):
+        (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK | {"model_type": model_type}))
+        with torch.device("meta"):
+            models.append(build(str(tmp_path)))
+    assert models[0].config == models[1].config and models[0].names == models[1].names
+
+
 def test_layers_that_predict_further_tokens_stay_as_they_are(tmp_path):
     small = {
         "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 2,

@@ -302,13 +302,11 @@ def _modelopt(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:
     codes, scales, factor = parts[""], parts["_scale"], parts.get("_scale_2")
     if factor is None:
         return _fp8(weight, parts, {})
-    *lead, packed = codes.shape
-    return (
-        [*lead, 2 * packed],
-        Grid(codes, decode=_fp4, per=2),
-        Grid(scales, (1, 16), lambda each: each.float() * factor.read()),
-        None,
-    )
+    if codes.dtype != torch.uint8 or scales.dtype != torch.float8_e4m3fn:
+        raise refused(codes.file, f"by {settings.get('quant_algo')} of modelopt in {weight}")
+    shape = [*codes.shape[:-1], 2 * codes.shape[-1]]
+    scale = Grid(scales, (1, 16), lambda each: each.float() * factor.read())
+    return shape, Grid(codes, (1, 1), _fp4, 2), scale, None
 
 
 def _compressed(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:

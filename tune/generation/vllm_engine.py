@@ -4,15 +4,17 @@ import os
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tune import rehearsal
-from tune.checkpointers import hf_tensors
+from tune.checkpointers import hf_tensors, quantization
 from tune.errors import TuneError
 from tune.generation.sampler import GenerativeModel, SampledRow, Sampler
+from tune.lookup import in_shell
 from tune.types import Share
 
 
@@ -40,6 +42,11 @@ class VLLM(Sampler):
         super().__post_init__()
         if find_spec("vllm") is None:
             raise TuneError("vLLM is not installed: pip install vllm, or leave sampling._component_ out")
+        if quantization(Path(self.path)):
+            raise TuneError(
+                f"path: {self.path} is quantized, and so would be vLLM's copy, which takes plain weights. Make a plain "
+                f"one: tune export {in_shell(self.path)} --to hf --out PLAIN"
+            )
         if set_ := [name for name in ("top_k", "top_p", "min_p") if getattr(self, name) is not None]:
             raise TuneError(f"{set_[0]}: vLLM's log-probs are those of what it keeps. Leave it out, or take Sampler")
 

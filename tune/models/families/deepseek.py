@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1, in bf16, and models made like them: latent attention, experts chosen by corrected sigmoids."""
+"""DeepSeek-V3 and R1, and models made like them: latent attention, experts chosen by corrected sigmoids."""
 
 import math
 
@@ -77,4 +77,5 @@ def _corrected_experts(file: ConfigFile) -> ExpertsConfig:
     return read.experts(file, file.integer("n_routed_experts"), router=router, shared=shared)
 
 
-register("deepseek_v3", Family(read_deepseek_v3, NAMES, IGNORED))
+for model_type in ("deepseek_v3", "kimi_k2"):  # the latter with code of its own in the folder, which is the same
+    register(model_type, Family(read_deepseek_v3, NAMES, IGNORED))

@@ -1,4 +1,4 @@
-"""gpt-oss, in bf16: attention sinks, a window in every other layer, and experts with biases and a clamped gate."""
+"""gpt-oss: attention sinks, a window in every other layer, and experts with biases and a clamped gate."""
 
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig

@@ -58,7 +58,7 @@ def read_mixtral(file: ConfigFile) -> DecoderConfig:
 
 
 def read_minimax_m2(file: ConfigFile) -> DecoderConfig:
-    """In bf16: experts chosen by corrected sigmoids; all heads of queries, and all of keys, share one norm."""
+    """Experts chosen by corrected sigmoids; all heads of queries, and all of keys, share one norm."""
     file.set_defaults(head_dim=128, max_position_embeddings=196608, rope_theta=5e6, num_experts_per_tok=8)
     file.expect(router_jitter_noise=0, scoring_func="sigmoid", use_qk_norm=True, qk_norm_type="per_layer")
     file.expect(use_routing_bias=True, shared_intermediate_size=0, sliding_window=None)
