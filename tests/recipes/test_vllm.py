@@ -1,11 +1,13 @@
 """vLLM as the engine of a rollout, with a stand-in of transformers for it: weights, samples and what is refused."""
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import grpo
+import packed_checkpoints
 import pytest
 import torch
 from recipes.test_grpo import requests, settings_of  # noqa: F401
@@ -101,3 +103,9 @@ def test_without_vllm(checkpoint):
 def test_what_it_says_another_thing_of(vllm, checkpoint):
     with pytest.raises(TuneError, match="top_p: vLLM's log-probs are those of what it keeps"):
         VLLM(max_new_tokens=4, path=str(checkpoint), top_p=0.9)
+
+
+def test_a_quantized_copy_takes_no_plain_weights(vllm, checkpoint, tmp_path):
+    folder = packed_checkpoints.fp8(shutil.copytree(checkpoint, tmp_path / "fp8"))
+    with pytest.raises(TuneError, match="--to hf"):
+        VLLM(max_new_tokens=6, path=str(folder))
