@@ -186,7 +186,7 @@ def plain_tensors(folder: Path) -> dict[str, DiskTensor]:
         warnings.warn(
             f"{folder}: the scales of activations, such as {unused[0]} ({len(unused)} tensors), are not used: "
             "activations are not quantized in training",
-            stacklevel=2,
+            stacklevel=1,  # one place, so that it is said once
         )
     known = {*owners, *unused}
     left = {name: tensor for name, tensor in tensors.items() if name not in known}

@@ -18,7 +18,8 @@ from tune.quantization import nf4
 HEADS = ("lm_head", "score")  # of texts, of rewards: not quantised
 GROUPS = {"int4": (128, 64, 32), "mxfp4": (32,), "nf4": (nf4.BLOCK,)}  # weights with a scale: the first that fits
 HALF_RANGE = {"int8": 127.5, "int4": 7.5, "fp8": 448.0}  # of codes: the largest weight is this many scales
-FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device="cpu")  # E2M1
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device="cpu")
+"""The magnitudes of E2M1, by their codes."""
 HALVES = (FP4[1:] + FP4[:-1]) / 2  # what lies there becomes the neighbour with an even code, as IEEE rounds
 HALVES[::2] = torch.nextafter(HALVES, FP4[1:])[::2]
 
