@@ -332,6 +332,10 @@ def without(folder, pattern):
         ("int4", "weight_scale", ["down_proj.weight_packed", "int32", "no scales"]),
         ("awq", {"bits": 8}, ["8 bits", "AWQ"]),
         ("awq", {"version": "gemv"}, ["gemv", "AWQ"]),
+        ("gptq", "qzeros", ["GPTQ", "without zeros", "down_proj.weight"]),
+        ("fp8 of 48", {"quant_method": ["fp8"]}, ["config.json", "['fp8']"]),
+        ("fp8 of 48", {"weight_block_size": [0, 48]}, ["config.json", "quantization_config"]),
+        ("fp8 of 48", {"weight_block_size": [48, 48, 48]}, ["config.json", "quantization_config"]),
         ("gptq", {"desc_act": True}, ["GPTQ", "desc_act=True", "down_proj.weight"]),
         ("gptq", {"bits": 3}, ["GPTQ", "3 bits"]),
         ("awq", {"group_size": 64}, ["down_proj.scales", "[4, 64]", "[2, 64]"]),
@@ -343,6 +347,14 @@ def test_what_is_refused(kind, spoil, facts, copy):
     with pytest.raises(TuneError) as error:
         open_checkpoint(folder)
     assert [fact for fact in facts if fact not in str(error.value)] == []
+
+
+@pytest.mark.parametrize("settings", ["fp8", ["fp8"]])
+def test_settings_that_are_no_mapping(settings, checkpoint, tmp_path):
+    config = json.loads((checkpoint / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    with pytest.raises(TuneError, match=r"config\.json.*fp8"):
+        open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(

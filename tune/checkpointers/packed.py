@@ -26,7 +26,7 @@ from tune.quantization import FP4
 
 FIELD = "quantization_config"
 AT_A_TIME = 2**23  # weights that are dequantized: intermediate results take ten times the bytes of a weight
-MALFORMED = (LookupError, TypeError, AttributeError, ValueError)
+MALFORMED = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Of the formats of compressed-tensors, whether several codes are in a word.
 WORDS = {
@@ -175,8 +175,10 @@ def plain_tensors(folder: Path) -> dict[str, DiskTensor]:
         weight = stem + method.weight
         with explained(f"{folder / 'config.json'}: {FIELD} is not understood", *MALFORMED):
             shape, codes, scales, zeros = method.read(weight, parts, settings)
-        for grid in filter(None, (codes, scales, zeros)):
-            grid.require_shape(weight, shape)
+            for grid in filter(None, (codes, scales, zeros)):
+                grid.require_shape(weight, shape)
+        if not (scales.tensor.dtype.is_floating_point or scales.tensor.dtype == torch.uint8):
+            raise refused(scales.tensor.file, f"with scales of {scales.tensor.dtype} in {weight}")
         packed[weight] = PackedTensor(
             weight, codes.tensor.file, shape, dtype, codes, scales, zeros, tuple(parts.values())
         )
@@ -205,8 +207,10 @@ def quantization(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     fields = read_json(file) if file.exists() else {}
     settings = fields.get(FIELD) or (fields.get("text_config") or {}).get(FIELD) or {}
-    method = settings.get("quant_method") if isinstance(settings, dict) else settings
-    if settings and method not in METHODS:
+    if not isinstance(settings, dict):
+        raise TuneError(f"{file}: {FIELD} must hold a mapping; found {settings!r}. Download the file again")
+    method = settings.get("quant_method")
+    if settings and method not in [*METHODS]:
         raise refused(file, f"by {method or 'a method that is not named'}")
     return dict(settings)
 
@@ -358,7 +362,7 @@ def _awq(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:
     """4-bit AWQ: `[in, out / 8]`, in an order of their own within a word; scales and zeros for groups of inputs."""
     codes, scales, zeros = parts[".qweight"], parts[".scales"], parts.get(".qzeros")
     if settings.get("bits", 4) != 4 or settings.get("version", "gemm").lower() != "gemm" or zeros is None:
-        raise refused(codes.file, f"by {settings.get('version')} of AWQ in {settings.get('bits')} bits in {weight}")
+        raise refused(codes.file, _how(f"AWQ, {settings.get('version')}", settings.get("bits"), zeros, weight))
     inputs, outputs = codes.shape[0], scales.shape[1]
     size = settings.get("group_size", 128)
     block = (1, size if size > 0 else inputs)
@@ -373,10 +377,10 @@ def _awq(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:
 
 def _gptq(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:
     """GPTQ: `[in * bits / 32, out]`, scales and zeros for groups of neighboring inputs."""
-    codes, scales, zeros = (parts[suffix] for suffix in (".qweight", ".scales", ".qzeros"))
-    bits, size = settings["bits"], settings["group_size"]
-    if bits not in (4, 8) or settings.get("desc_act"):
-        raise refused(codes.file, f"by GPTQ in {bits} bits with desc_act={settings.get('desc_act')} in {weight}")
+    codes, scales, zeros = parts[".qweight"], parts[".scales"], parts.get(".qzeros")
+    bits, size, ordered = settings.get("bits"), settings["group_size"], settings.get("desc_act")
+    if bits not in (4, 8) or ordered or zeros is None:
+        raise refused(codes.file, _how(f"GPTQ, desc_act={ordered}", bits, zeros, weight))
     per, decode = 32 // bits, _integers(bits)
     inputs, outputs = codes.shape[0] * per, codes.shape[1]
     block = (1, size if size > 0 else inputs)
@@ -388,6 +392,10 @@ def _gptq(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:
         Grid(scales, block, transposed=True),
         Grid(zeros, block, lambda words: decode(words + one), per, -2, transposed=True),
     )
+
+
+def _how(method: str, bits: int | None, zeros: DiskTensor | None, weight: str) -> str:
+    return f"by {method}, in {bits} bits, with{'' if zeros else 'out'} zeros in {weight}"
 
 
 def _columns(shape: DiskTensor) -> int:
