@@ -13,7 +13,7 @@ from helpers import make_adapter, run_processes, save_checkpoint
 from packed_checkpoints import rewrite
 from safetensors.torch import load_file, save_file
 
-from tune.checkpointers import DiskTensor, load_model, open_checkpoint
+from tune.checkpointers import DiskTensor, export, load_model, open_checkpoint
 from tune.checkpointers.packed import PackedTensor, plain_config, plain_tensors
 from tune.cli import main
 from tune.errors import TuneError
@@ -446,3 +446,22 @@ def test_loading_takes_the_memory_of_a_slice(processes, tmp_path):
     grown, held = map(float, run_processes(script, processes, str(tmp_path)).split()[-2:])
     assert held > 380 / processes
     assert grown < held + 67 / processes + 160
+
+
+def test_what_is_frozen_stays_packed(copy, tmp_path):
+    """Of a model that is trained in part, without adapters."""
+    base = made.fp8(copy)
+    model, weights = load_model(base), open_checkpoint(base)[1]
+    model.requires_grad_(False)
+    trained = model.blocks[1].mlp.down.weight.requires_grad_(True)
+    with torch.no_grad():
+        trained += 0.01
+    export(model, None, tmp_path / "out", source=base, base=weights, packed=True)
+    kept = {name for name in quantized(base) if "layers.1.mlp" not in name}
+    assert quantized(tmp_path / "out").keys() == kept
+    found = {name: tensor.read() for name, tensor in plain_tensors(tmp_path / "out").items()}
+    for name, tensor in plain_tensors(base).items():
+        is_trained = name == "model.layers.1.mlp.down_proj.weight"
+        assert torch.equal(found[name], trained.bfloat16() if is_trained else tensor.read()), name
+    export(model, None, tmp_path / "plain", source=base, packed=False)
+    assert not quantized(tmp_path / "plain")

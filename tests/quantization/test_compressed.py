@@ -190,7 +190,7 @@ WRONG = {
     "there already": (["MODEL", "--to", "int8", "--out", "MODEL"], "exists already"),
     "odd rows": (["ODD", "--to", "int4"], "are no groups of 128 or 64 or 32: take int8"),
     "experts": (["EXPERTS", "--to", "fp8"], "only dense models are quantised"),
-    "quantised already": (["AGAIN", "--to", "int8"], "the weights are quantised (compressed-tensors)"),
+    "quantised in a way that is not read": (["AGAIN", "--to", "int8"], "quantised by bitsandbytes"),
 }
 
 
@@ -204,7 +204,7 @@ def test_wrong_inputs(wrong: str, checkpoint: Path, tmp_path: Path, capsys: pyte
         places["EXPERTS"] = save_checkpoint(tmp_path / "experts", "MixtralConfig", num_local_experts=4)
     if "AGAIN" in arguments:
         places["AGAIN"] = tmp_path / "again"
-        main(["quantize", str(checkpoint), "--to", "int8", "--out", str(tmp_path / "again")])
+        main(["quantize", str(checkpoint), "--to", "nf4", "--out", str(tmp_path / "again")])
     if "--out" not in arguments:
         arguments = [*arguments, "--out", "NEW"]
     with pytest.raises(SystemExit) as stopped:
