@@ -89,6 +89,7 @@ CASES = {
     "chat, users": ("chat", "supervised", {"train_on": ["user"], "max_seq_len": 400}),
     "chat, without ends": ("chat", "supervised", {"train_on_end_of_turn": False}),
     "text, bare pieces": ("text", "supervised", {"bos_in_pieces": False}),
+    "chat, as seen": ("chat", "supervised", {"turns": "as_seen"}),
     "preferences": ("preferences", "preferences", {}),
     "graded": ("preferences", "graded", {}),
     "labelled": ("labelled", "labelled", {"packed": True}),
@@ -97,7 +98,7 @@ CASES = {
 }
 COUNTED = ("format", "rows", "dropped", "kept", "truncated", "cut_tokens", "clipped", "split", "endless", "remarks")
 DIGESTS = {
-    1: {
+    2: {
         "marked": {
             "chat": "399e8f271420f4d4",
             "sharegpt": "bf06dec92fa6bdae",
@@ -110,6 +111,7 @@ DIGESTS = {
             "chat, users": "a8627ff4266980aa",
             "chat, without ends": "45a92941d4572949",
             "text, bare pieces": "10cff4016a1ec62f",
+            "chat, as seen": "e0e44f2692325f73",
             "preferences": "15fc35f7e76f71d1",
             "graded": "6f811ff01448480b",
             "labelled": "30d0df7c3dc398a1",
@@ -125,9 +127,10 @@ DIGESTS = {
             "tokens": "739ea7307f2d652b",
             "chat, split": "a81bfc0a0d59ac65",
             "chat, all": "1f1215f499dfe411",
-            "chat, users": "ab70b0b84d169abb",
+            "chat, users": "2351046ca2d858bf",
             "chat, without ends": "6d2417b557b85a99",
             "text, bare pieces": "10cff4016a1ec62f",
+            "chat, as seen": "f9a207e8f714433b",
             "preferences": "4ccd58c003f4113d",
             "graded": "2624370df96f945b",
             "labelled": "30d0df7c3dc398a1",
@@ -143,9 +146,10 @@ DIGESTS = {
             "tokens": "739ea7307f2d652b",
             "chat, split": "1140f8880c485bab",
             "chat, all": "35ec49e84a9437ed",
-            "chat, users": "1812966d80e2718b",
+            "chat, users": "a20b09625d849019",
             "chat, without ends": "c6998134abcd212a",
             "text, bare pieces": "10cff4016a1ec62f",
+            "chat, as seen": "b2ca3aa732ce87df",
             "preferences": "abc7b1c3fa6a9ab5",
             "graded": "e26aab9aac83d173",
             "labelled": "30d0df7c3dc398a1",

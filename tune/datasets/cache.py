@@ -28,7 +28,7 @@ from tune.files import content_digest, written_aside
 from tune.secrets import without_secrets
 
 ARRAYS = ("tokens", "labels", "lengths", "supervised", "digests")
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Raise it when the same rows give other samples or counts: tests/datasets/test_format_version.py fails then."""
 TELL = 10.0  # seconds between lines on how far it is
 

@@ -69,6 +69,53 @@ def fit(
     return outcomes[0] if len(outcomes) == 1 else _group(outcomes, place)
 
 
+def fit_turns(
+    examples: Sequence[Example], max_len: int, too_long: TooLong | None, again: Render, prefix: list[int], place: str
+) -> Outcome:
+    """What becomes of a row whose answers are learned one by one, in the context that each is asked in: what becomes
+    of a row of each alone. Arguments and errors are those of `fit`.
+
+    Where a context is what an earlier answer was learned in, and goes on behind it, one sample has both. The samples
+    that are left are groups of `max_len` tokens together, so that one micro-batch has them and computes once what they
+    begin with alike.
+    """
+    outcomes = []
+    for example in examples:
+        try:
+            outcomes.append(fit([example], max_len, too_long, again, prefix, place))
+        except Dropped as reason:
+            outcomes.append(Outcome(dropped=str(reason), cut=len(example.sample.tokens)))
+    whole = _joined(outcomes)
+    if not whole.samples:
+        return outcomes[0]
+    samples = list[Sample]()
+    for sample in whole.samples:
+        joined = _continued(samples[-1], sample) if samples else None
+        if joined:
+            samples[-1] = joined
+        else:
+            samples.append(sample)
+    number, room = 0, max_len
+    for index, sample in enumerate(samples):
+        if len(sample.tokens) > room:
+            number, room = number + 1, max_len
+        room -= len(sample.tokens)
+        group = _group_number(f"{place} {number}")
+        samples[index] = replace(sample, columns={**sample.columns, "group": group})
+    return replace(whole, samples=samples)
+
+
+def _continued(sample: Sample, longer: Sample) -> Sample | None:
+    """`longer` with the labels of `sample` too, if it begins with all that is read and learned there, and does not
+    learn of it itself."""
+    end = int(np.flatnonzero(sample.labels != IGNORE)[-1]) + 2  # behind the last target
+    if len(sample.tokens) < end or not np.array_equal(sample.tokens[:end], longer.tokens[:end]):
+        return None
+    if (longer.labels[: end - 1] != IGNORE).any():
+        return None
+    return replace(longer, labels=np.append(sample.labels[: end - 1], longer.labels[end - 1 :]))
+
+
 def fit_sample(sample: Sample, max_len: int) -> Outcome:
     """A ready sample, cut at its end if it is longer than `max_len`; dropped if nothing is learned in it then."""
     return _learned(_start(sample, max_len) if len(sample.tokens) > max_len else Outcome([sample]), sample)
@@ -101,9 +148,13 @@ def _group(outcomes: list[Outcome], place: str) -> Outcome:
     if any(np.array_equal(samples[0].tokens, sample.tokens) for sample in samples[1:]):
         is_cut = any(outcome.cut for outcome in outcomes)
         raise Dropped("chosen equal to rejected as far as they fit" if is_cut else "chosen equal to rejected")
-    group = int.from_bytes(hashlib.blake2b(place.encode(), digest_size=7).digest(), "big")
+    group = _group_number(place)
     samples = [replace(sample, columns={**sample.columns, "group": group}) for sample in samples]
     return replace(_joined(outcomes), samples=samples)
+
+
+def _group_number(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
 
 
 def _fit_one(example: Example, max_len: int, too_long: TooLong | None, again: Render, prefix: list[int]) -> Outcome:

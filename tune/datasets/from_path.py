@@ -18,7 +18,7 @@ from tune.datasets.parse.formats import FORMATS, Format, Kind
 from tune.datasets.pipe import announced, chunks_of
 from tune.datasets.ray_data import for_all_processes, require_ray
 from tune.datasets.read.opening import Source, read
-from tune.datasets.render import TrainOn
+from tune.datasets.render import TrainOn, Turns
 from tune.datasets.rows import RowReader
 from tune.datasets.samples import Samples
 from tune.datasets.stream import Stream
@@ -50,6 +50,7 @@ def load(
     filter: str | None = None,
     train_on: TrainOn = "assistant",
     train_on_end_of_turn: bool = True,
+    turns: Turns = "together",
     too_long: TooLong | None = None,
     bos_in_pieces: bool = True,
     ignore: Sequence[str] = (),
@@ -71,7 +72,8 @@ def load(
     `columns` gives the data's names for the columns of a format ({"prompt": "question", "completion": "answer"}).
     `subset` is one of a hub dataset's configurations; `take` reads only the first rows; `filter`, a dotted path, is a
     function from a row to whether it stays. `train_on` is `assistant`, `all`, `last` (the assistant's last turn) or a
-    list of roles. Rows longer than `max_seq_len` are cut at its end (a conversation behind a message), dropped, split,
+    list of roles. `turns` is `together` (a conversation is rendered once) or `as_seen`: each of its answers is learned in
+    the rendering that the model is asked with. Rows longer than `max_seq_len` are cut at its end (a conversation behind a message), dropped, split,
     or an error; None splits texts and truncates the others. `bos_in_pieces`: of a text that begins with BOS, each piece
     does. `ignore` names columns, or `<image>`, to leave out although they change what a row says. `extra_columns` go
     with their samples into the batches: numbers, or for rows of `input_ids` a number for each of them.
@@ -95,9 +97,11 @@ def load(
         if train_on != "assistant" or too_long == "split":
             raise TuneError(f"{kind} rows: answers are learned, and not split: leave out train_on and too_long=split")
         too_long = too_long or "truncate"
+    if turns == "as_seen":
+        _require_turns(kind, train_on, too_long, extra_columns)
     reader = RowReader(
         tokenizer, max_seq_len, _named(format, kind), dict(columns or {}), filter, train_on, train_on_end_of_turn,
-        too_long, validation_fraction, validation_seed, bos_in_pieces=bos_in_pieces, ignore=ignore,
+        turns, too_long, validation_fraction, validation_seed, bos_in_pieces=bos_in_pieces, ignore=ignore,
         extra_columns=extra_columns, max_bad_share=max_bad_share if on_bad_row == "skip" else 0.0, kind=kind,
     )  # fmt: skip
     if "group" in extra_columns and (streaming or validation_fraction):
@@ -129,6 +133,21 @@ def load(
         name = f"{path}, the rows held out for validation"
         training.validation = dataset(replace(reader, validation=True), name)
     return training
+
+
+def _require_turns(kind: Kind, train_on: TrainOn, too_long: TooLong | None, extra_columns: Sequence[str]) -> None:
+    """Raises TuneError for what does not go with `turns="as_seen"`."""
+    if kind != "supervised":
+        raise TuneError(f"turns: of {kind} rows the last answer is learned, which is as seen. Leave out turns=as_seen")
+    if train_on not in ("assistant", "last", ["assistant"]):
+        raise TuneError(f"turns: as_seen learns answers, and train_on is {train_on}. Set train_on=assistant or last")
+    if too_long == "split":
+        raise TuneError(
+            "turns: too_long=split takes a turn out of its conversation, and is not for turns=as_seen. "
+            "Set too_long to truncate or drop"
+        )
+    if "group" in extra_columns:
+        raise TuneError("extra_columns: with turns=as_seen, group is the conversation of an answer. Leave group out")
 
 
 def ray(tokenizer: Tokenizer, path: str, split: str = "train", **options: Any) -> Dataset | Stream:

@@ -71,7 +71,7 @@ class Mixture:
         datasets = list(self.parts.values())
         names = {name: sorted(part.columns) for name, part in self.parts.items()}
         if any(each != sorted(self.columns) for each in names.values()):
-            raise TuneError(f"sources: all must have the same extra_columns; found {names}")
+            raise TuneError(f"sources: all must have the same extra_columns, and the same turns; found {names}")
         sizes = np.array([len(part) for part in datasets])
         if weights:
             units = [part.accounting.kept if weigh_by == "rows" else part.accounting.tokens for part in datasets]

@@ -10,6 +10,8 @@ from tune.datasets.parse.messages import REASONING, is_empty_answer
 from tune.tokenizers import Message, Tokenizer
 
 COLUMN = "column left out that holds text: "
+LOST = "left out by the template"
+REASONING_LOST = f"reasoning {LOST}"
 SHARED_TOKEN = "prompt and answer share a token"
 
 
@@ -27,19 +29,19 @@ def _of_chat(chat: Chat, text: str, tokenizer: Tokenizer) -> list[str]:
     """On what the template leaves out (messages, parts of answers, tools), special tokens spelled out in messages (the
     model reads them as these tokens), answers without content, and answers that follow one another."""
     notes = [
-        f"{message['role']} left out by the template"
+        f"{message['role']} {LOST}"
         for message in chat.messages
         if message["role"] != "assistant" and not _is_in(message["content"], text)
     ]
     for message in chat.messages:
         if message["role"] == "assistant":
-            notes += [f"{part} left out by the template" for part in _lost(message, text)]
+            notes += [f"{part} {LOST}" for part in _lost(message, text)]
     roles = [message["role"] for message in chat.messages]
     if ("assistant", "assistant") in pairwise(roles):
         notes.append("assistant messages in a row")
     tools = [tool.get("function", tool) for tool in chat.tools or ()]
     if any(isinstance(tool, dict) and str(tool.get("name", "")) not in text for tool in tools):
-        notes.append("tools left out by the template")
+        notes.append(f"tools {LOST}")
     for message in chat.messages:
         spelled = tokenizer.special_tokens_in(message.get("content") or "")
         notes += [f"{token} spelled in {message['role']} text" for token in spelled]
@@ -51,8 +53,10 @@ def _of_chat(chat: Chat, text: str, tokenizer: Tokenizer) -> list[str]:
 def _lost(message: Message, text: str) -> Iterator[str]:
     """Names of the parts of an assistant's message that are not in its rendering."""
     thought, end, answer = (message.get("content") or "").rpartition("</think>")
-    parts = [("reasoning", message.get(name)) for name in REASONING]
-    parts += [("reasoning", thought.partition("<think>")[2] if end else ""), ("a part of an answer", answer)]
+    parts = [("a part of an answer", answer)]
+    if message["train"]:  # without it the model is asked for what follows, too
+        parts += [("reasoning", message.get(name)) for name in REASONING]
+        parts.append(("reasoning", thought.partition("<think>")[2] if end else ""))
     others = {"role", "content", "train", "tool_calls", *REASONING}
     rest = [(f"{name} of an answer", value) for name, value in message.items() if name not in others]
     parts += [(name, value) for name, value in rest if isinstance(value, str) and is_long(value)]

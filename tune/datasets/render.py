@@ -22,6 +22,7 @@ from tune.tokenizers import Message, Span, Tokenizer, around_content, require_ou
 from tune.types import checked
 
 TrainOn = Literal["assistant", "all", "last"] | list[Literal["system", "developer", "user", "assistant", "tool"]]
+Turns = Literal["together", "as_seen"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,23 @@ def require_learned(content: Content) -> None:
     if not answers:
         raise Dropped("no assistant message")
     raise Dropped("empty answer" if all(map(is_empty_answer, answers)) else "no message to learn")
+
+
+def turns_of(content: Content) -> list[Content]:
+    """A flagged conversation up to each learned answer, which alone is learned there: what the template writes for the
+    model that is to give it. Anything else is one turn. Raises TuneError if another message than an answer is
+    learned."""
+    if not isinstance(content, Chat):
+        return [content]
+    masked = [{**message, "train": False} for message in content.messages]
+    learned = [index for index, message in enumerate(content.messages) if message["train"]]
+    for index in learned:
+        if (role := content.messages[index]["role"]) != "assistant":
+            raise TuneError(
+                f"message {index + 1} ({role}) has train: true, and with turns=as_seen only answers are learned, "
+                "each as the model is asked for it. Remove its train, or set dataset.turns=together"
+            )
+    return [replace(content, messages=[*masked[:index], content.messages[index]]) for index in learned]
 
 
 def as_text(content: Content, tokenizer: Tokenizer, train_on: TrainOn) -> tuple[str, list[Span]]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Encoding
 
-from tune.datasets.fit import CANNOT_BE_USED, FOR_TRAINING, HELD_OUT, LEFT_OUT, Outcome, TooLong, fit
+from tune.datasets.fit import CANNOT_BE_USED, FOR_TRAINING, HELD_OUT, LEFT_OUT, Outcome, TooLong, fit, fit_turns
 from tune.datasets.parse.columns import OtherMeaning, parse, recognise
 from tune.datasets.parse.content import Chat, Content, Dropped, Row, shown
 from tune.datasets.parse.formats import FORMATS, Format, Kind
@@ -18,12 +18,14 @@ from tune.datasets.remarks import SHARED_TOKEN, remarks
 from tune.datasets.render import (
     Example,
     TrainOn,
+    Turns,
     as_text,
     flagged,
     labelled,
     render,
     require_learned,
     shares_a_token,
+    turns_of,
 )
 from tune.datasets.samples import Samples, flat
 from tune.datasets.user_functions import applied
@@ -49,6 +51,7 @@ class RowReader:
     filter: str | None = None
     train_on: TrainOn = "assistant"
     train_on_end_of_turn: bool = True
+    turns: Turns = "together"
     too_long: TooLong | None = None
     validation_fraction: float = 0.0
     validation_seed: int = 0
@@ -104,7 +107,8 @@ class RowReader:
         for content in contents:
             content = flagged(content, self.train_on)
             require_learned(content)
-            texts.append((content, *as_text(content, self.tokenizer, self.train_on)))
+            for part in turns_of(content) if self.turns == "as_seen" else [content]:
+                texts.append((part, *as_text(part, self.tokenizer, self.train_on)))
         return texts
 
     def _encodings(self, texts: Sequence[list[Text] | Outcome]) -> list[list[Encoding]]:
@@ -136,7 +140,8 @@ class RowReader:
         again = partial(
             render, tokenizer=self.tokenizer, train_on=self.train_on, train_on_end_of_turn=self.train_on_end_of_turn
         )
-        outcome = fit(examples, self.max_seq_len, self.too_long, again, prefix, place)
+        fit_row = fit_turns if self.turns == "as_seen" else fit
+        outcome = fit_row(examples, self.max_seq_len, self.too_long, again, prefix, place)
         return self._with_columns(columns, outcome) if self.extra_columns else outcome
 
     def _formatted(self, row: Row, function: str) -> Row:

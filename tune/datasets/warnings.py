@@ -7,7 +7,7 @@ import numpy as np
 
 from tune.datasets.dataset import Dataset
 from tune.datasets.fit import CANNOT_BE_USED, FOR_TRAINING, FULLY_MASKED, HELD_OUT, LEFT_OUT, TOO_LONG
-from tune.datasets.remarks import COLUMN
+from tune.datasets.remarks import COLUMN, REASONING_LOST
 from tune.tokenizers import Tokenizer
 
 LITTLE_LEARNED = 0.05  # of the tokens
@@ -102,5 +102,6 @@ def warnings_of(dataset: Dataset, tokenizer: Tokenizer) -> list[str]:
         if remark.startswith(COLUMN):
             warn(count, rows, "rows", f"{remark}, in {{}}: {named}")
         else:
-            warn(count, rows, "rows", f"{remark}: in {{}}", least=0)
+            advice = ". dataset.turns=as_seen learns it where it is shown" if remark == REASONING_LOST else ""
+            warn(count, rows, "rows", f"{remark}: in {{}}{advice}", least=0)
     return found
