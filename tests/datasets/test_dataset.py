@@ -28,6 +28,7 @@ def test_counts_what_happened_to_the_samples(make):
         "tokens": 12,
         "supervised_tokens": 5,  # of the first sample's four targets one is left
         "supervised_share": 5 / 12,
+        "supervised_weight": None,
         "lengths": {"p50": 7, "p90": 7, "p99": 7, "max": 7},
         "training_rows": 2,
         "row_capacity": None,

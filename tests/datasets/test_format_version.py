@@ -69,6 +69,10 @@ ROWS = {
         {"input_ids": [5, 6, 7, 8], "labels": [-100, 6, 7, -100], "weight": 0.5},
         {"input_ids": [*range(70)], "attention_mask": [0] * 3 + [1] * 67, "weight": 2},
     ],
+    "weighed": [
+        {"messages": [ask("Hi"), say("Hello", weight=0.5), ask("So?"), say("Well")]},
+        {"input_ids": [5, 6, 7, 8], "weights": [1, 0.5, 0, 0.25]},
+    ],
     "preferences": [
         {"prompt": "Q:", "chosen": " yes", "rejected": [" no", " never"], "margin": 0.5},
         {"prompt": [ask("Hi")], "chosen": [say("Hello there")], "rejected": [say("w " * 40)]},
@@ -90,6 +94,7 @@ CASES = {
     "chat, without ends": ("chat", "supervised", {"train_on_end_of_turn": False}),
     "text, bare pieces": ("text", "supervised", {"bos_in_pieces": False}),
     "chat, as seen": ("chat", "supervised", {"turns": "as_seen"}),
+    "weighed": ("weighed", "supervised", {"format": f"{__name__}.as_it_is"}),
     "preferences": ("preferences", "preferences", {}),
     "graded": ("preferences", "graded", {}),
     "labelled": ("labelled", "labelled", {"packed": True}),
@@ -112,6 +117,7 @@ DIGESTS = {
             "chat, without ends": "45a92941d4572949",
             "text, bare pieces": "10cff4016a1ec62f",
             "chat, as seen": "e0e44f2692325f73",
+            "weighed": "56623e6b14dc0f2b",
             "preferences": "15fc35f7e76f71d1",
             "graded": "6f811ff01448480b",
             "labelled": "30d0df7c3dc398a1",
@@ -131,6 +137,7 @@ DIGESTS = {
             "chat, without ends": "6d2417b557b85a99",
             "text, bare pieces": "10cff4016a1ec62f",
             "chat, as seen": "f9a207e8f714433b",
+            "weighed": "c7801b10c1602f0d",
             "preferences": "4ccd58c003f4113d",
             "graded": "2624370df96f945b",
             "labelled": "30d0df7c3dc398a1",
@@ -150,6 +157,7 @@ DIGESTS = {
             "chat, without ends": "c6998134abcd212a",
             "text, bare pieces": "10cff4016a1ec62f",
             "chat, as seen": "b2ca3aa732ce87df",
+            "weighed": "9397251733123b7c",
             "preferences": "abc7b1c3fa6a9ab5",
             "graded": "e26aab9aac83d173",
             "labelled": "30d0df7c3dc398a1",
@@ -160,11 +168,17 @@ DIGESTS = {
 }
 
 
+def as_it_is(row):
+    """A format that lets each row of a file be of another one."""
+    return row
+
+
 def digest_of(dataset):
     """A hash of all samples in order, and of what was counted of their rows."""
     digest = hashlib.blake2b(digest_size=8)
     for sample in dataset.samples:
-        for values in (sample.tokens, sample.labels, *(value for _, value in sorted(sample.columns.items()))):
+        weights = [] if sample.weights is None else [sample.weights]
+        for values in (sample.tokens, sample.labels, *weights, *(value for _, value in sorted(sample.columns.items()))):
             digest.update(np.asarray(values, dtype=np.float64).tobytes())
     counted = {name: dataset.accounting.as_dict()[name] for name in COUNTED}
     digest.update(json.dumps(counted, sort_keys=True).encode())

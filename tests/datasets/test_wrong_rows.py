@@ -153,7 +153,7 @@ CHATS = {
     "broken JSON for messages": (chat() | {"messages": "[{"}, "messages is not valid JSON"),
     "a text for a message": (chat("a"), r'messages\[0\] is "a"; it must be an object'),
     "train": (chat({**ASSISTANT, "train": "no"}), r'messages\[0\].train is "no"; it must be true or false'),
-    "weight": (chat({**ASSISTANT, "weight": 0.5}), r"messages\[0\].weight is 0.5; it must be 0"),
+    "weight": (chat({**ASSISTANT, "weight": 1.5}), r"messages\[0\].weight is 1.5; it must be a number from 0"),
     "reasoning": (
         chat({**ASSISTANT, "reasoning_content": ["a"]}),
         r'reasoning_content is \["a"\]; it must be a string',

@@ -236,3 +236,20 @@ def test_all_predictions_stored(divergence):
     loss = loss_fn(hidden, weight, Batch.of(labels, labels), teacher=kept)
     expected = FORMULAS[divergence](log_softmax(hidden, weight, labels), log_softmax(*teacher[:2], labels))
     check(loss, expected, hidden, weight)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25])
+@divergences
+def test_weights_of_tokens(divergence, share):
+    """Those of a Batch: the sum over tokens, each alone."""
+    hidden, weight, labels, teacher = operands()
+    weights = torch.rand(labels.shape, generator=torch.Generator().manual_seed(2))
+    student_log_p, teacher_log_p = (log_softmax(*each[:2], labels) for each in ((hidden, weight), teacher))
+    targets, of_labels = labels[labels != -100], weights[labels != -100].double()
+    expected = sum(
+        each * ((1 - share) * FORMULAS[divergence](student[None], of_teacher[None]) - share * student[target])
+        for each, student, of_teacher, target in zip(of_labels, student_log_p, teacher_log_p, targets, strict=True)
+    )
+    loss_fn = divergence(1.0, share, 7, **OPTIONS.get(divergence, {}))
+    loss = loss_fn(hidden, weight, Batch.of(labels, labels, weights=weights), teacher=teacher)
+    check(loss, expected, hidden, weight)

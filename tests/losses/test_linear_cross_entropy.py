@@ -87,3 +87,17 @@ def test_a_chunk_has_logits_of_half_a_gib_on_a_gpu():
     sizes = {vocabulary: default_chunk_tokens(vocabulary, "cuda") for vocabulary in (32_000, 10**6)}
     assert sizes == {32_000: 2**29 // (32_000 * 4) // 128 * 128, 10**6: 512}
     assert default_chunk_tokens(32_000, "cpu") == 512
+
+
+@pytest.mark.parametrize("chunk_tokens", [7, None])
+def test_weights_of_tokens(chunk_tokens):
+    hidden, weight, labels = make()
+    weights = torch.rand(labels.shape, generator=torch.Generator().manual_seed(1))
+    logits = (hidden @ weight.T).flatten(0, 1)
+    of_tokens = F.cross_entropy(logits, labels.flatten(), reduction="none")
+    expected = (of_tokens * weights.flatten()).sum()
+    loss = LinearCrossEntropy(chunk_tokens)(hidden, weight, Batch.of(labels, labels, weights=weights))
+    assert_close(loss, expected, rtol=1e-6, atol=0)
+    ours, theirs = (torch.autograd.grad(each / 40, (hidden, weight)) for each in (loss, expected))
+    for gradient, reference in zip(ours, theirs, strict=True):
+        assert (gradient - reference).norm() <= 1e-6 * reference.norm()

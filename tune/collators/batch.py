@@ -32,6 +32,11 @@ class Sample:
     labels: np.ndarray
     index: int = 0  # in its dataset
     columns: Mapping[str, Any] = field(default_factory=dict)
+    weights: np.ndarray | None = None  # fp32 [length]: how much the loss at each position counts; None: 1
+
+    @property
+    def weights_or_ones(self) -> np.ndarray:
+        return np.ones(len(self.tokens), dtype=np.float32) if self.weights is None else self.weights
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,6 +137,7 @@ class Batch:
     # Of the optimizer step that it is a part of, see `in_step`.
     step_seed: int | None = None
     supervised_in_step: int | None = None
+    weights: Tensor | None = None  # fp32 [rows, seq]: how much the loss of each token counts; None: 1
 
     @classmethod
     def of(
@@ -142,6 +148,7 @@ class Batch:
         samples: Sequence[int] | None = None,
         columns: Mapping[str, Any] | None = None,
         num_tokens: int | None = None,
+        weights: Any = None,
         *,
         shifted: bool = True,
     ) -> "Batch":
@@ -155,22 +162,28 @@ class Batch:
             samples: the index of each document's sample in its dataset.
             columns: further values by name, `[rows, seq, ...]` or in the order of the documents, `[documents]`.
             num_tokens: without padding; by default all.
+            weights: `[rows, seq]`, how much the loss at each position counts; by default 1. Losses that are a sum over
+                supervised tokens weigh it so; the caller divides by what it wants the mean of.
             shifted: whether `labels[i]` is the target of position i, the id of token i + 1. With False it is the id of
                 token i, as in Hugging Face's batches, and the labels are shifted here (`shift_labels`).
 
         Raises:
-            TuneError: shapes do not fit, ids are no integers, or negative ones other than -100.
+            TuneError: shapes do not fit, ids are no integers, or negative ones other than -100, or weights are negative
+                or not finite.
         """
         tokens = _ids("tokens", tokens)
         if tokens.ndim != 2 or not tokens.size:
             raise TuneError(f"tokens: their shape is {[*tokens.shape]}; it must be [rows, seq], of one token at least")
         labels = np.full_like(tokens, IGNORE) if labels is None else _ids("labels", labels)
         documents = None if documents is None else _host("documents", documents)
-        for name, values in (("labels", labels), ("documents", documents)):
+        weights = None if weights is None else _host("weights", weights).astype(np.float32)
+        for name, values in (("labels", labels), ("documents", documents), ("weights", weights)):
             if values is not None and values.shape != tokens.shape:
                 raise TuneError(f"{name}: their shape is {[*values.shape]}, and that of tokens {[*tokens.shape]}")
         if len(wrong := labels[(labels < 0) & (labels != IGNORE)]):
             raise TuneError(f"labels: {wrong[0]} is no id; {IGNORE} marks a position that is not supervised")
+        if weights is not None and not ((weights >= 0) & np.isfinite(weights)).all():
+            raise TuneError("weights: one is negative or not finite; they must be 0 or above")
         if not shifted:
             labels = shift_labels(torch.from_numpy(labels), documents).numpy()
         starts = np.ones_like(tokens, dtype=bool)
@@ -209,6 +222,7 @@ class Batch:
             torch.from_numpy(np.stack([others - answers[others], others])),
             num_tokens=tokens.size if num_tokens is None else num_tokens,
             num_supervised=int(supervised.sum()),
+            weights=None if weights is None else torch.from_numpy(weights),
         )
 
     def in_step(self, seed: int, step: int, num_supervised: int) -> "Batch":
@@ -220,6 +234,13 @@ class Batch:
         """
         step_seed = zlib.crc32(f"{seed} {step}".encode())
         return replace(self, step_seed=step_seed, supervised_in_step=num_supervised)
+
+    def reweighed(self, scale: float) -> "Batch":
+        """The same with all weights multiplied by `scale`."""
+        if scale == 1:
+            return self
+        weights = torch.ones(self.tokens.shape) if self.weights is None else self.weights
+        return replace(self, weights=(weights.double() * scale).float())  # both may be beyond fp32
 
     def to(self, device: torch.device | str) -> "Batch":
         return _each_tensor(self, lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()))
@@ -283,7 +304,11 @@ def collate(
         together = np.concatenate(of_documents) if example.ndim else np.stack(of_documents)
         values[name] = together.reshape(*ids.shape, *example.shape[1:]) if example.ndim else together
     samples = [document.index for document in documents]
-    batch = Batch.of(tokens, labels, ids, samples, values, sum(len(document.tokens) for document in present))
+    weights = None
+    if any(document.weights is not None for document in documents):
+        weights = np.concatenate([document.weights_or_ones for document in documents]).reshape(ids.shape)
+    count = sum(len(document.tokens) for document in present)
+    batch = Batch.of(tokens, labels, ids, samples, values, count, weights)
     return replace(batch, shared=_shared(batch)) if joined else batch
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from tune.collators.batch import IGNORE, Sample
+from tune.errors import TuneError
 
 
 def collate_inputs(rows: Sequence[Sample | Sequence[Sample]], pad_id: int = 0) -> dict[str, Any]:
@@ -16,9 +17,14 @@ def collate_inputs(rows: Sequence[Sample | Sequence[Sample]], pad_id: int = 0) -
     Rows of one document are padded with `pad_id` to the longest; `attention_mask` is 0 for padding. If a row has
     several documents, all rows are joined into one without padding, `[1, total]`, and `position_ids` restart in each
     document: transformers separates documents by these where it has neither mask nor cache, so that `use_cache` is
-    False. Columns are left out.
+    False. Columns are left out. Raises TuneError for samples with weights, which these models do not know.
     """
     documents = [[row] if isinstance(row, Sample) else list(row) for row in rows]
+    if any(document.weights is not None for row in documents for document in row):
+        raise TuneError(
+            "weights: models of transformers compute their loss without weights of messages or tokens. Leave these out "
+            "of the rows, or take tune.collators.collate and a loss of tune.losses"
+        )
     if any(len(row) > 1 for row in documents):
         return _joined([_unshifted(document) for row in documents for document in row])
     pairs = [_unshifted(document) for row in documents for document in row]

@@ -44,6 +44,7 @@ class Accounting:
     samples: int = 0
     tokens: int = 0
     supervised_tokens: int = 0
+    supervised_weight: float | None = None  # of these tokens together; None: each counts 1
     lengths: dict[str, int] = field(default_factory=dict)  # tokens of the samples: p50, p90, p99, max
     training_rows: int = 0
     row_capacity: int | None = None  # of a packed row
@@ -91,14 +92,18 @@ class Accounting:
             ignored_columns=self.ignored_columns or other.ignored_columns,
             mistakes=(self.mistakes + other.mistakes)[:NAMES_SHOWN],
             shortest_prompt=min(prompts, default=None),
+            supervised_weight=self.weight + other.weight if self.is_weighted or other.is_weighted else None,
         )
 
     def with_source(self, name: str, ignored_files: Iterable[str] = ()) -> "Accounting":
         """The same, of rows of the source with this name; a URL may have a password, which is left out."""
         return replace(self, source=without_secrets(name), ignored_files=[*ignored_files])
 
-    def with_samples(self, lengths: np.ndarray, supervised: np.ndarray) -> "Accounting":
-        """The same, of rows that gave samples with so many tokens and supervised tokens each."""
+    def with_samples(
+        self, lengths: np.ndarray, supervised: np.ndarray, weight: np.ndarray | None = None
+    ) -> "Accounting":
+        """The same, of rows that gave samples with so many tokens and supervised tokens each, and with the weight that
+        the latter have together, unless all count alike."""
         percentiles = np.percentile(lengths, [50, 90, 99, 100], method="higher")
         return replace(
             self,
@@ -106,6 +111,7 @@ class Accounting:
             samples=len(lengths),
             tokens=int(lengths.sum()),
             supervised_tokens=int(supervised.sum()),
+            supervised_weight=None if weight is None else float(weight.sum()),
         )
 
     def with_training_rows(self, count: int, capacity: int | None) -> "Accounting":
@@ -123,6 +129,15 @@ class Accounting:
     @property
     def longest(self) -> int:
         return self.lengths.get("max", 0)
+
+    @property
+    def is_weighted(self) -> bool:
+        return self.supervised_weight is not None
+
+    @property
+    def weight(self) -> float:
+        """Of all supervised tokens; each has 1 unless rows say otherwise."""
+        return self.supervised_tokens if self.supervised_weight is None else self.supervised_weight
 
     @property
     def supervised_share(self) -> float:
@@ -165,6 +180,8 @@ class Accounting:
     def _lines_of_samples(self) -> list[tuple[str, str]]:
         lines = [("tokens", f"{self.tokens:,}")]
         lines.append(("  supervised", f"{self.supervised_tokens:,} ({self.supervised_share:.1%})"))
+        if self.supervised_weight is not None:
+            lines.append(("    their weight", f"{self.supervised_weight:,.1f}"))
         if self.lengths:
             lengths = ", ".join(f"{name} {length:,}" for name, length in self.lengths.items())
             lines.append(("tokens per sample", lengths))

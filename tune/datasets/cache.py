@@ -22,12 +22,12 @@ import numpy as np
 
 from tune.datasets.accounting import Accounting
 from tune.datasets.read.data_files import File
-from tune.datasets.samples import Samples, write
+from tune.datasets.samples import OF_SAMPLES, Samples, write
 from tune.errors import TuneError
 from tune.files import content_digest, written_aside
 from tune.secrets import without_secrets
 
-ARRAYS = ("tokens", "labels", "lengths", "supervised", "digests")
+ARRAYS = ("tokens", "labels", *OF_SAMPLES)
 FORMAT_VERSION = 2
 """Raise it when the same rows give other samples or counts: tests/datasets/test_format_version.py fails then."""
 TELL = 10.0  # seconds between lines on how far it is
@@ -87,11 +87,14 @@ def _write(chunks: Iterable[Samples], folder: Path, source: str) -> None:
     with _array(folder, "tokens", "<i4") as tokens, _array(folder, "labels", "<i4") as labels:
         about = write(chunks, source, tokens, labels)
     columns = about.pop("columns")
-    arrays = {name: about.pop(name) for name in ("lengths", "supervised", "digests")}
+    arrays = {name: about.pop(name) for name in OF_SAMPLES}
+    weights = about.pop("weights")
+    if weights is not None:
+        arrays["weights"] = weights
     for name, values in (arrays | {f"column-{name}": values for name, values in columns.items()}).items():
         with _array(folder, name, values.dtype.str) as file:
             file.write(values.data)
-    about |= {"columns": list(columns), "accounting": vars(about["accounting"])}
+    about |= {"is_weighted": weights is not None, "columns": list(columns), "accounting": vars(about["accounting"])}
     (folder / "about.json").write_text(json.dumps(about), encoding="utf-8")
 
 
@@ -115,7 +118,7 @@ def _read(folder: Path) -> Samples | None:
     """None if the folder is not there, or damaged."""
     try:
         about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
-        names = [*ARRAYS, *(f"column-{name}" for name in about["columns"])]
+        names = [*ARRAYS, *["weights"] * about.pop("is_weighted"), *(f"column-{name}" for name in about["columns"])]
         arrays = {name: _mapped(folder / f"{name}.npy") for name in names}
     except FileNotFoundError:
         return None

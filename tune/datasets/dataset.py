@@ -20,7 +20,8 @@ class Dataset:
     """Tokenised samples, and the rows that training draws: one sample each, or packed.
 
     Neighbours with equal values of the column `group` (a pair, the answers to a prompt) are together in one row.
-    `row_tokens` and `row_supervised` count the tokens of each row, `row_pairs` its pairs: the first sample of a
+    `row_tokens` and `row_supervised` count the tokens of each row, `row_weights` is the weight of what is learned in it
+    (as many, unless rows have weights), `row_pairs` its pairs: the first sample of a
     group with each of the others. `lengths` and `supervised` count the tokens and the learned tokens of each sample,
     `digests` (uint64) are equal for equal tokens. `validation` is what was held out of the source.
 
@@ -53,6 +54,7 @@ class Dataset:
         self.row_pairs = np.diff(self._row_starts) - np.diff(row_starts)
         self.row_tokens = np.add.reduceat(samples.lengths[self._order], self._row_starts[:-1])
         self.row_supervised = np.add.reduceat(samples.supervised[self._order], self._row_starts[:-1])
+        self.row_weights = np.add.reduceat(samples.supervised_weight[self._order], self._row_starts[:-1])
         self._has_lists = bool(pack_to) or "group" in samples.columns
         self.accounting = samples.accounting.with_training_rows(len(self), pack_to)
 

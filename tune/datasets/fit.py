@@ -113,7 +113,11 @@ def _continued(sample: Sample, longer: Sample) -> Sample | None:
         return None
     if (longer.labels[: end - 1] != IGNORE).any():
         return None
-    return replace(longer, labels=np.append(sample.labels[: end - 1], longer.labels[end - 1 :]))
+    labels = np.append(sample.labels[: end - 1], longer.labels[end - 1 :])
+    weights = None
+    if sample.weights is not None or longer.weights is not None:
+        weights = np.append(sample.weights_or_ones[: end - 1], longer.weights_or_ones[end - 1 :])
+    return replace(longer, labels=labels, weights=weights)
 
 
 def fit_sample(sample: Sample, max_len: int) -> Outcome:
@@ -211,8 +215,13 @@ def _split_anywhere(whole: Sample, max_len: int, prefix: list[int]) -> Outcome:
     bos, no_labels = (np.array(ids, dtype=np.int32) for ids in (prefix, [IGNORE] * len(prefix)))
     tokens, labels = whole.tokens[len(prefix) :], whole.labels[len(prefix) :]
     length = max_len - len(prefix)
-    pieces = [slice(start, start + length) for start in range(0, len(tokens), length)]
-    samples = [Sample(np.append(bos, tokens[piece]), np.append(no_labels, labels[piece])) for piece in pieces]
+    samples = []
+    for start in range(0, len(tokens), length):
+        piece = slice(start, start + length)
+        weights = None
+        if whole.weights is not None:
+            weights = np.append(np.ones(len(prefix), np.float32), whole.weights[len(prefix) :][piece])
+        samples.append(Sample(np.append(bos, tokens[piece]), np.append(no_labels, labels[piece]), weights=weights))
     samples[0].labels[: len(prefix)] = whole.labels[: len(prefix)]
     return Outcome(samples)
 
@@ -242,7 +251,8 @@ def _start(sample: Sample, max_len: int) -> Outcome:
     clipped = bool(labels[-1] != IGNORE)
     labels[-1] = IGNORE  # its target was cut off
     columns = {name: value[:max_len] if np.ndim(value) else value for name, value in sample.columns.items()}
-    start = replace(sample, tokens=sample.tokens[:max_len], labels=labels, columns=columns)
+    weights = None if sample.weights is None else sample.weights[:max_len]
+    start = replace(sample, tokens=sample.tokens[:max_len], labels=labels, columns=columns, weights=weights)
     return Outcome([start], cut=len(sample.tokens) - max_len, clipped=clipped)
 
 

@@ -70,14 +70,15 @@ def load(
     labelled ones: the answers to a prompt are a group of samples, which has `max_seq_len` tokens together. `format` is
     the name of a format or the dotted path of a function from a row to a row of one; None recognises it by its columns.
     `columns` gives the data's names for the columns of a format ({"prompt": "question", "completion": "answer"}).
-    `subset` is one of a hub dataset's configurations; `take` reads only the first rows; `filter`, a dotted path, is a
-    function from a row to whether it stays. `train_on` is `assistant`, `all`, `last` (the assistant's last turn) or a
-    list of roles. `turns` is `together` (a conversation is rendered once) or `as_seen`: each of its answers is learned in
-    the rendering that the model is asked with. Rows longer than `max_seq_len` are cut at its end (a conversation behind a message), dropped, split,
-    or an error; None splits texts and truncates the others. `bos_in_pieces`: of a text that begins with BOS, each piece
-    does. `ignore` names columns, or `<image>`, to leave out although they change what a row says. `extra_columns` go
-    with their samples into the batches: numbers, or for rows of `input_ids` a number for each of them.
-    `validation_fraction` of the rows goes into `.validation` instead.
+    `subset` is one of a hub dataset's configurations; `take` reads only the first rows; `filter`, a dotted path, is
+    a function from a row to whether it stays. `train_on` is `assistant`, `all`, `last` (the assistant's last turn)
+    or a list of roles. `turns` is `together` (a conversation is rendered once) or `as_seen`: each of its answers is
+    learned in the rendering that the model is asked with. Rows longer than `max_seq_len` are cut at its end (a
+    conversation behind a message), dropped, split, or an error; None splits texts and truncates the others.
+    `bos_in_pieces`: of a text that begins with BOS, each piece does. `ignore` names columns, or `<image>`, to leave
+    out although they change what a row says. `extra_columns` go with their samples into the batches: numbers, or
+    for rows of `input_ids` a number for each of them. `validation_fraction` of the rows goes into `.validation`
+    instead.
 
     Mistaken rows raise TuneError with their places; with `on_bad_row="skip"` they are dropped and counted, unless they
     are more than `max_bad_share` of the rows. Rows of no use are dropped and counted in `.accounting`.

@@ -131,8 +131,9 @@ class DataLoader:
         tokens, supervised, pairs = (
             int(counts[rows].sum()) for counts in (data.row_tokens, data.row_supervised, data.row_pairs)
         )
+        scale = weight_scale(data, rows)
         parts = _micro_batches(data, rows, self.world, size, self.pad_to)
-        micro_batches = [part.in_step(self.seed, step, supervised) for part in parts]
+        micro_batches = [part.in_step(self.seed, step, supervised).reweighed(scale) for part in parts]
         if torch.cuda.is_initialized():  # from pinned memory it is copied while the GPU computes
             micro_batches = [batch.pin_memory() for batch in micro_batches]
         return GlobalBatch(names, micro_batches, self.world.device, tokens, supervised, pairs)
@@ -196,10 +197,19 @@ def validation_batches(
     parts = (("", data) for _, data in dataset.windows()) if isinstance(dataset, Stream) else dataset.parts.items()
     for source, part in parts:
         names = ("validation_loss", f"validation_loss/{source}") if source else ("validation_loss",)
-        for batch in _micro_batches(part, np.arange(len(part)), world, micro_batch_size, pad_to):
-            yield names, batch.to(world.device)
+        rows = np.arange(len(part))
+        scale = weight_scale(part, rows)
+        for batch in _micro_batches(part, rows, world, micro_batch_size, pad_to):
+            yield names, batch.reweighed(scale).to(world.device)
             if rehearsal.current():  # one stands for all
                 break
+
+
+def weight_scale(data: Dataset | Mixture | DrawnRows, rows: np.ndarray) -> float:
+    """What the weights of these rows are multiplied by, so that those of supervised tokens are 1 on average: a loss
+    divided by the number of these tokens is then the weighted mean."""
+    weight = float(data.row_weights[rows].sum())
+    return int(data.row_supervised[rows].sum()) / weight if weight else 1.0
 
 
 def _world(world: "World | None") -> "World":

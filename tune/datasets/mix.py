@@ -86,6 +86,7 @@ class Mixture:
             )
         self.row_tokens = np.concatenate([part.row_tokens for part in datasets])
         self.row_supervised = np.concatenate([part.row_supervised for part in datasets])
+        self.row_weights = np.concatenate([part.row_weights for part in datasets])
         self.row_pairs = np.concatenate([part.row_pairs for part in datasets])
         self._row_starts = np.concatenate([[0], np.cumsum(sizes)])
         self._sample_starts = np.concatenate([[0], np.cumsum([part.accounting.samples for part in datasets])])

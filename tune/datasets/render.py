@@ -9,13 +9,14 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 from tokenizers import Encoding
 
 from tune.collators import IGNORE, Sample
 from tune.datasets.parse.content import Chat, Content, Dropped, Plain, Tokens
+from tune.datasets.parse.formats import Kind
 from tune.datasets.parse.messages import ROLES, checked_messages, is_empty_answer
 from tune.errors import TuneError
 from tune.tokenizers import Message, Span, Tokenizer, around_content, require_ours, require_unicode
@@ -23,6 +24,14 @@ from tune.types import checked
 
 TrainOn = Literal["assistant", "all", "last"] | list[Literal["system", "developer", "user", "assistant", "tool"]]
 Turns = Literal["together", "as_seen"]
+
+
+class Learned(NamedTuple):
+    """The characters of a text that are learned, from the first to the one behind the last, and how much they count."""
+
+    start: int
+    end: int
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +76,9 @@ def tokenize_conversation(
 def render(content: Content, tokenizer: Tokenizer, train_on: TrainOn, train_on_end_of_turn: bool) -> Sample:
     """The tokens and labels of one content, however long."""
     content = flagged(content, train_on)
-    text, spans = as_text(content, tokenizer, train_on)
+    text, learned = as_text(content, tokenizer, train_on)
     (encoding,) = tokenizer.encode_with_offsets([text])
-    return labelled(content, text, spans, encoding, tokenizer, train_on_end_of_turn)
+    return labelled(content, text, learned, encoding, tokenizer, train_on_end_of_turn)
 
 
 def flagged(content: Content, train_on: TrainOn) -> Content:
@@ -83,8 +92,8 @@ def flagged(content: Content, train_on: TrainOn) -> Content:
     for index, message in enumerate(content.messages):
         learned = message["role"] in roles and (train_on != "last" or index == said[-1])
         train = message.get("train", learned and (train_on == "all" or not is_empty_answer(message)))
-        train = train and (index >= content.prompt or train_on == "all")
-        messages.append({**message, "train": train})
+        is_prompt = index < content.prompt and train_on != "all"
+        messages.append({**message, "train": False if is_prompt else train})
     return replace(content, messages=messages)
 
 
@@ -96,6 +105,16 @@ def require_learned(content: Content) -> None:
     if not answers:
         raise Dropped("no assistant message")
     raise Dropped("empty answer" if all(map(is_empty_answer, answers)) else "no message to learn")
+
+
+def require_whole_answers(content: Content, kind: Kind) -> None:
+    """Raises TuneError if a message or token counts in part where answers are compared as a whole."""
+    parts = [each["train"] for each in content.messages] if isinstance(content, Chat) else []
+    weights = content.weights if isinstance(content, Tokens) else parts
+    if kind != "supervised" and (weight := next((each for each in weights or () if 0 < each < 1), None)):
+        raise TuneError(
+            f"a message has the weight {weight}; {kind} rows compare whole answers. Remove it, or set 0 or 1"
+        )
 
 
 def turns_of(content: Content) -> list[Content]:
@@ -115,30 +134,31 @@ def turns_of(content: Content) -> list[Content]:
     return [replace(content, messages=[*masked[:index], content.messages[index]]) for index in learned]
 
 
-def as_text(content: Content, tokenizer: Tokenizer, train_on: TrainOn) -> tuple[str, list[Span]]:
-    """The text of a flagged content, and the character spans that are learned. Raises TuneError for text that is no
+def as_text(content: Content, tokenizer: Tokenizer, train_on: TrainOn) -> tuple[str, list[Learned]]:
+    """The text of a flagged content, and what is learned of it. Raises TuneError for text that is no
     Unicode."""
     if isinstance(content, Chat):
-        text, spans = learned_text(content, tokenizer, whole=train_on == "all")
+        text, learned = learned_text(content, tokenizer, whole=train_on == "all")
     elif isinstance(content, Plain):
         text, border = content.prompt + content.text, len(content.prompt)
         roles = learned_roles(train_on)
         parts = {"user": (0, border), "assistant": (border, len(text))}
-        spans = [span for role, span in parts.items() if role in roles]
+        learned = [Learned(*span) for role, span in parts.items() if role in roles]
     else:
-        text, spans = "", []
+        text, learned = "", []
     require_unicode(text)
-    return text, spans
+    return text, learned
 
 
 def labelled(
-    content: Content, text: str, spans: Sequence[Span], encoding: Encoding, tokenizer: Tokenizer,
+    content: Content, text: str, learned: Sequence[Learned], encoding: Encoding, tokenizer: Tokenizer,
     train_on_end_of_turn: bool,
 ) -> Sample:  # fmt: skip
-    """The tokens of a text, which are `encoding`, with the labels of the `spans`; a plain text gets BOS and EOS."""
+    """The tokens of a text, which are `encoding`, with the labels of what is learned; a plain text gets BOS and EOS."""
     if isinstance(content, Tokens):
         tokens, targets = (np.array(ids, dtype=np.int32) for ids in (content.ids, content.labels))
-        return Sample(tokens, np.append(targets[1:], np.int32(IGNORE)))
+        weights = None if content.weights is None else np.array([*content.weights[1:], 1], dtype=np.float32)
+        return _weighed(Sample(tokens, np.append(targets[1:], np.int32(IGNORE)), weights=weights))
     ids, prefix, places = encoding.ids, [], range(len(encoding))
     # Few are asked for, and `offsets`, which are all of them, take as long as rendering the text.
     span = cast(Callable[[int], Span], encoding.token_to_chars)
@@ -148,7 +168,8 @@ def labelled(
         ids = _with_eos(ids, tokenizer)
     tokens = np.array(prefix + ids, dtype=np.int32)
     labels = np.full(len(tokens), IGNORE, dtype=np.int32)
-    for start, end in spans:
+    weights = None if all(each.weight == 1 for each in learned) else np.ones(len(tokens), dtype=np.float32)
+    for start, end, weight in learned:
         first = max(1, bisect_right(places, start, key=lambda place: span(place)[1]) + len(prefix))
         last = bisect_left(places, end, key=lambda place: span(place)[0]) + len(prefix)
         if is_plain and end == len(text):
@@ -157,7 +178,18 @@ def labelled(
             last = _before_end_of_turn(tokens, first, last, tokenizer)
         if first < last:
             labels[first - 1 : last - 1] = tokens[first:last]
-    return Sample(tokens, labels)
+            if weights is not None:
+                weights[first - 1 : last - 1] = weight
+    return _weighed(Sample(tokens, labels, weights=weights))
+
+
+def _weighed(sample: Sample) -> Sample:
+    """The sample without its weights if all that is learned has 1; nothing is learned where the weight is 0."""
+    if sample.weights is None:
+        return sample
+    labels = np.where(sample.weights > 0, sample.labels, np.int32(IGNORE))
+    weights = np.where(labels != IGNORE, sample.weights, np.float32(1))
+    return replace(sample, labels=labels, weights=weights if (weights != 1).any() else None)
 
 
 def _with_eos(ids: list[int], tokenizer: Tokenizer) -> list[int]:
@@ -193,52 +225,63 @@ def _before_end_of_turn(tokens: np.ndarray, first: int, last: int, tokenizer: To
     return end
 
 
-def learned_text(chat: Chat, tokenizer: Tokenizer, whole: bool = False) -> tuple[str, list[Span]]:
-    """A flagged conversation as the template renders it, and the spans of the learned messages with their ends of turn.
+def learned_text(chat: Chat, tokenizer: Tokenizer, whole: bool = False) -> tuple[str, list[Learned]]:
+    """A flagged conversation as the template renders it, and the learned messages in it with their ends of turn.
 
     `whole` learns what the template writes around them too. Raises TuneError where the template does not tell where a
     message is, or leaves out a tool call.
     """
     if not whole:
         return _rendered(chat, tokenizer)
+    if weight := next((each["train"] for each in chat.messages if 0 < each["train"] < 1), None):
+        raise TuneError(f"a message has the weight {weight}, and with train_on=all every token counts alike")
     others = [{**message, "train": not message["train"]} for message in chat.messages]
     text, masked = _rendered(replace(chat, messages=others), tokenizer)
-    borders = [0, *(border for span in masked for border in span), len(text)]
-    return text, [(start, end) for start, end in [*pairwise(borders)][::2] if start < end]
+    borders = [0, *(border for start, end, _ in masked for border in (start, end)), len(text)]
+    return text, [Learned(start, end) for start, end in [*pairwise(borders)][::2] if start < end]
 
 
-def _rendered(chat: Chat, tokenizer: Tokenizer) -> tuple[str, list[Span]]:
+def _rendered(chat: Chat, tokenizer: Tokenizer) -> tuple[str, list[Learned]]:
     calls = [call["function"]["name"] for message in chat.messages for call in message.get("tool_calls", ())]
     try:
-        text, spans = _spans(chat.messages, chat.tools, tokenizer)
+        text, parts = _learned(chat.messages, chat.tools, tokenizer)
     except TuneError as refusal:
         if not calls:
             raise
         # Nearly all templates want a call's arguments as an object; a few (DeepSeek V3) refuse it and want its JSON.
         try:
-            text, spans = _spans([*map(_with_arguments_as_json, chat.messages)], chat.tools, tokenizer)
+            text, parts = _learned([*map(_with_arguments_as_json, chat.messages)], chat.tools, tokenizer)
         except TuneError:
             raise refusal from None
     if lost := [name for name in calls if name not in text]:
         raise TuneError(f"the chat template leaves out the call of the tool {lost[0]}: it knows no tool calls")
-    return text, spans
+    return text, parts
 
 
-def _spans(messages: list[Message], tools: list | None, tokenizer: Tokenizer) -> tuple[str, list[Span]]:
-    learned = {message["role"] for message in messages if message["train"]}
-    spans: list[Span] = []
-    if "assistant" in learned:
+def _learned(messages: list[Message], tools: list | None, tokenizer: Tokenizer) -> tuple[str, list[Learned]]:
+    roles = {message["role"] for message in messages if message["train"]}
+    answers: list[Learned] = []
+    if "assistant" in roles:
         text, spans = tokenizer.supervised_spans(messages, tools)
-        if len(learned) == 1:
-            return text, spans
+        weights = [float(each["train"]) for each in messages if each["role"] == "assistant" and each["train"]]
+        if {*weights} == {1.0}:
+            weights = [1.0] * len(spans)
+        elif len(spans) != len(weights):
+            raise TuneError(
+                f"weights need one generation block per assistant message, but the chat template has {len(spans)} for "
+                f"{len(weights)} messages: remove `weight`"
+            )
+        answers = [Learned(*span, weight) for span, weight in zip(spans, weights, strict=True)]
+        if len(roles) == 1:
+            return text, answers
     bare = [{key: value for key, value in message.items() if key != "train"} for message in messages]
     text = _render(bare, tools, tokenizer)
     others = [
-        _span_of(index, bare, tools, text, tokenizer)
+        Learned(*_span_of(index, bare, tools, text, tokenizer), float(message["train"]))
         for index, message in enumerate(messages)
         if message["train"] and message["role"] != "assistant"
     ]
-    return text, sorted([*spans, *others])
+    return text, sorted([*answers, *others])
 
 
 def _span_of(index: int, messages: list[Message], tools: list | None, text: str, tokenizer: Tokenizer) -> Span:

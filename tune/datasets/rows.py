@@ -17,6 +17,7 @@ from tune.datasets.parse.formats import FORMATS, Format, Kind
 from tune.datasets.remarks import SHARED_TOKEN, remarks
 from tune.datasets.render import (
     Example,
+    Learned,
     TrainOn,
     Turns,
     as_text,
@@ -24,16 +25,17 @@ from tune.datasets.render import (
     labelled,
     render,
     require_learned,
+    require_whole_answers,
     shares_a_token,
     turns_of,
 )
 from tune.datasets.samples import Samples, flat
 from tune.datasets.user_functions import applied
 from tune.errors import TuneError
-from tune.tokenizers import Span, Tokenizer
+from tune.tokenizers import Tokenizer
 
-Text = tuple[Content, str, list[Span]]
-"""A content, its text, and the characters of it that are learned."""
+Text = tuple[Content, str, list[Learned]]
+"""A content, its text, and what is learned of that."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ class RowReader:
         for content in contents:
             content = flagged(content, self.train_on)
             require_learned(content)
+            require_whole_answers(content, self.kind)
             for part in turns_of(content) if self.turns == "as_seen" else [content]:
                 texts.append((part, *as_text(part, self.tokenizer, self.train_on)))
         return texts
@@ -120,19 +123,19 @@ class RowReader:
     def _label(self, encodings: list[Encoding], texts: list[Text]) -> list[Example]:
         """The tokens and labels of a row's texts, and what is remarkable of these."""
         examples = []
-        for (content, text, spans), encoding in zip(texts, encodings, strict=True):
-            sample = labelled(content, text, spans, encoding, self.tokenizer, self.train_on_end_of_turn)
+        for (content, text, learned), encoding in zip(texts, encodings, strict=True):
+            sample = labelled(content, text, learned, encoding, self.tokenizer, self.train_on_end_of_turn)
             notes = remarks(content, text, self.tokenizer)
             if shares_a_token(content, encoding):
                 notes.append(SHARED_TOKEN)
-            examples.append(Example(content, sample, self._ends(content, text, spans), notes))
+            examples.append(Example(content, sample, self._ends(content, text, learned), notes))
         return examples
 
-    def _ends(self, content: Content, text: str, spans: list[Span]) -> bool:
+    def _ends(self, content: Content, text: str, learned: list[Learned]) -> bool:
         """Whether the last learned message ends a turn, where that is to be learned; a text always ends."""
-        if not self.train_on_end_of_turn or not spans or not isinstance(content, Chat):
+        if not self.train_on_end_of_turn or not learned or not isinstance(content, Chat):
             return True
-        return self.tokenizer.ends_turn(text[slice(*spans[-1])])
+        return self.tokenizer.ends_turn(text[learned[-1].start : learned[-1].end])
 
     def _fit(self, row: tuple[str, Row], examples: list[Example]) -> Outcome:
         place, columns = row

@@ -4,7 +4,7 @@ import hashlib
 import io
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, BinaryIO
 
@@ -15,6 +15,8 @@ from tune.datasets.accounting import Accounting
 from tune.datasets.fit import Outcome
 from tune.errors import TuneError
 
+OF_SAMPLES = ("lengths", "supervised", "supervised_weight", "digests")
+"""The arrays of `Samples` that have a value for each sample."""
 NONE = np.empty(0, dtype=np.int32)
 
 
@@ -33,6 +35,10 @@ class Samples:
     digests: np.ndarray
     columns: dict[str, np.ndarray]
     accounting: Accounting
+    weights: np.ndarray | None = None  # fp32, of each token; None: 1
+    supervised_weight: np.ndarray = field(
+        default_factory=lambda: np.empty(0)
+    )  # fp64, of each sample, of what is learned
     fingerprint: str = ""  # equal for equal tokens, labels and columns
     largest_token: int = 0
 
@@ -50,7 +56,8 @@ class Samples:
     def sample(self, index: int) -> Sample:
         """One of them, as a view."""
         span = slice(self.starts[index], self.starts[index + 1])
-        return Sample(self.tokens[span], self.labels[span], index, self.columns_of(index, span))
+        weights = None if self.weights is None else self.weights[span]
+        return Sample(self.tokens[span], self.labels[span], index, self.columns_of(index, span), weights)
 
     def columns_of(self, index: int, tokens: slice) -> dict[str, Any]:
         """The columns of one sample, which lies at `tokens`."""
@@ -62,6 +69,7 @@ def flat(outcomes: Sequence[Outcome], format: str | None = None, ignored_columns
     samples = [sample for outcome in outcomes for sample in outcome.samples]
     tokens = [np.asarray(sample.tokens, dtype=np.int32) for sample in samples]
     labels = [np.asarray(sample.labels, dtype=np.int32) for sample in samples]
+    is_weighted = any(sample.weights is not None for sample in samples)
     columns = defaultdict(list)
     for name, value in (item for sample in samples for item in sample.columns.items()):
         columns[name].append(np.asarray(value))
@@ -74,7 +82,15 @@ def flat(outcomes: Sequence[Outcome], format: str | None = None, ignored_columns
         np.frombuffer(digests, dtype="<u8"),
         {name: np.concatenate(values) if values[0].ndim else np.stack(values) for name, values in columns.items()},
         Accounting.of_rows(outcomes, format, ignored_columns),
+        np.concatenate([sample.weights_or_ones for sample in samples]) if is_weighted else None,
+        np.array([_weight_of(sample) for sample in samples], dtype=np.float64),
     )
+
+
+def _weight_of(sample: Sample) -> float:
+    """Of all that is learned."""
+    is_learned = np.asarray(sample.labels) != IGNORE
+    return float(is_learned.sum() if sample.weights is None else sample.weights[is_learned].sum(dtype=np.float64))
 
 
 def joined(chunks: Iterable[Samples], source: str) -> Samples:
@@ -89,6 +105,7 @@ def write(chunks: Iterable[Samples], source: str, tokens: BinaryIO, labels: Bina
     """Writes the tokens and labels of all chunks; returns the other fields of their `Samples`."""
     arrays: dict[str, list[np.ndarray]] = defaultdict(list)
     columns: dict[str, list[np.ndarray]] = defaultdict(list)
+    weights, is_weighted = list[np.ndarray](), False
     accounting = Accounting().with_source(source)
     largest = 0
     digests = [hashlib.blake2b(digest_size=16) for _ in range(3)]
@@ -100,8 +117,10 @@ def write(chunks: Iterable[Samples], source: str, tokens: BinaryIO, labels: Bina
         labels.write(chunk.labels.data)
         for digest, values in zip(digests, (chunk.tokens, chunk.labels, chunk.lengths), strict=True):
             digest.update(values.data)
-        for name in ("lengths", "supervised", "digests"):
+        for name in OF_SAMPLES:
             arrays[name].append(getattr(chunk, name))
+        weights.append(np.broadcast_to(np.float32(1), len(chunk.tokens)) if chunk.weights is None else chunk.weights)
+        is_weighted |= chunk.weights is not None
         for name, values in chunk.columns.items():
             columns[name].append(values)
         largest = max(largest, int(chunk.tokens.max()))
@@ -109,11 +128,15 @@ def write(chunks: Iterable[Samples], source: str, tokens: BinaryIO, labels: Bina
         raise _nothing_left(accounting)
     whole, whole_columns = ({name: np.concatenate(parts) for name, parts in of.items()} for of in (arrays, columns))
     _require_values_of_all(whole_columns, whole["lengths"], accounting.source)
-    digests += [hashlib.blake2b(values.data, digest_size=16) for values in whole_columns.values()]
+    of_tokens = np.concatenate(weights) if is_weighted else None
+    more = [*whole_columns.values()] if of_tokens is None else [*whole_columns.values(), of_tokens]
+    digests += [hashlib.blake2b(values.data, digest_size=16) for values in more]
     fingerprint = hashlib.blake2b(b"".join(digest.digest() for digest in digests), digest_size=16).hexdigest()
-    accounting = accounting.with_samples(whole["lengths"], whole["supervised"])
+    accounting = accounting.with_samples(
+        whole["lengths"], whole["supervised"], whole["supervised_weight"] if is_weighted else None
+    )
     return {
-        **whole, "columns": whole_columns, "accounting": accounting, "fingerprint": fingerprint,
+        **whole, "weights": of_tokens, "columns": whole_columns, "accounting": accounting, "fingerprint": fingerprint,
         "largest_token": largest,
     }  # fmt: skip
 

@@ -37,6 +37,7 @@ class DrawnRows:
     columns: dict[str, np.ndarray]
     row_tokens: np.ndarray
     row_supervised: np.ndarray
+    row_weights: np.ndarray
     row_pairs: np.ndarray
 
     def row(self, index: int) -> list[Sample]:
@@ -84,7 +85,7 @@ class Stream:
         windows = self._passes(start)
         if start == Position() and self._first:  # it is here already
             windows, self._first = chain([self._first], self._windows), None
-        rows: list[tuple[list[Sample], np.int64, np.int64, np.int64]] = []
+        rows = list[tuple[list[Sample], *tuple[np.number, ...]]]()
         for window, data in ahead(windows):
             drawn = 0
             self.seen += data.accounting
@@ -98,11 +99,12 @@ class Stream:
             order = permuted(len(data), seed, window.epoch, window.row)
             for at, index in enumerate(order[drawn:].tolist(), drawn + 1):
                 documents = [renumbered(document, window.samples) for document in data.row(index)]
-                rows.append((documents, data.row_tokens[index], data.row_supervised[index], data.row_pairs[index]))
+                counts = (data.row_tokens, data.row_supervised, data.row_weights, data.row_pairs)
+                rows.append((documents, *(count[index] for count in counts)))
                 if len(rows) == number:
-                    documents_of, *counts = zip(*rows, strict=True)
+                    documents_of, *of_rows = zip(*rows, strict=True)
                     position = replace(window, drawn=at, fingerprint=data.fingerprint)
-                    yield DrawnRows(list(documents_of), data.columns, *map(np.array, counts)), position
+                    yield DrawnRows(list(documents_of), data.columns, *map(np.array, of_rows)), position
                     rows = []
 
     def windows(self, start: Position | None = None) -> Iterator[Window]:

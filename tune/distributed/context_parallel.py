@@ -222,4 +222,5 @@ def part_of(batch: Batch, mesh: DeviceMesh) -> Batch:
         },
         num_supervised=len(of_part),
         shared=None,
+        weights=None if batch.weights is None else mine(batch.weights),
     )

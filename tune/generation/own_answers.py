@@ -13,6 +13,7 @@ from tune import rehearsal
 from tune.collators import IGNORE, Batch, Sample, collate
 from tune.datasets import GlobalBatch
 from tune.distributed import World
+from tune.errors import TuneError
 from tune.generation.sampler import Sampler, uniforms
 from tune.types import UnitInterval
 
@@ -30,6 +31,11 @@ def own_answers(
     `num_without_room` of them. Columns are dropped. With `pad_to` a micro-batch is padded to a multiple of so many
     tokens: compiled blocks want few shapes. All processes must call it.
     """
+    if any(micro_batch.weights is not None for micro_batch in batch.micro_batches):
+        raise TuneError(
+            "the rows have weights of messages or tokens, and answers that the student samples have none. Leave the "
+            "weights out of the data, or set on_policy.share=0"
+        )
     parts = [_documents(micro_batch) for micro_batch in batch.micro_batches]
     wanted = [
         document

@@ -231,11 +231,12 @@ def normalize(logits: Tensor, out: Tensor | None = None, rows: VocabularyShard =
 def cross_entropy(
     logits: Tensor, targets: Tensor, out: Tensor | None = None, rows: VocabularyShard = ALL
 ) -> tuple[Tensor, Tensor]:
-    """The sum over a chunk, and the gradient of `logits` `[chunk, vocab]` (in `out`). They change as in `normalize`."""
+    """Of each token `[chunk, 1]`, and the gradient of `logits` `[chunk, vocab]` (in `out`). They change as in
+    `normalize`."""
     target_logits = rows.at(targets, logits)
     maximum, exponentials, normalizer = normalize(logits, out, rows)
     probabilities = exponentials.div_(normalizer)
-    return (normalizer.log() - (target_logits - maximum)).sum(), rows.add_at(targets, probabilities, -1.0)
+    return normalizer.log() - (target_logits - maximum), rows.add_at(targets, probabilities, -1.0)
 
 
 class Gradients:
@@ -265,29 +266,32 @@ class Gradients:
 
 
 class SumOfChunks(torch.autograd.Function):
-    """The sum over chunks of what `of_chunk` makes of a slice of the tokens and their logits: a value, and the gradient
-    of the logits. The gradients of both operands are computed in the forward."""
+    """The sum over chunks of what `of_chunk` makes of a slice of the tokens and their logits: a value of each token
+    `[chunk, 1]`, and the gradient of the logits. Both count by the `weights` `[tokens]`, if there are any. The
+    gradients of both operands are computed in the forward."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, chunk_tokens: int | None, softcap: float | None,
-        of_chunk: Callable[[slice, Tensor], tuple[Tensor, Tensor]],
+        of_chunk: Callable[[slice, Tensor], tuple[Tensor, Tensor]], weights: Tensor | None,
     ) -> Tensor:  # fmt: skip
         gradients = Gradients(hidden, weight, *ctx.needs_input_grad[:2])
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for chunk, logits, slope in chunks_of_logits(hidden, weight, chunk_tokens, softcap):
-            value, grad_logits = of_chunk(chunk, logits)
-            total += value
+            values, grad_logits = of_chunk(chunk, logits)
+            if weights is not None:
+                values, grad_logits = values * weights[chunk, None], grad_logits.mul_(weights[chunk, None])
+            total += values.sum()
             gradients.add(chunk, grad_logits, slope)
         ctx.save_for_backward(gradients.hidden, gradients.weight)
         ctx.weight_dtype = weight.dtype
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
         if grad_hidden is not None:
             grad_hidden = grad_hidden * grad.to(grad_hidden.dtype)
         if grad_weight is not None:
             grad_weight = grad_weight.mul_(grad).to(ctx.weight_dtype)
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None

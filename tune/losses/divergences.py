@@ -20,7 +20,7 @@ from tune.losses.chunks import (
     promoted,
     takes_shares,
 )
-from tune.losses.supervised import Labels, of_supervised
+from tune.losses.supervised import Labels, of_supervised, supervised_weights
 from tune.types import PositiveFloat, PositiveInt, Range, UnitInterval, checked
 
 
@@ -97,7 +97,8 @@ class Distribution(NamedTuple):
 @dataclass
 class Divergence(ABC):
     """Sum over supervised tokens of (1 - c) T^2 D + c H, or of D alone for c = 0: D is the divergence of student and
-    teacher, both at `temperature` T, H the cross-entropy of the labels at temperature 1, c its share `cross_entropy`.
+    teacher, both at `temperature` T, H the cross-entropy of the labels at temperature 1, c its share `cross_entropy`. A
+    Batch may weigh the tokens.
 
     T^2 gives D gradients of the size of those of H ([Hinton et al.](https://arxiv.org/abs/1503.02531)). Heads of two
     sizes, and any beside a `TopK`, are cut to the ids below `vocab_size`, by default the smaller one. The forward makes
@@ -145,15 +146,16 @@ class Divergence(ABC):
             target = rows.of(next(teachers)[1]) if teachers else TopK(teacher[0][chunk], teacher[1][chunk])
             return self._of_chunk(rows.of(logits), target, targets[chunk, None], rows)
 
-        return SumOfChunks.apply(hidden, weight[: rows.count], self.chunk_tokens, softcap, of_chunk)
+        weights = supervised_weights(labels)
+        return SumOfChunks.apply(hidden, weight[: rows.count], self.chunk_tokens, softcap, of_chunk, weights)
 
     def _of_chunk(
         self, logits: Tensor, target: Tensor | TopK, labels: Tensor, rows: VocabularyShard
     ) -> tuple[Tensor, Tensor]:
-        """The sum and the gradient of `logits`."""
+        """The value of each token `[chunk, 1]`, and the gradient of `logits`."""
         factor = (1 - self.cross_entropy) * self.temperature**2 if self.cross_entropy else 1.0
         if self.cross_entropy:
-            total, gradient = cross_entropy(logits, labels, rows=rows)  # at temperature 1
+            of_labels, gradient = cross_entropy(logits, labels, rows=rows)  # at temperature 1
         student = _distribution(logits.div_(self.temperature), rows)
         # dD/dlogit_i = p_i (dD/dp_i - sum_j p_j dD/dp_j)
         if isinstance(target, TopK):
@@ -164,9 +166,9 @@ class Divergence(ABC):
             of_divergence = weighted.addcmul_(student.p, sums, value=-1)
         of_divergence *= factor / self.temperature
         if not self.cross_entropy:
-            return values.sum(), of_divergence
+            return values, of_divergence
         of_divergence.add_(gradient, alpha=self.cross_entropy)
-        return values.sum() * factor + total * self.cross_entropy, of_divergence
+        return values * factor + of_labels * self.cross_entropy, of_divergence
 
     def _of_buckets(self, student: Distribution, target: TopK, rows: VocabularyShard) -> tuple[Tensor, Tensor]:
         """D of the k ids and all others as one, and its gradient: the others share theirs by their probabilities."""

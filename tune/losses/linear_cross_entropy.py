@@ -3,13 +3,13 @@
 from torch import Tensor
 
 from tune.losses.chunks import SumOfChunks, VocabularyShard, cross_entropy, operands
-from tune.losses.supervised import Labels
+from tune.losses.supervised import Labels, supervised_weights
 from tune.types import PositiveInt, checked
 
 
 @checked
 class LinearCrossEntropy:
-    """Sum over supervised tokens of the cross-entropy of `hidden @ weight.T`, in fp32.
+    """Sum over supervised tokens of the cross-entropy of `hidden @ weight.T`, in fp32. A Batch may weigh the tokens.
 
     Equals `F.cross_entropy(hidden @ weight.T, labels, reduction="sum")`, but only the logits of `chunk_tokens` tokens
     exist at a time: the gradients of `hidden` and `weight` are computed from them in the forward. Tokens labeled -100
@@ -48,4 +48,5 @@ class LinearCrossEntropy:
                 self.counts[1] += len(targets)
             return cross_entropy(logits, targets, out=logits, rows=rows)
 
-        return SumOfChunks.apply(hidden, weight, self.chunk_tokens, softcap, of_chunk)
+        weights = supervised_weights(labels)
+        return SumOfChunks.apply(hidden, weight, self.chunk_tokens, softcap, of_chunk, weights)

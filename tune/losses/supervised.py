@@ -38,6 +38,13 @@ def of_supervised(values: Tensor, labels: Labels, name: str = "values") -> Tenso
     return values.flatten(0, label_ids(labels).ndim - 1).index_select(0, supervised_places(labels))
 
 
+def supervised_weights(labels: Labels) -> Tensor | None:
+    """How much the loss of each supervised token counts, fp32 `[tokens]`; None: all alike. Only a Batch has weights."""
+    if not isinstance(labels, Batch) or labels.weights is None:
+        return None
+    return labels.weights.flatten().index_select(0, labels.supervised)
+
+
 def documents_of(labels: Labels) -> tuple[Tensor, int]:
     """The document of each supervised token, int64 `[tokens]`, and the number of documents: those of a Batch, or the
     rows of labels or of a mask `[rows, seq]`."""

@@ -23,7 +23,8 @@ class _Said:
 
 @dataclass(frozen=True, slots=True)
 class Chat(_Said):
-    """A conversation; its first `prompt` messages are read and not learned, as are those with `train: false`."""
+    """A conversation; its first `prompt` messages are read and not learned, as are those with `train: false`. A number
+    between 0 and 1 in `train` is how much the message counts."""
 
     messages: list[Message]
     tools: list | None = None
@@ -40,10 +41,11 @@ class Plain(_Said):
 
 @dataclass(frozen=True, slots=True)
 class Tokens(_Said):
-    """Token ids, and for each the same id if it is learned or -100."""
+    """Token ids, and for each the same id if it is learned or -100, and how much it counts; None: all alike."""
 
     ids: list[int]
     labels: list[int]
+    weights: list[float] | None = None
 
 
 class Dropped(Exception):
@@ -58,6 +60,12 @@ def require(is_right: bool, place: str, value: Any, kind: str) -> None:
     """Raises TuneError unless it `is_right`: the value there must be of this kind."""
     if not is_right:
         raise TuneError(f"{place} is {shown(value)}; it must be {kind}")
+
+
+def require_weight(weight: Any, place: str) -> None:
+    """Raises TuneError unless the weight there is a number from 0 to 1."""
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    require(is_number and 0 <= weight <= 1, place, weight, "a number from 0 (not learned) to 1")
 
 
 def shown(value: Any) -> str:

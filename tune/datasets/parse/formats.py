@@ -5,10 +5,10 @@ A function raises Dropped for a row of no use, and TuneError where the row is a 
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from tune.collators import IGNORE
-from tune.datasets.parse.content import Chat, Content, Dropped, Plain, Row, Tokens, require, shown
+from tune.datasets.parse.content import Chat, Content, Dropped, Plain, Row, Tokens, require, require_weight, shown
 from tune.datasets.parse.messages import checked_messages, checked_tools, conversation, is_empty_answer, question_of
 from tune.datasets.parse.preferences import graded, instructed, labelled, preference
 from tune.errors import TuneError
@@ -62,7 +62,8 @@ def text(row: Row) -> list[Content]:
 
 def tokens(row: Row) -> list[Content]:
     """`input_ids` with `labels` (the same ids, -100 where nothing is learned: not shifted), or with masks of 1 and 0:
-    `completion_mask`, `assistant_masks`; alone they are learned throughout. `attention_mask` 0 is padding."""
+    `completion_mask`, `assistant_masks`; alone they are learned throughout. `attention_mask` 0 is padding. `weights`
+    from 0 to 1 say how much each token counts; with 0 it is not learned."""
     ids = _ids(row, "input_ids")
     if not ids:
         raise Dropped("empty input_ids")
@@ -82,9 +83,13 @@ def tokens(row: Row) -> list[Content]:
         )
     for mask in (columns[name] for name in LEARNED if name in columns):
         labels = [label if on else IGNORE for label, on in zip(labels, mask, strict=True)]
+    weights = _weights(row["weights"], len(ids)) if row.get("weights") is not None else None
+    if weights is not None:
+        labels = [label if weight else IGNORE for label, weight in zip(labels, weights, strict=True)]
     if "attention_mask" in columns:
-        ids, labels = _without_padding(ids, labels, columns["attention_mask"])
-    return [Tokens(ids, labels)]
+        kept = _without_padding(columns["attention_mask"])
+        ids, labels, weights = ids[kept], labels[kept], weights and weights[kept]
+    return [Tokens(ids, labels, weights)]
 
 
 LEARNED = ("completion_mask", "assistant_masks")
@@ -110,7 +115,7 @@ SUPERVISED = (
     Format("sharegpt", sharegpt, ("conversations",), ("tools", "system"), is_chat=True),
     Format("prompt_completion", prompt_completion, ("prompt", "completion"), ("tools",)),
     Format("alpaca", alpaca, ("instruction", "output"), ("input", "system"), is_chat=True),
-    Format("tokens", tokens, ("input_ids",), ("labels", *MASKS)),
+    Format("tokens", tokens, ("input_ids",), ("labels", *MASKS, "weights")),
     Format("text", text, ("text",)),
 )
 PREFERENCES = (
@@ -139,7 +144,17 @@ def _ids(row: Row, column: str) -> list[int]:
     return values
 
 
-def _without_padding(ids: list[int], labels: list[int], mask: list[int]) -> tuple[list[int], list[int]]:
+def _weights(values: Any, length: int) -> list[float]:
+    require(isinstance(values, list), "weights", values, "a list with a number for each of the input_ids")
+    if len(values) != length:
+        raise TuneError(f"weights has {len(values)} entries for {length} input_ids")
+    for index, weight in enumerate(values):
+        require_weight(weight, f"weights[{index}]")
+    return values
+
+
+def _without_padding(mask: list[int]) -> slice:
+    """Where the tokens are that are no padding."""
     if 1 not in mask:
         raise TuneError("attention_mask is 0 throughout: the row is all padding")
     start, end = mask.index(1), len(mask) - mask[::-1].index(1)
@@ -147,4 +162,4 @@ def _without_padding(ids: list[int], labels: list[int], mask: list[int]) -> tupl
         raise TuneError(
             f"attention_mask[{start + mask[start:end].index(0)}] is 0 between tokens; padding is at the ends"
         )
-    return ids[start:end], labels[start:end]
+    return slice(start, end)

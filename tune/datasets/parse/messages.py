@@ -4,7 +4,7 @@ import json
 from collections.abc import Collection
 from typing import Any
 
-from tune.datasets.parse.content import Row, require, shown
+from tune.datasets.parse.content import Row, require, require_weight, shown
 from tune.errors import TuneError, explained
 from tune.lookup import did_you_mean
 from tune.tokenizers import Message
@@ -82,12 +82,27 @@ def _checked(message: Any, place: str) -> Message:
         message["content"] = content
     for name in REASONING:
         require(isinstance(message.get(name, ""), str), f"{place}.{name}", message.get(name), "a string")
+    train = message.get("train", True)
+    is_part = isinstance(train, float) and 0 < train < 1
+    require(is_part or isinstance(train, bool), f"{place}.train", train, "true or false, or a number between 0 and 1")
     if "weight" in message:  # as OpenAI's files have it
-        weight = message.pop("weight")
-        require(weight in (0, 1), f"{place}.weight", weight, "0 (not learned) or 1")
-        message.setdefault("train", bool(weight))
-    require(isinstance(message.get("train", True), bool), f"{place}.train", message.get("train"), "true or false")
+        message = _weighed(message, f"{place}.weight")
     return message
+
+
+def _weighed(message: Message, place: str) -> Message:
+    """The message with its `weight` as `train`: false for 0, true for 1, any number between them as it is."""
+    weight: Any = message["weight"]
+    require_weight(weight, place)
+    if weight and message["role"] != "assistant":
+        raise TuneError(
+            f"{place} is {weight}, and the message is of the role {message['role']}; only answers of the assistant "
+            "have a weight. To learn other messages, set dataset.train_on, or train: true in them"
+        )
+    message = {key: value for key, value in message.items() if key != "weight"}
+    if not message.get("train", True) or ("train" in message and weight == 0):
+        return message  # its own `train` decides
+    return {**message, "train": weight if 0 < weight < 1 else bool(weight)}
 
 
 def _require_one_of(known: Collection[str], value: Any, place: str) -> None:

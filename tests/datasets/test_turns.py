@@ -1,0 +1,217 @@
+"""turns=as_seen: each answer is learned in the context that it is asked in, as in a hand-made row of that turn."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
+
+from tune.checkpointers import load_model
+from tune.collators import collate
+from tune.datasets import DataLoader, RowReader, load
+from tune.errors import TuneError
+from tune.losses import LinearCrossEntropy
+from tune.tokenizers import Tokenizer
+
+transformers = pytest.importorskip("transformers")
+
+# Like Qwen 3's: of answers before the last question, the reasoning is left out.
+DROPS_REASONING = """\
+{%- set last = namespace(question=0) %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}{% set last.question = loop.index0 %}{% endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\n' }}
+    {%- if message.role == 'assistant' and loop.index0 > last.question %}
+        {{- '<think>\n' + (message.reasoning_content or '') + '\n</think>\n\n' }}
+    {%- endif %}
+    {{- message.content + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+
+
+def ask(text):
+    return {"role": "user", "content": text}
+
+
+def think(thought, answer, **more):
+    return {"role": "assistant", "content": answer, "reasoning_content": thought, **more}
+
+
+TALK = [ask("the cat"), think("on the mat", "sat"), ask("and the dog"), think("under it", "ran"), ask("then"),
+        think("very quick", "it was red")]  # fmt: skip
+TOOLS = [ask("the cat"), think("look", "on the mat"), {"role": "tool", "content": "big"}, think("so", "it sat"),
+         ask("and"), think("then", "ran")]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint, tmp_path_factory):
+    """A tiny Llama whose template leaves reasoning out."""
+    folder = tmp_path_factory.mktemp("thinking") / "llama"
+    shutil.copytree(checkpoint, folder)
+    (folder / "chat_template.jinja").write_text(DROPS_REASONING)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return Tokenizer(str(folder))
+
+
+def by_hand(folder, conversations):
+    """Tokens and labels of each answer behind the prompt that it is asked with, by transformers."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    turns = []
+    for messages in conversations:
+        for index in (index for index, each in enumerate(messages) if each["role"] == "assistant"):
+            prompt = tokenizer.apply_chat_template(messages[:index], add_generation_prompt=True, return_dict=False)
+            tokens = tokenizer.apply_chat_template(messages[: index + 1], return_dict=False)
+            assert tokens[: len(prompt)] == prompt
+            end = len(tokens) - len(tokenizer.encode("\n"))
+            turns.append((tokens, [-100] * (len(prompt) - 1) + tokens[len(prompt) : end]))
+    return [(tokens, labels + [-100] * (len(tokens) - len(labels))) for tokens, labels in turns]
+
+
+def read(tokenizer, messages, max_seq_len=400, **options):
+    (outcome,) = RowReader(tokenizer, max_seq_len, turns="as_seen", **options)([("row", {"messages": messages})])
+    return outcome
+
+
+def written(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_each_answer_stands_where_it_is_asked_for(folder, tokenizer):
+    outcome = read(tokenizer, TALK)
+    assert [(each.tokens.tolist(), each.labels.tolist()) for each in outcome.samples] == by_hand(folder, [TALK])
+    assert len({each.columns["group"] for each in outcome.samples}) == 1
+    assert outcome.remarks == []  # no reasoning is lost
+    together = RowReader(tokenizer, 400)([("row", {"messages": TALK})])[0]
+    assert together.remarks == ["reasoning left out by the template"]
+
+
+def test_a_context_that_goes_on_is_one_sample(folder, tokenizer):
+    """As in a loop of tool calls, whose reasoning stays until the next question."""
+    first, second = read(tokenizer, TOOLS).samples
+    turns = by_hand(folder, [TOOLS])
+    assert first.tokens.tolist() == turns[1][0] and second.tokens.tolist() == turns[2][0]
+    length = len(turns[0][0])
+    assert first.labels.tolist() == [*turns[0][1][: length - 1], *turns[1][1][length - 1 :]]
+    assert np.count_nonzero(first.labels != -100) == sum(
+        np.count_nonzero(np.array(turns[i][1]) != -100) for i in (0, 1)
+    )
+
+
+def test_a_template_that_leaves_out_nothing_gives_what_it_gives_together(checkpoint):
+    tokenizer = Tokenizer(str(checkpoint))
+    (whole,) = RowReader(tokenizer, 400)([("row", {"messages": TALK})])[0].samples
+    (sample,) = read(tokenizer, TALK).samples
+    assert (sample.tokens == whole.tokens).all() and (sample.labels == whole.labels).all()
+
+
+def test_only_what_is_learned_makes_a_sample(folder, tokenizer):
+    masked = [*TALK[:3], {**TALK[3], "train": False}, *TALK[4:]]
+    turns = by_hand(folder, [TALK])
+    assert [each.tokens.tolist() for each in read(tokenizer, masked).samples] == [turns[0][0], turns[2][0]]
+    assert [each.tokens.tolist() for each in read(tokenizer, TALK, train_on="last").samples] == [turns[2][0]]
+    assert read(tokenizer, [ask("the"), {**TALK[1], "train": False}]).dropped == "no message to learn"
+
+
+def test_turns_that_are_too_long(folder, tokenizer):
+    turns = by_hand(folder, [TALK])
+    fits, prompt = len(turns[1][0]), turns[2][1].index(next(each for each in turns[2][1] if each != -100)) + 1
+    cut = read(tokenizer, TALK, fits, too_long="drop")
+    assert [each.tokens.tolist() for each in cut.samples] == [turns[0][0], turns[1][0]]
+    assert cut.cut == len(turns[2][0]) and cut.dropped is None
+    clipped = read(tokenizer, TALK, prompt + 2)
+    assert clipped.clipped and [len(each.tokens) for each in clipped.samples][-1] == prompt + 2
+    assert read(tokenizer, TALK, 10, too_long="drop").dropped == "longer than max_seq_len"
+    assert "more than max_seq_len" in read(tokenizer, TALK, fits, too_long="error").mistake
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_training_row_has_max_seq_len_tokens_at_the_most(packed, tokenizer, tmp_path):
+    lengths = [len(each.tokens) for each in read(tokenizer, TALK).samples]
+    assert sum(lengths) > sum(lengths[:2]) + 2
+    path = written(tmp_path / "rows.jsonl", [{"messages": TALK}, {"messages": TOOLS}])
+    most = sum(lengths[:2]) + 2
+    data = load(tokenizer, path, max_seq_len=most, packed=packed, turns="as_seen", cache_dir=str(tmp_path), workers=1)
+    assert data.accounting.samples == 5 and data.row_tokens.max() <= most
+    rows = [[sample.index for sample in data.row(row)] for row in range(len(data))]
+    assert [0, 1] in rows and 2 not in next(row for row in rows if 0 in row)
+
+
+def test_loss_and_gradients_are_those_of_turns_by_hand(folder, tokenizer, tmp_path):
+    """Those of transformers for each turn alone; and less is computed."""
+    talks = [TALK, TOOLS]
+    path = written(tmp_path / "rows.jsonl", [{"messages": each} for each in talks])
+    data = load(tokenizer, path, max_seq_len=400, turns="as_seen", cache_dir=str(tmp_path), workers=1)
+    batch = collate([data.row(index) for index in range(len(data))])
+    model = load_model(str(folder))
+    loss = model(batch, LinearCrossEntropy()) / batch.num_supervised
+    loss.backward()
+
+    reference, total, count = transformers.AutoModelForCausalLM.from_pretrained(folder), 0.0, 0
+    turns = by_hand(folder, talks)
+    for tokens, labels in turns:
+        logits = reference(torch.tensor([tokens])).logits[0]
+        total = total + F.cross_entropy(logits, torch.tensor(labels), reduction="sum")
+        count += sum(label != -100 for label in labels)
+    (total / count).backward()
+    assert batch.num_supervised == count
+    assert_close(loss, total / count, rtol=1e-5, atol=0)
+    theirs = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        gradient = theirs[model.names.on_disk[name]].grad
+        assert (parameter.grad - gradient).norm() <= 1e-5 * gradient.norm()
+    assert batch.shared.tokens.numel() < batch.tokens.numel() < sum(len(tokens) for tokens, _ in turns)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train_on": "all"}, "train_on"),
+        ({"train_on": ["assistant", "user"]}, "train_on"),
+        ({"too_long": "split"}, "too_long=split"),
+        ({"kind": "preferences"}, "preferences"),
+        ({"extra_columns": ["group"]}, "group"),
+    ],
+)
+def test_what_does_not_go_with_it(options, message, tokenizer, tmp_path):
+    path = written(tmp_path / "rows.jsonl", [{"messages": TALK}])
+    with pytest.raises(TuneError, match=message):
+        load(tokenizer, path, max_seq_len=400, turns="as_seen", cache_dir=str(tmp_path), **options)
+
+
+def test_a_question_to_learn_is_a_mistake_of_its_row(tokenizer):
+    outcome = read(tokenizer, [{**ask("the"), "train": True}, *TALK[1:]])
+    assert "message 1 (user)" in outcome.mistake and "turns" in outcome.mistake
+
+
+def test_texts_and_chats_can_be_mixed(tokenizer, tmp_path):
+    """All samples have a group, of which the loader makes rows."""
+    path = written(tmp_path / "rows.jsonl", [{"messages": TALK}])
+    texts = written(tmp_path / "texts.jsonl", [{"text": "the cat sat " * 30}])
+    options = {"turns": "as_seen", "cache_dir": str(tmp_path), "workers": 1, "max_seq_len": 60}
+    chats, plain = load(tokenizer, path, **options), load(tokenizer, texts, **options)
+    assert list(chats.columns) == list(plain.columns) == ["group"]
+    assert plain.accounting.tokens > 60 and plain.row_tokens.max() <= 60
+
+
+def test_a_stream_gives_the_same_rows(tokenizer, tmp_path):
+    path = written(tmp_path / "rows.jsonl", [{"messages": each} for each in (TALK, TOOLS) * 2])
+    options = {"turns": "as_seen", "workers": 1, "max_seq_len": 400}
+    data = load(tokenizer, path, cache_dir=str(tmp_path), **options)
+    stream = load(tokenizer, path, streaming=True, **options)
+
+    class Alone:
+        data_rank, data_size, device = 0, 1, torch.device("cpu")
+
+    expected = sorted(sum(len(each.tokens) for each in data.row(row)) for row in range(len(data)))
+    ((_, batch),) = DataLoader(stream, Alone(), 4, 4, max_steps=1)
+    assert batch.num_tokens == sum(expected) and len(batch.rows) == len(data) == 4

@@ -1,0 +1,274 @@
+"""Weights of messages and of tokens, from a row to the batches of a step."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tune.collators import Sample, collate, collate_inputs
+from tune.datasets import DataLoader, Dataset, Mixture, RowReader, load, validation_batches
+from tune.errors import TuneError
+from tune.tokenizers import Tokenizer
+
+UNMARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TWO_BLOCKS = (
+    "{% for m in messages %}{% generation %}<|im_start|>{% endgeneration %}"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% endfor %}"
+)
+
+
+@pytest.fixture
+def tokenizer(folder):
+    return Tokenizer(str(folder))
+
+
+def ask(text="Hi"):
+    return {"role": "user", "content": text}
+
+
+def say(text="Hello!", **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+def outcome_of(tokenizer, row, max_seq_len=400, **options):
+    (outcome,) = RowReader(tokenizer, max_seq_len, **options)([("row", row)])
+    return outcome
+
+
+def learned(sample, tokenizer):
+    """Text and weight of what is learned, run by run."""
+    runs = []
+    weights = np.ones(len(sample.tokens)) if sample.weights is None else sample.weights
+    for label, weight in zip(sample.labels.tolist(), weights.tolist(), strict=True):
+        if label == -100:
+            runs.append(None)
+        elif runs and runs[-1] and runs[-1][1] == weight:
+            runs[-1] = ([*runs[-1][0], label], weight)
+        else:
+            runs.append(([label], weight))
+    return [(tokenizer.decode(run[0]), run[1]) for run in runs if run]
+
+
+def ranks(size):
+    return [SimpleNamespace(data_rank=rank, data_size=size, device=torch.device("cpu")) for rank in range(size)]
+
+
+@pytest.mark.parametrize("template", [None, UNMARKED])
+def test_what_a_message_weighs(folder, template):
+    if template:
+        (folder / "chat_template.jinja").write_text(template)
+    tokenizer = Tokenizer(str(folder))
+    messages = [
+        ask(),
+        say("One", weight=0.5),
+        ask(),
+        say("Two", weight=0),
+        ask(),
+        say("Three"),
+        ask(),
+        say("4", weight=1),
+    ]
+    (sample,) = outcome_of(tokenizer, {"messages": messages}).samples
+    expected = [("One<|im_end|>", 0.5), ("Three<|im_end|>", 1), ("4<|im_end|>", 1)]
+    assert learned(sample, tokenizer) == expected
+    (first, *_) = outcome_of(tokenizer, {"messages": messages}, turns="as_seen").samples
+    assert learned(first, tokenizer) == expected  # of one context
+    rendered = RowReader(tokenizer, 400)([("row", {"messages": [ask(), say("One"), ask(), say("Two")]})])[0].samples[0]
+    assert tokenizer.decode(sample.tokens.tolist()).startswith(tokenizer.decode(rendered.tokens.tolist()).rstrip())
+
+
+def test_weights_of_1_and_0_are_no_weights(tokenizer):
+    (sample,) = outcome_of(tokenizer, {"messages": [ask(), say(weight=1.0), ask(), say(weight=0)]}).samples
+    assert sample.weights is None and learned(sample, tokenizer) == [("Hello!<|im_end|>", 1)]
+    both = {"messages": [ask(), say("No", weight=0.5, train=False), ask(), say("Yes", weight=0.5, train=True)]}
+    assert learned(outcome_of(tokenizer, both).samples[0], tokenizer) == [("Yes<|im_end|>", 0.5)]
+
+
+def test_what_fp32_has_no_number_for_is_not_learned(tokenizer):
+    (sample,) = outcome_of(tokenizer, {"messages": [ask(), say("a", weight=1e-50), ask(), say("b")]}).samples
+    assert sample.weights is None and learned(sample, tokenizer) == [("b<|im_end|>", 1)]
+
+
+def test_what_tokens_weigh(tokenizer):
+    row = {"input_ids": [5, 6, 7, 8, 9], "weights": [1, 0.5, 0, 1, 0.25], "attention_mask": [0, 1, 1, 1, 1]}
+    (sample,) = outcome_of(tokenizer, row).samples
+    assert sample.tokens.tolist() == [6, 7, 8, 9]
+    assert sample.labels.tolist() == [-100, 8, 9, -100] and sample.weights[1:3].tolist() == [1, 0.25]
+    named = {"input_ids": [5, 6, 7], "loss_scale": [1, 0.5, 0.25]}
+    (sample,) = outcome_of(tokenizer, named, columns={"weights": "loss_scale"}).samples
+    assert sample.labels.tolist() == [6, 7, -100] and sample.weights[:2].tolist() == [0.5, 0.25]
+
+
+def test_weights_are_cut_with_their_tokens(tokenizer):
+    row = {"input_ids": [*range(5, 15)], "weights": [index / 10 for index in range(1, 11)]}
+    (cut,) = outcome_of(tokenizer, row, 4).samples
+    assert cut.labels.tolist() == [6, 7, 8, -100] and cut.weights[:3] == pytest.approx([0.2, 0.3, 0.4])
+    pieces = outcome_of(tokenizer, row, 4, too_long="split").samples
+    found = [pair for each in pieces for pair in zip(each.labels.tolist(), each.weights.tolist(), strict=True)]
+    assert [each for each in found if each[0] != -100] == [
+        (label, pytest.approx((label - 4) / 10)) for label in range(6, 15)
+    ]
+
+
+WRONG = {
+    "a text": ({"messages": [ask(), say(weight="0.5")]}, "messages[1].weight"),
+    "true": ({"messages": [ask(), say(weight=True)]}, "messages[1].weight"),
+    "negative": ({"messages": [ask(), say(weight=-0.1)]}, "messages[1].weight"),
+    "above 1": ({"messages": [ask(), say(weight=1.5)]}, "messages[1].weight"),
+    "not a number": ({"messages": [ask(), say(weight=float("nan"))]}, "messages[1].weight"),
+    "a list": ({"messages": [ask(), say(weight=[1])]}, "messages[1].weight"),
+    "of a question": ({"messages": [{**ask(), "weight": 0.5}, say()]}, "messages[0].weight"),
+    "of a question, 1": ({"messages": [{**ask(), "weight": 1}, say()]}, "messages[0].weight"),
+    "of ShareGPT's question": ({"conversations": [{"from": "human", "value": "a", "weight": 0.5},
+                                                  {"from": "gpt", "value": "b"}]}, "conversations[0].weight"),
+    "train, a number": ({"messages": [ask(), say(train=2)]}, "messages[1].train"),
+    "of tokens, too few": ({"input_ids": [5, 6], "weights": [1]}, "weights has 1 entries for 2"),
+    "of tokens, a number": ({"input_ids": [5, 6], "weights": 0.5}, "weights is 0.5"),
+    "of tokens, negative": ({"input_ids": [5, 6], "weights": [1, -1]}, "weights[1] is -1"),
+    "of tokens, none": ({"input_ids": [5, 6], "weights": [1, None]}, "weights[1]"),
+    "of tokens, infinite": ({"input_ids": [5, 6], "weights": [float("inf"), 1]}, "weights[0]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "said"), WRONG.values(), ids=WRONG)
+def test_wrong_weights_are_mistakes_of_their_rows(row, said, tokenizer):
+    outcome = outcome_of(tokenizer, row)
+    assert said in outcome.mistake and outcome.mistake.startswith("row: ")
+
+
+def test_a_question_that_is_learned_has_a_weight_too(tokenizer):
+    (sample,) = outcome_of(tokenizer, {"messages": [{**ask(), "train": 0.5}, say()]}).samples
+    assert learned(sample, tokenizer) == [("Hi<|im_end|>", 0.5), ("Hello!<|im_end|>", 1)]
+
+
+def test_a_question_of_the_weight_0_is_read(tokenizer):
+    (sample,) = outcome_of(tokenizer, {"messages": [{**ask(), "weight": 0}, say()]}).samples
+    assert learned(sample, tokenizer) == [("Hello!<|im_end|>", 1)]
+
+
+def test_where_weights_mean_nothing(tokenizer, folder):
+    row = {"messages": [ask(), say(weight=0.5)]}
+    assert "train_on=all" in outcome_of(tokenizer, row, train_on="all").mistake
+    pair = {"chosen": [ask("a"), say(weight=0.5)], "rejected": [ask("a"), say("b")]}
+    assert "preferences" in outcome_of(tokenizer, pair, kind="preferences").mistake
+    labelled = {"messages": [ask(), say(weight=0.5)], "label": True}
+    assert "labelled" in outcome_of(tokenizer, labelled, kind="labelled").mistake
+    (folder / "chat_template.jinja").write_text(TWO_BLOCKS)
+    assert "generation block" in outcome_of(Tokenizer(str(folder)), row).mistake
+    with pytest.raises(TuneError, match="weights"):
+        collate_inputs([Sample(np.array([1, 2]), np.array([2, -100]), weights=np.array([0.5, 1], np.float32))])
+
+
+def rows_of(count, weight):
+    return [{"messages": [ask(f"q{index}"), say("a" * (index + 1), **weight(index))]} for index in range(count)]
+
+
+def written(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_through_the_cache(tokenizer, tmp_path):
+    """Only rows of the second chunk of 64 have weights."""
+    path = written(tmp_path / "rows.jsonl", rows_of(90, lambda index: {"weight": 0.25} if index == 80 else {}))
+    options = {"max_seq_len": 200, "cache_dir": str(tmp_path / "cache"), "workers": 1}
+    for data in (load(tokenizer, path, **options), load(tokenizer, path, **options)):
+        weights = [{*learned_weights(sample)} for sample in data]
+        assert weights == [{0.25} if index == 80 else {1.0} for index in range(90)]
+        supervised = data.row_supervised.sum()
+        assert data.row_weights.sum() == data.accounting.supervised_weight == supervised - 0.75 * (81 + 1)
+    assert data.accounting.prepared is not None
+    plain = load(tokenizer, written(tmp_path / "plain.jsonl", rows_of(90, lambda _: {})), **options)
+    assert plain.accounting.supervised_weight is None and plain.fingerprint != data.fingerprint
+
+
+def learned_weights(sample):
+    return sample.weights_or_ones[np.asarray(sample.labels) != -100].tolist()
+
+
+def totals(data, world, rows, micro=2, **options):
+    """Supervised tokens and weights of this rank's micro-batches in a step."""
+    ((_, step),) = list(DataLoader(data, world, rows, micro, **options))
+    of = [
+        (each.num_supervised, each.num_supervised if each.weights is None else
+         each.weights.flatten()[each.supervised].double().sum().item())
+        for each in step.micro_batches
+    ]  # fmt: skip
+    return step.num_supervised, sum(count for count, _ in of), sum(weight for _, weight in of)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "weigh", [lambda i: 0.25 if i else 1, lambda i: 1e-30, lambda i: 0.3], ids=["one", "tiny", "all"]
+)
+def test_those_of_a_step_are_1_on_average(weigh, packed, tokenizer, tmp_path):
+    """Over all ranks: the loss is the weighted mean."""
+    path = written(tmp_path / "rows.jsonl", rows_of(8, lambda index: {"weight": weigh(index)}))
+    data = load(tokenizer, path, max_seq_len=120, packed=packed, cache_dir=str(tmp_path / "cache"), workers=1)
+    rows = len(data) + len(data) % 2
+    found = [totals(data, world, rows, micro=rows // 2) for world in ranks(2)]
+    (supervised, *_), _ = found
+    assert sum(count for _, count, _ in found) == supervised
+    assert sum(weight for *_, weight in found) == pytest.approx(supervised, rel=1e-5)
+    batches = [batch for _, batch in validation_batches(data, ranks(1)[0], 3)]
+    weights = [batch.reweighed(1).weights for batch in batches]
+    total = sum(batch.num_supervised if each is None else each.flatten()[batch.supervised].sum().item()
+                for batch, each in zip(batches, weights, strict=True))  # fmt: skip
+    assert total == pytest.approx(supervised, rel=1e-5)
+
+
+def test_sources_with_and_without_weights(tokenizer, tmp_path):
+    options = {"max_seq_len": 100, "cache_dir": str(tmp_path / "cache"), "workers": 1}
+    parts = {
+        name: load(tokenizer, written(tmp_path / f"{name}.jsonl", rows_of(3, weight)), **options)
+        for name, weight in (("plain", lambda _: {}), ("weighed", lambda _: {"weight": 0.5}))
+    }
+    supervised, count, weight = totals(Mixture(parts), ranks(1)[0], 6, 1)
+    assert supervised == count == pytest.approx(weight)
+    ((_, step),) = list(DataLoader(Mixture(parts), ranks(1)[0], 6, 1))
+    ratio = supervised / (0.75 * supervised)
+    weights = torch.cat([batch.weights.flatten()[batch.supervised] for batch in step.micro_batches])
+    assert {round(each, 4) for each in weights.tolist()} == {round(ratio, 4), round(ratio / 2, 4)}
+
+
+def test_a_stream_whose_windows_differ(tokenizer, tmp_path):
+    path = written(tmp_path / "rows.jsonl", rows_of(130, lambda index: {"weight": 0.5} if index > 120 else {}))
+    data = load(tokenizer, path, max_seq_len=200, streaming=True, shuffle_buffer=64, workers=1)
+    steps = [step for _, step in DataLoader(data, ranks(1)[0], 130, 10, max_steps=1)]
+    weights = [batch.weights.flatten()[batch.supervised] for batch in steps[0].micro_batches]
+    assert torch.cat(weights).sum().item() == pytest.approx(steps[0].num_supervised, rel=1e-5)
+    assert len({round(each, 5) for each in torch.cat(weights).tolist()}) == 2
+
+
+@given(st.lists(st.floats(1 / 64, 1, width=32), min_size=3, max_size=20))
+def test_a_batch_has_them_where_its_labels_are(values):
+    length = len(values)
+    sample = Sample(np.arange(length), np.append(np.arange(1, length), -100), weights=np.array(values, np.float32))
+    plain = Sample(np.arange(3), np.array([1, 2, -100]))
+    for pad_to in (None, 30):
+        batch = collate([[sample], [plain]], pad_to)
+        assert batch.weights.shape == batch.tokens.shape and batch.weights.dtype == torch.float32
+        flat = batch.weights.flatten()[batch.supervised].tolist()
+        assert flat == [*np.array(values[:-1], np.float32).tolist(), 1, 1]
+    assert collate([[plain]]).weights is None
+
+
+@pytest.mark.parametrize("wrong", [[[1.0, -1.0]], [[1.0, float("nan")]], [[float("inf"), 1.0]], [[1.0]]])
+def test_wrong_weights_of_a_batch(wrong):
+    from tune.collators import Batch
+
+    with pytest.raises(TuneError, match="weights"):
+        Batch.of([[1, 2]], [[2, -100]], weights=wrong)
+
+
+def test_samples_made_in_python():
+    weights = np.array([0.5, 1, 1], np.float32)
+    data = Dataset.from_samples([Sample([1, 2, 3], [2, 3, -100], weights=weights), Sample([1, 2], [2, -100])], 8)
+    assert data.row_weights.tolist() == [1.5, 1] and data.row_supervised.tolist() == [2, 1]
