@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from reasoning import DROPS_REASONING, ask, think
 from torch.testing import assert_close
 
 from tune.checkpointers import load_model
@@ -17,30 +18,6 @@ from tune.losses import LinearCrossEntropy
 from tune.tokenizers import Tokenizer
 
 transformers = pytest.importorskip("transformers")
-
-# Like Qwen 3's: of answers before the last question, the reasoning is left out.
-DROPS_REASONING = """\
-{%- set last = namespace(question=0) %}
-{%- for message in messages %}
-    {%- if message.role == 'user' %}{% set last.question = loop.index0 %}{% endif %}
-{%- endfor %}
-{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\n' }}
-    {%- if message.role == 'assistant' and loop.index0 > last.question %}
-        {{- '<think>\n' + (message.reasoning_content or '') + '\n</think>\n\n' }}
-    {%- endif %}
-    {{- message.content + '<|im_end|>\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
-
-
-def ask(text):
-    return {"role": "user", "content": text}
-
-
-def think(thought, answer, **more):
-    return {"role": "assistant", "content": answer, "reasoning_content": thought, **more}
-
 
 TALK = [ask("the cat"), think("on the mat", "sat"), ask("and the dog"), think("under it", "ran"), ask("then"),
         think("very quick", "it was red")]  # fmt: skip

@@ -83,6 +83,7 @@ BESIDE = {
     "chunk": {"null": [], "16": ["memory.loss_chunk_tokens=16"]},
     "accuracy": {"false": [], "true": ["loss.accuracy=true"]},
     "train_on": {each: [f"dataset.train_on={each}"] * (each != "assistant") for each in ("assistant", "all", "last")},
+    "turns": {"together": [], "as_seen": ["dataset.turns=as_seen"]},
     "too_long": {"128": [], **{each: ["max_seq_len=96", f"dataset.too_long={each}"] for each in ("truncate", "drop")}},
     "bad rows": {"error": [], "skip": ["dataset.on_bad_row=skip"]},
     "rows": {"kept": ["epochs=3"], "streamed": ["dataset.streaming=true", "dataset.workers=1"]},
@@ -135,6 +136,8 @@ REFUSED = [
         {"trained": ANSWERS, "train_on": ["all", "last"]},
         "rows: answers are learned, and not split: leave out",
     ),
+    ({"trained": ANSWERS, "turns": ["as_seen"]}, "turns: of"),
+    ({"turns": ["as_seen"], "train_on": ["all"]}, "turns: as_seen learns answers"),
     (
         {"trained": ["KTO"], "rows": ["streamed"]},
         "streaming: labelled answers are compared with those to other prompts",

@@ -102,6 +102,9 @@ def warnings_of(dataset: Dataset, tokenizer: Tokenizer) -> list[str]:
         if remark.startswith(COLUMN):
             warn(count, rows, "rows", f"{remark}, in {{}}: {named}")
         else:
-            advice = ". dataset.turns=as_seen learns it where it is shown" if remark == REASONING_LOST else ""
+            is_together = remark == REASONING_LOST and "group" not in dataset.columns
+            advice = (
+                ". dataset.turns=as_seen learns what is shown of it as its answer is asked for" if is_together else ""
+            )
             warn(count, rows, "rows", f"{remark}: in {{}}{advice}", least=0)
     return found
