@@ -6,7 +6,6 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from omegaconf import OmegaConf
 
 from tune import records
 from tune.loggers.sinks import Console, Files, NonFatal, Sink, TensorBoard, WeightsAndBiases, lines_after
@@ -121,20 +120,23 @@ class Broken(Sink):
 
 
 def test_a_sink_that_fails_warns_once_and_is_left_out():
-    sink = NonFatal("Tracker", Broken)
-    with pytest.warns(UserWarning, match="Tracker is off from here on: ConnectionError.'no network to https://host'"):
+    sink = NonFatal(Broken())
+    with pytest.warns(UserWarning, match="Broken is off from here on: ConnectionError.'no network to https://host'"):
         sink.metrics(1, VALUES)
     sink.metrics(2, VALUES)
     sink.close()
     assert Broken.calls == 1
 
 
-def test_a_sink_that_cannot_be_opened_warns():
-    def unavailable():
-        raise ModuleNotFoundError("No module named 'wandb'")
+def test_a_sink_that_cannot_be_opened_warns(tmp_path):
+    class Unavailable(Broken):
+        def open(self, folder, settings):
+            raise ConnectionError("no network")
 
-    with pytest.warns(UserWarning, match="Weights & Biases is off"):
-        NonFatal("Weights & Biases", unavailable).metrics(1, VALUES)
+    sink = NonFatal(Unavailable())
+    with pytest.warns(UserWarning, match="Unavailable is off"):
+        sink.open(tmp_path, {})
+    sink.metrics(1, VALUES)
 
 
 def test_tensorboard(tmp_path):
@@ -142,12 +144,13 @@ def test_tensorboard(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for start in (0, 1):  # the second start continues after step 1, and logs step 2 again
-        sink = NonFatal("TensorBoard", lambda: TensorBoard(tmp_path))
+        sink = NonFatal(TensorBoard())
+        sink.open(tmp_path, {})
         sink.start(start, 4)
         for step in range(start + 1, 4 - start):
             sink.metrics(step, {"loss": step + start / 3})
         sink.close()
-    events = EventAccumulator(str(tmp_path)).Reload()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1), (2, pytest.approx(2 + 1 / 3))]
 
 
@@ -155,7 +158,8 @@ def test_weights_and_biases(tmp_path, monkeypatch):
     """Offline: what would be sent is written into the run folder."""
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    sink = WeightsAndBiases(tmp_path, {"project": "tests", "name": None}, OmegaConf.create({"seed": 3}))
+    sink = WeightsAndBiases("tests")
+    sink.open(tmp_path, {"seed": 3})
     sink.metrics(1, VALUES)
     assert sink.run.name == tmp_path.name
     assert sink.run.config["seed"] == 3
@@ -166,10 +170,11 @@ def test_weights_and_biases(tmp_path, monkeypatch):
 def test_runs_of_one_name_are_not_one(tmp_path, monkeypatch):
     """Folders of the same last name have ids of their own, which a continuation keeps."""
     given = []
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: given.append(settings)))
+    init = SimpleNamespace(init=lambda **settings: given.append(settings), __spec__=object())
+    monkeypatch.setitem(sys.modules, "wandb", init)
     for parent in ("a", "b", "a"):
         (folder := tmp_path / parent / "test").mkdir(parents=True, exist_ok=True)
-        WeightsAndBiases(folder, {"project": "tests", "name": None}, OmegaConf.create())
+        WeightsAndBiases("tests").open(folder, {})
         records.start(folder, 0)
     first, second, again = [settings["id"] for settings in given]
     assert first == again != second and {settings["name"] for settings in given} == {"test"}

@@ -1,8 +1,24 @@
-"""Metrics and the sinks that take them."""
+"""Metrics and the sinks that take them. Every run has `Files` and `Console`; `logger.trackers` names others."""
 
-from tune.loggers.sinks import WANDB_OFF, Console, Files, Sink, WandbOptions, lines_after, open_sinks, require_installed
+from tune.loggers.sinks import (
+    WANDB_OFF,
+    Console,
+    Files,
+    MLflow,
+    Sink,
+    TensorBoard,
+    Trackio,
+    WandbOptions,
+    WeightsAndBiases,
+    lines_after,
+    open_sinks,
+)
 
 # Other names are for the packages of `tune` alone.
 __all__ = [
+    "MLflow",
     "Sink",
+    "TensorBoard",
+    "Trackio",
+    "WeightsAndBiases",
 ]

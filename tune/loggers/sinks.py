@@ -6,11 +6,12 @@ import io
 import json
 import mmap
 import os
+import re
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypedDict
@@ -22,6 +23,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tune import records
 from tune.errors import TuneError
 from tune.secrets import without_secrets
+from tune.types import checked
+
+MLFLOW_BATCH = 100  # parameters that MLflow takes at a time
+MLFLOW_VALUE = 500  # characters of a parameter that every server takes
 
 
 class WandbOptions(TypedDict):
@@ -35,7 +40,11 @@ WANDB_OFF: WandbOptions = {"project": None, "name": None}
 
 
 class Sink:
-    """A receiver of metrics and messages; subclasses override what they need."""
+    """A receiver of metrics and messages; subclasses override what they need. One that settings name is made on each
+    process, and only that of the first is opened."""
+
+    def open(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        """The first call: the run's folder, which may be one that is continued, and its settings without secrets."""
 
     def start(self, step: int, total: int) -> None: ...
     def message(self, text: str) -> None: ...
@@ -43,24 +52,20 @@ class Sink:
     def close(self) -> None: ...
 
 
-def open_sinks(folder: Path, tensorboard: bool, wandb: WandbOptions, settings: DictConfig) -> list[Sink]:
-    """The sinks besides the console; the files in the run folder are always among them."""
+def open_sinks(folder: Path, trackers: Sequence[Sink], settings: DictConfig) -> list[Sink]:
+    """The sinks besides the console, opened: the files in the run folder, and the trackers."""
+    told: Any = without_secrets(OmegaConf.to_container(settings, resolve=True))
     sinks: list[Sink] = [Files(folder)]
-    if tensorboard:
-        sinks.append(NonFatal("TensorBoard", lambda: TensorBoard(folder / "tensorboard")))
-    if wandb["project"]:
-        sinks.append(NonFatal("Weights & Biases", lambda: WeightsAndBiases(folder, wandb, settings)))
+    for tracker in trackers:
+        sinks.append(NonFatal(tracker))
+        sinks[-1].open(folder, told)
     return sinks
 
 
-def require_installed(tensorboard: bool, wandb: WandbOptions) -> None:
-    """Raises TuneError if a sink that is asked for is not installed."""
-    for setting, is_asked in (("wandb.project", wandb["project"]), ("tensorboard", tensorboard)):
-        package = setting.partition(".")[0]
-        if is_asked and find_spec(package) is None:
-            raise TuneError(
-                f"logger.{setting}: {package} is not installed. pip install 'tune-recipes[{package}]', or leave it out"
-            )
+def require_installed(package: str) -> None:
+    """Raises TuneError if the package of a tracker is not installed."""
+    if find_spec(package) is None:
+        raise TuneError(f"{package} is not installed. pip install 'tune-recipes[{package}]', or leave the tracker out")
 
 
 class Files(Sink):
@@ -235,16 +240,20 @@ class Console(Sink):
 
 
 class TensorBoard(Sink):
-    """Events in a folder. Those after the step that a run continues from are taken back: they are logged again."""
+    """Events in the folder `tensorboard` of the run. Those after the step that a run continues from are taken back:
+    they are logged again."""
 
-    def __init__(self, folder: Path):
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.open = functools.partial(SummaryWriter, str(folder))
+    def __init__(self) -> None:
+        require_installed("tensorboard")
         self.writer: Any = None
 
+    def open(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.make = functools.partial(SummaryWriter, str(folder / "tensorboard"))
+
     def start(self, step: int, total: int) -> None:
-        self.writer = self.open(purge_step=step + 1 if step else 0)
+        self.writer = self.make(purge_step=step + 1 if step else 0)
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
@@ -255,41 +264,139 @@ class TensorBoard(Sink):
             self.writer.close()
 
 
+@checked
 class WeightsAndBiases(Sink):
-    """A run in the project `logger.wandb.project`; a resumed run folder continues its W&B run."""
+    """A run in a `project` of Weights & Biases, by default of the folder's `name`. A continued run folder goes on in
+    the same run."""
 
-    def __init__(self, folder: Path, options: WandbOptions, settings: DictConfig):
+    def __init__(self, project: str, name: str | None = None):
+        require_installed("wandb")
+        self.project, self.name = project, name
+        self.run: Any = None
+
+    def open(self, folder: Path, settings: Mapping[str, Any]) -> None:
         import wandb
 
         with mock.patch.object(sys, "argv", without_secrets(sys.argv)):  # W&B keeps the command line too
             self.run = wandb.init(
-                project=options["project"],
-                name=options["name"] or folder.name,
+                project=self.project,
+                name=self.name or folder.name,
                 id=records.identity(folder),
                 resume="allow",
                 dir=str(folder),
-                config=without_secrets(OmegaConf.to_container(settings, resolve=True)),
+                config=settings,
             )
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         self.run.log(values, step=step)
 
     def close(self) -> None:
-        is_failure = sys.exc_info()[0] is not None  # an error or an interruption ends the run
-        self.run.finish(exit_code=int(is_failure))
+        self.run.finish(exit_code=int(_is_failure()))
+
+
+@checked
+class MLflow(Sink):
+    """A run in an `experiment` of MLflow, by default of the folder's `name`, on the server of `uri` (None: that of
+    MLFLOW_TRACKING_URI, or MLflow's own default). A continued run folder goes on in the same run, which has the
+    folder's identity as its tag `tune.run`; steps that are trained again are there twice."""
+
+    def __init__(self, experiment: str, name: str | None = None, uri: str | None = None):
+        require_installed("mlflow")
+        self.experiment, self.name, self.uri = experiment, name, uri
+        self.client: Any = None
+        self.run_id = ""
+
+    def open(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        import mlflow
+        from mlflow.entities import Param
+
+        self.client = mlflow.MlflowClient(self.uri)
+        known = self.client.get_experiment_by_name(self.experiment)
+        experiment = known.experiment_id if known else self.client.create_experiment(self.experiment)
+        identity = records.identity(folder)
+        earlier = self.client.search_runs([experiment], f"tags.`tune.run` = '{identity}'", max_results=1)
+        if earlier:
+            self.run_id = earlier[0].info.run_id
+            self.client.update_run(self.run_id, status="RUNNING")
+            return  # MLflow keeps the parameters of a run as they are
+        run = self.client.create_run(experiment, tags={"tune.run": identity}, run_name=self.name or folder.name)
+        self.run_id = run.info.run_id
+        parameters = [Param(name, value[:MLFLOW_VALUE]) for name, value in _flat(settings)]
+        for start in range(0, len(parameters), MLFLOW_BATCH):
+            self.client.log_batch(self.run_id, params=parameters[start : start + MLFLOW_BATCH])
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        named = {re.sub(r"[^\w\-. :/]", "_", name): value for name, value in values.items()}
+        self.client.log_batch(self.run_id, [Metric(name, value, now, step) for name, value in named.items()])
+
+    def close(self) -> None:
+        self.client.set_terminated(self.run_id, "FAILED" if _is_failure() else "FINISHED")
+
+
+@checked
+class Trackio(Sink):
+    """A run in a `project` of Trackio, on this machine, or in the Hugging Face Space `space`. Trackio knows a run by
+    its `name`, by default that of the folder and its identity: a continued run folder goes on in the same run, where
+    steps that are trained again are there twice."""
+
+    def __init__(self, project: str, name: str | None = None, space: str | None = None):
+        require_installed("trackio")
+        self.project, self.name, self.space = project, name, space
+        self.run: Any = None
+
+    def open(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        import trackio
+
+        self.run = trackio.init(
+            project=self.project,
+            name=self.name or f"{folder.name}-{records.identity(folder)[:8]}",
+            space_id=self.space,
+            config=dict(settings),
+            resume="allow",
+            embed=False,
+        )
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        self.run.log(values, step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def _is_failure() -> bool:
+    """Whether an error or an interruption ends the run."""
+    return sys.exc_info()[0] is not None
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Each setting by its dotted key, as text."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", str(value)
 
 
 class NonFatal(Sink):
     """A sink that the run can do without: when it fails, it says so once and is off from then on."""
 
-    def __init__(self, name: str, make: Callable[[], Sink]):
-        self.name, self.sink = name, Sink()
+    def __init__(self, sink: Sink):
+        self.name, self.sink = type(sink).__name__, sink
+
+    def open(self, folder: Path, settings: Mapping[str, Any]) -> None:
         with self._off_on_failure():
-            self.sink = make()
+            self.sink.open(folder, settings)
 
     def start(self, step: int, total: int) -> None:
         with self._off_on_failure():
             self.sink.start(step, total)
+
+    def message(self, text: str) -> None:
+        with self._off_on_failure():
+            self.sink.message(text)
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         with self._off_on_failure():

@@ -11,7 +11,7 @@ import random
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Literal, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 import numpy as np
@@ -35,11 +35,21 @@ from tune.datasets import (
     warnings_about,
 )
 from tune.distributed import PACE, Interrupt, World, bytes_sent, repeated_blocks, undivided
-from tune.errors import TuneError
+from tune.errors import TuneError, explained
 from tune.evaluation import Evaluator
 from tune.files import CHECKPOINT, lock
 from tune.generation import Sampler
-from tune.loggers import WANDB_OFF, Console, Files, Sink, WandbOptions, lines_after, open_sinks, require_installed
+from tune.loggers import (
+    WANDB_OFF,
+    Console,
+    Files,
+    Sink,
+    TensorBoard,
+    WandbOptions,
+    WeightsAndBiases,
+    lines_after,
+    open_sinks,
+)
 from tune.lookup import in_shell
 from tune.models import HuggingFaceModel, without_names
 from tune.peft import untrained_tokens
@@ -106,12 +116,14 @@ class Run:
         console_every: PositiveInt = 1,
         tensorboard: bool = False,
         wandb: WandbOptions = WANDB_OFF,
+        trackers: Sequence[Any] = (),
     ):
-        """`settings` are all settings of the recipe, to be recorded in config.yaml and W&B."""
+        """`settings` are all settings of the recipe, to be recorded in config.yaml and by trackers. `trackers` are
+        components that make a `tune.loggers.Sink`, or the dotted paths of such; `tensorboard` and `wandb` are short
+        for two of them."""
         self.__class__ = rehearsal.stand_in(type(self))
-        require_installed(tensorboard, wandb)
         self.recipe, self.world, self.settings = recipe, world, settings
-        self.tensorboard, self.wandb = tensorboard, wandb
+        self.trackers = _trackers(tensorboard, wandb, trackers)
         self._open_folder(run_folder.choose(output_dir, recipe, world), resume)
 
         # What is to be shown and written. Messages of the set-up are kept until the training begins.
@@ -457,7 +469,7 @@ class Run:
         self.world.of_main(lambda: lock.hold(self.path, make=True))
         self.was_done = start == self.total and self.world.of_main(lambda: records.is_done(self.path))
         if self.world.is_main:
-            sinks = open_sinks(self.path, self.tensorboard, self.wandb, self.settings)
+            sinks = open_sinks(self.path, self.trackers, self.settings)
             for sink, message in itertools.product(sinks, self.messages):
                 sink.message(message)
             self.sinks += sinks
@@ -567,6 +579,32 @@ class Run:
         for sink in self.sinks:
             sink.metrics(step, values)
         self._report_disk()
+
+
+def _trackers(tensorboard: bool, wandb: WandbOptions, trackers: Sequence[Any]) -> list[Sink]:
+    """Those that the settings name. Raises TuneError for what makes none, and where a package is not installed."""
+    made: list[Sink] = []
+    if tensorboard:
+        with explained("logger.tensorboard"):
+            made.append(TensorBoard())
+    if wandb["project"]:
+        with explained("logger.wandb"):
+            made.append(WeightsAndBiases(wandb["project"], wandb.get("name")))
+    for index, tracker in enumerate(trackers):
+        with explained(f"logger.trackers[{index}]"):
+            node: Any = OmegaConf.to_container(tracker, resolve=True) if isinstance(tracker, DictConfig) else tracker
+            node = {config.COMPONENT: node} if isinstance(node, str) else node
+            if not isinstance(node, Mapping):
+                raise TuneError(
+                    f"{node} is neither the dotted path of a tracker, nor has it the key {config.COMPONENT}"
+                )
+            sink = config.instantiate(node)
+            if not isinstance(sink, Sink):
+                raise TuneError(
+                    f"{node[config.COMPONENT]} makes a {type(sink).__name__}; it must be a tune.loggers.Sink"
+                )
+            made.append(sink)
+    return made
 
 
 def seed_generators(*numbers: int) -> None:

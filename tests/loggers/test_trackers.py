@@ -1,0 +1,191 @@
+"""MLflow and Trackio themselves, on this machine; and what every tracker of `logger.trackers` has in common."""
+
+import json
+import sys
+import types
+from typing import ClassVar
+
+import full_finetune
+import pytest
+
+from tune import config, records
+from tune.errors import TuneError
+from tune.loggers import MLflow, Sink, Trackio
+from tune.loggers.sinks import NonFatal
+
+SETTINGS = {"seed": 3, "optimizer": {"lr": 1e-3, "betas": [0.9, 0.95]}, "adapter": {}, "path": "x" * 900}
+VALUES = {"loss": 1 / 3, "validation_loss/my chats": 2.0, "odd#name": 1.0}
+
+
+@pytest.fixture
+def tracking(tmp_path, monkeypatch):
+    """MLflow's files, which need neither a server nor a database."""
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = (tmp_path / "mlruns").as_uri()
+    return uri, mlflow.MlflowClient(uri)
+
+
+def test_mlflow(tracking, tmp_path):
+    uri, client = tracking
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for start in (0, 2):  # the second start continues behind step 2
+        sink = MLflow("tests", uri=uri)
+        sink.open(folder, SETTINGS | {"seed": 3 + start})
+        records.start(folder, start)
+        sink.start(start, 4)
+        for step in (start + 1, start + 2):
+            sink.metrics(step, {name: value * step for name, value in VALUES.items()})
+        sink.close()
+    (run,) = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
+    assert run.info.run_name == "run" and run.info.status == "FINISHED"
+    assert run.data.params == {
+        "seed": "3", "optimizer.lr": "0.001", "optimizer.betas": "[0.9, 0.95]", "adapter": "{}", "path": "x" * 500
+    }  # fmt: skip
+    losses = client.get_metric_history(run.info.run_id, "loss")
+    assert sorted((each.step, each.value) for each in losses) == [(step, step / 3) for step in (1, 2, 3, 4)]
+    assert run.data.metrics["validation_loss/my chats"] == 8.0 and run.data.metrics["odd_name"] == 4.0
+    assert records.identity(folder) in run.data.tags.values()
+
+
+def test_mlflow_knows_runs_of_one_name_apart_and_how_they_end(tracking, tmp_path):
+    uri, client = tracking
+    for parent in ("a", "b"):
+        (folder := tmp_path / parent / "test").mkdir(parents=True)
+        sink = MLflow("tests", name="mine", uri=uri)
+        sink.open(folder, {})
+        try:
+            if parent == "b":
+                raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            sink.close()
+        else:
+            sink.close()
+    runs = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
+    assert sorted((run.info.run_name, run.info.status) for run in runs) == [("mine", "FAILED"), ("mine", "FINISHED")]
+
+
+def test_trackio(tmp_path, monkeypatch):
+    pytest.importorskip("trackio")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
+        monkeypatch.delitem(sys.modules, name)  # it reads its folder when it is imported
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for start in (0, 2):
+        sink = Trackio("tests")
+        sink.open(folder, SETTINGS)
+        records.start(folder, start)
+        for step in (start + 1, start + 2):
+            sink.metrics(step, {"loss": step / 3})
+        sink.close()
+    import trackio
+    from trackio.sqlite_storage import SQLiteStorage
+
+    (run,) = trackio.Api().runs("tests")
+    assert run.name == f"run-{records.identity(folder)[:8]}" and run.config["seed"] == 3
+    logged = SQLiteStorage.get_logs("tests", run.name)
+    assert [(each["step"], each["loss"]) for each in logged] == [
+        (step, pytest.approx(step / 3)) for step in (1, 2, 3, 4)
+    ]
+
+
+@pytest.mark.parametrize("sink", [lambda: MLflow("tests"), lambda: Trackio("tests")], ids=["mlflow", "trackio"])
+def test_a_service_that_fails_is_left_out(sink, tmp_path, monkeypatch):
+    def fails(*args, **kwargs):
+        raise ConnectionError("no network to https://me:password@host")
+
+    for name in ("mlflow", "mlflow.entities", "trackio"):
+        module = types.SimpleNamespace(MlflowClient=fails, init=fails, Param=None, Metric=None, __spec__=object())
+        monkeypatch.setitem(sys.modules, name, module)
+    tracker = NonFatal(sink())
+    with pytest.warns(UserWarning, match="no network to https://host"):
+        tracker.open(tmp_path, {})
+    tracker.start(0, 1)
+    tracker.metrics(1, VALUES)
+    tracker.close()
+
+
+class Kept(Sink):
+    """All that it is told."""
+
+    kept: ClassVar[list] = []
+
+    def __init__(self, label="none"):
+        self.label = label
+
+    def open(self, folder, settings):
+        self.kept.append((self.label, folder, settings))
+
+    def message(self, text):
+        self.kept.append(text)
+
+    def metrics(self, step, values):
+        self.kept.append((step, values["loss"]))
+
+    def close(self):
+        self.kept.append("closed")
+
+
+def settings(checkpoint, chats, *more):
+    return [
+        f"model.path={checkpoint}", f"dataset.path={chats}", "device=cpu", "dtype=fp32", "max_seq_len=128",
+        "max_steps=1", "checkpointer.every=null", *more,
+    ]  # fmt: skip
+
+
+def test_a_run_opens_its_trackers_and_tells_them_no_secrets(checkpoint, chats, tmp_path, monkeypatch):
+    monkeypatch.setattr(Kept, "kept", [])
+    trackers = f"logger.trackers=[{__name__}.Kept,{{_component_: {__name__}.Kept, label: second}}]"
+    overrides = settings(
+        checkpoint, chats, trackers, f"output_dir={tmp_path / 'run'}", "optimizer._component_=test_secrets.sgd",
+        "optimizer.api_key=sesame",
+    )  # fmt: skip
+    full_finetune.main(config.load("full_finetune", overrides))
+    opened = [each for each in Kept.kept if isinstance(each, tuple) and len(each) == 3]
+    assert [(label, folder) for label, folder, _ in opened] == [
+        ("none", tmp_path / "run"),
+        ("second", tmp_path / "run"),
+    ]
+    assert opened[0][2]["max_steps"] == 1 and "sesame" not in repr(Kept.kept)
+    logged = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert Kept.kept.count((1, logged["loss"])) == Kept.kept.count("closed") == 2
+    assert any(isinstance(each, str) and each.startswith("done") for each in Kept.kept)
+
+
+def no_sink():
+    """A component that makes something else."""
+    return "a text"
+
+
+@pytest.mark.parametrize(
+    ("trackers", "said"),
+    [
+        ("[tune.loggers.MLflow]", "experiment"),
+        ("[{_component_: tune.loggers.MLflow, experiment: 3}]", "experiment"),
+        ("[{_component_: tune.loggers.MLflow, experiment: a, api_key: b}]", "api_key"),
+        ("[{_component_: tune.loggers.Trackio}]", "project"),
+        ("[tune.loggers.Wandb]", "Wandb"),
+        ("[nowhere.Tracker]", "nowhere"),
+        (f"[{__name__}.no_sink]", "str"),
+        ("[3]", "3"),
+        ("[{experiment: a}]", "_component_"),
+        ("mlflow", "logger.trackers"),
+        ("{a: b}", "logger.trackers"),
+    ],
+)
+def test_wrong_trackers_end_a_run_before_it_begins(trackers, said, checkpoint, chats, tmp_path, monkeypatch):
+    monkeypatch.setattr("tune.loggers.sinks.find_spec", lambda name: object())
+    with pytest.raises(TuneError, match=r"(?s)logger\.trackers.*") as error:
+        overrides = settings(checkpoint, chats, f"logger.trackers={trackers}", f"output_dir={tmp_path / 'run'}")
+        full_finetune.main(config.load("full_finetune", overrides))
+    assert said in str(error.value) and not (tmp_path / "run" / "log.txt").exists()
+
+
+@pytest.mark.parametrize(("tracker", "package"), [("MLflow, experiment", "mlflow"), ("Trackio, project", "trackio")])
+def test_a_tracker_that_is_not_installed(tracker, package, checkpoint, chats, tmp_path, monkeypatch):
+    monkeypatch.setattr("tune.loggers.sinks.find_spec", lambda name: None)
+    with pytest.raises(TuneError, match=rf"logger\.trackers\[0\]: {package} is not installed.*\[{package}\]"):
+        setting = f"logger.trackers=[{{_component_: tune.loggers.{tracker}: mine}}]"
+        full_finetune.main(config.load("full_finetune", settings(checkpoint, chats, setting)))
