@@ -310,6 +310,8 @@ class MLflow(Sink):
         import mlflow
         from mlflow.entities import Param
 
+        # A server that does not answer is waited for in each call, by default for four minutes.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
         self.client = mlflow.MlflowClient(self.uri)
         known = self.client.get_experiment_by_name(self.experiment)
         experiment = known.experiment_id if known else self.client.create_experiment(self.experiment)

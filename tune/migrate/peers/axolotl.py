@@ -425,7 +425,7 @@ LACKING: dict[KeyNames, str] = {
         "evaluate.tasks and evaluate.prompts evaluate on the way",
     ("hub_*", "push_dataset_to_hub", "use_mlflow", "use_comet", "use_trackio", "use_swanlab", "use_otel_metrics",
      "mlflow_*", "hf_mlflow_*", "comet_*", "trackio_*", "swanlab_*", "gradio_*", "otel_*"):
-        "there are wandb and tensorboard; tune push uploads",
+        "there are wandb and tensorboard; MLflow and Trackio go into logger.trackers; tune push uploads",
     ("ring_attn_func", "heads_k_stride"): "nothing like it",
     ("ebft*", "kd_*", "diffusion*", "trl.*", "use_mora", "mora*", "hatchery*", "nemo_gym_*", "revision_of_model",
      "datasets[]*", "pretraining_dataset[]*", "streaming", "trainer_cls", "image_size", "image_resize_algorithm",

@@ -344,7 +344,7 @@ ALWAYS: dict[KeyNames, str] = {
 LACKING: dict[KeyNames, str] = {
     "shift_attn": "attention is the model's own here, not S2",
     ("image_*", "video_*", "audio_*", "media_dir", "crop_to_patches", "use_audio_in_video"): "nothing like it",
-    ("swanlab_*", "use_swanlab"): "there are wandb and tensorboard",
+    ("swanlab_*", "use_swanlab"): "there are wandb and tensorboard, and logger.trackers",
     ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules", "peft_config.freeze_*",
      "freeze_language_model", "use_llama_pro"):
         "all parameters are trained, or adapters; docs/changes.md freezes layers",

@@ -319,7 +319,7 @@ KEYS: dict[KeyNames, Convert] = {
             "*wandb*": {"logger.wandb.project": "torchtune"},
             "*tensorboard*": {"logger.tensorboard": True},
             ("*disk*", "*stdout*"): KEEP,
-            "*": (KEEP, "there are wandb and tensorboard"),
+            "*": (KEEP, "there are wandb and tensorboard, and logger.trackers"),
         },
     ),
     "metric_logger.project": To("logger.wandb.project"),

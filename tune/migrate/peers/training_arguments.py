@@ -46,8 +46,10 @@ KEYS: dict[KeyNames, Convert] = {
         {
             "*wandb*": {"logger.wandb.project": "huggingface"},
             "*tensorboard*": {"logger.tensorboard": True},
+            "*mlflow*": {"logger.trackers": [{"_component_": "tune.loggers.MLflow", "experiment": "huggingface"}]},
+            "*trackio*": {"logger.trackers": [{"_component_": "tune.loggers.Trackio", "project": "huggingface"}]},
             ("none", "*all*"): KEEP,
-            "*": (KEEP, "there are wandb and tensorboard"),
+            "*": (KEEP, "there are wandb, tensorboard, mlflow and trackio"),
         },
     ),
     "run_name": To("logger.wandb.name"),
@@ -105,7 +107,7 @@ LACKING: dict[KeyNames, str] = {
     ("push_to_hub", "hub_model_id", "hub_token"): "a run uploads nothing; tune push does",
     "parallelism_config*": "see parallel.dp_replicate, .dp_shard and .tp",
     "debug": "nothing like it",
-    ("project", "trackio_*"): "there are wandb and tensorboard",
+    ("project", "trackio_*"): "with report_to=trackio, name them in logger.trackers",
 }
 # fmt: on
 
