@@ -53,6 +53,14 @@ def test_plain_text_where_there_is_no_terminal(preview, first, chats):
     )
 
 
+def test_what_is_learned_in_part(preview, tmp_path):
+    answer = {"role": "assistant", "content": "the cat", "weight": 0.25}
+    (tmp_path / "weighed.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, answer]}) + "\n")
+    shown = preview(data=f"dataset.path={tmp_path / 'weighed.jsonl'}")
+    count, weight = re.search(r"(\d+) learned, of the weight ([\d.]+)", shown).groups()
+    assert float(weight) == round(int(count) / 4, 1) and re.search(rf"their weight +{weight}", shown)
+
+
 def test_colours_in_a_terminal(preview, first, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tune.collators import Sample, collate, collate_inputs
+from tune.collators import Batch, Sample, collate, collate_inputs
 from tune.datasets import DataLoader, Dataset, Mixture, RowReader, load, validation_batches
 from tune.errors import TuneError
+from tune.generation import own_answers
 from tune.tokenizers import Tokenizer
 
 UNMARKED = (
@@ -166,6 +167,12 @@ def test_where_weights_mean_nothing(tokenizer, folder):
         collate_inputs([Sample(np.array([1, 2]), np.array([2, -100]), weights=np.array([0.5, 1], np.float32))])
 
 
+def test_answers_that_a_student_samples_have_none():
+    batch = SimpleNamespace(micro_batches=[Batch.of([[1, 2]], [[2, -100]], weights=[[0.5, 1]])])
+    with pytest.raises(TuneError, match=r"on_policy\.share=0"):
+        own_answers(batch, None, None, None, step=1, share=1.0, vocab_size=9)
+
+
 def rows_of(count, weight):
     return [{"messages": [ask(f"q{index}"), say("a" * (index + 1), **weight(index))]} for index in range(count)]
 
@@ -262,8 +269,6 @@ def test_a_batch_has_them_where_its_labels_are(values):
 
 @pytest.mark.parametrize("wrong", [[[1.0, -1.0]], [[1.0, float("nan")]], [[float("inf"), 1.0]], [[1.0]]])
 def test_wrong_weights_of_a_batch(wrong):
-    from tune.collators import Batch
-
     with pytest.raises(TuneError, match="weights"):
         Batch.of([[1, 2]], [[2, -100]], weights=wrong)
 

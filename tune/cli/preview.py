@@ -103,10 +103,11 @@ def report(parts: dict[str, tuple], tables: list[str], warnings: list[str], colo
             documents = f"{len(row)} documents" if len(row) > 1 else "1 document"
             yield Text(f"\n{name}, row {number}: {documents}{packing}", "bold")
             for document in row:
-                learned = np.count_nonzero(document.sample.labels != IGNORE)
-                yield Text(
-                    f"sample {document.sample.index}: {len(document.tokens):,} tokens, {learned:,} learned", "italic"
-                )
+                is_learned = document.sample.labels != IGNORE
+                said = f"{len(document.tokens):,} tokens, {np.count_nonzero(is_learned):,} learned"
+                if document.sample.weights is not None:
+                    said += f", of the weight {document.sample.weights[is_learned].sum():,.1f}"
+                yield Text(f"sample {document.sample.index}: {said}", "italic")
                 # Two shades alternate, so that each token is seen.
                 pieces = ((text, STYLES[is_learned][at % 2]) for at, (text, is_learned) in enumerate(document.tokens))
                 yield Text.assemble(*pieces) if colours else Text(marked(document))

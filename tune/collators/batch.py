@@ -36,6 +36,7 @@ class Sample:
 
     @property
     def weights_or_ones(self) -> np.ndarray:
+        """The weights as an array, fp32 `[length]`."""
         return np.ones(len(self.tokens), dtype=np.float32) if self.weights is None else self.weights
 
 

@@ -132,6 +132,7 @@ class Accounting:
 
     @property
     def is_weighted(self) -> bool:
+        """Whether some tokens count less than others."""
         return self.supervised_weight is not None
 
     @property
