@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tune.checkpointers import disk_tensors
+from tune.checkpointers import plain_tensors
 from tune.distributed import Dtype, as_dtype
 from tune.errors import TuneError, explained
 from tune.lookup import needs
@@ -212,7 +212,7 @@ def type_of(artifact: Path) -> torch.dtype | int:
         return torch.float32
     quantization = _quantization(artifact)
     if quantization == "{}":
-        tensors = disk_tensors(artifact).values()
+        tensors = plain_tensors(artifact).values()
         return max(tensors, key=lambda tensor: math.prod(tensor.shape)).dtype
     if re.search(r'"load_in_4bit": true|fp4|int4', quantization):
         return 4
