@@ -29,6 +29,8 @@ NOT_RUN = {
     "tune quantize MODEL --to KIND --out FOLDER [--dynamic]": "tests/quantization/test_compressed.py writes them",
     "tune merge RUN OUT --method average [--steps 100 200 300]": "tests/cli/test_export.py has runs with checkpoints",
     "tune push RUN_OR_FOLDER OWNER/NAME [--private] [--token-file FILE]": "tests/cli/test_push.py has a hub of its own",
+    "tune run full_finetune model.path=... dataset.path=... "
+    "'logger.trackers=[{_component_: tune.loggers.MLflow, experiment: chats}]'": "tests/loggers/test_trackers.py logs",
     "tune chat BASE": TERMINAL,
     "tune chat ADAPTER --compare BASE": TERMINAL,
     "tune run --launcher ray --nproc-per-node 2 full_finetune model.path=... dataset.path=...": LAUNCHERS,
