@@ -59,7 +59,7 @@ def main():
         num_hidden_layers=args.layers, num_attention_heads=args.hidden // 64, num_key_value_heads=args.hidden // 128,
         max_position_embeddings=32768,
     )  # fmt: skip
-    (folder / "chat_template.jinja").write_text(DROPS_REASONING)
+    (folder / "chat_template.jinja").write_text(DROPS_REASONING, encoding="utf-8")
     tokenizer, model = Tokenizer(str(folder)), load_model(str(folder)).to(args.device)
     draw = random.Random(0)
 
@@ -73,7 +73,7 @@ def main():
             for _ in range(args.conversations)
         ]
         file = folder / f"{turns}-{thought}-{answer}.jsonl"
-        file.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+        file.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks), encoding="utf-8")
         together, seen = (load(tokenizer, str(file), turns=each, **options) for each in ("together", "as_seen"))
         rows = [seen.row(index) for index in range(len(seen))]
         batches = [collate([row]) for row in rows]

@@ -7,7 +7,7 @@ from helpers import HANGS
 from torch.distributed import run as torchrun
 from torch.distributed.launcher.api import LaunchConfig
 
-from tune.cli.recipes import check
+from tune.cli.recipes import check, with_folder
 from tune.launchers.torchrun import launch
 
 RECIPE = '''\
@@ -95,9 +95,9 @@ def test_wrong_arguments_of_components_are_told_once(recipe: Path) -> None:
 
 def test_a_wrong_value_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        check("full_finetune", ["model.path=m", "dataset.path=d", "epochs=many", "optimizer.bettas=1"])
+        check("full_finetune", ["model.path=m", "dataset.path=d", "epoch=1", "optimizer.bettas=1"])
     told = capsys.readouterr().err
-    assert told.count("epochs:") == 1 and told.count("optimizer.bettas:") == 1
+    assert told.count("epoch:") == 1 and told.count("optimizer.bettas:") == 1
 
 
 @pytest.mark.slow
@@ -152,3 +152,9 @@ def test_time_to_save_after_sigterm(recipe: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_usage(recipe: Path) -> None:
     assert run("--help").stdout.startswith("usage: tune run [--launcher NAME] [LAUNCHER OPTIONS] RECIPE")
+
+
+def test_a_folder_whose_name_is_a_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings, folder = with_folder("full_finetune", Path("mine.py"), ["output_dir=1e5"])
+    assert (settings, folder) == (["output_dir=1e5"], Path("1e5"))

@@ -45,7 +45,7 @@ TABLE = {
     "7 memory": Edit("full_finetune", "Rows in memory", 5, 4, ()),
     "8 weights": Edit("full_finetune", "A weight for each row, or token", 8, 4, WEIGHTED),
     "9 exact match": Edit("lora_finetune", "An exact-match metric", 12, 13, (CHATS, "ask_every=2", "good_enough=2")),
-    "10 tracker": Edit("full_finetune", "A logger", 8, 14),
+    "10 tracker": Edit("full_finetune", "A logger", 8, 11),
     "11 module": Edit("full_finetune", "A module and weights of your own", 10, 30),
     "13 noise": Edit("full_finetune", "Noise on the embeddings", 6, 5),
     "14 curriculum": Edit("full_finetune", "Short rows first", 6, 2),

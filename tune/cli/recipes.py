@@ -71,7 +71,7 @@ def split(arguments: Sequence[str]) -> tuple[list[str], Path, list[str]]:
 
 
 def check(default: str, settings: list[str]) -> None:
-    """Report wrong keys and values at once, then those of components, whose imports take seconds."""
+    """Report wrong keys at once, then all else that is wrong with the settings, for which imports take seconds."""
     _, found = config.read(default, settings, imports=False)
     if found:
         print("\n  ".join(["error: in the configuration:", *found]), file=sys.stderr, flush=True)
@@ -106,6 +106,8 @@ def parse_options(parser: ArgumentParser, arguments: list[str]) -> tuple[Namespa
 def with_folder(default: str | None, recipe: Path, settings: list[str]) -> tuple[list[str], Path]:
     """The settings with an `output_dir`, so that every attempt of a launcher has the same, and that folder."""
     cfg = config.read(default, settings, imports=False)[0] if default else {}
+    if default and not isinstance(cfg.get("output_dir"), str | None):  # a name that looks like a number
+        cfg = config.read(default, settings)[0]
     if folder := cfg.get("output_dir"):
         return settings, config.local_folder(folder)
     new = f"runs/{recipe.stem}-{datetime.now():%Y%m%d-%H%M%S}"

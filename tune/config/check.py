@@ -31,7 +31,7 @@ def combine(
     """Merge settings onto the first ones, the defaults; returns the resolved settings and their problems.
 
     Later settings win. A setting has the type that `types` has for its dotted key, or that of its default. Without
-    `imports`, which take seconds, arguments of components are not checked, but keys and plain values are. A setting
+    `imports`, which take seconds, keys are checked and no values. A setting
     that is wrong is returned as its default, so that rules find values of the right type.
     """
     default = layers[0].values
@@ -164,6 +164,8 @@ class _Combination:
         """What type a setting has that is no argument of a component, and by default is `place`."""
         if key in OFF_BY_DEFAULT:
             return dict[str, Any] | None
+        if not self.imports:  # an argument may take other types than that of the default: null, a list
+            return Any
         kind = self.types.get(key, Any if place is None or _is_open(place) else type(place))
         return kind | None if place is None else kind
 

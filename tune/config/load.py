@@ -53,7 +53,7 @@ def read(
     """The settings of one run, and what is wrong with their shape.
 
     What the file `recipe` passes them as gives their types; None is the one that this default is of. Without
-    `imports`, types are those of defaults alone, and arguments of components are not checked."""
+    `imports`, no values are checked."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # components in the user's folder can be named
     options = parse(arguments)

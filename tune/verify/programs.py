@@ -181,7 +181,9 @@ def open_program(
     Raises:
         TuneError: it is none of these, or the program is not installed or does not take it.
     """
-    usual = "llama.cpp" if artifact.is_file() else "peft" if (artifact / ADAPTER).exists() else "transformers"
+    usual = "peft" if (artifact / ADAPTER).exists() else "transformers"
+    if artifact.is_file():
+        usual = "llama.cpp"
     if usual != (program or usual) and (program != "vllm" or usual == "llama.cpp"):
         raise TuneError(f"--with {program}: {artifact} is opened by {usual}{'' if artifact.is_file() else ' or vllm'}")
     if artifact.is_file():
