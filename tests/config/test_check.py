@@ -2,6 +2,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from tune.config import load, read
 from tune.errors import TuneError
@@ -452,7 +453,7 @@ def test_wrong_settings_are_returned_as_their_defaults() -> None:
     default = load("full_finetune", ["model.path=m", "dataset.path=d"])
     for key in ("max_steps", "optimizer", "parallel", "compile"):
         assert cfg[key] == default[key]
-    assert cfg.model.path is None and cfg.dataset.path == "d"
+    assert OmegaConf.is_missing(cfg.model, "path") and cfg.dataset.path == "d"
 
 
 @pytest.mark.parametrize(

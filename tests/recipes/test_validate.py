@@ -226,3 +226,10 @@ def test_how_many_rows_were_read_is_said(inputs, capsys):
         found = json.loads(capsys.readouterr().out)["findings"]
         levels.append([each["message"] for each in found if each["level"] == "info" and each["place"] == "dataset"])
     assert [len(each) for each in levels] == [1, 0] and "1,000" in levels[0][0] and "--all" in levels[0][0]
+
+
+def test_a_setting_that_is_missing_has_no_second_error(inputs, told):
+    """Nor what is computed with it."""
+    given = [each for each in inputs.settings() if not each.startswith("model.path=")]
+    found = told("full_finetune", [*given, "optimizer.lr=-1"])
+    assert [line.partition(":")[0] for line in found.splitlines()] == ["model.path", "optimizer.lr"]

@@ -61,8 +61,8 @@ def combine(
 
 
 def _restore(node: DictConfig, key: str, default: Values) -> None:
-    """Give the setting with this dotted key the value of the default, null if that is missing; remove one that the
-    default does not have. A component that is wrong is restored with its arguments."""
+    """Give the setting with this dotted key the value of the default, which may be missing; remove one that the default
+    does not have. A component that is wrong is restored with its arguments."""
     for name in list[Any](node):
         if key != str(name) and not key.startswith(f"{name}."):
             continue
@@ -71,7 +71,7 @@ def _restore(node: DictConfig, key: str, default: Values) -> None:
             usual = default.get(name)
             _restore(group, rest, usual if isinstance(usual, dict) else {})
         elif name in default:
-            node[name] = None if default[name] == "???" else default[name]
+            node[name] = default[name]
         else:
             del node[name]
 

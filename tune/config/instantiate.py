@@ -22,7 +22,9 @@ def instantiate(node: DictConfig | Mapping[str, Any], *args: Any, **kwargs: Any)
     A key that is a Python keyword goes to the parameter with an underscore behind it: `async` to `async_`. A TuneError
     of the component gets the key of `node` in front, and where it begins with the name of an argument, of that one.
     """
-    values: Any = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else dict(node)
+    values: Any = dict(node)
+    if isinstance(node, DictConfig):
+        values = OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
     if (path := values.pop(COMPONENT, None)) is None:
         raise TuneError(f"a component needs the key {COMPONENT}, the dotted path of a function or class: {values}")
     component = locate(path)

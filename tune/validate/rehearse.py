@@ -17,7 +17,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    InterpolationToMissingValueError,
+    MissingMandatoryValue,
+)
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -107,7 +112,8 @@ def rehearse(
         weights = FakeWeights()
 
         def failed(error: Exception, needs_missing: bool) -> None:
-            follows = isinstance(error, Unknown) or (needs_missing and not isinstance(error, TuneError))
+            is_unset = isinstance(error, MissingMandatoryValue | InterpolationToMissingValueError)  # reported already
+            follows = isinstance(error, Unknown) or is_unset or (needs_missing and not isinstance(error, TuneError))
             if not follows and repr(Missing()) not in str(error):
                 report(error)
 
