@@ -100,9 +100,9 @@ DEVICES = {
     "rtx4090": Device("rtx4090", 24, 165, 82.6, 1008, 25, 12, 25, attention_share=0.6, float8=330, capability=(8, 9)),
     "rtx5090": Device("rtx5090", 32, 209, 104.8, 1792, 50, 12, 50, float8=419, capability=(12, 0)),
     "a100": Device("a100", 80, 312, 19.5, 2039, 300, 25, attention_share=0.6, capability=(8, 0)),
-    "h100": Device("h100", 80, 989, 67, 3350, 450, 50, float8=1979, capability=(9, 0)),
-    "h200": Device("h200", 141, 989, 67, 4800, 450, 50, float8=1979, capability=(9, 0)),
-    "b200": Device("b200", 180, 2250, 75, 8000, 900, 50, float8=4500, capability=(10, 0)),
+    "h100": Device("h100", 80, 989, 67, 3350, 450, 50, 50, float8=1979, capability=(9, 0)),
+    "h200": Device("h200", 141, 989, 67, 4800, 450, 50, 50, float8=1979, capability=(9, 0)),
+    "b200": Device("b200", 180, 2250, 75, 8000, 900, 50, 50, float8=4500, capability=(10, 0)),
     "mi300x": Device("mi300x", 192, 1307, 163, 5300, 448, 50, float8=2615, capability=(9, 4)),
     "cpu": Device(  # two cores of a server, and gloo
         "cpu", 16, 0.05, 0.1, 20, 1, 1, 20, 64, 0.7, 0.7, 0.7, 12, 0.4, 0.05, False, 200, 0.7, 1300, 8, cores=2
