@@ -15,7 +15,6 @@ import ctypes
 import itertools
 import math
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
@@ -28,10 +27,7 @@ from tune import cli
 from tune.generation import Sampler
 from tune.models import Decoder
 from tune.peft import open_model
-
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
-from llama_cpp import LlamaCpp  # noqa: E402
+from tune.verify import LlamaCpp
 
 QUESTIONS = ["Write a short story about a dog.", "Explain what a prime number is.", "List three fruits."]
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
@@ -85,7 +81,7 @@ def loss(model, pieces, inputs_too=False):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="MODEL")
-    parser.add_argument("--text", metavar="FILE", type=Path, default=ROOT / "LICENSE")
+    parser.add_argument("--text", metavar="FILE", type=Path, default=Path(__file__).parents[1] / "LICENSE")
     parser.add_argument("--pieces", type=int, default=10)
     parser.add_argument("--prompts", type=int, default=3, choices=(1, 2, 3))
     args = parser.parse_args()
@@ -116,7 +112,8 @@ def main():
                 for chat, prompt in zip(chats, prompts, strict=True):
                     read = llama_cpp.ask(messages=chat, max_tokens=1)["usage"]["prompt_tokens"]
                     print(f"{kind}: a chat has {read} tokens, in tune {len(prompt)}")
-                losses[f"llama.cpp, {kind}"] = sum(map(llama_cpp.loss, pieces)) / len(pieces)
+                found = [value for piece in pieces for value in llama_cpp.log_probs(piece) if value is not None]
+                losses[f"llama.cpp, {kind}"] = -sum(found) / len(found)
             field = gguf.GGUFReader(file).get_field("tokenizer.chat_template")
             print(f"{kind}: the chat template is the checkpoint's: {field.contents() == tokenizer.chat_template}")
     for parameter in model.parameters():

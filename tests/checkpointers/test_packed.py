@@ -465,3 +465,15 @@ def test_what_is_frozen_stays_packed(copy, tmp_path):
         assert torch.equal(found[name], trained.bfloat16() if is_trained else tensor.read()), name
     export(model, None, tmp_path / "plain", source=base, packed=False)
     assert not quantized(tmp_path / "plain")
+
+
+def test_float8_without_its_settings_is_refused(checkpoint, tmp_path):
+    """It would be read as plain numbers."""
+    folder = shutil.copytree(checkpoint, tmp_path / "coded")
+    file = next(folder.glob("*.safetensors"))
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("q_proj.weight"))
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(TuneError, match=rf"{name} is quantized .*quantization_config"):
+        plain_tensors(folder)

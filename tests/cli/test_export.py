@@ -533,7 +533,7 @@ def test_the_fine_tune_of_the_demo(tmp_path: Path) -> None:
                     parameter.data = torch.from_numpy(gguf.quants.dequantize(rounded, gguf.GGMLQuantizationType.Q8_0))
         ours = math.exp(-statistics.mean(value for piece in pieces for value in log_probs(model, piece)))
         with LlamaCpp(file) as llama_cpp:
-            theirs = math.exp(statistics.mean(map(llama_cpp.loss, pieces)))
+            theirs = math.exp(-statistics.mean(value for piece in pieces for value in llama_cpp.log_probs(piece)))
             found = [llama_cpp.greedy(prompt, 64, ignore_eos=False) for prompt in prompts]
             counts = [llama_cpp.ask(messages=each, max_tokens=1)["usage"]["prompt_tokens"] for each in asked]
         below = max(below_the_best(model, *each) for each in zip(prompts, found, strict=True))

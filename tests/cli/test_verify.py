@@ -106,6 +106,20 @@ def other_template(folder: Path) -> None:
     file.write_text(file.read_text().replace("user\n", "user").replace("'\\n'", "''").replace("\n", " "))
 
 
+def swapped_tokens(folder: Path) -> None:
+    """The ids of two special tokens: each chat has as many tokens, and others."""
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    one, other = "<|im_start|>", "<|im_end|>"
+    vocab = tokenizer["model"]["vocab"]
+    if one in vocab:
+        vocab[one], vocab[other] = vocab[other], vocab[one]
+    added = {each["content"]: each for each in tokenizer["added_tokens"]}
+    added[one]["id"], added[other]["id"] = added[other]["id"], added[one]["id"]
+    tokenizer["added_tokens"].sort(key=lambda each: each["id"])
+    file.write_text(json.dumps(tokenizer))
+
+
 def wrong_scale(folder: Path) -> None:
     """Of one layer."""
     tensors = load_file(folder / "model.safetensors")
@@ -139,6 +153,7 @@ PLANTED = {
     "a rope scale": ("merged", wrong_rope, {"log-probs"}),
     "a stop token": ("merged", missing_stop, {"stop tokens"}),
     "a chat template": ("merged", other_template, {"chat template"}),
+    "two special tokens": ("merged", swapped_tokens, {"chat template"}),
     "an unmerged adapter": ("base", None, COMPUTED),
     "an unmerged adapter, in 4 bits": ("int4_of_base", None, {"adapter"}),
     "a scale of quantization": ("int8", wrong_scale, {"log-probs"}),
@@ -149,7 +164,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but({"a rope scale", "a stop token"}, PLANTED))
+@pytest.mark.parametrize("name", slow_but({"a rope scale", "two special tokens"}, PLANTED))
 def test_what_is_planted_is_found(
     name: str, run: Path, artifact: Callable, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -99,7 +99,7 @@ def test_a_service_that_fails_is_left_out(sink, tmp_path, monkeypatch):
     for name in ("mlflow", "mlflow.entities", "trackio"):
         module = types.SimpleNamespace(MlflowClient=fails, init=fails, Param=None, Metric=None, __spec__=object())
         monkeypatch.setitem(sys.modules, name, module)
-    tracker = NonFatal(sink())
+    tracker = NonFatal(sink(), print)
     with pytest.warns(UserWarning, match="no network to https://host"):
         tracker.open(tmp_path, {})
     tracker.start(0, 1)

@@ -96,7 +96,7 @@ def test_sinks_are_closed_on_every_exit(run, error, exit_code):
     """W&B is told how the run has ended."""
     told, wandb = [], object.__new__(WeightsAndBiases)
     wandb.run = SimpleNamespace(finish=lambda exit_code: told.append(exit_code))
-    run.sinks = [NonFatal(wandb)]
+    run.sinks = [NonFatal(wandb, print)]
     run.world.finish = lambda: told.append("all processes end")
     with pytest.raises(error) if error else contextlib.nullcontext(), run:
         if error:

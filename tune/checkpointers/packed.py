@@ -163,6 +163,11 @@ def plain_tensors(folder: Path) -> dict[str, DiskTensor]:
     """
     settings, tensors = quantization(folder), disk_tensors(folder)
     if not settings:
+        if coded := next((each for each in tensors.values() if _is_float8(each)), None):
+            raise TuneError(
+                f"{coded.file}: {coded.name} is quantized ({coded.dtype}), and config.json has no {FIELD}: its scales "
+                "are not known. Download config.json again"
+            )
         return tensors
     method, dtype = METHODS[settings["quant_method"]], plain_dtype(read_json(folder / "config.json"))
     owners, packed = dict[str, str](), dict[str, PackedTensor]()
@@ -193,13 +198,16 @@ def plain_tensors(folder: Path) -> dict[str, DiskTensor]:
     known = {*owners, *unused}
     left = {name: tensor for name, tensor in tensors.items() if name not in known}
     for tensor in left.values():
-        is_float8 = tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point
-        if is_float8 or tensor.name.endswith(tuple(filter(None, method.codes))):
+        if _is_float8(tensor) or tensor.name.endswith(tuple(filter(None, method.codes))):
             raise TuneError(
                 f"{tensor.file}: {tensor.name} is quantized ({tensor.dtype}) and has no scales. Download all files of "
                 "the checkpoint again"
             )
     return packed | left
+
+
+def _is_float8(tensor: DiskTensor) -> bool:
+    return tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point
 
 
 def quantization(folder: Path) -> dict[str, Any]:
@@ -290,12 +298,16 @@ def _fp8(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:
     *_, rows, columns = codes.shape
     *_, across, along = 1, 1, *scales.shape
     block = settings.get("weight_block_size") or (rows // across, columns // along)
+    if len(block) != 2 or not all(isinstance(size, int) and size > 0 for size in block):
+        raise ValueError(f"weight_block_size {block!r} is not two positive integers, of rows and of columns")
     return codes.shape, Grid(codes), Grid(scales, tuple(block), _factors), None
 
 
 def _mxfp4(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:
     """MXFP4 of gpt-oss: experts `[experts, in, out]`, stored as `[experts, out, in / 32, 16 bytes]`."""
     codes, scales = parts["_blocks"], parts["_scales"]
+    if scales.dtype != torch.uint8:
+        raise refused(scales.file, f"with scales of {scales.dtype} in {weight}")
     experts, outputs, groups, width = codes.shape
     grid = Grid(codes, (1, 1), lambda pairs: _fp4(pairs.flatten(-2)), 2 * width, -2, transposed=True)
     return [experts, 2 * width * groups, outputs], grid, Grid(scales, (2 * width, 1), _factors, transposed=True), None

@@ -9,6 +9,7 @@ to standard error; under torchrun the prompts are shared by its processes, with 
     tune generate --launcher ray --nproc-per-node 2 ./model --prompts questions.jsonl --out answers.parquet
 """
 
+import functools
 import json
 import os
 import sys
@@ -139,7 +140,8 @@ def require_rows(parser: ArgumentParser, options: Namespace) -> None:
     if options.keep and (options.out is None or options.out.suffix.lower() == ".parquet"):
         parser.error("--keep: conversations are written as JSON lines: name a file, --out rows.jsonl")
     if (options.keep == "best" or options.min_score is not None) and not options.score:
-        parser.error("which answers are the best, a --score says: a function (row, answer) of yours")
+        option = "--keep best" if options.keep == "best" else "--min-score"
+        parser.error(f"{option} needs --score FILE.FUNCTION: a function (row, answer) of yours that gives a number")
     if options.min_score is not None and not options.keep:
         parser.error("--min-score: say which of these answers to keep, --keep all or --keep best")
     if options.score:
@@ -276,11 +278,16 @@ def records_file(
             schema = pyarrow.schema({"index": pyarrow.int64(), "sample": pyarrow.int64(), **asked, **ends})
             file = parquet.ParquetWriter(path, schema)
         else:
-            file = path.open("w", encoding="utf-8")
+            file = path.open("a", encoding="utf-8")  # what is there stays until the first answer
     with file:
         if path.suffix.lower() == ".parquet":
             yield lambda records: file.write_table(pyarrow.Table.from_pylist(records, schema))
         else:
-            yield lambda records: file.writelines(
-                json.dumps(each, ensure_ascii=False, default=str) + "\n" for each in records
-            )
+            replaced = functools.cache(lambda: file.truncate(0))
+
+            def write_lines(records: list[dict[str, Any]]) -> None:
+                replaced()
+                file.writelines(json.dumps(each, ensure_ascii=False, default=str) + "\n" for each in records)
+
+            yield write_lines
+            replaced()  # by nothing, if nothing was kept

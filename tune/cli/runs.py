@@ -26,7 +26,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     names = ["step", "loss", "validation_loss"]
     if any("reward" in run.columns for run in runs):
         names.append("reward")
-    if not runs:
+    if not runs and not (options.json and folder.is_dir()):
         raise TuneError(f"there are no run folders in {folder}. Give the folder that your runs are in")
     if options.json:
         print(json.dumps([described(run) for run in runs], indent=2))

@@ -65,16 +65,16 @@ def verify(options: Namespace) -> list[Any]:
     """The checks of the artifact. One of the two models is in memory at a time."""
     from tune import distributed
     from tune.peft import exported_folder, open_model, step_of
-    from tune.verify import ask, compare, open_program, type_of
+    from tune.verify import ask, compare, computed_in, open_program, type_of
 
     artifact: Path = options.artifact
     if not artifact.exists():
         raise TuneError(f"{artifact}: there is no such file or folder")
-    stored = type_of(artifact)
     run, step = step_of(options.against, options.step)
     # Of a run that has merged its adapter too, the adapter: then what it changes can be told.
     against = exported_folder(run, "adapter") if step is None and run.is_dir() else run
     opened = open_model(against, step=step)
+    stored = type_of(artifact, opened.folders.base)
     tokenizer = opened.tokenizer(date=None)
     room = min(PROMPT, opened.model.max_generated or PROMPT) - ANSWER
     asked = probes_of(options, run, tokenizer, room)
@@ -91,7 +91,7 @@ def verify(options: Namespace) -> list[Any]:
             found = ask(program, tokenizer, probes, ANSWER)
     del program  # and its memory, before the run's model is loaded
     model = opened.load(device, options.dtype)
-    floor = NOISE if options.dtype == "fp32" else NOISE_OF_16_BITS
+    floor = NOISE if computed_in(artifact, options.dtype).itemsize > 2 else NOISE_OF_16_BITS
     return compare(found, model, tokenizer, probes, options.tolerance, stored, floor)
 
 

@@ -53,7 +53,7 @@ def combine(
     run.take_texts(values, default)
     cfg = OmegaConf.create(values)
     run.check(cfg, default)
-    for key in {*run.wrong}:
+    for key in {*run.wrong} - run.missing:
         _restore(cfg, key, default)
     if not run.findings:
         OmegaConf.resolve(cfg)
@@ -61,8 +61,8 @@ def combine(
 
 
 def _restore(node: DictConfig, key: str, default: Values) -> None:
-    """Give the setting with this dotted key the value of the default, which may be missing; remove one that the default
-    does not have. A component that is wrong is restored with its arguments."""
+    """Give the setting with this dotted key the value of the default, null if that is missing; remove one that the
+    default does not have. A component that is wrong is restored with its arguments."""
     for name in list[Any](node):
         if key != str(name) and not key.startswith(f"{name}."):
             continue
@@ -71,7 +71,7 @@ def _restore(node: DictConfig, key: str, default: Values) -> None:
             usual = default.get(name)
             _restore(group, rest, usual if isinstance(usual, dict) else {})
         elif name in default:
-            node[name] = default[name]
+            node[name] = None if default[name] == "???" else default[name]
         else:
             del node[name]
 
@@ -101,6 +101,7 @@ class _Combination:
     layers: list[Layer] = field(default_factory=list)
     given_in: dict[str, int] = field(default_factory=dict)  # dotted key -> index of the last layer that has it
     wrong: list[str] = field(default_factory=list)  # keys of settings that were reported
+    missing: set[str] = field(default_factory=set)  # those of them that have no value, and keep none
 
     def known_keys(self, values: Values, default: Values, origin: str, prefix: str = "") -> Values:
         """The part of a layer whose keys the default has too; the rest is reported."""
@@ -182,6 +183,8 @@ class _Combination:
                 if is_inherited and not self.imports:
                     continue  # by a component that may not take it
                 problem = f"is missing. Give it on the command line: {key}=..."
+                if default.get(name) == "???":
+                    self.missing.add(key)
             except InterpolationToMissingValueError:
                 continue  # what it refers to is reported in its own place
             except OmegaConfBaseException as error:

@@ -113,7 +113,8 @@ def require_whole_answers(content: Content, kind: Kind) -> None:
     weights = content.weights if isinstance(content, Tokens) else parts
     if kind != "supervised" and (weight := next((each for each in weights or () if 0 < each < 1), None)):
         raise TuneError(
-            f"a message has the weight {weight}; {kind} rows compare whole answers. Remove it, or set 0 or 1"
+            f"a message counts {weight} (its weight or train); {kind} rows compare whole answers. Remove it, or set 0 "
+            "or 1"
         )
 
 
@@ -234,7 +235,10 @@ def learned_text(chat: Chat, tokenizer: Tokenizer, whole: bool = False) -> tuple
     if not whole:
         return _rendered(chat, tokenizer)
     if weight := next((each["train"] for each in chat.messages if 0 < each["train"] < 1), None):
-        raise TuneError(f"a message has the weight {weight}, and with train_on=all every token counts alike")
+        raise TuneError(
+            f"a message counts {weight} (its weight or train), and with train_on=all every token counts alike. Remove "
+            "it, or set train_on=[system, user, assistant]"
+        )
     others = [{**message, "train": not message["train"]} for message in chat.messages]
     text, masked = _rendered(replace(chat, messages=others), tokenizer)
     borders = [0, *(border for start, end, _ in masked for border in (start, end)), len(text)]

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypedDict
@@ -57,7 +57,7 @@ def open_sinks(folder: Path, trackers: Sequence[Sink], settings: DictConfig) -> 
     told: Any = without_secrets(OmegaConf.to_container(settings, resolve=True))
     sinks: list[Sink] = [Files(folder)]
     for tracker in trackers:
-        sinks.append(NonFatal(tracker))
+        sinks.append(NonFatal(tracker, sinks[0].message))
         sinks[-1].open(folder, told)
     return sinks
 
@@ -193,6 +193,8 @@ SHOWN = {
     "validation_reward": ".4f",
     "validation_loss": ".4f",
     "validation_rewards/accuracies": ".3f",
+    "general_loss": ".4f",
+    "general_kl": ".4f",
 }
 
 
@@ -224,7 +226,7 @@ class Console(Sink):
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         shown = [f"{name} {values[name]:{form}}" for name, form in SHOWN.items() if name in values]
-        validated = [name for name in SHOWN if name.startswith("validation_") and name in values]
+        validated = [name for name in SHOWN if name.startswith(("validation_", "general_")) and name in values]
         if "tokens_per_second" in values:  # no validation before the first step
             speed = f"{values['tokens_per_second']:,.0f} tokens/s | {values['peak_memory_gib']:.2f} GiB"
             if "slowest_rank" in values:
@@ -312,6 +314,8 @@ class MLflow(Sink):
 
         # A server that does not answer is waited for in each call, by default for four minutes.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
+        if self.uri and "://" not in self.uri:  # a folder, which the user has named
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         self.client = mlflow.MlflowClient(self.uri)
         known = self.client.get_experiment_by_name(self.experiment)
         experiment = known.experiment_id if known else self.client.create_experiment(self.experiment)
@@ -385,8 +389,8 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 class NonFatal(Sink):
     """A sink that the run can do without: when it fails, it says so once and is off from then on."""
 
-    def __init__(self, sink: Sink):
-        self.name, self.sink = type(sink).__name__, sink
+    def __init__(self, sink: Sink, log: Callable[[str], None]):
+        self.name, self.sink, self.log = type(sink).__name__, sink, log
 
     def open(self, folder: Path, settings: Mapping[str, Any]) -> None:
         with self._off_on_failure():
@@ -414,4 +418,6 @@ class NonFatal(Sink):
             yield
         except Exception as error:  # whatever a third party's client raises must not end a training
             self.sink = Sink()  # it does nothing
-            warnings.warn(without_secrets(f"{self.name} is off from here on: {error!r}"), stacklevel=3)
+            told = without_secrets(f"{self.name} is off from here on: {type(error).__name__}: {error}")
+            self.log(f"warning: {told}")
+            warnings.warn(told, stacklevel=3)

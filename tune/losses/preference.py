@@ -128,7 +128,7 @@ def of_labelled(loss_fn: Any, answers: AnswerLogProbs, is_good: Tensor) -> dict[
 def sum_and_count(values: Tensor, weights: Tensor | None = None) -> Tensor:
     """`[2]`: the sum of the `values`, or of those whose weight is 1 and not 0, and how many these are. Raises TuneError
     for a mean in their place, as a loss of a user's own may give."""
-    if not values.ndim:
+    if values.ndim == 0:
         raise TuneError("loss: it returns one number; it must return a loss for each pair, [pairs]")
     weights = torch.ones_like(values) if weights is None else weights.to(values.dtype)
     return torch.stack([(values * weights).sum(), weights.sum()])

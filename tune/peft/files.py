@@ -172,11 +172,12 @@ def load_parameters(model: nn.Module, path: str | Path, theirs: LoRA | None = No
     shapes = {name: tensor.shape for name, tensor in found.items() if not tied or name != PREFIX + HEAD}
     base = settings.get("base_model_name_or_path")
     if differences := shape_differences(shapes, needed, "this model needs") or _other_type(base, model):
-        raise TuneError(
-            f"adapter.path: {path} is for another model: it was trained on {base}, not on "
-            f"{getattr(model, 'source', 'this one')}. Take that one, or another adapter. What does not fit:\n  "
-            f"{differences}"
-        )
+        source = getattr(model, "source", "this one")
+        if base == source:
+            cause = f"its {CONFIG} and its weights do not fit (r, rank_pattern, target_modules). Take both anew"
+        else:
+            cause = f"it was trained on {base}, not on {source}. Take that one, or another adapter"
+        raise TuneError(f"adapter.path: {path} is for another model: {cause}. What does not fit:\n  {differences}")
     require_floats([found[name] for name in needed], "adapter.path")
     if theirs is not None:
         _require_same_scaling(model, theirs)

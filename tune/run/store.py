@@ -50,7 +50,7 @@ class Store:
         first = int(os.environ.get("LOCAL_RANK", world.rank)) == 0
         self.nodes = [rank for rank, is_first in enumerate(world.all_gather(first)) if is_first]
         self.held, self.since = "", 0.0  # the checkpoint at work, and since when
-        self.sent: dict[str, tuple[int, int]] = {}  # time and size of each file when it was uploaded
+        self.sent: dict[str, tuple[int, int, int]] = {}  # time and size of each file when it was uploaded
         self.there, self.next_files = set[str](), 0.0
         self.ended = threading.Event()
         self.thread: threading.Thread | None = None
@@ -251,13 +251,14 @@ class Store:
         for step in self.there.intersection(self._steps()):
             digests = self.folder / "checkpoints" / step / DIGESTS
             try:
-                if self.sent.get(name := f"checkpoints/{step}/{DIGESTS}") == _state_of(digests):
+                state = _state_of(digests)  # before they are read: what is changed meanwhile is seen the next time
+                if self.sent.get(name := f"checkpoints/{step}/{DIGESTS}") == state:
                     continue
                 here, there = self._digests(step)
                 if here != there and _is_renewed(there, here):
                     self._send(digests, name)
                     self._send(digests.with_name(STATE), f"checkpoints/{step}/{STATE}")
-                self.sent[name] = _state_of(digests)
+                self.sent[name] = state
             except FileNotFoundError:
                 if digests.exists():  # else it is removed right now
                     raise
@@ -320,6 +321,6 @@ def _is_renewed(before: dict[str, str], after: dict[str, str]) -> bool:
     return before | {STATE: ""} == after | {STATE: ""} and new[: len(old)] == old
 
 
-def _state_of(file: Path) -> tuple[int, int]:
-    about = file.stat()
-    return about.st_mtime_ns, about.st_size
+def _state_of(file: Path) -> tuple[int, int, int]:
+    about = file.stat()  # of two replacements in a moment, times and sizes may be the same
+    return about.st_mtime_ns, about.st_size, about.st_ino

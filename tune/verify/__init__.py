@@ -9,7 +9,7 @@ will open it with (`open_program`) read the texts of a few `Probe`s, and our own
 from tune.verify.comparison import Check, ask, compare
 from tune.verify.llama_cpp import LlamaCpp
 from tune.verify.probes import Probe, conversations, probes_of_data, probes_of_prompts, probes_of_texts
-from tune.verify.programs import open_program, type_of
+from tune.verify.programs import computed_in, open_program, type_of
 
 # Other names are for the packages of `tune` alone.
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Probe",
     "ask",
     "compare",
+    "computed_in",
     "conversations",
     "open_program",
     "probes_of_data",

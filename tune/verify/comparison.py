@@ -12,7 +12,7 @@ from tune.distributed import repeated_blocks
 from tune.peft import adapted_modules, merge_in_place, switched_off
 from tune.tokenizers import Message, Tokenizer
 from tune.verify.probes import Probe, conversations
-from tune.verify.programs import Program
+from tune.verify.programs import Chat, Program
 
 MARGIN, GROUP = 2.0, 32  # of rounding
 ADAPTER_SHARE = 0.5  # of what the adapter changes, by which an artifact may differ
@@ -36,7 +36,7 @@ class Observed:
     """What a program made of what it was asked: for each probe an answer of at most `longest` tokens, and log-probs."""
 
     misread: list[str]
-    chats: dict[str, tuple[str, int] | str]  # by the run's own text: theirs with its tokens, or why there is none
+    chats: dict[str, Chat | str]  # by the run's own text: theirs with its tokens, or why there is none
     stops: dict[int, bool]
     answers: list[list[int]]
     longest: int
@@ -60,7 +60,7 @@ def ask(program: Program, tokenizer: Tokenizer, probes: Sequence[Probe], longest
     )
 
 
-def _chat(program: Program, messages: list[Message]) -> tuple[str, int] | str:
+def _chat(program: Program, messages: list[Message]) -> Chat | str:
     try:
         return program.chat(messages)
     except Exception as error:  # whatever a template or its engine raises
@@ -164,8 +164,12 @@ def _template(found: Observed, tokenizer: Tokenizer) -> list[Check]:
             details.append(theirs)
         elif theirs[0].removeprefix(bos) != expected.removeprefix(bos):
             details.append(f"it writes {theirs[0]!r:.300}, and the run {expected!r:.300}")
-        elif theirs[1] != (count := len(tokenizer.encode(expected))):
-            details.append(f"it reads {theirs[1]} tokens of {expected!r:.300}, and the run {count}")
+        else:
+            ids, (_, read) = tokenizer.encode(expected), theirs
+            if read != (len(ids) if isinstance(read, int) else ids):
+                count = read if isinstance(read, int) else len(read)
+                others = "" if count != len(ids) else ", of which some are others"
+                details.append(f"it reads {count} tokens of {expected!r:.300}, and the run {len(ids)}{others}")
     total, count = len(found.chats), len(details)
     same = f"{total - count} the same"
     return [Check("chat template", f"{total} chats", same, f"{count} chats", "0", not count, "".join(details[:1]))]

@@ -98,7 +98,7 @@ class LlamaCpp:
         pairs = zip(of_text, of_ids, strict=True) if len(of_text) == len(of_ids) else [({"id": 0}, {"id": 1})]
         return all(one["id"] == other["id"] and abs(one["logprob"] - other["logprob"]) < 1e-2 for one, other in pairs)
 
-    def chat(self, messages: list[Message]) -> tuple[str, int]:
+    def chat(self, messages: list[Message]) -> tuple[str, int | list[int]]:
         """The text that its chat template makes of `messages` for an answer, and how many tokens are read of it."""
         answer = self.ask(messages=messages, max_tokens=1, verbose=True)
         return answer["__verbose"]["prompt"], answer["usage"]["prompt_tokens"]

@@ -22,6 +22,8 @@ from tune.tokenizers import Message
 from tune.verify.llama_cpp import LlamaCpp
 
 ADAPTER = "adapter_config.json"
+# The text that a template makes of messages, and the tokens that are read of it, or how many.
+Chat = tuple[str, int | list[int]]
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of GGUF
 
 
@@ -34,8 +36,8 @@ class Program(Protocol):
         """Whether it encodes the `text` as these `ids`, with those that are put before a text."""
         ...
 
-    def chat(self, messages: list[Message]) -> tuple[str, int]:
-        """The text that its chat template makes of `messages` for an answer, and how many tokens are read of it."""
+    def chat(self, messages: list[Message]) -> Chat:
+        """The text that its chat template makes of `messages` for an answer, and the tokens that are read of it."""
         ...
 
     def stops_at(self, token: int) -> bool:
@@ -66,17 +68,17 @@ class Transformers:
             self.name, model_class = "peft", peft.AutoPeftModelForCausalLM
         with explained(f"{self.name} cannot open {folder}", Exception):
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-            computed_in = _computed_in(folder, dtype)
-            self.model = model_class.from_pretrained(folder, dtype=computed_in, device_map=str(device)).eval()
+            kind = computed_in(folder, dtype)
+            self.model = model_class.from_pretrained(folder, dtype=kind, device_map=str(device)).eval()
         self.device = device
 
     def reads(self, text: str, ids: Sequence[int]) -> bool:
         return bool(self.tokenizer(text)["input_ids"] == [*ids])
 
-    def chat(self, messages: list[Message]) -> tuple[str, int]:
+    def chat(self, messages: list[Message]) -> Chat:
         asked = {"conversation": messages, "add_generation_prompt": True}
         text = self.tokenizer.apply_chat_template(**asked, tokenize=False)
-        return text, len(self.tokenizer.apply_chat_template(**asked, return_dict=True)["input_ids"])
+        return text, [*self.tokenizer.apply_chat_template(**asked, return_dict=True)["input_ids"]]
 
     def stops_at(self, token: int) -> bool:
         ends = self.model.generation_config.eos_token_id
@@ -118,7 +120,7 @@ class VLLMServer:
             self.lora = LoRARequest("adapter", 1, str(folder))
         with explained(f"vllm cannot open {folder}", Exception):
             self.engine = vllm.LLM(
-                **settings, dtype=_computed_in(folder, dtype), max_model_len=context, enforce_eager=True
+                **settings, dtype=computed_in(folder, dtype), max_model_len=context, enforce_eager=True
             )
         self.tokenizer = self.engine.get_tokenizer()
 
@@ -145,9 +147,9 @@ class VLLMServer:
     def reads(self, text: str, ids: Sequence[int]) -> bool:
         return bool(self.tokenizer.encode(text) == [*ids])
 
-    def chat(self, messages: list[Message]) -> tuple[str, int]:
+    def chat(self, messages: list[Message]) -> Chat:
         text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return text, len(self.tokenizer.encode(text, add_special_tokens=False))
+        return text, [*self.tokenizer.encode(text, add_special_tokens=False)]
 
     def stops_at(self, token: int) -> bool:
         return bool(self._ask([token], max_tokens=2, allowed_token_ids=[token]).outputs[0].finish_reason == "stop")
@@ -165,10 +167,16 @@ def _quantization(folder: Path) -> str:
     return json.dumps(ConfigFile(folder, "ARTIFACT").get("quantization_config") or {})
 
 
-def _computed_in(folder: Path, dtype: Dtype) -> torch.dtype:
-    """The type to compute in. For weights in FP4 compressed-tensors knows no other than bf16."""
-    is_fp4 = not (folder / ADAPTER).exists() and "fp4" in _quantization(folder)
-    return torch.bfloat16 if is_fp4 else as_dtype(dtype)
+def computed_in(artifact: Path, dtype: Dtype) -> torch.dtype:
+    """The type that a program computes in, if `dtype` is asked for. With weights in FP8 or FP4, also of the base of an
+    adapter, it is bf16: libraries have no other products of them."""
+    if artifact.is_file():
+        return torch.float32
+    folder = artifact
+    if (folder / ADAPTER).exists():
+        folder = Path(str(read_json(folder / ADAPTER, "adapter").get("base_model_name_or_path")))
+    is_coded = (folder / "config.json").exists() and re.search('fp4|"quant_method": "fp8"', _quantization(folder))
+    return torch.bfloat16 if is_coded else as_dtype(dtype)
 
 
 @contextmanager
@@ -196,8 +204,9 @@ def open_program(
         yield Transformers(artifact, device, dtype)
 
 
-def type_of(artifact: Path) -> torch.dtype | int:
-    """That of the weights in an artifact's blocks; of integers, or of any other code, their bits.
+def type_of(artifact: Path, base: Path) -> torch.dtype | int:
+    """That of the weights in an artifact's blocks; of integers, or of any other code, their bits. Where the `base` of
+    the run is quantized in the same way, its codes are the artifact's too, and nothing but other weights is rounded.
 
     Raises:
         TuneError: it is no GGUF file, and no folder of a model or an adapter.
@@ -213,7 +222,10 @@ def type_of(artifact: Path) -> torch.dtype | int:
     if (artifact / ADAPTER).exists():
         return torch.float32
     quantization = _quantization(artifact)
-    if quantization == "{}":
+    method = json.loads(quantization).get("quant_method")
+    if method and method == json.loads(_quantization(base)).get("quant_method"):
+        return torch.bfloat16
+    if not method:
         tensors = plain_tensors(artifact).values()
         return max(tensors, key=lambda tensor: math.prod(tensor.shape)).dtype
     if re.search(r'"load_in_4bit": true|fp4|int4', quantization):

@@ -83,8 +83,10 @@ def _checked(message: Any, place: str) -> Message:
     for name in REASONING:
         require(isinstance(message.get(name, ""), str), f"{place}.{name}", message.get(name), "a string")
     train = message.get("train", True)
-    is_part = isinstance(train, float) and 0 < train < 1
-    require(is_part or isinstance(train, bool), f"{place}.train", train, "true or false, or a number between 0 and 1")
+    is_number = isinstance(train, int | float) and 0 <= train <= 1
+    require(is_number, f"{place}.train", train, "true or false, or a number from 0 to 1")
+    if train in (0, 1) and "train" in message:
+        message["train"] = bool(train)
     if "weight" in message:  # as OpenAI's files have it
         message = _weighed(message, f"{place}.weight")
     return message
