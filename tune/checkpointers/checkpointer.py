@@ -424,7 +424,7 @@ class Checkpointer:
 
     def save(self, step: int, wait: bool = False) -> None:
         """Save now, and with `wait`, wait until it is written. In the checkpoint of a step that is saved already, only
-        the note of the best one is renewed. All processes must call it. Raises TuneError if the data are beyond it."""
+        the note of the best one is renewed. All processes must call it."""
         saved = self._written()
         self._report(saved)
         self.ends = self.ends or wait
@@ -439,12 +439,6 @@ class Checkpointer:
         complete = self.folder / f"step-{step:08d}"
         unfinished = self.folder / f".step-{step:08d}.{self.world.broadcast(uuid.uuid4().hex[:8])}"
         parts, extra = self._states()
-        drawn = parts.get("data")
-        if isinstance(drawn, dict) and {"step", "position"} <= drawn.keys() and drawn["step"] > step:
-            raise TuneError(
-                f"data: they have given step {drawn['step']}, and this saves step {step}: continued from it, the run "
-                "would leave out what is between. Save before the next step is taken, such as at the end of the loop"
-            )
         small = json.dumps(
             {
                 "step": step, "groups": self._changed(), "best": self.best.state_dict(),
