@@ -33,13 +33,13 @@ test-slow: $(INSTALLED)
 
 test-all: test test-slow
 
-# All tests with the newest releases that pyproject.toml allows, in a .venv of their own. First it says which differ from the
+# The quick tests with the newest releases that pyproject.toml allows, in a .venv of their own. First it says which differ from the
 # pinned ones.
 test-newest:
 	$(PYTHON) -m venv $(dir $(NEWEST))
 	$(NEWEST)/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager --editable ".[dev]"
 	@$(NEWEST)/python -m pip freeze --exclude-editable | grep --invert-match --line-regexp --fixed-strings --file constraints.txt || true
-	$(NEWEST)/pytest $(PYTEST_ARGS)
+	$(NEWEST)/pytest $(PYTEST_ARGS) -m "not slow and not hub"
 
 # The site, in site/. A broken link, or a public name without a docstring, is an error.
 docs: $(INSTALLED_DOCS)
