@@ -32,10 +32,20 @@ READING = ("split", "subset", "format", "columns", "ignore", "kind")
 
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
+    parser.usage = (
+        "tune verify ARTIFACT --against RUN [--step N] [--with PROGRAM] [--prompts FILE] [--limit N] [--tokens N] "
+        "[--tolerance NATS] [--device NAME] [--dtype TYPE]"
+    )
     parser.add_argument("artifact", metavar="ARTIFACT", type=local_path, help="a .gguf file, a model or an adapter")
     parser.add_argument("--against", required=True, metavar="RUN", help="the run (or a model, an adapter) it is of")
     add_step(parser)
-    parser.add_argument("--with", dest="program", choices=PROGRAMS, help="the program that opens ARTIFACT")
+    parser.add_argument(
+        "--with",
+        dest="program",
+        choices=PROGRAMS,
+        metavar="PROGRAM",
+        help=f"that opens ARTIFACT: {', '.join(PROGRAMS)}",
+    )
     file = "texts to ask, as for tune generate (default: rows that the run was validated or trained on)"
     parser.add_argument("--prompts", metavar="FILE", help=file)
     parser.add_argument("--limit", metavar="N", type=count, default=8, help="how many texts (default: 8)")

@@ -12,7 +12,7 @@ from tune.distributed import repeated_blocks
 from tune.peft import adapted_modules, merge_in_place, switched_off
 from tune.tokenizers import Message, Tokenizer
 from tune.verify.probes import Probe, conversations
-from tune.verify.programs import Chat, Program
+from tune.verify.programs import ChatText, Program
 
 MARGIN, GROUP = 2.0, 32  # of rounding
 ADAPTER_SHARE = 0.5  # of what the adapter changes, by which an artifact may differ
@@ -36,7 +36,7 @@ class Observed:
     """What a program made of what it was asked: for each probe an answer of at most `longest` tokens, and log-probs."""
 
     misread: list[str]
-    chats: dict[str, Chat | str]  # by the run's own text: theirs with its tokens, or why there is none
+    chats: dict[str, ChatText | str]  # by the run's own text: theirs with its tokens, or why there is none
     stops: dict[int, bool]
     answers: list[list[int]]
     longest: int
@@ -60,7 +60,7 @@ def ask(program: Program, tokenizer: Tokenizer, probes: Sequence[Probe], longest
     )
 
 
-def _chat(program: Program, messages: list[Message]) -> Chat | str:
+def _chat(program: Program, messages: list[Message]) -> ChatText | str:
     try:
         return program.chat(messages)
     except Exception as error:  # whatever a template or its engine raises

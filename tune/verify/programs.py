@@ -23,7 +23,7 @@ from tune.verify.llama_cpp import LlamaCpp
 
 ADAPTER = "adapter_config.json"
 # The text that a template makes of messages, and the tokens that are read of it, or how many.
-Chat = tuple[str, int | list[int]]
+ChatText = tuple[str, int | list[int]]
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of GGUF
 
 
@@ -36,7 +36,7 @@ class Program(Protocol):
         """Whether it encodes the `text` as these `ids`, with those that are put before a text."""
         ...
 
-    def chat(self, messages: list[Message]) -> Chat:
+    def chat(self, messages: list[Message]) -> ChatText:
         """The text that its chat template makes of `messages` for an answer, and the tokens that are read of it."""
         ...
 
@@ -75,7 +75,7 @@ class Transformers:
     def reads(self, text: str, ids: Sequence[int]) -> bool:
         return bool(self.tokenizer(text)["input_ids"] == [*ids])
 
-    def chat(self, messages: list[Message]) -> Chat:
+    def chat(self, messages: list[Message]) -> ChatText:
         asked = {"conversation": messages, "add_generation_prompt": True}
         text = self.tokenizer.apply_chat_template(**asked, tokenize=False)
         return text, [*self.tokenizer.apply_chat_template(**asked, return_dict=True)["input_ids"]]
@@ -147,7 +147,7 @@ class VLLMServer:
     def reads(self, text: str, ids: Sequence[int]) -> bool:
         return bool(self.tokenizer.encode(text) == [*ids])
 
-    def chat(self, messages: list[Message]) -> Chat:
+    def chat(self, messages: list[Message]) -> ChatText:
         text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         return text, [*self.tokenizer.encode(text, add_special_tokens=False)]
 
