@@ -235,8 +235,10 @@ def test_the_language_model_of_a_larger_one(config_class, fields, joined, tmp_pa
     if joined:
         join_experts(folder)
     ours = load(folder)
+    # Without images the whole Llama 4 of transformers 5.24 raises an AttributeError.
+    theirs = whole.language_model if config_class == "Llama4Config" else whole
     with torch.no_grad():
-        assert_close(ours(TOKENS), whole(TOKENS).logits, atol=1e-6, rtol=1e-6)
+        assert_close(ours(TOKENS), theirs(TOKENS).logits, atol=1e-6, rtol=1e-6)
     export(ours, NoTokenizer(), tmp_path / "out", distributed.init("cpu"), source=str(folder))
     assert_close(load_file(tmp_path / "out/model.safetensors"), load_file(folder / "model.safetensors"), rtol=0, atol=0)
 
