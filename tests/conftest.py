@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 import torch
 from helpers import WORDS, run_processes, save_checkpoint
+from reasoning import DROPS_REASONING
 
 from tune import cli
 
@@ -50,6 +51,15 @@ def checkpoint(tmp_path_factory) -> Path:
 def tied_checkpoint(tmp_path_factory) -> Path:
     """A tied Qwen3."""
     return save_checkpoint(tmp_path_factory.mktemp("qwen3"), "Qwen3Config", head_dim=16, tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="session")
+def thinking_checkpoint(checkpoint, tmp_path_factory) -> Path:
+    """The `checkpoint` with a template that leaves out the reasoning of earlier answers."""
+    folder = tmp_path_factory.mktemp("thinking") / "llama"
+    shutil.copytree(checkpoint, folder)
+    (folder / "chat_template.jinja").write_text(DROPS_REASONING)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -1,13 +1,12 @@
 """turns=as_seen: each answer is learned in the context that it is asked in, as in a hand-made row of that turn."""
 
 import json
-import shutil
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from reasoning import DROPS_REASONING, ask, think
+from reasoning import ask, think
 from torch.testing import assert_close
 
 from tune.checkpointers import load_model
@@ -26,22 +25,13 @@ TOOLS = [ask("the cat"), think("look", "on the mat"), {"role": "tool", "content"
 
 
 @pytest.fixture(scope="module")
-def folder(checkpoint, tmp_path_factory):
-    """A tiny Llama whose template leaves reasoning out."""
-    folder = tmp_path_factory.mktemp("thinking") / "llama"
-    shutil.copytree(checkpoint, folder)
-    (folder / "chat_template.jinja").write_text(DROPS_REASONING)
-    return folder
+def tokenizer(thinking_checkpoint):
+    return Tokenizer(str(thinking_checkpoint))
 
 
-@pytest.fixture(scope="module")
-def tokenizer(folder):
-    return Tokenizer(str(folder))
-
-
-def by_hand(folder, conversations):
+def by_hand(thinking_checkpoint, conversations):
     """Tokens and labels of each answer behind the prompt that it is asked with, by transformers."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(thinking_checkpoint)
     turns = []
     for messages in conversations:
         for index in (index for index, each in enumerate(messages) if each["role"] == "assistant"):
@@ -63,19 +53,20 @@ def written(path, rows):
     return str(path)
 
 
-def test_each_answer_stands_where_it_is_asked_for(folder, tokenizer):
+def test_each_answer_stands_where_it_is_asked_for(thinking_checkpoint, tokenizer):
     outcome = read(tokenizer, TALK)
-    assert [(each.tokens.tolist(), each.labels.tolist()) for each in outcome.samples] == by_hand(folder, [TALK])
+    found = [(each.tokens.tolist(), each.labels.tolist()) for each in outcome.samples]
+    assert found == by_hand(thinking_checkpoint, [TALK])
     assert len({each.columns["group"] for each in outcome.samples}) == 1
     assert outcome.remarks == []  # no reasoning is lost
     together = RowReader(tokenizer, 400)([("row", {"messages": TALK})])[0]
     assert together.remarks == ["reasoning left out by the template"]
 
 
-def test_a_context_that_goes_on_is_one_sample(folder, tokenizer):
+def test_a_context_that_goes_on_is_one_sample(thinking_checkpoint, tokenizer):
     """As in a loop of tool calls, whose reasoning stays until the next question."""
     first, second = read(tokenizer, TOOLS).samples
-    turns = by_hand(folder, [TOOLS])
+    turns = by_hand(thinking_checkpoint, [TOOLS])
     assert first.tokens.tolist() == turns[1][0] and second.tokens.tolist() == turns[2][0]
     length = len(turns[0][0])
     assert first.labels.tolist() == [*turns[0][1][: length - 1], *turns[1][1][length - 1 :]]
@@ -91,16 +82,16 @@ def test_a_template_that_leaves_out_nothing_gives_what_it_gives_together(checkpo
     assert (sample.tokens == whole.tokens).all() and (sample.labels == whole.labels).all()
 
 
-def test_only_what_is_learned_makes_a_sample(folder, tokenizer):
+def test_only_what_is_learned_makes_a_sample(thinking_checkpoint, tokenizer):
     masked = [*TALK[:3], {**TALK[3], "train": False}, *TALK[4:]]
-    turns = by_hand(folder, [TALK])
+    turns = by_hand(thinking_checkpoint, [TALK])
     assert [each.tokens.tolist() for each in read(tokenizer, masked).samples] == [turns[0][0], turns[2][0]]
     assert [each.tokens.tolist() for each in read(tokenizer, TALK, train_on="last").samples] == [turns[2][0]]
     assert read(tokenizer, [ask("the"), {**TALK[1], "train": False}]).dropped == "no message to learn"
 
 
-def test_turns_that_are_too_long(folder, tokenizer):
-    turns = by_hand(folder, [TALK])
+def test_turns_that_are_too_long(thinking_checkpoint, tokenizer):
+    turns = by_hand(thinking_checkpoint, [TALK])
     fits, prompt = len(turns[1][0]), turns[2][1].index(next(each for each in turns[2][1] if each != -100)) + 1
     cut = read(tokenizer, TALK, fits, too_long="drop")
     assert [each.tokens.tolist() for each in cut.samples] == [turns[0][0], turns[1][0]]
@@ -123,18 +114,18 @@ def test_a_training_row_has_max_seq_len_tokens_at_the_most(packed, tokenizer, tm
     assert [0, 1] in rows and 2 not in next(row for row in rows if 0 in row)
 
 
-def test_loss_and_gradients_are_those_of_turns_by_hand(folder, tokenizer, tmp_path):
+def test_loss_and_gradients_are_those_of_turns_by_hand(thinking_checkpoint, tokenizer, tmp_path):
     """Those of transformers for each turn alone; and less is computed."""
     talks = [TALK, TOOLS]
     path = written(tmp_path / "rows.jsonl", [{"messages": each} for each in talks])
     data = load(tokenizer, path, max_seq_len=400, turns="as_seen", cache_dir=str(tmp_path), workers=1)
     batch = collate([data.row(index) for index in range(len(data))])
-    model = load_model(str(folder))
+    model = load_model(str(thinking_checkpoint))
     loss = model(batch, LinearCrossEntropy()) / batch.num_supervised
     loss.backward()
 
-    reference, total, count = transformers.AutoModelForCausalLM.from_pretrained(folder), 0.0, 0
-    turns = by_hand(folder, talks)
+    reference, total, count = transformers.AutoModelForCausalLM.from_pretrained(thinking_checkpoint), 0.0, 0
+    turns = by_hand(thinking_checkpoint, talks)
     for tokens, labels in turns:
         logits = reference(torch.tensor([tokens])).logits[0]
         total = total + F.cross_entropy(logits, torch.tensor(labels), reduction="sum")

@@ -1,7 +1,6 @@
 """Runs on weighted answers, each as seen: one curve for all layouts, that of rows and of a formula by hand."""
 
 import json
-import shutil
 from pathlib import Path
 
 import full_finetune
@@ -11,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import WORDS, run_processes
-from reasoning import DROPS_REASONING, ask, think
+from reasoning import ask, think
 
 from tune import config
 
@@ -19,15 +18,6 @@ transformers = pytest.importorskip("transformers")
 
 RUN_VARIANTS = Path(__file__).with_name("run_variants.py")
 RECIPES = {"full_finetune": full_finetune, "lora_finetune": lora_finetune, "pipeline_finetune": pipeline_finetune}
-
-
-@pytest.fixture(scope="module")
-def folder(checkpoint, tmp_path_factory):
-    """A Llama whose template leaves out the reasoning of earlier answers."""
-    folder = tmp_path_factory.mktemp("thinking") / "llama"
-    shutil.copytree(checkpoint, folder)
-    (folder / "chat_template.jinja").write_text(DROPS_REASONING)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +54,10 @@ def by_hand(talks):
 
 
 @pytest.fixture(scope="module")
-def common(folder, talks):
+def common(thinking_checkpoint, talks):
     return [
-        f"model.path={folder}", f"dataset.path={talks}", f"validation_dataset.path={talks}", "max_seq_len=256",
+        f"model.path={thinking_checkpoint}", f"dataset.path={talks}", f"validation_dataset.path={talks}",
+        "max_seq_len=256",
         "global_batch_size=4", "micro_batch_size=2", "dtype=fp32", "device=cpu", "optimizer.lr=1e-3", "max_steps=3",
         "dataset.turns=as_seen", "validation_dataset.turns=as_seen", "checkpointer.every=null",
     ]  # fmt: skip
@@ -91,10 +82,10 @@ def alone(common, tmp_path_factory):
     return {recipe: curve(runs / recipe) for recipe in ("full_finetune", "lora_finetune")}
 
 
-def weighted_mean(folder, rows):
+def weighted_mean(thinking_checkpoint, rows):
     """The loss of rows of one learned answer each, by transformers and the formula."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(thinking_checkpoint)
+    model = transformers.AutoModelForCausalLM.from_pretrained(thinking_checkpoint)
     total = weight = 0.0
     for messages in (row["messages"] for row in rows):
         prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False)
@@ -107,10 +98,10 @@ def weighted_mean(folder, rows):
     return total / weight
 
 
-def test_one_process_is_the_weighted_mean_of_turns_by_hand(alone, common, folder, by_hand, tmp_path):
+def test_one_process_is_the_weighted_mean_of_turns_by_hand(alone, common, thinking_checkpoint, by_hand, tmp_path):
     all_rows = ["global_batch_size=12", "micro_batch_size=12", "max_steps=1"]
     full_finetune.main(config.load("full_finetune", [*common, *all_rows, f"output_dir={tmp_path / 'all'}"]))
-    expected = weighted_mean(folder, map(json.loads, by_hand.read_text().splitlines()))
+    expected = weighted_mean(thinking_checkpoint, map(json.loads, by_hand.read_text().splitlines()))
     assert curve(tmp_path / "all")[0][0] == pytest.approx(expected, rel=1e-5)
     grouped = [
         *common, "dataset.turns=together", "validation_dataset.turns=together", f"dataset.path={by_hand}",

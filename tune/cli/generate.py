@@ -9,7 +9,6 @@ to standard error; under torchrun the prompts are shared by its processes, with 
     tune generate --launcher ray --nproc-per-node 2 ./model --prompts questions.jsonl --out answers.parquet
 """
 
-import functools
 import json
 import os
 import sys
@@ -283,11 +282,14 @@ def records_file(
         if path.suffix.lower() == ".parquet":
             yield lambda records: file.write_table(pyarrow.Table.from_pylist(records, schema))
         else:
-            replaced = functools.cache(lambda: file.truncate(0))
+            is_begun = False
 
             def write_lines(records: list[dict[str, Any]]) -> None:
-                replaced()
+                nonlocal is_begun
+                if not is_begun:
+                    file.truncate(0)
+                    is_begun = True
                 file.writelines(json.dumps(each, ensure_ascii=False, default=str) + "\n" for each in records)
 
             yield write_lines
-            replaced()  # by nothing, if nothing was kept
+            write_lines([])  # an empty file, if nothing was kept
