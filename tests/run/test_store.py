@@ -21,7 +21,7 @@ from fsspec.implementations.dirfs import DirFileSystem
 from helpers import HANGS
 
 from tune import distributed
-from tune.checkpointers import Checkpointer
+from tune.checkpointers import Checkpointer, disk
 from tune.checkpointers.disk import digest_of, found_damage, replace_json, write_digests
 from tune.cli import main
 from tune.config import local_folder
@@ -149,6 +149,28 @@ def test_what_a_checkpoint_says_of_the_best_one_is_renewed(url: str, tmp_path: P
     again.finish(None)
     Store(url, tmp_path / "new", world)
     assert state(tmp_path / "new", 2)["best"]["step"] == 1
+
+
+def test_notes_that_are_renewed_after_their_digests_were_uploaded(
+    url: str, tmp_path: Path, world, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look between the two finds new digests and old notes."""
+    first = Store(url, tmp_path / "a", world)
+    first.start(print, keep=2)
+    path = write_checkpoint(tmp_path / "a", 1, best=1)
+    wait_until(lambda: len(names(url)) == 1)
+    written = disk.write_digests
+
+    def looked_at(*given: object) -> None:
+        written(*given)
+        first._renew()
+
+    monkeypatch.setattr(disk, "write_digests", looked_at)
+    for note in (1, 2):
+        replace_json(path / "state.json", {"step": 1, "best": {"step": 1}, "note": note})
+    first.finish(None)
+    Store(url, tmp_path / "new", world)
+    assert state(tmp_path / "new", 1)["note"] == 2
 
 
 def test_a_checkpoint_of_another_attempt_with_the_same_step(url: str, tmp_path: Path, world) -> None:

@@ -250,15 +250,18 @@ class Store:
         """Upload what the run has changed in complete checkpoints."""
         for step in self.there.intersection(self._steps()):
             digests = self.folder / "checkpoints" / step / DIGESTS
+            notes = digests.with_name(STATE)
             try:
-                state = _state_of(digests)  # before they are read: what is changed meanwhile is seen the next time
-                if self.sent.get(name := f"checkpoints/{step}/{DIGESTS}") == state:
+                # Before they are read: what is changed meanwhile is seen the next time. The notes follow their digests.
+                seen = {f"checkpoints/{step}/{file.name}": _state_of(file) for file in (digests, notes)}
+                of_digests, of_notes = seen
+                if seen.items() <= self.sent.items():
                     continue
                 here, there = self._digests(step)
-                if here != there and _is_renewed(there, here):
-                    self._send(digests, name)
-                    self._send(digests.with_name(STATE), f"checkpoints/{step}/{STATE}")
-                self.sent[name] = state
+                if _is_renewed(there, here) and (here != there or of_notes in self.sent):
+                    self._send(digests, of_digests)
+                    self._send(notes, of_notes)
+                self.sent |= seen
             except FileNotFoundError:
                 if digests.exists():  # else it is removed right now
                     raise
