@@ -32,10 +32,11 @@ WITH_IMAGES = {
 def test_every_family_on_two_processes(tmp_path):
     """Which have some of the heads, the widths and the vocabulary each."""
     transformers = pytest.importorskip("transformers")
-    for family in supported():
+    families = [family for family in supported() if family != "kimi_k2"]  # deepseek_v3 by another name
+    for family in families:
         config_class, fields = WITH_IMAGES.get(family) or (VARIANTS[family][0], SMALL | VARIANTS[family][1])
         getattr(transformers, config_class)(**fields).save_pretrained(tmp_path / family)
-    apart = differences_on_two(supported(), tmp_path, seed=0)
+    apart = differences_on_two(families, tmp_path, seed=0)
     # Where two experts of a token are equal but for rounding, processes may choose the other one. Other weights
     # have other ties.
     again = [family for family, most in apart.items() if most > 1e-5]

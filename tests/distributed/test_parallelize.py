@@ -71,6 +71,17 @@ def test_bf16_computes_in_bf16_and_keeps_fp32(checkpoint):
         assert_close(gradient.bfloat16(), reference_gradients[name])
 
 
+@pytest.mark.parametrize("cpu_offload", [True, False])  # with FSDP, and without it
+def test_a_head_gets_the_numbers_of_a_batch_as_they_are(checkpoint, cpu_offload):
+    columns = {"ids": torch.full((2, 30, 1), 299.0), "reference": torch.tensor([-1.2345678, -3.1])}
+    batch = Batch.of(TOKENS, LABELS, columns=columns, weights=torch.full((2, 30), 0.3))
+    given = []
+    model = parallel_model(checkpoint, dtype="bf16", cpu_offload=cpu_offload)
+    model(batch, lambda hidden, weight, batch: given.extend([hidden.dtype, batch.columns, batch.weights]))
+    assert given[0] == torch.bfloat16
+    assert_close(given[1:], [columns, batch.weights], rtol=0, atol=0)
+
+
 def test_compiled_blocks(checkpoint):
     """With the graphs as they are captured: the code generated for them takes minutes on a CPU."""
     torch.compiler.reset()

@@ -222,7 +222,9 @@ def _shard(
             mesh=world.shards,
             reshard_after_forward=unit is not model and not world.units_stay_gathered,
             shard_placement_fn=placements,
-            mp_policy=MixedPrecisionPolicy(param_dtype=cast, reduce_dtype=torch.float32),
+            # Casting what goes in would round the columns and weights of a batch: what a model computes with has the
+            # type of its weights already.
+            mp_policy=MixedPrecisionPolicy(param_dtype=cast, reduce_dtype=torch.float32, cast_forward_inputs=False),
             offload_policy=policy,
         )
         taken |= set(unit.parameters())
