@@ -6,6 +6,7 @@ docstring is a warning, and `mkdocs build --strict` fails on warnings.
 """
 
 import ast
+import json
 import logging
 import os
 import re
@@ -41,9 +42,11 @@ def on_files(files: "Files", config: "MkDocsConfig") -> None:
             if files.get_file_from_path(uri(target)):
                 continue
             text = target.read_text(encoding="utf-8")
-            if target.suffix == ".md":
+            if target.suffix in (".md", ".ipynb"):
                 pages.append(target)
-            else:
+            if target.suffix == ".ipynb":
+                text = cells(text)
+            elif target.suffix != ".md":
                 text = f"# {target.relative_to(ROOT)}\n\n~~~~ {{.{target.suffix[1:] or 'text'}}}\n{text}\n~~~~\n"
             files.append(File.generated(config, uri(target), content=text))
 
@@ -60,6 +63,12 @@ def on_page_markdown(markdown: str, page: "Page", **_: object) -> str:
         return os.path.relpath(uri(target), os.path.dirname(here))
 
     return LINK.sub(on_site, markdown)
+
+
+def cells(notebook: str) -> str:
+    """The cells of a Jupyter notebook as Markdown."""
+    texts = {"markdown": "{}\n", "code": "```python\n{}\n```\n"}
+    return "\n".join(texts[cell["cell_type"]].format("".join(cell["source"])) for cell in json.loads(notebook)["cells"])
 
 
 def linked(page: Path) -> list[Path]:

@@ -68,10 +68,9 @@ def main() -> None:
     console.print(table)
     losses = [json.loads(line)["loss"] for line in (options.out / "metrics.jsonl").open(encoding="utf-8")]
     console.print(f"Training: {len(losses)} steps in {seconds:.0f} s, loss {losses[0]:.2f} -> {losses[-1]:.2f}")
-    console.print(
-        f"Exactly right on {len(expected)} held-out requests: "
-        f"{matches(before, expected)} before, {matches(after, expected)} after"
-    )
+    right = {"before": matches(before, expected), "after": matches(after, expected), "of": len(expected)}
+    console.print(f"Exactly right on {right['of']} held-out requests: {right['before']} before, {right['after']} after")
+    (options.out / "results.json").write_text(json.dumps(right) + "\n", encoding="utf-8")
 
 
 def answers(folder: Path, system: str, requests: list[str]) -> list[str]:

@@ -53,7 +53,9 @@ def main() -> None:
     steps = [json.loads(line) for line in (options.out / "metrics.jsonl").open(encoding="utf-8")]
     print(f"\nTraining: {steps[-1]['step']} steps in {seconds:.0f} s")
     print(f"Held-out pairs ranked right: {steps[-1].get('validation_rewards/accuracies', float('nan')):.0%}")
-    print(f"Terse answers to {len(requests)} held-out requests: {share(before):.0%} before, {share(after):.0%} after")
+    terse = {"before": count(before), "after": count(after), "of": len(requests)}
+    print(f"Terse answers to {terse['of']} held-out requests: {terse['before']} before, {terse['after']} after")
+    (options.out / "results.json").write_text(json.dumps(terse) + "\n", encoding="utf-8")
 
 
 def answers(folder: Path, requests: list[str]) -> list[str]:
@@ -65,9 +67,9 @@ def answers(folder: Path, requests: list[str]) -> list[str]:
     return [tokenizer.decode(reply.tokens, skip_special_tokens=True) for (reply,) in replies]
 
 
-def share(replies: list[str]) -> float:
-    """How many of them have few words."""
-    return sum(0 < len(reply.split()) <= TERSE for reply in replies) / len(replies)
+def count(replies: list[str]) -> int:
+    """Count the replies of few words."""
+    return sum(0 < len(reply.split()) <= TERSE for reply in replies)
 
 
 if __name__ == "__main__":
