@@ -51,18 +51,46 @@ class Record(TypedDict):
 
 def home_commands(run: Path) -> Record:
     """The run folder of examples/home_commands/demo.py."""
-    found, steps = results(run), metrics(run)
+    return before_and_after(run, "held-out requests", "Answers exactly right")
+
+
+def preferences(run: Path) -> Record:
+    """The run folder of examples/preferences/terse.py."""
+    return before_and_after(run, "held-out pairs", "Terse answers")
+
+
+def before_and_after(run: Path, validation: str, counted: str) -> Record:
+    """A run folder with what its script counted before and after the training, in results.json."""
+    steps, results = metrics(run), json.loads((run / "results.json").read_text(encoding="utf-8"))
     return {
         "title": "Loss over the optimizer steps",
-        "curves": {"training": curve(steps, "loss"), "held-out requests": curve(steps, "validation_loss")},
-        "counted": "Answers exactly right",
-        "results": {"before": found["before"], "after": found["after"]},
-        "of": found["of"],
+        "curves": {"training": curve(steps, "loss"), validation: curve(steps, "validation_loss")},
+        "counted": counted,
+        "results": {"before": results["before"], "after": results["after"]},
+        "of": results["of"],
         "answers": answers(run),
     }
 
 
-EXAMPLES: dict[str, Callable[[Path], Record]] = {"home_commands": home_commands}
+def reinforcement(folder: Path) -> Record:
+    """The folder of examples/reinforcement/reinforce.py."""
+    steps = metrics(folder / "run")
+    held_out = curve(steps, "validation_reward")
+    return {
+        "title": "Reward over the optimizer steps",
+        "curves": {"sampled answers": curve(steps, "reward"), "held-out requests": held_out},
+        "counted": "Held-out reward",
+        "results": {"before": round(held_out[0][1], 2), "after": round(held_out[-1][1], 2)},
+        "of": 1,
+        "answers": {},
+    }
+
+
+EXAMPLES: dict[str, Callable[[Path], Record]] = {
+    "home_commands": home_commands,
+    "preferences": preferences,
+    "reinforcement": reinforcement,
+}
 
 
 def pictures() -> dict[str, str]:
@@ -80,11 +108,6 @@ def pictures() -> dict[str, str]:
 def metrics(run: Path) -> Rows:
     """The numbers of each step of a run."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
-def results(folder: Path) -> dict[str, float]:
-    """What an example's script counted before and after the training."""
-    return json.loads((folder / "results.json").read_text(encoding="utf-8"))
 
 
 def answers(run: Path) -> dict[str, str]:

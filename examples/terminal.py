@@ -21,7 +21,7 @@ from typing import NamedTuple
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 SETTINGS = "lora_finetune --config examples/home_commands/demo.yaml model.path=.demo/smollm2-135m"
 COMMANDS = (
-    "tune ls | head -10",
+    "tune ls | head -10 | sed 's/[,:].*//'",
     f"tune validate {SETTINGS} adapter.rnk=32 micro_batch_size=3",
     f"tune run {SETTINGS} max_steps=24 output_dir=.demo/terminal",
     'tune generate .demo/terminal --system "Answer with one JSON command." --temperature 0 '
@@ -60,15 +60,19 @@ def record() -> list[dict[str, str]]:
 
 
 def lines(recorded: list[dict[str, str]]) -> list[Shown]:
-    """The lines of the screen, as wide as it is."""
+    """The lines of the screen; longer ones are broken at spaces."""
     shown = []
     for entry in recorded:
-        typed = textwrap.wrap(f"$ {entry['command']}", COLUMNS - 1, subsequent_indent="  ", break_on_hyphens=False)
-        shown += [Shown(line, True, len(line)) for line in typed]
-        for line in entry["output"].splitlines():
-            shown += [Shown(line[at : at + COLUMNS], False, PER_LINE) for at in range(0, max(len(line), 1), COLUMNS)]
+        shown += [Shown(line, True, len(line)) for line in broken(f"$ {entry['command']}")]
+        shown += [
+            Shown(part, False, PER_LINE) for line in entry["output"].splitlines() for part in broken(line) or [""]
+        ]
         shown[-1] = shown[-1]._replace(share=PER_COMMAND)
     return [*shown[:-1], shown[-1]._replace(share=3 * PER_COMMAND)]  # the end stays a while
+
+
+def broken(line: str) -> list[str]:
+    return textwrap.wrap(line, COLUMNS, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def draw(recorded: list[dict[str, str]]) -> str:
