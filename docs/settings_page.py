@@ -14,10 +14,10 @@ PAGE = Path(__file__).with_name("settings.md")
 SETTING = re.compile(r"^( *)([\w-]+):(?: +(?!#)(.*?))?(?: +# (.*))?$")
 HEADER = """# Settings
 
-Every setting of every recipe, with its default. Change one on the command line (`key=value`, nested keys with dots) or in a
-file: `--config FILE.yaml`. `tune ls RECIPE` prints the same for one recipe. `???` marks a required setting; `null` means off,
-or chosen for you. A setting that ends in `_component_` names a function or class: see [components](#other-arguments-of-components)
-for the arguments that it also accepts.
+Every setting of every recipe, with its default. Change one on the command line (`key=value`, nested keys with dots) or
+in a file: `--config FILE.yaml`. `tune ls RECIPE` prints the same for one recipe. `???` marks a required setting; `null`
+means off, or chosen for you. A setting that ends in `_component_` names a function or class, which also accepts
+[other arguments](#other-arguments-of-components).
 
 This page is generated from `configs/` by `python docs/settings_page.py`.
 """
