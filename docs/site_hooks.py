@@ -24,7 +24,8 @@ LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(?=[)#])")
 
 
 def on_config(config: "MkDocsConfig") -> None:
-    config.nav.append({"Reference": [{name: f"reference/{name}.md"} for name in packages()]})
+    reference = next(section["Reference"] for section in config.nav if "Reference" in section)
+    reference.append({"Python API": [{name: f"reference/{name}.md"} for name in packages()]})
 
 
 def on_files(files: "Files", config: "MkDocsConfig") -> None:

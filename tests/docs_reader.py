@@ -36,6 +36,7 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"(tune|torchrun|python|pip|make|git|pytest|echo|srun|sbatch|\.) ")
 FILE = re.compile(r'(?:"""|# )([\w/]+\.\w+)\b')
 SCRIPT = re.compile(r"(import|from) ")
+ON_EIGHT: set[tuple[str, ...]] = set()  # recipes and names of settings that have been validated for eight processes
 TINY = {
     "model.path": "SmolLM2-135M-Instruct", "dataset.path": "chats.jsonl", "device": "cpu", "dtype": "fp32",
     "max_seq_len": "256", "max_steps": "1", "global_batch_size": "8",
@@ -180,15 +181,18 @@ class Reader:
             self.script(settings, argparse.Namespace(training_script=arguments[0]))
 
     def validate(self, recipe: str, settings: list[str]) -> None:
-        """No rule is told of a run that a page shows. It is run in one process, and the first one of each recipe is
-        validated for eight."""
+        """No rule reports a run that a page shows. The run has one process, and the first of each recipe on a page is
+        validated for eight, unless another page has one with the same settings."""
         if default_config(Path(recipe)) is None:
             return
         settings = [*settings, "master_dtype=fp32"]  # dtype is that of `TINY`
         cfg, problems = config.read(*recipe_of(recipe, settings))
         assert not problems and not judge(Facts(cfg)), recipe
         more = [f"{key}={value}" for key, value in EIGHT.items() if any(each.startswith(key) for each in settings)]
-        if Path(recipe).stem not in [Path(each).stem for each, *_ in self.on_eight]:  # the first of each recipe
+        kind = Path(recipe).stem, *sorted(each.partition("=")[0] for each in settings)
+        is_first = Path(recipe).stem not in [Path(each).stem for each, *_ in self.on_eight]
+        if is_first and kind not in ON_EIGHT:
+            ON_EIGHT.add(kind)
             self.on_eight.append([recipe, *settings, *more, f"output_dir=eight/{len(self.on_eight)}"])
 
     def script(self, arguments: list[str], options: argparse.Namespace) -> None:

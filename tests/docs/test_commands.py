@@ -47,7 +47,8 @@ NOT_RUN = {
 LONG = (
     "README.md", "examples/", "docs/cli.md", "docs/clusters.md", "docs/coming_from_", "docs/components.md",
     "docs/data.md", "docs/distillation.md", "docs/evaluation.md", "docs/families.md", "docs/layouts.md", "docs/lora.md",
-    "docs/planning.md", "docs/preferences.md", "docs/reinforcement.md", "docs/reward.md", "docs/runs.md",
+    "docs/planning.md", "docs/preferences.md", "docs/reinforcement.md", "docs/results.md", "docs/reward.md",
+    "docs/runs.md",
     "docs/training.md", "docs/using.md",
 )  # fmt: skip
 

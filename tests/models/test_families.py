@@ -271,7 +271,7 @@ def test_documents_in_a_row_do_not_see_each_other(pair):
     assert_close(ours(Batch.of(tokens, documents=documents)), alone, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("most", [4, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most", [4, pytest.param(32, marks=pytest.mark.slow)])  # beyond a window of 16
 def test_greedy_decoding(pair, most):
     theirs, ours = pair
     prompts = [random_tokens(1, length)[0].tolist() for length in (3, 27, 17, 1, 9)]
