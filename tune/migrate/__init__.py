@@ -1,4 +1,4 @@
-"""Settings of ours from configs of other libraries, whose keys are in a module of `peers/` for each library."""
+"""Convert configs of other libraries (peers) to settings of a recipe. `peers/` has one module per library."""
 
 from tune.migrate.leaves import leaves, show
 from tune.migrate.migration import STATUSES, Migration, NotConverted, Setting
