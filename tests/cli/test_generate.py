@@ -258,7 +258,7 @@ WRONG = {
         ["--launcher", "ray", "MODEL", "--prompt", "a", "--tp", "2"],
         "--tp: an actor of Ray has the whole model",
     ),
-    "parts of a model in one process": (["MODEL", "--prompt", "a", "--tp", "2"], "(--nproc-per-node starts more)"),
+    "parts of a model in one process": (["MODEL", "--prompt", "a", "--tp", "2"], "--nproc-per-node"),
     "both": (["MODEL", "--prompt", "a", "--prompts", "long.txt"], "not allowed with argument --prompt"),
     "one of the most likely": (
         ["MODEL", "--prompt", "a", "--top-k", "5"],

@@ -1,4 +1,4 @@
-"""Process group and mesh, sharding with FSDP2, activation memory, signals: one path for 1 to N processes."""
+"""Process group and mesh, sharding with FSDP2, activation memory and signals: one path for 1 to N processes."""
 
 from tune.distributed.activations import wrap_forward
 from tune.distributed.context_parallel import own_part, split
