@@ -82,7 +82,7 @@ def save_plain(folder, out):
     ],
     ids=["llama in blocks", "llama of tensors", "deepseek_v3", "gpt_oss", "compressed-tensors"],
 )
-@pytest.mark.filterwarnings("ignore:.*the scales of activations")
+@pytest.mark.filterwarnings("ignore:.*scales of activations")
 def test_transformers_dequantizes_to_the_same_bits(make, shape, how, tmp_path):
     folder = make(save_checkpoint(tmp_path / "packed", shape[0], **shape[1]))
     load = transformers.AutoModelForCausalLM.from_pretrained

@@ -72,7 +72,7 @@ def test_file_named_in_the_index_that_is_not_there(broken):
     (broken / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}})
     )
-    with pytest.raises(TuneError, match=r"names files that are not there: model-00001-of-00002\.safetensors"):
+    with pytest.raises(TuneError, match=r"names files that do not exist: model-00001-of-00002\.safetensors"):
         Pretrained(str(broken), on_meta(broken))
 
 

@@ -434,7 +434,7 @@ def test_kto_of_llama_factory_has_its_own_loss(tmp_path):
     [
         ("train_on_prompt: true", "train_on_prompt", "first token of a row"),
         ("dataset: alpaca_en_demo", "dataset", "one line break"),
-        ("warmup_ratio: 0.1", "warmup_ratio", "rounded up"),
+        ("warmup_ratio: 0.1", "warmup_ratio", "rounds up"),
         ("use_muon: true", "use_muon", "bf16"),
         ("pissa_init: true\nfinetuning_type: lora", "pissa_init", "pissa_iter"),
     ],

@@ -125,11 +125,11 @@ BOTH = {
     "no list of scores": ([f"reward={HERE}.NoList"], "reward: NoList gives 3 for 16 completions"),
     "a judge that fails": ([f"reward={HERE}.FailingJudge"], "reward: FailingJudge fails: ConnectionError: no answer"),
     "two labels": ([REWARD_MODEL % "two_labels"], "the model scores 2 labels, and a reward is one number"),
-    "no reward model": ([REWARD_MODEL % "language"], "it is no reward model. Make one of it with reward_finetune"),
+    "no reward model": ([REWARD_MODEL % "language"], "reward_finetune"),
     "a reward model's tokenizer": ([REWARD_MODEL % "other_reward"], "reward.path: ", "has another tokenizer than"),
     "no folder of a reward model": ([REWARD_MODEL % "nowhere"], "reward.path: ", "nowhere does not exist"),
     "another reference": (["kl=0.1", "reference={other_tokenizer}"], "reference: ", "has another tokenizer than"),
-    "a reference of few rows": (["kl=0.1", "reference={few_rows}"], "reference: ", "has rows for 280 tokens, and the"),
+    "a reference of few rows": (["kl=0.1", "reference={few_rows}"], "reference: ", "has rows for 280 tokens"),
     "a reward model as reference": (["kl=0.1", "reference={other_reward}"], "reference: ", "is a reward model: it"),
     "no reference": (["kl=0.1", "reference={nowhere}"], "nowhere is neither adapter_off nor the folder"),
     "a reference of preferences": (["kl=0.1", "reference=precomputed"], "precomputed is neither adapter_off nor the"),
@@ -185,7 +185,7 @@ OF_GRPO = {
 }
 OF_PPO = {
     "another value tokenizer": (["value.path={other_tokenizer}"], "value.path: ", "has another tokenizer than"),
-    "a value model of few rows": (["value.path={few_rows}"], "value.path: ", "has rows for 280 tokens, and the"),
+    "a value model of few rows": (["value.path={few_rows}"], "value.path: ", "has rows for 280 tokens"),
     "a value model of two labels": (["value.path={two_labels}"], "the model scores 2 labels"),
     "no value model": (["value.path={nowhere}"], "value.path: ", "nowhere does not exist"),
     "a value model of tokens": (["value.head=tokens"], "a value is one: set value.head=score"),

@@ -1,4 +1,4 @@
-"""Weights in and out, and training states to continue from."""
+"""Load and export weights; save and restore training states."""
 
 from tune.checkpointers.best import Best, more_is_better
 from tune.checkpointers.checkpointer import OF_ITSELF, STORED, Checkpointer
