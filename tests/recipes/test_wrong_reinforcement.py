@@ -116,13 +116,13 @@ BOTH = {
         "KeyError: 'no such column' (test_wrong_reinforcement.py:",
     ),
     "cannot be made": ([f"reward={HERE}.Unready"], "reward: Unready cannot be made: RuntimeError: no judge"),
-    "NaN": ([f"reward={HERE}.gives_nan"], "reward: gives_nan gives nan for", "it must give a finite number"),
-    "None": ([f"reward={HERE}.gives_none"], "reward: gives_none gives None for", "it must give a finite number"),
+    "NaN": ([f"reward={HERE}.gives_nan"], "reward: gives_nan returned nan for", "it must return a finite number"),
+    "None": ([f"reward={HERE}.gives_none"], "reward: gives_none returned None for", "it must return a finite number"),
     "one argument": ([f"reward={HERE}.of_one_argument"], "reward: of_one_argument cannot be called so"),
     "not importable": (["reward=no_such_module.good"], "reward: there is no module 'no_such_module'"),
     "no dotted path": (["reward=good"], "'good' is not the dotted path of a function or class. Name its module too"),
-    "too few scores": ([f"reward={HERE}.TooFew"], "reward: TooFew gives [1.0] for 16 completions; it must give a list"),
-    "no list of scores": ([f"reward={HERE}.NoList"], "reward: NoList gives 3 for 16 completions"),
+    "too few scores": ([f"reward={HERE}.TooFew"], "reward: TooFew returned [1.0] for 16 completions"),
+    "no list of scores": ([f"reward={HERE}.NoList"], "reward: NoList returned 3 for 16 completions"),
     "a judge that fails": ([f"reward={HERE}.FailingJudge"], "reward: FailingJudge fails: ConnectionError: no answer"),
     "two labels": ([REWARD_MODEL % "two_labels"], "the model scores 2 labels, and a reward is one number"),
     "no reward model": ([REWARD_MODEL % "language"], "reward_finetune"),
@@ -147,7 +147,7 @@ BOTH = {
     "negative kl": (["kl=-1"], "kl: -1 is below 0"),
     "no room": (["sampling.max_new_tokens=9999"], "tokens and max_new_tokens is 9999, together more than the"),
     "no room in max_len": (["sampling.max_len=16"], "together more than the 16 of max_len. Lower one by"),
-    "empty stop string": (["sampling.stop_strings=['']"], "sampling.stop_strings: none may be empty"),
+    "empty stop string": (["sampling.stop_strings=['']"], "sampling.stop_strings: must not be empty"),
     "a stop string": (
         ["sampling.stop_strings=abc"],
         "sampling.stop_strings: 'abc' is not a list (each a string).",
@@ -168,15 +168,15 @@ BOTH = {
 ENVIRONMENTS = {
     "NoStep": ("has no step: it must be a class with both",),
     "good": ("has no start and no step: it must be a class with both",),
-    "NotMade": ("environment: it cannot be made: ConnectionError: no server",),
-    "Pair": ("environment: step gives (1.0, True); it must give (reward, messages, done)",),
-    "TextAsReward": ("environment: step gives the reward 'good'; it must give a finite number",),
+    "NotMade": ("environment: cannot be created: ConnectionError: no server",),
+    "Pair": ("environment: step returned (1.0, True); it must return (reward, messages, done)",),
+    "TextAsReward": ("environment: step returned the reward 'good'; it must return a finite number",),
     "TextAsMessages": ("environment: the messages of step",),
     "FailingStep": ("environment: step fails on ", "KeyError: 'secret'"),
 }
 OF_GRPO = {
     "group of one": (["group_size=1"], "group_size: 1 is below 2"),
-    "texts": ([f"environment={HERE}.Pair", "dataset.path={texts}"], "environment: its prompts must be conversations"),
+    "texts": ([f"environment={HERE}.Pair", "dataset.path={texts}"], "environment: prompts must be conversations"),
     "no turns": (["max_turns=0"], "max_turns: 0 is not a positive integer"),
     **{
         name: ([f"environment={HERE}.{name}", "max_turns=2", "sampling.stop_strings=[a,e,n,r,s,t,l]"], *messages)
