@@ -217,7 +217,7 @@ def _require_fitting(world: World, misfits: list[str], source: Path) -> None:
 
 
 def exported_types(model: nn.Module, source: str, dtype: StoredDtype | None = None) -> dict[str, torch.dtype]:
-    """Return the dtypes in which `export` writes the tensors of `model`, by the model's names, without stacked tensors."""
+    """Return the dtypes in which `export` writes the tensors of `model`, by the model's names; no stacked tensors."""
     _, there, type_of = _described(Path(source), dtype)
     on_disk = Names.of(model).in_checkpoint(there)
     return {name: type_of(each) for name, each in on_disk.items() if isinstance(each, str)}

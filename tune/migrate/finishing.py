@@ -105,7 +105,7 @@ def schedule(run: Migration) -> None:
     warmup = steps.value or ratio.value or 0
     note = "the original's first step has a learning rate of 0" if warmup else ""
     if 0 < warmup < 1:
-        note += ", and the original rounds the number of warm-up steps up"
+        note += ", and the original rounds up the number of warm-up steps"
     last = run.settings.get("max_steps")
     if last and last.value and warmup > max(1, last.value):
         note = f"in the original, max_steps={last.value} ends the run before the learning rate reaches its peak"
