@@ -230,7 +230,7 @@ def test_what_cannot_be_cut(checkpoint, tmp_path):
         (model_of(tmp_path, "llama"), r"parallel\.pp: 4 stages cannot share 3 blocks\. Set parallel\.pp to at most 3$"),
         (frozen, r"parallel\.pp: blocks 0 to 0"),
     ]
-    with pytest.raises(TuneError, match=r"4 stages, parallel\.pp_virtual=2 of each process, .* at most 1, or lower"):
+    with pytest.raises(TuneError, match=r"4 stages .*parallel\.pp_virtual=2.* at most 1, or lower"):
         pipeline.split_blocks(refused[2][0], 2, 2)
     for model, message in refused:
         names = [name for name, _ in model.named_parameters()]

@@ -39,7 +39,7 @@ def test_one_process_checks_a_plan_too():
 UP = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 WRONG = [
     (PLAN | {"blocks.*.mlp.up": "colwise"}, 2,
-     r"parallel\.plan: blocks\.\*\.mlp\.up matches no layer in a block of Mine; .* like blocks\.0\.norms"),
+     r"parallel\.plan: blocks\.\*\.mlp\.up matches no layer in a block of Mine.* like blocks\.0\.norms"),
     (PLAN | {"head": "colwise"}, 2, r"head matches no layer in a block of Mine"),
     (PLAN | {"blocks.*.up": "colwize"}, 2, r"blocks\.\*\.up .* 'colwize'.* Did you mean 'colwise'"),
     (PLAN | {"blocks.*.up": 2}, 2, r"blocks\.\*\.up .* 2; known: colwise, "),
@@ -77,7 +77,7 @@ def test_it_is_told_before_the_run(checkpoint, chats, tmp_path, told_to):
 
 
 def test_models_that_say_it_themselves_take_no_plan(checkpoint):
-    with torch.device("meta"), pytest.raises(TuneError, match=r"parallel\.plan: Decoder says itself .* Set it to null"):
+    with torch.device("meta"), pytest.raises(TuneError, match=r"parallel\.plan: Decoder .* Set it to null"):
         share(build_native(str(checkpoint)), 2, UP)
 
 

@@ -366,9 +366,7 @@ def test_a_prompt_that_just_fits(llama):
 
 def test_wrong_models(llama):
     sampler = Sampler(max_new_tokens=4)
-    with pytest.raises(
-        TuneError, match=r"Linear .* tune\.models\.build or tune\.models\.hf"
-    ):
+    with pytest.raises(TuneError, match=r"Linear .* tune\.models\.build or tune\.models\.hf"):
         sampler(nn.Linear(2, 2), [[1]])
     broken = load_model(str(llama[0].saved_in)).train()
     broken.norm.weight.data[0] = math.nan

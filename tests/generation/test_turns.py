@@ -98,7 +98,7 @@ def test_a_template_that_leaves_results_out_is_told():
     """Otherwise the model would be asked the same again, and never learn what the tool said."""
     render = ChatTemplate(IGNORES_TOOLS).render
     turn = answered(assistant_message("add", None, 1), [RESULT])
-    with pytest.raises(TuneError, match="environment: .* the chat template"):
+    with pytest.raises(TuneError, match=r"environment: .* the chat template"):
         text_behind(render, QUESTION, turn, ["<|eot|>"], "<|eot|>")
 
 

@@ -49,7 +49,7 @@ class Mean(Unrewarded):
 
 def test_a_loss_that_takes_the_mean_of_pairs(settings, run_recipe, capsys):
     assert run_recipe([*settings, "loss._component_=recipes.test_wrong_preferences.Mean"], preference_finetune) == 2
-    assert "it must return a loss for each pair, [pairs]" in capsys.readouterr().err
+    assert "it must return a loss per pair, [pairs]" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(*REFUSED_BY)

@@ -172,7 +172,7 @@ class Tasks:
 
 
 def _commit() -> str | None:
-    """Return the commit of the current folder as lm-evaluation-harness records it, but silently without a repository."""
+    """Return the commit that lm-evaluation-harness records, without printing errors outside a repository."""
     try:
         done = subprocess.run(["git", "describe", "--always"], capture_output=True, text=True, errors="replace")
     except OSError:
@@ -222,7 +222,5 @@ def _answer(row: dict[str, Any]) -> str:
 
 def _last_answer(messages: list[Message]) -> str:
     if not messages or messages[-1]["role"] != "assistant" or not isinstance(messages[-1].get("content"), str):
-        raise TuneError(
-            "exact_match: the row has no answer, completion or output, and no messages ending in an answer"
-        )
+        raise TuneError("exact_match: the row has no answer, completion or output, and no messages ending in an answer")
     return messages[-1]["content"]
