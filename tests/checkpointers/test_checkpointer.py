@@ -396,7 +396,7 @@ def test_back_to_the_checkpoint_before_a_damaged_one(tmp_path):
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     assert not first.accepts(4, [0], loss=math.nan)
     assert torch.equal(first.model.weight, weights)
-    assert "step-00000003 is damaged" in told[0] and "those after step 2" in told[-1]
+    assert "step-00000003 is damaged" in told[0] and "restored from step 2" in told[-1]
     for step in (1, 2):
         file = next((tmp_path / f"step-{step:08d}").glob("*.distcp"))
         file.write_bytes(file.read_bytes()[:-1] + b"x")

@@ -339,7 +339,7 @@ def test_one_of_two_processes_is_killed(inputs, run_recipe):
         os.kill(int(workers[-1]), signal.SIGKILL)
         _, errors = launcher.communicate()
     assert launcher.returncode == 2
-    assert "was ended by signal 9" in errors and errors.count("error: ") == 1, errors
+    assert "was killed by signal 9" in errors and errors.count("error: ") == 1, errors
     assert "Traceback" not in errors and "gloo" not in errors
 
     before = (run / "config.yaml").read_bytes()

@@ -1,4 +1,4 @@
-"""Metrics and the sinks that take them. Every run has `Files` and `Console`; `logger.trackers` names others."""
+"""Sinks for metrics and messages. Every run has `Files` and `Console`; `logger.trackers` adds others."""
 
 from tune.loggers.sinks import (
     WANDB_OFF,
