@@ -76,7 +76,7 @@ def test_the_best_is_kept_and_exported(run, recipe, checkpoint):
     log = (folder / "log.txt").read_text()
     assert f"using the weights with the best validation_loss, {losses[best - 1]:.4g} at step {best}" in log
     kind = "model" if recipe is full_finetune else "adapter"
-    told = f"The {kind} is in {folder / kind}, with the weights of step {best}, that with the best validation_loss."
+    told = f"The {kind} is in {folder / kind}, with the weights of step {best}, the best by validation_loss."
     assert told in (folder / "report.html").read_text()
 
     plain = run(wave, f"max_steps={last}", "checkpointer.keep_best=null", folder="plain")
