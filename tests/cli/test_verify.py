@@ -236,7 +236,10 @@ WRONG = {
     "no GGUF": (["junk.gguf", "--against", "RUN"], "junk.gguf is not a GGUF file"),
     "no model": (["empty", "--against", "RUN"], "empty has no config.json"),
     "the run itself": (["RUN", "--against", "RUN"], "is the folder of a run"),
-    "another program": (["RUN/adapter", "--against", "RUN", "--with", "llama.cpp"], "can only be opened with peft or vllm"),
+    "another program": (
+        ["RUN/adapter", "--against", "RUN", "--with", "llama.cpp"],
+        "can only be opened with peft or vllm",
+    ),
     "no run": (["RUN/adapter", "--against", "nothing"], "nothing does not exist"),
     "no step": (["RUN/adapter", "--against", "RUN", "--step", "99"], "no checkpoint of step 99; it has 3"),
     "no prompts": (["RUN/adapter", "--against", "RUN", "--prompts", "none.txt"], "none.txt: there is no such file"),
