@@ -437,7 +437,7 @@ def test_the_best_of_another_folder_is_taken_over_or_looked_for_anew(tmp_path, k
     best = 1 if kept == "there" else 3
     there = sorted(path.name for path in (tmp_path / "again").iterdir())
     assert there == [f"step-{best:08d}", "step-00000004"]
-    assert ["step 1" in each and "gone" in each for each in told] == ([] if kept == "there" else [True])
+    assert ["step 1" in each and "missing" in each for each in told] == ([] if kept == "there" else [True])
     shutil.rmtree(tmp_path / "first")
     last = make(tmp_path / "again", **options)
     assert last.resume("auto") == 4
@@ -596,7 +596,7 @@ def test_a_best_checkpoint_that_fails_leaves_the_one_before_it(tmp_path, monkeyp
 def test_a_best_of_what_no_validation_measures_is_refused_at_the_first(tmp_path):
     checkpointer = make(tmp_path, keep_best="validation_los")
     checkpointer.step(1, {"loss": 1.0})
-    with pytest.raises(TuneError, match="does not measure validation_los, but validation_loss, validation_accuracy"):
+    with pytest.raises(TuneError, match="does not measure validation_los, only validation_loss, validation_accuracy"):
         checkpointer.step(2, {"loss": 1.0, "validation_loss": 2.0, "validation_accuracy": 0.5})
     assert make(tmp_path, keep_best="validation_loss").resume("auto") == 2  # nothing is lost
 

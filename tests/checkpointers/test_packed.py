@@ -320,7 +320,7 @@ def without(folder, pattern):
     ("kind", "spoil", "facts"),
     [
         ("fp8 of 48", {"quant_method": "hqq"}, ["config.json", "hqq", "compressed-tensors", "dequantize=True"]),
-        ("fp8 of 48", {"quant_method": None}, ["config.json", "not named"]),
+        ("fp8 of 48", {"quant_method": None}, ["config.json", "unnamed"]),
         (
             "fp8 of 48",
             {"weight_block_size": [16, 16]},

@@ -294,7 +294,7 @@ def test_what_is_best():
     assert Best("own/length", None, TASKS | {"own/length": None}).sign == Best("own/length", None, TASKS).sign == 1
     assert not score.is_over and not Best(None, None, {}).is_over
     assert Best("own/length", None, TASKS).is_in(["own/length"])  # what it measures is its code's to say
-    with pytest.raises(TuneError, match=r"does not measure own/lenght, but own/length\. Did you mean 'own/length'\?"):
+    with pytest.raises(TuneError, match=r"does not measure own/lenght, only own/length\. Did you mean 'own/length'\?"):
         Best("own/lenght", None, TASKS).is_in(["loss", "own/length"])
     other = Best("validation_loss", 2, {})
     other.load_state_dict(score.state_dict())

@@ -182,7 +182,7 @@ def no_weights(inputs):
     (inputs.model / "model.safetensors").unlink()
 
 
-@wrong("pytorch_model.bin is damaged", "torch before 1.6", "weights_only=True")
+@wrong("pytorch_model.bin cannot be read", "torch before 1.6", "weights_only=True")
 def a_torch_file_that_is_none(inputs):
     (inputs.model / "model.safetensors").rename(inputs.model / "pytorch_model.bin")
 
