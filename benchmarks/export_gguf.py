@@ -38,7 +38,7 @@ def rounded(values):
     return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(values.numpy(), Q8_0), Q8_0))
 
 
-def requantise(file, source):
+def requantize(file, source):
     """Replace the blocks of a Q8_0 `file` by llama.cpp's quantization of the F16 file `source`. Returns the share of
     blocks that were already equal."""
     function = ctypes.CDLL(xllamacpp.xllamacpp.__file__).quantize_q8_0
@@ -96,12 +96,12 @@ def main():
     ours = Sampler(max_new_tokens=64, temperature=0, stop_ids=tokenizer.stop_ids)(model, prompts)
     losses = {"tune, as they are": loss(model, pieces)}
     with tempfile.TemporaryDirectory() as folder:
-        files = {kind: Path(folder) / f"{kind}.gguf" for kind in ("f16", "q8_0", "q8_0, quantised by llama.cpp")}
+        files = {kind: Path(folder) / f"{kind}.gguf" for kind in ("f16", "q8_0", "q8_0, quantized by llama.cpp")}
         for kind in ("f16", "q8_0"):
             cli.main(["export", args.model, "--to", "gguf", "--type", kind, "--out", str(files[kind])])
-        theirs = files["q8_0, quantised by llama.cpp"]
+        theirs = files["q8_0, quantized by llama.cpp"]
         shutil.copyfile(files["q8_0"], theirs)
-        print(f"q8_0 blocks equal to llama.cpp's quantization of f16: {requantise(theirs, files['f16']):.4%}")
+        print(f"q8_0 blocks equal to llama.cpp's quantization of f16: {requantize(theirs, files['f16']):.4%}")
         for kind, file in files.items():
             with LlamaCpp(file) as llama_cpp:
                 for prompt, (answer,) in zip(prompts, ours, strict=True):

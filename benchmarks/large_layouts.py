@@ -128,7 +128,7 @@ def main():
             except TuneError as error:
                 parser.error(str(error))
     if args.axes:
-        parser.error("a layout is that of a --model")
+        parser.error("a layout needs --model")
     print("| of 512 processes | GB of parameters | of gradients | to 1/512 of the model | seconds | peak GiB |")
     print("|---|---|---|---|---|---|")
     for layout in LAYOUTS:

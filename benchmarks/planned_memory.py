@@ -53,8 +53,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1, "mlp_only_layers": [], "router_aux_loss_coef": 0.001,
     },
 }  # fmt: skip
-# (model, processes, rows, tokens of a row, activation checkpointing, other settings, without `parallel.`). Of stages
-# the one with the most, and of these so many micro-batches as it takes at one time and one more; with a zero_stage two.
+# (model, processes, rows, tokens of a row, activation checkpointing, other settings, without `parallel.`). With stages,
+# the one with the most memory is measured, with one more micro-batch than it holds at a time; with a zero_stage, two.
 CASES: list[tuple] = [
     ("Llama-3.1-8B", 8, 1, 4096, "none"),
     ("Llama-3.1-8B", 8, 1, 4096, "selective"),

@@ -24,7 +24,7 @@ from statistics import median
 HERE = Path(__file__).parent
 DATA = HERE.parent / "examples/home_commands/train.jsonl"
 ROWS = 4  # per optimizer step
-PAD = "<|endoftext|>"  # of reward models: transformers gives its row no gradient, and the end wants one
+PAD = "<|endoftext|>"  # for reward models: transformers gives the pad row no gradient, but the end token needs one
 LOSSES = {  # tune's settings, TRL's trainer and its settings
     "DPO": ([], "DPO", {"beta": 0.1}),
     "IPO": (["loss.beta=0.1"], "DPO", {"beta": 0.1, "loss_type": ["ipo"]}),

@@ -74,8 +74,8 @@ def main() -> None:
 
 
 def run_all(bench: Bench, parts: dict[str, Part], versions: dict[str, str]) -> tuple[list[Result], dict[str, str]]:
-    """The results of all parts, and notes on those that have none. Checks share the device, while the checkpoints of
-    the other parts are written."""
+    """Return the results of all parts, and notes on parts without results. Checks share the device while the
+    checkpoints of the other parts are written."""
     of_checks = {name: part for name, part in parts.items() if name in CORRECTNESS}
     of_speed = {name: part for name, part in parts.items() if name not in CORRECTNESS}
     found: dict[str, list[Result]] = {}
@@ -119,8 +119,7 @@ def shapes_of(parts: dict[str, Part]) -> set[str]:
 
 
 def write_inputs(bench: Bench, shapes: set[str]) -> None:
-    """Write the checkpoints that are not there, each by a process of its own. A part whose checkpoint is missing then
-    fails by itself."""
+    """Write the missing checkpoints, each in a separate process. If one fails, only the parts that need it fail."""
     for shape in sorted({bench.model(shape).name for shape in shapes}):
         if not (bench.folder / shape).exists():
             try:

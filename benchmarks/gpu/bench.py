@@ -42,7 +42,7 @@ class Check:
 @dataclass
 class Training:
     """Medians over the timed steps of a run. `start` is the time from the start of the process to the end of the first
-    step, `sampling` the seconds of a step that go into a rollout."""
+    step, `sampling` the seconds of a step spent in a rollout."""
 
     name: str
     tokens_per_second: float
@@ -165,8 +165,8 @@ class Bench:
     def recipe(
         self, name: str, recipe: str, *settings: str, limit: float, steps: int | None = None, processes: int = 1
     ) -> "Run":  # fmt: skip
-        """Run a recipe as from the command line, to its end, or with `steps` until it has logged them: then it is
-        killed. Several `processes` are started by torchrun."""
+        """Run a recipe as from the command line to its end; with `steps`, kill it after it has logged them. torchrun
+        starts several `processes`."""
         run = Run(self.folder / "runs" / name)
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
         command = [sys.executable, *(torchrun if processes > 1 else []), ROOT / "recipes" / f"{recipe}.py"]

@@ -159,7 +159,7 @@ def check_nf4(device: str) -> None:
         on_device = quantize(weight, double=True)
         found = dequantize(*on_device, DTYPES[dtype])
         expected = dequantize(*quantize(weight.cpu(), double=True), DTYPES[dtype])
-        report(f"NF4 with double, {dtype} values to those of the CPU", difference(found.cpu(), expected.double()), 1e-6)
+        report(f"NF4 with double, {dtype} values vs. the CPU", difference(found.cpu(), expected.double()), 1e-6)
 
 
 def check_sampler(folder: str, device: str) -> None:

@@ -125,8 +125,8 @@ def mlps(config: dict) -> list[tuple[str, int]]:
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """A byte-level BPE of English. Numbered words, which no text becomes, fill the vocabulary up to that of the model,
-    so that whatever a random model samples is text."""
+    """Write a byte-level BPE tokenizer of English. Numbered words that occur in no text fill the vocabulary up to the
+    model's size, so that all samples of a random model are text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -34,7 +34,7 @@ def layout(*settings: str, recipe: str = "full_finetune", shape: str = "tiny", l
         if not alone.steps():
             bench.recipe(alone.folder.name, "full_finetune", *inputs, limit=100)
         run = bench.recipe(name, recipe, *inputs, *settings, limit=150, processes=count)
-        yield Check(f"{name}: loss of 10 steps on {count} devices, to that of one", apart(run, alone), 1e-5)
+        yield Check(f"{name}: loss of 10 steps on {count} devices vs. one", apart(run, alone), 1e-5)
         yield Check(f"{name}: gradient norm", apart(run, alone, "grad_norm"), 1e-3)
 
     return Part(measure, (shape,))

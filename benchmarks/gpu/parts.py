@@ -70,7 +70,7 @@ def bf16_and_resume(bench: Bench, name: str) -> Iterable[Result]:
         lambda: bench.recipe(f"{name}-second", "full_finetune", *settings, limit=100),
         killed,
     )
-    yield Check("bf16: loss to that of fp32", apart(first, exact), 1e-2)
+    yield Check("bf16: loss vs. fp32", apart(first, exact), 1e-2)
     yield Check("bf16: loss of the same run again", apart(second, first), 1e-3)
     yield Check("bf16: loss of a run killed after step 5 and continued", apart(continued, first), 1e-3)
 
@@ -125,8 +125,8 @@ def timed_run(
     bench: Bench, name: str, title: str, recipe: str, shape: str, *settings: str, limit: float, timed: slice,
     steps: int, processes: int = 1,
 ) -> Training:  # fmt: skip
-    """Medians of the `timed` ones of the first `steps` of a recipe. One process is then killed, which saves the time of
-    the export; several end by themselves, since what torchrun starts is not in its group of processes."""
+    """Return medians of the `timed` steps among the first `steps` of a recipe. A single process is then killed to save
+    the time of the export; several end normally, since torchrun's processes are not in its process group."""
     of_all = [f"model.path={bench.model(shape)}", "checkpointer.every=null", "epochs=100"]
     if bench.tiny:
         of_all.append("dtype=fp32")

@@ -48,7 +48,7 @@ from tune.checkpointers.writing import (
     write_tensors,
 )
 
-# Other names are for the packages of `tune` alone.
+# Other names are internal to `tune`.
 __all__ = [
     "Checkpointer",
     "Pretrained",

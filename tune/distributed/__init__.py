@@ -35,7 +35,7 @@ from tune.distributed.tensor_parallel import share, undivided
 from tune.distributed.traffic import bytes_sent
 from tune.distributed.world import Unconnected, World, current_world, init, join
 
-# Other names are for the packages of `tune` alone.
+# Other names are internal to `tune`.
 __all__ = [
     "DTYPES",
     "PACE",

@@ -8,7 +8,7 @@ from tune.evaluation.tasks import Tasks, exact_match, metrics, require_numbers
 from tune.evaluation.validation import accuracy, add, evaluate, means, routing, validate
 from tune.evaluation.work import require_work
 
-# Other names are for the packages of `tune` alone.
+# Other names are internal to `tune`.
 __all__ = [
     "Evaluator",
     "Tasks",

@@ -20,7 +20,7 @@ from tune.generation.rollout import (
 from tune.generation.sampler import PREFILL_TOKENS, Completion, Sampler, answer, choose
 from tune.generation.vllm_engine import VLLM
 
-# Other names are for the packages of `tune` alone.
+# Other names are internal to `tune`.
 __all__ = [
     "VLLM",
     "Completion",

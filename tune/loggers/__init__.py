@@ -14,7 +14,7 @@ from tune.loggers.sinks import (
     open_sinks,
 )
 
-# Other names are for the packages of `tune` alone.
+# Other names are internal to `tune`.
 __all__ = [
     "MLflow",
     "Sink",

@@ -27,7 +27,7 @@ from tune.losses.preference import (
 )
 from tune.losses.reward import BradleyTerry, LastTokenScores, score
 
-# Other names are for the packages and the recipes of `tune`.
+# Other names are internal to `tune` and its recipes.
 __all__ = [
     "CPO",
     "DPO",

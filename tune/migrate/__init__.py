@@ -5,7 +5,7 @@ from tune.migrate.migration import STATUSES, Migration, NotConverted, Setting
 from tune.migrate.one_config import migrate, peer_of
 from tune.migrate.peers import PEERS
 
-# Other names are for the packages of `tune` alone.
+# Other names are internal to `tune`.
 __all__ = [
     "migrate",
 ]

@@ -16,7 +16,7 @@ from tune.records.record import (
     start,
 )
 
-# Other names are for the packages of `tune` alone.
+# Other names are internal to `tune`.
 __all__ = [
     "Record",
     "differences",

@@ -11,7 +11,7 @@ from tune.verify.llama_cpp import LlamaCpp
 from tune.verify.probes import Probe, conversations, probes_of_data, probes_of_prompts, probes_of_texts
 from tune.verify.programs import computed_in, open_program, type_of
 
-# Other names are for the packages of `tune` alone.
+# Other names are internal to `tune`.
 __all__ = [
     "Check",
     "LlamaCpp",
