@@ -360,7 +360,7 @@ def test_a_prompt_that_just_fits(llama):
     (longest, short), settings = make_prompts([248, 5]), {"max_new_tokens": 8}
     assert [len(row[0].tokens) for row in Sampler(**settings)(llama[1], [longest, short])] == [8, 8]
     assert len(Sampler(**settings, max_len=13)(llama[1], [short])[0][0].tokens) == 8
-    with pytest.raises(TuneError, match=r"the 12 of max_len\. Lower one by 1"):
+    with pytest.raises(TuneError, match=r"max_len \(12\)\. Lower one by 1"):
         Sampler(**settings, max_len=12)(llama[1], [short])
 
 

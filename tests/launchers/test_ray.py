@@ -30,7 +30,7 @@ def test_a_launcher_is_one_more_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_unknown_launcher() -> None:
-    with pytest.raises(TuneError, match=r"no launcher 'slrm'. Did you mean 'slurm'\? They are ray, slurm, torchrun"):
+    with pytest.raises(TuneError, match=r"'slrm'. Did you mean 'slurm'\? Available: ray, slurm, torchrun"):
         launcher("slrm")
 
 

@@ -146,7 +146,7 @@ BOTH = {
     "greedy": (["sampling.temperature=0"], "sampling.temperature: 0 is not a positive number"),
     "negative kl": (["kl=-1"], "kl: -1 is below 0"),
     "no room": (["sampling.max_new_tokens=9999"], "tokens and max_new_tokens is 9999, together more than the"),
-    "no room in max_len": (["sampling.max_len=16"], "together more than the 16 of max_len. Lower one by"),
+    "no room in max_len": (["sampling.max_len=16"], "together more than max_len (16). Lower one by"),
     "empty stop string": (["sampling.stop_strings=['']"], "sampling.stop_strings: must not be empty"),
     "a stop string": (
         ["sampling.stop_strings=abc"],
