@@ -42,7 +42,7 @@ WRONG = [
      r"parallel\.plan: blocks\.\*\.mlp\.up matches no layer in a block of Mine.* like blocks\.0\.norms"),
     (PLAN | {"head": "colwise"}, 2, r"head matches no layer in a block of Mine"),
     (PLAN | {"blocks.*.up": "colwize"}, 2, r"blocks\.\*\.up .* 'colwize'.* Did you mean 'colwise'"),
-    (PLAN | {"blocks.*.up": 2}, 2, r"blocks\.\*\.up .* 2; known: colwise, "),
+    (PLAN | {"blocks.*.up": 2}, 2, r"blocks\.\*\.up has the unknown style 2; known: colwise, "),
     (PLAN | {"blocks.*.attention": "colwise"}, 2, r"colwise is for nn\.Linear; found Attention"),
     (PLAN | {"query_norm": "rowwise"}, 2, r"rowwise is for nn\.Linear; found LayerNorm"),
     (UP, 3, r"parallel\.tp: 3 does not divide blocks\.\*\.up \(128 outputs\), blocks\.\*\.down \(128 inputs\) "
