@@ -1,12 +1,12 @@
-"""How each family's attention is computed: a table of the paths, and on a GPU the time of each.
+"""Print how each family's attention is computed: a table of the paths, and on a GPU the time of each.
 
     python benchmarks/attention.py [--capability 9.0] [--dtype bf16 fp32]
     python benchmarks/attention.py --time [--rows 2 --tokens 4096]
 
-Paths are those of `tune.models.attention.choose`: of training, with and without packed documents, and of prompts in
-sampling. The heads are those of the model that is named. `--capability` is by default that of the GPU that is here.
-Timed are forward and backward of a layer, of documents of 600 tokens on average, and of flash attention without what is
-special in it: soft caps, sinks, the window.
+Paths come from `tune.models.attention.choose`: for training, with and without packed documents, and for prompts in
+sampling. Heads are those of the named model. `--capability` defaults to this machine's GPU. `--time` measures forward
+and backward of a layer with documents of 600 tokens on average, and of plain flash attention: without soft caps, sinks
+and window.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from tune.models.families import family, supported
 from tune.models.latent_attention import LatentAttentionConfig
 
 SLIDING = {"sliding_window": 4096}
-MODELS = {  # the name of its config in transformers; heads of queries and of keys, and their size
+MODELS = {  # name of the config in transformers; number of query heads and key heads, and their size
     "arcee": ("AFM-4.5B", "ArceeConfig", 20, 4, 128, {}),
     "cohere": ("Command R", "CohereConfig", 64, 64, 128, {}),
     "cohere2": ("Command R7B", "Cohere2Config", 32, 8, 128, SLIDING),
@@ -68,7 +68,7 @@ MODELS = {  # the name of its config in transformers; heads of queries and of ke
 
 
 def kinds_of(model_type):
-    """The configs of attention in the layers of a family, one of each kind."""
+    """Return the attention configs in the layers of a family, one of each kind."""
     _, config_class, heads, kv_heads, size, changes = MODELS[model_type]
     fields = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "pad_token_id": None} | changes
     if size is not None:
@@ -81,7 +81,7 @@ def kinds_of(model_type):
 
 
 def shape_of(part):
-    """Heads of queries and of keys, the size of these and that of values."""
+    """Return the number of query heads and key heads, the head size and the size of values."""
     if isinstance(part, LatentAttentionConfig):
         return part.num_heads, part.num_heads, part.plain_size + part.rope.size, part.value_size
     return part.num_heads, part.num_kv_heads, part.head_dim, part.head_dim
@@ -99,7 +99,7 @@ def in_words(part):
 
 
 def milliseconds(part, batch, dtype, *, plain):
-    """The median of ten forwards and backwards, or with `plain` of those of flash attention."""
+    """Return the median time of ten forwards and backwards; with `plain`, of flash attention."""
     device, documents = torch.device("cuda"), batch.documents
     heads, kv_heads, size, value_size = shape_of(part)
     shapes = (heads, size), (kv_heads, size), (kv_heads, value_size)
@@ -135,7 +135,7 @@ def main():
     parser.add_argument("--tokens", type=int, default=4096)
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    warnings.filterwarnings("ignore", message=".*is not applied")  # dropouts of these files
+    warnings.filterwarnings("ignore", message=".*is not applied")  # dropout in these configs
     if args.time and not has_gpu:
         parser.error("--time needs a GPU")
     capability = tuple(map(int, args.capability.split(".")))

@@ -1,10 +1,10 @@
-"""A long run's bookkeeping, without the training: a million steps, started again every 100 as after a kill.
+"""Measure the bookkeeping of a long run without training: a million steps, restarted every 100 as after a kill.
 
     python benchmarks/bookkeeping.py [--steps 1000000 --restart-every 100 --keep 2]
 
-Each start makes a new Run and a new Checkpointer on the same folder, continues after the newest checkpoint, and ends
-without a word 30 steps later than its last checkpoint. Printed, ten times on the way: seconds of a start and of a
-step, resident memory, and the sizes in the folder. At the end: what the folder says of the run, and the report.
+Each start creates a new Run and a new Checkpointer on the same folder, continues after the newest checkpoint, and stops
+abruptly 30 steps after its last checkpoint. Prints ten times: seconds of a start and of a step, resident memory, and
+sizes in the folder. At the end, checks the folder's record of the run and writes the report.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from tune.run import Run
 
 
 class Position:
-    """The place in the data."""
+    """The position in the data."""
 
     step = 0
 
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def attempt(world: distributed.World, folder: Path, options: argparse.Namespace) -> tuple[float, float, int]:
-    """One start of the run until it is killed: the seconds of the start and of a step, and the last step saved."""
+    """Run one start until its kill. Returns the seconds of the start and of a step, and the last saved step."""
     begin = time.perf_counter()
     model = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -1,4 +1,4 @@
-"""How many bytes the operations inside of a `with` read and write, each as if it had no cache. Works on `meta`, too."""
+"""Count the bytes that operations inside a `with` read and write, assuming no cache. Also works on `meta`."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,9 +19,9 @@ class BytesMoved(TorchDispatchMode):
             read = {name: value for name, value in kwargs.items() if name != "out"}
             inputs = [each for each in tree_leaves((args, read)) if isinstance(each, torch.Tensor)]
             if operation.overloadpacket.__name__ in ("copy_", "zero_", "fill_", "_foreach_copy_"):
-                inputs = inputs[1:]  # the first is written only
+                inputs = inputs[1:]  # the first is only written
             if operation.overloadpacket.__name__ in ("embedding", "index", "gather"):
-                inputs = [*inputs[1:], output]  # of the table, what is taken
+                inputs = [*inputs[1:], output]  # only the selected rows of the table are read
             outputs = [each for each in tree_leaves(output) if isinstance(each, torch.Tensor)]
             self.total += sum(each.numel() * each.itemsize for each in (*inputs, *outputs))
         return output

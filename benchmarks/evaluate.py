@@ -1,12 +1,11 @@
-"""Seconds for the requests of lm-evaluation-harness: `tune.evaluation`, and its own model class `HFLM`.
+"""Time requests of lm-evaluation-harness with `tune.evaluation` and with the harness's own model class `HFLM`.
 
     python benchmarks/evaluate.py MODEL [--questions 20 --rounds 1 --batch-size 16] [--only "whole texts"] [--exact]
 
-Questions are pieces of this repository's documentation, 16 to 192 tokens long, with four choices each: words that
-follow (2 to 16 tokens), or one letter. Whole texts have 100 to 600 tokens. Answers are the 24 most likely tokens behind
-half as many questions. The two run in turns, in one process with all cores; printed are the medians, and the largest
-difference of a log-likelihood, or how many answers differ; with `--exact` also how far each is from what transformers
-computes in fp64.
+Questions are pieces of this repository's documentation, 16 to 192 tokens long, with four choices each: the next words
+(2 to 16 tokens), or one letter. Whole texts have 100 to 600 tokens. Answers are the 24 most likely tokens after half as
+many questions. The two alternate in one process with all cores. Prints medians, and the largest difference of a
+log-likelihood or the number of different answers; with `--exact`, also the distance of each from transformers in fp64.
 """
 
 import argparse
@@ -30,8 +29,8 @@ def main():
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("--questions", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--batch-size", type=int, default=16, help="requests in a forward of HFLM")
-    parser.add_argument("--cpu-time", action="store_true", help="of the process, on a busy machine")
+    parser.add_argument("--batch-size", type=int, default=16, help="requests per forward of HFLM")
+    parser.add_argument("--cpu-time", action="store_true", help="measure CPU time of the process, for a busy machine")
     parser.add_argument("--only", choices=("four choices", "four letters", "whole texts", "answers"))
     parser.add_argument("--exact", action="store_true", help="compare both with transformers in fp64")
     args = parser.parse_args()
@@ -59,7 +58,7 @@ def main():
 
     @torch.no_grad()
     def in_fp64(context, text=None):
-        """Of the text behind its context, or of a whole text."""
+        """Return the log-prob of the text after its context, or of a whole text."""
         prefix = [models["tune"].prefix_token_id] if text is None else tokenizer.encode(context)
         ids = [*prefix, *tokenizer.encode(context)] if text is None else tokenizer.encode(context + text)
         found = exact(torch.tensor([ids])).logits[0].log_softmax(-1)
@@ -95,7 +94,7 @@ def main():
         if exact is not None and kind != "generate_until":
             expected = torch.tensor([in_fp64(*each) for each in arguments], dtype=torch.float64)
             apart = {each: f"{(answers - expected).abs().max():.1e}" for each, answers in found.items()}
-            print(f"{name}: from fp64 at most {apart}, of at most {expected.abs().max():.0f}")
+            print(f"{name}: largest distance from fp64 {apart}, for values up to {expected.abs().max():.0f}")
         print(
             f"{name}: {len(requests)} requests, "
             + ", ".join(f"{each} {median:.2f} s" for each, median in medians.items())

@@ -1,12 +1,12 @@
-"""What llama.cpp itself computes of a model's GGUF files, beside tune.
+"""Compare llama.cpp's results for a model's GGUF files with tune's.
 
     python benchmarks/export_gguf.py MODEL [--text FILE --pieces 10 --prompts 3]
 
-MODEL is what `tune export` takes. Printed are how many greedy tokens, of 64 or up to the end of the turn, are the same
-in F16 and Q8_0, whether chat templates are, and perplexities of pieces of 200 tokens: in llama.cpp of both files, and
-of a Q8_0 file whose blocks llama.cpp's own quantisation has made of the F16 file; in tune of the weights as they are,
-of those that the Q8_0 file has, and of these with the inputs of products rounded to 8 bits too, as llama.cpp does on a
-CPU. Needs xllamacpp.
+MODEL is anything that `tune export` accepts. Prints the number of equal greedy tokens (of 64, or up to the end of the
+turn) in F16 and Q8_0, whether chat templates are equal, and perplexities of pieces of 200 tokens. In llama.cpp these
+are for both files, and for a Q8_0 file that llama.cpp quantized from the F16 file. In tune they are for the original
+weights, for the weights of the Q8_0 file, and for these with inputs of products also rounded to 8 bits, as llama.cpp
+does on a CPU. Needs xllamacpp.
 """
 
 import argparse
@@ -34,13 +34,13 @@ Q8_0 = gguf.GGMLQuantizationType.Q8_0
 
 
 def rounded(values):
-    """In Q8_0: blocks of 32 numbers of 8 bits, with a scale each."""
+    """Round to Q8_0: blocks of 32 8-bit numbers with a scale."""
     return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(values.numpy(), Q8_0), Q8_0))
 
 
-def requantise(file, source):
-    """Make the blocks of a Q8_0 `file` those that llama.cpp's quantisation gives of the F16 file `source`. Returns the
-    share of them that were these."""
+def requantize(file, source):
+    """Replace the blocks of a Q8_0 `file` by llama.cpp's quantization of the F16 file `source`. Returns the share of
+    blocks that were already equal."""
     function = ctypes.CDLL(xllamacpp.xllamacpp.__file__).quantize_q8_0
     function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
     function.restype = ctypes.c_size_t
@@ -61,7 +61,7 @@ def requantise(file, source):
 
 @torch.no_grad()
 def loss(model, pieces, inputs_too=False):
-    """The mean negative log-probability of all tokens but the first of each piece."""
+    """Return the mean negative log-prob of all tokens except the first of each piece."""
 
     def head(hidden, weight, batch, **softcap):
         return Decoder.logits(rounded(hidden) if inputs_too else hidden, weight, batch, **softcap)
@@ -96,26 +96,26 @@ def main():
     ours = Sampler(max_new_tokens=64, temperature=0, stop_ids=tokenizer.stop_ids)(model, prompts)
     losses = {"tune, as they are": loss(model, pieces)}
     with tempfile.TemporaryDirectory() as folder:
-        files = {kind: Path(folder) / f"{kind}.gguf" for kind in ("f16", "q8_0", "q8_0, quantised by llama.cpp")}
+        files = {kind: Path(folder) / f"{kind}.gguf" for kind in ("f16", "q8_0", "q8_0, quantized by llama.cpp")}
         for kind in ("f16", "q8_0"):
             cli.main(["export", args.model, "--to", "gguf", "--type", kind, "--out", str(files[kind])])
-        theirs = files["q8_0, quantised by llama.cpp"]
+        theirs = files["q8_0, quantized by llama.cpp"]
         shutil.copyfile(files["q8_0"], theirs)
-        print(f"blocks of q8_0 that llama.cpp makes of f16 as they are: {requantise(theirs, files['f16']):.4%}")
+        print(f"q8_0 blocks equal to llama.cpp's quantization of f16: {requantize(theirs, files['f16']):.4%}")
         for kind, file in files.items():
             with LlamaCpp(file) as llama_cpp:
                 for prompt, (answer,) in zip(prompts, ours, strict=True):
                     there = llama_cpp.greedy(prompt, 64, ignore_eos=False)
                     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(there, answer.tokens, strict=False))
                     count = len(list(same))
-                    print(f"{kind}: {count} of {len(answer.tokens)} greedy tokens are the same before the first other")
+                    print(f"{kind}: {count} of {len(answer.tokens)} greedy tokens equal before the first difference")
                 for chat, prompt in zip(chats, prompts, strict=True):
                     read = llama_cpp.ask(messages=chat, max_tokens=1)["usage"]["prompt_tokens"]
                     print(f"{kind}: a chat has {read} tokens, in tune {len(prompt)}")
                 found = [value for piece in pieces for value in llama_cpp.log_probs(piece) if value is not None]
                 losses[f"llama.cpp, {kind}"] = -sum(found) / len(found)
             field = gguf.GGUFReader(file).get_field("tokenizer.chat_template")
-            print(f"{kind}: the chat template is the checkpoint's: {field.contents() == tokenizer.chat_template}")
+            print(f"{kind}: chat template equals the checkpoint's: {field.contents() == tokenizer.chat_template}")
     for parameter in model.parameters():
         if parameter.ndim == 2:
             parameter.data = rounded(parameter.detach())

@@ -1,11 +1,11 @@
-"""Fine-tuning side by side: tune, TRL, torchtune, and a bare loop over transformers' model. With --lora: adapters.
+"""Compare fine-tuning with tune, TRL, torchtune, and a bare loop over transformers' model. With --lora: adapters.
 
     python benchmarks/finetune.py --model FOLDER [--data chats.jsonl --rows-per-step 4 --micro-batch 4 --threads 2]
 
-The same weights, rows, order, supervised tokens, precision (fp32) and optimizer for all (finetune_variants.py), on CPU.
-Each run is a process of its own, rounds alternate, and medians are reported. Wants a quiet machine.
+All use the same weights, rows, order, supervised tokens, precision (fp32) and optimizer (finetune_variants.py), on CPU.
+Each run is a separate process, rounds alternate, and medians are reported. Needs a quiet machine.
 
-torchtune's last release (0.6.1) does not import with a current torchao. An older one beside it will do:
+torchtune's last release (0.6.1) does not import with a current torchao. Install it with an older one:
 
     pip install --no-deps --target TORCHTUNE torchtune==0.6.1 torchao==0.9.0 torchdata==0.11.0 \\
         sentencepiece tiktoken blobfile pycryptodomex lxml
@@ -44,12 +44,12 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="a chat model's folder")
-    parser.add_argument("--data", default=str(DATA), help="conversations (default: those of examples/home_commands)")
+    parser.add_argument("--data", default=str(DATA), help="conversations (default: examples/home_commands)")
     parser.add_argument("--rows-per-step", type=int, default=4, help="global batch (default 4)")
-    parser.add_argument("--micro-batch", type=int, default=4, help="rows in a forward; bare has always 1 (default 4)")
+    parser.add_argument("--micro-batch", type=int, default=4, help="rows per forward; bare always has 1 (default 4)")
     parser.add_argument("--max-seq-len", type=int, default=512)
     parser.add_argument(
-        "--steps", type=int, default=6, help="optimizer steps of a run; the first is not timed (default 6)"
+        "--steps", type=int, default=6, help="optimizer steps per run; the first is not timed (default 6)"
     )
     parser.add_argument("--rounds", type=int, default=3, help="runs of each variant (default 3)")
     parser.add_argument(
@@ -59,7 +59,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=2e-5)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--layouts", nargs="+", choices=("unpacked", "packed"), default=("unpacked", "packed"))
-    parser.add_argument("--torchtune-path", help="a folder with torchtune and a torchao that it works with")
+    parser.add_argument("--torchtune-path", help="a folder with torchtune and a compatible torchao")
     options = parser.parse_args()
     if options.rows_per_step % options.micro_batch:
         parser.error("--rows-per-step must be a multiple of --micro-batch")
@@ -121,7 +121,7 @@ def run(name: str, job: Job, extra_path: str | None = None) -> subprocess.Comple
 
 
 def report(rows: dict[str, list], results: dict[str, list[dict]]) -> None:
-    """Tokens are those that are not padding, of all steps but the first; a peak is that at the end of the last step."""
+    """Print the results. Tokens are without padding, from all steps but the first; peaks are at the end of the last."""
     tokens, supervised = sum(rows["tokens"][1:]), sum(rows["supervised_tokens"][1:])
     seconds = {name: median(run["ends"][-1] - run["ends"][0] for run in runs) for name, runs in results.items()}
     print(

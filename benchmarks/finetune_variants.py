@@ -1,12 +1,12 @@
-"""The same fine-tuning by several libraries. benchmarks/finetune.py runs each in a process of its own:
+"""The same fine-tuning in several libraries. benchmarks/finetune.py runs each in a separate process:
 
     python benchmarks/finetune_variants.py VARIANT JOB.json
 
-All start from the same weights in fp32, take the same rows in the same order, supervise the same tokens, and use AdamW
-(fused) at a constant learning rate with gradients clipped to 1. With `lora_rank` they train LoRA adapters of all linear
-layers but the head, the others by PEFT; B starts at zero everywhere, A at each one's own random numbers. Each keeps
-its own way to batch, pad and attend. No activation checkpointing. tune reads and tokenises the data itself; the others
-are given its rows, already tokenised.
+All start from the same fp32 weights, use the same rows in the same order, supervise the same tokens, and use AdamW
+(fused) at a constant learning rate with gradients clipped to 1. With `lora_rank` they train LoRA adapters in all linear
+layers except the head, the other libraries with PEFT; B starts at zero, A at random numbers of each library. Each
+batches, pads and attends in its own way. No activation checkpointing. tune reads and tokenizes the data itself; the
+others get its tokenized rows.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ BETAS, EPS, MAX_GRAD_NORM = (0.9, 0.95), 1e-8, 1.0
 
 @dataclass
 class Job:
-    """One run. `started`: when its process was, in seconds of `time.time()`."""
+    """One run. `started`: the start of its process, in seconds of `time.time()`."""
 
     folder: str
     model: str
@@ -44,12 +44,12 @@ class Job:
         return Path(self.folder).parent / "rows.json"
 
     def rows(self) -> list[list[dict]]:
-        """The rows of all steps in order; a row is a list of documents, each with `tokens` and unshifted `labels`."""
+        """Return the rows of all steps in order; a row is a list of documents with `tokens` and unshifted `labels`."""
         return [row for step in json.loads(self.rows_file.read_text(encoding="utf-8"))["steps"] for row in step]
 
 
 def prepare(job: Job) -> None:
-    """Write the rows of each step in the order in which the recipe will take them."""
+    """Write the rows of each step in the recipe's order."""
     from tune.datasets import DataLoader, load
     from tune.tokenizers import Tokenizer
 
@@ -63,7 +63,7 @@ def prepare(job: Job) -> None:
         )
 
     def document(sample) -> dict[str, list[int]]:
-        # A label stands at the token it is, as transformers has it; tune's stand one earlier, where it is predicted.
+        # transformers puts a label at its own token; tune puts it one earlier, where it is predicted.
         labels = [-100, *sample.labels[:-1].tolist()]
         return {"tokens": sample.tokens.tolist(), "labels": labels}
 
@@ -90,7 +90,7 @@ def tune(job: Job) -> list[float]:
 
 
 def bare(job: Job) -> list[float]:
-    """A loop over transformers' model that takes one row at a time, without padding."""
+    """Train transformers' model in a plain loop, one row at a time, without padding."""
     import torch
 
     rows = job.rows()
@@ -144,14 +144,14 @@ def trl(job: Job, padding_free: bool = False) -> list[float]:
 
 
 def trl_padding_free(job: Job) -> list[float]:
-    """TRL with the rows of a micro-batch joined into one instead of padded to the longest."""
+    """Train with TRL, with the rows of a micro-batch joined into one instead of padded to the longest."""
     return trl(job, padding_free=True)
 
 
 def torchtune(job: Job) -> list[float]:
-    """torchtune's full_finetune_single_device, for models of the Llama family with a tied head and plain RoPE."""
+    """Train with torchtune's full_finetune_single_device; only Llama models with a tied head and plain RoPE."""
     if job.lora_rank:
-        sys.exit("only its full fine-tuning is compared")
+        sys.exit("torchtune: only full fine-tuning is compared")
     import torchtune as library
     import yaml
 
@@ -159,7 +159,7 @@ def torchtune(job: Job) -> list[float]:
     rope = shape.get("rope_parameters") or {"rope_theta": shape.get("rope_theta"), **(shape.get("rope_scaling") or {})}
     plain_rope = rope.get("rope_type", "default") == "default"
     if shape["model_type"] != "llama" or not shape["tie_word_embeddings"] or not plain_rope:
-        sys.exit("this script builds only Llama models with a tied head and plain RoPE for torchtune")
+        sys.exit("torchtune: this script only supports Llama models with a tied head and plain RoPE")
     recipe = Path(library.__file__).parents[1] / "recipes/full_finetune_single_device.py"
     settings = {
         "model": {
@@ -173,7 +173,7 @@ def torchtune(job: Job) -> list[float]:
             "max_seq_len": job.max_seq_len,
             "rope_base": int(rope["rope_theta"]),
             "norm_eps": shape["rms_norm_eps"],
-            "scale_factor": 1,  # Llama 3's scaling by 1 is none
+            "scale_factor": 1,  # 1 turns off Llama 3's scaling
         },
         "checkpointer": {
             "_component_": "torchtune.training.FullModelHFCheckpointer",
@@ -217,14 +217,14 @@ def torchtune(job: Job) -> list[float]:
     config = Path(job.folder, "torchtune.yaml")
     config.write_text(yaml.safe_dump(settings), encoding="utf-8")
     sys.argv = [str(recipe), "--config", str(config)]
-    with contextlib.suppress(SystemExit):  # its way to end
+    with contextlib.suppress(SystemExit):  # the recipe ends with it
         runpy.run_path(str(recipe), run_name="__main__")
     log = Path(job.folder, "torchtune.log").read_text(encoding="utf-8").splitlines()
     return [float(line.split("loss:")[1].split()[0]) for line in log if line.startswith("Step ")]
 
 
 class PadOnly:
-    """All that torchtune asks of a tokenizer whose work is done."""
+    """The minimal tokenizer that torchtune needs for tokenized data."""
 
     pad_id = 0
 
@@ -237,7 +237,7 @@ def torchtune_rows(tokenizer: PadOnly, job: dict, packed: bool) -> list[dict]:
 
 
 def padded(row: dict[str, list[int]], length: int) -> dict:
-    """A packed row as torchtune's PackedDataset makes it: the padding is a document."""
+    """Build a packed row like torchtune's PackedDataset: the padding is a document."""
     import torch
 
     missing = length - len(row["input_ids"])
@@ -250,7 +250,7 @@ def padded(row: dict[str, list[int]], length: int) -> dict:
 
 
 def flat(row: list[dict]) -> dict[str, list[int]]:
-    """The documents of a row behind each other."""
+    """Concatenate the documents of a row."""
     lengths = [len(document["tokens"]) for document in row]
     return {
         "input_ids": [token for document in row for token in document["tokens"]],
@@ -277,7 +277,7 @@ VARIANTS = {"tune": tune, "trl": trl, "trl_padding_free": trl_padding_free, "bar
 
 
 def measure(variant: str, job: Job) -> None:
-    """Train, and write `result.json`: when each optimizer step ended, the peak memory until then, and its loss."""
+    """Train, and write `result.json`: the end of each optimizer step, the peak memory until then, and its loss."""
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 

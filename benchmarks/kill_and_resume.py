@@ -1,13 +1,12 @@
-"""Kills a run at random instants, continues it with the same command, and compares the loss curves.
+"""Kill a run at random instants, continue it with the same command, and compare the loss curves.
 
     python benchmarks/kill_and_resume.py                            # 20 kills each: 1 process, 2, and changing
     python benchmarks/kill_and_resume.py --kills 3 --processes 2 1  # each restart has the next number of processes
     python benchmarks/kill_and_resume.py --recipe lora_finetune --settings adapter.dropout=0.1
     python benchmarks/kill_and_resume.py --kills 5 --processes 4 2 --layouts parallel.cp=2 parallel.tp=2
 
-All processes die by SIGKILL at one instant, drawn from the time that a run takes after its imports. A checkpoint is
-written after every step, so that many instants lie within a save. Exits with 1 if a curve differs or a checkpoint is
-incomplete.
+SIGKILL ends all processes at one instant, drawn from the duration of a run after its imports. A checkpoint is written
+after every step, so many kills hit a save. Exits with 1 if a curve differs or a checkpoint is incomplete.
 """
 
 import argparse
@@ -48,7 +47,7 @@ OF_PROMPTS = [
     "reward=benchmarks.kill_and_resume.share_of_upper_case", "prompts_per_step=4", "sampling.max_new_tokens=8",
     "tokenizer.chat_template=plain",
 ]  # fmt: skip
-# What a recipe reads and does beside what all do; {} is the folder.
+# Additional settings by recipe; {} is the folder.
 RECIPES = {
     "distill": [*OF_ROWS, "teacher.path={}/teacher"],
     "grpo": [*OF_PROMPTS, "group_size=4"],
@@ -58,7 +57,7 @@ RECIPES = {
 
 @dataclass
 class Outcome:
-    """What a number of kills did: `difference` is the largest relative one of any loss, `exports` equal ones."""
+    """The effect of several kills: the largest relative `difference` of a loss, and the number of equal `exports`."""
 
     name: str
     kills: int = 0
@@ -76,7 +75,7 @@ class Outcome:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--processes", type=int, nargs="+", help="those of the first start, of the second, ...")
+    parser.add_argument("--processes", type=int, nargs="+", help="processes of the first start, the second, ...")
     parser.add_argument("--layouts", nargs="+", default=[], metavar="key=value", help="likewise; several: k=v,k=v")
     parser.add_argument("--saving", choices=("async", "sync"), nargs="+", default=["async", "sync"])
     parser.add_argument("--seed", type=int, default=0)
@@ -117,7 +116,7 @@ def main() -> None:
 
 
 def make_inputs(folder: Path, recipe: str = "full_finetune") -> list[str]:
-    """A model of 100,000 random parameters, and 40 rows; returns the recipe and the settings that name them."""
+    """Write a model of 100,000 random parameters and 40 rows; returns the recipe and settings that name them."""
     make_model(folder / "model")
     make_model(folder / "teacher", seed=1)
     is_of_pairs = recipe in ("preference_finetune", "reward_finetune")
@@ -133,7 +132,7 @@ def make_inputs(folder: Path, recipe: str = "full_finetune") -> list[str]:
 
 
 def make_model(folder: Path, seed: int = 0) -> None:
-    """A folder with weights and a tokenizer, whose tokens are bytes."""
+    """Write a folder with weights and a tokenizer whose tokens are bytes."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
     model = build(str(folder))
@@ -156,7 +155,7 @@ def share_of_upper_case(row: object, completion: str) -> float:
 
 
 class Reference:
-    """The run that nobody kills."""
+    """Run without kills."""
 
     def __init__(self, settings: list[str], folder: Path, processes: int):
         launch = Launch([*settings, f"output_dir={folder}"], processes)
@@ -179,7 +178,7 @@ def kill_and_resume(
     kills: int,
     draw: random.Random,
 ) -> Outcome:
-    """Runs, each killed and continued until it ends, until there were `kills` kills."""
+    """Start runs, kill and continue each until it ends, until there were `kills` kills."""
     found = Outcome(name)
     while found.kills < kills:
         run = folder / f"run-{found.finished}"
@@ -187,7 +186,7 @@ def kill_and_resume(
             left_over = set(run.glob("checkpoints/.step-*"))
             launch = Launch([*settings, *of_layout(layout), f"output_dir={run}"], count)
             if found.kills < kills:
-                launch.wait_for(" an epoch")  # everything is imported, and the data are read
+                launch.wait_for(" an epoch")  # everything is imported, and the data is read
                 if launch.kill_after(draw.uniform(0, reference.seconds)):
                     found.kills += 1
                     found.while_saving += bool(set(run.glob("checkpoints/.step-*")) - left_over)
@@ -199,7 +198,7 @@ def kill_and_resume(
         found.exports += exported(run) == reference.export
         curve = losses(run)
         assert curve.keys() == reference.losses.keys(), f"steps {list(curve)} in {run}/metrics.jsonl"
-        # Where all completions are as long, the loss of grpo is nearly 0, and its differences are not relative.
+        # If all completions have the same length, grpo's loss is nearly 0, so relative differences mean nothing.
         least = max(map(abs, reference.losses.values())) / 100
         pairs = ((loss, reference.losses[step]) for step, loss in curve.items())
         differences = (abs(loss - unbroken) / max(abs(unbroken), least) for loss, unbroken in pairs)
@@ -208,15 +207,15 @@ def kill_and_resume(
 
 
 def of_layout(text: str = "") -> list[str]:
-    """The settings of a layout."""
+    """Return the settings of a layout."""
     return text.split(",") if text else []
 
 
 class Launch:
-    """A recipe with settings, in one or several processes that find each other as under torchrun, all in one group."""
+    """A recipe with settings in one or several processes, connected as under torchrun, in one process group."""
 
     def __init__(self, settings: list[str], processes: int):
-        port = random.SystemRandom().randrange(10_000, 32_000)  # not one of those that connections may get before
+        port = random.SystemRandom().randrange(10_000, 32_000)  # outside the range of ephemeral ports
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         self.output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the processes
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -235,7 +234,7 @@ class Launch:
             time.sleep(0.005)
 
     def kill_after(self, seconds: float) -> bool:
-        """Kill all processes at one instant; False if they had ended before."""
+        """Kill all processes at once; returns False if they had already ended."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and self.is_running():
             time.sleep(0.001)
@@ -258,7 +257,7 @@ class Launch:
 
 
 def complete_checkpoints(run: Path) -> list[Path]:
-    """Checkpoints with all that they need: the state, the metadata, and each file that the metadata names."""
+    """Return complete checkpoints: with state, metadata, and each file that the metadata names."""
     return [path for path in sorted(run.glob("checkpoints/step-*")) if _is_complete(path)]
 
 
@@ -271,7 +270,7 @@ def _is_complete(path: Path) -> bool:
 
 
 def losses(run: Path) -> dict[int, float]:
-    """The loss of each step; a step may stand there once."""
+    """Return the loss of each step; each step must appear once."""
     entries = [
         json.loads(line)
         for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -283,7 +282,7 @@ def losses(run: Path) -> dict[int, float]:
 
 
 def exported(run: Path) -> bytes:
-    (file,) = run.glob("*/*model.safetensors")  # of a model or of an adapter
+    (file,) = run.glob("*/*model.safetensors")  # a model or an adapter
     return file.read_bytes()
 
 

@@ -1,12 +1,12 @@
-"""Models of hundreds of billions of parameters on hundreds of processes, of which this machine has none: fake tensors.
+"""Simulate models with hundreds of billions of parameters on hundreds of processes, with fake tensors.
 
     python benchmarks/large_layouts.py                                            # the table of docs/benchmarks.md
     python benchmarks/large_layouts.py --model llama-405b tp=8 pp=16 --rank 256  # of one layout
     python benchmarks/large_layouts.py --model FOLDER --processes 64 ep=8        # of a config.json
 
-Builds the model, shards it and takes a forward and a backward of one micro-batch as one of the processes would, with
-torch's `fake` process group and tensors that have shapes alone: all the code of a step runs, no number is computed.
-Of experts each process is sent as many tokens as any other.
+Builds and shards the model and runs forward and backward of one micro-batch like one of the processes, with torch's
+`fake` process group and tensors without values: all the code of a step runs, but nothing is computed. With experts,
+every process receives the same number of tokens.
 """
 
 import argparse
@@ -59,14 +59,14 @@ LAYOUTS = [
     "--model deepseek-v3 ep=32 cp=4 dp_replicate=2",
     "--model deepseek-v3 ep=32 pp=8 --rank 256",
     "--model deepseek-v3 tp=8",
-]  # what `axes` leave are those of FSDP
+]  # the remaining processes are FSDP's
 
 
 AXES = "dp_replicate", "dp_shard", "cp", "tp", "ep", "pp"
 
 
 def step(folder, processes, rank, axes, tokens):
-    """A step of the process `rank`: bytes that it has of the model, and what it takes here."""
+    """Run a step of the process `rank`. Returns its bytes of the model, and the time and memory of the simulation."""
     begin = time.perf_counter()
     dist.init_process_group("fake", rank=rank, world_size=processes, store=FakeStore())
     world = distributed.init("cpu", max_seq_len=tokens, **axes)
@@ -110,11 +110,11 @@ def axis(text):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("axes", nargs="*", type=axis, metavar="AXIS=SIZE", help=f"of {', '.join(AXES)}")
+    parser.add_argument("axes", nargs="*", type=axis, metavar="AXIS=SIZE", help=f"axes: {', '.join(AXES)}")
     parser.add_argument("--model", help=f"{', '.join(MODELS)} or a folder with config.json")
     parser.add_argument("--processes", type=int, default=512)
-    parser.add_argument("--rank", type=int, default=0, help="which process: stages of pp differ")
-    parser.add_argument("--tokens", type=int, default=4096, help="of a micro-batch")
+    parser.add_argument("--rank", type=int, default=0, help="the simulated process: stages of pp differ")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens per micro-batch")
     args = parser.parse_args()
     if not 0 <= args.rank < args.processes:
         parser.error(f"--rank: of {args.processes} processes it is 0 to {args.processes - 1}")
@@ -128,7 +128,7 @@ def main():
             except TuneError as error:
                 parser.error(str(error))
     if args.axes:
-        parser.error("a layout is that of a --model")
+        parser.error("a layout needs --model")
     print("| of 512 processes | GB of parameters | of gradients | to 1/512 of the model | seconds | peak GiB |")
     print("|---|---|---|---|---|---|")
     for layout in LAYOUTS:

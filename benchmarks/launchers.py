@@ -1,11 +1,11 @@
-"""What a launcher adds to a step: processes by torchrun and by Ray, in turns, with a thread each.
+"""Measure what a launcher adds to a step: torchrun and Ray in turns, with one thread per process.
 
     python benchmarks/launchers.py --steps 60 --times 3 model.path=./model dataset.path=./rows.jsonl max_seq_len=128
 
-Prints of each run, from its tenth step to its last but one, the seconds of a step (median), the CPU seconds that the
-training processes take for it, and those of all processes of the launcher beside them; then the medians of Ray's
-share more, over the pairs. On a machine with other work the CPU seconds are what can be compared; where the processes
-have all cores, what Ray does beside them is taken from them. Linux.
+Prints for each run, from its tenth to its second to last step: the median seconds of a step, the CPU seconds of the
+training processes, and the CPU seconds of the launcher's other processes. Then prints the medians over pairs of Ray's
+overhead. On a busy machine only CPU seconds are comparable; if the processes use all cores, Ray's other processes
+compete with them. Linux only.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def metrics(folder: Path) -> list[float]:
 
 
 def cpu_seconds(folder: Path) -> tuple[float, float]:
-    """Until now, of the processes that train, and of all others that have `folder` in their environment."""
+    """Return the CPU seconds so far of the training processes, and of all others with `folder` in their environment."""
     found = [0.0, 0.0]
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -61,7 +61,7 @@ def measured(launcher: str, count: int, steps: int, settings: list[str], folder:
     seconds = median(metrics(folder)[first:last])
     assert run.wait() == 0, f"{launcher} has ended with {run.returncode}"
     trains, beside = ((now - then) / (last - first) for now, then in zip(after, before, strict=True))
-    print(f"{launcher}: {seconds:.3f} s, {trains:.3f} CPU s, beside them {beside:.3f} CPU s", flush=True)
+    print(f"{launcher}: {seconds:.3f} s, {trains:.3f} CPU s, other processes {beside:.3f} CPU s", flush=True)
     return seconds, trains, trains + beside
 
 
@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--times", type=int, default=3)
-    parser.add_argument("settings", nargs="+", metavar="key=value", help="of full_finetune")
+    parser.add_argument("settings", nargs="+", metavar="key=value", help="settings of full_finetune")
     options = parser.parse_args()
     settings = [*options.settings, f"max_steps={options.steps}", "checkpointer.every=null", "device=cpu", "dtype=fp32"]
     settings += ["global_batch_size=2"]

@@ -1,11 +1,11 @@
-"""Is the layout that `tune plan --search` puts first the fastest of those that run here?
+"""Check whether the layout that `tune plan --search` ranks first is the fastest one on this machine.
 
     python benchmarks/layouts.py FOLDER [PROCESSES ...]
 
-A tiny Llama in fp32 on 1, 2 and 4 processes, which share the cores. The device is calibrated on one process with the
-whole batch at once. Of the layouts that fit, TRIED are taken, evenly from the planned order.
-All are built beside each other in the same processes, and take a step each in turn, so that other work on the machine
-slows all of them. What counts is the median, over the rounds, of a layout's seconds as a multiple of the first one's.
+Trains a tiny Llama in fp32 on 1, 2 and 4 processes, which share the cores. The device is calibrated on one process with
+the whole batch at once. TRIED of the layouts that fit are measured, chosen evenly from the planned order. All exist in
+the same processes and take steps in turn, so other work on the machine slows all of them equally. The result is the
+median over rounds of a layout's seconds relative to the first one's.
 """
 
 import json
@@ -42,7 +42,7 @@ def settings(folder: str, *overrides: str) -> Any:
 
 
 def step_of(cfg: Any) -> Callable[[], None]:
-    """A training step in the layout of `cfg`, as the recipe takes it."""
+    """Return a training step in the layout of `cfg`, like the recipe's."""
     world = distributed.init("cpu", max_seq_len=cfg.max_seq_len, **layout_of(cfg.parallel, cfg))
     with torch.device("meta"):
         model = config.instantiate(cfg.model)
@@ -69,7 +69,7 @@ def step_of(cfg: Any) -> Callable[[], None]:
 
 
 def measure(folder: str, layouts: list[list[str]]) -> None:
-    """Seconds of each layout by rounds, printed as JSON by the first of the processes that call it."""
+    """Measure the seconds of each layout by round; the first process prints them as JSON."""
     steps = [step_of(settings(folder, *each)) for each in layouts]
     found = []
     for _ in range(1 + ROUNDS):
@@ -90,7 +90,7 @@ def ranks(values: list[float]) -> np.ndarray:
 
 
 def printed(arguments: list[str], *launcher: str) -> Any:
-    """What this file, started with such arguments, prints as JSON in a line that begins with `found`."""
+    """Run this file with these arguments, and parse the JSON in its output line that begins with `found`."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, *launcher, __file__, *arguments]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
@@ -100,7 +100,7 @@ def printed(arguments: list[str], *launcher: str) -> Any:
 
 def rounds_of(folder: str, processes: int, layouts: list[list[str]]) -> list[list[float]]:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // processes))  # as `tune run` has it
+    os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // processes))  # like `tune run`
     return printed(["--measure", folder, json.dumps(layouts)], *launcher)
 
 
@@ -110,7 +110,7 @@ def main() -> None:
         save_checkpoint(Path(folder), **SHAPE)
     known = min(each for (each,) in rounds_of(folder, 1, [["micro_batch_size=8"]]))
     for processes in numbers:
-        plans = printed(["--plan", folder, str(processes), str(known)])  # it makes groups that are not there
+        plans = printed(["--plan", folder, str(processes), str(known)])  # creates fake process groups
         tried = [plans[round(at)] for at in np.linspace(0, len(plans) - 1, min(TRIED, len(plans)))]
         rounds = rounds_of(folder, processes, [each for _, each in tried])
         times = [statistics.median(each[at] / each[0] for each in rounds) for at in range(len(tried))]
@@ -125,7 +125,7 @@ def main() -> None:
 
 
 def plan(folder: str, processes: int, known: float) -> None:
-    """Seconds and overrides of the layouts that fit, the fastest first, where the whole batch takes `known` at once."""
+    """Return seconds and overrides of the layouts that fit, fastest first; the whole batch takes `known` at once."""
     from tune.plan import Job
 
     once, cpu = settings(folder, "micro_batch_size=8"), DEVICES["cpu"]

@@ -1,10 +1,10 @@
-"""Memory and time of output projection + cross-entropy, forward and backward: naive, tune, and torch's own.
+"""Measure memory and time of output projection + cross-entropy, forward and backward: naive, tune, and torch's own.
 
     python benchmarks/linear_cross_entropy.py [--tokens 4096 --dim 512 --vocabulary 128256 --chunk 512 --device cpu]
-    python benchmarks/linear_cross_entropy.py --log-probs  # of each label, each with a gradient of its own
+    python benchmarks/linear_cross_entropy.py --log-probs  # per label, each with its own gradient
 
-Each variant runs in a process of its own, so that the peak of one does not hide in that of another; rounds alternate
-and the median is reported.
+Each variant runs in a separate process, so that each has its own memory peak; rounds alternate and the median is
+reported.
 """
 
 import argparse
@@ -55,7 +55,7 @@ VARIANTS = CROSS_ENTROPY | LOG_PROBS
 
 
 def measure(variant, args):
-    """Seconds and extra peak GiB of one forward and backward."""
+    """Return seconds and extra peak GiB of one forward and backward."""
     torch.manual_seed(0)
     hidden = torch.randn(args.tokens, args.dim, device=args.device, requires_grad=True)
     weight = torch.randn(args.vocabulary, args.dim, device=args.device).mul_(0.02).requires_grad_()
@@ -69,7 +69,7 @@ def measure(variant, args):
 
 
 def print_bytes(args):
-    """GiB that forward and backward of tune's read and write, for a trained head and a frozen one."""
+    """Return the GiB that tune's forward and backward read and write, for a trained and a frozen head."""
     for chunk in (512, 1024, 2048, 4096, max(512, LOGITS // args.vocabulary)):
         moved = []
         for trained in (True, False):

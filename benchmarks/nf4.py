@@ -1,8 +1,8 @@
-"""Seconds, and bytes read and written for a weight, of giving back what NF4 codes stand for: tune, and torchao's.
+"""Measure dequantization of NF4: seconds, and bytes read and written per weight, in tune and in torchao.
 
     python benchmarks/nf4.py [--rows 4096 --columns 4096 --threads 1 --compile]
 
-`--compile` also measures ours as it runs on a GPU with a compiler, by one kernel (here made for this CPU).
+`--compile` also measures tune's single compiled kernel, which a GPU would use (here compiled for this CPU).
 """
 
 import argparse
@@ -48,7 +48,7 @@ def main():
             with BytesMoved() as moved:
                 variant()
             each = moved.total / weight.numel()
-            if name == "tune, compiled":  # one kernel: what goes in, and what comes out
+            if name == "tune, compiled":  # one kernel: only inputs and output
                 each = (sum(part.nbytes for part in single[:2]) + weight.numel() * dtype.itemsize) / weight.numel()
             took = sorted(seconds[name])
             print(

@@ -1,10 +1,10 @@
-"""Peak memory and time of full fine-tuning that updates after the backward, and in it, on CPU processes.
+"""Measure peak memory and time of full fine-tuning with updates after the backward and inside it, on CPU processes.
 
     python benchmarks/optimizer_in_backward.py
     python benchmarks/optimizer_in_backward.py --processes 2 --layers 4
 
-The latter is a copy of full_finetune, changed as docs/changes.md says. A model of random weights in fp32 and AdamW take
-12 bytes a parameter, gradients 4 more.
+The latter is a copy of full_finetune, changed as in docs/changes.md. fp32 weights and AdamW take 12 bytes per
+parameter, gradients 4 more. The weights are random.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     options = parser.parse_args()
 
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # glibc gives what is freed back at once: resident is in use
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # glibc returns freed memory at once: resident means in use
     gradients = 4 * options.layers * PARAMETERS_A_LAYER / 2**30
     print(f"{options.layers} layers: gradients of {gradients:.2f} GiB in all processes together")
     print(f"{'processes':<12}{'updates':<14}{'peak GiB a process':>20}{'seconds a step':>16}  losses")
@@ -43,7 +43,7 @@ def main() -> None:
         }
         shape = MODEL | SIZE | {"num_hidden_layers": options.layers}
         (Path(folder) / "model" / "config.json").write_text(json.dumps(shape), encoding="utf-8")
-        (Path(folder) / "model" / "model.safetensors").unlink()  # of another size
+        (Path(folder) / "model" / "model.safetensors").unlink()  # from another size
         for processes in options.processes:
             for name, command in ways.items():
                 run = Path(folder) / f"{processes}-{name}"
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def measure(run: Path, command: list[str], processes: int, steps: int) -> list[dict]:
-    """The metrics of each step."""
+    """Return the metrics of each step."""
     launch = Launch(
         [
             *command, "from_scratch=true", f"output_dir={run}", f"max_steps={steps}", "checkpointer.every=null",

@@ -1,10 +1,10 @@
-"""Time, memory and filled share of packing a million documents: tune, and TRL's packer.
+"""Measure time, memory and filled share of packing a million documents, with tune and with TRL's packer.
 
     python benchmarks/packing.py [--documents 1000000 --capacity 2048]
 
-Lengths are log-normal like those of chats (median 245, one in a hundred over 2,048), cut at the capacity. `tune` gives
-indices, and the tokens stay where they are; TRL writes a new table of packed tokens: `trl` by its defaults (in batches
-of 1,000 documents), `trl_whole` over the whole set as `tune` does. Each variant runs in a process of its own.
+Lengths are log-normal like those of chats (median 245, one in a hundred over 2,048), cut at the capacity. `tune`
+returns indices and does not move tokens; TRL writes a new table of packed tokens. `trl` uses its defaults (batches of
+1,000 documents), `trl_whole` packs the whole set like `tune`. Each variant runs in a separate process.
 """
 
 import argparse
@@ -46,7 +46,7 @@ VARIANTS = {
 
 
 def measure(variant, args):
-    """Seconds, peak GiB of the process, and the filled share."""
+    """Return seconds, peak GiB of the process, and the filled share."""
     lengths = np.random.default_rng(0).lognormal(5.5, 0.92, args.documents)
     lengths = np.clip(lengths, 8, args.capacity).astype(np.int64)
     run = VARIANTS[variant](lengths, args.capacity)

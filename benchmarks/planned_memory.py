@@ -1,10 +1,10 @@
-"""`tune plan`'s memory against torch's `FSDPMemTracker`, which follows the whole model, of any size and on any number
-of processes, through `parallelize`, forward, loss and backward on fake tensors.
+"""Compare `tune plan`'s memory with torch's `FSDPMemTracker`, which tracks the whole model through `parallelize`,
+forward, loss and backward on fake tensors, for any size and number of processes.
 
     python benchmarks/planned_memory.py [NAME ...]
 
-Parameters in fp32, computation in bf16, kernels of an H100; weights, gradients and activations, without the states of
-the optimizer.
+Parameters are in fp32, computation in bf16, kernels as on an H100. Memory includes weights, gradients and activations,
+but no optimizer states.
 """
 
 import json
@@ -53,8 +53,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1, "mlp_only_layers": [], "router_aux_loss_coef": 0.001,
     },
 }  # fmt: skip
-# (model, processes, rows, tokens of a row, activation checkpointing, other settings, without `parallel.`). Of stages
-# the one with the most, and of these so many micro-batches as it takes at one time and one more; with a zero_stage two.
+# (model, processes, rows, tokens of a row, activation checkpointing, other settings, without `parallel.`). With stages,
+# the one with the most memory is measured, with one more micro-batch than it holds at a time; with a zero_stage, two.
 CASES: list[tuple] = [
     ("Llama-3.1-8B", 8, 1, 4096, "none"),
     ("Llama-3.1-8B", 8, 1, 4096, "selective"),
@@ -80,13 +80,13 @@ CASES: list[tuple] = [
 
 
 def first_shard(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...]]:
-    """`tune.distributed.local_shard`, which would read a mesh, and so a fake tensor."""
+    """Replace `tune.distributed.local_shard`, which would read a mesh and so a fake tensor."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local, tuple(slice(0, size) for size in local.shape)
 
 
 def tracked(cfg: Any, processes: int, rows: int, checkpointing: Any, more: dict[str, Any], stage: int = 0) -> float:
-    """Bytes of a process at the peak of its forwards and backwards, as the tracker counts them."""
+    """Return the tracker's bytes of a process at the peak of its forwards and backwards."""
     rank = stage * (processes // more.get("pp", 1))
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=processes)
     axes = {name: size for name, size in more.items() if "." not in name}
@@ -125,8 +125,8 @@ def tracked(cfg: Any, processes: int, rows: int, checkpointing: Any, more: dict[
 
 
 class Counter(Recorder):
-    """The bytes of all storages that are alive, also where FSDP resizes one: for several forwards in turn, and for
-    parameters that FSDP shards over several meshes, which torch's tracker refuses."""
+    """Count the bytes of all live storages, also if FSDP resizes one. Used for several forwards in a row and for
+    parameters that FSDP shards over several meshes, which torch's tracker does not support."""
 
     def __init__(self, model: torch.nn.Module):
         super().__init__(DEVICES["h100"], "bf16", False)
@@ -166,7 +166,7 @@ class Counter(Recorder):
 def compare(
     folder: str, processes: int, rows: int, length: int, checkpointing: Any, more: dict[str, Any] | None = None
 ) -> tuple[float, float, str]:
-    """Bytes at the peak as tracked and as planned, and the moment of the latter."""
+    """Return the peak bytes as tracked and as planned, and the moment of the planned peak."""
     more = more or {}
     stages = more.get("pp", 1)
     data = processes // (more.get("cp", 1) * more.get("tp", 1) * stages)

@@ -1,11 +1,10 @@
-"""`tune plan` against runs on this machine: peak memory (resident set) and seconds of a step, predicted and measured.
+"""Compare `tune plan` with runs on this machine: predicted and measured peak memory (resident set) and step seconds.
 
     python benchmarks/planning.py WORK [PATTERN ...]
 
-Each configuration is a run of its own, of a model whose layers are as wide as memory needs to be told from the
-interpreter's. WORK keeps the runs, and what is there is not run again. With PATTERNs, only configurations that have one
-of them. Seconds need a machine that does nothing else. malloc is told to give freed memory back, which as a rule it
-keeps: what it keeps is not predicted.
+Each configuration is a separate run of a model wide enough for its memory to stand out from the interpreter's. WORK
+stores the runs; existing ones are not repeated. PATTERNs select configurations by name. Times need an idle machine.
+malloc is set to return freed memory, which it usually keeps: the plan does not predict what malloc keeps.
 """
 
 import json
@@ -27,7 +26,7 @@ from tune.devices import DEVICES  # noqa: E402
 from tune.plan import Job, calibrate  # noqa: E402
 
 WORDS = [f"word{number}" for number in range(22)]
-STEPS = int(os.environ.get("STEPS", "4"))  # memory is at its peak in the second; seconds want more
+STEPS = int(os.environ.get("STEPS", "4"))  # memory peaks in the second step; times need more steps
 
 FULL, LORA, QLORA = "full_finetune", "lora_finetune", "lora_finetune --config qlora"
 PREFERENCE, REWARD, DISTILL = "preference_finetune", "reward_finetune", "distill"
@@ -103,7 +102,7 @@ CLASSES = {
 
 
 def data(recipe: str, others: str, folder: Path) -> Path:
-    """Documents, or answers, that are longer than a row. A letter is a token. Documents fill rows."""
+    """Write documents, or answers, that are longer than a row. A letter is a token. Documents fill rows."""
     kind = "text" if recipe not in (PREFERENCE, REWARD) else "labelled" if "KTO" in others else "pairs"
     file = folder / f"{kind}.jsonl"
     if not file.exists():
@@ -126,7 +125,7 @@ def model(kind: str, folder: Path) -> str:
 
 
 def measured(case: tuple, folder: Path) -> tuple[str, list[str], list[dict], Path]:
-    """The name of a configuration, its command line, the metrics of its steps, and its folder."""
+    """Yield the name of a configuration, its command line, the metrics of its steps, and its folder."""
     kind, processes, recipe, rows, length, others = case
     name = f"{kind} {recipe.split()[-1].removesuffix('_finetune')} {rows} x {length} on {processes} {others}".strip()
     run = folder / "runs" / re.sub(r"\W+", "-", name)
@@ -148,8 +147,8 @@ def measured(case: tuple, folder: Path) -> tuple[str, list[str], list[dict], Pat
             "MALLOC_MMAP_THRESHOLD_": "65536",
         }
         verbs = [["run", *launcher]]
-        if "top_k" not in others:  # of the teacher, which the run itself is to ask
-            verbs.insert(0, ["prepare"])  # to tokenise leaves memory behind, which is not planned
+        if "top_k" not in others:  # with top_k, the run itself must query the teacher
+            verbs.insert(0, ["prepare"])  # tokenizing leaves memory behind, which the plan does not include
         for verb in verbs:
             run_ = [sys.executable, "-m", "tune.cli", *verb, *command, *places]
             done = subprocess.run(run_, env=environment, capture_output=True, text=True)

@@ -1,11 +1,11 @@
-"""Time to make tokenised, labelled conversations of a JSONL file: tune, TRL's SFTTrainer, and a bare loop.
+"""Time tokenizing and labeling the conversations of a JSONL file: tune, TRL's SFTTrainer, and a bare loop.
 
     python benchmarks/prepare.py --model SmolLM2-135M-Instruct --data chats.jsonl [--workers 2 --rows 10000]
 
-The same rows, template (with generation marks; labels are the assistant's) and number of processes for all. `bare`
-renders and tokenises and does nothing else: no labels, no checks, nothing written. `cached` is `tune` again, from its
-cache. Each variant runs in a process of its own, imports are not counted, and rounds alternate; cpu counts the seconds
-of all its processes, which says more than the clock on a machine that does other things too.
+All use the same rows, template (with generation marks; labels are the assistant's) and number of processes. `bare` only
+renders and tokenizes: no labels, no checks, nothing written. `cached` is `tune` again, from its cache. Each variant
+runs in a separate process, imports are not counted, and rounds alternate. cpu sums the seconds of all processes, which
+is more reliable than wall time on a busy machine.
 """
 
 import argparse
@@ -116,13 +116,13 @@ VARIANTS = {"tune": tune, "cached": tune, "trl": trl, "bare": bare}
 
 
 def usage():
-    """Seconds by the clock, and of all processors."""
+    """Return wall seconds and CPU seconds."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return [time.perf_counter(), sum(each.ru_utime + each.ru_stime for each in used)]
 
 
 def measure(args, folder):
-    """Tokens, seconds, processor seconds, and the peak GiB of the main process."""
+    """Return tokens, seconds, CPU seconds, and the peak GiB of the main process."""
     run = VARIANTS[args.variant](args, folder)
     start = usage()
     result = run()
@@ -135,7 +135,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder with a tokenizer")
     parser.add_argument("--data", required=True, help="JSONL with messages")
-    parser.add_argument("--rows", type=int, help="only so many of them")
+    parser.add_argument("--rows", type=int, help="number of rows (default: all)")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--max-seq-len", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=3)

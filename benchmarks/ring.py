@@ -1,11 +1,11 @@
-"""Keys and values of one attention, shared by all processes: by one gather, as `parallel.cp` does it, and by a ring.
+"""Compare two ways to share keys and values of an attention: one gather, as in `parallel.cp`, and a ring.
 
     torchrun --nproc-per-node 4 benchmarks/ring.py [--tokens 32768] [--query-heads 32]
 
-The shape is that of a Llama of 8B in bf16: 8 heads of 128 numbers for keys, and for values. Each process has an equal
-part of the tokens, and its queries attend to all of them: without a mask, so that all have the same work. In the ring
-the part at hand is sent on while queries attend to it, and results are merged by their log-sum-exp. Only forward, on
-CPUs. Printed are, of the process with the most, seconds of the exchange alone and with attention, and MB it adds.
+The shape is an 8B Llama's in bf16: 8 heads of size 128 for keys and values. Each process has an equal part of the
+tokens, and its queries attend to all tokens, without a mask, so that all processes have the same work. The ring sends
+the current part on while queries attend to it, and merges results by their log-sum-exp. Forward only, on CPUs. Prints
+the largest values over processes: seconds of the exchange alone and with attention, and the MB that it adds.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def main():
     peers = Peers.of(world.mesh["dp_shard"])
     torch.manual_seed(peers.rank)
     own = torch.randn(2, 1, KEY_HEADS, options.tokens // peers.size, SIZE, dtype=torch.bfloat16)
-    # Query heads with the same keys lie behind each other, as more tokens.
+    # Query heads with the same keys are concatenated like additional tokens.
     queries = torch.randn(1, KEY_HEADS, own.shape[3] * options.query_heads // KEY_HEADS, SIZE, dtype=torch.bfloat16)
     results = []
     for way in (by_gather, by_ring):

@@ -1,12 +1,11 @@
-"""Seconds for 64 new tokens after each of 32 prompts, greedily: `tune.generation` and `transformers.generate`.
+"""Time 64 new tokens after each of 32 prompts, greedily, with `tune.generation` and `transformers.generate`.
 
     python benchmarks/sampling.py MODEL [--prompts 32 --new 64 --rounds 5]
-    python benchmarks/sampling.py MODEL --chats examples/home_commands/train.jsonl      answers end where they do
+    python benchmarks/sampling.py MODEL --chats examples/home_commands/train.jsonl      answers may end early
 
-The prompts are pieces of this repository's documentation, 16 to 192 tokens long; with `--chats` the requests of
-conversations, whose answers have at most 64 tokens. transformers gets them as one batch, padded on the left. The two
-run in turns, in one process with all cores; printed are the times of each round, their medians, and whether the tokens
-are the same.
+The prompts are pieces of this repository's documentation, 16 to 192 tokens long; with `--chats`, the requests of
+conversations, with answers of at most 64 tokens. transformers gets one batch, padded on the left. The two alternate in
+one process with all cores. Prints the times of each round, their medians, and the number of equal answers.
 """
 
 import argparse
@@ -33,9 +32,7 @@ def main():
     parser.add_argument("--chats", help="a JSONL file with messages: their requests are the prompts")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument(
-        "--cpu-time", action="store_true", help="of the process, on a machine that does other work, too"
-    )
+    parser.add_argument("--cpu-time", action="store_true", help="measure CPU time of the process, for a busy machine")
     args = parser.parse_args()
     dtype, clock = getattr(torch, args.dtype), time.process_time if args.cpu_time else time.perf_counter
     tokenizer, ends = Tokenizer(args.model), set()
@@ -79,7 +76,7 @@ def main():
             seconds[run].append(clock() - start)
         same = sum(left == right for left, right in zip(*results, strict=True))
         times = "   ".join(f"{run.__name__} {seconds[run][-1]:6.2f} s" for run in seconds)
-        print(f"{times}   {same} of {args.prompts} the same", flush=True)
+        print(f"{times}   {same} of {args.prompts} equal", flush=True)
     mine, other = (statistics.median(each) for each in seconds.values())
     print(f"median: tune {mine:.2f} s, transformers {other:.2f} s, {other / mine:.2f} times as fast")
 

@@ -1,12 +1,11 @@
-"""What loading and exporting add to the memory of each process, beyond the shards that it holds.
+"""Measure the memory that loading and exporting need in each process, beyond the shards that it holds.
 
     torchrun --nproc-per-node 4 benchmarks/sharded_memory.py [--folder FOLDER] [tp=2 ...]
 
-The model is a Llama of 2.0 GB in fp32 with random weights, with `ep` a Mixtral of 1.8 GB with 4 experts a block; their
-embedding and head are the largest tensors (403 MB each). Its folder is made first and removed afterwards. Memory is
-what the process has made itself (RssAnon of Linux, read every 2 ms): pages of files that are read do not count, as the
-system takes them back when it needs them. Printed are, of the process with the most, in MB: the peak of each part above
-what it had before, and what it holds.
+The model is a Llama of 2.0 GB in fp32 with random weights, with `ep` a Mixtral of 1.8 GB with 4 experts per block; the
+largest tensors are embedding and head (403 MB each). Its folder is created first and removed afterwards. Memory is the
+process's own (Linux's RssAnon, read every 2 ms), without pages of files, which the system can reclaim. Prints in MB,
+for the process with the most: the peak of each part above the memory before, and the memory that it holds.
 """
 
 import argparse
@@ -34,7 +33,7 @@ MB = 1e6
 
 
 def anonymous():
-    """Bytes of this process that are in no file."""
+    """Return the anonymous memory of this process, in bytes."""
     (line,) = (
         line
         for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
@@ -61,7 +60,7 @@ def peak(found, name):
 
 
 def write_model(folder, config):
-    """With the names of Hugging Face, by blocks: no process needs the whole."""
+    """Write the model by blocks, with Hugging Face names, so that no process holds all of it."""
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with torch.device("meta"):
         model = build(str(folder))
@@ -82,7 +81,7 @@ def write_model(folder, config):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("axes", nargs="*", metavar="axis=size")
-    parser.add_argument("--folder", type=Path, help="where files of 4 GB are written for a while")
+    parser.add_argument("--folder", type=Path, help="folder for temporary files of 4 GB")
     options = parser.parse_args()
     axes = {axis: int(size) for axis, _, size in (each.partition("=") for each in options.axes)}
     world = distributed.init("cpu", **axes)

@@ -1,11 +1,11 @@
-"""Trains on a file that is streamed, kills it on the way, continues it, and compares memory and loss curves.
+"""Train on a streamed file, kill and continue the run, and compare memory and loss curves.
 
     python benchmarks/streaming.py --gigabytes 5 --folder /somewhere/with/room
     python benchmarks/streaming.py --gigabytes 2 --ray      # by Ray Data, on a cluster of this machine
 
-The rows have a short prompt and completion, and 20 kB in a column that is not used: all of the file is read, and the
-tokens of a pass can be trained on in minutes. Memory is that of all processes of the run together, Ray's too, read
-once a second (proportional set size; Linux only). Exits with 1 if the curve of the run that was killed is another one.
+The rows have a short prompt and completion, and 20 kB in an unused column: the whole file is read, but training on a
+pass takes only minutes. Memory is summed over all processes of the run, including Ray's, and read once per second
+(proportional set size; Linux only). Exits with 1 if the curve of the killed run differs.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
     parser.add_argument("--ray", action="store_true", help="dataset._component_=tune.datasets.ray")
     options = parser.parse_args()
-    os.environ[MARK] = str(os.getpid())  # by which all processes of a run are found: each inherits it
+    os.environ[MARK] = str(os.getpid())  # inherited by all processes of a run, to find them
     with tempfile.TemporaryDirectory(dir=options.folder) as path:
         folder = Path(path)
         settings = [setting for setting in make_inputs(folder) if not setting.startswith("epochs=")]
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def write_rows(file: Path, size: float) -> tuple[int, int]:
-    """Rows of together `size` bytes; how many, and their tokens: one for each byte, and an end."""
+    """Write rows of `size` bytes in total. Returns their number, and their tokens: one per byte, plus an end token."""
     draw, rows, tokens = random.Random(0), 0, 0
     noise = "".join(draw.choices("abcdefghijklmnopqrstuvwxyz     ", k=2 * BALLAST))
     with file.open("w", encoding="utf-8") as output:
@@ -70,7 +70,7 @@ def write_rows(file: Path, size: float) -> tuple[int, int]:
 
 
 def run(settings: list[str], output: Path, steps: int, kill_at: int | None) -> None:
-    """Start or continue it; until it ends, or is killed after a step."""
+    """Start or continue the run until it ends, or kill it after a step."""
     first, start = len(lines(output)), time.monotonic()
     launch = Launch([*settings, f"output_dir={output}"], 1)
     peaks: dict[int, float] = {}  # GiB, by tenths of the steps
@@ -96,10 +96,10 @@ def lines(output: Path) -> list[str]:
 
 
 def memory() -> float:
-    """GiB of the processes of a run."""
+    """Return the GiB of the processes of a run."""
     mark, total = f"{MARK}={os.getpid()}".encode(), 0
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, IndexError):  # it has ended, or is another user's
+        with contextlib.suppress(OSError, IndexError):  # the process has ended, or belongs to another user
             if process.name != str(os.getpid()) and mark in (process / "environ").read_bytes().split(b"\0"):
                 total += int((process / "smaps_rollup").read_text(encoding="utf-8").split("Pss:")[1].split()[0])
     return total / 2**20

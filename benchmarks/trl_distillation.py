@@ -1,10 +1,10 @@
-"""Distillation beside TRL's GKD: the same losses for 20 steps.
+"""Compare distillation with TRL's GKD: equal losses for 20 steps.
 
     python benchmarks/trl_distillation.py --model FOLDER [--as-is]
 
-The model of FOLDER teaches a tiny random Llama with its tokenizer what it says of home commands. The same weights,
-rows, order, fp32 and AdamW for both. In TRL what a chat template writes behind the end of an answer is learned too: it
-is masked there for this, and with `--as-is` left in.
+The model in FOLDER teaches home commands to a tiny random Llama with the same tokenizer. Both use the same weights,
+rows, order, fp32 and AdamW. TRL also supervises the text of the chat template after the end of an answer: this is
+masked for the comparison, and kept with `--as-is`.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from trl_preferences import DATA, ROWS, tiny
 
-LOSSES = {  # settings of ours, and TRL's beta
+LOSSES = {  # tune's settings, and TRL's beta
     "forward KL": (["loss._component_=tune.losses.ForwardKL"], 0.0),
     "reverse KL": (["loss._component_=tune.losses.ReverseKL"], 1.0),
     "Jensen-Shannon, 0.5": (["loss._component_=tune.losses.JensenShannon", "loss.beta=0.5"], 0.5),

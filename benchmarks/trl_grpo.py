@@ -1,12 +1,12 @@
-"""GRPO beside TRL: steps/s and peak memory with the same prompts, group size and lengths of completions.
+"""Compare GRPO with TRL: steps/s and peak memory with the same prompts, group size and lengths of completions.
 
     python benchmarks/trl_grpo.py --model FOLDER [--lora 16]
 
-Both start from the model of FOLDER, in fp32, and sample completions of the same requests at temperature 1, by other
-random numbers: lengths are equal but for chance, and their mean is printed. The reward is the share of letters. The
-loss is that of `recipes/grpo.py`, in TRL `cispo` without scaled rewards. TRL generates with transformers. Each run is
-a process of its own, rounds alternate; the time is that from the end of the first optimizer step to that of the last.
-CPU seconds, of all threads, say more than the clock on a machine that does other work.
+Both start from the model in FOLDER, in fp32, and sample completions of the same requests at temperature 1 with
+different random numbers: lengths differ only by chance, and their mean is printed. The reward is the share of letters.
+The loss is that of `recipes/grpo.py`, in TRL `cispo` without scaled rewards. TRL generates with transformers. Each run
+is a separate process, and rounds alternate. Time is measured from the end of the first optimizer step to the end of the
+last. CPU seconds of all threads are more reliable than wall time on a busy machine.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from statistics import median
 
 HERE = Path(__file__).parent
 DATA = HERE.parent / "examples/home_commands/train.jsonl"
-ENDS: list[tuple[float, float]] = []  # of the optimizer's steps, by the clock and in CPU seconds
+ENDS: list[tuple[float, float]] = []  # ends of optimizer steps, in wall and CPU seconds
 
 
 def letters(row: dict, completion: str) -> float:
@@ -32,11 +32,11 @@ def letters(row: dict, completion: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="a model's folder")
-    parser.add_argument("--data", default=str(DATA), help="JSONL of conversations, whose last messages are left out")
+    parser.add_argument("--data", default=str(DATA), help="JSONL of conversations; their last messages are dropped")
     parser.add_argument("--lora", type=int, default=0, help="rank of adapters in all linear layers; 0: all parameters")
-    parser.add_argument("--prompts", type=int, default=4, help="of a step")
-    parser.add_argument("--group", type=int, default=8, help="completions of each prompt")
-    parser.add_argument("--new", type=int, default=32, help="tokens of a completion")
+    parser.add_argument("--prompts", type=int, default=4, help="prompts per step")
+    parser.add_argument("--group", type=int, default=8, help="completions per prompt")
+    parser.add_argument("--new", type=int, default=32, help="tokens per completion")
     parser.add_argument("--micro", type=int, default=16, help="completions per forward and backward")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=2)
@@ -136,7 +136,7 @@ def theirs(options: argparse.Namespace, folder: Path) -> None:
 
 
 def keep(folder: Path, lengths: list[float]) -> None:
-    """What a step took, without the first, and the mean length of the completions."""
+    """Return the cost of a step, without the first, and the mean length of the completions."""
     seconds, cpu_seconds = ((last - first) / (len(ENDS) - 1) for first, last in zip(ENDS[0], ENDS[-1], strict=True))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     tokens = sum(lengths[1:]) / len(lengths[1:])

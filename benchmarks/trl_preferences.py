@@ -1,10 +1,10 @@
-"""Preference tuning and reward models beside TRL: the same losses for 20 steps, and the speed of DPO with adapters.
+"""Compare preference tuning and reward models with TRL: equal losses for 20 steps, and the speed of DPO with adapters.
 
     python benchmarks/trl_preferences.py --model FOLDER            # losses, of a tiny random Llama with its tokenizer
     python benchmarks/trl_preferences.py --model FOLDER --speed    # tokens/s and peak memory of the model itself
 
-The same weights, rows, order, fp32 and AdamW for both, without dropout and packing. Where TRL computes something else
-(`OURS_IN_TRL`), that is changed in TRL, so that what is left must be equal; `--as-is` leaves TRL as it is.
+Both use the same weights, rows, order, fp32 and AdamW, without dropout and packing. Where TRL computes something else
+(`OURS_IN_TRL`), TRL is changed, so that the rest must be equal; `--as-is` leaves TRL unchanged.
 """
 
 import argparse
@@ -23,9 +23,9 @@ from statistics import median
 
 HERE = Path(__file__).parent
 DATA = HERE.parent / "examples/home_commands/train.jsonl"
-ROWS = 4  # of an optimizer step
-PAD = "<|endoftext|>"  # of reward models: transformers gives its row no gradient, and the end wants one
-LOSSES = {  # settings of ours, trainer of TRL and its settings
+ROWS = 4  # per optimizer step
+PAD = "<|endoftext|>"  # for reward models: transformers gives the pad row no gradient, but the end token needs one
+LOSSES = {  # tune's settings, TRL's trainer and its settings
     "DPO": ([], "DPO", {"beta": 0.1}),
     "IPO": (["loss.beta=0.1"], "DPO", {"beta": 0.1, "loss_type": ["ipo"]}),
     "SimPO": (["loss.beta=2.0", "loss.gamma=0.5"], "CPO",
@@ -47,8 +47,8 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="a model's folder")
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES))
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--as-is", action="store_true", help="TRL's own choices where they are not ours")
-    parser.add_argument("--speed", action="store_true", help="DPO with adapters of rank 16, a process for each run")
+    parser.add_argument("--as-is", action="store_true", help="keep TRL's choices that differ from tune's")
+    parser.add_argument("--speed", action="store_true", help="DPO with adapters of rank 16, one process per run")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each (with --speed)")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def tiny(model: str, folder: Path, kind: str) -> str:
-    """A random Llama of the vocabulary of `model`, with its tokenizer."""
+    """Write a random Llama with the vocabulary and tokenizer of `model`."""
     import torch
     import transformers
 
@@ -98,8 +98,8 @@ def tiny(model: str, folder: Path, kind: str) -> str:
 
 
 def write_rows(model: str, folder: Path, steps: int, labelled: bool = False) -> list[dict]:
-    """Requests with an answer, and with the next request's and a phrase before it; returns the rows as a run takes
-    them."""
+    """Write requests, each with its answer (chosen) and the next request's answer after a phrase (rejected). Returns
+    the rows in a run's order."""
     from tune.datasets import DataLoader, load
     from tune.tokenizers import Tokenizer
 
@@ -213,7 +213,7 @@ def theirs(
 
 
 def measures(folder: Path, tokens: int | None, seconds: float) -> None:
-    """Keeps what a run took without its first step."""
+    """Record the cost of a run without its first step."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     (folder / "measures.json").write_text(
         json.dumps({"tokens": tokens, "seconds": seconds, "peak": peak}), encoding="utf-8"

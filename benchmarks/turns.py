@@ -1,10 +1,11 @@
-"""Tokens and time of dataset.turns=as_seen: beside whole conversations, and a row for each answer made by hand.
+"""Measure tokens and time of dataset.turns=as_seen, compared with whole conversations and with a row per answer.
 
     python benchmarks/turns.py [--hidden 1024 --layers 2 --max-seq-len 8192 --device cpu]
 
-Conversations of words, with reasoning that the template leaves out of earlier answers; a Qwen3 with random weights.
-`together` renders a conversation once and learns the reasoning of the last answer alone; `as_seen` learns all of it,
-and computes once what its samples begin with alike; `by_hand` has the same samples, each in a forward of its own.
+The conversations are made of words, with reasoning that the template drops from earlier answers; the model is a Qwen3
+with random weights. `together` renders a conversation once and supervises only the last answer's reasoning. `as_seen`
+supervises all reasoning, and computes the common beginning of its samples once. `by_hand` has the same samples, each in
+a separate forward.
 """
 
 import argparse
@@ -31,7 +32,7 @@ SHAPES = [(4, 0, 60), (4, 100, 60), (4, 400, 60), (4, 100, 300), (8, 100, 60)]  
 
 
 def seconds(model, rows, device):
-    """Of a forward and backward of all rows, the better of two. On a CPU that of the process, whatever else runs."""
+    """Return the better of two times of a forward and backward of all rows. On a CPU this is the process's CPU time."""
     clock = time.process_time if device == "cpu" else time.perf_counter
     times = []
     for _ in range(2):

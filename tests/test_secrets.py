@@ -106,4 +106,4 @@ def test_a_run_tells_nobody(url, checkpoint, tmp_path, monkeypatch, capfd):
         assert "pass-word" not in text and "sesame" not in text, where
     assert json.loads(files["data.json"])["source"] in out + files["log.txt"]
     assert told[0][0]["config"]["seed"] == 0 and told[0][1][1:2] == settings[:1]
-    assert told[-1] == ({"exit_code": 0},) and "is off from here on" not in files["log.txt"]
+    assert told[-1] == ({"exit_code": 0},) and "is turned off after an error" not in files["log.txt"]

@@ -1,15 +1,15 @@
-"""Is this GPU computing right, and how fast? One page of results, to paste into an issue.
+"""Check that this GPU computes correctly, and measure its speed: one page of results to paste into an issue.
 
     make gpu                                # one GPU, 8 minutes or less
     make gpu ONLY="attention lora-8b"       # some parts
     make gpu LONG=1                         # and all layouts on 2 to 8 GPUs
-    make gpu DEVICE=cpu                     # the same on tiny models: does the benchmark itself work?
+    make gpu DEVICE=cpu                     # the same on tiny models, to test the benchmark itself
     python benchmarks/gpu --list
 
-Correctness comes first: curves in fp32 against the CPU's, bf16, a resumed run, attention, NF4 and the sampler against
-their definitions. Then speed: recipes as from the command line, sampling, and TRL (with Liger) where it is installed.
-Models have random weights in the shapes of Llama-3.2-1B, Llama-3.1-8B and of Qwen3-30B-A3B with 4 layers; nothing is
-downloaded. A part that fails shows its last lines, and the rest goes on. Exits with 1 if a check or a part failed.
+Correctness comes first: fp32 curves against the CPU's, bf16, a resumed run, and attention, NF4 and the sampler against
+their definitions. Then speed: recipes from the command line, sampling, and TRL (with Liger) if it is installed. Models
+have random weights in the shapes of Llama-3.2-1B, Llama-3.1-8B and Qwen3-30B-A3B with 4 layers; nothing is downloaded.
+A failing part shows its last lines, and the others continue. Exits with 1 if a check or a part fails.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from layouts import LAYOUTS
 from page import in_words, page
 from parts import CORRECTNESS, SPEED, Part
 
-ROOM = 45e9  # bytes that the checkpoints and runs of all parts take
+ROOM = 45e9  # bytes for the checkpoints and runs of all parts
 PARTS = CORRECTNESS | SPEED | LAYOUTS
 SECONDS, SECONDS_LONG = 480, 1800
 
@@ -38,15 +38,15 @@ SECONDS, SECONDS_LONG = 480, 1800
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help="default: all of them")
+    parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help="default: all")
     parser.add_argument(
-        "--limit", type=float, metavar="SECONDS", help=f"for all parts (default {SECONDS}, with --long {SECONDS_LONG})"
+        "--limit", type=float, metavar="SECONDS", help=f"total time (default {SECONDS}, with --long {SECONDS_LONG})"
     )
     parser.add_argument("--out", type=Path, default=Path("gpu_results.md"), help="the page (default gpu_results.md)")
     parser.add_argument(
-        "--folder", type=Path, help="for inputs and runs (default: /dev/shm, if it has room, or the temporary one)"
+        "--folder", type=Path, help="for inputs and runs (default: /dev/shm if it has room, else the temporary folder)"
     )
-    parser.add_argument("--long", action="store_true", help="also all layouts on 2 to 8 devices, in 30 minutes in all")
+    parser.add_argument("--long", action="store_true", help="also all layouts on 2 to 8 devices, 30 minutes in total")
     parser.add_argument("--list", action="store_true", help="print the names of the parts")
     options = parser.parse_args()
     if options.list:
@@ -74,8 +74,8 @@ def main() -> None:
 
 
 def run_all(bench: Bench, parts: dict[str, Part], versions: dict[str, str]) -> tuple[list[Result], dict[str, str]]:
-    """The results of all parts, and notes on those that have none. Checks share the device, while the checkpoints of
-    the other parts are written."""
+    """Return the results of all parts, and notes on parts without results. Checks share the device while the
+    checkpoints of the other parts are written."""
     of_checks = {name: part for name, part in parts.items() if name in CORRECTNESS}
     of_speed = {name: part for name, part in parts.items() if name not in CORRECTNESS}
     found: dict[str, list[Result]] = {}
@@ -94,7 +94,7 @@ def run_all(bench: Bench, parts: dict[str, Part], versions: dict[str, str]) -> t
             outcome = notes[name] = f"skipped: {why}"
         except Failed as failure:
             outcome = notes[name] = str(failure)
-        except Exception as error:  # the rest goes on
+        except Exception as error:  # continue with the other parts
             outcome = notes[name] = f"{type(error).__name__}: {error}"
         print(f"{name} ({time.monotonic() - begin:.0f} s): {outcome}", flush=True)
 
@@ -105,7 +105,7 @@ def run_all(bench: Bench, parts: dict[str, Part], versions: dict[str, str]) -> t
             writing = writer.submit(write_inputs, bench, shapes_of(of_speed))
             list(pool.map(run, of_checks))
             writing.result()
-        except BaseException:  # such as Ctrl-C, which other processes do not see
+        except BaseException:  # e.g. Ctrl-C, which other processes do not get
             bench.deadline = -math.inf
             raise
     bench.threads = None
@@ -119,8 +119,7 @@ def shapes_of(parts: dict[str, Part]) -> set[str]:
 
 
 def write_inputs(bench: Bench, shapes: set[str]) -> None:
-    """Write the checkpoints that are not there, each by a process of its own. A part whose checkpoint is missing then
-    fails by itself."""
+    """Write the missing checkpoints, each in a separate process. If one fails, only the parts that need it fail."""
     for shape in sorted({bench.model(shape).name for shape in shapes}):
         if not (bench.folder / shape).exists():
             try:

@@ -1,4 +1,4 @@
-"""What parts of the benchmark are made of: processes with a time limit, runs of recipes, and what they find."""
+"""Building blocks of the benchmark: processes with a time limit, runs of recipes, and results."""
 
 import json
 import os
@@ -14,21 +14,21 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-KEPT_LINES = 12  # of the output of a process that failed
-LEAST_SECONDS = 10.0  # a part that has less is not started
+KEPT_LINES = 12  # lines kept from the output of a failed process
+LEAST_SECONDS = 10.0  # a part with less time left is not started
 
 
 class Failed(Exception):
-    """A process failed or ran out of time; its last lines."""
+    """Raised if a process fails or runs out of time; has its last lines."""
 
 
 class Skipped(Exception):
-    """Why a part is not run."""
+    """Raised with the reason why a part is skipped."""
 
 
 @dataclass
 class Check:
-    """A number that has a limit."""
+    """A number with a limit."""
 
     name: str
     found: float
@@ -42,7 +42,7 @@ class Check:
 @dataclass
 class Training:
     """Medians over the timed steps of a run. `start` is the time from the start of the process to the end of the first
-    step, `sampling` the seconds of a step that go into a rollout."""
+    step, `sampling` the seconds of a step spent in a rollout."""
 
     name: str
     tokens_per_second: float
@@ -66,7 +66,7 @@ class Sampling:
 
 @dataclass
 class Traffic:
-    """What a layout exchanges in a step, and how much of it computation hides."""
+    """The communication of a layout in a step, and the share that computation hides."""
 
     name: str
     gib_sent: float
@@ -85,7 +85,7 @@ class Bench:
     device: str
     deadline: float  # of time.monotonic()
     memory: float = 0.0  # GiB of the device
-    threads: int | None = None  # of a process on the CPU; None: as many as it takes
+    threads: int | None = None  # of a process on the CPU; None: the default
     devices: int = 1
 
     @property
@@ -94,12 +94,12 @@ class Bench:
 
     @property
     def length(self) -> int:
-        """Tokens of a packed row."""
+        """Tokens per packed row."""
         return 512 if self.tiny else 4096
 
     @property
     def new_tokens(self) -> int:
-        """Tokens that are sampled for each prompt."""
+        """Tokens sampled for each prompt."""
         return 8 if self.tiny else 128
 
     def model(self, shape: str) -> Path:
@@ -122,7 +122,7 @@ class Bench:
     def process(self, *command: str | Path, limit: float, stop: Callable[[], bool] = lambda: False) -> str:
         """Run `command` and return its output; with `stop`, only until that is true. Raises Failed."""
         if self.tiny:
-            limit *= 10  # limits are those of a GPU
+            limit *= 10  # limits are meant for a GPU
         end = time.monotonic() + limit
         if time.monotonic() + LEAST_SECONDS > self.deadline:
             raise Skipped("no time was left")
@@ -130,7 +130,7 @@ class Bench:
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")]),
             "HF_HUB_OFFLINE": "1",
             "TUNE_CACHE": str(self.folder / "cache"),
-            "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor"),  # compiled anew, whatever has run before
+            "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor"),  # always compile from scratch
         }
         if self.threads:
             environment["OMP_NUM_THREADS"] = str(self.threads)
@@ -158,15 +158,15 @@ class Bench:
         return text
 
     def script(self, name: str, *arguments: str | Path, limit: float) -> list:
-        """The lines of JSON that a script of this folder prints."""
+        """Return the JSON lines that a script of this folder prints."""
         text = self.process(sys.executable, HERE / name, *arguments, limit=limit)
         return [json.loads(line) for line in text.splitlines() if line.startswith(('{"', '["'))]
 
     def recipe(
         self, name: str, recipe: str, *settings: str, limit: float, steps: int | None = None, processes: int = 1
     ) -> "Run":  # fmt: skip
-        """Run a recipe as from the command line, to its end, or with `steps` until it has logged them: then it is
-        killed. Several `processes` are started by torchrun."""
+        """Run a recipe as from the command line to its end; with `steps`, kill it after it has logged them. torchrun
+        starts several `processes`."""
         run = Run(self.folder / "runs" / name)
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
         command = [sys.executable, *(torchrun if processes > 1 else []), ROOT / "recipes" / f"{recipe}.py"]
@@ -183,7 +183,7 @@ class Run:
         self.start: float | None = None
 
     def steps(self) -> list[dict]:
-        """What each step has logged; a line that is being written is left out."""
+        """Return the logged metrics of each step; an incomplete last line is skipped."""
         file = self.folder / "metrics.jsonl"
         lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
         entries = [json.loads(line) for line in lines if line.endswith("}")]

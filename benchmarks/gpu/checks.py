@@ -1,4 +1,4 @@
-"""Components on a device against their definitions. Prints a line of JSON for each check: name, found, wanted at most.
+"""Check components on a device against their definitions. Prints a JSON line per check: name, found, largest wanted.
 
 python benchmarks/gpu/checks.py attention [--device cuda]
 python benchmarks/gpu/checks.py nf4
@@ -64,7 +64,7 @@ def report(name: str, found: float, wanted: float) -> None:
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
-    """Relative to the norm of what is expected."""
+    """Return the error relative to the norm of the expected values."""
     return ((found.double() - expected).norm() / expected.norm()).item()
 
 
@@ -84,7 +84,7 @@ def check_attention(device: str) -> None:
                 scoring = replace(scoring, sinks=scoring.sinks.to(heads[0]).requires_grad_())
             try:
                 found = attention_error(path, heads, documents, scoring)
-            except Exception as error:  # the other cases are checked too
+            except Exception as error:  # continue with the other cases
                 print(f"{path}, {dtype}, {kind}, heads of {size}: {type(error).__name__}: {error}", file=sys.stderr)
                 found = math.inf
             if found > worst:
@@ -93,7 +93,7 @@ def check_attention(device: str) -> None:
 
 
 def attention_error(path: str, heads: list[Tensor], documents: Documents, scoring: Scoring) -> float:
-    """The largest relative error of the output and, but for the cache, of the gradients of heads and sinks."""
+    """Return the largest relative error of the output and, except with a cache, of the gradients of heads and sinks."""
     exact, in_fp64 = [exactly(each) for each in heads], scoring
     if scoring.sinks is not None:
         in_fp64 = replace(scoring, sinks=exactly(scoring.sinks))
@@ -116,7 +116,7 @@ def exactly(tensor: Tensor) -> Tensor:
 
 
 def last_by_cache(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """Attention of the last tokens, as in sampling: `[rows, 1, heads, value_size]`."""
+    """Compute attention of the last tokens, as in sampling: `[rows, 1, heads, value_size]`."""
     slots = torch.arange(key.shape[1], device=key.device)
     hidden = slots < key.shape[1] - (scoring.window or key.shape[1])
     bias = torch.zeros(len(key), 1, len(slots), device=key.device).masked_fill_(hidden, -torch.inf)
@@ -125,7 +125,7 @@ def last_by_cache(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -
 
 
 def definition(query: Tensor, key: Tensor, value: Tensor, ids: Tensor, scoring: Scoring) -> Tensor:
-    """Softmax over the tokens of the same document, `ids` `[rows, seq]`, up to the token itself."""
+    """Compute the softmax over tokens of the same document (`ids` `[rows, seq]`) up to the token itself."""
     groups = query.shape[2] // key.shape[2]
     key, value = (each.repeat_interleave(groups, dim=2) for each in (key, value))
     scores = torch.einsum("bqhd,bkhd->bhqk", query, key) * (scoring.scale or query.shape[-1] ** -0.5)
@@ -142,7 +142,7 @@ def definition(query: Tensor, key: Tensor, value: Tensor, ids: Tensor, scoring: 
 
 
 def check_nf4(device: str) -> None:
-    """Each code is that of the nearest level, and stands for it times the scale of its block."""
+    """Check that each code is the nearest level and decodes to the level times the scale of its block."""
     weight = torch.randn(512, 1024, device=device)
     levels = torch.tensor(NF4_LEVELS, device=device, dtype=torch.float64)
     codes, scales, _ = quantize(weight)
@@ -159,11 +159,11 @@ def check_nf4(device: str) -> None:
         on_device = quantize(weight, double=True)
         found = dequantize(*on_device, DTYPES[dtype])
         expected = dequantize(*quantize(weight.cpu(), double=True), DTYPES[dtype])
-        report(f"NF4 with double, {dtype} values to those of the CPU", difference(found.cpu(), expected.double()), 1e-6)
+        report(f"NF4 with double, {dtype} values vs. the CPU", difference(found.cpu(), expected.double()), 1e-6)
 
 
 def check_sampler(folder: str, device: str) -> None:
-    """What is sampled with a cache, by a forward over the whole text without one."""
+    """Check samples made with a cache by a forward over the whole text without one."""
     draw = random.Random(0)
     prompts = [[draw.randrange(3, 900) for _ in range(draw.randint(5, 60))] for _ in range(12)]
     for dtype, within in (("fp32", 1e-4), ("bf16", 5e-2)):

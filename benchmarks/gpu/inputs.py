@@ -1,4 +1,4 @@
-"""Checkpoints with random weights, a tokenizer, chats and prompts: the same in every run, without network.
+"""Make checkpoints with random weights, a tokenizer, chats and prompts: equal in every run, without network.
 
 python benchmarks/gpu/inputs.py FOLDER SHAPE [SHAPE ...] [--device cuda]
 """
@@ -61,7 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("shapes", nargs="+", choices=SHAPES, metavar="SHAPE", help=", ".join(SHAPES))
-    parser.add_argument("--device", default="cpu", help="that draws the weights: a GPU does so in seconds")
+    parser.add_argument("--device", default="cpu", help="device that draws the weights: a GPU takes seconds")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     if not (options.folder / "chats.jsonl").exists():
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def write_checkpoint(folder: Path, config: dict, device: str) -> None:
-    """A checkpoint of a shape as users have them: bf16, weights normal with deviation 0.02, one file a layer."""
+    """Write a checkpoint like a user's: bf16, normal weights with standard deviation 0.02, one file per layer."""
     folder.mkdir()
     special = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 2}
     (folder / "config.json").write_text(json.dumps(config | special | {"torch_dtype": "bfloat16"}), encoding="utf-8")
@@ -93,7 +93,7 @@ def write_checkpoint(folder: Path, config: dict, device: str) -> None:
 
 
 def tensors_by_file(config: dict) -> Iterator[Shapes]:
-    """Names and shapes of all tensors: of the ends of the model, then of each layer."""
+    """Yield names and shapes of all tensors: embedding, norm and head, then each layer."""
     hidden, width = config["hidden_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     vocabulary = (config["vocab_size"], hidden)
@@ -118,15 +118,15 @@ def tensors_by_file(config: dict) -> Iterator[Shapes]:
 
 
 def mlps(config: dict) -> list[tuple[str, int]]:
-    """The MLPs of a layer, or its experts, with their widths."""
+    """Return the MLPs of a layer, or its experts, with their widths."""
     if config["model_type"] == "qwen3_moe":
         return [(f"mlp.experts.{number}", config["moe_intermediate_size"]) for number in range(config["num_experts"])]
     return [("mlp", config["intermediate_size"])]
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """A byte-level BPE of English. Numbered words, which no text becomes, fill the vocabulary up to that of the model,
-    so that whatever a random model samples is text."""
+    """Write a byte-level BPE tokenizer of English. Numbered words that occur in no text fill the vocabulary up to the
+    model's size, so that all samples of a random model are text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -145,7 +145,7 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def write_rows(folder: Path) -> None:
-    """Chats and prompts about as long as those of grade-school math: 60 to 360 tokens, pieces of an English text."""
+    """Write chats and prompts as long as in grade-school math, 60 to 360 tokens: pieces of an English text."""
     words, draw = TEXT.read_text(encoding="utf-8").split(), random.Random(0)
 
     def piece(shortest: int, longest: int) -> str:

@@ -1,4 +1,4 @@
-"""The parts for 2 to 8 devices: curves of all layouts, and what they exchange."""
+"""The parts for 2 to 8 devices: curves and communication of all layouts."""
 
 import json
 from collections.abc import Iterable
@@ -7,8 +7,8 @@ from pathlib import Path
 from bench import Bench, Check, Result, Run, Skipped, Traffic
 from parts import Part, apart, packed, timed_run
 
-TRACED = 2  # steps of a trace
-TIMED = slice(3, 8)  # steps before it
+TRACED = 2  # steps in a trace
+TIMED = slice(3, 8)  # steps before the trace
 ITEM_SIZE = {"Byte": 1, "BFloat16": 2, "Half": 2, "Float": 4, "Int": 4, "Long": 8, "Double": 8}
 TEN_STEPS = (
     "max_seq_len=512", "packed=true", "global_batch_size=8", "micro_batch_size=1", "max_steps=10",
@@ -17,7 +17,7 @@ TEN_STEPS = (
 
 
 def processes(bench: Bench, least: int) -> int:
-    """The largest power of two of the devices, 8 at most."""
+    """Return the largest power of two of the number of devices, at most 8."""
     count = max(size for size in (1, 2, 4, 8) if size <= bench.devices)
     if count < least:
         raise Skipped(f"needs {least} devices")
@@ -25,7 +25,7 @@ def processes(bench: Bench, least: int) -> int:
 
 
 def layout(*settings: str, recipe: str = "full_finetune", shape: str = "tiny", least: int = 2) -> Part:
-    """Ten steps in fp32 on all devices: losses are those of one device."""
+    """Check that ten fp32 steps on all devices have the losses of one device."""
 
     def measure(bench: Bench, name: str) -> Iterable[Result]:
         inputs = f"model.path={bench.model(shape)}", f"dataset.path={bench.chats}", *TEN_STEPS
@@ -34,14 +34,14 @@ def layout(*settings: str, recipe: str = "full_finetune", shape: str = "tiny", l
         if not alone.steps():
             bench.recipe(alone.folder.name, "full_finetune", *inputs, limit=100)
         run = bench.recipe(name, recipe, *inputs, *settings, limit=150, processes=count)
-        yield Check(f"{name}: loss of 10 steps on {count} devices, to that of one", apart(run, alone), 1e-5)
+        yield Check(f"{name}: loss of 10 steps on {count} devices vs. one", apart(run, alone), 1e-5)
         yield Check(f"{name}: gradient norm", apart(run, alone, "grad_norm"), 1e-3)
 
     return Part(measure, (shape,))
 
 
 def traffic(title: str, *settings: str, recipe: str = "full_finetune", shape: str = "llama-1b", least: int = 2) -> Part:
-    """Speed of a device, and from a trace bytes and overlap."""
+    """Measure the speed per device, and bytes and overlap from a trace."""
 
     def measure(bench: Bench, name: str) -> Iterable[Result]:
         count = processes(bench, least)
@@ -52,7 +52,7 @@ def traffic(title: str, *settings: str, recipe: str = "full_finetune", shape: st
             bench, name, in_words, recipe, shape, *data, *settings, *traced, limit=200, timed=TIMED,
             steps=TIMED.stop + TRACED + 2, processes=count,
         )  # fmt: skip
-        if bench.device == "cuda":  # a trace has no kernels of a CPU
+        if bench.device == "cuda":  # a CPU's trace has no kernels
             (trace,) = (bench.folder / "runs" / name / "profile").glob("*.json")
             yield exchanged(in_words, trace, TRACED)
 
@@ -77,7 +77,7 @@ def exchanged(name: str, trace: Path, steps: int) -> Traffic:
 
 
 def merged(events: Iterable[dict]) -> list[tuple[float, float]]:
-    """The times in which any of the events runs, in microseconds."""
+    """Return the intervals in which any of the events runs, in microseconds."""
     intervals: list[tuple[float, float]] = []
     for begin, end in sorted((event["ts"], event["ts"] + event["dur"]) for event in events):
         if intervals and begin <= intervals[-1][1]:
@@ -88,7 +88,7 @@ def merged(events: Iterable[dict]) -> list[tuple[float, float]]:
 
 
 def bytes_sent(collective: dict) -> float:
-    """Of a device, as in a ring: (n - 1) / n of what is gathered or scattered, twice that of what is summed."""
+    """Return the bytes per device as in a ring: (n - 1) / n of gathered or scattered tensors, twice that for sums."""
     kind, size = collective["Collective name"], collective["Group size"]
     inputs, outputs = (collective[f"{way} msg nelems"] * ITEM_SIZE[collective["dtype"]] for way in ("In", "Out"))
     share = (size - 1) / size

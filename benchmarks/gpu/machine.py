@@ -1,4 +1,4 @@
-"""Prints what a page of results says of the machine, as JSON: device, versions, host."""
+"""Print the machine's description for the page of results as JSON: device, versions, host."""
 
 import json
 import os

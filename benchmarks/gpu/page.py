@@ -1,4 +1,4 @@
-"""The page of results: Markdown."""
+"""Write the page of results in Markdown."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,7 +6,7 @@ from bench import Check, Result, Sampling, Traffic, Training
 
 
 def page(heading: str, facts: dict[str, str], results: Sequence[Result], notes: dict[str, str]) -> str:
-    """`notes` say why a part has no results."""
+    """Return the page. `notes` have the reasons for parts without results."""
     sections = [f"# {heading}", table(("", ""), facts.items())]
 
     def section(title: str, kind: type, columns: tuple[str, ...], row) -> None:
@@ -32,7 +32,7 @@ def page(heading: str, facts: dict[str, str], results: Sequence[Result], notes: 
 
 
 def in_words(result: Result) -> str:
-    """For the console."""
+    """Return a line for the console."""
     cells = {Check: of_check, Training: of_training, Sampling: of_sampling, Traffic: of_traffic}[type(result)](result)
     return ", ".join(cell for cell in cells if cell)
 

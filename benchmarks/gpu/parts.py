@@ -1,4 +1,4 @@
-"""All parts of the benchmark, in the order in which they run."""
+"""All parts of the benchmark, in the order of execution."""
 
 import statistics
 from collections.abc import Callable, Iterable
@@ -21,7 +21,7 @@ class Part:
     memory: float = 0.0
 
 
-# Correctness. Parts share the device, all at once.
+# Correctness. All parts run at once and share the device.
 
 TEN_STEPS = (
     "max_seq_len=512", "global_batch_size=4", "micro_batch_size=2", "max_steps=10", "optimizer.lr=1e-3",
@@ -30,11 +30,11 @@ OFFLOAD = "memory.activation_offload=true"
 
 
 def curve(recipe: str, *settings: str, shape: str = "tiny", on_device: tuple[str, ...] = ()) -> Part:
-    """Ten steps in fp32: losses on the device, with further settings, are those of the CPU."""
+    """Check that ten fp32 steps on the device, with further settings, have the losses of the CPU."""
 
     def measure(bench: Bench, name: str) -> Iterable[Result]:
         inputs = f"model.path={bench.model(shape)}", f"dataset.path={bench.chats}", "dtype=fp32", *TEN_STEPS, *settings
-        further = () if bench.device == "cpu" and OFFLOAD in on_device else on_device  # which a CPU has no place for
+        further = () if bench.device == "cpu" and OFFLOAD in on_device else on_device  # no offload on a CPU
         device, cpu = at_once(
             lambda: bench.recipe(f"{name}-device", recipe, *inputs, *further, limit=150),
             lambda: bench.recipe(f"{name}-cpu", recipe, *inputs, "device=cpu", limit=150),
@@ -46,7 +46,7 @@ def curve(recipe: str, *settings: str, shape: str = "tiny", on_device: tuple[str
 
 
 def apart(run: Run, reference: Run, name: str = "loss") -> float:
-    """The largest difference of any step, relative where values are above 1."""
+    """Return the largest difference over all steps, relative for values above 1."""
     found, expected = run.curve(name), reference.curve(name)
     if found.keys() != expected.keys() or not found:
         raise Failed(f"{run.folder.name} logged steps {[*found]}, {reference.folder.name} {[*expected]}")
@@ -54,7 +54,7 @@ def apart(run: Run, reference: Run, name: str = "loss") -> float:
 
 
 def bf16_and_resume(bench: Bench, name: str) -> Iterable[Result]:
-    """bf16 follows fp32; a second run, and one that is killed and continued, follow the first."""
+    """Check that bf16 follows fp32, and that a second run and a killed and continued run follow the first."""
     model = f"model.path={bench.model('tiny')}", f"dataset.path={bench.chats}", "packed=true", *TEN_STEPS
     settings = *model, "dtype=bf16", "checkpointer.every=2"
 
@@ -70,13 +70,13 @@ def bf16_and_resume(bench: Bench, name: str) -> Iterable[Result]:
         lambda: bench.recipe(f"{name}-second", "full_finetune", *settings, limit=100),
         killed,
     )
-    yield Check("bf16: loss to that of fp32", apart(first, exact), 1e-2)
+    yield Check("bf16: loss vs. fp32", apart(first, exact), 1e-2)
     yield Check("bf16: loss of the same run again", apart(second, first), 1e-3)
     yield Check("bf16: loss of a run killed after step 5 and continued", apart(continued, first), 1e-3)
 
 
 def check(what: str) -> Part:
-    """What checks.py finds."""
+    """Run checks.py and return its results."""
 
     def measure(bench: Bench, name: str) -> Iterable[Result]:
         arguments = what, "--device", bench.device, "--model", bench.model("tiny")
@@ -100,7 +100,7 @@ CORRECTNESS = {
     "curve-qlora": curve("lora_finetune", "packed=true", "quantization.weights=nf4"),
 }
 
-# Speed. Each part has the device to itself.
+# Speed. Each part has the device for itself.
 
 
 def packed(bench: Bench, rows: int, micro_batch: int) -> list[str]:
@@ -112,7 +112,7 @@ def training(
     title: str, recipe: str, shape: str, *settings: str, rows: int = 4, micro_batch: int = 2, memory: float,
     limit: float = 100,
 ) -> Part:  # fmt: skip
-    """Medians of a recipe's steps; it is stopped after them."""
+    """Return medians of a recipe's steps; the recipe is stopped after them."""
 
     def measure(bench: Bench, name: str) -> Iterable[Result]:
         data = f"dataset.path={bench.chats}", *packed(bench, rows, micro_batch)
@@ -125,8 +125,8 @@ def timed_run(
     bench: Bench, name: str, title: str, recipe: str, shape: str, *settings: str, limit: float, timed: slice,
     steps: int, processes: int = 1,
 ) -> Training:  # fmt: skip
-    """Medians of the `timed` ones of the first `steps` of a recipe. One process is then killed, which saves the time of
-    the export; several end by themselves, since what torchrun starts is not in its group of processes."""
+    """Return medians of the `timed` steps among the first `steps` of a recipe. A single process is then killed to save
+    the time of the export; several end normally, since torchrun's processes are not in its process group."""
     of_all = [f"model.path={bench.model(shape)}", "checkpointer.every=null", "epochs=100"]
     if bench.tiny:
         of_all.append("dtype=fp32")

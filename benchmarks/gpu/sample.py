@@ -1,4 +1,4 @@
-"""Times three calls that sample the same number of tokens for each prompt. Prints JSON.
+"""Time three calls that sample the same number of tokens for each prompt. Prints JSON.
 
 python benchmarks/gpu/sample.py MODEL --rows 64 --new 128 [--library transformers --device cuda]
 """
@@ -47,7 +47,7 @@ def tune(path: str, prompts: list[list[int]], new: int, device: str) -> Callable
 
 
 def transformers(path: str, prompts: list[list[int]], new: int, device: str) -> Callable[[], object]:
-    """Prompts are one batch, padded on the left."""
+    """Sample with transformers: prompts form one batch, padded on the left."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(device)

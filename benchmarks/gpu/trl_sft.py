@@ -1,9 +1,9 @@
-"""Fine-tuning by TRL's SFTTrainer on packed rows, as a peer. Prints JSON.
+"""Fine-tune with TRL's SFTTrainer on packed rows, for comparison. Prints JSON.
 
     python benchmarks/gpu/trl_sft.py MODEL CHATS --rank 16 --rows 4 --micro-batch 2 [--liger]
 
-LoRA is PEFT's, of all linear layers but the head, on weights in bf16; without --rank all parameters are trained, with
-masters in fp32. Attention is SDPA's.
+LoRA (PEFT) covers all linear layers except the head, on bf16 weights. Without --rank all parameters are trained, with
+fp32 master weights. Attention uses SDPA.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("chats")
     parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--rows", type=int, default=4, help="in an optimizer step")
+    parser.add_argument("--rows", type=int, default=4, help="rows per optimizer step")
     parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--max-length", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=6)

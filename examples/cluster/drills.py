@@ -1,33 +1,32 @@
-"""What clusters do to runs, done to a small one: does it continue, how soon, and is its curve the same to the bit?
+"""Harm a small run like a cluster does, and check that it continues, how soon, and that its curve is bitwise the same.
 
     python examples/cluster/drills.py                                     # every drill once by torchrun and Ray
     python examples/cluster/drills.py --launchers ray --drills worker driver --times 10   # and a table over the times
 
-Two processes on this machine train a model of 100,000 parameters; a checkpoint is saved every 5 steps. Each line of
-the table is one drill: the steps that were trained again, the seconds from the harm to the next new step, whether the
-losses of all steps are those of a run that nobody disturbed, and whether processes of the run were left over. Exits
-with 1 if one is not as wanted.
+Two processes on this machine train a model of 100,000 parameters; a checkpoint is saved every 5 steps. Each row of the
+table is one drill: the steps that were trained again, the seconds from the harm to the next new step, whether all
+losses equal those of an undisturbed run, and whether processes of the run were left over. Exits with 1 if a drill
+fails.
 
-    worker      SIGKILL of a worker; the launcher starts the processes again (--max-restarts)
-    agent       SIGKILL of torchrun's agent, which is what `tune run` started; then the same command again
-    driver      SIGKILL of Ray's driver, which is what `tune run` started; then the same command again
-    node        SIGKILL of one of two nodes of Ray; another joins, and the launcher starts the processes again
-    store       SIGKILL of what the processes meet by: the agent of torchrun's two that has the store, or Ray's tables
-                (gcs_server), without which the run may reach its end; all must end by itself; then the same command
+    worker      SIGKILL of a worker; the launcher restarts the processes (--max-restarts)
+    agent       SIGKILL of torchrun's agent, the process of `tune run`; then the same command again
+    driver      SIGKILL of Ray's driver, the process of `tune run`; then the same command again
+    node        SIGKILL of one of two Ray nodes; another joins, and the launcher restarts the processes
+    store       SIGKILL of the rendezvous: the one of torchrun's two agents that has the store, or Ray's gcs_server,
+                without which the run may still finish; all processes must exit on their own; then the same command
                 again
-    sigterm     SIGTERM to what `tune run` started, and SIGKILL to all after 30 seconds: a checkpoint is saved at
+    sigterm     SIGTERM to the process of `tune run`, and SIGKILL to all after 30 seconds: a checkpoint is saved at
                 once; then the same command again
-    full        the disk is full (a file system in memory; needs root, else it is left out) until that is told; the
-                run goes on, or the same command does when there is room
-    truncated   SIGKILL as of agent and driver, then the newest checkpoint is cut short: the one before is taken
-    hanging     SIGSTOP of a worker: it is named; killed by hand, the launcher starts the processes again
-    elastic     two agents of torchrun, or nodes of Ray, as of two machines: one is killed, and the other goes on
-                alone; then one joins. Losses within 1e-5 of an undisturbed run's, as on other numbers of processes
-    drained     as elastic, but Ray drains its node, as it does with a spot instance that will be taken away: the run
-                goes on there until the deadline, and then on the other one; no failure is counted
-    apart       two agents of torchrun, or nodes of Ray, that see different folders, by mount namespaces (needs root,
-                else it is left out): refused; then with an object store as output_dir, killed, and continued by two
-                empty machines
+    full        the disk is full (a file system in memory; needs root, else skipped) until the run reports it; the run
+                continues, or the same command continues when there is room
+    truncated   SIGKILL as for agent and driver, then the newest checkpoint is truncated: the one before it is used
+    hanging     SIGSTOP of a worker: the run names it; after a manual kill, the launcher restarts the processes
+    elastic     two agents of torchrun, or Ray nodes, as on two machines: one is killed, and the other continues alone;
+                then one joins. Losses are within 1e-5 of an undisturbed run's, as for other numbers of processes
+    drained     like elastic, but Ray drains its node, as with a spot instance that is about to end: the run continues
+                there until the deadline, then on the other node; no failure is counted
+    apart       two agents of torchrun, or Ray nodes, that see different folders, by mount namespaces (needs root, else
+                skipped): rejected; then with an object store as output_dir, killed, and continued by two empty machines
 """
 
 import argparse
@@ -58,10 +57,10 @@ DRILLS = (
     "worker", "agent", "driver", "node", "store", "sigterm", "full", "truncated", "hanging", "elastic", "drained",
     "apart",
 )  # fmt: skip
-ONLY = {"agent": "torchrun", "driver": "ray", "node": "ray", "drained": "ray"}  # drills of one launcher
+ONLY = {"agent": "torchrun", "driver": "ray", "node": "ray", "drained": "ray"}  # drills for one launcher
 AS_ROOT = ("full", "apart")  # drills that mount a file system
-DEADLINE = 15  # seconds from the notice that a node is drained to its end
-NOTICE = 30  # seconds from a SIGTERM to the SIGKILL of a cluster
+DEADLINE = 15  # seconds from the notice of draining to the end of a node
+NOTICE = 30  # seconds from a cluster's SIGTERM to its SIGKILL
 OPTIONS = {"torchrun": ["--nproc-per-node", "2"], "ray": ["--launcher", "ray", "--nproc-per-node", "2"]}
 EVERY, STEPS = 5, 40
 
@@ -84,7 +83,7 @@ class Outcome(NamedTuple):
 
 
 class Launch:
-    """A `tune run` in a session of its own."""
+    """A `tune run` in a separate session."""
 
     def __init__(
         self,
@@ -115,7 +114,7 @@ class Launch:
             time.sleep(0.05)
 
     def worker(self) -> int:
-        """The last of the processes that run the recipe."""
+        """Return the last of the processes that run the recipe."""
         return max(processes(self.folder, "ray::RayTrainWorker" if self.launcher == "ray" else "full_finetune.py"))
 
 
@@ -127,7 +126,7 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 def continuations(folder: Path) -> list[int]:
-    """The steps after which the run in `folder` was continued."""
+    """Return the steps after which the run in `folder` was continued."""
     return [
         int(step)
         for step in re.findall(r"^continued after step (\d+)", (folder / "log.txt").read_text(encoding="utf-8"), re.M)
@@ -135,8 +134,8 @@ def continuations(folder: Path) -> list[int]:
 
 
 def processes(folder: Path, kind: str = "") -> list[int]:
-    """Those of the run in `folder`, which they have in their environment, without Ray's two agents of each node: they
-    write nothing there, and end a minute after it."""
+    """Return the processes of the run in `folder`, found by their environment. Ray's two agents per node are excluded:
+    they do not write to the folder, and exit a minute after the node."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -165,7 +164,7 @@ def free_port() -> int:
 
 
 class Agents:
-    """Two nodes on this machine, each an agent of torchrun; the first has the store."""
+    """Two nodes on this machine, each a torchrun agent; the first has the store."""
 
     def __init__(self, settings: list[str], folder: Path, nnodes: str = "1:2"):
         self.settings, self.folder, self.nnodes = settings, folder, nnodes
@@ -193,10 +192,10 @@ class Agents:
 
 
 class Raylets:
-    """Two nodes of Ray on this machine, with room for a worker each; the first has the cluster's tables."""
+    """Two Ray nodes on this machine, with room for one worker each; the first has the gcs_server."""
 
     def __init__(self, settings: list[str], folder: Path, nnodes: str = "1:2", restarts: int = 3):
-        os.environ.update(VARIABLES | ITS_OWN)  # which Ray reads when it is imported
+        os.environ.update(VARIABLES | ITS_OWN)  # Ray reads them on import
         os.environ["DRILL"] = str(folder)  # for the workers, which the nodes start
         from ray.cluster_utils import Cluster
 
@@ -209,7 +208,7 @@ class Raylets:
         self.cluster.remove_node(self.second, allow_graceful=False)
 
     def drain_one(self) -> None:
-        """Tell it, and kill it at the deadline."""
+        """Announce the draining, and kill the node at the deadline."""
         ray = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", self.cluster.address]
         why = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a drill"]
         deadline = ["--deadline-remaining-seconds", f"{DEADLINE}"]
@@ -226,18 +225,19 @@ class Raylets:
 
 
 def elastic(launcher: str, settings: list[str], folder: Path, drained: bool = False) -> Outcome:
-    """2 -> 1 -> 2 nodes. Compares what an undisturbed run has up to the step at which this one is ended."""
+    """Go from 2 to 1 to 2 nodes. Compare with an undisturbed run up to the step at which this one is stopped."""
     many = ["max_steps=5000", "epochs=10000", "global_batch_size=32", "micro_batch_size=4", "optimizer.lr=1e-4"]
     many, restarts = [*settings, *many], 0 if drained else 3
     nodes = Raylets(many, folder, restarts=restarts) if launcher == "ray" else Agents(many, folder)
     stays = nodes.first
 
     def go_on(times: int) -> tuple[int, float]:
-        """The last step before the run has been continued so many times, and the seconds until it has a new one."""
+        """Wait for the given number of continuations. Returns the last step before, and the seconds until a new
+        step."""
         began, reached = time.monotonic(), max(losses(folder))
         while len(continuations(folder)) < times or max(losses(folder)) <= max(reached, continuations(folder)[-1]):
             assert stays.process.poll() is None, (
-                f"the agent that stays has ended:\n{stays.log.read_text(encoding='utf-8')[-2000:]}"
+                f"the remaining agent has exited:\n{stays.log.read_text(encoding='utf-8')[-2000:]}"
             )
             reached = max(reached, *losses(folder)) if len(continuations(folder)) < times else reached
             time.sleep(0.1)
@@ -269,7 +269,7 @@ def elastic(launcher: str, settings: list[str], folder: Path, drained: bool = Fa
 
 
 def on_disks(launcher: str, settings: list[str], run: Path, disk: Path, output_dir: str) -> list[Launch]:
-    """`run` on two nodes, for each of which `disk` is a file system of its own, in memory."""
+    """Run `run` on two nodes, each with its own in-memory file system at `disk`."""
     port = str(free_port())
     alone = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && TUNE_LOCAL="$0" exec "$@"', str(disk)]
     if launcher == "torchrun":
@@ -282,7 +282,7 @@ def on_disks(launcher: str, settings: list[str], run: Path, disk: Path, output_d
     started, environment = [], os.environ | {"DRILL": str(run)}
     with run.with_suffix(".nodes.txt").open("a", encoding="utf-8") as out:
         for rank, way in enumerate(ways, 1):
-            node = [*start, *way, "--node-ip-address", f"127.0.0.{rank}"]  # which tells Ray that they are two
+            node = [*start, *way, "--node-ip-address", f"127.0.0.{rank}"]  # so that Ray sees two nodes
             started.append(subprocess.Popen(node, stdout=out, stderr=out, env=environment))
     time.sleep(1)  # until it sees its disk
     inside = ["nsenter", "--target", str(started[0].pid), "--mount", "env", f"TUNE_LOCAL={disk}"]
@@ -291,10 +291,10 @@ def on_disks(launcher: str, settings: list[str], run: Path, disk: Path, output_d
 
 
 def apart(launcher: str, settings: list[str], folder: Path) -> Outcome:
-    """Two nodes, each with a disk of its own."""
+    """Run on two nodes with separate disks."""
     disk, run = folder.with_name(f"{folder.name}-disk"), folder.with_name(f"{folder.name}-store")
     disk.mkdir()
-    # A checkpoint must live until both have uploaded it: some seconds.
+    # A checkpoint must exist until both nodes have uploaded it, some seconds.
     settings = [*settings, "max_steps=400", "epochs=10000", "checkpointer.every=20", "checkpointer.keep=10"]
     nodes = partial(on_disks, launcher, settings, run, disk)
     began = time.monotonic()
@@ -407,7 +407,7 @@ def drill(name: str, launcher: str, settings: list[str], folder: Path, expected:
 
 
 def fill(folder: Path) -> None:
-    """Take all the room of the file system of `folder`."""
+    """Fill the file system of `folder`."""
     with suppress(OSError), (folder / "filler").open("wb", buffering=0) as filler:
         while filler.write(b"0" * 4096):
             pass
@@ -428,7 +428,7 @@ def kill(found: Iterable[int]) -> None:
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[None]:
-    """A file system of its own for `folder`, of 32 MiB in memory."""
+    """Mount a separate file system of 32 MiB in memory at `folder`."""
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "none", str(folder)], check=True)
     try:
@@ -438,7 +438,7 @@ def small_disk(folder: Path) -> Iterator[None]:
 
 
 def done(name: str, launcher: str, settings: list[str], folder: Path, expected: dict[int, float]) -> Outcome:
-    """The drill's outcome; if it does not come to an end that is its outcome, and all that is left of it is killed."""
+    """Run a drill and return its outcome. If it fails to end, that is the outcome, and its processes are killed."""
     try:
         if name in ("elastic", "drained"):
             return elastic(launcher, settings, folder, name == "drained")

@@ -1,9 +1,9 @@
-"""Distil a model that knows home commands into one of half its blocks, beside the same student taught by labels alone.
+"""Distill a model that knows home commands into one with half its blocks, and compare with training on labels alone.
 
     python examples/distillation/halve.py MODEL [--steps N]      from the top of the repository
 
-MODEL is a chat model's folder; `make model` gets one. The teacher is MODEL after `full_finetune`; the student begins
-as every second of its blocks.
+MODEL is a chat model's folder; `make model` gets one. The teacher is MODEL after `full_finetune`; the student starts
+with every second block of the teacher.
 """
 
 import argparse
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("model", metavar="MODEL", type=Path)
     parser.add_argument("--steps", type=int, help="stop each training after this many optimizer steps")
     parser.add_argument("--rows", type=int, help="answer only this many of the held-out requests")
-    parser.add_argument("--out", type=Path, default=Path(".demo/distillation"), help="the run folders, made anew")
+    parser.add_argument("--out", type=Path, default=Path(".demo/distillation"), help="the run folders, recreated")
     options = parser.parse_args()
     shutil.rmtree(options.out, ignore_errors=True)
     teacher, student, distilled, labelled = (options.out / name for name in ("teacher", "half", "distilled", "labels"))
@@ -42,7 +42,7 @@ def main() -> None:
     from_teacher = [f"teacher.path={teacher / 'model'}", "teacher.dtype=fp32", "optimizer.lr=5e-4"]
     train("distill", student, distilled, *from_teacher)
     train("full_finetune", student, labelled, "optimizer.lr=5e-4")
-    for what, run in {"teacher": teacher, "distilled": distilled, "from labels alone": labelled}.items():
+    for what, run in {"teacher": teacher, "distilled": distilled, "labels only": labelled}.items():
         data = [f"dataset.path={HOME}/validation.jsonl", "score=tune.evaluation.exact_match"]
         limit = ["--limit", str(options.rows)] if options.rows else []
         tune("eval", str(run), "--out", f"{run}.json", "--max-new-tokens", "32", *limit, *data)
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def halve(folder: Path, out: Path) -> None:
-    """A model of every second block of another; both are folders in Hugging Face layout."""
+    """Write to `out` a model with every second block of the one in `folder`, both in Hugging Face layout."""
     Tokenizer(str(folder)).save(out)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     tensors = {}

@@ -1,8 +1,8 @@
-"""Teach a small language model to turn requests into JSON commands, and show what it answers before and after.
+"""Teach a small language model to turn requests into JSON commands, and show its answers before and after.
 
     python examples/home_commands/demo.py MODEL [--steps N] [--rows N]      from the top of the repository
 
-MODEL is a chat model's folder; `make demo` gets one. The training in between is the ordinary recipe, run by `tune run`.
+MODEL is a chat model's folder; `make demo` gets one. `tune run` trains with the ordinary recipe.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("model", metavar="MODEL", type=Path)
     parser.add_argument("--steps", type=int, help="stop after this many optimizer steps")
     parser.add_argument("--rows", type=int, help="answer only this many of the held-out rows")
-    parser.add_argument("--out", type=Path, default=Path(".demo/run"), help="the run folder, made anew")
+    parser.add_argument("--out", type=Path, default=Path(".demo/run"), help="the run folder, recreated")
     options = parser.parse_args()
     console = Console(highlight=False, markup=False)  # replies are shown as they are
 
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def answers(folder: Path, system: str, requests: list[str]) -> list[str]:
-    """What the model in `folder` replies to each request: its most likely text, at most 32 tokens."""
+    """Return the most likely reply of the model in `folder` to each request, at most 32 tokens."""
     tokenizer = Tokenizer(str(folder))
     prompts = []
     for request in requests:
@@ -86,7 +86,7 @@ def answers(folder: Path, system: str, requests: list[str]) -> list[str]:
 
 
 def matches(replies: list[str], expected: list[str]) -> int:
-    """How many replies to the held-out rows are the expected text to the letter."""
+    """Count replies to held-out rows that equal the expected text exactly."""
     return sum(reply == text for reply, text in zip(replies[len(REQUESTS) :], expected, strict=True))
 
 

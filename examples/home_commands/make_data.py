@@ -30,7 +30,7 @@ DEGREES = (16, 17, 18, 19, 20, 21, 22, 23, 24, 25)
 MINUTES = (5, 10, 15, 20, 25, 30, 40, 45, 60, 90)
 MUSIC = ("jazz", "blues", "rock", "folk", "opera", "techno")
 
-# What people say, by device and action. {room} and {value} stand for what changes.
+# Requests by device and action; {room} and {value} are filled in.
 PHRASES: dict[tuple[str, str], tuple[str, ...]] = {
     ("lamp", "on"): (
         "turn on the {room} lamp", "switch the {room} light on", "lights on in the {room}",
@@ -158,7 +158,7 @@ REMARKS = ("{}", "{}", "{}!", "{}, please", "hey, {}", "ok, {}", "{}, thanks", "
 
 
 def all_commands() -> Iterator[Command]:
-    """Every command there is for one room, door or timer."""
+    """Return all commands for one room, door or timer."""
     for room in ROOMS:
         for device, action in PHRASES:
             if device not in ("door", "timer") and action not in ("set", "play"):
@@ -176,7 +176,7 @@ def all_commands() -> Iterator[Command]:
 
 
 def request(command: Command, draw: random.Random) -> str:
-    """One way to ask for a command."""
+    """Return one way to ask for a command."""
     phrase = draw.choice(PHRASES[command["device"], command["action"]])
     value = command.get("value")
     if value in WORDS and "{value}%" not in phrase and draw.random() < 0.4:
@@ -185,7 +185,7 @@ def request(command: Command, draw: random.Random) -> str:
 
 
 def typed(text: str, draw: random.Random) -> str:
-    """The request as somebody types it: more or less polite, sometimes with two letters swapped."""
+    """Return the request as people type it: more or less polite, sometimes with two letters swapped."""
     text = draw.choice(ORDERS if text.split()[0] in IMPERATIVES else REMARKS).format(text)
     if draw.random() < 0.07:
         place = draw.choice([i for i in range(len(text) - 1) if text[i : i + 2].isalpha()])
@@ -194,7 +194,7 @@ def typed(text: str, draw: random.Random) -> str:
 
 
 def rows(train: int, validation: int, seed: int) -> tuple[list[Pair], list[Pair]]:
-    """Two lists of (request, command) that share neither a command nor an unsupported request."""
+    """Return two lists of (request, command) that share neither a command nor an unsupported request."""
     draw = random.Random(seed)
     kinds: dict[tuple[str, str], list[Command]] = {}
     for command in all_commands():

@@ -1,4 +1,4 @@
-"""Writes pairs of answers to the requests of examples/home_commands: a terse one, which is chosen, and a chatty one.
+"""Write pairs of answers to the requests of examples/home_commands: a terse one (chosen) and a chatty one (rejected).
 
 python examples/preferences/make_pairs.py [--out FOLDER]
 """

@@ -1,8 +1,8 @@
-"""Teach a small language model to be terse, by pairs of answers, and count what it answers before and after.
+"""Teach a small language model to be terse from pairs of answers, and count terse answers before and after.
 
     python examples/preferences/terse.py MODEL [--steps N] [--rows N] [--loss NAME]   from the top of the repository
 
-MODEL is a chat model's folder; `make demo` gets one. The training in between is the ordinary recipe, run by `tune run`.
+MODEL is a chat model's folder; `make demo` gets one. `tune run` trains with the ordinary recipe.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from tune.generation import Sampler
 from tune.tokenizers import Tokenizer
 
 FOLDER = Path("examples/preferences")
-TERSE = 8  # words at most
+TERSE = 8  # maximal number of words
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="stop after this many optimizer steps")
     parser.add_argument("--rows", type=int, help="answer only this many of the held-out requests")
     parser.add_argument("--loss", default="CPO", help="DPO, IPO, SimPO, CPO (default), ORPO or KTO")
-    parser.add_argument("--out", type=Path, default=Path(".demo/preferences"), help="the run folder, made anew")
+    parser.add_argument("--out", type=Path, default=Path(".demo/preferences"), help="the run folder, recreated")
     options = parser.parse_args()
 
     requests = [json.loads(line)["instruction"] for line in (FOLDER / "validation.jsonl").open(encoding="utf-8")][
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def answers(folder: Path, requests: list[str]) -> list[str]:
-    """What the model in `folder` replies to each request: its most likely text, at most 24 tokens."""
+    """Return the most likely reply of the model in `folder` to each request, at most 24 tokens."""
     tokenizer = Tokenizer(str(folder))
     chats = [[{"role": "user", "content": request}] for request in requests]
     prompts = [tokenizer.encode(tokenizer.apply_chat_template(chat, add_generation_prompt=True)) for chat in chats]

@@ -1,9 +1,9 @@
-"""Teach a barely trained model home commands by rewards alone, and show what its answers are worth before and after.
+"""Teach a barely trained model home commands by rewards alone, and show the reward of its answers before and after.
 
     python examples/reinforcement/reinforce.py MODEL [--steps N] [--seed N]      from the top of the repository
 
-MODEL is a chat model's folder; `make model` gets one. 24 steps of `lora_finetune` on answers nearly all of which are
-those of other requests show it what commands look like; which one a request means it learns by `grpo`.
+MODEL is a chat model's folder; `make model` gets one. First, 24 steps of `lora_finetune` on mostly mismatched answers
+show the model what commands look like. Then `grpo` teaches it which command a request means.
 """
 
 import argparse
@@ -25,8 +25,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="MODEL", type=Path)
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps of grpo")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts' order and of what is sampled")
-    parser.add_argument("--out", type=Path, default=Path(".demo/reinforcement"), help="the run folders, made anew")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the order of prompts and of sampling")
+    parser.add_argument("--out", type=Path, default=Path(".demo/reinforcement"), help="the run folders, recreated")
     options = parser.parse_args()
     shutil.rmtree(options.out, ignore_errors=True)
     options.out.mkdir(parents=True)
@@ -51,8 +51,8 @@ def main() -> None:
 
 
 def write_data(folder: Path) -> tuple[Path, Path]:
-    """Files of the home commands to train on, drawn so that a kind is as frequent as in the held-out ones: requests
-    for `grpo`, and others for the start, of which 90% have the answer of any of them."""
+    """Write training files of home commands, sampled so that each kind is as frequent as in the held-out rows: requests
+    for `grpo`, and conversations for the first training, 90% of which have the answer to a random request."""
     train, held_out = (
         [json.loads(line) for line in (HOME / name).read_text(encoding="utf-8").splitlines()]
         for name in ("train.jsonl", "validation.jsonl")
@@ -74,7 +74,7 @@ def write_data(folder: Path) -> tuple[Path, Path]:
 
 
 def kind(row: Row) -> tuple[bool, bool]:
-    """Whether a row's answer is that there is no command for it, and whether it has a value."""
+    """Return whether a row's answer is an error, and whether it has a value."""
     answer = json.loads(row["messages"][-1]["content"])
     return "error" in answer, "value" in answer
 

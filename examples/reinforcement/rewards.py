@@ -1,4 +1,4 @@
-"""What an answer to a home command is worth."""
+"""Reward functions for answers to home commands."""
 
 import json
 from typing import Any
@@ -7,7 +7,7 @@ KEYS = {"room", "device", "action", "value", "error"}
 
 
 def fraction_right(row: dict[str, Any], completion: str) -> float:
-    """0 unless the completion is a JSON object of known keys; then 0.2, and 0.8 by the share of right fields."""
+    """Return 0 unless the completion is a JSON object with known keys, else 0.2 + 0.8 x the share of correct fields."""
     try:
         found = json.loads(completion)
     except ValueError:

@@ -141,13 +141,11 @@ def test_state_of_the_users_own(tmp_path, async_):
     assert second.resume("auto") == 1
     assert average.tensors["b"].tolist() == [1 / 3, 2.0] and average.tensors["a"].tolist() == [0.0, 0.0]
     assert (average.step, second.small["counter"].step) == (5, 7)
-    with pytest.raises(TuneError, match=r"is of another state:\n  not known: average\.tensors\.b"):
+    with pytest.raises(TuneError, match=r"has a different state:\n  not known: average\.tensors\.b"):
         with_average("a")[1].resume("auto")
-    with pytest.raises(TuneError, match=r"is of another state:\n  missing: average\.tensors\.c"):
+    with pytest.raises(TuneError, match=r"has a different state:\n  missing: average\.tensors\.c"):
         with_average("a", "b", "c")[1].resume("auto")
-    with pytest.raises(
-        TuneError, match="has the state of average, counter, data, schedule, this one of data, schedule"
-    ):
+    with pytest.raises(TuneError, match="has states of average, counter, data, schedule, this run of data, schedule"):
         make(tmp_path).resume("auto")
 
 
@@ -269,7 +267,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_taken(tmp_path,
         case "digests":
             (tmp_path / "step-00000003" / "digests.json").write_text('{"a')
     told = []
-    with pytest.raises(TuneError, match=r"step-00000003 is damaged: .* Give the checkpoint before it"):
+    with pytest.raises(TuneError, match=r"step-00000003 is damaged: .* Use an earlier checkpoint"):
         make(tmp_path, size=400).resume(str(tmp_path / "step-00000003"))
     again = make(tmp_path, size=400, every=1, async_=False, tell=told.append)
     assert again.resume("auto") == 2
@@ -350,7 +348,7 @@ def test_two_processes_share_the_digests_and_their_comparison(tmp_path):
         f"import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})\n{TWO}"
     )
     told = run_processes(tmp_path / "script.py", 2, str(tmp_path / "checkpoints"))
-    assert "step-00000002 is damaged: __1_0.distcp is not as it was written" in told
+    assert "step-00000002 is damaged: __1_0.distcp does not match its digest" in told
     assert told.count("the checkpoint of step 3 could not be written: No space left on device") == 1
 
 
@@ -398,11 +396,11 @@ def test_back_to_the_checkpoint_before_a_damaged_one(tmp_path):
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     assert not first.accepts(4, [0], loss=math.nan)
     assert torch.equal(first.model.weight, weights)
-    assert "step-00000003 is damaged" in told[0] and "those after step 2" in told[-1]
+    assert "step-00000003 is damaged" in told[0] and "restored from step 2" in told[-1]
     for step in (1, 2):
         file = next((tmp_path / f"step-{step:08d}").glob("*.distcp"))
         file.write_bytes(file.read_bytes()[:-1] + b"x")
-    with pytest.raises(TuneError, match="no intact checkpoint to go back to"):
+    with pytest.raises(TuneError, match="no intact checkpoint to roll back to"):
         first.accepts(5, [0], loss=math.nan)
 
 
@@ -439,7 +437,7 @@ def test_the_best_of_another_folder_is_taken_over_or_looked_for_anew(tmp_path, k
     best = 1 if kept == "there" else 3
     there = sorted(path.name for path in (tmp_path / "again").iterdir())
     assert there == [f"step-{best:08d}", "step-00000004"]
-    assert ["step 1" in each and "gone" in each for each in told] == ([] if kept == "there" else [True])
+    assert ["step 1" in each and "missing" in each for each in told] == ([] if kept == "there" else [True])
     shutil.rmtree(tmp_path / "first")
     last = make(tmp_path / "again", **options)
     assert last.resume("auto") == 4
@@ -527,7 +525,7 @@ def test_a_checkpoint_that_fails_is_told_in_the_next_step_and_tried_again(tmp_pa
     stopping = make(tmp_path / "new", every=2, async_=async_, on_error="stop")
     train(stopping, 1)
     monkeypatch.setattr(dcp, "save", full)
-    with pytest.raises(TuneError, match=r"the checkpoint of step 8 could not be written: .*none yet: make room"):
+    with pytest.raises(TuneError, match=r"the checkpoint of step 8 could not be written: .*No earlier one. Free space"):
         stopping.step(8)
         stopping.pending.exception()
         stopping.step(9)
@@ -588,7 +586,7 @@ def test_a_best_checkpoint_that_fails_leaves_the_one_before_it(tmp_path, monkeyp
     assert again.resume("auto") == 4
     again.finish()
     assert torch.equal(again.model.weight, weights[1])
-    assert told[-1] == "the weights are those with the best validation_accuracy, 0.5 at step 1"
+    assert told[-1] == "using the weights with the best validation_accuracy, 0.5 at step 1"
 
     checkpointer.step(5, {"validation_accuracy": 0.8})  # below what could not be written, and above what could
     checkpointer.wait()
@@ -598,7 +596,7 @@ def test_a_best_checkpoint_that_fails_leaves_the_one_before_it(tmp_path, monkeyp
 def test_a_best_of_what_no_validation_measures_is_refused_at_the_first(tmp_path):
     checkpointer = make(tmp_path, keep_best="validation_los")
     checkpointer.step(1, {"loss": 1.0})
-    with pytest.raises(TuneError, match="does not measure validation_los, but validation_loss, validation_accuracy"):
+    with pytest.raises(TuneError, match="does not measure validation_los, only validation_loss, validation_accuracy"):
         checkpointer.step(2, {"loss": 1.0, "validation_loss": 2.0, "validation_accuracy": 0.5})
     assert make(tmp_path, keep_best="validation_loss").resume("auto") == 2  # nothing is lost
 
@@ -638,7 +636,7 @@ def test_back_to_the_last_checkpoint(tmp_path, async_):
     """Weights and the optimizer's states are those of the checkpoint; schedule and data go on."""
     told = []
     checkpointer = make(tmp_path, every=2, async_=async_, on_nan="rollback", tell=told.append)
-    with pytest.raises(TuneError, match=r"at step 1, .* there is no checkpoint yet to go back to") as stopped:
+    with pytest.raises(TuneError, match=r"at step 1, .* no checkpoint to roll back to yet") as stopped:
         checkpointer.accepts(1, [0], loss=math.nan)
     assert "on_nan" not in str(stopped.value)  # it is set already
     for step in (1, 2, 3):
@@ -650,7 +648,7 @@ def test_back_to_the_last_checkpoint(tmp_path, async_):
             moments = {name: value.clone() for name, value in state.items()}
     checkpointer.optimizer.param_groups[0]["lr"] = 7.0
     assert not checkpointer.accepts(4, [5, 6], loss=math.nan)
-    assert "loss is nan at step 4, of a batch of the dataset rows 5, 6. The weights are those after step 2" in told[-1]
+    assert "loss is nan at step 4, in a batch of dataset rows 5, 6. The weights are restored from step 2" in told[-1]
     assert torch.equal(checkpointer.model.weight, weights)
     state = checkpointer.optimizer.state[checkpointer.model.weight]
     assert all(torch.equal(state[name], value) for name, value in moments.items())

@@ -123,9 +123,9 @@ class Evil:
 
 def test_code_in_a_torch_file_does_not_run(folder, capsys):
     torch.save({"weight": torch.zeros(2), "more": Evil()}, folder / "pytorch_model.bin")
-    assert "pytorch_model.bin holds more than tensors, and opening it could run code" in refusal(folder)
+    assert "pytorch_model.bin was not opened: " in refusal(folder)
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Evil()))
-    assert "pytorch_model.bin is damaged" in refusal(folder)
+    assert "pytorch_model.bin cannot be read" in refusal(folder)
     assert "this must not run" not in capsys.readouterr().out
 
 
@@ -137,7 +137,7 @@ def test_what_is_no_state_dict(folder):
 def test_the_format_of_old_torch(folder):
     save_torch(folder, {"a": torch.zeros(2)}, 1, _use_new_zipfile_serialization=False)
     message = refusal(folder)
-    assert "in the format of torch before 1.6" in message and "weights_only=True" in message
+    assert "the format of torch before 1.6" in message and "weights_only=True" in message
 
 
 @pytest.mark.parametrize("share", [0, 0.01, 0.5, 0.99])
@@ -145,7 +145,7 @@ def test_a_truncated_torch_file(folder, tensors, share):
     torch.save(tensors, folder.parent / "whole.bin")
     whole = (folder.parent / "whole.bin").read_bytes()
     (folder / "pytorch_model.bin").write_bytes(whole[: int(len(whole) * share)])
-    assert "pytorch_model.bin is damaged" in refusal(folder)
+    assert "pytorch_model.bin cannot be read" in refusal(folder)
 
 
 @pytest.mark.parametrize("suffix", ["bin", "safetensors"])

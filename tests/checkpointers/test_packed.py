@@ -82,7 +82,7 @@ def save_plain(folder, out):
     ],
     ids=["llama in blocks", "llama of tensors", "deepseek_v3", "gpt_oss", "compressed-tensors"],
 )
-@pytest.mark.filterwarnings("ignore:.*the scales of activations")
+@pytest.mark.filterwarnings("ignore:.*scales of activations")
 def test_transformers_dequantizes_to_the_same_bits(make, shape, how, tmp_path):
     folder = make(save_checkpoint(tmp_path / "packed", shape[0], **shape[1]))
     load = transformers.AutoModelForCausalLM.from_pretrained
@@ -320,7 +320,7 @@ def without(folder, pattern):
     ("kind", "spoil", "facts"),
     [
         ("fp8 of 48", {"quant_method": "hqq"}, ["config.json", "hqq", "compressed-tensors", "dequantize=True"]),
-        ("fp8 of 48", {"quant_method": None}, ["config.json", "not named"]),
+        ("fp8 of 48", {"quant_method": None}, ["config.json", "unnamed"]),
         (
             "fp8 of 48",
             {"weight_block_size": [16, 16]},

@@ -42,7 +42,7 @@ def test_new_tokens(tmp_path, settings):
 
 
 def test_what_is_there_is_refused(checkpoint, tmp_path):
-    with pytest.raises(TuneError, match=r"has '<\|im_end\|>' in its vocabulary already"):
+    with pytest.raises(TuneError, match=r"already has '<\|im_end\|>' in its vocabulary"):
         add_tokens(checkpoint, tmp_path / "out", ["<|im_end|>", "<new>"])
     assert not (tmp_path / "out").exists()
 

@@ -72,7 +72,7 @@ def test_file_named_in_the_index_that_is_not_there(broken):
     (broken / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}})
     )
-    with pytest.raises(TuneError, match=r"names files that are not there: model-00001-of-00002\.safetensors"):
+    with pytest.raises(TuneError, match=r"names files that do not exist: model-00001-of-00002\.safetensors"):
         Pretrained(str(broken), on_meta(broken))
 
 
@@ -150,7 +150,7 @@ def test_one_changed_row_and_another_config_are_another_model(checkpoint, broken
 def test_a_pointer_of_git_lfs_in_place_of_weights(broken):
     pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{64 * 'a'}\nsize 1234\n"
     (broken / "model.safetensors").write_text(pointer)
-    with pytest.raises(TuneError, match=r"model\.safetensors is a pointer.*git -C .* lfs pull"):
+    with pytest.raises(TuneError, match=r"model\.safetensors is a git-lfs pointer.*git -C .* lfs pull"):
         open_checkpoint(broken)
 
 

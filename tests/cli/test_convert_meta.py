@@ -132,14 +132,14 @@ def fails(folder: Path, capsys) -> str:
     ("change", "message"),
     [
         (lambda folder: (folder / "consolidated.00.pth").unlink(), "found consolidated.01.pth"),
-        (lambda folder: (folder / "consolidated.01.pth").unlink(), "are files missing?"),
+        (lambda folder: (folder / "consolidated.01.pth").unlink(), "Check for missing files"),
         (lambda folder: (folder / "consolidated.01.pth").write_bytes(b"PK"), "consolidated.01.pth is damaged"),
         (lambda folder: (folder / "params.json").unlink(), "has no params.json"),
         (lambda folder: (folder / "params.json").write_text("{"), "params.json is not valid JSON"),
         (lambda folder: (folder / "params.json").write_text("{}"), "has no dim, n_layers, n_heads, norm_eps"),
         (
             lambda folder: (folder / "params.json").write_text(json.dumps(LLAMA3 | {"vision_chunk_size": 448})),
-            "not of a Llama 1, 2 or 3 text model: vision_chunk_size",
+            "not a Llama 1, 2 or 3 text model: vision_chunk_size",
         ),
         (
             lambda folder: (folder / "params.json").write_text(json.dumps(LLAMA3 | {"n_layers": 3})),
@@ -147,7 +147,7 @@ def fails(folder: Path, capsys) -> str:
         ),
         (
             lambda folder: (folder / "params.json").write_text(json.dumps(LLAMA3 | {"n_kv_heads": 4})),
-            r"wk.weight is \[16, 32\] in its 2 files together, but params.json says \[32, 32\]",
+            r"wk.weight has shape \[16, 32\] in 2 files, but params.json implies \[32, 32\]",
         ),
     ],
 )

@@ -309,7 +309,7 @@ def test_a_checkpoint_of_a_reward_model_with_adapters(
     for source in (run, end):
         with pytest.raises(SystemExit):
             main(["export", str(source), "--to", "gguf", "--out", str(tmp_path / "gguf")])
-        assert "a head that scores" in capsys.readouterr().err
+        assert "a score head" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("error:torch.distributed is disabled")
@@ -457,14 +457,14 @@ WRONG = {
     "there already": (["MODEL", "--to", "gguf", "--out", "MODEL"], "exists already"),
     "no such step": (["RUN", "--to", "gguf", "--step", "7"], "has no checkpoint of step 7; it has 1, 2, 3"),
     "a step of a model": (["MODEL", "--to", "gguf", "--step", "1"], "has no checkpoint of step 1; it has none"),
-    "no adapter": (["MODEL", "--to", "gguf-lora"], "there is none. --to gguf merges"),
+    "no adapter": (["MODEL", "--to", "gguf-lora"], "none found. Use --to gguf"),
     "no family of llama.cpp's": (["OTHER", "--to", "gguf"], "convert_hf_to_gguf.py"),
-    "bounds that llama.cpp does not read": (["YARN", "--to", "gguf"], "does not know other bounds of YaRN"),
-    "another activation": (["GELU", "--to", "gguf"], "does not know the activation gelu"),
+    "bounds that llama.cpp does not read": (["YARN", "--to", "gguf"], "does not support other bounds of YaRN"),
+    "another activation": (["GELU", "--to", "gguf"], "does not support the activation gelu"),
     "not finite": (["NAN", "--to", "gguf"], "has values that are not finite"),
-    "too large": (["HUGE", "--to", "gguf"], "too large for fp16: take bf16"),
+    "too large": (["HUGE", "--to", "gguf"], "too large for fp16: use bf16"),
     "no tokenizer": (["BARE", "--to", "gguf"], "no tokenizer in"),
-    "other words": (["WORDS", "--to", "gguf"], "cuts texts into words is not known here"),
+    "other words": (["WORDS", "--to", "gguf"], "unknown word-splitting rule"),
 }
 
 

@@ -241,7 +241,7 @@ WRONG = {
     "a raw system message": (["MODEL", "--prompt", "a", "--raw", "--system", "b"], "needs a chat template"),
     "temperature": (["MODEL", "--prompt", "a", "--temperature", "-1"], "temperature: -1.0 is not a non-negative"),
     "top-p": (["MODEL", "--prompt", "a", "--temperature", "1", "--top-p", "2"], "top_p: 2.0 is not a number above 0"),
-    "too many tokens": (["MODEL", "--prompt", "a", "--max-new-tokens", "600"], "more than the 512 up to which"),
+    "too many tokens": (["MODEL", "--prompt", "a", "--max-new-tokens", "600"], "limit (512)"),
     "no tokens": (["MODEL", "--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens: '0' is not a number"),
     "a prompt that is too long": (["MODEL", "--prompts", "long.txt"], "prompt of long.txt:2 has"),
     "nothing to go on from": (["MODEL", "--prompt", "", "--raw"], "prompt is empty, and the tokenizer writes no BOS"),
@@ -258,7 +258,7 @@ WRONG = {
         ["--launcher", "ray", "MODEL", "--prompt", "a", "--tp", "2"],
         "--tp: an actor of Ray has the whole model",
     ),
-    "parts of a model in one process": (["MODEL", "--prompt", "a", "--tp", "2"], "(--nproc-per-node starts more)"),
+    "parts of a model in one process": (["MODEL", "--prompt", "a", "--tp", "2"], "--nproc-per-node"),
     "both": (["MODEL", "--prompt", "a", "--prompts", "long.txt"], "not allowed with argument --prompt"),
     "one of the most likely": (
         ["MODEL", "--prompt", "a", "--top-k", "5"],

@@ -144,7 +144,7 @@ def test_axes_that_share_blocks(checkpoint, capsys):
         two, one = json.loads(shared.stdout), json.loads(plan(capsys, *runs[name]))
         assert 0 < two["memory_gib"]["weights"] < 0.6 * one["memory_gib"]["weights"]
         assert two["seconds"]["tensor"] > 0 == one["seconds"]["tensor"]
-    assert wrong_tp.returncode == 2 and "cannot share num_heads=4, num_kv_heads=2" in wrong_tp.stderr
+    assert wrong_tp.returncode == 2 and "does not divide num_heads=4, num_kv_heads=2" in wrong_tp.stderr
     assert "Set it to 1 or 2 or 4" in wrong_tp.stderr
     assert wrong_ep.returncode == 2 and "has no experts" in wrong_ep.stderr
 

@@ -105,7 +105,7 @@ def test_a_wrong_value_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     ("count", "message"),
     [
         ("two", "Unsupported nproc_per_node value: two"),
-        ("0", "--nproc-per-node 0 starts no process. Give 1 or more, or auto"),
+        ("0", "--nproc-per-node 0 starts no process"),
     ],
 )
 def test_wrong_option_of_torchrun(count: str, message: str, recipe: Path) -> None:
@@ -117,7 +117,7 @@ def test_wrong_option_of_torchrun(count: str, message: str, recipe: Path) -> Non
 @pytest.mark.slow
 def test_port_0_is_no_port(recipe: Path) -> None:
     result = run("--nproc-per-node", "2", "--master-port", "0", recipe, "greeting.name=x")
-    assert result.returncode == 2 and "Leave --master-port out: a free one is taken" in result.stderr
+    assert result.returncode == 2 and "--master-port must not be 0" in result.stderr
 
 
 def test_help_of_a_recipe_needs_no_torchrun(recipe: Path) -> None:

@@ -235,7 +235,7 @@ def spoiled(folder, file, text):
 
 # What is wrong, and what is said, or shown in spite of it.
 WRONG = {
-    "empty": (["report", "empty"], "empty is not a run folder: there is none of run.json, config.yaml, metrics.jsonl"),
+    "empty": (["report", "empty"], "empty is not a run folder: it has none of run.json, config.yaml, metrics.jsonl"),
     "missing": (["watch", "mising"], "mising is not a run folder"),
     "a file": (["checkpoints", "one/log.txt"], "one/log.txt is not a run folder"),
     "a folder of runs": (["report", "."], "`tune runs .` lists the 2 in it"),
@@ -246,7 +246,7 @@ WRONG = {
     "no checkpoints": (["checkpoints", "one"], "one has no checkpoints yet"),
     "out is a folder": (["report", "one", "--out", "two"], "two cannot be written: Is a directory"),
     "out is in a file": (["report", "one", "--out", "one/log.txt/x.html"], "x.html cannot be written"),
-    "out is somebody's work": (["report", "one", "--out", "one/log.txt"], "there is such a file, and it is no report"),
+    "out is somebody's work": (["report", "one", "--out", "one/log.txt"], "this file exists and is not a report"),
 }
 
 
@@ -292,7 +292,7 @@ def test_damaged_files_hide_nothing_else(case, make_run, tmp_path, capsys):
     assert ("config.yaml" in capsys.readouterr().err) == (file == "config.yaml")
     told = "is not YAML" in (page := (folder / "report.html").read_text()) or "must have" in page
     assert told == (file == "config.yaml")
-    assert ("1 lines of metrics.jsonl are left out" in page) == (case == "a line of something else")
+    assert ("1 lines of metrics.jsonl" in page) == (case == "a line of something else")
 
 
 class Terminal:

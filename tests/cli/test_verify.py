@@ -204,7 +204,7 @@ def test_stop_tokens_that_gguf_has_no_place_for(
         shutil.copytree(checkpoint, folder)
         change_json(folder / "generation_config.json", eos_token_id=ends)
         main(["export", str(folder), "--to", "gguf", "--out", str(file)])
-        assert ("goes on behind H" in capsys.readouterr().out) == bool(code)
+        assert ("do not stop at H" in capsys.readouterr().out) == bool(code)
         found, checks = verified(capsys, file, "--against", folder)
         assert found == code and differing(checks) == ({"stop tokens"} if code else set())
 
@@ -233,10 +233,13 @@ def test_in_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 WRONG = {
     "nothing there": (["nothing", "--against", "RUN"], "nothing: there is no such file"),
-    "no GGUF": (["junk.gguf", "--against", "RUN"], "junk.gguf is no GGUF file"),
+    "no GGUF": (["junk.gguf", "--against", "RUN"], "junk.gguf is not a GGUF file"),
     "no model": (["empty", "--against", "RUN"], "empty has no config.json"),
     "the run itself": (["RUN", "--against", "RUN"], "is the folder of a run"),
-    "another program": (["RUN/adapter", "--against", "RUN", "--with", "llama.cpp"], "is opened by peft or vllm"),
+    "another program": (
+        ["RUN/adapter", "--against", "RUN", "--with", "llama.cpp"],
+        "can only be opened with peft or vllm",
+    ),
     "no run": (["RUN/adapter", "--against", "nothing"], "nothing does not exist"),
     "no step": (["RUN/adapter", "--against", "RUN", "--step", "99"], "no checkpoint of step 99; it has 3"),
     "no prompts": (["RUN/adapter", "--against", "RUN", "--prompts", "none.txt"], "none.txt: there is no such file"),

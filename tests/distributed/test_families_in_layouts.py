@@ -88,4 +88,4 @@ def test_eight_families_on_eight_processes(tmp_path):
     print(*(f"{family} | {how} | {most:.1e}" for (family, how), most in apart.items()), sep="\n")  # shown by -s
     assert max(apart.values()) < 1e-5
     assert refused.keys() == {(family, how) for family, how in layouts if family == "qwen3_5_text" and "cp" in how}
-    assert all("DeltaNet (blocks.0.attention) computes one token after the other" in text for text in refused.values())
+    assert all("DeltaNet (blocks.0.attention)" in text for text in refused.values())

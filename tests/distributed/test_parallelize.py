@@ -100,9 +100,7 @@ def test_named_blocks_are_compiled(checkpoint, monkeypatch):
     for names, expected in ((["blocks.1"], [False, True, False]), (["*.[02]"], [True, False, True]), ([], [False] * 3)):
         blocks = parallel_model(checkpoint, compile=names).blocks
         assert [Wrap.COMPILE in wrappers_of(block) for block in blocks] == expected
-    with pytest.raises(
-        TuneError, match=r"compile: blocks\.3 names no block. Names are like blocks\.0, blocks\.1, blocks\.2$"
-    ):
+    with pytest.raises(TuneError, match=r"compile: blocks\.3 .* blocks\.0, blocks\.1, blocks\.2$"):
         parallel_model(checkpoint, compile=["blocks.0", "blocks.3"])
 
 
@@ -168,7 +166,7 @@ def test_a_buffer_whose_values_are_nowhere_is_refused():
     """It would be undefined, and no message would tell."""
     with torch.device("meta"):
         lost, saved = WithBuffers("meta", persistent=False), WithBuffers("meta", persistent=True)
-    with pytest.raises(TuneError, match="the values of the buffer turns are in no checkpoint"):
+    with pytest.raises(TuneError, match="the buffer turns"):
         distributed.parallelize(lost, distributed.init("cpu"), dtype="fp32")
     distributed.parallelize(saved, distributed.init("cpu"), dtype="fp32")
     assert not saved.turns.is_meta
@@ -219,7 +217,7 @@ def test_the_magnitude_of_dora_is_used_in_fp32(checkpoint, master_dtype, cpu_off
 
 
 def test_magnitudes_beside_what_fsdp_casts_are_refused(checkpoint):
-    with pytest.raises(TuneError, match=r"adapter\.dora trains in fp32, and adapter\.modules_to_save"):
+    with pytest.raises(TuneError, match=r"adapter\.dora .* adapter\.modules_to_save"):
         adapted_model(checkpoint, LoRA(dora=True, rank=4, modules_to_save=["input_layernorm"]), dtype="bf16")
     adapted_model(checkpoint, LoRA(dora=True, rank=4, modules_to_save=["lm_head", "model.norm"]), dtype="bf16")
 

@@ -225,12 +225,12 @@ def test_what_cannot_be_cut(checkpoint, tmp_path):
     frozen = model_of(tmp_path, "llama", num_hidden_layers=4)
     frozen.blocks[:2].requires_grad_(False)
     refused = [
-        (Unknown(), r"parallel\.pp: a Unknown is not cut into stages; .* Set it to 1"),
-        (hf(str(checkpoint)), r"parallel\.pp: a HuggingFaceModel is not cut into stages"),
+        (Unknown(), r"parallel\.pp: .* Unknown .* Set it to 1"),
+        (hf(str(checkpoint)), r"parallel\.pp: .* HuggingFaceModel"),
         (model_of(tmp_path, "llama"), r"parallel\.pp: 4 stages cannot share 3 blocks\. Set parallel\.pp to at most 3$"),
-        (frozen, r"parallel\.pp: of the blocks 0 to 0, which are a stage, nothing is trained"),
+        (frozen, r"parallel\.pp: blocks 0 to 0"),
     ]
-    with pytest.raises(TuneError, match=r"4 stages, parallel\.pp_virtual=2 of each process, .* at most 1, or lower"):
+    with pytest.raises(TuneError, match=r"4 stages .*parallel\.pp_virtual=2.* at most 1, or lower"):
         pipeline.split_blocks(refused[2][0], 2, 2)
     for model, message in refused:
         names = [name for name, _ in model.named_parameters()]
@@ -248,9 +248,9 @@ def test_too_few_micro_batches():
 
 
 def test_processes_that_are_no_pipeline():
-    with pytest.raises(TuneError, match=r"tp=1 x pp=2 does not make 1 processes\. dp_replicate x cp x tp x pp must"):
+    with pytest.raises(TuneError, match=r"tp=1 x pp=2 .* 1 processes\. dp_replicate x cp x tp x pp must"):
         distributed.init("cpu", pp=2)
     for schedule, virtual in (("1f1b", 3), ("gpipe", 2), ("interleaved", 1)):
-        refused = rf"pp_virtual: {virtual} does not go with parallel\.pp_schedule={schedule}: .* Set it to null"
+        refused = rf"pp_virtual: {virtual} .* parallel\.pp_schedule={schedule}: .* Set it to null"
         with pytest.raises(TuneError, match=refused):
             distributed.init("cpu", pp_schedule=schedule, pp_virtual=virtual)

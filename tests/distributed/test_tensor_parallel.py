@@ -43,11 +43,11 @@ def model_of(folder, name, **changes):
 
 
 WRONG = [
-    ("llama", {}, 3, "3 processes cannot share num_heads=4, num_kv_heads=2 of this model. Set it to 1 or 2 or 4"),
-    ("llama", {}, 8, "8 processes cannot share num_heads=4 of this model. Set it to 1 or 2 or 4"),
-    ("llama", {"intermediate_size": 98}, 4, "cannot share size=98 of this model. Set it to 1 or 2"),
+    ("llama", {}, 3, "3 does not divide num_heads=4, num_kv_heads=2 of this model. Set it to 1 or 2 or 4"),
+    ("llama", {}, 8, "8 does not divide num_heads=4 of this model. Set it to 1 or 2 or 4"),
+    ("llama", {"intermediate_size": 98}, 4, "does not divide size=98 of this model. Set it to 1 or 2"),
     ("llama", {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}, 2,
-     "cannot share num_kv_heads=3 of this model. Set it to 1 or 3 or 6"),
+     "does not divide num_kv_heads=3 of this model. Set it to 1 or 3 or 6"),
     ("phi3", {}, 3, "num_heads=4, num_kv_heads=2"),
     ("gpt_oss", {"intermediate_size": 50}, 4, "size=50"),
     ("qwen2_moe", {"shared_expert_intermediate_size": 30}, 4, "size=30"),
@@ -94,7 +94,7 @@ def test_blocks_of_nf4_are_not_cut(tmp_path):
     model = model_of(tmp_path, "llama", intermediate_size=256)
     with torch.device("meta"):
         quantize_linears(model)
-    with pytest.raises(TuneError, match=r"2 processes cannot share 64 inputs of a quantised output by blocks of 64"):
+    with pytest.raises(TuneError, match=r"2 does not divide the 64 inputs .* blocks of 64"):
         share(model, 2)
 
 

@@ -28,11 +28,9 @@ def test_counts_stay_exact():
 
 
 def test_mesh_that_does_not_match():
-    with pytest.raises(
-        TuneError, match=r"dp_replicate=2 x dp_shard=auto x cp=1 x tp=1 x pp=1 does not make 1 processes"
-    ):
+    with pytest.raises(TuneError, match=r"dp_replicate=2 x dp_shard=auto x cp=1 x tp=1 x pp=1 .* 1 processes"):
         distributed.init("cpu", dp_replicate=2)
-    with pytest.raises(TuneError, match=r"dp_replicate=1 x dp_shard=3 x cp=1 x tp=1 x pp=1 does not make 1 processes"):
+    with pytest.raises(TuneError, match=r"dp_replicate=1 x dp_shard=3 x cp=1 x tp=1 x pp=1 .* 1 processes"):
         distributed.init("cpu", dp_shard=3)
 
 
@@ -172,7 +170,7 @@ def test_segments_of_a_gpu_are_expandable_unless_the_user_says_anything(theirs, 
     before = {name: os.environ.get(name) for name in processor.ALLOCATOR_SETTINGS}
     monkeypatch.setattr(world, "device_type", lambda device: "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # nothing has used the device until then
-    with pytest.raises(TuneError, match="has no GPU"):
+    with pytest.raises(TuneError, match=r"device: .* 0 GPUs"):
         distributed.init("cuda")
     changed = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if theirs is None else {}
     assert {name: os.environ.get(name) for name in processor.ALLOCATOR_SETTINGS} == before | changed

@@ -171,7 +171,7 @@ def test_nothing_to_predict_and_too_much(models, world):
     ours, _ = both(models["llama"], world)
     assert log_likelihoods(ours.model, [([5], []), ([5], [6])], world, 128)[0] == (0.0, True)
     assert log_likelihoods(ours.model, [], world, 128) == []
-    with pytest.raises(TuneError, match="129 tokens are to be predicted at once, and max_length is 128"):
+    with pytest.raises(TuneError, match="a continuation has 129 tokens, more than max_length=128"):
         log_likelihoods(ours.model, [([5], [6] * 129)], world, 128)
     with pytest.raises(TuneError, match="request 1 has no context"):
         log_likelihoods(ours.model, [([5], [6]), ([], [6, 7])], world, 128)

@@ -76,7 +76,7 @@ def test_an_answer_is_scored_where_a_conversation_ends(template, end, judge, wor
 
 
 def test_what_is_no_judge_of_these_ids_is_refused(judge, checkpoint, world):
-    with pytest.raises(TuneError, match="no reward model"):
+    with pytest.raises(TuneError, match="not a reward model"):
         RewardModel(str(checkpoint)).scores([], Tokenizer(str(checkpoint)), world)
     other = Tokenizer(str(judge))
     other.add_tokens(["<new>"])
@@ -89,7 +89,7 @@ def test_scores_that_are_no_numbers_are_refused(judge, world):
         def scores(self, episodes, tokenizer, world):
             return [float("nan")] * len(episodes)
 
-    with pytest.raises(TuneError, match="broken gives nan"):
+    with pytest.raises(TuneError, match="broken returned nan"):
         Reward("broken", Broken()).of([Episode(Prompt(0, [5], {}))], Tokenizer(str(judge)), world)
 
 

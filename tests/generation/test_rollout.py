@@ -176,7 +176,7 @@ class NoStart:
     [
         (Fails, ("step fails on 'dog'", "KeyError: 'door'")),
         (NotANumber, ("reward nan", "finite number")),
-        (OnlyANumber, ("gives 1.0", "(reward, messages, done)")),
+        (OnlyANumber, ("returned 1.0", "(reward, messages, done)")),
         (NoAnswer, ("the messages of step", "a list of messages")),
         (NoStart, ("start fails", "AttributeError")),
     ],
@@ -236,7 +236,7 @@ async def waits(row, completion):
     [
         (waits, "is async"),
         (lambda row, completion: sys.exit(3), "SystemExit: 3 (test_rollout.py:"),
-        (lambda row, completion: np.ones(2), "gives array([1., 1.])"),
+        (lambda row, completion: np.ones(2), "returned array([1., 1.])"),
     ],
 )
 def test_rewards_that_are_wrong(function, says):

@@ -121,7 +121,9 @@ class Broken(Sink):
 
 def test_a_sink_that_fails_warns_once_and_is_left_out():
     sink = NonFatal(Broken(), print)
-    with pytest.warns(UserWarning, match="Broken is off from here on: ConnectionError: no network to https://host"):
+    with pytest.warns(
+        UserWarning, match="Broken is turned off after an error: ConnectionError: no network to https://host"
+    ):
         sink.metrics(1, VALUES)
     sink.metrics(2, VALUES)
     sink.close()

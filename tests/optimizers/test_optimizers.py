@@ -116,9 +116,9 @@ def test_muon_refuses_parts_of_matrices():
 def test_muon_refuses_matrices_that_it_cannot_place():
     """Bare parameters: it would be AdamW for all of them, and embedding and head are matrices too."""
     model = Model()
-    with pytest.raises(TuneError, match=r"group 0 has 4 matrices, the first one of the shape \[7, 6\]"):
+    with pytest.raises(TuneError, match=r"group 0 has 4 matrices, the first of shape \[7, 6\]"):
         Muon(model.parameters(), 0.02)
-    with pytest.raises(TuneError, match=r"group 1 has in_blocks=True and a parameter of the shape \[6\]"):
+    with pytest.raises(TuneError, match=r"group 1 has in_blocks=True but a parameter of shape \[6\]"):
         Muon([{"params": [model.head.weight], "in_blocks": False}, {"params": model.blocks[0].bias, "in_blocks": True}])
 
 

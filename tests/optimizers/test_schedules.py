@@ -123,5 +123,5 @@ def test_inverse_square_root():
 
 
 def test_more_warmup_than_steps_is_refused():
-    with pytest.raises(TuneError, match=r"schedule\.warmup: 11 steps of warm-up do not fit into 10 optimizer steps"):
+    with pytest.raises(TuneError, match=r"schedule\.warmup: 11 .* 10 optimizer steps"):
         rates(cosine, 10, warmup=11)

@@ -190,7 +190,7 @@ WRONG = {
     "there already": (["MODEL", "--to", "int8", "--out", "MODEL"], "exists already"),
     "odd rows": (["ODD", "--to", "int4"], "are no groups of 128 or 64 or 32: take int8"),
     "experts": (["EXPERTS", "--to", "fp8"], "only dense models are quantised"),
-    "quantised in a way that is not read": (["AGAIN", "--to", "int8"], "quantised by bitsandbytes"),
+    "an unsupported quantization": (["AGAIN", "--to", "int8"], "quantized by bitsandbytes"),
 }
 
 

@@ -74,9 +74,9 @@ def test_the_best_is_kept_and_exported(run, recipe, checkpoint):
     best = losses.index(min(losses)) + 1
     assert best < last and steps(folder) == [best, last]
     log = (folder / "log.txt").read_text()
-    assert f"the weights are those with the best validation_loss, {losses[best - 1]:.4g} at step {best}" in log
+    assert f"using the weights with the best validation_loss, {losses[best - 1]:.4g} at step {best}" in log
     kind = "model" if recipe is full_finetune else "adapter"
-    told = f"The {kind} is in {folder / kind}, with the weights of step {best}, that with the best validation_loss."
+    told = f"The {kind} is in {folder / kind}, with the weights of step {best}, the best by validation_loss."
     assert told in (folder / "report.html").read_text()
 
     plain = run(wave, f"max_steps={last}", "checkpointer.keep_best=null", folder="plain")
@@ -131,7 +131,7 @@ def test_the_best_of_a_method(recipe, checkpoint, tied_checkpoint, pairs, chats,
     values = [line[metric] for line in logged(folder)]
     best = values.index((min if "loss" in metric else max)(values)) + 1
     assert best < steps(folder)[-1], values
-    told = f"the weights are those with the best {metric}, {values[best - 1]:.4g} at step {best}"
+    told = f"using the weights with the best {metric}, {values[best - 1]:.4g} at step {best}"
     assert told in (folder / "log.txt").read_text()
     dcp_to_torch_save(folder / "checkpoints" / f"step-0000000{best}", folder / "state.pt")
     weights = torch.load(folder / "state.pt", weights_only=True)["model"]
@@ -151,7 +151,7 @@ def test_a_run_that_has_stopped_stays_stopped_and_goes_on_to_the_bit(run):
     first = exported(folder)
     assert [line["step"] for line in logged(folder)] == [1, 2, 3, 4] == steps(folder)
     log = (folder / "log.txt").read_text()
-    assert "stopped: validation_loss, " in log and "at step 1 was the best, and the last 3 were no better" in log
+    assert "stopped: validation_loss, " in log and "at step 1; the last 3 values were no better" in log
     run(*settings, "checkpointer.keep=null")
     assert [line["step"] for line in logged(folder)] == [1, 2, 3, 4]
     assert all(torch.equal(first[name], each) for name, each in exported(folder).items())
@@ -294,7 +294,7 @@ def test_what_is_best():
     assert Best("own/length", None, TASKS | {"own/length": None}).sign == Best("own/length", None, TASKS).sign == 1
     assert not score.is_over and not Best(None, None, {}).is_over
     assert Best("own/length", None, TASKS).is_in(["own/length"])  # what it measures is its code's to say
-    with pytest.raises(TuneError, match=r"does not measure own/lenght, but own/length\. Did you mean 'own/length'\?"):
+    with pytest.raises(TuneError, match=r"does not measure own/lenght, only own/length\. Did you mean 'own/length'\?"):
         Best("own/lenght", None, TASKS).is_in(["loss", "own/length"])
     other = Best("validation_loss", 2, {})
     other.load_state_dict(score.state_dict())

@@ -49,7 +49,7 @@ def test_a_step_that_overflows_is_left_out(common, run_recipe, tmp_path, monkeyp
     log, norms = (run / "log.txt").read_text(), steps(run, "grad_norm")
     lost = [step for step, norm in enumerate(norms, 1) if norm is None]
     assert lost[0] == 1 and lost[-1] < 7 and None not in steps(run)
-    assert f"({len(lost)} such steps so far), and the loss scale is lowered to {2**24 >> len(lost):g}" in log
+    assert f"({len(lost)} such steps so far). The loss scale is lowered to {2**24 >> len(lost):g}" in log
     assert steps(run)[-1] < steps(run)[0]
     again = tmp_path / "again"
     resume = f"resume={run}/checkpoints/step-{lost[-1]:08d}"

@@ -477,7 +477,7 @@ def test_wrong_data(run, checkpoint, requests, told, tmp_path, capsys):
     text.write_text('{"prompt": "the cat"}\n' * 4)
     answers.write_text('{"messages": [{"role": "assistant", "content": "Yes."}]}\n')
     for settings, message in (
-        ([f"dataset.path={text}", "environment=recipes.test_grpo.Guess"], "its prompts must be conversations"),
+        ([f"dataset.path={text}", "environment=recipes.test_grpo.Guess"], "environment: prompts must be conversations"),
         ([f"dataset.path={answers}", template], "answers.jsonl:1: messages has only answers"),
     ):
         assert message in " ".join(told("grpo", [*settings_of(checkpoint, requests), *settings]).split())

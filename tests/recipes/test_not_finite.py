@@ -53,7 +53,7 @@ def test_updates_on_completions_end(recipe, counts, way, run_recipe, checkpoint,
     run = tmp_path / "run"
     assert run_recipe([*settings, f"output_dir={run}"], recipe) == 0
     assert [value is None for value in losses(run)] == [False, True, False]
-    assert (run / "log.txt").read_text().count("training goes on") == 1
+    assert (run / "log.txt").read_text().count("training continues") == 1
 
 
 METHODS = {
@@ -91,7 +91,7 @@ def test_gradients_of_a_method(
     differs = [any(not torch.equal(each[name], found[0][name]) for name in each) for each in found]
     assert differs == [False, False, True] and None not in losses(run)
     log = (run / "log.txt").read_text()
-    assert log.count("grad_norm is nan at step 2") == 1 and "training goes on" in log
+    assert log.count("grad_norm is nan at step 2") == 1 and "training continues" in log
     monkeypatch.setattr(distributed, "clip_grad_norm_", clip)
     again = tmp_path / "again"
     assert run_recipe([*common, f"resume={run}/checkpoints/step-00000002", f"output_dir={again}"], recipe) == 0
@@ -125,9 +125,9 @@ def test_one_process(recipe, common, run_recipe, tmp_path):
         assert run_recipe([*common, f"checkpointer.on_nan={way}", f"output_dir={run}"], recipe) == 0
         assert [value is None for value in losses(run)] == [False, False, False, True, False, False]
         log = (run / "log.txt").read_text()
-        weights_now = {"skip": "stay as they are", "rollback": "are those after step 2"}
-        assert "loss is nan at step 4, of a batch of the dataset rows" in log
-        assert f"The weights {weights_now[way]}; training goes on" in log
+        weights_now = {"skip": "are unchanged", "rollback": "are restored from step 2"}
+        assert "loss is nan at step 4, in a batch of dataset rows" in log
+        assert f"The weights {weights_now[way]}; training continues" in log
         again = tmp_path / "again"  # continued before the bad step
         settings = [*common, f"checkpointer.on_nan={way}", f"output_dir={again / way}"]
         before = run / "checkpoints" / "step-00000002"

@@ -123,7 +123,7 @@ def test_a_run_that_fails(inputs, run_recipe):
     inputs.make_overflow()
     assert run_recipe(inputs.settings(f"output_dir={inputs.folder / 'new'}", "max_grad_norm=null")) == 2
     run = records.read(inputs.folder / "new")
-    assert run.state == "failed" and " at step 1, of a batch" in run.facts["error"]
+    assert run.state == "failed" and " at step 1, in a batch" in run.facts["error"]
     assert "The run has failed: " in (inputs.folder / "new" / "report.html").read_text()
 
 

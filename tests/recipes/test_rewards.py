@@ -396,7 +396,7 @@ def test_several_labels_are_refused(labels, run_recipe, common, tmp_path, capsys
 def test_a_language_model_is_no_reward_model(checkpoint):
     with pytest.raises(TuneError, match="no head that scores"):
         prepare_scores(build(str(checkpoint)), Tokenizer(str(checkpoint)))
-    with pytest.raises(TuneError, match="it is no reward model"):
+    with pytest.raises(TuneError, match="not a reward model"):
         checkpointers.load_model(str(checkpoint), head="score")
 
 

@@ -182,12 +182,12 @@ def no_weights(inputs):
     (inputs.model / "model.safetensors").unlink()
 
 
-@wrong("pytorch_model.bin is damaged", "torch before 1.6", "weights_only=True")
+@wrong("pytorch_model.bin cannot be read", "torch before 1.6", "weights_only=True")
 def a_torch_file_that_is_none(inputs):
     (inputs.model / "model.safetensors").rename(inputs.model / "pytorch_model.bin")
 
 
-@wrong("model.safetensors.index.json names files that are not there", "model-00002-of-00002.safetensors", "Download")
+@wrong("model.safetensors.index.json names files that do not exist", "model-00002-of-00002.safetensors", "Download")
 def shard_missing(inputs):
     weights = {name: "model-00001-of-00002.safetensors" for name in load_file(inputs.model / "model.safetensors")}
     weights["model.norm.weight"] = "model-00002-of-00002.safetensors"
@@ -419,8 +419,8 @@ def resume_from_an_incomplete_checkpoint(inputs):
 @wrong(
     "resume",
     "step-00000002 is damaged",
-    "__0_0.distcp is cut short|__0_0.distcp is not as it was written",
-    "the checkpoint before it",
+    "__0_0.distcp is truncated|__0_0.distcp does not match its digest",
+    "Use an earlier checkpoint",
 )
 def resume_from_a_damaged_checkpoint(inputs):
     path = inputs.run / "checkpoints" / "step-00000002" / "__0_0.distcp"
@@ -443,30 +443,30 @@ def resume_with_another_batch_size(inputs):
     return ["global_batch_size=8"]
 
 
-@wrong("resume", "step-00000002 is of another model", "missing: blocks.3.", "Restore the settings")
+@wrong("resume", "step-00000002 has a different model", "missing: blocks.3.", "Restore the settings")
 def resume_with_more_layers(inputs):
     inputs.change_json("config.json", num_hidden_layers=4)
     return ["from_scratch=true"]
 
 
-@wrong("resume", "step-00000002 is of another model", "not known: blocks.2.", "Restore the settings")
+@wrong("resume", "step-00000002 has a different model", "not known: blocks.2.", "Restore the settings")
 def resume_with_fewer_layers(inputs):
     inputs.change_json("config.json", num_hidden_layers=2)
     return ["from_scratch=true"]
 
 
-@wrong("resume", "step-00000002 is of another model", "blocks.0.mlp.gate.weight has shape [128, 64], here [160, 64]")
+@wrong("resume", "step-00000002 has a different model", "blocks.0.mlp.gate.weight has shape [128, 64], here [160, 64]")
 def resume_with_a_wider_model(inputs):
     inputs.change_json("config.json", intermediate_size=160)
     return ["from_scratch=true"]
 
 
-@wrong("resume", "step-00000002 is of another optimizer", "has exp_avg, exp_avg_sq, step", "this one momentum_buffer")
+@wrong("resume", "step-00000002 has a different optimizer", "has exp_avg, exp_avg_sq, step", "this run momentum_buffer")
 def resume_with_another_optimizer(inputs):
     return ["optimizer._component_=torch.optim.SGD", "optimizer.momentum=0.9", "optimizer.fused=false"]
 
 
-@wrong("resume", "step-00000002 is of another optimizer", "this one no states", "another output_dir")
+@wrong("resume", "step-00000002 has a different optimizer", "this run no states", "another output_dir")
 def resume_with_an_optimizer_without_states(inputs):
     return ["optimizer._component_=torch.optim.SGD", "optimizer.fused=false"]
 
@@ -484,7 +484,7 @@ def resume_from_an_earlier_step_in_place(inputs):
 # The training
 
 
-@wrong("loss is nan at step 1", "nothing of this step is saved", "dataset rows")
+@wrong("loss is nan at step 1", "earlier checkpoints are intact", "dataset rows")
 def weights_that_are_not_finite(inputs):
     inputs.change_tensors(lambda tensors: tensors["model.norm.weight"].fill_(float("inf")))
     return [f"output_dir={inputs.folder / 'new'}"]

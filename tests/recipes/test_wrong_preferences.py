@@ -49,7 +49,7 @@ class Mean(Unrewarded):
 
 def test_a_loss_that_takes_the_mean_of_pairs(settings, run_recipe, capsys):
     assert run_recipe([*settings, "loss._component_=recipes.test_wrong_preferences.Mean"], preference_finetune) == 2
-    assert "it must return a loss for each pair, [pairs]" in capsys.readouterr().err
+    assert "it must return a loss per pair, [pairs]" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(*REFUSED_BY)
@@ -145,7 +145,7 @@ def test_a_reference_of_another_tokenizer_or_vocabulary(settings, checkpoint, ru
     assert f"reference: {other} has another tokenizer than {checkpoint}: 2 ids are not" in capsys.readouterr().err
     small = save_checkpoint(tmp_path / "small", vocab_size=260)
     assert run_recipe([*settings, f"reference={small}"], preference_finetune) == 2
-    assert "small has rows for 260 tokens, and the tokenizer has 300" in capsys.readouterr().err
+    assert "small has rows for 260 tokens, but the tokenizer has 300" in capsys.readouterr().err
 
 
 def test_labelled_answers_that_are_all_good_have_no_metrics_of_bad_ones(settings, write, run_recipe, tmp_path):

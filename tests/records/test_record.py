@@ -84,7 +84,7 @@ def test_metrics_with_other_keys_after_a_restart_and_damaged_lines(make_run):
     np.testing.assert_array_equal(run.columns["loss"], [2, 1, 7, math.nan, math.nan, math.inf])
     np.testing.assert_array_equal(run.columns["reward"], [math.nan] * 3 + [0.5] + [math.nan] * 2)
     assert run.last("reward") == 0.5 and math.isnan(run.last("missing")) and "name" not in run.columns
-    assert run.problems == ["3 lines of metrics.jsonl are left out: they are not the metrics of a step"]
+    assert run.problems == ["3 lines of metrics.jsonl are ignored: they are not the metrics of a step"]
 
 
 def test_the_end_of_long_metrics(make_run):

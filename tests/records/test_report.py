@@ -259,7 +259,7 @@ def test_only_a_report_is_replaced(make_run, tmp_path):
     write_report([folder], page)
     write_report([folder], page)
     page.write_text("my work")
-    with pytest.raises(TuneError, match=r"page\.html: there is such a file, and it is no report"):
+    with pytest.raises(TuneError, match=r"page\.html: this file exists and is not a report"):
         write_report([folder], page)
     assert page.read_text() == "my work"
     for out in (folder, tmp_path / "page.html" / "inside.html"):

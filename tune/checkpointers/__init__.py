@@ -1,4 +1,4 @@
-"""Weights in and out, and training states to continue from."""
+"""Load and export weights; save and restore training states."""
 
 from tune.checkpointers.best import Best, more_is_better
 from tune.checkpointers.checkpointer import OF_ITSELF, STORED, Checkpointer
@@ -48,7 +48,7 @@ from tune.checkpointers.writing import (
     write_tensors,
 )
 
-# Other names are for the packages of `tune` alone.
+# Other names are internal to `tune`.
 __all__ = [
     "Checkpointer",
     "Pretrained",

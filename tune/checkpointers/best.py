@@ -1,4 +1,4 @@
-"""The best value of a metric in a training."""
+"""Track the best value of a metric."""
 
 import math
 import re
@@ -8,7 +8,7 @@ from typing import Any
 from tune.errors import TuneError
 from tune.lookup import did_you_mean
 
-# Metrics of which less is better, by the parts of their names; docs/runs.md lists all metrics.
+# Patterns in the names of metrics for which lower is better; docs/runs.md lists all metrics.
 LESS = re.compile(
     r"loss|perplexity|bits_per_byte|(^|_)kl\b|rejected|seconds|memory|_share\b|dead_groups|all_wrong|without_room|grad_norm"
     r"|expert_load|slowest"
@@ -16,22 +16,22 @@ LESS = re.compile(
 
 
 def more_is_better(metric: str, higher_is_better: Mapping[str, bool | None]) -> bool:
-    """Whether the highest value of a metric is the best. For metrics of tasks, `higher_is_better` of `Tasks` says it;
-    others, and those of which their task does not say it, are known by their names."""
+    """Whether a higher value of a metric is better. `higher_is_better` of `Tasks` decides for metrics of tasks; without
+    an entry, the name of the metric decides."""
     told = higher_is_better.get(metric)
     if told is not None:
         return told
-    is_reward = re.match(r"(validation_)?reward(/|$)", metric) is not None  # whatever a user's function is called
+    is_reward = re.match(r"(validation_)?reward(/|$)", metric) is not None  # whatever its function is called
     return is_reward or not LESS.search(metric)
 
 
 class Best:
-    """The best value of a metric so far; `stale` counts the values since. `kept` are value and step of the best whose
-    checkpoint is written; `values` has those of all steps whose checkpoints may be there. `more_is_better` says of a
-    metric whether the highest or the lowest is best.
+    """The best value of a metric so far. `stale` counts the values since. `kept` is the value and step of the best
+    written checkpoint; `values` has all steps whose checkpoints may exist. `more_is_better` decides whether the
+    highest or lowest value is best.
 
     Raises:
-        TuneError: it is the metric of a task, and of none of these.
+        TuneError: the metric has the name of a task's metric, but no task measures it.
     """
 
     def __init__(self, metric: str | None, patience: int | None, higher_is_better: Mapping[str, bool | None]):
@@ -44,7 +44,7 @@ class Best:
             there = there or [*dict.fromkeys(f"{name.rpartition('/')[0]}/..." for name in higher_is_better)]
             hint = did_you_mean(wanted, higher_is_better)
             raise TuneError(
-                f"checkpointer.keep_best: no task measures {wanted}.{hint} There are {', '.join(sorted(there))}"
+                f"checkpointer.keep_best: no task measures {wanted}.{hint} Available: {', '.join(sorted(there))}"
             )
         self.sign = 1 if more_is_better(wanted, higher_is_better) else -1
         self.value, self.step, self.stale = -float("inf"), 0, 0
@@ -55,18 +55,18 @@ class Best:
         return f"{self.metric}, {self.value * self.sign:.4g} at step {self.step}"
 
     def is_in(self, metrics: Iterable[str]) -> bool:
-        """Whether it was measured. Raises TuneError if what would measure it did, and it is not there."""
+        """Whether the metric is in `metrics`. Raises TuneError if its validation or task ran without measuring it."""
         wanted = self.metric or ""
         prefix = "validation_" if wanted.startswith("validation_") else wanted.rpartition("/")[0] + "/"
         found = ", ".join(name for name in metrics if name.startswith(prefix))
         if wanted and found and wanted not in metrics:
             what = "a validation" if prefix == "validation_" else f"the task {prefix[:-1]}"
             hint = did_you_mean(wanted, metrics)
-            raise TuneError(f"checkpointer.keep_best: {what} does not measure {wanted}, but {found}.{hint}")
+            raise TuneError(f"checkpointer.keep_best: {what} does not measure {wanted}, only {found}.{hint}")
         return wanted in metrics
 
     def take(self, step: int, value: float) -> bool:
-        """Whether the metric of a step is the best so far. NaN is not."""
+        """Record the metric of a step, and return whether it is the best so far. NaN never is."""
         if not math.isnan(value):
             self.values[step] = value * self.sign
         if value * self.sign > self.value:
@@ -76,13 +76,13 @@ class Best:
         return self.stale == 0
 
     def forget(self, step: int) -> None:
-        """The checkpoint of a step could not be written: if it was the best, the one before it is again."""
+        """Forget a step whose checkpoint could not be written; if it was the best, restore the previous best."""
         self.values.pop(step, None)
         if self.step == step:
             self.value, self.step = self.kept
 
     def choose(self, there: Collection[int]) -> None:
-        """Forget the values of steps that are not `there`; the best of the others is the best."""
+        """Forget the values of steps that are not `there`, and choose the best of the rest."""
         self.values = {step: value for step, value in self.values.items() if step in there}
         if self.step not in there:
             self.step = min(self.values, key=lambda step: (-self.values[step], step), default=0)
@@ -100,7 +100,7 @@ class Best:
         return state | {"values": [list(each) for each in sorted(self.values.items())]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores nothing from the state of another metric."""
+        """Restore the state if it is of the same metric."""
         if self.metric and state.get("metric") == self.metric:
             self.value, self.step, self.stale = state["value"], state["step"], state["stale"]
             self.values = {self.step: self.value} | dict(state.get("values", ()))

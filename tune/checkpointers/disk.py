@@ -1,4 +1,4 @@
-"""Reading the tensors of a checkpoint folder, from safetensors or torch files; finding files that are damaged."""
+"""Read tensors of a checkpoint folder from safetensors or torch files, and detect damaged files."""
 
 import contextlib
 import hashlib
@@ -42,8 +42,8 @@ class DiskTensor:
         return {self.file}
 
     def read(self, where: tuple[slice, ...] = ()) -> Tensor:
-        """Read the slice `where`, and no more."""
-        # The file is opened for each tensor: as long as it is open, all of its pages that were read stay in memory.
+        """Read only the slice `where`."""
+        # The file is opened for each tensor: while it is open, all pages that were read stay in memory.
         if self.file.suffix == ".safetensors":
             with safe_open(self.file, framework="pt") as tensors:
                 return tensors.get_slice(self.name)[where or ...]
@@ -51,13 +51,13 @@ class DiskTensor:
 
 
 def disk_tensors(folder: Path) -> dict[str, DiskTensor]:
-    """Every tensor of a checkpoint by name, as it is stored (see `plain_tensors`); only headers are read.
+    """Return every tensor of a checkpoint by name, as it is stored (see `plain_tensors`). Reads only headers.
 
-    The set of files is the one that transformers reads: model.safetensors, else its index, else pytorch_model.bin, else
-    its index. Files that transformers does not read come last: shards without an index, other `*.safetensors`.
+    Chooses files like transformers: model.safetensors, else its index, else pytorch_model.bin, else its index. Files
+    that transformers does not read come last: shards without an index, other `*.safetensors`.
 
     Raises:
-        TuneError: no weights, or files that are missing, damaged, or not as the index says.
+        TuneError: no weights, or files are missing, damaged, or do not match the index.
     """
     for whole in WHOLE:
         if (folder / whole).exists():
@@ -74,14 +74,15 @@ def disk_tensors(folder: Path) -> dict[str, DiskTensor]:
 
 
 def unread_weights(folder: Path, tensors: Mapping[str, DiskTensor]) -> list[str]:
-    """The names of files of weights in `folder` that hold none of `tensors`: those of another set."""
+    """Return the names of weight files in `folder` that hold none of `tensors`: they belong to another set."""
     read = {file.name for tensor in tensors.values() for file in tensor.files}
     files = {file.name for pattern in ("*.safetensors", "pytorch_model*.bin") for file in folder.glob(pattern)}
     return sorted(name for name in files - read if not name.startswith("adapter_"))
 
 
 def shape_differences(found: Mapping[str, list[int]], wanted: Mapping[str, list[int]], source: str) -> str:
-    """A line for each tensor that is missing, not known or of another shape, twelve at most; `source` says "wanted"."""
+    """Return a line per tensor that is missing, unknown or of another shape, at most 12. `source` introduces the
+    wanted shape."""
     lines = [f"missing: {name} {shape}" for name, shape in wanted.items() if name not in found]
     lines += [f"not known: {name} {shape}" for name, shape in found.items() if name not in wanted]
     lines += [
@@ -93,18 +94,18 @@ def shape_differences(found: Mapping[str, list[int]], wanted: Mapping[str, list[
 
 
 def require_floats(tensors: Iterable[DiskTensor], setting: str) -> None:
-    """Raises TuneError, which blames `setting`, if one of the `tensors`, which are weights, is of integers."""
+    """Raise TuneError, naming `setting`, if one of the weights `tensors` has an integer dtype."""
     if found := [tensor for tensor in tensors if not tensor.dtype.is_floating_point]:
         kind = str(found[0].dtype).removeprefix("torch.")
         raise TuneError(
-            f"{setting}: {found[0].name} in {found[0].file} is of the type {kind} (of {len(found)} such tensors), and "
-            "weights are floating-point numbers. Quantized weights cannot be trained without their scales: take the "
+            f"{setting}: {found[0].name} in {found[0].file} has dtype {kind} (one of {len(found)} such tensors), but "
+            "weights must be floating-point. Quantized weights cannot be trained without their scales: use the "
             "original checkpoint, or save it with transformers in bf16"
         )
 
 
 def sampled_digest(names: Iterable[str], files: Iterable[Path]) -> str:
-    """A digest of `names`, and of the files' sizes and samples of their bytes."""
+    """Return a digest of `names`, of the files' sizes, and of samples of their bytes."""
     digest = hashlib.sha256("".join(names).encode())
     for file in sorted(files):
         size = file.stat().st_size
@@ -117,8 +118,8 @@ def sampled_digest(names: Iterable[str], files: Iterable[Path]) -> str:
 
 
 def model_digest(folder: Path, files: Iterable[Path]) -> str:
-    """What the model of a folder is: a digest of its config.json, but for what only says who wrote it, and of all bytes
-    of the `files` of its weights."""
+    """Return a digest of the model in a folder: of config.json, except fields about its writer, and of all bytes of the
+    weight `files`."""
     config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
     about = {name: value for name, value in config.items() if name not in ABOUT_THE_WRITER}
     contents = [about, *sorted((file.name, content_digest(file)) for file in files)]
@@ -126,48 +127,48 @@ def model_digest(folder: Path, files: Iterable[Path]) -> str:
 
 
 def digest_of(file: Path) -> str:
-    """A digest of all bytes of a file."""
+    """Return a digest of all bytes of a file."""
     with file.open("rb") as content:
         return f"xxh3:{hashlib.file_digest(content, xxhash.xxh3_128).hexdigest()}"
 
 
 def gather_digests(folder: Path, group: dist.ProcessGroup) -> dict[str, str]:
-    """The `digest_of` each file of a checkpoint that its processes have written. Each reads its own files, which its
-    machine still has in memory. Raises OSError, on all of them, if one cannot."""
+    """Return the `digest_of` each file of a checkpoint that the processes wrote. Each process reads its own files,
+    which are still in its machine's page cache. Raises OSError on all processes if one fails."""
     mine: dict[str, str] | None = None
     found: list[Any] = [None] * dist.get_world_size(group)
     with contextlib.suppress(OSError):
         mine = {file.name: digest_of(file) for file in folder.glob(f"__{dist.get_rank(group)}_*")}
     dist.all_gather_object(found, mine, group)
     if None in found:
-        raise OSError(f"process {found.index(None)} cannot read what it has written")
+        raise OSError(f"process {found.index(None)} cannot read the files that it wrote")
     return {**ChainMap(*found)}
 
 
 def write_digests(folder: Path, digests: Mapping[str, str], *others: str) -> None:
-    """Keep the `digest_of` files of `folder`; those of `others` are made here."""
+    """Write the digests of files of `folder`; digests of `others` are computed here."""
     digests = {**digests} | {name: digest_of(folder / name) for name in others}
     with written_aside(folder / DIGESTS) as unfinished:
         unfinished.write_text(json.dumps(digests, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def replace_json(file: Path, value: Any) -> None:
-    """Replace a file that has a digest. Those of all its contents are kept, the newest last: whatever ends this, and of
-    whichever time a copy of the file is, nothing looks damaged."""
+    """Replace a file that has a digest. The digests of its earlier contents are kept, newest last. So neither an
+    interruption nor an older copy of the file looks like damage."""
     digests = (
         json.loads((file.parent / DIGESTS).read_text(encoding="utf-8")) if (file.parent / DIGESTS).exists() else {}
     )
     with written_aside(file) as unfinished:
         unfinished.write_text(json.dumps(value), encoding="utf-8")
-        if digests:  # not of an early version
+        if digests:  # early versions wrote none
             before = digests[file.name] if digests[file.name].startswith("xxh3:") else digest_of(file)
             digests[file.name] = f"{before} {digest_of(unfinished)}"
             write_digests(file.parent, digests)
 
 
 def found_damage(folder: Path, share: int = 0, shares: int = 1) -> str:
-    """What is not as it was written, or nothing: of each file all bytes are read. With several `shares`, of every so
-    many files one. Checkpoints of earlier versions have no digests, or those of samples of the bytes."""
+    """Return a description of the first damaged file, or "". Reads all bytes of each file; with several `shares`, only
+    every `shares`-th file. Checkpoints of earlier versions have no digests, or digests of samples."""
     if not (folder / DIGESTS).exists():
         return ""
     try:
@@ -183,7 +184,7 @@ def found_damage(folder: Path, share: int = 0, shares: int = 1) -> str:
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
         if found not in digest.split():
-            return f"{name} is not as it was written"
+            return f"{name} does not match its digest"
     return ""
 
 
@@ -194,19 +195,21 @@ def has_weights(folder: Path) -> bool:
 def _indexed(index: Path) -> dict[str, DiskTensor]:
     folder, weight_map = index.parent, read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise TuneError(f"{index} is not a valid index of tensors: it has no weight_map from names to files")
+        raise TuneError(f"{index} is not a valid index of tensors: it lacks a weight_map from names to files")
     names = sorted(set(weight_map.values()))
     if outside := [file for file in names if Path(file).name != file]:
-        raise TuneError(f"{index} names files of other folders: {', '.join(outside)}. Shards lie beside their index")
+        raise TuneError(
+            f"{index} names files in other folders: {', '.join(outside)}. Shards must be in the folder of their index"
+        )
     if missing := [file for file in names if not (folder / file).is_file()]:
-        raise TuneError(f"{index} names files that are not there: {', '.join(missing)}. Download them")
+        raise TuneError(f"{index} names files that do not exist: {', '.join(missing)}. Download them")
     found = _disjoint([folder / file for file in names])
     places = {name: tensor.file.name for name, tensor in found.items()}
     if wrong := sorted({name for name, _ in places.items() ^ weight_map.items()}):
         listing = "\n  ".join(f"{name}: {places.get(name)}, {weight_map.get(name)}" for name in wrong[:12])
         raise TuneError(
-            f"{index} and its files are of different checkpoints. The file that has a tensor, and what the "
-            f"index says:\n  {listing}\nDownload them again, or remove the index to load all tensors in the files"
+            f"{index} and its files are of different checkpoints. Tensor: its file, and the file in the index:\n"
+            f"  {listing}\nDownload them again, or remove the index to load all tensors in the files"
         )
     return found
 
@@ -216,13 +219,13 @@ def _disjoint(files: list[Path]) -> dict[str, DiskTensor]:
     for file in files:
         for tensor in headers(file):
             if tensor.name in tensors:
-                raise TuneError(f"{tensor.name} is in {file} and {tensors[tensor.name].file}: remove one")
+                raise TuneError(f"{tensor.name} is in both {file} and {tensors[tensor.name].file}: remove one file")
             tensors[tensor.name] = tensor
     return tensors
 
 
 def _require_all_shards(files: list[Path]) -> None:
-    """Shards are named ...-00001-of-00003."""
+    """Raise TuneError if shards named like ...-00001-of-00003 are missing."""
     for file in files:
         if match := re.fullmatch(r"(.*-)\d+(-of-(\d+)\.\w+)", file.name):
             start, end, count = match.groups()
@@ -232,11 +235,11 @@ def _require_all_shards(files: list[Path]) -> None:
 
 
 def headers(file: Path) -> Iterator[DiskTensor]:
-    """The tensors of one file. Raises TuneError if it is damaged, or the pointer of git-lfs in its place."""
+    """Yield the tensors of one file. Raises TuneError if it is damaged or a git-lfs pointer."""
     with file.open("rb") as content:
         if content.read(len(POINTER)) == POINTER:
             raise TuneError(
-                f"{file} is a pointer of git-lfs, and not the file itself. Fetch that: git -C {file.parent} lfs pull"
+                f"{file} is a git-lfs pointer, not the file itself. Fetch the file: git -C {file.parent} lfs pull"
             )
     if file.suffix != ".safetensors":
         for name, tensor in load_torch_file(file).items():
@@ -252,18 +255,18 @@ def headers(file: Path) -> Iterator[DiskTensor]:
 
 
 def load_torch_file(file: Path) -> dict[str, Tensor]:
-    """The tensors of a torch file by name, memory-mapped: only what is used is read."""
+    """Return the tensors of a torch file by name, memory-mapped: only the used parts are read."""
     try:
         content: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         raise TuneError(
-            f"{file} holds more than tensors, and opening it could run code of whoever made it: it is not "
-            "read. Take the checkpoint's safetensors, or, if you trust its maker, load it and save its state dict alone"
+            f"{file} was not opened: it holds more than tensors, and opening it could run code of its author. "
+            "Use the checkpoint's safetensors, or, if you trust the author, load it and save only its state dict"
         ) from error
     except (RuntimeError, OSError, EOFError, ValueError) as error:
         raise TuneError(
-            f"{file} is damaged ({error}): download it again. Or it is in the format of torch before 1.6: "
-            f"convert it by torch.save(torch.load('{file.name}', weights_only=True), '{file.name}')"
+            f"{file} cannot be read ({error}). If it is damaged, download it again. If it has the format of torch "
+            f"before 1.6, convert it: torch.save(torch.load('{file.name}', weights_only=True), '{file.name}')"
         ) from error
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
         kinds = {key: type(value).__name__ for key, value in content.items()} if isinstance(content, dict) else content

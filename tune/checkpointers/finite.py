@@ -1,11 +1,11 @@
-"""Losses and gradients that are not finite: the weights must not change by them."""
+"""Detect losses and gradients that are not finite, before they change the weights."""
 
 import math
 
 from tune.errors import TuneError
 
-STOPPED = "stopped, nothing of this step is saved, checkpoints are intact"
-CAUSES = "Usual causes: a learning rate too high, damaged weights, dtype=bf16 or fp16 with a model that overflows in it"
+STOPPED = "training stopped; this step is not saved, earlier checkpoints are intact"
+CAUSES = "Usual causes: learning rate too high, damaged weights, or a model that overflows in dtype=bf16 or fp16"
 
 
 def require_finite(step: int, rows: list[int], **values: float) -> None:
@@ -16,17 +16,17 @@ def require_finite(step: int, rows: list[int], **values: float) -> None:
     """
     if found := not_finite(step, rows, values):
         raise TuneError(
-            f"{found}: {STOPPED}. {CAUSES}. checkpointer.on_nan=skip or rollback goes on without such batches"
+            f"{found}: {STOPPED}. {CAUSES}. To continue without such batches, set checkpointer.on_nan=skip or rollback"
         )
 
 
 def not_finite(step: int, rows: list[int], values: dict[str, float]) -> str:
-    """Which value is NaN or infinite, with its step and the dataset rows of its batch; "" if none is."""
+    """Describe the first value that is NaN or infinite, with its step and dataset rows; "" if all are finite."""
     listing = ", ".join(map(str, rows[:16])) + (", ..." if len(rows) > 16 else "")
     bad = [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
-    return f"{bad[0]} at step {step}, of a batch of the dataset rows {listing}" if bad else ""
+    return f"{bad[0]} at step {step}, in a batch of dataset rows {listing}" if bad else ""
 
 
 def overflows(values: dict[str, float]) -> bool:
-    """Whether all but the norm of the gradients is finite: forward was in range, and backward was not."""
+    """Whether only the gradient norm is not finite: forward was in range but backward was not."""
     return [name for name, value in values.items() if not math.isfinite(value)] == ["grad_norm"]

@@ -1,9 +1,8 @@
-"""Quantized checkpoints as they are published, read as the plain checkpoints that they stand for.
+"""Read published quantized checkpoints as plain checkpoints.
 
-A weight is `(codes - zeros) * scales`. `plain_tensors` finds these tensors by their names, and gives in their place a
-`PackedTensor`, which has the name and the shape of the weight and dequantizes the slice that is read of it. What loads,
-shards, quantizes or exports weights knows nothing of it. `METHODS` says how each
-`quant_method` stores a weight.
+A weight is `(codes - zeros) * scales`. `plain_tensors` finds these tensors by name and replaces them by a
+`PackedTensor`, which has the name and shape of the weight and dequantizes the slices that are read. Code that loads,
+shards, quantizes or exports weights needs no changes. `METHODS` defines how each `quant_method` stores a weight.
 """
 
 import math
@@ -25,19 +24,19 @@ from tune.models import read_json
 from tune.quantization import FP4
 
 FIELD = "quantization_config"
-AT_A_TIME = 2**23  # weights that are dequantized: intermediate results take ten times the bytes of a weight
+AT_A_TIME = 2**23  # weights dequantized at a time: intermediate results need ten times the bytes of a weight
 MALFORMED = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-# Of the formats of compressed-tensors, whether several codes are in a word.
+# Formats of compressed-tensors -> whether a word holds several codes.
 WORDS = {
     "pack-quantized": True, "nvfp4-pack-quantized": True, "mxfp4-pack-quantized": True,
     "int-quantized": False, "float-quantized": False, "naive-quantized": False, "mxfp8-quantized": False,
 }  # fmt: skip
-EXCLUDED = ("modules_to_not_convert", "ignored_layers", "ignore")  # names of the setting of modules that are not
-# What quantizes activations and caches when a model runs, which training does not.
+EXCLUDED = ("modules_to_not_convert", "ignored_layers", "ignore")  # settings that list modules that are not quantized
+# Scales of activations and caches, which training does not use.
 OF_ACTIVATIONS = re.compile(r"(^|[._])(input|output|activation|[qkv])_(global_)?(scale|zero_point)(_ub)?$")
-# The numbers that a byte stands for: two of 4 bits, `[256, 2]`, the first in its low bits, integers or E2M1; a power
-# of two, by its exponent (OCP Microscaling, 2023).
+# The numbers in a byte: two 4-bit numbers `[256, 2]`, low bits first, as integers or E2M1; or a power of two given by
+# its exponent (OCP Microscaling, 2023).
 NIBBLES = torch.tensor([[byte & 15, byte >> 4] for byte in range(256)], dtype=torch.int8, device="cpu")
 PAIRS = torch.cat([FP4, -FP4])[NIBBLES.long()]
 POWERS = torch.tensor([2.0 ** (byte - 127) for byte in range(256)], device="cpu")
@@ -49,10 +48,10 @@ def _as_stored(elements: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Grid:
-    """Numbers for a weight `[..., rows, columns]`: one for each block of `block` rows and columns.
+    """Numbers for a weight `[..., rows, columns]`: one per block of `block` rows and columns.
 
-    An element of `tensor` holds `per` of them, which are neighbors along the dimension `packed` of the weight; `decode`
-    makes `[..., n * per]` numbers of `[..., n]` elements. With `transposed`, columns come before rows on disk.
+    An element of `tensor` holds `per` numbers that are neighbors along the weight's dimension `packed`; `decode` turns
+    `[..., n]` elements into `[..., n * per]` numbers. With `transposed`, columns come before rows on disk.
     """
 
     tensor: DiskTensor
@@ -63,17 +62,17 @@ class Grid:
     transposed: bool = False
 
     def stored(self, spans: Sequence[slice]) -> list[slice]:
-        """Where on disk the blocks of `spans`, of rows and of columns, are."""
+        """Return the slices on disk of the blocks `spans` (rows, columns)."""
         stored = [*spans]
         stored[self.packed] = slice(spans[self.packed].start // self.per, -(-spans[self.packed].stop // self.per))
         return stored[::-1] if self.transposed else stored
 
     def blocks(self, where: Sequence[slice]) -> list[slice]:
-        """The blocks that have the rows and columns `where`."""
+        """Return the blocks that contain the rows and columns `where`."""
         return [slice(part.start // size, -(-part.stop // size)) for part, size in zip(where, self.block, strict=True)]
 
     def read(self, where: Sequence[slice]) -> Tensor:
-        """The number of each weight in `where`; a dimension that has one number for all of its weights has size 1."""
+        """Read the number of each weight in `where`; a dimension with a single number for all weights has size 1."""
         if math.prod(self.tensor.shape) == 1:
             return self.decode(self.tensor.read()).view(1, 1)
         *lead, rows, columns = where
@@ -83,7 +82,7 @@ class Grid:
         numbers = self.decode(elements if is_last else elements.mT)
         numbers = numbers[..., spans[self.packed].start % self.per :][..., : _length(spans[self.packed])]
         numbers = numbers if is_last else numbers.mT
-        dimensions = (-1, -2) if self.transposed else (-2, -1)  # as on disk, in which order all grids of a weight are
+        dimensions = (-1, -2) if self.transposed else (-2, -1)  # the order on disk, which all grids of a weight share
         for dimension, part, size, span in zip(dimensions, (rows, columns), self.block, spans, strict=True):
             if size > 1 and _length(span) > 1:
                 numbers = numbers.repeat_interleave(size, dimension)
@@ -91,20 +90,20 @@ class Grid:
         return numbers.mT if self.transposed else numbers
 
     def require_shape(self, weight: str, shape: Sequence[int]) -> None:
-        """Raises TuneError if the grid is none of a weight of this `shape`."""
+        """Raise TuneError if the grid does not match a weight of this `shape`."""
         *lead, rows, columns = shape
         needed = [*lead, *(part.stop for part in self.stored(self.blocks((slice(0, rows), slice(0, columns)))))]
         found = self.tensor.shape
         if math.prod(found) != 1 and found[: len(needed)] != needed:
             raise TuneError(
-                f"{self.tensor.file}: {self.tensor.name} has shape {found}, and {weight} {[*shape]} needs {needed}: "
-                f"{FIELD} in config.json says other blocks, or the file is damaged. Download both again"
+                f"{self.tensor.file}: {self.tensor.name} has shape {found}, but {weight} {[*shape]} needs {needed}: "
+                f"{FIELD} in config.json has other blocks, or the file is damaged. Download both again"
             )
 
 
 @dataclass(frozen=True)
 class PackedTensor(DiskTensor):
-    """A weight that is quantized on disk. `dtype` is the one that it is read in; `parts` are all of its tensors."""
+    """A weight that is quantized on disk. It is read in `dtype`; `parts` are all of its tensors."""
 
     codes: Grid
     scales: Grid
@@ -116,7 +115,7 @@ class PackedTensor(DiskTensor):
         return {part.file for part in self.parts}
 
     def read(self, where: tuple[slice, ...] = ()) -> Tensor:
-        """Dequantize the slice `where`, and read no more. In memory are the slice and `AT_A_TIME` codes."""
+        """Read and dequantize only the slice `where`. Memory holds the slice and `AT_A_TIME` codes."""
         whole = (slice(None),) * (len(self.shape) - len(where))
         parts = [slice(*part.indices(size)[:2]) for part, size in zip((*where, *whole), self.shape, strict=True)]
         sizes = [_length(part) for part in parts]
@@ -139,34 +138,34 @@ Grids = tuple[list[int], Grid, Grid, Grid | None]  # the shape of a weight; code
 
 @dataclass(frozen=True)
 class Method:
-    """How a `quant_method` stores a weight: `suffixes` are what stands after its name in the names of its parts, and
-    `read` makes its grids of the parts, by these suffixes, and of the method's settings for its module."""
+    """How a `quant_method` stores a weight. The names of a weight's parts are its name plus a suffix. `read` builds the
+    grids from the parts by suffix and the method's settings."""
 
     codes: tuple[str, ...]
     scales: tuple[str, ...]
     read: Callable[[str, Parts, dict[str, Any]], Grids]
     others: tuple[str, ...] = ()
-    weight: str = ""  # what is missing of its name
-    excluded: str = "modules_to_not_convert"  # the setting that names modules which are not quantized
+    weight: str = ""  # appended to the stem to get the weight's name
+    excluded: str = "modules_to_not_convert"  # the setting that lists modules that are not quantized
 
     def parts(self, stem: str, tensors: Parts) -> Parts:
-        """The tensors of one weight, by their suffixes."""
+        """Return the tensors of one weight by suffix."""
         suffixes = (*self.codes, *self.scales, *self.others)
         return {suffix: tensors[stem + suffix] for suffix in suffixes if stem + suffix in tensors}
 
 
 def plain_tensors(folder: Path) -> dict[str, DiskTensor]:
-    """As `disk_tensors`, with a `PackedTensor` for each weight that is quantized.
+    """Like `disk_tensors`, with a `PackedTensor` for each quantized weight.
 
     Raises:
-        TuneError: as there; the weights are quantized in a way that is not read.
+        TuneError: as `disk_tensors`; or the quantization is not supported.
     """
     settings, tensors = quantization(folder), disk_tensors(folder)
     if not settings:
         if coded := next((each for each in tensors.values() if _is_float8(each)), None):
             raise TuneError(
-                f"{coded.file}: {coded.name} is quantized ({coded.dtype}), and config.json has no {FIELD}: its scales "
-                "are not known. Download config.json again"
+                f"{coded.file}: {coded.name} is quantized ({coded.dtype}), but config.json has no {FIELD}, so its "
+                "scales are unknown. Download config.json again"
             )
         return tensors
     method, dtype = METHODS[settings["quant_method"]], plain_dtype(read_json(folder / "config.json"))
@@ -178,7 +177,7 @@ def plain_tensors(folder: Path) -> dict[str, DiskTensor]:
         if not parts.keys() & {*method.codes}:
             continue
         weight = stem + method.weight
-        with explained(f"{folder / 'config.json'}: {FIELD} is not understood", *MALFORMED):
+        with explained(f"{folder / 'config.json'}: cannot interpret {FIELD}", *MALFORMED):
             shape, codes, scales, zeros = method.read(weight, parts, settings)
             for grid in filter(None, (codes, scales, zeros)):
                 grid.require_shape(weight, shape)
@@ -191,16 +190,16 @@ def plain_tensors(folder: Path) -> dict[str, DiskTensor]:
     unused = [name for name in tensors if name not in owners and OF_ACTIVATIONS.search(name)]
     if unused:
         warnings.warn(
-            f"{folder}: the scales of activations, such as {unused[0]} ({len(unused)} tensors), are not used: "
-            "activations are not quantized in training",
-            stacklevel=1,  # one place, so that it is said once
+            f"{folder}: ignoring {len(unused)} scales of activations, such as {unused[0]}: training does not quantize "
+            "activations",
+            stacklevel=1,  # one place, so that it is printed once
         )
     known = {*owners, *unused}
     left = {name: tensor for name, tensor in tensors.items() if name not in known}
     for tensor in left.values():
         if _is_float8(tensor) or tensor.name.endswith(tuple(filter(None, method.codes))):
             raise TuneError(
-                f"{tensor.file}: {tensor.name} is quantized ({tensor.dtype}) and has no scales. Download all files of "
+                f"{tensor.file}: {tensor.name} is quantized ({tensor.dtype}) but has no scales. Download all files of "
                 "the checkpoint again"
             )
     return packed | left
@@ -211,29 +210,30 @@ def _is_float8(tensor: DiskTensor) -> bool:
 
 
 def quantization(folder: Path) -> dict[str, Any]:
-    """`quantization_config` of a checkpoint, empty if it is not quantized. Raises TuneError if it is not read."""
+    """Return `quantization_config` of a checkpoint; empty if it is not quantized. Raises TuneError if the method is not
+    supported."""
     file = folder / "config.json"
     fields = read_json(file) if file.exists() else {}
     settings = fields.get(FIELD) or (fields.get("text_config") or {}).get(FIELD) or {}
     if not isinstance(settings, dict):
-        raise TuneError(f"{file}: {FIELD} must hold a mapping; found {settings!r}. Download the file again")
+        raise TuneError(f"{file}: {FIELD} must be a mapping; found {settings!r}. Download the file again")
     method = settings.get("quant_method")
     if settings and method not in [*METHODS]:
-        raise refused(file, f"by {method or 'a method that is not named'}")
+        raise refused(file, f"by {method or 'an unnamed method'}")
     return dict(settings)
 
 
 def refused(where: Path | str, how: str) -> TuneError:
-    """The error for weights that are quantized in a way that is not read."""
+    """Return the error for weights with an unsupported quantization."""
     return TuneError(
-        f"{where}: the weights are quantised {how}, which is not read; these are: {', '.join(METHODS)}. Take the "
-        "checkpoint in bf16, fp16 or fp32, or make it with transformers: from_pretrained with the quantisation config "
-        "of this kind and dequantize=True (or model.dequantize()), then save_pretrained"
+        f"{where}: the weights are quantized {how}, which is not supported. Supported: {', '.join(METHODS)}. Use the "
+        "checkpoint in bf16, fp16 or fp32, or create it with transformers: from_pretrained with the quantization "
+        "config of this kind and dequantize=True (or model.dequantize()), then save_pretrained"
     )
 
 
 def plain_dtype(fields: Mapping[str, Any]) -> torch.dtype:
-    """The type of dequantized weights of a model with this config.json: the one it names, or bf16."""
+    """Return the dtype of dequantized weights: the one that config.json names, or bf16."""
     for section in (fields, fields.get("text_config") or {}):
         named = section.get("dtype") or section.get("torch_dtype")
         if (dtype := getattr(torch, str(named).removeprefix("torch."), None)) in FLOATS:
@@ -242,7 +242,7 @@ def plain_dtype(fields: Mapping[str, Any]) -> torch.dtype:
 
 
 def plain_config(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json of the plain checkpoint."""
+    """Return the config.json of the plain checkpoint."""
     plain = {name: value for name, value in fields.items() if name != FIELD}
     if isinstance(text := plain.get("text_config"), dict):
         plain["text_config"] = {name: value for name, value in text.items() if name != FIELD}
@@ -252,9 +252,9 @@ def plain_config(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stays_packed(tensors: Mapping[str, DiskTensor], changed: Collection[str]) -> tuple[set[str], set[str]]:
-    """Which of the quantized weights among `tensors` stay so if those that are `changed` are written plain, and which
-    do not. Libraries compute with a part of a block (attention, an MLP, all experts) at once, so that a part is plain
-    if one of its quantized weights has changed."""
+    """Split the quantized weights among `tensors` into those that stay quantized and those to write plain, if training
+    `changed` some. Libraries fuse the weights of a part of a block (attention, an MLP, all experts), so a whole part
+    is plain if one of its quantized weights has changed."""
     packed = {name for name, tensor in tensors.items() if isinstance(tensor, PackedTensor)}
     parts = {_part(name) for name in packed.intersection(changed)}
     plain = {name for name in packed if _part(name) in parts}
@@ -262,8 +262,8 @@ def stays_packed(tensors: Mapping[str, DiskTensor], changed: Collection[str]) ->
 
 
 def stored_as_packed(folder: Path, tensors: Mapping[str, DiskTensor], plain: Collection[str]) -> dict[str, DiskTensor]:
-    """What is on disk of the quantized weights among `tensors`, those of `folder`, and of their activations, but for
-    the weights that become `plain`."""
+    """Return the tensors on disk in `folder` of quantized weights among `tensors` and of their activations, except for
+    weights that become `plain`."""
     codes = {part.name for tensor in tensors.values() if isinstance(tensor, PackedTensor) for part in tensor.parts}
     parts = {_part(name) for name in plain}
     return {
@@ -274,24 +274,24 @@ def stored_as_packed(folder: Path, tensors: Mapping[str, DiskTensor], plain: Col
 
 
 def packed_config(fields: Mapping[str, Any], plain: Collection[str]) -> dict[str, Any]:
-    """config.json for a checkpoint with these `fields` whose weights `plain` are not quantized any more."""
+    """Return config.json with these `fields` for a checkpoint whose weights `plain` are no longer quantized."""
     if FIELD not in fields:
         return {**fields, "text_config": packed_config(fields["text_config"], plain)}
     settings = fields[FIELD]
     key = next((each for each in EXCLUDED if settings.get(each)), METHODS[settings["quant_method"]].excluded)
     modules = {name.removesuffix(".weight") for name in plain}
-    modules |= {_part(name) for name in plain if ".experts." in name}  # one module for all, in transformers
+    modules |= {_part(name) for name in plain if ".experts." in name}  # transformers has one module for all experts
     return {**fields, FIELD: settings | {key: [*(settings.get(key) or ()), *sorted(modules)]}}
 
 
 def _part(name: str) -> str:
-    """The part of a block that has the tensor `name`."""
+    """Return the name of the part of a block that contains the tensor `name`."""
     before, experts, _ = name.partition(".experts.")
     return f"{before}.experts" if experts else name.rpartition(".")[0].rpartition(".")[0]
 
 
 def _fp8(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:
-    """FP8 with scales in fp32, for blocks of 128 by 128 (DeepSeek-V3), for rows, or one for all."""
+    """FP8 with fp32 scales: per block of 128 by 128 (DeepSeek-V3), per row, or one for all weights."""
     codes, scales = parts[""], next(parts[suffix] for suffix in METHODS["fp8"].scales if suffix in parts)
     if codes.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
         raise refused(codes.file, f"as {codes.dtype} in {weight}")
@@ -314,7 +314,7 @@ def _mxfp4(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:
 
 
 def _modelopt(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:
-    """FP8 with one scale, and NVFP4, of NVIDIA's Model Optimizer."""
+    """NVIDIA Model Optimizer: FP8 with one scale, and NVFP4."""
     codes, scales, factor = parts[""], parts["_scale"], parts.get("_scale_2")
     if factor is None:
         return _fp8(weight, parts, {})
@@ -326,7 +326,7 @@ def _modelopt(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:
 
 
 def _compressed(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:
-    """The formats of the library compressed-tensors, which multiplies in the type of the scales."""
+    """Formats of the library compressed-tensors, which multiplies in the dtype of the scales."""
     group = _group(weight, settings)
     how, form = group["weights"], group.get("format") or settings["format"]
     codes, scales = parts.get("_packed") or parts[""], parts["_scale"]
@@ -339,7 +339,7 @@ def _compressed(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:
         per, decode = 1, _as_stored
     *lead, rows, columns = codes.shape
     columns *= per
-    if "_shape" in parts:  # the last word may be filled up
+    if "_shape" in parts:  # the last word may be padded
         columns = scales.shape[-1] * size if size > 0 else _columns(parts["_shape"])
     strategies = {
         "tensor": (rows, columns), "channel": (1, columns), "group": (1, size), "tensor_group": (1, size),
@@ -357,8 +357,8 @@ def _compressed(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:
 
 
 def _group(weight: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """The group of `config_groups` that has the module of `weight`: by a name or a pattern in its targets, or else by
-    the kind of module."""
+    """Return the group of `config_groups` for the module of `weight`: by a name or pattern in its targets, else by the
+    kind of module."""
     module, groups = weight.rpartition(".")[0], [*settings["config_groups"].values()]
     named = [
         group
@@ -371,7 +371,7 @@ def _group(weight: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _awq(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:
-    """4-bit AWQ: `[in, out / 8]`, in an order of their own within a word; scales and zeros for groups of inputs."""
+    """4-bit AWQ: `[in, out / 8]`, in AWQ's order within a word; scales and zeros per group of inputs."""
     codes, scales, zeros = parts[".qweight"], parts[".scales"], parts.get(".qzeros")
     if settings.get("bits", 4) != 4 or settings.get("version", "gemm").lower() != "gemm" or zeros is None:
         raise refused(codes.file, _how(f"AWQ, {settings.get('version')}", settings.get("bits"), zeros, weight))
@@ -388,7 +388,7 @@ def _awq(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:
 
 
 def _gptq(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:
-    """GPTQ: `[in * bits / 32, out]`, scales and zeros for groups of neighboring inputs."""
+    """GPTQ: `[in * bits / 32, out]`; scales and zeros per group of neighboring inputs."""
     codes, scales, zeros = parts[".qweight"], parts[".scales"], parts.get(".qzeros")
     bits, size, ordered = settings.get("bits"), settings["group_size"], settings.get("desc_act")
     if bits not in (4, 8) or ordered or zeros is None:
@@ -396,7 +396,7 @@ def _gptq(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:
     per, decode = 32 // bits, _integers(bits)
     inputs, outputs = codes.shape[0] * per, codes.shape[1]
     block = (1, size if size > 0 else inputs)
-    # Zeros are stored less one, but in version 2.
+    # Except in version 2, zeros are stored minus one.
     one = 0 if settings.get("checkpoint_format") == "gptq_v2" else sum(1 << shift for shift in range(0, 32, bits))
     return (
         [outputs, inputs],
@@ -411,7 +411,7 @@ def _how(method: str, bits: int | None, zeros: DiskTensor | None, weight: str) -
 
 
 def _columns(shape: DiskTensor) -> int:
-    with safe_open(shape.file, framework="numpy") as tensors:  # which no mode of torch makes a fake of
+    with safe_open(shape.file, framework="numpy") as tensors:  # numpy: FakeTensorMode would fake torch tensors
         return int(tensors.get_tensor(shape.name)[-1])
 
 
@@ -420,7 +420,7 @@ def _length(part: slice) -> int:
 
 
 def _factors(scales: Tensor) -> Tensor:
-    """Scales in fp32."""
+    """Decode scales to fp32."""
     return POWERS[scales.int()] if scales.dtype == torch.uint8 else scales.float()
 
 
@@ -429,7 +429,7 @@ def _fp4(pairs: Tensor) -> Tensor:
 
 
 def _integers(bits: int, center: int = 0, order: Sequence[int] = ()) -> Callable[[Tensor], Tensor]:
-    """Makes the numbers of words of 32 bits, the first in the lowest bits, less `center`; 4 bits in another `order`."""
+    """Return a decoder of 32-bit words to numbers minus `center`, low bits first; 4-bit numbers may have an `order`."""
 
     def decode(words: Tensor) -> Tensor:
         in_bytes = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)

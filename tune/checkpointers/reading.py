@@ -1,4 +1,4 @@
-"""Reading DCP's checkpoints without running code in them, which torch's reader and planner would do."""
+"""Read DCP checkpoints without running code from them, unlike torch's reader and planner."""
 
 import io
 import json
@@ -31,20 +31,20 @@ from tune.errors import TuneError, explained
 from tune.files import CHECKPOINT, content_digest
 from tune.quantization import NF4Weight
 
-# Frozen parameters are not saved: they come from the checkpoint that the model was built from.
+# Frozen parameters are not saved: they are loaded from the original checkpoint of the model.
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 
 
 class TrainedWeights:
-    """What was trained up to a `checkpoint`, the folder of a training state; `part` is the model's name in it, where it
-    has several. Used as `Pretrained`."""
+    """The trained weights in `checkpoint`, the folder of a training state; `part` names the model if the state has
+    several. Used like `Pretrained`."""
 
     def __init__(self, checkpoint: Path, part: str = ""):
         self.checkpoint, self.part = checkpoint, part
 
     def load(self, model: nn.Module) -> None:
-        """Load each process's own parts of all tensors of `model`, those in NF4 one at a time. Raises TuneError if the
-        state is damaged, or of another model."""
+        """Load this process's shards of all tensors of `model`; NF4 weights one at a time. Raises TuneError if the
+        state is damaged or of another model."""
         if rehearsal.current():
             return
         self._require_sound()
@@ -58,7 +58,7 @@ class TrainedWeights:
             module.load(whole[module.local_rows()])
 
     def load_trained(self, model: nn.Module) -> None:
-        """As `load`, of the parameters that require a gradient."""
+        """Like `load`, only for parameters that require a gradient."""
         if rehearsal.current():
             return
         self._require_sound()
@@ -66,105 +66,109 @@ class TrainedWeights:
         self._read({name: parameter.data for name, parameter in trained.items()})
 
     def digest(self) -> dict[str, Any]:
-        """What they are: a digest of the state's files. Raises TuneError if an early version has left none."""
+        """Return a digest of the state's files. Raises TuneError if an early version wrote the state without
+        digests."""
         if not (self.checkpoint / DIGESTS).exists():
-            raise TuneError(f"{self.checkpoint} has no {DIGESTS}: an early version wrote it. Export it (`tune export`)")
+            raise TuneError(
+                f"{self.checkpoint} has no {DIGESTS}: an early version of tune wrote it. Export it with `tune export`"
+            )
         return {"state": content_digest(self.checkpoint / DIGESTS)}
 
     def _require_sound(self) -> None:
         if damage := found_damage(self.checkpoint):
-            raise TuneError(f"{self.checkpoint} is damaged: {damage}. Take the checkpoint before it")
+            raise TuneError(f"{self.checkpoint} is damaged: {damage}. Use an earlier checkpoint")
 
     def _read(self, tensors: dict[str, Any]) -> None:
         state: dict[str, Any] = {"model": {self.part: tensors} if self.part else tensors}
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as no_dist asks for
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended: no_dist
                 dcp.load(state, storage_reader=Reader(self.checkpoint), planner=Planner(), no_dist=True)
         except CheckpointException as error:
-            raise TuneError(f"{self.checkpoint} does not have this model: {cause_of(error)}") from error
+            raise TuneError(f"{self.checkpoint} does not match this model: {cause_of(error)}") from error
 
 
 def checkpoint_at(path: Path) -> Path:
-    """The checkpoint that `resume` names: itself, or the newest of a run. Raises TuneError if it is not complete."""
-    with explained(f"resume: {path} cannot be read", OSError):  # a name too long for a file, a folder of others
+    """Return the checkpoint that `resume` names: the folder itself, or the newest of a run. Raises TuneError if it is
+    not complete."""
+    with explained(f"resume: {path} cannot be read", OSError):  # e.g. the name is too long, or no permission
         inside = sorted(path.glob(CHECKPOINT)) or sorted(path.glob(f"checkpoints/{CHECKPOINT}"))
         is_itself = path.name.startswith("step-") or not inside
         found = path if is_itself else inside[-1]
         is_complete = (found / ".metadata").exists() and (found / "state.json").exists()
     if not is_complete:
-        raise TuneError(f"resume: {path} is neither a complete checkpoint (step-*) nor a run folder that has one")
+        raise TuneError(f"resume: {path} is neither a complete checkpoint (step-*) nor a run folder with one")
     return found
 
 
 def require_none_later(step: int, newest: Path | None) -> None:
-    """Raises TuneError if to continue after `step` would replace the newest checkpoint of the run folder."""
+    """Raise TuneError if continuing after `step` would replace the newest checkpoint of the run folder."""
     if newest and newest.name > f"step-{step:08d}":
         raise TuneError(
-            f"resume: continuing after step {step} would replace {newest} of another attempt. Give another output_dir, "
-            "or resume=auto to continue that one"
+            f"resume: continuing after step {step} would replace the later {newest}. Set another output_dir, or "
+            "resume=auto to continue from the newest checkpoint"
         )
 
 
 def cause_of(error: BaseException) -> str:
-    """What went wrong, of an error of DCP on whatever process."""
+    """Return the cause of an error; for DCP's errors, the causes on all processes."""
     if not isinstance(error, CheckpointException):
         return str(error)
     causes = {str(failure[0]).rstrip(".") or repr(failure[0]) for failure in error.failures.values()}
-    # torch's writer says "unexpected pos" when the disk is full.
+    # torch's writer raises "unexpected pos" if the disk is full.
     return "; ".join(sorted("No space left on device" if "unexpected pos" in cause else cause for cause in causes))
 
 
 def require_same(
     path: Path, saved: Mapping[str, Any], tensors: Mapping[str, Any], states: Iterable[str], others: Collection[str]
 ) -> None:
-    """Raises TuneError if a checkpoint, by its metadata `saved`, has other `tensors` (of "model" and "extra") than a
-    run, but for the `others` of its model, or other `states` of parameters in its optimizer."""
-    again = "Restore the settings of that run, or start anew with resume=never and another output_dir"
+    """Raise TuneError if a checkpoint differs from this run: in its `tensors` ("model" and "extra"), ignoring `others`,
+    or in the `states` of its optimizer. `saved` is the metadata of the checkpoint."""
+    again = "Restore the settings of that run, or start over with resume=never and another output_dir"
     for kind, parts in tensors.items():
         inside = {name.removeprefix(f"{kind}."): each for name, each in saved.items() if name.startswith(f"{kind}.")}
         found = {name: list(getattr(each, "size", ())) for name, each in inside.items() if name not in others}
         wanted = {name: list(getattr(each, "shape", ())) for name, each in flatten_state_dict(parts)[0].items()}
         if differences := shape_differences(found, wanted, "here"):
             what = "state" if kind == "extra" else kind
-            raise TuneError(f"resume: {path} is of another {what}:\n  {differences}\n{again}")
+            raise TuneError(f"resume: {path} has a different {what}:\n  {differences}\n{again}")
     had, has = {name.rpartition(".")[2] for name in saved if name.startswith("optimizer.")}, {*states}
-    if had and had != has:  # none: no step had a gradient yet
+    if had and had != has:  # an empty set: no step had a gradient yet
         names = [", ".join(sorted(each)) or "no states" for each in (had, has)]
-        raise TuneError(f"resume: {path} is of another optimizer: it has {names[0]}, this one {names[1]}. {again}")
+        raise TuneError(f"resume: {path} has a different optimizer: it has {names[0]}, this run {names[1]}. {again}")
 
 
 def require_continuable(path: Path, model: nn.Module, states: Iterable[str]) -> None:
-    """Raises TuneError if a checkpoint, by the names and sizes of what it has, cannot be continued with this model and
-    an optimizer of these `states`; no tensor is read."""
+    """Raise TuneError if names or sizes in a checkpoint do not match this model and an optimizer with these `states`.
+    Reads no tensors."""
     tensors = get_model_state_dict(model, options=TRAINED)
     saved = Reader(path).read_metadata().state_dict_metadata
     require_same(path, saved, {"model": tensors}, states, elsewhere(model))
 
 
 def cut_short(path: Path) -> str:
-    """What of a checkpoint is damaged, as far as the sizes of its files tell; empty if nothing is."""
+    """Describe damage to a checkpoint that the sizes of its files reveal; "" if there is none."""
     file = path / "state.json"
     try:
         json.loads(file.read_text(encoding="utf-8"))
         file = path / ".metadata"
         parts = (Reader(path).read_metadata().storage_data or {}).values()
     except (OSError, ValueError, TuneError):
-        return f"{file.name} is not read"
+        return f"{file.name} cannot be read"
     for file, end in ((path / part.relative_path, part.offset + part.length) for part in parts):
         if not file.exists() or file.stat().st_size < end:
-            return f"{file.name} is cut short"
+            return f"{file.name} is truncated"
     return ""
 
 
 def elsewhere(model: nn.Module) -> Collection[str]:
-    """The names of what only other stages of a pipeline have."""
+    """Return the names of tensors that only other pipeline stages have."""
     return uncut(model).state_dict().keys() - model.state_dict().keys()
 
 
 def whole_states(path: Path, group: str, names: Collection[str]) -> dict[str, Any]:
-    """The states that a checkpoint has in `group` under these names, as DCP reads into them: whole tensors without
-    values, in the dicts and lists in which they were saved."""
+    """Return empty targets for DCP to load the states of `group` with these names into: whole tensors without values,
+    in the dicts and lists in which they were saved."""
     found = Reader(path).read_metadata()
     states: dict[str, Any] = {}
     for key, place in (found.planner_data or {}).items():
@@ -176,7 +180,7 @@ def whole_states(path: Path, group: str, names: Collection[str]) -> dict[str, An
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads one checkpoint. Raises TuneError if its metadata names anything but classes of DCP, or is damaged."""
+    """Read one checkpoint. Raises TuneError if its metadata is damaged or names classes other than DCP's."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         file = Path(self.path) / ".metadata"
@@ -185,7 +189,7 @@ class Reader(dcp.FileSystemReader):
                 found = _MetadataUnpickler(content).load()
         except Exception as error:  # a damaged pickle can raise anything
             raise TuneError(
-                f"resume: {file} is not read ({error!r}): it is damaged, or opening it could run code of its author. "
+                f"resume: {file} was not opened ({error!r}): it is damaged, or opening it could run foreign code. "
                 "Continue from an earlier checkpoint of your own"
             ) from error
         found.storage_meta = found.storage_meta or metadata.StorageMeta()
@@ -194,12 +198,12 @@ class Reader(dcp.FileSystemReader):
 
 
 class Planner(dcp.DefaultLoadPlanner):
-    """Reads other values with `weights_only` too, as DCP reads tensors. Low-bit states of an optimizer (torchao's)
-    allow cuts between blocks only; they are read as numbers and quantised anew where a layout cuts them elsewhere."""
+    """Load plan that also reads non-tensor values with `weights_only`. Low-bit optimizer states (torchao) can only be
+    cut between blocks; if a layout cuts them elsewhere, they are dequantized and quantized again."""
 
     def create_local_plan(self) -> LoadPlan:
         plan = super().create_local_plan()
-        self.cut: dict[ReadItem, ReadItem] = {}  # what is wanted, by what is read: all that a process has saved of it
+        self.cut: dict[ReadItem, ReadItem] = {}  # read piece (a whole saved shard) -> wanted piece
         self.pieces: dict[metadata.MetadataIndex, list[tuple[ReadItem, Tensor]]] = defaultdict(list)
         of_optimizer = [item for item in plan.items if item.dest_index.fqn.startswith("optimizer.")]
         tensors = [item for item in of_optimizer if item.type is LoadItemType.TENSOR]
@@ -236,13 +240,13 @@ class Planner(dcp.DefaultLoadPlanner):
             torch.save(torch.load(value, weights_only=True), plain)
         except pickle.UnpicklingError as error:
             name = read_item.dest_index.fqn
-            raise ValueError(f"{name} is more than plain values, and opening it could run code") from error
+            raise ValueError(f"{name} holds more than plain values, and opening it could run code") from error
         plain.seek(0)
         super().load_bytes(read_item, plain)
 
 
 def _is_of_blocks(offsets: torch.Size, size: torch.Size, lengths: torch.Size, block: int) -> bool:
-    """Whether a piece of a tensor of some `size` is all of it, or rows between which blocks end."""
+    """Whether a piece of a tensor of this `size` is the whole tensor, or rows that begin and end between blocks."""
     row = math.prod(size[1:])
     rows = lengths[1:] == size[1:] and not any(each * row % block for each in (*offsets[:1], *lengths[:1]))
     return lengths == size or rows
@@ -254,7 +258,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             return KNOWN[module, name]
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
-        raise pickle.UnpicklingError(f"{module}.{name} is in no checkpoint")
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a checkpoint")
 
 
 KNOWN: dict[tuple[str, str], Any] = {
@@ -267,5 +271,5 @@ KNOWN: dict[tuple[str, str], Any] = {
         )
     },
     **{(module, "PosixPath"): PurePosixPath for module in ("pathlib", "pathlib._local")},
-    ("builtins", "getattr"): operator.getitem,  # with which some versions of Python pickle an enum member
+    ("builtins", "getattr"): operator.getitem,  # some versions of Python pickle enum members with it
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The weights of a model, sharded or not: those that training starts from, and those that it has made."""
+"""Load the initial weights of a model and gather its trained weights, sharded or not."""
 
 import operator
 import warnings
@@ -40,12 +40,12 @@ from tune.types import NonNegativeInt
 class Pretrained:
     """The weights of a checkpoint folder, for `model`.
 
-    Names and shapes are compared when this is made, on the meta device too, and nothing is read before `load`. A score
-    head that the checkpoint is without is initialised there, from `seed`.
+    The constructor compares names and shapes, also on the meta device; `load` reads the values. A score head that the
+    checkpoint lacks is initialized from `seed`.
 
     Raises:
-        TuneError: files that are missing or unreadable; tensors missing, not known or of another shape, all named;
-            weights that are integers. It blames `setting`.
+        TuneError: files are missing or unreadable; tensors are missing, unknown or of another shape (all are named);
+            weights have an integer dtype. The error names `setting`.
     """
 
     def __init__(self, path: str, model: nn.Module, seed: NonNegativeInt = 0, setting: str = "model.path"):
@@ -62,10 +62,10 @@ class Pretrained:
             read = ", ".join(sorted({file.name for tensor in self.tensors.values() for file in tensor.files})[:3])
             warnings.warn(
                 f"{path} holds several sets of weights. Read: {read}. Not read: {', '.join(others[:3])} ({len(others)} "
-                "files in all). Remove the set that is not meant",
+                "files in total). Remove the set that you do not want",
                 stacklevel=2,
             )
-        model.source = path  # type: ignore[assignment]  # what is put on it asks for its config.json
+        model.source = path  # type: ignore[assignment]  # adapters look up its config.json
         names = Names.of(model)
         self.names = names.in_checkpoint(self.tensors)
         self.new = [name for name in names.replaced if self.names[name] not in self.tensors]
@@ -80,20 +80,20 @@ class Pretrained:
         used = (each for each in self.tensors.items() if each[0] in wanted or not names.is_ignored(each[0]))
         found = {name: tensor.shape for name, tensor in used}
         if differences := shape_differences(found, wanted, "config.json says"):
-            raise TuneError(f"{setting}: the tensors in {path} do not fit its config.json:\n  {differences}")
+            raise TuneError(f"{setting}: the tensors in {path} do not match its config.json:\n  {differences}")
         weights = [on_disk for name, on_disk in self.names.items() if stored[name].is_floating_point()]
         require_floats([self.tensors[each] for on_disk in weights for each in disk_names(on_disk)], setting)
 
     def require_complete(self) -> None:
-        """Raises TuneError if a score head would be initialised."""
+        """Raise TuneError if a score head would be initialized."""
         if self.new:
             raise TuneError(
-                f"{self.setting}: {self.path} has no score.weight: it is no reward model. Make one of it with "
+                f"{self.setting}: {self.path} has no score.weight, so it is not a reward model. Train one with "
                 "reward_finetune"
             )
 
     def digest(self) -> dict[str, Any]:
-        """What the model is: a digest of its config.json and of all bytes of its weights, and how it quantises them."""
+        """Return a digest of config.json and of all bytes of the weights, and the settings of quantization."""
         digest = model_digest(Path(self.path), {file for tensor in self.tensors.values() for file in tensor.files})
         settings = "quantization.weights=null"
         if quantized := next((module for module in self.model.modules() if isinstance(module, NF4Weight)), None):
@@ -102,21 +102,20 @@ class Pretrained:
         return {"xxh3": digest, "quantization": settings}
 
     def state_dict(self) -> dict[str, Any]:
-        """The digest, and where the weights are."""
+        """Return the digest and the path of the weights."""
         return self.digest() | {"path": self.path}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores nothing. Raises TuneError if the state is of other weights or of another quantisation."""
+        """Raise TuneError if the state is of other weights or of another quantization. Restores nothing."""
         if state | (now := self.digest()) != state:
             raise TuneError(
-                f"resume: the checkpoint has only what was trained, on {state.get('path', 'a base')} with "
-                f"{state['quantization']}; {self.path} with {now['quantization']} has other weights "
-                "or another config.json. Restore "
-                "model.path and quantization, or start anew with resume=never and another output_dir"
+                f"resume: the checkpoint was trained on {state.get('path', 'a base')} with {state['quantization']}; "
+                f"{self.path} with {now['quantization']} has other weights or another config.json. Restore model.path "
+                "and quantization, or start over with resume=never and another output_dir"
             )
 
     def read(self, name: str) -> Tensor:
-        """The full tensor that the model calls `name`, in its type on disk."""
+        """Read the full tensor for the model's parameter `name`, in its dtype on disk."""
         on_disk = self.names[name]
         if isinstance(on_disk, str):
             return self.tensors[on_disk].read()
@@ -124,17 +123,18 @@ class Pretrained:
         return torch.stack([torch.cat([self.tensors[each].read() for each in names]) for names in members])
 
     def load(self, model: nn.Module) -> None:
-        """Load each process's own slices into `model`, in its types. Parameters added later are left alone."""
+        """Load this process's slices into `model`, in the model's dtypes. Parameters that were added later are
+        untouched."""
         if rehearsal.current():
             return
-        here = dict(model.named_modules())  # a stage of a pipeline has some of them
+        here = dict(model.named_modules())  # a pipeline stage has only some of them
         with torch.no_grad():
             for name, on_disk in self.names.items():
                 if name.rpartition(".")[0] not in here:
                     continue
                 target = operator.attrgetter(name)(model)
                 if isinstance(target, NF4Weight):
-                    assert isinstance(on_disk, str)  # only linear layers are quantised
+                    assert isinstance(on_disk, str)  # only linear layers are quantized
                     target.load(self.tensors[on_disk].read((target.local_rows(),)))
                 else:
                     load_shard(target, on_disk, self.tensors)
@@ -142,7 +142,7 @@ class Pretrained:
 
 
 def load_shard(parameter: Tensor, on_disk: OnDisk, tensors: Mapping[str, DiskTensor]) -> None:
-    """Load this process's slice of `parameter` from those of `tensors` that it has `on_disk`."""
+    """Load this process's slice of `parameter` from the `tensors` named in `on_disk`."""
     shard, where = local_shard(parameter)
     if isinstance(on_disk, str):
         shard.copy_(tensors[on_disk].read(where))
@@ -161,11 +161,11 @@ def load_shard(parameter: Tensor, on_disk: OnDisk, tensors: Mapping[str, DiskTen
 def hf_tensors(
     model: nn.Module, found: Collection[str] = (), base: Pretrained | None = None, without: Collection[str] = ()
 ) -> Iterator[tuple[str, Tensor]]:
-    """Name on disk and full tensor, one by one, of a model that may be sharded, adapted and quantised.
+    """Yield name on disk and full tensor, one by one, of a model that may be sharded, adapted and quantized.
 
-    All processes must iterate, since each tensor is gathered when it is its turn. Adapters are merged in fp32. Frozen
-    tensors are read from `base`, the original weights, if it is given. Names are those of a checkpoint with the tensors
-    `found`, including tensors that it has twice. Those with a name on disk in `without` are left out.
+    All processes must iterate, since each tensor is gathered in turn. Adapters are merged in fp32. Frozen tensors are
+    read from `base`, the original weights, if given. Names follow a checkpoint with the tensors `found`, including
+    tensors that it has twice. Names on disk in `without` are skipped.
     """
     names = Names.of(model)
     on_disk = names.in_checkpoint(found)
@@ -174,13 +174,13 @@ def hf_tensors(
         yield from (
             (copy, full.clone()) for copy, original in names.copies.items() if original == name and copy in found
         )
-        del full  # before the next one is gathered
+        del full  # free it before the next one is gathered
 
 
 def full_tensors(
     model: nn.Module, base: Pretrained | None = None, without: Collection[str] = ()
 ) -> Iterator[tuple[str, Tensor]]:
-    """As `hf_tensors`, by our names."""
+    """Like `hf_tensors`, with the model's own names."""
     here = dict(model.named_modules())
     for name in Names.of(model).on_disk:
         if name in without:
@@ -190,7 +190,7 @@ def full_tensors(
 
 
 def changed_tensors(model: nn.Module) -> set[str]:
-    """Our names of the tensors in this process that are trained, or have an adapter."""
+    """Return the model's names of the tensors in this process that are trained or have an adapter."""
     here, changed = dict(model.named_modules()), set[str]()
     for name in Names.of(model).on_disk:
         owner, _, kind = name.rpartition(".")
@@ -212,20 +212,20 @@ def _full_tensor(module: nn.Module, name: str, kind: str, base: Pretrained | Non
 
 
 class Random:
-    """Initial weights for training from scratch, which do not depend on the sharding.
+    """Initial weights for training from scratch, independent of the sharding.
 
-    Weights are normal with the standard deviation in config.json, scales of norms one, biases and buffers zero;
-    a module's `initializers` are for parameters that start in another way.
+    Weights are normal with the standard deviation in config.json, scales of norms are one, biases and buffers zero. A
+    module's `initializers` override this for its parameters.
     """
 
     def __init__(self, seed: NonNegativeInt):
         self.seed = seed
 
     def load(self, model: Decoder | HuggingFaceModel) -> None:
-        """Raises TuneError for a model of transformers, each of which starts in its own way."""
+        """Initialize `model`. Raises TuneError for models of transformers, each of which has its own initialization."""
         if isinstance(model, HuggingFaceModel):
             raise TuneError(
-                "from_scratch: tune.models.hf trains weights that exist. To start from random ones, save them with "
+                "from_scratch: tune.models.hf needs existing weights. To start from random ones, save them with "
                 "transformers (AutoModelForCausalLM.from_config(config).save_pretrained(folder)) and train that folder"
             )
         initialize(model, stored_tensors(model), self.seed)
@@ -233,7 +233,7 @@ class Random:
 
 @torch.no_grad()
 def initialize(model: Any, names: Iterable[str], seed: int) -> None:
-    """Give the tensors of these names their initial values, see `Random`."""
+    """Set the named tensors to their initial values, see `Random`."""
     if rehearsal.current():
         return
     for name in names:
@@ -247,8 +247,8 @@ def initialize(model: Any, names: Iterable[str], seed: int) -> None:
         elif isinstance(module, nn.RMSNorm | nn.LayerNorm):
             shard.fill_(getattr(module, "initial_weight", 1.0))
         else:
-            # One full parameter at a time, from a generator of its own, so that no layout changes a number.
-            # (torch's CPU generator reads no more than 32 bits of its seed.)
+            # Each full parameter has its own generator, so values do not depend on the layout.
+            # (torch's CPU generator only reads 32 bits of its seed.)
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             empty, spread = torch.empty(parameter.shape), getattr(model.config, "initializer_range", 0.02)
             full = start(empty, generator) if start else empty.normal_(0, spread, generator=generator)
@@ -256,9 +256,9 @@ def initialize(model: Any, names: Iterable[str], seed: int) -> None:
 
 
 def check_forward(model: nn.Module) -> None:
-    """Check with a few tokens whether a model computes by its plan of tensor parallelism what it computes without, and
-    whether one of transformers can be trained, and how documents can share a row; if not, raise TuneError. All
-    processes must call it, after loading."""
+    """Check with a few tokens that a model computes the same with and without its tensor-parallel plan. For models of
+    transformers, also check that they can be trained, and how documents can share a row. Raises TuneError otherwise.
+    All processes must call this after loading."""
     if rehearsal.current():
         return
     check_plan(model)
@@ -269,8 +269,8 @@ def check_forward(model: nn.Module) -> None:
 def open_checkpoint(
     path: str | Path, head: Literal["tokens", "score"] = "tokens", setting: str = "model.path"
 ) -> tuple[Any, Pretrained]:
-    """The model of a folder, ours or else transformers', on the meta device, and its weights. Raises TuneError, which
-    blames `setting`, as `Pretrained` does, and if a model of texts is asked for and this one has scores."""
+    """Build the model of a folder, natively or through transformers, on the meta device, and open its weights. Raises
+    TuneError, naming `setting`, as `Pretrained` does, and if `head` is "tokens" but the model has scores."""
     file = ConfigFile(Path(path), setting)
     if head == "tokens":
         file.require_texts()
@@ -280,13 +280,13 @@ def open_checkpoint(
 
 
 def require_same_vocabulary(setting: str, path: str, model: Any, tokenizer: Tokenizer) -> None:
-    """Raises TuneError, which blames `setting`, if the tokenizer in `path` has other ids than `tokenizer`, or `model`
-    lacks rows for some of them."""
+    """Raise TuneError, naming `setting`, if the tokenizer in `path` has other ids than `tokenizer`, or `model` lacks
+    rows for some of them."""
     tokenizer.require_same_ids(Tokenizer(path), setting)
     if (rows := model.config.vocab_size) < tokenizer.vocab_size:
         raise TuneError(
-            f"{setting}: the model in {path} has rows for {rows} tokens, and the tokenizer has {tokenizer.vocab_size}: "
-            "take models whose vocab_size is at least that"
+            f"{setting}: the model in {path} has rows for {rows} tokens, but the tokenizer has {tokenizer.vocab_size}. "
+            "Use a model with a vocab_size of at least that"
         )
 
 
@@ -296,12 +296,12 @@ def load_model(
     dtype: Dtype = "fp32",
     head: Literal["tokens", "score"] = "tokens",
 ) -> Decoder:
-    """The model of a checkpoint folder on one device, for use outside a recipe; with the head `score` a reward model
-    (see `tune.losses.score`). `tune.peft.open_model` also takes adapters and runs. Raises TuneError if it has no scores
-    that are asked for."""
+    """Load the model of a checkpoint folder on one device, for use outside a recipe; with the head `score`, a reward
+    model (see `tune.losses.score`). `tune.peft.open_model` also opens adapters and runs. Raises TuneError if the
+    checkpoint lacks the score head."""
     model, weights = open_checkpoint(path, head)
     weights.require_complete()
-    for parameter in model.parameters():  # buffers keep their types, and values that no checkpoint has
+    for parameter in model.parameters():  # buffers keep their dtypes, and values that no checkpoint has
         parameter.data = parameter.data.to(as_dtype(dtype))
     allocate(model, torch.device(device), torch.device(device))
     weights.load(model)

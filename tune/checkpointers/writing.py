@@ -1,4 +1,4 @@
-"""Writing a model in Hugging Face layout, also one that is there with more tokens."""
+"""Write models in Hugging Face layout, also existing ones with added tokens."""
 
 import itertools
 import json
@@ -39,9 +39,9 @@ from tune.tokenizers import Tokenizer
 T = TypeVar("T")
 SHARD_BYTES = 5 * 10**9
 KINDS = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
-HEADER_BYTES, ENTRY_BYTES = 2**18, 200  # room for the names of some 1,000 tensors, and for what is said of one
+HEADER_BYTES, ENTRY_BYTES = 2**18, 200  # room for about 1,000 tensors; bytes of an entry
 CONFIGS = ("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json")
-OF_QUANTIZATION = ("hf_quant_config.json", "quant_config.json", "quantize_config.json")  # which vLLM reads too
+OF_QUANTIZATION = ("hf_quant_config.json", "quant_config.json", "quantize_config.json")  # also read by vLLM
 HUB_ID = Path(".cache", "huggingface", "hub_id")  # in a folder that was downloaded
 
 
@@ -58,21 +58,22 @@ def export(
     compressor: Compressor | None = None,
     packed: bool = False,
 ) -> None:
-    """Write `model` to `folder` with the names, types and config of the checkpoint `source`.
+    """Write `model` to `folder` with the names, dtypes and config of the checkpoint `source`.
 
-    Adapters are merged, into the original weights if these are given as `base`. Tensors that only the source has are
-    copied, and without a `tokenizer` its files. Each tensor has the type that it has in the source (without weights
-    there, the type in its config), or `dtype`. A model that scores is written as transformers'
-    `...ForSequenceClassification`. All processes take part: tensors are gathered one by one, and rank 0 holds at most
-    one tensor. A `compressor` quantises weights. The folder appears when it is complete.
+    Adapters are merged, into the original weights if `base` is given. Tensors that only the source has are copied, and
+    so are its tokenizer files if there is no `tokenizer`. Each tensor has `dtype`, or its dtype in the source (the
+    dtype in config.json if the source has no weights). A model with scores is written as transformers'
+    `...ForSequenceClassification`. A `compressor` quantizes weights. The folder appears when it is complete.
 
-    What is quantized in `source` is written plain; with `packed` and `base`, frozen weights stay as they are there,
-    unless the part of a block that they are in has others (`stays_packed`).
+    All processes must call this: tensors are gathered one by one, and rank 0 holds at most one tensor.
+
+    Quantized weights of `source` are written plain. With `packed` and `base`, frozen weights stay quantized unless
+    their part of a block also has changed weights (`stays_packed`).
 
     Raises:
-        TuneError: the folder is `source` itself or holds files that an export did not write; `source` is of another
-            size than `model`, or lacks tensors of it, or is not quantized and `packed`; the model has adapters of the
-            library peft; a weight is not finite. What was in the folder stays as it is.
+        TuneError: the folder is `source` itself or holds files that an export did not write; `source` has another size
+            than `model`, lacks tensors of it, or is not quantized although `packed`; the model has adapters of the
+            library peft; a weight is not finite. Existing files in the folder stay.
     """
     require_no_peft(model)
     world = current_world(world)
@@ -82,14 +83,14 @@ def export(
     kept, plain = set[str](), set[str]()
     if packed:
         if not quantization(origin):
-            raise TuneError(f"{origin} is not quantized, so that no weight can stay so: leave that out")
+            raise TuneError(f"{origin} is not quantized, so no weight can stay quantized: leave out that option")
         on_disk = Names.of(model).in_checkpoint(there)
         changed = set().union(*world.all_gather(changed_tensors(model) if base else on_disk.keys()))
         kept, plain = stays_packed(there, {each for name in changed for each in disk_names(on_disk[name])})
         fields = packed_config(read_json(origin / "config.json"), plain)
     gathered = hf_tensors(model, there, base, without=kept)
     if folder.resolve() == origin.resolve():
-        raise TuneError(f"{folder} is the model that would be read: it would be written over. Give another folder")
+        raise TuneError(f"{folder} is the source model and would be overwritten. Choose another folder")
     world.of_main(lambda: require_replaceable(folder))
     _require_same_tensors(Names.of(model), there, origin)
     if rehearsal.current():
@@ -102,13 +103,13 @@ def export(
         for name, tensor in gathered:
             before = others.pop(name, None)
             if before is not None and before.shape != list(tensor.shape):
-                misfits.append(f"{name} has shape {list(tensor.shape)}, and {before.shape} there")
+                misfits.append(f"{name} has shape {list(tensor.shape)} in the model, {before.shape} in the source")
             if tensor.is_floating_point():
                 tensor = tensor.to(type_of(name))
                 if not is_finite(tensor):
                     broken.append(name)
             yield from compressor.tensors(name, tensor.to("cpu")) if compressor else [(name, tensor.to("cpu"))]
-            del tensor  # before the next one is gathered: here, and in all loops through which it goes
+            del tensor  # free it before the next one is gathered; all consumers do the same
         if packed:
             others = {name: others[name] for name in others.keys() - kept} | stored_as_packed(origin, there, plain)
         yield from ((name, others[name].read()) for name in sorted(others))
@@ -139,7 +140,7 @@ def export(
 
 
 def _with_types(fields: dict[str, Any], dtype: Dtype | None, compressor: Compressor | None) -> dict[str, Any]:
-    """The `fields` of a config.json, which name the types of the tensors."""
+    """Return the `fields` of a config.json with the dtypes and quantization of the tensors."""
     fields = dict(fields)
     if dtype:
         key = "torch_dtype" if "torch_dtype" in fields else "dtype"
@@ -151,41 +152,41 @@ def _with_types(fields: dict[str, Any], dtype: Dtype | None, compressor: Compres
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all its values are numbers, of any type of floats."""
-    if tensor.itemsize == 1:  # for which torch has no isfinite; 8 bits have NaN, and some no infinity
+    """Whether all values are finite, for any floating-point dtype."""
+    if tensor.itemsize == 1:  # torch has no isfinite for float8
         tensor = tensor.to(torch.float32)
     return bool(tensor.isfinite().all())
 
 
 def sound(tensors: Iterable[tuple[str, Tensor]], source: Path) -> Iterator[tuple[str, Tensor]]:
-    """The `tensors`, weights by name of the checkpoint `source`. Raises TuneError at the first one that is of integers,
-    or not finite."""
+    """Yield the `tensors`, weights by name of the checkpoint `source`. Raises TuneError at the first one that has an
+    integer dtype or is not finite."""
     for name, tensor in tensors:
         if not tensor.is_floating_point():
             kind = str(tensor.dtype).removeprefix("torch.")
-            raise TuneError(f"{source}: {name} is of the type {kind}, and weights are floating-point numbers")
+            raise TuneError(f"{source}: {name} has dtype {kind}, but weights must be floating-point")
         if not is_finite(tensor):
             raise TuneError(
                 f"{source}: {name} has values that are not finite: its training failed, or the file is damaged. "
-                "Take another checkpoint, or download it again"
+                "Use another checkpoint, or download it again"
             )
         yield name, tensor
         del tensor
 
 
 def require_finite_on_all(world: World, what: str, broken: list[str], folder: Path) -> None:
-    """Raises TuneError on all processes if rank 0 has found tensors that are `broken` in `what` it writes."""
+    """Raise TuneError on all processes if rank 0 found `broken` tensors, which are not finite, in `what` it writes."""
     if found := world.all_gather(broken)[0]:
         raise TuneError(
-            f"the {what} is not written to {folder}: {found[0]} has values that are not finite (so have {len(found)} "
-            "tensors in all). Its training failed, or they do not fit the type that is written. Lower the learning "
-            "rate, or export an earlier checkpoint. What was in the folder is left as it is"
+            f"the {what} was not written to {folder}: {found[0]} has values that are not finite ({len(found)} such "
+            "tensors). Training failed, or the values overflow in the exported dtype. Lower the learning rate, or "
+            "export an earlier checkpoint. Existing files in the folder are unchanged"
         )
 
 
 def _require_same_tensors(names: Names, there: dict[str, DiskTensor], source: Path) -> None:
-    """Raises TuneError if the checkpoint `source` lacks a tensor of the model, or has another number of blocks or
-    experts: tensors that it has alone have the name of one of both, but for the number."""
+    """Raise TuneError if the checkpoint `source` lacks a tensor of the model, or has another number of blocks or
+    experts. The latter shows in tensors of one side whose names match a common tensor except for a number."""
     if not there:
         return
     on_disk = names.in_checkpoint(there)
@@ -195,28 +196,28 @@ def _require_same_tensors(names: Names, there: dict[str, DiskTensor], source: Pa
     for alone, owner in ((ours - theirs, "the model"), (theirs - ours, f"source={source}")):
         if more := sorted(name for name in alone if re.sub(r"\d+", "#", name) in kinds):
             raise TuneError(
-                f"source={source} is of another size than the model: only {owner} has {more[0]} ({len(more)} such "
-                "tensors). Name the checkpoint that the model was made of"
+                f"source={source} and the model have different sizes: only {owner} has {more[0]} ({len(more)} such "
+                "tensors). Set source to the checkpoint that the model was loaded from"
             )
     new = {name for ours_name in names.replaced for name in disk_names(on_disk[ours_name])}
     if lacking := sorted(ours - theirs - new):
         raise TuneError(
-            f"source={source} is of another kind than the model: it lacks {lacking[0]} ({len(lacking)} such tensors). "
-            "Name the checkpoint that the model was made of"
+            f"source={source} does not match the model: it lacks {lacking[0]} ({len(lacking)} such tensors). "
+            "Set source to the checkpoint that the model was loaded from"
         )
 
 
 def _require_fitting(world: World, misfits: list[str], source: Path) -> None:
-    """Raises TuneError on all processes if rank 0 has found tensors that are `misfits`."""
+    """Raise TuneError on all processes if rank 0 found `misfits`, tensors with another shape in the source."""
     if found := world.all_gather(misfits)[0]:
         raise TuneError(
-            f"source={source} is of another size than the model: {found[0]} ({len(found)} such tensors). Name the "
-            "checkpoint that the model was made of"
+            f"source={source} and the model have different sizes: {found[0]} ({len(found)} such tensors). Set source "
+            "to the checkpoint that the model was loaded from"
         )
 
 
 def exported_types(model: nn.Module, source: str, dtype: StoredDtype | None = None) -> dict[str, torch.dtype]:
-    """The types in which `export` writes the tensors of `model`, by our names; stacks of tensors are left out."""
+    """Return the dtypes in which `export` writes the tensors of `model`, by the model's names; no stacked tensors."""
     _, there, type_of = _described(Path(source), dtype)
     on_disk = Names.of(model).in_checkpoint(there)
     return {name: type_of(each) for name, each in on_disk.items() if isinstance(each, str)}
@@ -225,8 +226,8 @@ def exported_types(model: nn.Module, source: str, dtype: StoredDtype | None = No
 def _described(
     source: Path, dtype: str | torch.dtype | None
 ) -> tuple[dict[str, Any], dict[str, DiskTensor], Callable[[str], torch.dtype]]:
-    """The config of a checkpoint, its tensors, and the type of an exported one, by its name on disk; those of the plain
-    checkpoint if it is quantized."""
+    """Return the config of a checkpoint, its tensors, and a function from a name on disk to the exported dtype. For a
+    quantized checkpoint, config and tensors are those of the plain one."""
     fields = read_json(source / "config.json") if (source / "config.json").exists() else {}
     fields = plain_config(fields) if quantization(source) else fields
     there = plain_tensors(source) if has_weights(source) else {}
@@ -241,7 +242,7 @@ def _described(
 
 
 def with_progress(tensors: Iterable[T], total: int | None) -> Iterator[T]:
-    """The `tensors`, about `total` if that is known, as they are written: on a terminal with a bar."""
+    """Yield `tensors`, with a progress bar on a terminal. `total` is their approximate number, if known."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, transient=True, disable=not sys.stdout.isatty()) as bar:
         task = bar.add_task("tensors", total=total)
@@ -252,8 +253,8 @@ def with_progress(tensors: Iterable[T], total: int | None) -> Iterator[T]:
 
 
 def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], total: int | None = None) -> None:
-    """Write `tensors`, about `total`, by name to safetensors files of at most 5 GB and their index, named as by Hugging
-    Face. One is held at a time. Raises TuneError if they cannot be written."""
+    """Write `tensors` (about `total`) to safetensors files of at most 5 GB and an index, with Hugging Face's file
+    names. Holds one tensor at a time. Raises TuneError if they cannot be written."""
     files: list[TensorFile] = []
     try:
         for name, tensor in with_progress(tensors, total):
@@ -279,8 +280,8 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], total: in
 
 
 class TensorFile:
-    """A safetensors file whose tensors are written one by one. The header, which says where they are, comes first, in
-    room that is left for it; blanks fill the rest, as the format allows."""
+    """A safetensors file to which tensors are written one by one. Space is reserved for the header, which comes first;
+    blanks fill the rest, as the format allows."""
 
     def __init__(self, path: Path):
         self.path, self.places, self.odd = path, dict[str, dict[str, Any]](), list[tuple[str, Tensor]]()
@@ -289,12 +290,12 @@ class TensorFile:
         self.file.seek(8 + HEADER_BYTES)
 
     def has_room(self, name: str, tensor: Tensor) -> bool:
-        """For more than the first one."""
+        """Whether the tensor fits; an empty file accepts any tensor."""
         fits = self.size + tensor.nbytes <= SHARD_BYTES and len(json.dumps(name)) + ENTRY_BYTES <= self.room
         return fits or self.room == HEADER_BYTES
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """What would leave the next one between two words is written last."""
+        """Write a tensor; one that would misalign the next tensor is written last."""
         self.room -= len(json.dumps(name)) + ENTRY_BYTES
         if tensor.nbytes % 8:
             self.odd.append((name, tensor.clone()))
@@ -317,27 +318,27 @@ class TensorFile:
 
 
 def add_tokens(base: str | Path, out: str | Path, tokens: Sequence[str]) -> list[int]:
-    """Write to `out` the checkpoint `base` with `tokens` in its tokenizer and their rows in embedding and head.
+    """Copy the checkpoint `base` to `out`, with `tokens` added to its tokenizer and their rows to embedding and head.
 
-    A new row is the mean of the rows of all existing tokens. Rows of the model beyond its tokenizer's tokens are used
-    first. Everything else is as in `base`. `out` appears when it is complete. Returns the ids of the tokens.
+    A new row is the mean of the rows of all existing tokens. Unused rows beyond the tokenizer's tokens are used first.
+    `out` appears when it is complete. Returns the ids of the tokens.
 
     Raises:
-        TuneError: a token exists already, the model's family is not supported, or its weights are of integers or not
-            finite.
+        TuneError: a token already exists, the model's family is not supported, or weights have an integer dtype or are
+            not finite.
     """
     source = Path(base)
     if Path(out).resolve() == source.resolve():
-        raise TuneError(f"{out} is the model that is read: it would be written over. Give another folder")
+        raise TuneError(f"{out} is the source model and would be overwritten. Choose another folder")
     tokenizer = Tokenizer(str(source))
     known = tokenizer.vocab_size
     ids = tokenizer.add_tokens(tokens)
     if there := [token for token, index in zip(tokens, ids, strict=True) if index < known]:
-        raise TuneError(f"{source} has {', '.join(map(repr, there))} in its vocabulary already; leave it out")
+        raise TuneError(f"{source} already has {', '.join(map(repr, there))} in its vocabulary; leave it out")
     model, weights = open_checkpoint(source, "score" if ConfigFile(source).scores else "tokens")
     names = model.names
     tensors, rows = weights.tensors, max(model.config.vocab_size, tokenizer.vocab_size)
-    layers = [model.embedding, None if names.replaced else model.head]  # a head that scores has no row for a token
+    layers = [model.embedding, None if names.replaced else model.head]  # a score head has no rows for tokens
     names_of = {module: name for name, module in model.named_modules()}
     ours = {
         f"{names_of[layer]}.{kind}" for layer in layers if layer is not None for kind, _ in layer.named_parameters()
@@ -357,7 +358,7 @@ def add_tokens(base: str | Path, out: str | Path, tokens: Sequence[str]) -> list
         write_tensors(unfinished, resize, len(tensors))
         config = read_json(source / "config.json")
         config = plain_config(config) if quantization(source) else config
-        for section in (config, config.get("text_config", {})):  # the latter of a model that takes images too
+        for section in (config, config.get("text_config", {})):  # text_config: of models that also take images
             if "vocab_size" in section:
                 section["vocab_size"] = rows
         (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -372,7 +373,7 @@ def _with_rows(weight: Tensor, rows: int, known: int, ids: list[int]) -> Tensor:
 
 
 def save_tensors(tensors: dict[str, Tensor], file: Path, what: str) -> None:
-    """Write a safetensors file, in the unfinished folder of a model or an adapter. Raises TuneError if it cannot be."""
+    """Write a safetensors file to the unfinished folder of a model or an adapter. Raises TuneError if that fails."""
     try:
         save_file(tensors, file, metadata={"format": "pt"})
     except SafetensorError as error:
@@ -381,12 +382,12 @@ def save_tensors(tensors: dict[str, Tensor], file: Path, what: str) -> None:
 
 def _not_written(what: str, run: Path, error: Exception) -> TuneError:
     is_kept = any((run / "checkpoints").glob(CHECKPOINT))
-    again = f"with output_dir={in_shell(run)}, which continues after the last checkpoint" if is_kept else "again"
-    return TuneError(f"the {what} could not be written to {run}: {error}. Make room and run the same command {again}")
+    again = f"with output_dir={in_shell(run)} to continue after the last checkpoint" if is_kept else "again"
+    return TuneError(f"the {what} could not be written to {run}: {error}. Free space and run the same command {again}")
 
 
 def copy_without_weights(source: Path, folder: Path) -> None:
-    """Copy the files of a checkpoint other than weights; files that are in `folder` already are kept."""
+    """Copy all files of a checkpoint except weights; existing files in `folder` are kept."""
     for file in source.iterdir():
         weights = file.suffix in (".safetensors", ".bin", ".gguf", ".pt", ".pth") or file.name.endswith(".index.json")
         weights = weights or file.name in OF_QUANTIZATION
@@ -397,23 +398,23 @@ def copy_without_weights(source: Path, folder: Path) -> None:
 
 
 def name_of(folder: Path) -> str:
-    """The name on the Hugging Face hub of a `folder` that `tune download` or huggingface_hub's cache wrote; of another
-    one its own name."""
+    """Return the Hugging Face hub name of a `folder` that `tune download` or huggingface_hub's cache wrote; for other
+    folders, the folder's name."""
     if (folder / HUB_ID).is_file():
         return (folder / HUB_ID).read_text(encoding="utf-8").strip()
-    repository = re.fullmatch("models--(.*)", folder.resolve().parent.parent.name)  # of models--org--name/snapshots/sha
+    repository = re.fullmatch("models--(.*)", folder.resolve().parent.parent.name)  # models--org--name/snapshots/sha
     return repository[1].replace("--", "/") if repository else folder.name
 
 
 def card(base: Path, what: str) -> str:
-    """README.md of a model that was made of `base`: says `what` it is."""
+    """Return README.md for a model derived from `base`, described by `what`."""
     return f"---\nbase_model: {name_of(base)}\ntags: [tune]\n---\n\n{what}\n"
 
 
 def model_card(recipe: str, model_path: str, dataset_path: str) -> str:
-    """`card` of what a recipe has made: its base and its data, by their names on the Hugging Face hub if known."""
+    """Return the `card` of a recipe's model, with the hub names of its base and data if known."""
     dataset = without_secrets(dataset_path)
-    if Path(dataset).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", dataset):  # else its name on the hub
+    if Path(dataset).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", dataset):  # else it is a hub name
         dataset = Path(dataset.partition("?")[0]).name
     what = f"Fine-tuned from `{name_of(Path(model_path))}` on `{dataset}` with the recipe `{recipe}` of tune."
     where = "All settings are in config.yaml, all metrics in metrics.jsonl of the run folder."

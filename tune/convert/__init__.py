@@ -1,4 +1,4 @@
-"""Models in the formats of others, to a folder in Hugging Face layout and from it."""
+"""Convert models of other formats to Hugging Face layout, and export to GGUF."""
 
 from tune.convert.from_gguf import import_gguf
 from tune.convert.from_meta import import_meta

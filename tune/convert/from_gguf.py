@@ -1,4 +1,4 @@
-"""Converting a GGUF file to a folder in Hugging Face layout."""
+"""Convert a GGUF file to a folder in Hugging Face layout."""
 
 import json
 from pathlib import Path
@@ -9,8 +9,9 @@ from tune.files import exported
 from tune.lookup import needs
 from tune.models import without_bars
 
-# transformers splits text into words as GPT-2 does unless it knows the vocabulary (`tokenizer.ggml.pre`). That is right
-# for the first set; the second also splits digits.
+# transformers splits text into words like GPT-2 unless it knows the vocabulary (`tokenizer.ggml.pre`). That is right
+# for
+# the first set; the second set also splits digits.
 GPT2_SPLITS = {"gpt-2", "jais", "mpt", "olmo", "phi-2", "trillion"}
 DIGIT_SPLITS = {"codeshell", "command-r", "exaone", "refact", "smollm", "starcoder"}
 
@@ -18,19 +19,19 @@ DIGIT_SPLITS = {"codeshell", "command-r", "exaone", "refact", "smollm", "starcod
 def import_gguf(file: Path, out: Path) -> list[str]:
     """Write the model and tokenizer of a GGUF file to `out`, with weights in fp32. `out` appears when it is complete.
 
-    Returns notes on what may be converted wrongly.
+    Returns notes on parts that may be converted wrongly.
 
     Raises:
-        TuneError: the file is not a GGUF file, damaged, or of an architecture that transformers does not convert.
+        TuneError: the file is not a GGUF file, is damaged, or has an architecture that transformers does not convert.
     """
     if not file.is_file():
-        raise TuneError(f"{file}: there is no such file.")
+        raise TuneError(f"{file}: file not found.")
     with file.open("rb") as stream:
         start = stream.read(4)
     if start != b"GGUF":
         raise TuneError(f"{file} is not a GGUF file: it starts with {start!r}, not b'GGUF'.")
     with needs("hf", "GGUF"):
-        import accelerate  # noqa: F401  (transformers' reader asks for it only after the work has begun)
+        import accelerate  # noqa: F401  (transformers' reader would only report that it is missing after much work)
         import torch
         from gguf import GGUFReader
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -45,8 +46,8 @@ def import_gguf(file: Path, out: Path) -> list[str]:
     )
     if architecture not in GGUF_SUPPORTED_ARCHITECTURES:
         raise TuneError(
-            f"{file}: transformers does not convert the architecture '{architecture}', but "
-            f"{', '.join(sorted(GGUF_SUPPORTED_ARCHITECTURES))}. Take the original checkpoint of the model."
+            f"{file}: transformers cannot convert the architecture '{architecture}'. Supported: "
+            f"{', '.join(sorted(GGUF_SUPPORTED_ARCHITECTURES))}. Use the model's original checkpoint."
         )
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     try:
@@ -55,11 +56,11 @@ def import_gguf(file: Path, out: Path) -> list[str]:
             model = AutoModelForCausalLM.from_pretrained(
                 **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
             )
-    except (ValueError, KeyError, RuntimeError) as error:  # an unknown tokenizer, quantisation or shape
+    except (ValueError, KeyError, RuntimeError) as error:  # an unknown tokenizer, quantization or shape
         raise TuneError(f"{file} ({architecture}) cannot be converted: {error}") from error
 
     notes = _mend_word_splitting(tokenizer, splitting)
-    model.hf_quantizer = None  # the weights are no longer quantised, and the saved config must not say so
+    model.hf_quantizer = None  # the weights are dequantized, which the saved config must reflect
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
 
@@ -70,7 +71,7 @@ def import_gguf(file: Path, out: Path) -> list[str]:
 
 
 def _mend_word_splitting(tokenizer: Any, name: str) -> list[str]:
-    """Split text into words as the vocabulary `name` requires, where the conversion lost that. Returns notes."""
+    """Restore the word splitting of the vocabulary `name` if the conversion lost it. Returns notes."""
     from tokenizers import pre_tokenizers
 
     backend = tokenizer.backend_tokenizer
@@ -82,6 +83,6 @@ def _mend_word_splitting(tokenizer: Any, name: str) -> list[str]:
         backend.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
         return []
     return [
-        f"the rule by which the vocabulary '{name}' splits text into words is not known; GPT-2's rule is used. Compare "
-        "the tokens with those of the original tokenizer, or put its tokenizer.json in the folder"
+        f"unknown word-splitting rule of the vocabulary '{name}'; using GPT-2's rule. Compare the tokens with the "
+        "original tokenizer's, or put its tokenizer.json into the folder"
     ]

@@ -1,4 +1,4 @@
-"""Llama in Meta's own format, consolidated.NN.pth and params.json, as a folder in Hugging Face layout."""
+"""Convert Llama in Meta's own format (consolidated.NN.pth and params.json) to Hugging Face layout."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from tune.errors import TuneError
 from tune.files import exported
 from tune.models import read_json
 
-# Meta's name -> ours, and the dimension along which model-parallel files divide it (None: each has all of it).
+# Meta's name -> Hugging Face's, and the dimension along which model-parallel files split it (None: not split).
 NAMES: dict[str, tuple[str, int | None]] = {
     "tok_embeddings": ("model.embed_tokens", 0),
     "layers.{}.attention_norm": ("model.layers.{}.input_layernorm", None),
@@ -36,12 +36,12 @@ PARAMS = {
 
 
 def import_meta(folder: Path, out: Path) -> list[str]:
-    """Write the model in `folder` to `out`, with the same types. `out` appears when it is complete.
+    """Write the model in `folder` to `out`, with the same dtypes. `out` appears when it is complete.
 
-    Returns, for people to check, settings that params.json does not have and that were inferred.
+    Returns notes for people to check: settings that params.json lacks and that were inferred.
 
     Raises:
-        TuneError: files that are missing or damaged, do not fit together, or are not of a Llama model.
+        TuneError: files are missing or damaged, do not match, or are not from a Llama model.
     """
     params = _read_params(folder / "params.json")
     files = _files(folder)
@@ -54,12 +54,12 @@ def import_meta(folder: Path, out: Path) -> list[str]:
     for file, shard in zip(files, shards, strict=True):
         if wrong := plan.keys() ^ {name for name in shard if not name.endswith("rope.freqs")}:
             listing = ", ".join(sorted(wrong)[:12])
-            raise TuneError(f"{file} does not fit {folder / 'params.json'}: only one of the two has {listing}")
+            raise TuneError(f"{file} does not match {folder / 'params.json'}: only one of the two has {listing}")
 
     def whole(name: str) -> Tensor:
         pieces, dimension = [shard[name] for shard in shards], plan[name][1]
         if name == "tok_embeddings.weight" and pieces[0].shape[1] < params["dim"]:
-            dimension = 1  # Llama 2 divided the width, Llama 3 the vocabulary
+            dimension = 1  # Llama 2 splits the width, Llama 3 the vocabulary
         return pieces[0] if dimension is None else torch.cat(pieces, dim=dimension)
 
     config, inferred = _config(params, whole)
@@ -71,8 +71,8 @@ def import_meta(folder: Path, out: Path) -> list[str]:
             weight, kind = whole(name), name.split(".")[-2]
             if kind in rows and weight.shape != (rows[kind], dim):
                 raise TuneError(
-                    f"{folder}: {name} is {list(weight.shape)} in its {len(shards)} files together, but params.json "
-                    f"says {[rows[kind], dim]}: are files missing?"
+                    f"{folder}: {name} has shape {list(weight.shape)} in {len(shards)} files, but params.json implies "
+                    f"{[rows[kind], dim]}. Check for missing files"
                 )
             if ours != "lm_head.weight" or not config["tie_word_embeddings"]:
                 yield ours, _halves(weight, heads[kind]) if kind in heads else weight.clone()
@@ -84,7 +84,7 @@ def import_meta(folder: Path, out: Path) -> list[str]:
         if tokenizer:
             shutil.copyfile(tokenizer / "tokenizer.model", unfinished / "tokenizer.model")
         else:
-            inferred.append(f"no tokenizer.model in {folder}: put the model's tokenizer files into {out}")
+            inferred.append(f"no tokenizer.model in {folder}: copy the model's tokenizer files to {out}")
     return inferred
 
 
@@ -101,10 +101,10 @@ def _read_params(file: Path) -> dict[str, Any]:
     params = read_json(file, "tune convert")
     if unknown := {name: value for name, value in params.items() if name not in PARAMS and value is not None}:
         raise TuneError(
-            f"{file}: not of a Llama 1, 2 or 3 text model: {', '.join(unknown)}. Take the model in Hugging Face layout"
+            f"{file}: not a Llama 1, 2 or 3 text model: {', '.join(unknown)}. Use the model in Hugging Face layout"
         )
     if missing := [name for name in ("dim", "n_layers", "n_heads", "norm_eps") if name not in params]:
-        raise TuneError(f"{file} has no {', '.join(missing)}")
+        raise TuneError(f"{file} lacks {', '.join(missing)}")
     return params
 
 
@@ -144,13 +144,13 @@ def _config(params: dict[str, Any], whole: Callable[[str], Tensor]) -> tuple[dic
         "bos_token_id": 128000 if llama3 else 1,
         "eos_token_id": 128001 if llama3 else 2,
     }
-    inferred = [f"max_position_embeddings={length}: from vocabulary and rope, params.json does not say it"]
+    inferred = [f"max_position_embeddings={length}: inferred from vocabulary and rope, since params.json lacks it"]
     if scaled:
-        version = "3.2, since the head is the embedding" if tied else "3.1, since the head is not the embedding"
+        version = "3.2, since the head is tied" if tied else "3.1, since the head is not tied"
         inferred.append(f"rope scaling factor {rope['factor']}: as in Llama {version}")
     return config, inferred
 
 
 def _halves(weight: Tensor, heads: int) -> Tensor:
-    """Rotated pairs are adjacent rows in Meta's format, and the two halves of a head in Hugging Face's."""
+    """Reorder rotated pairs: adjacent rows in Meta's format, the two halves of a head in Hugging Face's."""
     return weight.view(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)

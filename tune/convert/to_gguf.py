@@ -1,4 +1,4 @@
-"""Writing a model, with its tokenizer and chat template, as a GGUF file, which llama.cpp and Ollama load."""
+"""Write a model with its tokenizer and chat template as a GGUF file for llama.cpp and Ollama."""
 
 import math
 import operator
@@ -22,22 +22,19 @@ LARGEST = torch.finfo(torch.float16).max
 
 @dataclass(frozen=True)
 class Architecture:
-    """A family in llama.cpp: its name; which of the parts that only some models have it computes (`also`); whether it
-    rotates dimensions 2i and 2i + 1 of a head as a pair (`adjacent`); that every so many layers one is special:
-    without a window, or in SmolLM3 without rotation (`every`, 0: none); its name for the norm before a feed-forward;
-    whether gate and up are one tensor (`joined`)."""
+    """A model family in llama.cpp."""
 
     name: str
-    also: str = "an untied head, linear, yarn"
-    adjacent: bool = True
-    every: int = 0
+    also: str = "an untied head, linear, yarn"  # the optional parts that it supports, see `PARTS`
+    adjacent: bool = True  # rotates dimensions 2i and 2i + 1 of a head as a pair
+    every: int = 0  # every n-th layer is special: no window, or no rotation in SmolLM3; 0: none
     activation: str = "silu"
-    mlp_norm: str = "ffn_norm"
-    joined: bool = False
+    mlp_norm: str = "ffn_norm"  # its name for the norm before a feed-forward
+    joined: bool = False  # gate and up are one tensor
 
 
 ALL = "an untied head, linear, yarn, llama3, biases, output biases, feed-forward biases"
-NORMALISED = "normalised experts"
+NORMALISED = "normalized experts"
 AFTER = "post_attention_norm"
 GEMMA: Any = {"adjacent": False, "activation": "gelu_tanh"}
 ARCHITECTURES = {
@@ -77,7 +74,7 @@ ARCHITECTURES = {
     "gemma3": Architecture("gemma3", "windows, linear", every=6, **GEMMA),
     "gemma3_text": Architecture("gemma3", "windows, linear", every=6, **GEMMA),
 }
-# Our module -> llama.cpp's tensor, or those that are one in ours.
+# tune's module -> llama.cpp's tensor, or several tensors that are joined in tune.
 NAMES = {
     "embedding": "token_embd", "norm": "output_norm", "head": "output",
     "attention_norm": "attn_norm", "attention_output_norm": "post_attention_norm",
@@ -98,7 +95,7 @@ REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*%s|\p{{N}}%s|{REST}"
 CASED = CASED.replace(r"+[\r\n]*|", r"+[\r\n/]*|")
-# (The regular expression that words match, whether whole words are looked up first) -> llama.cpp's name.
+# (regular expression of words, whether whole words are looked up first) -> llama.cpp's name.
 WORDS = {
     (LLAMA3_WORDS, True): "llama-bpe", (LLAMA3_WORDS, False): "dbrx", (QWEN_WORDS, False): "qwen2",
     (CASED % ("", "", ""), True): "tekken",
@@ -111,16 +108,16 @@ WORDS = {
 def export_gguf(
     model: Decoder, base: Pretrained | None, tokenizer: Tokenizer, file: Path, model_type: str, type: str = "f16"
 ) -> list[str]:
-    """Write `model`, of the family `model_type`, with its tokenizer and chat template, its weights as `type` (`f16`,
-    `bf16`, `q8_0` or `q4_0`). Adapters are merged, frozen tensors read from `base`, if given, and one tensor at a time
-    is in memory. `file` appears when it is complete. Returns notes on what llama.cpp computes otherwise.
+    """Write `model`, of the family `model_type`, with its tokenizer and chat template and weights as `type` (`f16`,
+    `bf16`, `q8_0` or `q4_0`). Adapters are merged, frozen tensors are read from `base` if given, and memory holds one
+    tensor at a time. `file` appears when it is complete. Returns notes on differences in llama.cpp's computation.
 
-    Vectors and routers are in fp32; with `q4_0` embedding and head are in `q8_0`; a matrix with rows of no multiple of
-    32 is in fp16.
+    Vectors and routers are stored in fp32. With `q4_0`, embedding and head are stored in `q8_0`. Quantized types need
+    rows of a multiple of 32; other matrices are stored in fp16.
 
     Raises:
-        TuneError: llama.cpp has no such family, or computes something of this model otherwise; a weight that is not
-            finite, or too large for fp16.
+        TuneError: llama.cpp does not support the family or a part of this model; a weight is not finite, or too large
+            for fp16.
     """
     with needs("hf", "GGUF"):
         import gguf
@@ -149,21 +146,21 @@ def export_gguf(
                 writer.write_tensor_data(values.numpy())
             for name, full in with_progress(full_tensors(model, base), len(model.names.on_disk)):
                 if not (largest := full.abs().max().item()) < math.inf:
-                    raise TuneError(f"{name} has values that are not finite: the training failed")
+                    raise TuneError(f"{name} has values that are not finite: training failed")
                 for new, part in llama_cpp_tensors(name, full.float().cpu(), model.config, architecture):
                     kind = _kind(new, part, type)
                     if kind.name == "F16" and largest > LARGEST:
-                        raise TuneError(f"{name} has values up to {largest:.3g}, too large for fp16: take bf16")
+                        raise TuneError(f"{name} has values up to {largest:.3g}, too large for fp16: use bf16")
                     writer.write_tensor_data(gguf.quants.quantize(part.contiguous().numpy(), kind))
         finally:
             writer.close()
     lost = [tokenizer.decode([end]) for end in _other_ends(tokenizer)[2:]]
-    ends = f"GGUF names three tokens that end an answer; it goes on behind {' and '.join(lost)}"
+    ends = f"GGUF stores only three tokens that end an answer; answers will not stop at {' and '.join(lost)}"
     return [*_notes(model.config, architecture), *([ends] if lost else [])]
 
 
 def _frequency_factors(config: Any) -> dict[str, Tensor]:
-    """What llama.cpp divides the frequencies of the rotation by, in the names of its tensors."""
+    """Return llama.cpp's divisors of the rotation's frequencies, by tensor name."""
     rope = _ropes(config)[0]
     if not rope or rope.kind not in ("llama3", "longrope"):
         return {}
@@ -173,7 +170,7 @@ def _frequency_factors(config: Any) -> dict[str, Tensor]:
 
 
 def _kind(name: str, tensor: Tensor, type: str) -> Any:
-    """The type in which llama.cpp's tensor `name` is written."""
+    """Return the type in which llama.cpp's tensor `name` is written."""
     import gguf
 
     kind = "Q8_0" if type == "q4_0" and not name.startswith("blk.") else type.upper()
@@ -185,27 +182,21 @@ def _kind(name: str, tensor: Tensor, type: str) -> Any:
 
 
 def _notes(config: Any, architecture: Architecture) -> list[str]:
-    """What llama.cpp computes otherwise than this model."""
+    """Return notes on differences between llama.cpp's computation and this model."""
     rope, notes = _ropes(config)[0], []
     windows = [layer.attention.window for layer in config.layers if layer.attention.window]
     if windows and "windows" not in architecture.also:
-        notes.append(
-            f"llama.cpp has no sliding window in this family: beyond {windows[0]} tokens it computes otherwise"
-        )
+        notes.append(f"llama.cpp has no sliding window for this family: results differ beyond {windows[0]} tokens")
     if rope and rope.kind == "longrope":
-        notes.append(
-            "llama.cpp takes the factors for long texts as soon as its context (-c) is longer than the original one"
-        )
+        notes.append("llama.cpp uses the factors for long texts whenever its context (-c) exceeds the original length")
     if rope and rope.scaling.get("truncate") is False:
-        notes.append(
-            "llama.cpp rounds the bounds of YaRN's ramp, which this model does not: it computes a little otherwise"
-        )
+        notes.append("llama.cpp rounds the bounds of YaRN's ramp, unlike this model: results differ slightly")
     return notes
 
 
-# What only some models compute, by the names in `Architecture.also`: whether a model of this config does.
+# Optional parts of models, by the names in `Architecture.also` -> whether a model with this config has the part.
 PARTS: dict[str, Callable[[Any], bool]] = {
-    "a head that scores": lambda config: config.scores,
+    "a score head": lambda config: config.scores,
     "an untied head": lambda config: not config.tied_head,
     "biases": lambda config: any(part.bias for part in _attentions(config)),
     "output biases": lambda config: any(part.output_bias for part in _attentions(config)),
@@ -226,32 +217,30 @@ PARTS: dict[str, Callable[[Any], bool]] = {
 
 
 def architecture_of(config: Any, model_type: str) -> Architecture:
-    """The family in llama.cpp. Raises TuneError if llama.cpp has no such family, or computes a part of this model
-    otherwise."""
-    converter = (
-        "llama.cpp's own converter may: `python convert_hf_to_gguf.py FOLDER` of the model in Hugging Face layout"
-    )
+    """Return the family in llama.cpp. Raises TuneError if llama.cpp does not support the family or a part of this
+    model."""
+    converter = "try llama.cpp's own converter: `python convert_hf_to_gguf.py FOLDER` (a folder in Hugging Face layout)"
     if model_type not in ARCHITECTURES:
         families = ", ".join(ARCHITECTURES)
-        raise TuneError(f"GGUF: '{model_type}' models are not written here, but those of {families}; {converter}")
+        raise TuneError(f"GGUF: '{model_type}' models are not supported, only {families}; {converter}")
     architecture = ARCHITECTURES[model_type]
     needed = [name for name, is_in in PARTS.items() if is_in(config)]
     needed += [rope.kind for rope in _ropes(config) if rope and rope.kind != "default"]
     missing = [name for name in needed if name not in architecture.also.split(", ")]
     missing += _unlike_the_family(config, model_type, architecture)
     if missing:
-        raise TuneError(f"GGUF: llama.cpp's {architecture.name} does not know {', '.join(missing)}; {converter}")
+        raise TuneError(f"GGUF: llama.cpp's {architecture.name} does not support {', '.join(missing)}; {converter}")
     return architecture
 
 
 def _unlike_the_family(config: Any, model_type: str, architecture: Architecture) -> Iterator[str]:
-    """What all models of a family have in common in llama.cpp, and this one has otherwise."""
+    """Yield properties of this model that differ from what llama.cpp assumes for the whole family."""
     layers, parts = config.layers, _attentions(config)
     first = parts[0]
     if model_type in ("starcoder2", "gpt_oss") and not first.bias:
         yield "layers without biases"
     if NORMALISED in architecture.also and any(not router.normalized for router in _routers(config)):
-        yield "experts that are not normalised"
+        yield "experts that are not normalized"
     if model_type == "olmoe" and first.num_kv_heads != first.num_heads:
         yield "grouped-query attention"
     if model_type == "exaone4" and first.head_dim * first.num_heads != config.hidden_size:
@@ -262,7 +251,7 @@ def _unlike_the_family(config: Any, model_type: str, architecture: Architecture)
     if architecture.every and special != in_turn and not without_windows:
         yield "this order of layers"
     if model_type == "exaone4" and without_windows == (len(layers) == 64):
-        yield "windows but in 64 layers"
+        yield "this combination of windows and number of layers"
     if layers[0].mlp.activation != architecture.activation:
         yield f"the activation {layers[0].mlp.activation}"
     has_own_scale = any(part.scale not in (None, part.head_dim**-0.5) for part in parts)
@@ -281,7 +270,7 @@ def _routers(config: Any) -> list[Any]:
 def llama_cpp_tensors(
     name: str, tensor: Tensor, config: Any, architecture: Architecture
 ) -> Iterator[tuple[str, Tensor]]:
-    """Our tensor `name` as llama.cpp's: name and values of each."""
+    """Yield name and values of llama.cpp's tensors for tune's tensor `name`."""
     owner, _, kind = name.rpartition(".")
     _, number, module = [*owner.split(".", 2), "", ""][:3] if owner.startswith("blocks.") else ("", "", owner)
     if special := NAMES.get(f"{module}.{kind}"):
@@ -308,14 +297,14 @@ def llama_cpp_tensors(
 
 
 def _ropes(config: Any) -> tuple[RopeConfig | None, RopeConfig | None]:
-    """The rotation of layers without a window, or if these have none of all, and of those with a window."""
+    """Return the rotation of layers without a window (of all layers, if these have none), and with a window."""
     rotated = [layer.attention for layer in config.layers if layer.attention.rope]
     rotated.sort(key=lambda attention: bool(attention.window))
     return (rotated[0].rope, rotated[-1].rope if rotated[-1].window else None) if rotated else (None, None)
 
 
 def _shape(config: Any, architecture: Architecture) -> dict[str, Any]:
-    """Keys of gguf's writer, and what they say of the model; None is left out."""
+    """Return keys of gguf's writer and their values for the model; None is omitted."""
     import gguf
 
     layer, (rope, sliding) = config.layers[0], _ropes(config)
@@ -365,7 +354,7 @@ def _shape(config: Any, architecture: Architecture) -> dict[str, Any]:
 
 
 def add_vocabulary(writer: Any, tokenizer: Tokenizer, rows: int) -> None:
-    """Add the `tokenizer` of a model whose embedding has so many `rows`. Raises TuneError if llama.cpp has none like
+    """Add the `tokenizer` of a model whose embedding has `rows` rows. Raises TuneError if llama.cpp does not support
     it."""
     from gguf import TokenType
 
@@ -380,7 +369,7 @@ def add_vocabulary(writer: Any, tokenizer: Tokenizer, rows: int) -> None:
         tokens[index], types[index] = token, TokenType.NORMAL
     for added in definition["added_tokens"]:
         types[added["id"]] = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
-    if model.get("byte_fallback"):  # sentencepiece, which merges the pair first whose union has the highest score
+    if model.get("byte_fallback"):  # sentencepiece merges the pair with the highest score first
         ranks: dict[str, int] = {}
         for rank, pair in enumerate(merges):
             ranks.setdefault(pair.replace(" ", ""), rank)
@@ -414,12 +403,12 @@ def add_vocabulary(writer: Any, tokenizer: Tokenizer, rows: int) -> None:
 
 
 def _other_ends(tokenizer: Tokenizer) -> list[int]:
-    """The tokens that end an answer, without EOS."""
+    """Return the tokens that end an answer, except EOS."""
     return sorted(tokenizer.stop_ids - {tokenizer.eos_id})
 
 
 def _words(definition: dict[str, Any], tokenizer: Tokenizer) -> str:
-    """llama.cpp's name of the rule, which decides with the merges what is a token."""
+    """Return llama.cpp's name for the tokenizer's rule that splits text into words."""
     outer = definition["pre_tokenizer"] or {}
     steps = outer.get("pretokenizers", [outer])
     kinds = [step.get("pattern", {}).get("Regex") or step.get("type", "none") for step in steps]
@@ -430,7 +419,7 @@ def _words(definition: dict[str, Any], tokenizer: Tokenizer) -> str:
     name = WORDS.get((rule, bool(definition["model"].get("ignore_merges"))))
     if name is None or steps[-1].get("add_prefix_space") or normalizer not in (None, "NFC"):
         raise TuneError(
-            f"GGUF: the rule by which {tokenizer.path}'s tokenizer cuts texts into words is not known here: {rule}. "
-            "llama.cpp's own converter may know it: `python convert_hf_to_gguf.py FOLDER`"
+            f"GGUF: unknown word-splitting rule of {tokenizer.path}'s tokenizer: {rule}. Try llama.cpp's own "
+            "converter: `python convert_hf_to_gguf.py FOLDER`"
         )
     return name

@@ -1,4 +1,4 @@
-"""Process group and mesh, sharding with FSDP2, activation memory, signals: one path for 1 to N processes."""
+"""Process group and mesh, sharding with FSDP2, activation memory and signals: one path for 1 to N processes."""
 
 from tune.distributed.activations import wrap_forward
 from tune.distributed.context_parallel import own_part, split
@@ -35,7 +35,7 @@ from tune.distributed.tensor_parallel import share, undivided
 from tune.distributed.traffic import bytes_sent
 from tune.distributed.world import Unconnected, World, current_world, init, join
 
-# Other names are for the packages of `tune` alone.
+# Other names are internal to `tune`.
 __all__ = [
     "DTYPES",
     "PACE",

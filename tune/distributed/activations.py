@@ -1,4 +1,4 @@
-"""Activation checkpointing, compilation and activation offload of a block."""
+"""Activation checkpointing, compilation and activation offloading of a block."""
 
 import functools
 import weakref
@@ -24,9 +24,9 @@ ATTENTION = {
 }
 MATMULS = {"aten::mm", "aten::addmm", "aten::_grouped_mm"}
 COMMUNICATION = {f"_c10d_functional::{name}" for name in ("reduce_scatter_tensor", "all_reduce", "all_to_all_single")}
-NARROW = 8  # ratio of the sides from which on a matrix is narrow, as LoRA's are
+NARROW = 8  # a matrix is narrow if the ratio of its sides is at least this, as in LoRA
 
-KINDS = 64  # of forwards that the compiler may specialize a block for; torch's own limit is 8
+KINDS = 64  # limit of graphs that the compiler specializes for a block; torch's own limit is 8
 Layout: TypeAlias = tuple[torch.device, torch.Size, tuple[int, ...]]
 
 
@@ -37,13 +37,13 @@ def wrap_forward(
     offload: bool,
     backwards_wait: bool = False,
 ) -> None:
-    """Put activation checkpointing, torch.compile and offload of saved tensors to the host around the forward of
-    `block`.
+    """Wrap the forward of `block` with activation checkpointing, torch.compile and offloading of saved tensors.
 
     `full` recomputes the whole block in backward. `selective` saves the results of attention, communication, matrix
-    products that make a narrow result, and every second of the other products.
+    products with a narrow result, and every second of the other products.
 
-    Where `backwards_wait` for forwards of other micro-batches, what is recomputed has the dropout keys of its own.
+    With `backwards_wait`, forwards of other micro-batches run before a backward, so recomputation restores the
+    micro-batch's own dropout keys.
     """
     adapted: list[Any] = [module for module in block.modules() if backwards_wait and hasattr(module, "dropout_keys")]
     adapted = [layer for layer in adapted if layer.dropout]
@@ -51,9 +51,9 @@ def wrap_forward(
         options = {"context_fn": _save_expensive} if checkpointing == "selective" else {}
         checkpointed = functools.partial(_checkpointed_with_keys, adapted=adapted) if adapted else _checkpointed
         wrap(block, Wrap.CHECKPOINT, functools.partial(checkpointed, options=options))
-    if compile:  # all blocks share one code: training, validation, generation, and frozen blocks are a kind each
+    if compile:  # all blocks share one code object, with a graph each for training, validation, generation, frozen ...
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, KINDS)
-        # No parts of a graph: the host counts rows of experts that are exchanged, and sets dropout keys anew.
+        # Two things cannot be in a graph: the host counts exchanged rows of experts and resets dropout keys.
         is_whole = all(getattr(module, "expert_mesh", None) is None for module in block.modules())
         is_inside = not is_whole or bool(adapted and checkpointing == "full")
         kind = Wrap.COMPILE_INSIDE if is_inside else Wrap.COMPILE
@@ -118,19 +118,20 @@ def _offloaded(block: nn.Module, forward: Forward) -> Forward:
 
 
 class Offloaded:
-    """What one forward of a block saves for its backward, in host memory in between; storages in `weights` stay.
+    """The tensors that one forward of a block saves for backward, kept in host memory in between. Storages in
+    `weights` stay on the device.
 
-    On a GPU the copies run on a stream of their own: to the host during the forward of the next block, and back during
-    the backward that comes before this one's. The device's memory is taken and freed on the stream that computes, after
-    it has waited for the copies. So tensors of two blocks are on the device, never more, however far the host is ahead.
+    On a GPU the copies run on a separate stream: to the host during the forward of the next block, and back during the
+    backward before this one. Device memory is allocated and freed on the compute stream after it has waited for the
+    copies. So the device holds the tensors of at most two blocks, however far the host is ahead.
     """
 
     newest: ClassVar[Callable[[], "Offloaded | None"]] = staticmethod(lambda: None)
 
     def __init__(self, weights: set[int]):
-        self.before, self.weights = Offloaded.newest, weights  # the forward before this one, if its backward is to come
+        self.before, self.weights = Offloaded.newest, weights  # the previous forward, if its backward is due
         Offloaded.newest = weakref.ref(self)
-        self.numbers: dict[Any, int] = {}  # of what is saved. Several operations save the same tensor
+        self.numbers: dict[Any, int] = {}  # index of each saved tensor; several operations may save the same one
         self.uses: list[int] = []
         self.on_device: list[Tensor | None] = []
         self.on_host: list[tuple[Tensor, Layout]] = []
@@ -143,7 +144,7 @@ class Offloaded:
         key = storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version
         if key not in self.numbers:
             self.numbers[key] = len(self.uses)
-            once = tensor[tuple(slice(None if stride else 1) for stride in tensor.stride())]  # what `expand` repeats
+            once = tensor[tuple(slice(None if stride else 1) for stride in tensor.stride())]  # drop repeats of `expand`
             host = torch.empty(once.shape, dtype=once.dtype, device="cpu", pin_memory=torch.cuda.is_available())
             self.uses.append(0)
             self.on_device.append(tensor.detach())
@@ -156,7 +157,7 @@ class Offloaded:
     def unpack(self, packed: Tensor | int) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        self.uses[packed] = max(self.uses[packed], 1)  # none is left in a second backward, of a graph that is retained
+        self.uses[packed] = max(self.uses[packed], 1)  # 0 in a second backward of a retained graph
         self.return_to_device()
         if before := self.before():
             before.return_to_device()
@@ -169,17 +170,17 @@ class Offloaded:
         return tensor
 
     def leave_device(self) -> None:
-        """Free the device's memory once all is on the host."""
+        """Free the device memory once all tensors are on the host."""
         self._wait()
         self.numbers.clear()
         self.on_device = [None] * len(self.on_device)
 
     def return_to_device(self) -> None:
-        """Begin to copy back what is not there and is yet to be used."""
+        """Start copying back the tensors that are still needed and not on the device."""
         copies = []
         for number in reversed(range(len(self.uses))):
             if self.uses[number] and self.on_device[number] is None:
-                host, (device, shape, strides) = self.on_host[number]  # a compiled backward is made for these strides
+                host, (device, shape, strides) = self.on_host[number]  # a compiled backward expects these strides
                 tensor = torch.empty_strided(host.shape, strides, dtype=host.dtype, device=device)
                 copies.append((tensor, host))
                 self.on_device[number] = tensor.expand(shape)
@@ -206,6 +207,6 @@ def _stream_of_copies(device: torch.device) -> torch.cuda.Stream | None:
 
 
 def _storage(tensor: Tensor) -> int:
-    """What tells memory apart; of a DTensor, which has none itself, that of the process's shard."""
+    """Return an identifier of the tensor's storage; a DTensor has none, so its local shard's."""
     own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return own.untyped_storage()._cdata

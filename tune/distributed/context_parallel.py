@@ -1,10 +1,10 @@
 """Context parallelism: the processes of the mesh's axis `cp` share the tokens of each batch.
 
-Each computes hidden states of a part of the tokens, from the embedding to the head. In each layer's attention the keys
-and values of all parts are gathered, so that documents, windows, soft caps and sinks are those of one process. Outside
-of the model nothing is split: all processes of `cp` give it the same batch, and get the same result for it.
+Each process computes hidden states for a part of the tokens, from the embedding to the head. The attention of each
+layer gathers the keys and values of all parts, so documents, windows, soft caps and sinks work as on one process.
+Outside the model nothing is split: all processes of `cp` pass it the same batch and get the same result.
 
-Gradients of the weights are those of the own tokens: FSDP, which shards over `dp_shard` x `cp`, adds them up.
+Each process computes the weight gradients of its own tokens; FSDP, which shards over `dp_shard` x `cp`, sums them.
 """
 
 import functools
@@ -26,15 +26,15 @@ from tune.errors import TuneError
 
 @dataclass(slots=True, eq=False)
 class Pieces:
-    """The part of a batch that a process has, see `tune.collators.Part`, and where its tokens are."""
+    """A process's part of a batch (see `tune.collators.Part`) and the places of its tokens."""
 
     whole: Documents
     boundaries: Tensor
     lengths: tuple[int, ...]
     longest: int
-    places: Tensor  # int64 [tokens]: its tokens, of the flattened and padded batch
-    supervised: Tensor  # int64 [supervised tokens of the part]: which of those of the batch they are
-    index: Tensor  # int64 [sum of lengths]: what its pieces attend to, of the tokens of all processes
+    places: Tensor  # int64 [tokens]: indices of its tokens in the flattened and padded batch
+    supervised: Tensor  # int64 [supervised tokens of the part]: their indices among the batch's supervised tokens
+    index: Tensor  # int64 [sum of lengths]: the tokens that its pieces attend to, as indices into the gathered tokens
     peers: Peers
 
     def attended(self, *tensors: Tensor) -> list[Tensor]:
@@ -42,7 +42,7 @@ class Pieces:
         return [*together.split([tensor.shape[-1] for tensor in tensors], dim=-1)]
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over the parts, in each of which the same is computed of it."""
+        """Sum over the parts; every process then computes the same from the sum."""
         return self.peers.summed(tensor)
 
     def sums(self, values: Tensor, ids: Tensor) -> Tensor:
@@ -50,20 +50,20 @@ class Pieces:
         return self.sum(zeros.index_add(0, ids.flatten(), values))
 
     def of_all(self, values: Tensor, places: Tensor, count: int) -> Tensor:
-        """`values` of the part at their `places`, and those of the other parts at theirs: `[count, ...]`."""
+        """Combine the `values` of all parts at their `places`: `[count, ...]`."""
         return self.sum(values.new_zeros(count, *values.shape[1:]).index_copy(0, places, values))
 
 
 def split(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Have the forwards of `model` compute the process's part of each batch, and give the result for the whole.
+    """Have the forwards of `model` compute the process's part of each batch and return the result for the whole batch.
 
-    What a head with the attribute `of_parts` gives is for "sum" added up, and for "tokens" put together: values per
-    supervised token. Any other head is called on each process with hidden states of all tokens.
+    A head's attribute `of_parts` says how to combine its results: "sum" adds them, "tokens" joins values per supervised
+    token. Any other head is called on each process with the hidden states of all tokens.
 
-    A frozen model that cannot is computed by each process as a whole.
+    A frozen model that cannot be split is computed as a whole by each process.
 
     Raises:
-        TuneError: a layer of the model, which is trained, needs all tokens in one process.
+        TuneError: the model is trained and one of its layers needs all tokens in one process.
     """
     names = [name for name, module in model.named_modules() if getattr(module, "is_recurrent", False)]
     can_split = hasattr(model, "attends_to_parts")
@@ -71,34 +71,34 @@ def split(model: nn.Module, mesh: DeviceMesh) -> None:
         return
     if not can_split:
         raise TuneError(
-            f"parallel.cp: {type(model).__name__} computes all tokens of a document in one process; models of "
-            "tune.models.build can share them. Set parallel.cp=1"
+            f"parallel.cp: {type(model).__name__} cannot split the tokens of a document; models of tune.models.build "
+            "can. Set parallel.cp=1"
         )
     if names:
         raise TuneError(
-            f"parallel.cp: {type(model.get_submodule(names[0])).__name__} ({names[0]}) computes one token after the "
-            "other, and processes cannot share the tokens of a document. Set parallel.cp=1"
+            f"parallel.cp: {type(model.get_submodule(names[0])).__name__} ({names[0]}) is recurrent, so the tokens of "
+            "a document cannot be split. Set parallel.cp=1"
         )
     wrap(model, Wrap.TOKENS, Split(model, mesh))
 
 
 @dataclass(eq=False)
 class Split:
-    """Gives the forward of `model` the process's part of each batch, and a head that gives the result for the whole."""
+    """Pass the process's part of each batch to the forward of `model`, with a head that returns the whole result."""
 
     model: Any
     mesh: DeviceMesh
-    part: Callable[[Batch], Batch] = field(init=False)  # of a batch; the last one is kept, for several forwards in turn
+    part: Callable[[Batch], Batch] = field(init=False)  # caches the last batch, for several forwards in a row
 
     def __post_init__(self) -> None:
         self.part = functools.lru_cache(maxsize=1)(functools.partial(part_of, mesh=self.mesh))
 
     def __call__(self, forward: Forward) -> Forward:
         def split_forward(batch: Batch | Tensor, head: Any = None, **others: Any) -> Any:
-            if others.get("cache") is not None:  # each process generates alone
+            if others.get("cache") is not None:  # generation: each process computes alone
                 return forward(batch, head, **others)
             if not isinstance(batch, Batch):
-                raise TuneError("parallel.cp: the model needs a Batch: Batch.of(tokens)")
+                raise TuneError(f"parallel.cp: the model needs a Batch, got {type(batch).__name__}: Batch.of(tokens)")
             mine = self.part(batch)
             of_whole = _of_whole(head or self.model.logits, batch, mine.documents.part, self.mesh.size())
             return forward(mine, of_whole, **others)
@@ -107,13 +107,13 @@ class Split:
 
 
 def own_part(model: nn.Module, batch: Batch) -> Batch:
-    """The part of `batch` that this process computes with `model`: all of it without context parallelism."""
+    """Return the part of `batch` that this process computes; without context parallelism, all of it."""
     split_by = wrapper_of(model, Wrap.TOKENS)
     return batch if split_by is None else split_by.part(batch)
 
 
 def _of_whole(head: Any, batch: Batch, part: Any, size: int) -> Callable[..., Any]:
-    """A head for a part of `batch` that gives what `head` gives for all of it."""
+    """Return a head for a part of `batch` that computes the result of `head` for the whole batch."""
     of_parts = getattr(head, "of_parts", None)
 
     def of_whole(hidden: Tensor, weight: Tensor, mine: Batch, **options: Any) -> Any:
@@ -126,7 +126,7 @@ def _of_whole(head: Any, batch: Batch, part: Any, size: int) -> Callable[..., An
             return type(own)(*of_all)
         hidden = part.of_all(hidden[0], part.places, part.whole.ids.numel())[: batch.tokens.numel()]
         weight = weight.view_as(weight)
-        if weight.requires_grad:  # each process computes the gradient as a whole
+        if weight.requires_grad:  # each process computes the whole gradient
             weight.register_hook(lambda gradient: gradient * (1 / size))
         return head(hidden.view(*batch.tokens.shape, -1), weight, batch, **options)
 
@@ -135,7 +135,7 @@ def _of_whole(head: Any, batch: Batch, part: Any, size: int) -> Callable[..., An
 
 
 def _padded(documents: Documents, total: int, padding: int) -> Documents:
-    """`documents` of `total` tokens, and one more of `padding` tokens, of which nothing is learned."""
+    """Append a document of `padding` unsupervised tokens to `documents` of `total` tokens."""
     return replace(
         documents,
         ids=F.pad(documents.ids.view(1, -1), (0, padding), value=len(documents.lengths)),
@@ -147,8 +147,8 @@ def _padded(documents: Documents, total: int, padding: int) -> Documents:
 
 
 def _places(work: np.ndarray, size: int) -> np.ndarray:
-    """Which tokens each of `size` processes has `[size, tokens]`, where a token attends to `work` others: of twice as
-    many chunks the two with the most and the least, and so on."""
+    """Assign tokens to processes: `[size, tokens]`. `work` is the number of tokens that each token attends to. Tokens
+    are cut into 2 x `size` chunks; each process gets one with much and one with little work."""
     chunks = work.reshape(2 * size, -1)
     order = np.argsort(chunks.sum(axis=1), kind="stable")
     pairs = np.sort(np.stack([order[:size], order[: size - 1 : -1]], axis=1), axis=1)
@@ -156,8 +156,8 @@ def _places(work: np.ndarray, size: int) -> np.ndarray:
 
 
 def part_of(batch: Batch, mesh: DeviceMesh) -> Batch:
-    """This process's part of `batch`, one row. It is cut into twice as many chunks as there are processes; each has two
-    of them, the one with the most attention and the one with the least, and so on: a document's first and last."""
+    """Return this process's part of `batch`, as one row. The batch is cut into twice as many chunks as processes. Each
+    process gets two: one with much attention work and one with little, e.g. the last and first of a document."""
     device, total = batch.tokens.device, batch.tokens.numel()
     padding = -total % (2 * mesh.size())
     documents = _padded(batch.documents, total, padding) if padding else batch.documents
@@ -167,7 +167,7 @@ def part_of(batch: Batch, mesh: DeviceMesh) -> Batch:
     of_all = _places(np.arange(total + padding) - starts[document], mesh.size())
     places = of_all[mesh.get_local_rank()]
 
-    # Its pieces end where the document or the chunk does.
+    # A piece ends where its document or chunk ends.
     ends = np.append(np.flatnonzero((np.diff(places) != 1) | (np.diff(document[places]) != 0)), len(places) - 1)
     lasts = places[ends]
     firsts = starts[document[lasts]]

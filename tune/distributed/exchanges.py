@@ -1,4 +1,4 @@
-"""Collectives on hidden states, for processes that share a model. Each is differentiable."""
+"""Differentiable collectives on hidden states, for processes that share a model."""
 
 from typing import Any, NamedTuple
 
@@ -9,12 +9,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tune.distributed.pace import waiting
 
-COLLECTIVES = torch.ops._c10d_functional  # those with names of their own in `torch.distributed` are renamed in 2.13
-How = str | tuple[list[int], list[int]]  # of rows that are sent: how many arrive from each process, and how many go
+COLLECTIVES = torch.ops._c10d_functional  # torch 2.13 renames the public ones in `torch.distributed`
+How = str | tuple[list[int], list[int]]  # all-to-all: (rows received from each process, rows sent to each process)
 
 
 class Peers(NamedTuple):
-    """A group of processes: its name, its size, and the rank of this process in it."""
+    """The name and size of a group of processes, and the rank of this process in it."""
 
     group: str
     size: int
@@ -25,49 +25,49 @@ class Peers(NamedTuple):
         return cls(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
 
     def copied(self, tensor: Tensor) -> Tensor:
-        """`tensor` itself. What follows computes a part of the result on each process: backward sums the gradients."""
+        """Return `tensor`. Each process then computes a part of the result, so backward sums the gradients."""
         return _Exchanged.apply(tensor, "same", "sum", *self)
 
     def summed(self, tensor: Tensor) -> Tensor:
-        """The sum over processes. What follows computes the same on each: backward takes the gradient as it is."""
+        """Sum over processes. All processes then compute the same result, so backward keeps the gradient as it is."""
         return _Exchanged.apply(tensor, "sum", "same", *self)
 
     def gathered(self, tensor: Tensor) -> Tensor:
-        """The tensors of all processes, joined along the first dimension. What follows computes a part of the result on
-        each process: backward sums the gradients, and gives each process those of its own tensor."""
+        """Concatenate the tensors of all processes along the first dimension. Each process then computes a part of the
+        result, so backward sums the gradients and returns to each process the part of its own tensor."""
         return _Exchanged.apply(tensor, "gather", "scatter", *self)
 
     def scattered(self, tensor: Tensor) -> Tensor:
-        """This process's part, along the first dimension, of the sum over processes; backward gathers the parts."""
+        """Sum over processes and return this process's part along the first dimension; backward gathers the parts."""
         return _Exchanged.apply(tensor, "scatter", "gather", *self)
 
     def own(self, tensor: Tensor, dim: int = 0) -> Tensor:
-        """This process's part, along `dim`, of a tensor that all have; backward gathers the parts."""
+        """Return this process's part along `dim` of a tensor that all have; backward gathers the parts."""
         return _Exchanged.apply(tensor.movedim(dim, 0), "own", "gather", *self).movedim(0, dim)
 
     def whole(self, tensor: Tensor, dim: int = 0) -> Tensor:
-        """The tensors of all processes, joined along `dim`. What follows computes the same on each process: backward
-        gives each its part of the gradient."""
+        """Concatenate the tensors of all processes along `dim`. All processes then compute the same result, so backward
+        returns to each its part of the gradient."""
         return _Exchanged.apply(tensor.movedim(dim, 0), "gather", "own", *self).movedim(0, dim)
 
     def own_tokens(self, hidden: Tensor) -> Tensor:
-        """This process's part of the tokens of `hidden`, which all have: `[rows, seq, dim]` -> `[1, part, dim]`."""
+        """Return this process's part of the tokens of `hidden`: `[rows, seq, dim]` -> `[1, part, dim]`."""
         return self.own(self.padded(hidden))[None]
 
     def all_tokens(self, part: Tensor, shape: torch.Size) -> Tensor:
-        """All tokens `[*shape, dim]`, of which each process has a `part` `[1, part, dim]`, as `own_tokens` gives it."""
+        """Gather all tokens `[*shape, dim]` from each process's `part` `[1, part, dim]`, the result of `own_tokens`."""
         return self.whole(part[0])[: shape.numel()].unflatten(0, shape)
 
     def gathered_tokens(self, part: Tensor, shape: torch.Size) -> Tensor:
-        """As `all_tokens`, where what follows computes a part of the result on each process: see `gathered`."""
+        """Like `all_tokens`, if each process then computes a part of the result: see `gathered`."""
         return self.gathered(part[0])[: shape.numel()].unflatten(0, shape)
 
     def padded(self, hidden: Tensor) -> Tensor:
-        """`[rows, seq, dim]` -> `[tokens, dim]`, with as many tokens for each process."""
+        """Flatten `[rows, seq, dim]` to `[tokens, dim]`, padded so that all processes get the same number of tokens."""
         return F.pad(hidden.flatten(0, 1), (0, 0, 0, -hidden.shape[:2].numel() % self.size))
 
     def sent(self, tensor: Tensor, counts: list[int], arriving: list[int]) -> Tensor:
-        """What all have sent to this process, `arriving` rows each, which sends `counts`; in backward the other way."""
+        """All-to-all: send `counts` rows to each process, return the `arriving` rows of each; backward reverses it."""
         return _Exchanged.apply(tensor, (arriving, counts), (counts, arriving), *self)
 
 
@@ -86,7 +86,7 @@ def _exchange(tensor: Tensor, how: How, group: str, size: int, rank: int) -> Ten
     if how == "same":
         return tensor.view_as(tensor)
     if how == "own":
-        return tensor.chunk(size)[rank].clone()  # not a view, which would keep all
+        return tensor.chunk(size)[rank].clone()  # a view would keep the whole tensor alive
     tensor = tensor.contiguous()
     with waiting():
         if isinstance(how, tuple):
@@ -101,5 +101,5 @@ def _exchange(tensor: Tensor, how: How, group: str, size: int, rank: int) -> Ten
 
 
 def summed(tensor: Tensor, group: str) -> Tensor:
-    """The sum over the processes of the group with this name."""
+    """Sum over the processes of the group with this name."""
     return _exchange(tensor, "sum", group, 0, 0)

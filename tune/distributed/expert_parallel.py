@@ -1,9 +1,9 @@
-"""Expert parallelism: each of the processes of the axis `ep` has some experts, and reads rows of data of its own.
+"""Expert parallelism: each process of the axis `ep` holds some of the experts and reads its own rows of data.
 
-A module that can do so has `expert_mesh`, for the processes that share its experts, and a child `experts`, all of whose
-parameters have the experts as their first dimension. It sends tokens to the processes that have their experts. FSDP
-shards experts over the processes that have the same, and all other parameters over all of `dp_shard`. With `tp` a
-process has its share of the widths of its experts, and sends what it makes of a token where that of the others goes.
+A module that supports this has `expert_mesh`, the processes that share its experts, and a child `experts` whose
+parameters all have the experts as first dimension. It sends tokens to the processes that hold their experts. FSDP
+shards experts over the processes with the same experts, and all other parameters over all of `dp_shard`. With `tp`, a
+process holds a part of the width of its experts; the partial outputs for a token are sent to the same process.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from tune.errors import TuneError
 
 
 class Whole(NamedTuple):
-    """What a forward sees of a parameter that is gathered already."""
+    """A parameter that is already gathered, as a forward sees it."""
 
     tensor: Tensor
 
@@ -32,20 +32,20 @@ def share_experts(model: nn.Module, mesh: DeviceMesh) -> None:
     """Share the experts of `model`, on the meta device, among the processes of `mesh`.
 
     Raises:
-        TuneError: it has none, and is trained, or their number does not divide.
+        TuneError: the model is trained but has no experts, or their number is not divisible.
     """
     mixtures = _mixtures(model)
     if not mixtures and any(parameter.requires_grad for parameter in model.parameters()):
         raise TuneError(
-            f"parallel.ep: the model ({type(model).__name__}) has no experts that processes can share; models with "
-            "experts of tune.models.build have. Set parallel.ep=1"
+            f"parallel.ep: {type(model).__name__} has no experts that processes can share; only mixture-of-experts "
+            "models of tune.models.build do. Set parallel.ep=1"
         )
     for mixture in mixtures:
         parameters = list(parameters_of(mixture.experts))
         for _, _, parameter in parameters:
             if (count := len(parameter)) % mesh.size():
                 good = " or ".join(str(fewer) for fewer in range(1, count + 1) if count % fewer == 0)
-                raise TuneError(f"parallel.ep: {mesh.size()} processes cannot share {count} experts. Set it to {good}")
+                raise TuneError(f"parallel.ep: {mesh.size()} does not divide {count} experts. Set it to {good}")
         for owner, kind, parameter in parameters:
             share = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
             owner._parameters[kind] = nn.Parameter(share, requires_grad=parameter.requires_grad)
@@ -54,13 +54,13 @@ def share_experts(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def shared_experts(model: nn.Module) -> list[nn.Module]:
-    """The `experts` of a model that several processes share."""
+    """Return the `experts` modules of a model that several processes share."""
     return [mixture.experts for mixture in _mixtures(model) if mixture.expert_mesh is not None]
 
 
 @contextmanager
 def whole_experts(model: nn.Module) -> Iterator[None]:
-    """Each process has all experts within, where FSDP has gathered its own."""
+    """A context in which each process has all experts; FSDP must have gathered the process's own."""
     sharing = [(mixture, mixture.expert_mesh) for mixture in _mixtures(model) if mixture.expert_mesh is not None]
     before: list[dict[Any, Any]] = []
     for mixture, _ in sharing:

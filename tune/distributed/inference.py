@@ -1,4 +1,4 @@
-"""Forwards without gradients, one after the other."""
+"""Repeated forwards without gradients."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from tune.distributed.parallelize import gathered
 
-LARGE = 2**17  # numbers in a weight, from which a copy in another order pays
+LARGE = 2**17  # elements of a weight; above this, a packed copy pays off
 
 
 @contextmanager
 def inference(model: nn.Module) -> Iterator[None]:
-    """A context for forwards of `model` without gradients. It is in eval mode, with its weights gathered, and on a CPU
-    packed (`PackedWeights`); nothing is compiled anew, as blocks would be for every shape. Weights must not change
-    within. All processes enter it together."""
+    """A context for forwards of `model` without gradients. The model is in eval mode and its weights are gathered; on a
+    CPU they are also packed (`PackedWeights`). Nothing is recompiled for new shapes. Weights must not change inside
+    the context. All processes must enter it together."""
     training = model.training
     model.eval()
     try:
@@ -29,8 +29,8 @@ def inference(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_fsdp_hooks(model: nn.Module) -> Iterator[None]:
-    """A context in which the forwards of `model`, whose weights are gathered, do not call FSDP: within `inference` it
-    has nothing to do, but takes time at each block, and its streams could not be captured in a graph."""
+    """A context in which forwards of `model` skip FSDP's hooks; the weights must be gathered. Inside `inference`, FSDP
+    has nothing to do but takes time at each block, and its streams cannot be captured in a CUDA graph."""
     kept = [
         (hooks, dict(hooks))
         for module in model.modules()
@@ -54,8 +54,8 @@ def _is_fsdp(hook: Any) -> bool:
 
 
 class PackedWeights:
-    """A context, to be entered as often as one likes, in which the large weights of `model` on an x86 CPU are each a
-    `PackedWeight`. Packed copies stay: between its first and its last use nothing may change the weights."""
+    """A reusable context in which each large weight of `model` on an x86 CPU is a `PackedWeight`. The packed copies are
+    kept, so the weights must not change between the first and the last use."""
 
     def __init__(self, model: nn.Module):
         is_x86 = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
@@ -80,9 +80,9 @@ class PackedWeights:
 
 
 class PackedWeight(Tensor):
-    """A weight `[out, in]` with a copy in the order in which oneDNN multiplies. `F.linear` uses that, and needs a half
-    to two thirds of the time for up to 32 tokens, somewhat less than all of it for many. It has no gradients. All other
-    functions see the weight as it is. It is packed at its first product, so that an embedding never is."""
+    """A weight `[out, in]` with a copy in oneDNN's memory layout, which only `F.linear` uses. With it `F.linear` takes
+    a half to two thirds of the time for up to 32 tokens, and slightly less time for many. All other functions see the
+    weight as it is. It has no gradients. It is packed at its first product, so an embedding never is."""
 
     packed: Tensor
 

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as a flag that the training loop reads."""
+"""Turn SIGINT and SIGTERM into a flag that the training loop reads."""
 
 import contextlib
 import os
@@ -7,18 +7,18 @@ import threading
 import time
 from types import FrameType
 
-FORWARDED = 2.0  # seconds in which torchrun may forward the same Ctrl-C again
-NOTICE = "{}: the run stops after this step and saves a checkpoint. A second signal stops it at once, without saving\n"
-AT_ONCE = "{}: the run stops now. Its training is saved, and the same command writes the result\n"
+FORWARDED = 2.0  # seconds within which torchrun may forward the same Ctrl-C again
+NOTICE = "{}: stopping after this step; a checkpoint will be saved. A second signal stops at once without saving\n"
+AT_ONCE = "{}: stopping now. The training is saved; run the same command again to write the result\n"
 
 
 class Interrupt:
-    """Installs handlers: the first SIGINT (Ctrl-C) or SIGTERM sets `requested`, a second raises KeyboardInterrupt, and
-    after `end` the first one.
+    """Install signal handlers: the first SIGINT (Ctrl-C) or SIGTERM sets `requested`, a second raises
+    KeyboardInterrupt. After `end`, the first one raises it.
 
-    Signals reach the processes at different times, so the run combines the flags (`world.any`) and all stop after
-    the same step. A launcher whose workers get no signals (Ray's run the recipe in a thread) names a file in
-    TUNE_STOP_FILE, and makes it.
+    Signals reach the processes at different times, so the run combines the flags (`world.any`), and all processes stop
+    after the same step. Workers of Ray run the recipe in a thread and get no signals. Their launcher names a file in
+    TUNE_STOP_FILE and creates it to stop them.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Interrupt:
             raise KeyboardInterrupt
 
     def end(self) -> bool:
-        """The training is over, and nobody looks at `requested` again: a signal from here on raises KeyboardInterrupt.
-        Returns whether one came before."""
+        """Mark the end of training: nothing reads `requested` again, so a signal now raises KeyboardInterrupt.
+        Returns whether a stop was requested before."""
         self.has_ended = True
         return self.requested

@@ -1,4 +1,4 @@
-"""Training in fp16, whose smallest number is 6e-8 and largest 65,504: gradients are scaled while they are in it."""
+"""Loss scaling for fp16, whose range is 6e-8 to 65,504."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from torch.utils._pytree import tree_map_only
 
 
 class LossScale:
-    """Gradients are `value` times as large between the output of a model and its parameters, whose `grad` has them as
-    they are, in fp32. The loss that a loop computes and reports is not scaled, nor is what it does with gradients.
+    """Multiply gradients by `value` inside the model, between its output and its parameters. The parameters' `grad` is
+    unscaled and in fp32, so the loop needs no changes: neither its loss nor its gradients are scaled.
 
-    The dynamics are those of `torch.amp.GradScaler`: half the value after a step whose gradients are not finite, which
-    must be left out, and twice the value after `GROWS_AFTER` steps in a row. `skipped` counts the steps left out.
+    Adapts like `torch.amp.GradScaler`: a step with gradients that are not finite halves the value and must be skipped;
+    `GROWS_AFTER` finite steps in a row double it. `skipped` counts the skipped steps.
     """
 
     INITIAL, GROWS_AFTER = 2.0**16, 2000
@@ -26,16 +26,16 @@ class LossScale:
             if parameter.requires_grad and not self.sharded:
                 parameter.register_hook(lambda grad: grad / self.value)
         model.register_forward_hook(lambda module, inputs, output: tree_map_only(Tensor, self, output))
-        if (routing := getattr(model, "routing", None)) is not None:  # its loss begins inside of the model
+        if (routing := getattr(model, "routing", None)) is not None:  # the router loss begins inside the model
             routing.loss_scale = self
         self._tell_fsdp()
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """The tensor as it is; its gradient is scaled in backward."""
+        """Return `tensor` unchanged; its gradient is scaled in backward."""
         return _Scaled.apply(tensor, self.value) if tensor.requires_grad else tensor
 
     def update(self, is_finite: bool) -> None:
-        """Adapt the value after a step, whose gradients are finite on all processes, or on one are not."""
+        """Adapt the value after a step; `is_finite`: the gradients are finite on all processes."""
         self.steps = self.steps + 1 if is_finite else 0
         self.skipped += not is_finite
         if not is_finite:
@@ -52,7 +52,7 @@ class LossScale:
         self._tell_fsdp()
 
     def _tell_fsdp(self) -> None:
-        """It divides gradients in fp32, when it has reduced them."""
+        """Have FSDP divide gradients by the value, in fp32, after it reduces them."""
         for module in self.sharded:
             module.set_gradient_divide_factor(self.value)
 

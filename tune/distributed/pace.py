@@ -1,10 +1,9 @@
-"""How long each process computes in a step, without its waits for other processes: this tells which is the slowest.
+"""Measure how long each process computes in a step, without waits for other processes, to find the slowest one.
 
-The forwards and backwards of blocks count, and the waits for data. FSDP communicates before and after them,
-outside of the measured time; what processes exchange inside a block is taken out by `waiting`. Stages of a
-pipeline have other numbers of blocks, as one has the head too: their times are scaled to those of the same
-work. On a GPU, time is measured between events on its stream. `World.any` reads those that the GPU has passed, and
-sends the sum.
+The time includes the forwards and backwards of blocks and waits for data. FSDP communicates outside that time, and
+`waiting` excludes exchanges inside a block. Pipeline stages have different numbers of blocks, since one also has the
+head; their times are scaled to equal work. On a GPU, time is measured between events on the stream. `World.any` reads
+the events that the GPU has passed and sends the sum.
 """
 
 import contextlib
@@ -19,18 +18,18 @@ from torch import Tensor, nn
 
 from tune.distributed.wrapping import Forward, Wrap, wrap
 
-NOTABLE = 0.1  # more time than the other processes', from which on the slowest is named
+NOTABLE = 0.1  # relative excess over the other processes' mean above which the slowest process is reported
 
 
 class Pace:
-    """`of_ranks` are the seconds that each process has computed and sent, since `slowest` was asked last."""
+    """`of_ranks`: seconds that each process has computed and sent since the last call of `slowest`."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.of_ranks: list[float] = []
-        self.scale = 1.0  # of the time of this process's blocks: a mean stage's work over the work that it has
+        self.scale = 1.0  # the mean work of a stage / the work of this process's stages
         self.since: Any = None
-        # Start, end and scale of each; a script of one's own may never collect them.
+        # (start, end, scale); bounded because a user's script may never collect them.
         self.intervals: deque[tuple[Any, Any, float]] = deque(maxlen=10_000)
 
     def start(self) -> None:
@@ -43,7 +42,7 @@ class Pace:
 
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:
-        """The time inside does not count."""
+        """A context whose time is not counted."""
         counts = self.since is not None
         self.stop()
         yield
@@ -58,7 +57,7 @@ class Pace:
         return event
 
     def take(self) -> float:
-        """The seconds of the intervals that the device has finished; they are not measured again."""
+        """Remove the intervals that the device has finished, and return their seconds."""
         seconds, unfinished = 0.0, []
         for start, end, scale in self.intervals:
             if not isinstance(end, torch.cuda.Event):
@@ -71,13 +70,13 @@ class Pace:
         return seconds
 
     def add(self, seconds: list[float]) -> None:
-        """Add what each rank has sent."""
+        """Add the seconds that each rank has sent."""
         so_far = self.of_ranks or [0.0] * len(seconds)
         self.of_ranks = [before + more for before, more in zip(so_far, seconds, strict=True)]
 
     def slowest(self) -> dict[str, float]:
-        """The metrics `slowest_rank` and `slowest_excess` (its time divided by the mean of the others, minus 1) of what
-        was sent last; none if no process is notably slower."""
+        """Return the metrics `slowest_rank` and `slowest_excess` (its time divided by the mean of the others, minus 1)
+        since the last call; empty if no process is notably slower."""
         seconds, self.of_ranks = self.of_ranks, []
         if len(seconds) < 2 or not (others := (sum(seconds) - max(seconds)) / (len(seconds) - 1)):
             return {}
@@ -90,12 +89,12 @@ PACE = Pace()
 
 
 def waiting() -> AbstractContextManager[None]:
-    """Around a wait for other processes, whose time does not count. In compiled code it counts."""
+    """A context for waits on other processes; its time is not counted. In compiled code it is."""
     return contextlib.nullcontext() if torch.compiler.is_compiling() else PACE.outside()
 
 
 def count_time(block: nn.Module) -> None:
-    """Have PACE measure the forward of `block`, if gradients are enabled, and its backward, if its first operand needs
+    """Have PACE measure the forward of `block` if gradients are enabled, and its backward if its first argument needs
     a gradient."""
     wrap(block, Wrap.TIMING, _counted)
 
@@ -109,7 +108,7 @@ def _counted(forward: Forward) -> Forward:
         PACE.stop()
         last = output[0] if isinstance(output, tuple) else output
         if args and isinstance(args[0], Tensor) and args[0].requires_grad and isinstance(last, Tensor) and last.grad_fn:
-            last.grad_fn.register_prehook(lambda _: PACE.start())  # after FSDP's hook, in which it gathers
+            last.grad_fn.register_prehook(lambda _: PACE.start())  # after FSDP's hook, which gathers
             args[0].register_hook(lambda _: PACE.stop())
         return output
 

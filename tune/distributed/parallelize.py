@@ -1,4 +1,4 @@
-"""From a model to shards: stages -> activation checkpointing -> compile -> FSDP2 -> memory."""
+"""Parallelize a model: stages -> activation checkpointing -> compile -> FSDP2 -> memory."""
 
 import copy
 import logging
@@ -31,31 +31,31 @@ from tune.errors import TuneError
 from tune.types import PositiveFloat
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""Types of tensors by their names in settings."""
+"""torch dtypes by their names in settings."""
 Dtype: TypeAlias = Literal["bf16", "fp16", "fp32"] | torch.dtype
 StoredDtype: TypeAlias = Literal["bf16", "fp32"] | torch.dtype
 
 
 def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """The type that `dtype` means: a name of `DTYPES`, or a floating-point type itself. Raises TuneError for others."""
+    """Return the torch dtype for a name of `DTYPES` or a floating-point dtype. Raises TuneError for others."""
     found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         known = ", ".join(f"{name} ({each})" for name, each in DTYPES.items())
-        raise TuneError(f"dtype: {dtype!r} is no type of weights here. Take one of {known}")
+        raise TuneError(f"dtype: {dtype!r} is not supported. Choose one of {known}")
     return found
 
 
 @dataclass(frozen=True)
 class Parallelism:
-    """What `parallelize` notes of a model, as its attribute `parallelism`, for the functions that run its steps."""
+    """Properties that `parallelize` stores as the model's attribute `parallelism`, for functions that run its steps."""
 
-    loss_scale: LossScale | None = None  # in fp16
+    loss_scale: LossScale | None = None  # only in fp16
     units_stay_gathered: bool = False  # from the first forward of a step to its last backward
-    reduces_every_micro_batch: bool = False  # else the last one of a step
+    reduces_every_micro_batch: bool = False  # else only after the last one of a step
 
     @classmethod
     def of(cls, model: nn.Module) -> "Parallelism":
-        """That of `model`, or the defaults if it was not parallelized."""
+        """Return the properties of `model`, or the defaults if it was not parallelized."""
         return vars(model).get("parallelism", cls())
 
 
@@ -70,21 +70,21 @@ def parallelize(
     cpu_offload: bool = False,
     compile: bool | Sequence[str] = False,
 ) -> None:
-    """Shard `model`, any module with repeated blocks, in place. Parameters that have values keep them, as with
-    `fully_shard`: all processes must have the same. Those on the meta device get memory, which is uninitialized.
+    """Shard `model`, any module with repeated blocks, in place. Parameters with values keep them, as with
+    `fully_shard`: all processes must have the same values. Parameters on the meta device get uninitialized memory.
 
-    Computation and frozen parameters are in `dtype`, trained parameters and optimizer states in `master_dtype`.
-    Gradients are reduced in fp32, and summed over processes, not averaged: divide the loss by the count of the step.
-    In fp16 they are scaled while they are inside of the model: see `LossScale`, then `model.parallelism.loss_scale`.
+    Computation and frozen parameters use `dtype`; trained parameters and optimizer states use `master_dtype`. Gradients
+    are reduced in fp32 and summed over processes, not averaged: divide the loss by the token count of the step. In fp16
+    gradients are scaled inside the model: see `LossScale`, stored as `model.parallelism.loss_scale`.
 
-    A model that does not say how processes of `tp` share its blocks needs a plan, see `tune.distributed.plans`: that of
-    `world`, if anything of it is trained.
+    With `tp`, a trained model that does not declare its shared layers uses the plan of `world`; see
+    `tune.distributed.plans`.
 
-    `compile` is all blocks or none, or patterns of names of blocks (`blocks.1*`, as `fnmatch` reads them). Raises
-    TuneError if one names no block.
+    `compile` is all blocks or none, or patterns of block names (`blocks.1*`, as in `fnmatch`). Raises TuneError if a
+    pattern matches no block.
 
-    Two attributes of a module change this: `casts_parameters` (it casts its trained parameters to the type of its input
-    itself, as adapters do) and `trains_in_fp32` (its trained parameters are always in fp32).
+    Two attributes of a module change this: `casts_parameters` (the module casts its trained parameters to the dtype of
+    its input, as adapters do) and `trains_in_fp32` (its trained parameters are always in fp32).
     """
     world = current_world(world)
     dtype, master_dtype = as_dtype(dtype), as_dtype(master_dtype)
@@ -93,10 +93,10 @@ def parallelize(
         _require_scalable(world, master_dtype)
     if (world.num_stages > 1 or world.experts is not None) and not all(each.is_meta for each in model.parameters()):
         raise TuneError(
-            "parallel: with stages (pp) or shared experts (ep) a model is loaded after it is cut. Make it under "
-            "torch.device('meta'), and load its weights afterwards (tune.checkpointers.Pretrained)"
+            "parallel: with stages (pp) or shared experts (ep), cut a model before you load it. Create it under "
+            "torch.device('meta') and load its weights afterwards (tune.checkpointers.Pretrained)"
         )
-    # It warns, once for each mesh, that a parameter is gathered over one axis after the other.
+    # This logger warns once per mesh that a parameter is gathered over one axis after another.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     for module in model.modules():  # first: setting `data` does not change the type of a DTensor's shard
         for parameter in module.parameters(recurse=False):
@@ -122,7 +122,7 @@ def parallelize(
     if world.mesh["tp"].size() > 1:
         on_both = world.experts and world.experts["ep", "tp"]
         share(model, blocks, units, world.mesh["tp"], plan, on_both, world.loss_parallel)
-    elif plan:  # a wrong one is told before there is more than one process to share
+    elif plan:  # check the plan even with one process
         other = copy.deepcopy(model)
         share(other, repeated_blocks(other), units_of(other, repeated_blocks(other)), world.mesh["tp"], plan)
     if world.mesh["cp"].size() > 1:
@@ -133,8 +133,7 @@ def parallelize(
         wrap_forward(block, *how, backwards_wait=world.num_stages > 1)
         if world.size > 1:
             count_time(block)
-    # Without anything to gather, cast or move, FSDP would compute the same and copy every parameter and gradient once
-    # more per micro-batch.
+    # With nothing to gather, cast or move, FSDP would only add a copy of every parameter and gradient per micro-batch.
     if world.size > 1 or needs_cast or cpu_offload:
         _shard(model, units, world, dtype, needs_cast, cpu_offload)
     allocate(model, torch.device("cpu") if cpu_offload else world.device, world.device)
@@ -144,30 +143,30 @@ def parallelize(
 
 
 def _require_scalable(world: World, master_dtype: torch.dtype) -> None:
-    """Raises TuneError if gradients in fp16 are not scaled in this layout."""
+    """Raise TuneError if loss scaling does not support this layout."""
     axis = "pp" if world.num_stages > 1 else "ep"
     if world.num_stages > 1 or world.experts is not None:
-        raise TuneError(f"dtype: gradients in fp16 are not scaled with parallel.{axis}. Set it to 1, or dtype=bf16")
+        raise TuneError(f"dtype: fp16 does not support parallel.{axis}. Set parallel.{axis}=1, or dtype=bf16")
     if master_dtype != torch.float32:
-        raise TuneError("master_dtype: gradients in fp16 are scaled for parameters in fp32 alone. Set it to fp32")
+        raise TuneError(f"master_dtype: dtype=fp16 needs fp32, got {master_dtype}. Set master_dtype=fp32")
 
 
 def require_layout(model: nn.Module, world: World, dtype: Dtype, master_dtype: StoredDtype) -> None:
-    """Raise the TuneError with which `parallelize` would refuse `model`, on the meta device, which stays as it is."""
+    """Raise TuneError as `parallelize` would; `model` is on the meta device and stays unchanged."""
     if world.size > 1:
         nowhere = replace(world, device=torch.device("meta"))
         parallelize(copy.deepcopy(model), nowhere, dtype=dtype, master_dtype=master_dtype)
 
 
 def allocate(model: nn.Module, device: torch.device, buffer_device: torch.device) -> None:
-    """Memory on `device` for the parameters, uninitialized for those on the meta device. The others keep their values,
-    and so do buffers, which may be in no checkpoint."""
+    """Move parameters to `device` and buffers to `buffer_device`. Tensors on the meta device get uninitialized memory;
+    others keep their values. Raises TuneError for meta buffers that no checkpoint has."""
     persistent = model.state_dict().keys()
     buffers = dict(model.named_buffers(remove_duplicate=False))
     if lost := [name for name, buffer in buffers.items() if buffer.is_meta and name not in persistent]:
         raise TuneError(
-            f"model: the values of the buffer {lost[0]} are in no checkpoint, and it was made on the meta device: give "
-            "it its values, torch.arange(..., device='cpu') for example, or make it persistent"
+            f"model: the buffer {lost[0]} has no values: it was created on the meta device, and no checkpoint stores "
+            "it. Create it with values, e.g. torch.arange(..., device='cpu'), or make it persistent"
         )
     rehearsed = rehearsal.current()
     with rehearsed.fake_tensors() if rehearsed and device.type != "meta" else nullcontext():
@@ -184,7 +183,7 @@ def allocate(model: nn.Module, device: torch.device, buffer_device: torch.device
 def stored_dtype(
     module: nn.Module, parameter: Tensor, dtype: str | torch.dtype, master_dtype: str | torch.dtype
 ) -> torch.dtype:
-    """The type in which a parameter of `module` is stored."""
+    """Return the dtype in which a parameter of `module` is stored."""
     if not parameter.is_floating_point():
         return parameter.dtype
     if parameter.requires_grad and getattr(module, "trains_in_fp32", False):
@@ -193,7 +192,7 @@ def stored_dtype(
 
 
 def cast_by_fsdp(model: nn.Module, dtype: str | torch.dtype, master_dtype: str | torch.dtype) -> set[nn.Parameter]:
-    """The trained parameters that FSDP must cast, as their modules do not."""
+    """Return the trained parameters that FSDP must cast because their modules do not."""
     others = [module for module in model.modules() if not getattr(module, "casts_parameters", False)]
     trained = {each for module in others for each in module.parameters(recurse=False) if each.requires_grad}
     return set() if as_dtype(dtype) == as_dtype(master_dtype) else trained
@@ -202,10 +201,12 @@ def cast_by_fsdp(model: nn.Module, dtype: str | torch.dtype, master_dtype: str |
 def _shard(
     model: nn.Module, units: list[nn.Module], world: World, dtype: torch.dtype, casts: set[nn.Parameter], offload: bool
 ) -> None:
-    """The root unit stays gathered from forward to backward: the loss reads the head weight, and backward starts with
-    it. With ZeRO 1 and 2 all units do, from the first forward of a step to its last backward, and so do those of a
-    stage of a pipeline, as forwards and backwards of other micro-batches lie between. With ZeRO 0 nothing is sent to
-    gather: FSDP copies what each process has, in the type of the computation, and frees the copy."""
+    """Shard the units with FSDP2.
+
+    The root unit stays gathered from forward to backward: the loss reads the head weight, and backward starts with it.
+    With ZeRO 1 and 2 all units stay gathered from the first forward of a step to its last backward. So do the units of
+    a pipeline stage, since other micro-batches run in between. With ZeRO 0 nothing is sent: FSDP copies the process's
+    weights in the compute dtype and frees the copy."""
     experts = {parameter for module in shared_experts(model) for parameter in module.parameters()}
     placements = None if world.experts is None else _placements(experts, world.experts)
     policy = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if offload else OffloadPolicy()
@@ -214,7 +215,7 @@ def _shard(
         parameters = set(unit.parameters()) - taken
         cast = dtype if parameters & casts else None
         _require_one_type(unit, parameters, cast)
-        if world.device.type == "meta" and dist.get_backend() == "fake":  # only checked: FSDP would import the compiler
+        if world.device.type == "meta" and dist.get_backend() == "fake":  # only a check; FSDP would import the compiler
             taken |= parameters
             continue
         sharded = fully_shard(
@@ -222,26 +223,26 @@ def _shard(
             mesh=world.shards,
             reshard_after_forward=unit is not model and not world.units_stay_gathered,
             shard_placement_fn=placements,
-            # Casting what goes in would round the columns and weights of a batch: what a model computes with has the
-            # type of its weights already.
+            # Casting inputs would round the columns and weights of a batch, and activations have the weights' dtype
+            # already.
             mp_policy=MixedPrecisionPolicy(param_dtype=cast, reduce_dtype=torch.float32, cast_forward_inputs=False),
             offload_policy=policy,
         )
         taken |= set(unit.parameters())
-        if world.size > 1:  # a single process would only copy to divide by one
+        if world.size > 1:  # with one process, dividing by one would only add a copy
             sharded.set_gradient_divide_factor(1.0)
-            # gloo cannot divide while it reduces. What has one shard is not reduced over shards: FSDP divides it, and
-            # would divide it once more after a sum over copies.
+            # gloo cannot divide while it reduces. With one shard there is no reduction over shards: FSDP divides by
+            # itself, and would divide again after the sum over replicas.
             sharded.set_force_sum_reduction_for_comms(world.shards.shape[-1] > 1)
 
 
 def _placements(experts: set[nn.Parameter], mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
-    """Has FSDP shard `experts` over `dp_shard` of their `mesh`, along the first dimension that this divides: processes
-    may have fewer experts. Raises TuneError if this torch cannot."""
+    """Return a placement function that shards `experts` over `dp_shard` of their `mesh`, along the first dimension that
+    is divisible: a process may have fewer experts than shards. Raises TuneError if this torch does not support it."""
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
     except ImportError as error:
-        raise TuneError(f"parallel.ep: this needs torch 2.12 or newer; found {torch.__version__}") from error
+        raise TuneError(f"parallel.ep: needs torch 2.12 or newer; found {torch.__version__}") from error
     places = FSDPMeshInfo(mesh["dp_shard"], 0)
     if mesh["dp_replicate"].size() > 1:
         places = HSDPMeshInfo(mesh["dp_replicate", "dp_shard"], 1, 0)
@@ -258,8 +259,8 @@ def _placements(experts: set[nn.Parameter], mesh: DeviceMesh) -> Callable[[nn.Pa
 
 
 def units_of(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    """The modules that FSDP gathers one at a time: blocks, embeddings that share nothing with the head, and the model
-    for all other weights. The head is the model's `head_module`; else a Linear child with an output for each token."""
+    """Return the modules that FSDP gathers one at a time: blocks, embeddings that are not tied to the head, and the
+    model for all other weights. The head is the model's `head_module`, else a Linear child with an output per token."""
     linears = [child for child in model.children() if isinstance(child, nn.Linear)]
     says = hasattr(model, "head_module")
 
@@ -267,45 +268,46 @@ def units_of(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
         heads = [each for each in linears if says or each.out_features == embedding.num_embeddings]
         return bool(heads) and all(each.weight is not embedding.weight for each in heads)
 
-    if says:  # another Linear child is no head
+    if says:  # other Linear children are not the head
         linears = [each for each in linears if each is model.head_module]
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     return [*blocks, *filter(is_untied, embeddings), model]
 
 
 def _require_one_type(unit: nn.Module, parameters: set[nn.Parameter], cast: torch.dtype | None) -> None:
-    """Raises TuneError if a unit mixes types: FSDP casts all of its parameters or none, and reduces one type."""
+    """Raise TuneError if a unit mixes dtypes: FSDP casts all parameters of a unit or none, and reduces one dtype."""
     in_fp32 = [module for module in unit.modules() if getattr(module, "trains_in_fp32", False)]
     kept = {each for module in in_fp32 for each in module.parameters(recurse=False) if each.requires_grad} & parameters
     trained = {parameter.dtype for parameter in parameters if parameter.requires_grad}
     if kept and (cast or torch.float32, *trained) != (torch.float32, torch.float32):
         raise TuneError(
-            "dtype: adapter.dora trains in fp32, and adapter.modules_to_save in another type. FSDP needs one in each "
-            "block: take modules of blocks out of it, or set adapter.dora=false, or dtype=fp32 with master_dtype=fp32"
+            "dtype: adapter.dora trains in fp32, adapter.modules_to_save in another dtype. FSDP needs one dtype per "
+            "block: remove modules of blocks from adapter.modules_to_save, set adapter.dora=false, or set dtype=fp32 "
+            "with master_dtype=fp32"
         )
 
 
 def _named(blocks: list[nn.Module], model: nn.Module, patterns: Sequence[str]) -> set[nn.Module]:
-    """The `blocks` of `model` that `patterns` name. Raises TuneError if one names none."""
+    """Return the `blocks` of `model` that `patterns` match. Raises TuneError if a pattern matches none."""
     names = {name: module for name, module in model.named_modules() if module in blocks}
     if wrong := [pattern for pattern in patterns if not matching(names, pattern)]:
-        raise TuneError(f"compile: {wrong[0]} names no block. Names are like {', '.join([*names][:3])}")
+        raise TuneError(f"compile: {wrong[0]} matches no block. Names look like {', '.join([*names][:3])}")
     return {names[name] for pattern in patterns for name in matching(names, pattern)}
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a model: the members of its largest list of modules. Raises TuneError if there is none."""
+    """Return the blocks of a model: the members of its largest nn.ModuleList. Raises TuneError if it has none."""
     lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
     if not lists:
-        raise TuneError(f"{type(model).__name__} has no nn.ModuleList of blocks: nothing to shard by")
+        raise TuneError(f"{type(model).__name__} has no nn.ModuleList of blocks, which sharding needs")
     found = max(lists, key=lambda blocks: sum(p.numel() for block in blocks for p in block.parameters()))
-    return [block for block in found if any(True for _ in block.parameters())]  # without those of other stages
+    return [block for block in found if any(True for _ in block.parameters())]  # other stages' blocks are empty
 
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """All weights of a model that `parallelize` has sharded are whole within: its forwards, without gradients, wait for
-    no other process, so that each can run as many as it likes. All processes enter it together."""
+    """A context in which all weights of a sharded model are gathered. Forwards without gradients then wait for no other
+    process, so each process can run any number of them. All processes must enter it together."""
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
@@ -316,26 +318,26 @@ def gathered(model: nn.Module) -> Iterator[None]:
     finally:
         for unit in units:
             unit.reshard()
-            stays = unit is model or Parallelism.of(model).units_stay_gathered  # else FSDP's own way: all but the root
+            stays = unit is model or Parallelism.of(model).units_stay_gathered  # else FSDP's default
             unit.set_reshard_after_forward(not stays, recurse=False)
 
 
 def reshard(model: nn.Module) -> None:
-    """Forwards without gradients leave the weights of the root gathered, in the type of the computation: free these."""
+    """Free the root's weights, which forwards without gradients leave gathered in the compute dtype."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def loss_scales(model: nn.Module) -> list[LossScale]:
-    """The loss scales of a model and of models in it."""
+    """Return the loss scales of a model and of the models inside it."""
     scales = (Parallelism.of(module).loss_scale for module in model.modules())
     return [scale for scale in scales if scale is not None]
 
 
 def set_gradient_sync(model: nn.Module, is_last: bool) -> None:
-    """Set what FSDP does in the next backward. The last one of a step (`is_last`) reduces gradients over processes; so
-    do the others with `world.reduce_every_micro_batch`, else their gradients add up on each process."""
+    """Set whether FSDP reduces gradients in the next backward. The last backward of a step (`is_last`) does, and with
+    `world.reduce_every_micro_batch` all do. Otherwise gradients accumulate on each process."""
     if isinstance(model, FSDPModule):
         parallelism = Parallelism.of(model)
         model.set_requires_gradient_sync(is_last or parallelism.reduces_every_micro_batch)
@@ -347,11 +349,11 @@ def set_gradient_sync(model: nn.Module, is_last: bool) -> None:
 def clip_grad_norm_(
     parameters: Iterable[Tensor], max_norm: PositiveFloat | None, pipeline: Pipeline | None = None
 ) -> Tensor:
-    """The norm of all gradients, also of those of the other stages of `pipeline`. If it
-    exceeds `max_norm`, gradients are scaled to that norm."""
+    """Return the norm of all gradients, including those of other stages of `pipeline`. If the norm exceeds `max_norm`,
+    scale the gradients to `max_norm`."""
     elsewhere = pipeline.counted_elsewhere if pipeline else ()
-    by_mesh: dict[object, list[Tensor]] = defaultdict(list)  # torch scales the gradients of one mesh at a time
-    by_layout: dict[object, list[Tensor]] = defaultdict(list)  # and sums up what is shared alike
+    by_mesh: dict[object, list[Tensor]] = defaultdict(list)  # torch scales gradients of one mesh at a time
+    by_layout: dict[object, list[Tensor]] = defaultdict(list)  # and sums gradients of one layout at a time
     for parameter in parameters:
         by_mesh[getattr(parameter, "device_mesh", None)].append(parameter)
         if (grad := parameter.grad) is not None and parameter not in elsewhere:

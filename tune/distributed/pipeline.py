@@ -1,16 +1,16 @@
-"""Pipeline parallelism: the processes of the mesh's axis `pp` have stages, each of which has some of the blocks.
+"""Pipeline parallelism: the processes of the mesh's axis `pp` have stages, each with some of the blocks.
 
-The first stage has the embedding too, the last one the norm and the head, and both the weight of a tied head. All
-processes read the same batches. A forward of a stage receives hidden states from the stage before, computes its blocks
-and sends what comes out on; of the last stage it gives what the head gives, and of the others a 0 that stands for it.
-The backward of either receives and sends the gradients. So the loop of a recipe, its losses and its validation do not
-know of stages; only backwards come later than forwards, see `Pipeline`.
+The first stage also has the embedding, the last one the norm and the head; both have the weight of a tied head. All
+processes read the same batches. The forward of a stage receives hidden states from the previous stage, computes its
+blocks and sends the result on. The last stage returns the head's output, the others a 0 in its place. Backward
+receives and sends the gradients. So a recipe's loop, losses and validation ignore stages; only backwards run later
+than forwards, see `Pipeline`.
 
-With P processes stage s is on process s % P. A process with several, the `world.pp_virtual`, computes one of them in a
-forward, its turn; a forward in no turn, as those of validation, computes one after the other.
+With P processes, stage s is on process s % P. A process with several stages (`world.pp_virtual`) computes one of them
+per forward when a schedule sets its turn. Other forwards, such as validation, compute all stages in order.
 
-`torch.distributed.pipelining` is not used: its stages want micro-batches of one shape, which they take from tensors,
-where these are batches of documents of any length. As each stage has the batch, it knows the shape of what it receives.
+`torch.distributed.pipelining` is not used: its stages need tensors of one shape, but batches have documents of any
+length. Here each stage has the batch and so knows the shape of its input.
 """
 
 import copy
@@ -36,8 +36,8 @@ M = TypeVar("M")
 
 
 class Stage:
-    """Consecutive blocks of a model that one forward computes. `count` are the blocks of the whole model. The stages
-    `before` and `after` are on other processes, which exchange hidden states in `dtype`."""
+    """Consecutive blocks of a model that one forward computes. `count` is the number of blocks of the whole model. The
+    stages `before` and `after` are on other processes and exchange hidden states in `dtype`."""
 
     def __init__(
         self, blocks: range, count: int, before: "Link | None" = None, after: "Link | None" = None,
@@ -47,26 +47,26 @@ class Stage:
         self.is_first = blocks.start == 0  # it embeds the tokens
         self.is_last = blocks.stop == count  # it has the norm and the head
         self.hidden_size, self.dtype = hidden_size, dtype
-        self.received: Tensor | None = None  # in the last forward: its gradient is that of all that was received
+        self.received: Tensor | None = None  # from the last forward; a backward from it covers all received tensors
 
     @classmethod
     def whole(cls, count: int) -> "Stage":
-        """The only stage of a model that is not cut."""
+        """Return the only stage of a model that is not cut."""
         return cls(range(count), count)
 
     def receive(self, tokens: Tensor) -> Tensor:
-        """Hidden states of the stage before, `[rows, seq, hidden]`, for `tokens` `[rows, seq]`."""
+        """Receive hidden states `[rows, seq, hidden]` from the previous stage, for `tokens` `[rows, seq]`."""
         self.received = torch.empty(0, device=tokens.device, requires_grad=True)  # so that there is a backward
         return _Received.apply(self.received, self.before, (*tokens.shape, self.hidden_size), self.dtype)
 
     def send(self, hidden: Tensor) -> Tensor:
-        """Send hidden states to the stage after. Returns a scalar 0, whose backward receives their gradients."""
+        """Send hidden states to the next stage. Returns a scalar 0, whose backward receives their gradients."""
         return _Sent.apply(hidden.to(self.dtype), self.after)
 
 
 class Stages:
-    """The stages of a model that this process computes, first to last. Iteration gives the ones that the next forward
-    computes: all of them, or only the one whose `turn` it is."""
+    """The stages of a model that this process computes, in order. Iteration yields the stages of the next forward: all
+    of them, or only the one whose `turn` it is."""
 
     def __init__(self, model: Any, world: World, blocks: list[range], dtype: torch.dtype):
         self.mesh = world.mesh["pp"]
@@ -74,33 +74,33 @@ class Stages:
         place = self.mesh.get_local_rank()
         links = Link(world, place - 1), Link(world, place + 1)
         self.own = [Stage(each, len(model.blocks), *links, model.config.hidden_size, dtype) for each in blocks]
-        self.turn: int | None = None  # set by a schedule of backwards, `Pipeline`
+        self.turn: int | None = None  # set by a schedule, see `Pipeline`
 
     def __iter__(self) -> Iterator[Stage]:
         return iter(self.own if self.turn is None else [self.own[self.turn]])
 
     @property
     def received(self) -> Tensor | None:
-        """What the stage whose turn it is has received in its last forward."""
+        """The input of the last forward of the stage whose turn it is."""
         return self.own[self.turn or 0].received
 
 
 def split_blocks(model: Any, size: int, virtual: int = 1, length: int = 1) -> list[range]:
-    """The blocks of each of the stages of `model`, of so many processes with `virtual` each, for rows of
+    """Split the blocks of `model` into stages for `size` processes with `virtual` stages each, balanced for rows of
     `length` tokens.
 
     Raises:
-        TuneError: it has fewer blocks than there are stages, or does not say what they cost, or a stage has nothing to
+        TuneError: the model has fewer blocks than stages, or does not declare their costs, or a stage has nothing to
             train.
     """
     if not hasattr(model, "keep_stages"):
         raise TuneError(
-            f"parallel.pp: a {type(model).__name__} is not cut into stages; those of tune.models.build are. Set it to 1"
+            f"parallel.pp: cannot cut {type(model).__name__} into stages; only models of tune.models.build. Set it to 1"
         )
     *blocks, head = model.costs(length)
     if len(blocks) < size * virtual:
-        each = f", parallel.pp_virtual={virtual} of each process," if virtual > 1 else ""
-        other = ", or lower parallel.pp_virtual (interleaved has 2 or more)" if virtual > 1 else ""
+        each = f" (parallel.pp_virtual={virtual} per process)" if virtual > 1 else ""
+        other = ", or lower parallel.pp_virtual (interleaved needs 2 or more)" if virtual > 1 else ""
         raise TuneError(
             f"parallel.pp: {size * virtual} stages{each} cannot share {len(blocks)} blocks. Set parallel.pp to at most "
             f"{max(1, len(blocks) // virtual)}{other}"
@@ -109,14 +109,14 @@ def split_blocks(model: Any, size: int, virtual: int = 1, length: int = 1) -> li
     for kept in stages:
         if not any(each.requires_grad for block in kept for each in model.blocks[block].parameters()):
             raise TuneError(
-                f"parallel.pp: of the blocks {kept.start} to {kept.stop - 1}, which are a stage, nothing is trained. "
+                f"parallel.pp: blocks {kept.start} to {kept.stop - 1}, one stage, have no trainable parameters. "
                 "Set it to 1, or train something in each block"
             )
     return stages
 
 
 def cut(model: Any, world: World, dtype: torch.dtype) -> None:
-    """Delete from `model`, on the meta device, what other processes compute. Its stages then exchange hidden states in
+    """Delete other processes' blocks from `model`, which is on the meta device. Its stages exchange hidden states in
     `dtype`. Raises TuneError as `split_blocks` does."""
     place, length = world.mesh["pp"].get_local_rank(), world.max_seq_len
     blocks = split_blocks(model, world.num_stages, world.pp_virtual, length)[place :: world.num_stages]
@@ -126,12 +126,12 @@ def cut(model: Any, world: World, dtype: torch.dtype) -> None:
 
 
 def uncut(model: Any) -> Any:
-    """The model that a stage is cut from, on the meta device; `model` itself if it is whole."""
+    """Return the whole model, on the meta device, from which a stage was cut; `model` itself if it is whole."""
     return getattr(getattr(model, "stages", None), "uncut", model)
 
 
 def from_its_stage(model: Any, tensor: Tensor | None) -> Tensor:
-    """The `tensor` of the first stage that has it, for the other stages, which give None. All processes take part."""
+    """Broadcast `tensor` from the first stage that has it; other stages pass None. All processes must call this."""
     if not isinstance(stages := getattr(model, "stages", None), Stages):
         return tensor  # type: ignore[return-value]
     group = stages.mesh.get_group()
@@ -147,8 +147,8 @@ def from_its_stage(model: Any, tensor: Tensor | None) -> Tensor:
 
 
 def stages_of(blocks: list[float], head: float, size: int) -> list[range]:
-    """The blocks of each stage: consecutive ones, so that the most that a stage costs is least. The last one has the
-    head too."""
+    """Split blocks into consecutive stages that minimize the cost of the most expensive stage. The last stage also has
+    the head."""
     total = list(itertools.accumulate([*blocks, head], initial=0.0))
 
     @functools.cache
@@ -166,38 +166,38 @@ def stages_of(blocks: list[float], head: float, size: int) -> list[range]:
 
 
 def work_scale(blocks: list[float], mine: list[range], processes: int) -> float:
-    """What the blocks of a process would cost, if all had as much to do, over what they cost (`blocks`)."""
+    """Return the mean cost of a process's blocks divided by the cost of this process's blocks (`mine`)."""
     own = sum(blocks[index] for stage in mine for index in stage)
     return sum(blocks) / processes / own
 
 
 class Pipeline:
-    """Has the stages take turns, by `world.pp_schedule`:
+    """Schedule forwards and backwards of the stages by `world.pp_schedule`:
 
-    gpipe: all forwards of a step, then all backwards: the most memory for activations;
-    1f1b: after as many forwards as there are stages behind this one, a backward follows each (PipeDream-Flush,
-        Narayanan et al., 2021);
-    interleaved: the same with several stages on each process (there, section 2.2), to wait less;
-    zero_bubble: a backward gives the gradients of what a stage received, which the stage before waits for, and those of
-        weights come later, where a process would wait (ZB-H1 of Qi et al., 2023; with several stages interleaved).
+    gpipe: all forwards of a step, then all backwards; needs the most memory for activations;
+    1f1b: after as many forwards as there are stages after this one, each forward is followed by a backward
+        (PipeDream-Flush, Narayanan et al., 2021);
+    interleaved: 1f1b with several stages per process (same paper, section 2.2), to wait less;
+    zero_bubble: a backward first computes the gradient of a stage's input, which the previous stage waits for. Weight
+        gradients are computed later, when the process would wait (ZB-H1, Qi et al., 2023; several stages interleave).
 
-    Without stages each backward follows its forward.
+    Without stages, each backward follows its forward.
     """
 
     def __init__(self, model: Any, world: World):
         self.model, self.group = model, world.mesh["pp"].get_group()
         self.size, self.stage, self.virtual = world.num_stages, world.mesh["pp"].get_local_rank(), world.pp_virtual
         self.schedule, self.splits = world.pp_schedule, world.pp_schedule == "zero_bubble" and self.size > 1
-        self.waiting: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}  # losses and what stages have received
+        self.waiting: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}  # losses and inputs of stages
         self.later: deque[Work] = deque()  # gradients of weights
-        self.copies: list[Tensor] = []  # what the first and the last stage both train: the weight of a tied head
+        self.copies: list[Tensor] = []  # weights that the first and last stages both train: a tied head
         if self.size > 1 and model.config.tied_head and self.stage in (0, self.size - 1):
             self.copies = [each for each in model.embedding.parameters() if each.requires_grad]
         self.counted_elsewhere = {*self.copies} if self.stage else set()
 
     def turns(self, micro_batches: Sequence[M]) -> Iterator[M]:
-        """The micro-batches of a step, each of them once for each stage of this process, in the order of forwards:
-        a group of them, at least as many as there are processes, goes through one stage, then through the next."""
+        """Yield the micro-batches of a step in the order of forwards, each once per stage of this process. A group of
+        micro-batches, at least as many as processes, goes through one stage, then through the next."""
         count, turns = len(micro_batches), range(self.virtual)
         rest, number = [*range(count)], max(1, count // self.size)
         groups = [[rest.pop(0) for _ in range(-(-len(rest) // left))] for left in range(number, 0, -1)]
@@ -216,8 +216,8 @@ class Pipeline:
             self.model.stages.turn = None
 
     def due(self, loss: Tensor) -> Iterator[tuple["Tensor | Work", bool]]:
-        """The losses, or parts of their work, whose backward comes after the forward that gave `loss`, and whether each
-        is the step's last."""
+        """Yield the losses (or parts of their backward) due after the forward that returned `loss`, each with whether
+        it is the step's last."""
         self.waiting[self.at] = loss, self.model.stages.received if self.splits else None
         while len(self.waiting) > (0 if self.is_last else self.ahead):
             loss, received = self.waiting.pop(self.left.popleft())
@@ -230,9 +230,9 @@ class Pipeline:
             self._sum_copies()
 
     def _split(self, loss: Tensor, received: Tensor) -> "Work":
-        """The backward of `loss` for what its stage has received, and for norm and head, whose gradients a loss has
-        computed already. That for weights of blocks is left for `later`."""
-        from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight  # takes a second
+        """Return the backward of `loss` for the stage's input and for norm and head, whose gradients a loss has already
+        computed. The backward for weights of blocks is added to `later`."""
+        from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight  # slow import
 
         weights = [each for each in self.model.blocks.parameters() if each.requires_grad]
         others = {each for each in self.model.parameters() if each.requires_grad} - {*weights}
@@ -243,23 +243,23 @@ class Pipeline:
 
         def of_weights(kept: list[dict[str, Any]]) -> None:
             stage_backward_weight(iter(weights), kept)
-            self._reduce()  # or have FSDP add them in fp32
+            self._reduce()  # reduce, or have FSDP accumulate in fp32
 
         return Work(of_inputs)
 
     def _reduce(self) -> None:
-        """What FSDP does at the end of a backward: it does not see those for weights."""
+        """Run FSDP's end-of-backward callback, which a backward for weights does not trigger."""
         if isinstance(self.model, FSDPModule):
             self.model._get_fsdp_state()._root_post_backward_final_callback()
 
     def norm(self, own: Tensor) -> Tensor:
-        """The norm of all gradients, from that of those of each stage."""
+        """Return the norm of all gradients from the norm of this stage's gradients."""
         square = own.square()
         dist.all_reduce(square, group=self.group)
         return square.sqrt()
 
     def _sum_copies(self) -> None:
-        """Add the gradients of `copies` on the other stage that has them."""
+        """Add the gradients of `copies` from the other stage that has them."""
         for parameter in self.copies:
             assert parameter.grad is not None
             own, _ = local_shard(parameter.grad)
@@ -273,14 +273,14 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Work:
-    """In the place of a loss whose backward is done in parts."""
+    """A part of a loss's backward, in the place of the loss."""
 
     backward: Callable[[], Any]
 
 
 class Link:
-    """To a neighbouring process, of which the first follows the last. What is sent in one direction never waits for
-    what comes from the other: each has a group of its own."""
+    """The link to a neighboring process; the first process follows the last. Each direction has its own group, so sends
+    in one never wait for the other."""
 
     def __init__(self, world: World, place: int):
         self.place = place % world.num_stages
@@ -289,7 +289,7 @@ class Link:
         self.sent: deque[tuple[Any, Tensor]] = deque()
 
     def send(self, tensor: Tensor, group: Any) -> None:
-        """Without waiting, unless much is on its way already."""
+        """Send without waiting, unless many tensors are in flight."""
         tensor = tensor.contiguous()
         self.sent.append((dist.isend(tensor, group=group, group_dst=self.place), tensor))
         if len(self.sent) > self.most:
@@ -301,7 +301,7 @@ class Link:
 
 
 class _Received(torch.autograd.Function):
-    """Hidden states of the stage before; in backward it is sent their gradients."""
+    """Receives hidden states from the previous stage; backward sends it their gradients."""
 
     @staticmethod
     def forward(ctx: Any, start: Tensor, link: Link, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -315,7 +315,7 @@ class _Received(torch.autograd.Function):
 
 
 class _Sent(torch.autograd.Function):
-    """Sends hidden states to the stage after and gives 0; in backward their gradients come from there."""
+    """Sends hidden states to the next stage and returns 0; backward receives their gradients."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, link: Link) -> Tensor:

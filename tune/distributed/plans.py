@@ -1,14 +1,14 @@
-"""Tensor parallelism by a plan, for models that do not say how processes share them: `{pattern: style}`.
+"""Tensor parallelism by a plan, for models that do not declare shared layers: `{pattern: style}`.
 
-A pattern is the end of the names of layers or parameters in blocks; `*` stands for what is between two dots. Styles are
-those of transformers (`base_model_tp_plan`), the first two also torch's:
+A pattern matches the end of the names of layers or parameters in blocks; `*` matches anything between two dots. Styles
+come from transformers (`base_model_tp_plan`); the first two are also torch's:
 
-colwise: the outputs of a linear layer are shared, so that what follows is computed of a part of them.
-rowwise: its inputs are, as a colwise layer gives them; its outputs are summed.
-colwise_gather_output, rowwise_split_input: all is whole before and after, but the weight and its product are shared.
-packed_colwise: as colwise, of a weight that joins two projections, one after the other.
-replicated_with_grad_allreduce: each process has a weight that it uses for its part, such as norms of heads.
-moe_tp_experts: a module whose parameters the styles above share; its output is summed.
+colwise: shares the outputs of a linear layer; later layers compute on a part of them.
+rowwise: shares the inputs of a linear layer, as a colwise layer returns them; its outputs are summed.
+colwise_gather_output, rowwise_split_input: inputs and outputs are whole; only the weight and the product are shared.
+packed_colwise: like colwise, for a weight that concatenates two projections.
+replicated_with_grad_allreduce: each process has the whole weight and uses it for its part, such as norms of heads.
+moe_tp_experts: a module whose parameters have one of the styles above; its output is summed.
 """
 
 import functools
@@ -33,33 +33,33 @@ from tune.lookup import did_you_mean
 
 COLUMNS = ("colwise", "colwise_gather_output", "packed_colwise")
 ROWS = ("rowwise", "rowwise_split_input")
-LATENT = "mla_kv_a_proj"  # latents, of which heads have shares, and behind them the rotated keys that all heads share
+LATENT = "mla_kv_a_proj"  # latents, of which heads have shares, followed by the rotated keys that all heads share
 STYLES = (*COLUMNS, *ROWS, "replicated_with_grad_allreduce", "moe_tp_experts", LATENT)
 HEADS = ("num_attention_heads", "num_key_value_heads", "num_heads", "num_kv_heads")  # fields of configs
 
 
 class SharingPlan:
-    """How the parameters of the `blocks` of `model` are used; the forwards of their layers exchange what they must. The
-    plan is the wrapper of its kind around each block.
+    """The uses of the parameters of `blocks` of `model` by a plan. It wraps the forwards of their layers to exchange
+    data, and each block with itself.
 
     Raises:
-        TuneError: a pattern of the plan matches nothing, a style is not known or does not fit, or widths or heads
-            cannot be shared by so many processes.
+        TuneError: a pattern matches nothing, a style is unknown or does not fit, or the number of processes does not
+            divide widths or heads.
     """
 
     def __init__(self, model: Any, blocks: list[nn.Module], mesh: DeviceMesh, given: Mapping[str, str] | None):
         plan = given or getattr(model, "tp_plan", None)
         if not plan:
             raise TuneError(
-                f"parallel.tp: {type(getattr(model, 'body', model)).__name__} does not say how processes share it. "
-                "Say it with parallel.plan, such as {layers.*.mlp.up_proj: colwise, layers.*.mlp.down_proj: rowwise}, "
-                "or set parallel.tp=1"
+                f"parallel.tp: {type(getattr(model, 'body', model)).__name__} has no tensor-parallel plan. Set "
+                "parallel.plan, such as {layers.*.mlp.up_proj: colwise, layers.*.mlp.down_proj: rowwise}, or set "
+                "parallel.tp=1"
             )
         self.mesh, self.peers, self.config = mesh, Peers.of(mesh), getattr(model, "config", None)
         self.is_off = False
         self.last: tuple[Tensor | None, Any] = None, None
         self.uses: Uses = {}
-        self.seen: list[Uses] = []  # of each block, what its forward does
+        self.seen: list[Uses] = []  # the uses of each block
         self.adapted_inputs: list[Any] = []  # layers with adapters whose inputs are shared
         self.counts: dict[str, tuple[str, int]] = {}
         places = _places(model, blocks)
@@ -67,13 +67,13 @@ class SharingPlan:
         for pattern, style in plan.items():
             if style not in STYLES and not given:
                 raise TuneError(
-                    f"parallel.tp: the plan of transformers for {type(getattr(model, 'body', model)).__name__} gives "
-                    f"{pattern} the style {style!r}, which is none of {', '.join(STYLES)}. Say with parallel.plan how "
-                    "processes share the model, or set parallel.tp=1"
+                    f"parallel.tp: transformers' plan for {type(getattr(model, 'body', model)).__name__} has the "
+                    f"unsupported style {style!r} for {pattern}; supported: {', '.join(STYLES)}. Set parallel.plan, or "
+                    "set parallel.tp=1"
                 )
             if style not in STYLES:
                 raise TuneError(
-                    f"parallel.plan: {pattern} has the style {style!r}, which is none of {', '.join(STYLES)}."
+                    f"parallel.plan: {pattern} has the unknown style {style!r}; known: {', '.join(STYLES)}."
                     f"{did_you_mean(str(style), STYLES)}"
                 )
             form = re.compile(r"(.*\.)?" + re.escape(pattern).replace(r"\*", r"[^.]+"))
@@ -81,12 +81,12 @@ class SharingPlan:
             if given and not matching:
                 names = ", ".join([name for name, (_, kind) in places.items() if not kind][:3])
                 raise TuneError(
-                    f"parallel.plan: {pattern} matches no layer in a block of {type(model).__name__}; embedding and "
-                    f"head are shared without a plan. Names are like {names}"
+                    f"parallel.plan: {pattern} matches no layer in a block of {type(model).__name__}. Names look like "
+                    f"{names}; embedding and head need no plan"
                 )
             styles |= dict.fromkeys(matching, (pattern, style))
         if not styles:
-            raise TuneError(f"parallel.tp: no layer is in the plan of {type(model).__name__}. Set parallel.plan")
+            raise TuneError(f"parallel.tp: the plan of {type(model).__name__} matches no layer. Set parallel.plan")
         for name, (pattern, style) in styles.items():
             self._count(*places[name], pattern, style)
         require_even(self.counts, mesh.size())
@@ -96,7 +96,7 @@ class SharingPlan:
             wrap(block, Wrap.PLAN, self)
 
     def _count(self, module: Any, kind: str, pattern: str, style: str) -> None:
-        """Note what `style` shares of a module, or of its parameter `kind`."""
+        """Record the counts that `style` shares of a module, or of its parameter `kind`."""
         if style not in COLUMNS + ROWS:
             return
         if not kind and not isinstance(module, nn.Linear):
@@ -155,7 +155,7 @@ class SharingPlan:
         return exchanging
 
     def _copied(self, tensor: Tensor) -> Tensor:
-        """Layers that read the same tensor, one after the other, share its copy, and so a sum in backward."""
+        """Return a copy that consecutive layers reading the same tensor share, for a single sum in backward."""
         source, copy = self.last
         if source is not tensor:
             copy = self.peers.copied(tensor)
@@ -163,7 +163,7 @@ class SharingPlan:
         return copy
 
     def __call__(self, forward: Forward) -> Forward:
-        """A `forward` of a block, after which no tensor is kept."""
+        """Wrap the `forward` of a block so that no tensor is kept after it."""
 
         def forgetting(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -175,7 +175,7 @@ class SharingPlan:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Each process computes the whole blocks within."""
+        """A context in which each process computes whole blocks."""
         before = [dict(uses) for uses in self.seen]
         for uses in self.seen:
             uses |= {key: Use(use.dim, None if use.dim is None else WHOLE) for key, use in uses.items()}
@@ -193,7 +193,7 @@ class SharingPlan:
 
 
 def _places(model: nn.Module, blocks: list[nn.Module]) -> dict[str, tuple[nn.Module, str]]:
-    """The modules of `blocks` that have parameters of their own or inside, and these parameters, by their names."""
+    """Return the modules in `blocks` and their parameters, by name, as (module, name of the parameter or "")."""
     inside = {module for block in blocks for module in block.modules() if module is not block}
     places = {}
     for name, module in model.named_modules():
@@ -208,11 +208,11 @@ def _places(model: nn.Module, blocks: list[nn.Module]) -> dict[str, tuple[nn.Mod
 
 
 def check_plan(model: Any) -> None:
-    """Compare what a model computes of a few tokens by its plan, and the gradients, with what it computes when each
-    process has whole blocks. All processes must call it, after weights are loaded.
+    """Check a plan: compare hidden states and gradients for a few tokens with those from whole blocks on each process.
+    All processes must call this after weights are loaded.
 
     Raises:
-        TuneError: the model, sharded by a plan, computes something else.
+        TuneError: the model computes something else with its plan.
     """
     plan = next((plan for module in model.modules() if (plan := wrapper_of(module, Wrap.PLAN))), None)
     if plan is None:
@@ -240,8 +240,8 @@ def check_plan(model: Any) -> None:
         except RuntimeError as error:
             at = next(name for name, module in model.named_modules() if module is entered[-1])
             raise TuneError(
-                f"parallel.plan: by it the model cannot compute, at {at}: {error}. What a colwise layer gives is for a "
-                "rowwise one, and what a layer without a style gets must be whole"
+                f"parallel.plan: the model fails with it at {at}: {error}. Outputs of a colwise layer must go to "
+                "a rowwise layer; layers without a style need whole inputs"
             ) from error
         finally:
             hook.remove()
@@ -258,12 +258,12 @@ def check_plan(model: Any) -> None:
     dist.all_reduce(apart, op=dist.ReduceOp.MAX)
     is_wrong = ~(apart < (1e-2 if hidden.dtype == torch.float32 else 0.2))
     if is_wrong.any():
-        # From wrong hidden states all gradients are wrong.
+        # If hidden states are wrong, so are all gradients.
         worst = len(trained) if is_wrong[-1] else int(apart.argmax())
         what = "its hidden states differ" if is_wrong[-1] else f"the gradient of {trained[worst][0]} differs"
         raise TuneError(
-            f"parallel.plan: by it the model computes something else: {what} by {apart[worst]:.0%} from those of one "
-            "process. Weights that are used between colwise and rowwise layers, and no others, need the style "
-            "replicated_with_grad_allreduce; packed_colwise is for two projections in one weight; a forward must take "
-            "the number of heads from what it gets, as view(..., -1, head_dim) does"
+            f"parallel.plan: the model computes something else with this plan: {what} by {apart[worst]:.0%} from one "
+            "process. Check: only weights between colwise and rowwise layers need replicated_with_grad_allreduce; "
+            "packed_colwise is for two projections in one weight; a forward must infer the number of heads from its "
+            "input, as view(..., -1, head_dim) does"
         )

@@ -1,4 +1,4 @@
-"""What a process tells Ray Train, where one of its workers runs the recipe."""
+"""Report checkpoints to Ray Train from a worker that runs the recipe."""
 
 import os
 import sys
@@ -11,8 +11,8 @@ def is_ray_worker() -> bool:
 
 
 def report(step: int, metrics: Mapping[str, float], checkpoint: Path, has_it: bool) -> None:
-    """Report a checkpoint of the run folder, where it stays, with the metrics of its step. All workers must call it. It
-    takes up to 2 seconds."""
+    """Report a checkpoint and the metrics of its step; the checkpoint stays in the run folder. All workers must call
+    this. It takes up to 2 seconds."""
     from ray import train
     from ray.train import Checkpoint, CheckpointUploadMode
 

@@ -1,4 +1,4 @@
-"""Processes and the launcher that starts them, again after a failure, and may itself be killed."""
+"""Handle launchers that restart processes after a failure or are killed themselves."""
 
 import ctypes
 import os
@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 
 def end_with_parent(number: int = signal.SIGTERM) -> None:
-    """Get this signal when the process that started this one is killed, which nobody could then stop. Linux alone."""
+    """Request this signal for when the parent process is killed; otherwise nothing would stop this one. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, int(number))  # PR_SET_PDEATHSIG
 
 
 def launcher_store(timeout: timedelta) -> dist.Store | None:
-    """torchrun's store if it may restart processes (the store outlives them), else None."""
+    """Return torchrun's store if torchrun may restart processes (the store outlives them), else None."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or os.environ["TORCHELASTIC_MAX_RESTARTS"] == "0":
         return None
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -26,10 +26,10 @@ def launcher_store(timeout: timedelta) -> dist.Store | None:
 
 
 def of_this_start(store: dist.Store, rank: int, size: int) -> dist.Store:
-    """A prefix of the store for the processes of this start alone.
+    """Return a store with a prefix that only the processes of this start share.
 
-    torch (2.13) may read addresses of the last start before they are replaced. So rank 0 draws a random prefix and
-    answers each other rank's question, whose key is random too.
+    torch (2.13) may read addresses of the previous start before they are replaced. So rank 0 draws a random prefix and
+    answers a question of each other rank; the questions have random keys too.
     """
     if rank:
         question = uuid.uuid4().hex

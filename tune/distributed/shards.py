@@ -7,11 +7,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-LARGE = 2**21  # numbers from which on a copy of all of them counts
+LARGE = 2**21  # elements; above this, a second copy takes too much memory
 
 
 def local_shard(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...]]:
-    """The local tensor and its place in the full one. A plain tensor is its only shard."""
+    """Return the local tensor and its slices of the full tensor. A plain tensor is its only shard."""
     if not isinstance(parameter, DTensor):
         return parameter, tuple(slice(0, size) for size in parameter.shape)
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
@@ -19,7 +19,7 @@ def local_shard(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...
 
 
 def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
-    """The whole parameter, on every process. A collective: all must call it."""
+    """Return the whole parameter on every process. A collective: all processes must call it."""
     if not isinstance(parameter, DTensor):
         return parameter
     if parameter.device.type == "cpu" and parameter.numel() >= LARGE:
@@ -28,8 +28,8 @@ def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _by_pieces(parameter: DTensor) -> torch.Tensor:
-    """As `DTensor.full_tensor`, with less memory: gloo copies all that it gathers once more. Along one axis of the mesh
-    after the other, each process broadcasts what it has."""
+    """Like `DTensor.full_tensor`, with less memory: gloo's all-gather makes an extra copy. Instead, each process
+    broadcasts its pieces along one mesh axis after another."""
     own, place = local_shard(parameter)
     full = torch.empty(parameter.shape, dtype=parameter.dtype)
     full[place] = own
@@ -51,14 +51,15 @@ def _by_pieces(parameter: DTensor) -> torch.Tensor:
 
 
 def layout_of(tensor: torch.Tensor) -> object:
-    """How processes share a tensor: equal for tensors that they share alike, None for a plain one."""
+    """Return a key for the sharding of a tensor: equal for tensors with the same sharding, None for plain tensors."""
     return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
 
 
 def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of the squares of all numbers in `tensors`, which have one layout, in fp32; of shards, a DTensor whose
-    parts must still be summed. Rows are summed first: on a CPU torch adds up numbers one after the other, and the
-    error then grows with their count: 0.3% for 28 million, the embedding of a small model."""
+    """Return the sum of squares of `tensors` of one layout, in fp32. For shards this is a DTensor with partial sums.
+
+    Rows are summed first: torch adds numbers sequentially on a CPU, and the error grows with their count (0.3% for 28
+    million, the embedding of a small model)."""
     first = tensors[0]
     shards = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
     rows = [torch.linalg.vector_norm(each, dim=-1, dtype=torch.float32) for each in shards]
@@ -70,8 +71,7 @@ def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def norm_of_squares(squares: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norm of all numbers of which `squares` are the sums that `sum_of_squares` gives, one of each layout. A
-    collective: all must call it."""
+    """Return the norm from one `sum_of_squares` per layout. A collective: all processes must call it."""
     if not squares:
         return torch.zeros(())
     return torch.stack([full_tensor(each) for each in squares]).sum().sqrt()

@@ -6,8 +6,8 @@ FIRST_PORT, PORTS = 20000, 12000  # below the range of outgoing connections
 
 
 def join_step(environment: dict[str, str]) -> dict[str, str]:
-    """RANK, WORLD_SIZE etc. from SLURM's variables for a task of `srun`; empty for any other process, such as a batch
-    script or a shell of `salloc`, even if its job has many tasks."""
+    """Return RANK, WORLD_SIZE etc. from SLURM's variables for a task of `srun`. The result is empty for any other
+    process, such as a batch script or a shell of `salloc`, even if its job has many tasks."""
     in_a_step = "SLURM_STEP_ID" in environment or "SLURM_JOB_ID" not in environment
     if "SLURM_PROCID" not in environment or not in_a_step:
         return {}
@@ -22,5 +22,5 @@ def join_step(environment: dict[str, str]) -> dict[str, str]:
 
 
 def first_node(nodes: str) -> str:
-    """The first of SLURM's list of nodes: gpu007 of `gpu[007-009,012],login1`."""
+    """Return the first node of SLURM's list: gpu007 for `gpu[007-009,012],login1`."""
     return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", nodes).split(",")[0]

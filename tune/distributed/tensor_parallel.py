@@ -1,15 +1,16 @@
 """Tensor parallelism: the processes of the mesh's axis `tp` share the heads and the widths of each block.
 
-A part of a block (attention, feed-forward) computes on each process, from its share of the weights, a summand of the
-output; these are summed. In backward the gradients of the input are summed, and those of the weights in a block that
-every process has, such as norms. Between parts a process has a part of the tokens (sequence parallelism): a part of a
-block gathers them all, and the sum of its outputs is scattered. Embedding and head are of all tokens.
+Each process computes a partial output of a block's part (attention, feed-forward) from its share of the weights; the
+partial outputs are summed. Backward sums the gradients of the inputs and of replicated weights in a block, such as
+norms. Between parts, each process holds a part of the tokens (sequence parallelism): a part of a block gathers all
+tokens and scatters the sum of its outputs. Embedding and head process all tokens.
 
 Parameters are DTensors in their usual order, which FSDP shards further: checkpoints and exports see them whole. Inside
-a forward they are plain tensors, the share of the process, so that layers, adapters and quantised weights know nothing
-of it. A module says with `columns` which of its layers or parameters have outputs that are shared, each with the fields
-of its config that count the heads, or the width, of the projections joined in it; with `rows`, which have such inputs.
-For modules that do not, `tune.distributed.plans` says it.
+a forward they are plain tensors, the process's share, so layers, adapters and quantized weights need no changes.
+
+A module declares in `columns` its layers or parameters with shared outputs. Each has the fields of the config that
+count the heads, or the width, of its joined projections. `rows` names layers with shared inputs. For modules without
+these attributes, see `tune.distributed.plans`.
 """
 
 import functools
@@ -38,21 +39,20 @@ def share(
     experts: DeviceMesh | None = None,
     loss_parallel: bool = True,
 ) -> None:
-    """Make the parameters of `model` DTensors on `mesh`, with their values if they have some, and its forwards see
-    their shares.
+    """Turn the parameters of `model` into DTensors on `mesh`, keeping their values, and have its forwards see shares.
 
-    The parameters of each of the `units`, among them the `blocks`, become plain when its forward begins. Those that
-    processes of `ep` share are DTensors already, and become ones on the mesh of both, `experts`. Without
-    `loss_parallel` each process has the whole head.
+    The parameters of each of the `units`, which include the `blocks`, become plain tensors during its forward.
+    Parameters that processes of `ep` share are already DTensors; they move to the mesh of both axes, `experts`. Without
+    `loss_parallel`, each process has the whole head.
 
     Raises:
-        TuneError: a part of a block does not say how it is shared, and no `plan` does, or heads or widths cannot be.
+        TuneError: neither the model nor `plan` says how a part of a block is shared, or heads or widths do not divide.
     """
     inside = {module for block in blocks for module in block.modules()}
     peers, planned = Peers.of(mesh), None
     if any(hasattr(module, "columns") for module in inside):
         if plan:
-            raise TuneError(f"parallel.plan: {type(model).__name__} says itself how it is shared. Set it to null")
+            raise TuneError(f"parallel.plan: {type(model).__name__} needs no plan for parallel.tp. Set it to null")
         shares_tokens = hasattr(model, "token_peers")
         uses = _uses_of_parts(blocks, mesh, peers, shares_tokens)
         if shares_tokens:
@@ -66,7 +66,7 @@ def share(
     shared_among_more = shared_experts(model)
     for unit in [*shared_among_more, *units]:
         mine: Uses = {}
-        # In one order: some shares are gathered.
+        # All processes need the same order: some shares are gathered.
         for module in (module for module in unit.modules() if module not in taken):
             for kind, parameter in module._parameters.items():
                 if parameter is not None:
@@ -84,10 +84,10 @@ def share(
 
 
 def _uses_outside_blocks(model: Any, blocks: list[nn.Module], mesh: DeviceMesh, loss_parallel: bool) -> Uses:
-    """Of embeddings and heads, whose rows processes share; their forwards exchange what they must."""
+    """Return the uses of embeddings and heads, whose rows processes share, and wrap their forwards to exchange data."""
     uses: Uses = {}
     inside = {module for block in blocks for module in block.modules()}
-    # What else reads the weight of an embedding, or of a linear layer, is known of models with a `head_module`.
+    # Models with a `head_module` use an embedding's weight nowhere else; for others this is unknown.
     is_known, head = hasattr(model, "head_module"), getattr(model, "head_module", None)
     own_to_each = undivided(model, blocks, mesh.size(), loss_parallel).values()
     for module in model.modules():
@@ -107,7 +107,7 @@ def _uses_outside_blocks(model: Any, blocks: list[nn.Module], mesh: DeviceMesh, 
 
 
 def _shared(parameter: nn.Parameter, use: Use, mesh: DeviceMesh, experts: DeviceMesh | None) -> nn.Parameter:
-    """`parameter` as a DTensor on `mesh`, or one of `experts` on theirs."""
+    """Return `parameter` as a DTensor on `mesh`; a parameter of experts on the mesh `experts`."""
     placements: list[Placement] = [Replicate() if use.dim is None else Shard(use.dim)]
     if experts is not None and isinstance(parameter, DTensor):
         mesh, placements = experts, [*parameter.placements, *placements]
@@ -119,8 +119,8 @@ def _shared(parameter: nn.Parameter, use: Use, mesh: DeviceMesh, experts: Device
 
 
 def undivided(model: nn.Module, blocks: list[nn.Module], size: int, loss_parallel: bool) -> dict[str, nn.Module]:
-    """The embeddings and heads, by name, that `size` processes have whole: their rows do not divide, or without
-    `loss_parallel` the head, which may be an embedding too."""
+    """Return, by name, the embeddings and heads that each process has whole: `size` does not divide their rows, or it
+    is the head (also a tied one) without `loss_parallel`."""
     inside = {module for block in blocks for module in block.modules()}
     head = None if loss_parallel else getattr(model, "head_module", None)
     return {
@@ -132,7 +132,7 @@ def undivided(model: nn.Module, blocks: list[nn.Module], size: int, loss_paralle
 
 
 def _uses_of_parts(blocks: list[nn.Module], mesh: DeviceMesh, peers: Peers, shares_tokens: bool) -> Uses:
-    """Of models that say how they are shared; their parts exchange what is to be."""
+    """Return the uses of a model that declares them, and wrap the parts of its blocks to exchange hidden states."""
     parts = [part for block in blocks for part in block.children() if not isinstance(part, nn.RMSNorm | nn.LayerNorm)]
     parts = [part for part in parts if any(True for _ in part.parameters())]
     counts: dict[str, tuple[str, int]] = {}
@@ -140,7 +140,7 @@ def _uses_of_parts(blocks: list[nn.Module], mesh: DeviceMesh, peers: Peers, shar
         sharing: list[Any] = [module for module in part.modules() if hasattr(module, "columns")]
         if not sharing:
             raise TuneError(
-                f"parallel.tp: {type(part).__name__} does not say how processes share it (see `columns` in "
+                f"parallel.tp: {type(part).__name__} declares no shared layers (see `columns` in "
                 "tune.distributed.tensor_parallel); models of tune.models.build do. Set parallel.tp=1"
             )
         for module in sharing:
@@ -159,7 +159,7 @@ def _uses_of_parts(blocks: list[nn.Module], mesh: DeviceMesh, peers: Peers, shar
 
 
 def _uses(module: Any, mesh: DeviceMesh) -> Uses:
-    """How the parameters of the layers of `module` that are shared are used."""
+    """Return the uses of the parameters of the shared layers of `module`."""
     uses: Uses = {}
     columns = getattr(module, "columns", {})
     for name, fields in columns.items():
@@ -182,18 +182,18 @@ def _uses(module: Any, mesh: DeviceMesh) -> Uses:
 
 
 def _with_sum(peers: Peers, shares_tokens: bool, forward: Forward) -> Forward:
-    """A `forward` of a part of a block that computes a summand of the output on each process."""
+    """Wrap the `forward` of a part of a block, which computes a partial output on each process, to sum the outputs."""
 
     def summing(hidden: Tensor, context: Any) -> Any:
         is_shared = shares_tokens and context.cache is None
         shape = context.positions.shape
-        # Not in a variable, which would keep it for longer.
+        # No variable for the gathered tokens: it would keep them alive for longer.
         output = forward(peers.gathered_tokens(hidden, shape) if is_shared else peers.copied(hidden), context)
         output, *stats = output if isinstance(output, tuple) else (output,)
         output = peers.scattered(peers.padded(output))[None] if is_shared else peers.summed(output)
         if not stats:
             return output
-        if stats[0] is not None:  # of routers, the same on each process: each adds a part of the gradient
+        if stats[0] is not None:  # router statistics, equal on all processes: each adds a part of the gradient
             balance = stats[0].balance.detach()
             stats = [stats[0]._replace(balance=balance + (stats[0].balance - balance) / peers.size)]
         return output, *stats
@@ -202,8 +202,8 @@ def _with_sum(peers: Peers, shares_tokens: bool, forward: Forward) -> Forward:
 
 
 def _with_own_rows(peers: Peers, count: int, forward: Forward) -> Forward:
-    """A `forward` of an embedding of which each process has `count` rows: it looks up the tokens of these, and takes
-    the others from other processes."""
+    """Wrap the `forward` of an embedding of which each process has `count` rows: it looks up its own rows and gets the
+    others from other processes."""
     first = count * peers.rank
 
     def looking_up(tokens: Tensor) -> Tensor:
@@ -215,8 +215,9 @@ def _with_own_rows(peers: Peers, count: int, forward: Forward) -> Forward:
 
 
 def _with_shares_of_head(model: Any, mesh: DeviceMesh, forward: Forward) -> Forward:
-    """A `forward` of `model` that gives heads which take them (`takes_shares`) shares of the output weight's rows, as a
-    DTensor; others the whole. Without a head and with a cache, for generation, it gives shares of the logits."""
+    """Wrap the `forward` of `model` to pass the head shares of the output weight's rows as a DTensor, if the head
+    accepts them (`takes_shares`), else the whole weight. Without a head but with a cache (generation), the result is
+    shares of the logits."""
     peers = Peers.of(mesh)
 
     def sharing(batch: Any, head: Any = None, **others: Any) -> Any:
@@ -236,7 +237,7 @@ def _with_shares_of_head(model: Any, mesh: DeviceMesh, forward: Forward) -> Forw
 
 
 def _over_processes(norm: nn.RMSNorm, peers: Peers, forward: Forward) -> Forward:
-    """In place of the `forward` of a norm of all heads together: with the mean square of the heads of all processes."""
+    """Replace the `forward` of a norm over all heads by one that uses the mean square of all processes' heads."""
 
     def normalized(input: Tensor) -> Tensor:
         values = input.float()

@@ -1,4 +1,4 @@
-"""What each axis of a mesh makes a process send."""
+"""Bytes that a process sends along each axis of a mesh."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from tune.distributed.parallelize import Dtype, as_dtype, cast_by_fsdp, repeated
 from tune.distributed.tensor_parallel import undivided
 from tune.distributed.world import World
 
-REDUCED = 4  # bytes of a gradient when it is summed
+REDUCED = 4  # bytes of a gradient element in the reduction
 
 
 def bytes_sent(
@@ -20,10 +20,10 @@ def bytes_sent(
     tokens: float,
     micro_batches: int,
 ) -> dict[str, float]:
-    """Bytes that a process sends in a step in which it computes `tokens` tokens, on average of the processes, by axis.
+    """Return the bytes by axis that a process sends, on average, in a step in which it computes `tokens` tokens.
 
-    `model` is whole, on the meta device. Of a collective over n processes that is what a ring sends: (n - 1) / n of
-    what is gathered or scattered, twice that of what is summed. Norms, losses and fused projections are left out.
+    `model` is whole and on the meta device. Collectives over n processes are counted as rings: (n - 1) / n of the
+    tensor for a gather or scatter, twice that for a sum. Norms, losses and fused projections are ignored.
     """
     sizes = dict(zip(world.mesh.mesh_dim_names or (), world.mesh.shape, strict=True))
     ep = 1 if world.experts is None else world.experts["ep"].size()
@@ -49,7 +49,7 @@ def bytes_sent(
             seen.add(id(parameter))
             stored = as_dtype(dtype) if parameter in casts else stored_dtype(module, parameter, dtype, master_dtype)
             count = parameter.numel() / shares / (1 if module in whole else tp) / pp
-            # In forward and again in backward, the root's but once; once a step what stays gathered.
+            # Gathered in forward and again in backward; the root only once; once per step if it stays gathered.
             times = 1 if world.units_stay_gathered else micro_batches * (1 + (id(parameter) in twice))
             own = max(1, shards // shares)
             sharding += times * part(own) * count * stored.itemsize
@@ -59,21 +59,21 @@ def bytes_sent(
     beside = " x cp" if cp > 1 else ""
     found = {"dp_replicate" + (beside if world.zero_stage == 0 else ""): replicas, f"dp_shard{beside}": sharding}
     config: Any = getattr(model, "config", None)
-    if (tp, cp, ep, pp) != (1, 1, 1, 1) and hasattr(config, "layers"):  # a Decoder: others have only `tp`, by a plan
+    if (tp, cp, ep, pp) != (1, 1, 1, 1) and hasattr(config, "layers"):  # a Decoder; others only have `tp`, by a plan
         numbers = as_dtype(dtype).itemsize * tokens
         hidden, layers = config.hidden_size, config.layers
-        # Two parts a block, each with a gather and a scatter in forward and in backward; what its stage's blocks begin
-        # with, in backward, and what they end with; the embedded tokens and the head's input, both summed, of shares.
+        # A block has two parts, each with a gather and a scatter in forward and in backward. Add the input of a stage's
+        # blocks in backward and their output. If embedding and head are shared, their activations are summed.
         summed = sum(each not in whole for each in (model.embedding, model.head_module))
         found["tp"] = numbers / cp * hidden * part(tp) * (8 * len(layers) / pp + 2 + 2 * summed / pp)
         attentions = [layer.attention for layer in layers]
-        keys_and_values = sum(  # numbers of a token
+        keys_and_values = sum(  # elements per token
             2 * each.num_kv_heads * each.head_dim if hasattr(each, "num_kv_heads") else each.pair_width
             for each in attentions
         )
         found["cp"] = numbers * 2 * part(cp) * keys_and_values / tp / pp
         routers = [layer.mlp.router for layer in layers if hasattr(layer.mlp, "router")]
         found["ep"] = numbers / cp * hidden * 4 * part(ep) * sum(router.chosen for router in routers) / pp
-        hops = pp * world.pp_virtual - 1  # the first and the last stage send in one direction
+        hops = pp * world.pp_virtual - 1  # the first and last stages only send in one direction
         found["pp"] = numbers / cp * hidden * 2 * hops / pp
     return {axis: size for axis, size in found.items() if size}

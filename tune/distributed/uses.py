@@ -1,4 +1,4 @@
-"""What a forward sees of the parameters that the processes of `tp` share."""
+"""Views of the parameters that the processes of `tp` share, as a forward sees them."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,17 +13,18 @@ from tune.distributed.pace import waiting
 from tune.distributed.wrapping import Forward, Wrap, wrap
 from tune.errors import TuneError
 
-# Parameters of a layer that have a dimension of its outputs, and those that have one of its inputs: the last one.
+# Parameters of a layer with a dimension for its outputs, and those whose last dimension is for its inputs.
 OUTPUTS = {"weight", "codes", "scales", "ranges", "bias", "magnitude", "lora_b", "start_b"}
 INPUTS = {"weight", "codes", "scales", "lora_a", "start_a"}
-REPEATED = {"num_kv_heads", "num_key_heads"}  # several processes may have the same of these heads
+REPEATED = {"num_kv_heads", "num_key_heads"}  # several processes may have the same heads of these kinds
 
 
 class Use(NamedTuple):
-    """What a forward sees of a parameter that is sharded over `dim` (None: every process has it): the process's own
-    shard, or with `slices` these of the whole.
+    """How a forward sees a parameter that is sharded over `dim` (None: every process has it): as the process's own
+    shard, or as `slices` of the whole.
 
-    In a `part` the gradient of what several processes have is summed; they add `1 / divisor` of it each.
+    `part`: each process computes a part of the result, so gradients of replicated parameters are summed. Each process
+    contributes `1 / divisor` of the parameter.
     """
 
     dim: int | None = None
@@ -49,7 +50,7 @@ WHOLE = (slice(None),)
 
 
 def require_even(counts: Mapping[str, tuple[str, int]], size: int) -> None:
-    """Raises TuneError if `size` processes cannot share the `counts`, by what each is called and its field."""
+    """Raise TuneError if `size` processes cannot share the `counts` (description -> (field, count))."""
 
     def bad(size: int) -> list[str]:
         return [text for text, (field, n) in counts.items() if n % size and (field not in REPEATED or size % n)]
@@ -58,19 +59,19 @@ def require_even(counts: Mapping[str, tuple[str, int]], size: int) -> None:
         most = max(count for _, count in counts.values())
         good = [str(fewer) for fewer in range(1, most + 1) if not bad(fewer)]
         raise TuneError(
-            f"parallel.tp: {size} processes cannot share {', '.join(bad(size))} of this model. "
-            f"Set it to {' or '.join(good)}"
+            f"parallel.tp: {size} does not divide {', '.join(bad(size))} of this model. Set it to {' or '.join(good)}"
         )
 
 
 def column(parameter: Tensor, dim: int, counts: list[int], mesh: DeviceMesh, widths: list[int] | None = None) -> Use:
-    """Of a parameter whose dimension `dim` joins outputs of such `counts` of heads, and `widths`, by default equal."""
+    """Return the use of a parameter whose dimension `dim` joins projections with these `counts` of heads and these
+    `widths` (default: equal)."""
     widths = widths or [parameter.shape[dim] // len(counts)] * len(counts)
     return Use(dim, _slices(widths, counts, mesh), part=True)
 
 
 def columns_of(layer: nn.Module, counts: list[int], mesh: DeviceMesh, widths: list[int] | None = None) -> Uses:
-    """Of a layer whose outputs are shared."""
+    """Return the uses of the parameters of a layer whose outputs are shared."""
     stack, transposed = hasattr(layer, "num_experts"), getattr(layer, "transposed", False)
     return {
         (owner, kind): column(parameter, stack + (kind == "weight" and transposed), counts, mesh, widths)
@@ -80,16 +81,16 @@ def columns_of(layer: nn.Module, counts: list[int], mesh: DeviceMesh, widths: li
 
 
 def rows_of(layer: Any, name: str, mesh: DeviceMesh) -> Uses:
-    """Of a layer whose inputs are shared."""
+    """Return the uses of the parameters of a layer whose inputs are shared."""
     uses: Uses = {}
-    if hasattr(layer, "input_group"):  # an adapter's
+    if hasattr(layer, "input_group"):  # an adapter
         layer.first_input = mesh.get_local_rank() * layer.in_features // mesh.size()
         layer.input_group = mesh.get_group().group_name
     for owner, kind, parameter in parameters_of(layer):
         if layer.in_features % (getattr(owner, "block", 1) * mesh.size()):
             raise TuneError(
-                f"parallel.tp: {mesh.size()} processes cannot share {layer.in_features} inputs of a quantised "
-                f"{name} by blocks of {owner.block}. Lower it, or set quantization.weights=null"
+                f"parallel.tp: {mesh.size()} does not divide the {layer.in_features} inputs of the quantized {name} "
+                f"into whole blocks of {owner.block}. Lower it, or set quantization.weights=null"
             )
         if kind in INPUTS:
             transposed = kind == "weight" and getattr(layer, "transposed", False)
@@ -100,8 +101,8 @@ def rows_of(layer: Any, name: str, mesh: DeviceMesh) -> Uses:
 
 
 def _slices(widths: list[int], counts: list[int], mesh: DeviceMesh) -> tuple[slice, ...] | None:
-    """This process's slices of outputs that join projections of such `widths`, each for so many heads; None if it is
-    its shard."""
+    """Return this process's slices of outputs that join projections of these `widths` and head `counts`; None if the
+    process's shard is the slice."""
     if len(counts) == 1 and counts[0] % mesh.size() == 0:
         return None
     slices, start = [], 0
@@ -122,7 +123,7 @@ def parameters_of(layer: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Paramet
 
 @dataclass(eq=False)
 class Shares:
-    """Replaces, while a forward runs, parameters by what it sees of them, their `uses`, which others may change."""
+    """Replace parameters by their `uses` while a forward runs. Others may change `uses`."""
 
     uses: Uses
 
@@ -142,5 +143,5 @@ class Shares:
 
 
 def see_shares(unit: nn.Module, uses: Uses) -> None:
-    """Have the forward of `unit` see its parameters by their `uses`."""
+    """Have the forward of `unit` see its parameters through `uses`."""
     wrap(unit, Wrap.SHARES, Shares(uses))

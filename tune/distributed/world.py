@@ -1,4 +1,4 @@
-"""The process group of a run, as a mesh. One process is a mesh of size 1."""
+"""The process group of a run as a mesh. One process is a mesh of size 1."""
 
 import atexit
 import functools
@@ -29,8 +29,8 @@ PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 T = TypeVar("T")
-OWN_GROUPS: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()  # that this module has made
-LATEST: "dict[dist.ProcessGroup, World]" = {}  # by its default process group, of which there is one at a time
+OWN_GROUPS: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()  # groups that this module created
+LATEST: "dict[dist.ProcessGroup, World]" = {}  # by default process group; at most one entry
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,18 @@ class World:
     mesh: DeviceMesh
     device: torch.device
     data: DeviceMesh  # the ranks that read different data: dp_replicate x dp_shard, flattened
-    peers: DeviceMesh  # those of its stage that read the same: cp x tp
-    shards: DeviceMesh  # those that FSDP shards over, dp_shard x cp, behind dp_replicate if that is above 1
+    peers: DeviceMesh  # the ranks of a stage that read the same data: cp x tp, flattened
+    shards: DeviceMesh  # the ranks that FSDP shards over: dp_shard x cp, after dp_replicate if that is above 1
     timeout: timedelta
-    experts: DeviceMesh | None = None  # with expert parallelism the axes dp_replicate, dp_shard, ep of the same ranks
-    links: tuple[dist.ProcessGroup, ...] = ()  # the ranks of pp, once for each kind of what stages send each other
+    experts: DeviceMesh | None = None  # with expert parallelism: the same ranks as dp_replicate, dp_shard, ep, tp
+    links: tuple[dist.ProcessGroup, ...] = ()  # groups of the ranks of pp, one per kind of message between stages
     pp_virtual: int = 1
     pp_schedule: PipelineSchedule = "1f1b"
     zero_stage: Literal[0, 1, 2, 3] = 3
     reduce_every_micro_batch: bool = False
-    plan: Mapping[str, str] | None = None  # of tensor parallelism, for layers that do not say it themselves
+    plan: Mapping[str, str] | None = None  # for tensor parallelism of models that do not declare shared layers
     loss_parallel: bool = True  # whether processes of tp share the rows of the head
-    max_seq_len: int = 1  # of a document, by which attention counts where stages share blocks
+    max_seq_len: int = 1  # tokens of a document, for the cost of attention when stages are balanced
 
     @property
     def rank(self) -> int:
@@ -63,12 +63,12 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Rank 0, which writes files and messages."""
+        """Whether this is rank 0, which writes files and messages."""
         return self.rank == 0
 
     @property
     def data_rank(self) -> int:
-        """This process reads share `data_rank` of `data_size` of each global batch."""
+        """The share of each global batch that this process reads, out of `data_size`."""
         return self.data.get_local_rank()
 
     @property
@@ -77,7 +77,7 @@ class World:
 
     @property
     def num_stages(self) -> int:
-        """The processes that `parallel.pp` shares the model's blocks among."""
+        """The number of processes that share the model's blocks (`parallel.pp`)."""
         return self.mesh.size(AXES.index("pp"))  # `mesh["pp"]` computes on the mesh's tensor
 
     @property
@@ -87,13 +87,13 @@ class World:
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this process knows what the head gives."""
+        """Whether this process computes the head."""
         return self.rank >= self.size - self.size // self.num_stages
 
     def sum(self, value: torch.Tensor | float) -> torch.Tensor:
-        """The sum over the data ranks, and over pipeline stages, each of which contributes a term (such as the loss,
-        which is 0 on all but the last), in fp64, so that counts stay exact. Ranks of cp and tp are not summed: the loss
-        that a model gives is that of the whole micro-batch on each. Does not synchronise with the device."""
+        """Sum over the data ranks and pipeline stages, in fp64 so that counts stay exact. Each stage adds a term,
+        e.g. the loss, which is 0 on all but the last stage. Ranks of cp and tp are not summed, since each already has
+        the loss of the whole micro-batch. Does not synchronize with the device."""
         total = self._fp64(value)
         dist.all_reduce(total, group=self.data.get_group())
         if self.links:  # there are stages; to take an axis out of the mesh would read its tensor
@@ -101,15 +101,15 @@ class World:
         return total
 
     def sum_of_parts(self, value: torch.Tensor | float) -> torch.Tensor:
-        """As `sum`, of a value of which each rank of `cp` has a part: those ranks read the same data."""
+        """Like `sum`, for a value of which each rank of `cp` has a part: the sum includes these ranks."""
         total = self.sum(value)
         if self.mesh["cp"].size() > 1:
             dist.all_reduce(total, group=self.mesh.get_group("cp"))
         return total
 
     def any(self, flag: bool) -> bool:
-        """Whether `flag` is set on any rank. The hosts exchange it: nothing waits for the device. Each rank sends with
-        it how long it has computed since the last call, see PACE."""
+        """Whether `flag` is set on any rank. The hosts exchange it, so nothing waits for the device. Each rank also
+        sends its compute time since the last call, see PACE."""
         highest = torch.zeros(1 + self.size, dtype=torch.float64)
         highest[0], highest[1 + self.rank] = flag, PACE.take()
         dist.all_reduce(highest, op=dist.ReduceOp.MAX)
@@ -118,64 +118,65 @@ class World:
         return bool(is_set)
 
     def fetch(self, **values: torch.Tensor | float) -> dict[str, float]:
-        """The `values` as Python numbers: one synchronisation with the device for all of them. Sharded ones (DTensors)
-        are gathered, on all ranks."""
+        """Return `values` as Python numbers, with one device synchronization for all of them. DTensors are gathered, so
+        all ranks must call this."""
         if not values:
             return {}
         return dict(zip(values, torch.stack([self._fp64(value) for value in values.values()]).tolist(), strict=True))
 
     def _fp64(self, value: torch.Tensor | float) -> torch.Tensor:
-        """A new fp64 tensor: on the GPU with CUDA, else on the host (mps has no fp64)."""
+        """Return a new fp64 tensor: on the GPU with CUDA, else on the host (mps has no fp64)."""
         device = self.device if self.device.type == "cuda" else torch.device("cpu")
         if isinstance(value, DTensor):
             value = value.full_tensor()
         if isinstance(value, torch.Tensor):
             return value.detach().to(device, torch.float64, copy=True)
-        return torch.full((), value, dtype=torch.float64, device=device)  # unlike torch.tensor, does not synchronise
+        return torch.full((), value, dtype=torch.float64, device=device)  # unlike torch.tensor, does not synchronize
 
     def broadcast(self, value: T) -> T:
-        """Rank 0's `value`, on all ranks."""
+        """Return rank 0's `value` on all ranks."""
         box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
     def all_gather(self, value: T) -> list[T]:
-        """The `value` of each rank, on all ranks."""
+        """Return the `value` of each rank on all ranks."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
 
     def of_peers(self, make: Callable[[], T]) -> T:
-        """The result of `make` on the first of the processes that read the same data, for all of them: of functions
-        that may give another result each time. Only the first one calls it. If it raises, the others raise a TuneError
+        """Call `make` on the first of the processes that read the same data, and return its result on all of them. For
+        functions that may return another result each time. If `make` raises, the other processes raise a TuneError
         with the same message."""
         return make() if self.peers.size() == 1 else _of_first(make, self.peers.get_group())
 
     def of_main(self, make: Callable[[], T]) -> T:
-        """The result of `make` on rank 0, for all. If it raises, the others raise a TuneError with the same message."""
+        """Call `make` on rank 0 and return its result on all ranks. If it raises, other ranks raise a TuneError with
+        the same message."""
         return _of_first(make, None)
 
     def barrier(self) -> None:
         dist.barrier()
 
     def finish(self) -> None:
-        """Call on all processes after the last collective: they then leave the process group in order when they exit.
+        """Call this on all processes after the last collective; they then leave the process group cleanly at exit.
 
-        A process that exits without this call has failed and aborts its communicators: others may be in a collective,
-        for which NCCL would wait forever.
+        A process that exits without this call has failed and aborts its communicators. Otherwise NCCL would wait
+        forever for processes that are in a collective.
         """
         atexit.unregister(_abort)
         atexit.register(_leave)
 
 
 def _of_first(make: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """The result of `make` on the first process of a group, for all of it; see `World.of_peers`."""
+    """Call `make` on the first process of a group and return its result on all; see `World.of_peers`."""
     box: list[Any] = [None, None]
     failure: Exception | None = None
     if dist.get_rank(group) == 0:
         try:
             box[0] = make()
-        except Exception as error:  # raised below, when the others have it
+        except Exception as error:  # raised below, after the others have received it
             failure, box[1] = error, str(error)
     dist.broadcast_object_list(box, group=group, group_src=0)
     if box[1] is not None:
@@ -186,9 +187,9 @@ def _of_first(make: Callable[[], T], group: dist.ProcessGroup | None) -> T:
 def join(
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto", timeout: float = 60, deterministic: bool = False
 ) -> torch.device:
-    """Join the process group that a launcher (torchrun, SLURM, Ray) describes; without one, a group of one process.
-    Gives the device of this process. `timeout` is in minutes; `deterministic` is that of `init`. Raises TuneError if
-    the device is not available, or torch cannot use it."""
+    """Join the process group that a launcher (torchrun, SLURM, Ray) describes; without a launcher, a group of one
+    process. Returns the device of this process. `timeout` is in minutes; see `init` for `deterministic`. Raises
+    TuneError if the device is not available or torch cannot use it."""
     if rehearsal.current():
         return torch.device("cpu")
     kind = device_type(device)
@@ -204,17 +205,20 @@ def join(
         use_expandable_segments()
         if local_rank >= torch.cuda.device_count():
             found = torch.cuda.device_count()
-            raise TuneError(f"device: process {local_rank} has no GPU; {found} found. Start fewer, or set device=cpu")
+            raise TuneError(
+                f"device: no GPU for local rank {local_rank}; found {found} GPUs. Start fewer processes, or set "
+                "device=cpu"
+            )
         if deterministic:
             use_deterministic_kernels()
         torch.cuda.set_device(local_rank)
         require_kernels(torch.device(kind, local_rank))
     if kind == "mps" and size > 1:
-        raise TuneError(f"device: mps is one device; found {size} processes. Start one process, or set device=cpu")
+        raise TuneError(f"device: mps supports one process; found {size}. Start one process, or set device=cpu")
     if not dist.is_initialized():
         store = dist.HashStore() if "RANK" not in os.environ else launcher_store(duration)
         place: Any = {}
-        if store:  # else torch makes one
+        if store:  # else torch creates one
             rank = int(os.environ.get("RANK", 0))
             place = {"store": of_this_start(store, rank, size), "rank": rank, "world_size": size}
         _init_group(kind, timeout=duration, **place)
@@ -224,8 +228,8 @@ def join(
 
 
 def _alone_where_it_fails(make: Callable[..., World]) -> Callable[..., World]:
-    """In a rehearsal, have what does not depend on a layout go on in one process if there is no such layout. That of a
-    plan is one of one process."""
+    """In a rehearsal, report an invalid layout and continue with one process, so that later checks still run. Planning
+    also uses one process."""
 
     @functools.wraps(make)
     def init(*args: Any, **axes: Any) -> World:
@@ -263,30 +267,32 @@ def init(
     deterministic: bool = False,
     auto: bool = False,
 ) -> World:
-    """Join the process group that a launcher (torchrun, SLURM, Ray) describes; without one, a group of one process.
+    """Join the process group that a launcher (torchrun, SLURM, Ray) describes; without a launcher, a group of one
+    process.
 
-    `deterministic` has a GPU take kernels that give the same bits each time (see `use_deterministic_kernels`); those of
-    a CPU do anyway.
+    `deterministic` selects deterministic kernels on a GPU (see `use_deterministic_kernels`); a CPU's always are.
 
-    `auto` asks a recipe's entry point to plan the layout: it is false when this function is called.
+    `auto` asks a recipe's entry point to plan the layout; it is false by the time this function is called.
 
-    `pp_schedule` is one of `Pipeline`, and `pp_virtual` the stages of each process; None is 2 for interleaved, else 1.
-    Stages share blocks by what these cost in a document of `max_seq_len` tokens. `zero_stage` is what FSDP's devices
-    share in a step (ZeRO, Rajbhandari et al., 2020): nothing, the optimizer's states, gradients too, weights too; None
-    is 3, with stages of a pipeline 2.
-    `plan` gives layers the styles of `tune.distributed.plans`. Without `loss_parallel` each process of `tp` has the
-    whole head. `timeout` is in minutes. It must exceed the longest work of one process for which others wait, such as
+    `pp_schedule` is a schedule of `Pipeline`, and `pp_virtual` the number of stages per process (None: 2 for
+    interleaved, else 1). Stages are balanced by the cost of blocks for documents of `max_seq_len` tokens.
+
+    `zero_stage` sets what FSDP shards during a step (ZeRO, Rajbhandari et al., 2020): 0 nothing, 1 optimizer states, 2
+    also gradients, 3 also weights. None is 3, with pipeline stages 2.
+
+    `plan` gives layers the styles of `tune.distributed.plans`. Without `loss_parallel`, each process of `tp` has the
+    whole head. `timeout` is in minutes. It must exceed the longest work of one process that others wait for, such as
     writing a large model.
 
-    A process group that is there already is taken as it is: its timeout stays, and so do those of other groups.
+    An existing process group is used as it is: its timeout and those of other groups stay.
 
     Raises:
         TuneError: the device is not available, or the mesh does not match the number of processes.
     """
     if auto and not rehearsal.current():
         raise TuneError(
-            "auto: true reached tune.distributed.init. The entry point plans the layout of the setting parallel.auto; "
-            "under another name, plan with `tune plan --search` and set the axes"
+            "auto: got true in tune.distributed.init. Only the setting parallel.auto is planned automatically; under "
+            "another name, run `tune plan --search` and set the axes"
         )
     _require_schedule(pp, pp_schedule, pp_virtual, zero_stage)
     virtual = pp_virtual or (2 if pp_schedule == "interleaved" else 1)
@@ -325,39 +331,41 @@ def init(
 
 
 def _require_schedule(pp: int, schedule: str, virtual: int | None, zero_stage: int | None) -> None:
-    """Raise TuneError if settings of a pipeline do not go together."""
+    """Raise TuneError if settings of a pipeline conflict."""
     if zero_stage == 3 and pp > 1:
         raise TuneError(
-            f"parallel.zero_stage: with parallel.pp={pp} weights stay gathered in a step. Set it to 2 or less, or null"
+            f"parallel.zero_stage: 3 conflicts with parallel.pp={pp}, where weights stay gathered in a step. Set it "
+            "to 2 or less, or null"
         )
     if virtual is not None and (virtual > 1) != (schedule == "interleaved") and schedule != "zero_bubble":
         raise TuneError(
-            f"parallel.pp_virtual: {virtual} does not go with parallel.pp_schedule={schedule}: interleaved wants "
-            "2 or more, zero_bubble takes any number, and the others have 1. Set it to null"
+            f"parallel.pp_virtual: {virtual} conflicts with parallel.pp_schedule={schedule}: interleaved needs 2 or "
+            "more, zero_bubble accepts any number, other schedules need 1. Set it to null"
         )
 
 
 def _count_shards(dp_replicate: int, dp_shard: int | Literal["auto"], cp: int, tp: int, ep: int, pp: int) -> int:
-    """The size of dp_shard. Raises TuneError if the axes do not make the number of processes, or ep does not fit."""
+    """Return the size of dp_shard. Raises TuneError if the axes do not match the number of processes or ep does not
+    divide dp_shard x cp."""
     size = dist.get_world_size()
     shards = size // (dp_replicate * cp * tp * pp) if dp_shard == "auto" else dp_shard
     if dp_replicate * shards * cp * tp * pp != size:
         raise TuneError(
-            f"parallel: dp_replicate={dp_replicate} x dp_shard={dp_shard} x cp={cp} x tp={tp} x pp={pp} does not make "
-            f"{size} processes. dp_replicate x cp x tp x pp must divide {size} (--nproc-per-node starts more); with "
-            "dp_shard=auto the rest follows"
+            f"parallel: dp_replicate={dp_replicate} x dp_shard={dp_shard} x cp={cp} x tp={tp} x pp={pp} does not match "
+            f"{size} processes. dp_replicate x cp x tp x pp must divide {size}; dp_shard=auto uses the rest. "
+            "--nproc-per-node sets the number of processes"
         )
     if shards * cp % ep:
         valid = " or ".join(str(number) for number in range(1, shards * cp + 1) if shards * cp % number == 0)
         raise TuneError(
-            f"parallel.ep: {ep} processes cannot be among the {shards * cp} of dp_shard x cp. Set it to {valid}, or "
-            "start more"
+            f"parallel.ep: {ep} does not divide dp_shard x cp = {shards * cp}. Set it to {valid}, or start more "
+            "processes"
         )
     return shards
 
 
 def _mesh_of_experts(mesh: DeviceMesh, ep: int, copies: int | None) -> DeviceMesh:
-    """The ranks of a stage as dp_replicate (`copies`; None: all of them), dp_shard, ep, tp."""
+    """Return a mesh of a stage's ranks with the axes dp_replicate (`copies`; None: all groups), dp_shard, ep, tp."""
     pp, replicas, shards, cp, tp = mesh.shape
     groups = replicas * shards * cp // ep
     copies = copies or groups
@@ -367,7 +375,7 @@ def _mesh_of_experts(mesh: DeviceMesh, ep: int, copies: int | None) -> DeviceMes
 
 
 def _links(mesh: DeviceMesh, virtual: int) -> tuple[dist.ProcessGroup, ...]:
-    """The ranks of pp, once for each kind of what stages send each other."""
+    """Return groups of the ranks of pp, one per kind of message between stages."""
     ranks = mesh.mesh.view(mesh.shape[0], -1).T.tolist()
     groups = [dist.new_subgroups_by_enumeration(ranks)[0] for _ in range(3 if virtual > 1 else 1)]
     return mesh.get_group("pp"), *groups
@@ -377,11 +385,11 @@ def _require_own_gpus(world: World) -> None:
     """Raise TuneError if processes share a GPU."""
     gpus = len(set(world.all_gather(str(torch.cuda.get_device_properties(world.device).uuid))))
     if gpus < world.size:
-        raise TuneError(f"device: {world.size} processes share {gpus} GPUs. Start one for each GPU, or set device=cpu")
+        raise TuneError(f"device: {world.size} processes share {gpus} GPUs. Start one per GPU, or set device=cpu")
 
 
 class Unconnected(World):
-    """A World whose process exchanges nothing: others, if it counts any, have what this one has."""
+    """A World whose process exchanges nothing. Other processes, if any, are assumed to have the same values."""
 
     def any(self, flag: bool) -> bool:
         return bool(flag)
@@ -406,12 +414,12 @@ class Unconnected(World):
 
 
 class OneProcess(Unconnected):
-    """The World of a process without a process group, which is initialized where the first mesh is needed."""
+    """The World of a process without a process group; one is initialized when a mesh is first needed."""
 
     rank, size, data_rank, data_size, is_main, num_stages, is_last_stage = 0, 1, 0, 1, True, 1, True
 
     def __getattr__(self, name: str) -> Any:
-        """Fields that are made when they are first read."""
+        """Create fields when they are first read."""
         if name == "device":
             made = {name: _device_of(None)}
         elif name in ("mesh", "data", "peers", "shards"):
@@ -433,12 +441,13 @@ class OneProcess(Unconnected):
 
 
 def current_world(world: World | None = None) -> World:
-    """`world`, if it is given. Else the last World that was made over the default process group; else one over that
-    group, whose processes read different data; without a process group, that of a single process. All processes must
-    make the first call over a group: it makes the groups of a mesh.
+    """Return `world` if given, else the last World created over the default process group. Without one, return a World
+    over that group whose processes read different data. Without a process group, return the World of one process.
+
+    The first call for a group creates the groups of a mesh, so all processes must make it.
 
     Raises:
-        TuneError: a launcher started several processes, and they have no process group yet.
+        TuneError: a launcher started several processes, but there is no process group yet.
     """
     if world is not None:
         return world
@@ -446,11 +455,11 @@ def current_world(world: World | None = None) -> World:
         default: Any = dist.group.WORLD
         if default not in LATEST:
             _remember(_world_over(default))
-            atexit.register(LATEST.clear)  # whose groups would keep their threads
+            atexit.register(LATEST.clear)  # its groups would keep their threads alive
         return LATEST[default]
     if (size := int(os.environ.get("WORLD_SIZE", 1))) > 1:
         raise TuneError(
-            f"there is no process group, but WORLD_SIZE is {size}. Call tune.distributed.init() or "
+            f"WORLD_SIZE is {size}, but there is no process group. Call tune.distributed.init() or "
             "torch.distributed.init_process_group() first"
         )
     alone = object.__new__(OneProcess)
@@ -459,7 +468,7 @@ def current_world(world: World | None = None) -> World:
 
 
 def _world_over(group: Any) -> World:
-    """The World of a default process group whose processes read different data. Those of FSDP share the weights."""
+    """Return the World of a default process group whose processes all read different data and shard the weights."""
     here, timeout = _device_of(group), _timeout_of(group)
     shape, present = (1, 1, dist.get_world_size(), 1, 1), {*dist.distributed_c10d._world.pg_map}
     mesh = init_device_mesh("cuda" if here.type == "cuda" else "cpu", shape, mesh_dim_names=AXES)
@@ -475,10 +484,11 @@ def _init_group(kind: str, **place: Any) -> None:
 
 
 def _set_timeouts(present: set[dist.ProcessGroup], timeout: timedelta) -> None:
-    """Of the groups that are not `present`, which a mesh has made with torch's default, and of earlier ones."""
+    """Set the timeout of all groups of this module. Groups not in `present` are new: a mesh created them with torch's
+    default timeout."""
     groups = {*dist.distributed_c10d._world.pg_map}
     OWN_GROUPS.update(groups - present)
-    if dist.get_backend() != "fake":  # of `tune validate`: no processes, nothing to wait for
+    if dist.get_backend() != "fake":  # `tune validate` has no processes to wait for
         for group in groups & {*OWN_GROUPS}:
             group.set_timeout(timeout)
 
@@ -489,15 +499,15 @@ def _remember(world: World) -> None:
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """The GPU of this process, if there is one and the group communicates on it; else the host, or mps for a single
-    process, as in `join`."""
+    """Return the GPU of this process if the group communicates on GPUs; else the CPU, or mps for a single process, as
+    in `join`."""
     kind = present()[0]
     if kind == "cuda" and (group is None or "nccl" in dist.get_backend_config(group)):
         if bound := getattr(group, "bound_device_id", None):
             return bound
         if torch.cuda.is_initialized():
             return torch.device("cuda", torch.cuda.current_device())
-        # As a mesh does, which sets the device of a process that has not.
+        # The same choice as init_device_mesh makes for a process without a device.
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     return torch.device("mps" if kind == "mps" and (group is None or group.size() == 1) else "cpu")
 
@@ -511,7 +521,7 @@ def _leave() -> None:
     LATEST.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
-        gc.collect()  # groups in cycles join their threads; those that DTensor's caches hold do not
+        gc.collect()  # groups in reference cycles join their threads; groups in DTensor's caches do not
         _pause()
 
 
@@ -522,6 +532,6 @@ def _abort() -> None:
 
 
 def _pause() -> None:
-    """Lets gloo's threads release the tensors of the last collectives: one that does it while the interpreter ends
-    aborts the process ("terminate called without an active exception", 134 for its exit code; torch 2.13)."""
+    """Wait for gloo's threads to release the tensors of the last collectives. A release while the interpreter shuts
+    down aborts the process ("terminate called without an active exception", exit code 134; torch 2.13)."""
     time.sleep(0.1)

@@ -1,11 +1,10 @@
-"""The order of all that encloses the forward of a module: the only place in `tune` that replaces a forward.
+"""Wrap the forward of a module. This is the only place in `tune` that replaces a forward.
 
-Parallelism, recomputation, offload, compilation and timing each put a wrapper around the forwards of some modules with
-`wrap`. The order of the wrappers is that of `Wrap`, not that of the calls.
+Parallelism, recomputation, offload, compilation and timing each wrap the forwards of some modules with `wrap`. `Wrap`
+defines the nesting order; the order of the calls does not matter.
 
-Wrappers are not hooks of torch, as hooks run in the order of their registration, and FSDP and users register their
-own. All hooks run outside of all wrappers: FSDP gathers before them, and a user's hook sees what `module(...)` gets and
-returns.
+torch's hooks would not do: they run in the order of registration, and FSDP and users register their own. All hooks run
+outside all wrappers: FSDP gathers first, and a user's hook sees the inputs and outputs of `module(...)`.
 """
 
 import enum
@@ -19,28 +18,27 @@ Forward: TypeAlias = Callable[..., Any]
 
 
 class Wrap(enum.IntEnum):
-    """What may be around a forward, outermost first. docs/architecture.md says which setting puts it there, and why it
-    is where it is."""
+    """Kinds of wrappers, outermost first. docs/architecture.md lists the setting and the reason for each position."""
 
-    TOKENS = enum.auto()  # of the model: `cp` takes the process's part of the batch
-    TIMING = enum.auto()  # of a block: the seconds that this process computes
-    OFFLOAD = enum.auto()  # of a block: what backward needs goes to the host
-    COMPILE = enum.auto()  # of a block: one graph, with the recomputation in it
-    CHECKPOINT = enum.auto()  # of a block: activations are computed again in backward
-    SHARES = enum.auto()  # of what FSDP gathers at a time, and of experts: parameters are the process's shares
-    COMPILE_INSIDE = enum.auto()  # of a block: in place of COMPILE, where that would enclose what is no part of a graph
-    PLAN = enum.auto()  # of a block: a plan of `tp` frees what the block's layers have shared
-    HEAD = enum.auto()  # of the model: `tp` gives a loss shares of the output weight
-    EXCHANGE = enum.auto()  # of what is in a block, and of the embedding: hidden states go to and come from peers
+    TOKENS = enum.auto()  # model: `cp` selects the process's part of the batch
+    TIMING = enum.auto()  # block: measures the seconds that this process computes
+    OFFLOAD = enum.auto()  # block: moves tensors saved for backward to the host
+    COMPILE = enum.auto()  # block: compiles one graph, including the recomputation
+    CHECKPOINT = enum.auto()  # block: recomputes activations in backward
+    SHARES = enum.auto()  # FSDP units and experts: replaces parameters by the process's shares
+    COMPILE_INSIDE = enum.auto()  # block: replaces COMPILE if a wrapper around it cannot be in a graph
+    PLAN = enum.auto()  # block: a plan of `tp` frees the copies that the block's layers share
+    HEAD = enum.auto()  # model: `tp` passes shares of the output weight to the loss
+    EXCHANGE = enum.auto()  # parts of a block and the embedding: exchanges hidden states with peers
 
 
 class Wrapped:
-    """The forward `own` of a module inside of its wrappers, as the module's attribute `wrapped`. A deep copy of the
-    module has its own, which encloses the forward of the copy."""
+    """The forward `own` of a module and its wrappers, stored as the module's attribute `wrapped`. A deep copy of the
+    module gets its own `Wrapped`, around the forward of the copy."""
 
     def __init__(self, own: Forward, wrappers: Mapping[Wrap, Callable[[Forward], Forward]]):
         self.own, self.wrappers = own, dict(wrappers)
-        if Wrap.SHARES in wrappers and Wrap.COMPILE in wrappers:  # shares are other functions for each block
+        if Wrap.SHARES in wrappers and Wrap.COMPILE in wrappers:  # the functions of SHARES differ by block
             self.wrappers[Wrap.COMPILE_INSIDE] = self.wrappers.pop(Wrap.COMPILE)
         self.outermost = own
         for kind in reversed(self.order):
@@ -48,7 +46,7 @@ class Wrapped:
 
     @property
     def order(self) -> list[Wrap]:
-        """What is around the forward, outermost first."""
+        """The kinds of the wrappers, outermost first."""
         return sorted(self.wrappers)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -56,11 +54,11 @@ class Wrapped:
 
 
 def wrap(module: nn.Module, kind: Wrap, wrapper: Callable[[Forward], Forward]) -> None:
-    """Put `wrapper`, which makes a forward of the one inside of it, around the forward of `module`, in the place of
-    its kind. It replaces another one of this kind.
+    """Wrap the forward of `module` with `wrapper` at the position of `kind`, replacing any other wrapper of this kind.
+    `wrapper` takes the inner forward and returns the outer one.
 
-    To be copied with the module, a wrapper has the modules that it uses as arguments of a `functools.partial` or as
-    attributes, not in a closure. It is called again whenever another one is added.
+    To be copied with the module, a wrapper keeps the modules that it uses in a `functools.partial` or in attributes,
+    not in a closure. It is called again whenever another wrapper is added.
     """
     now = _wrapped(module)
     own, others = (module.forward, {}) if now is None else (now.own, now.wrappers)
@@ -70,8 +68,8 @@ def wrap(module: nn.Module, kind: Wrap, wrapper: Callable[[Forward], Forward]) -
 
 
 def _run_wrapped(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a wrapped module: its method, as `deepcopy` binds it to the copy, and as the compiler, which would
-    compile each block anew for another callable, takes it for that of all blocks."""
+    """Run the forward of a wrapped module. This is a method so that `deepcopy` binds it to the copy and the compiler
+    sees the same code for all blocks; other callables would be compiled once per block."""
     return module.wrapped.outermost(*args, **kwargs)
 
 
@@ -80,12 +78,12 @@ def _wrapped(module: nn.Module) -> Wrapped | None:
 
 
 def wrapper_of(module: nn.Module, kind: Wrap) -> Any:
-    """The wrapper of this kind around the forward of `module`; None if there is none."""
+    """Return the wrapper of this kind around the forward of `module`, or None."""
     record = _wrapped(module)
     return None if record is None else record.wrappers.get(kind)
 
 
 def wrappers_of(module: nn.Module) -> list[Wrap]:
-    """The kinds of what is around the forward of `module`, outermost first."""
+    """Return the kinds of the wrappers around the forward of `module`, outermost first."""
     record = _wrapped(module)
     return [] if record is None else record.order

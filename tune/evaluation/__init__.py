@@ -1,7 +1,6 @@
-"""What lm-evaluation-harness asks of a model: its `Tasks`, the `HarnessModel` that answers them (harness.py, the only
-file that needs that library), and `log_likelihoods`; `Evaluator` calls these, and whatever else measures a
-model, as a training goes on.
-Losses on validation data, the accuracy and the routing are metrics that the model gives itself."""
+"""Evaluate models. `Tasks` are tasks of lm-evaluation-harness, `HarnessModel` answers them (harness.py, the only file
+that needs that library), and `log_likelihoods` scores continuations. `Evaluator` runs these and other measurements
+during training. `validate`, `accuracy` and `routing` compute metrics from the model's own forwards."""
 
 from tune.evaluation.evaluator import Evaluator
 from tune.evaluation.likelihoods import log_likelihoods
@@ -9,7 +8,7 @@ from tune.evaluation.tasks import Tasks, exact_match, metrics, require_numbers
 from tune.evaluation.validation import accuracy, add, evaluate, means, routing, validate
 from tune.evaluation.work import require_work
 
-# Other names are for the packages of `tune` alone.
+# Other names are internal to `tune`.
 __all__ = [
     "Evaluator",
     "Tasks",

@@ -1,4 +1,4 @@
-"""What is measured of a model as its training goes on."""
+"""Run evaluations during training."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,13 +26,13 @@ class Measurement:
 
 
 class Evaluator:
-    """Calls what measures a model, each when it is due: `tasks` as `Tasks` has them, answers to the `prompts` of a
-    file, `general` data as `GeneralData` has it, and what is added with `add`, such as a validation.
+    """Run measurements when they are due: `tasks` (see `Tasks`), answers to `prompts`, `general` data (see
+    `GeneralData`), and measurements added with `add`, such as a validation.
 
-    `prompts` is a `.txt` with one in each line, or rows as `tune generate` reads them. Tasks and prompts run
-    every `every` optimizer steps and at the end, prompts also before the first step. `run` is a `tune.run.Run`: it
-    excludes the time, and writes the answers into samples.jsonl. General data are measured before the first step, with
-    whatever else is due, and at the end; a `general_kl` above `general_limit` is a warning.
+    `prompts` is a `.txt` file with one prompt per line, or a file of rows as for `tune generate`. Tasks and prompts run
+    every `every` optimizer steps and at the end; prompts also run before the first step. General data is measured
+    before the first step, together with any other measurement, and at the end; a `general_kl` above `general_limit`
+    prints a warning. `run` is a `tune.run.Run`: it excludes the time, and writes the answers to samples.jsonl.
 
     Raises:
         TuneError: as `Tasks` does; or the file cannot be read.
@@ -73,8 +73,8 @@ class Evaluator:
         self.run, self.model, self.tokenizer, self.world = run, model, tokenizer, world
         self.sampler = Sampler(
             max_new_tokens=max_new_tokens, temperature=temperature, stop_ids=tokenizer.stop_ids
-        )  # of the same samples at each step: what changes is the model
-        self.step = 0  # that is measured
+        )  # the same draws at each step, so that only the model changes
+        self.step = 0  # the step that is being measured
         self.added: list[Measurement] = []
         self.own: list[Measurement] = []
         if self.tasks:
@@ -86,15 +86,15 @@ class Evaluator:
     def add(
         self, measure: Callable[[], dict[str, float]], every: PositiveInt | None = None, first: bool = False
     ) -> None:
-        """Call `measure` for its metrics `every` so many optimizer steps, at the end, and with `first` before the first
-        step. All processes call it."""
+        """Call `measure` for metrics every `every` optimizer steps and at the end; with `first`, also before the first
+        step. All processes must call this."""
         self.added.append(Measurement(measure, every, first))
 
     def __call__(self, step: int) -> dict[str, float]:
-        """The metrics that are due after a step; those of step 0, before the first one, are recorded too. All processes
-        call it.
+        """Return the metrics that are due after a step. Metrics of step 0, before the first step, are also recorded.
+        All processes must call this.
 
-        At the end of the training it measures nothing: `tune.run.Run.finish` does, when the last checkpoint is saved.
+        After the last step nothing is measured: `tune.run.Run.finish` does that once the last checkpoint is saved.
         """
         if step == 0:
             if self.general:
@@ -114,7 +114,7 @@ class Evaluator:
         return self._measure(step, due)
 
     def at_end(self, step: int) -> dict[str, float]:
-        """All metrics that were not measured after this step already. All processes call it."""
+        """Return all metrics that have not been measured after this step yet. All processes must call this."""
         return self._measure(step, [part for part in self._all() if part.measured_at != step])
 
     def _all(self) -> list[Measurement]:
@@ -123,7 +123,7 @@ class Evaluator:
     def _measure(self, step: int, due: list[Measurement]) -> dict[str, float]:
         metrics: dict[str, float] = {}
         self.step = step
-        if rehearsal.planning():  # of a step alone
+        if rehearsal.planning():  # a plan measures only the step
             return metrics
         for part in due:
             with self.run.pause():
@@ -132,8 +132,8 @@ class Evaluator:
         return metrics
 
     def _of_tasks(self) -> dict[str, float]:
-        """By `task/metric`."""
-        if rehearsal.current():  # what is wrong with them was found when they were made
+        """Return metrics by `task/metric`."""
+        if rehearsal.current():  # tasks were checked when they were loaded
             return {}
         return metrics(self.tasks(self.model, self.world, bootstrap_iters=0), self.world)
 
@@ -143,8 +143,8 @@ class Evaluator:
         if metrics["general_kl"] > self.general_limit:
             self.run.info(
                 f"warning: step {self.step}: general_kl is {metrics['general_kl']:.3f}, above evaluate.general_limit="
-                f"{self.general_limit:g}: the model predicts general data otherwise than its base. A lower "
-                "optimizer.lr, fewer epochs, or an adapter change it less"
+                f"{self.general_limit:g}: on general data the model's predictions moved away from its base. A lower "
+                "optimizer.lr, fewer epochs or an adapter changes it less"
             )
         return metrics
 

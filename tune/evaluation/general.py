@@ -1,4 +1,4 @@
-"""How far a training has moved a model on data that it is not trained on."""
+"""Measure how far training has moved a model on data that it is not trained on."""
 
 from functools import partial
 from pathlib import Path
@@ -18,17 +18,17 @@ from tune.peft import adapted_modules, switched_off
 from tune.tokenizers import Tokenizer
 
 SHIPPED = Path(__file__).with_name("general.jsonl")
-LENGTH = 1024  # tokens of a row, in which several texts are packed
-K = 64  # most probable tokens of the base that are kept
+LENGTH = 1024  # tokens of a packed row
+K = 64  # most probable tokens of the base that are stored
 
 
 class GeneralData:
-    """Measures the loss of rows of general data, and the KL divergence to the base: the model without its adapter, or
-    where all parameters are trained, as it was before the first step.
+    """Measure the loss on general data, and the KL divergence to the base. The base is the model without its adapter;
+    if all parameters are trained, it is the model before the first step.
 
-    `path` is a file or whatever else `tune.datasets.load` reads, or `shipped`. Of the base's prediction of each
-    supervised token its `K` most probable tokens are kept in `folder`, and the probability of all others together: the
-    divergence is that of these K + 1 parts (`ForwardKL`).
+    `path` is anything that `tune.datasets.load` reads, or `shipped`. For each supervised token, the base's `K` most
+    probable tokens and the remaining probability mass are stored in `folder`; the divergence is computed over these
+    K + 1 parts (`ForwardKL`).
 
     Raises:
         TuneError: the rows cannot be read.
@@ -43,9 +43,9 @@ class GeneralData:
         self.data, self.most_probable = data, MostProbable(min(K, tokenizer.vocab_size))
 
     def keep_base(self) -> None:
-        """Compute what the base predicts, before the first step. All processes call it."""
+        """Compute the base's predictions before the first step. All processes must call this."""
         if self.world.is_main and not rehearsal.current():
-            for file in self.folder.glob("base-*.npy"):  # of another run in this folder
+            for file in self.folder.glob("base-*.npy"):  # files of another run in this folder
                 file.unlink()
         self.world.barrier()
         self._add_base()
@@ -59,17 +59,18 @@ class GeneralData:
         self.has_base = True
 
     def __call__(self) -> dict[str, float]:
-        """`general_loss` and `general_kl`, means over the supervised tokens, in nats. All processes call it.
+        """Return `general_loss` and `general_kl`, means over the supervised tokens, in nats. All processes must call
+        this.
 
         Raises:
-            TuneError: the training goes on from a checkpoint, and what the base predicted has not been kept.
+            TuneError: training continues from a checkpoint, but the base's predictions were not stored.
         """
         if not self.has_base:
             is_there = self.world.broadcast(any(self.folder.glob("base-*.npy")))
             if not is_there and not adapted_modules(self.model) and not rehearsal.current():
                 raise TuneError(
-                    f"evaluate.general: what the model predicted before the first step is not in {self.folder}, and "
-                    "later it is not known. Leave evaluate.general out, or begin the training with it"
+                    f"evaluate.general: the model's predictions before the first step are not in {self.folder} and "
+                    "cannot be recomputed. Unset evaluate.general, or start a training with it"
                 )
             self._add_base()
         batches = ((("general_loss",), batch) for _, batch in validation_batches(self.data, self.world))
@@ -83,7 +84,7 @@ class GeneralData:
 
 @takes_shares
 def _loss_and_divergence(hidden: Tensor, weight: Tensor, batch: Batch, **softcap: Any) -> Tensor:
-    """A head: two sums over supervised tokens."""
+    """A head that returns two sums over supervised tokens: loss and divergence."""
     base = TopK.stored(batch.columns["base"], batch)
     heads = LinearCrossEntropy(), partial(ForwardKL(), teacher=base)
     return torch.stack([head(hidden, weight, batch, **softcap) for head in heads])

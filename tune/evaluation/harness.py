@@ -1,4 +1,4 @@
-"""A model of ours as lm-evaluation-harness asks it."""
+"""Answer lm-evaluation-harness with one of tune's models."""
 
 import json
 import sys
@@ -16,13 +16,13 @@ from tune.evaluation.likelihoods import log_likelihoods
 from tune.generation import Sampler, answer
 from tune.tokenizers import Message, Tokenizer
 
-CACHED_TOKENS = 32768  # of all rows that are generated together
-GENERATED, UNKNOWN_LENGTH = 256, 2048  # what `HFLM` has where a task, or a model, does not say it
+CACHED_TOKENS = 32768  # cache size in tokens of all rows that are generated together
+GENERATED, UNKNOWN_LENGTH = 256, 2048  # the defaults of `HFLM` for a task and for a model
 
 
 def sampling(settings: dict[str, Any], eos: str | None = None) -> tuple[list[str], dict[str, Any]]:
-    """The texts that end an answer, and the settings of `Sampler`, from a task's `generation_kwargs`. Raises TuneError
-    for a setting that `Sampler` does not have."""
+    """Return the texts that end an answer, and the settings of `Sampler`, from a task's `generation_kwargs`. Raises
+    TuneError for a setting that `Sampler` does not have."""
     given: dict[str, Any] = dict(normalize_gen_kwargs(settings, GENERATED))
     until = handle_stop_sequences(given.pop("until"), eos)
     given["max_new_tokens"], _ = given.pop("max_gen_toks"), given.pop("do_sample")
@@ -38,18 +38,18 @@ def length_of(model: nn.Module, max_length: int | None) -> int:
 
 
 def require_generation(model: nn.Module, new: int, max_length: int | None) -> None:
-    """Raises TuneError if `model` does not generate, or has no room for `new` tokens."""
+    """Raise TuneError if `model` cannot generate or has no room for `new` tokens."""
     Sampler(max_new_tokens=new).check(model, [], [])
     if new >= (most := length_of(model, max_length)):
-        raise TuneError(f"a task generates {new} tokens, and max_length={most} has no room for its text")
+        raise TuneError(f"a task generates {new} tokens, but max_length={most} leaves no room for its text")
 
 
 class HarnessModel(TemplateLM):
-    """Answers what lm-evaluation-harness's `HFLM` answers. Every process is given all requests, and computes a share
-    of them. `batch_size` is the requests in a forward, by default as many as fit; contexts are cut from the left to
-    `max_length`, by default the length that the model was trained for."""
+    """Answer the same requests as lm-evaluation-harness's `HFLM`. Every process gets all requests and computes a share.
+    `batch_size` is the number of requests per forward (default: as many as fit). Contexts are cut from the left to
+    `max_length` (default: the length that the model was trained for)."""
 
-    eot_token_id: Any = None  # these are properties there
+    eot_token_id: Any = None  # properties in the base class
     prefix_token_id: Any = None
     tokenizer_name = ""
 
@@ -62,10 +62,10 @@ class HarnessModel(TemplateLM):
         self.tokenizer_name, self.eot_token_id = str(tokenizer.path).replace("/", "__"), tokenizer.eos_id
         self.prefix_token_id = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
         if self.prefix_token_id is None:
-            raise TuneError(f"{tokenizer.path} names neither a BOS nor an EOS token, after which a text could begin")
+            raise TuneError(f"{tokenizer.path} has neither a BOS nor an EOS token to start a text with")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """By default with the tokenizer's BOS, unless a chat template has written it."""
+        """Encode `string`; by default with the tokenizer's BOS, unless a chat template has already written it."""
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self.tokenizer.decode([self.prefix_token_id]))
         return [*(self.tokenizer.prefix_ids if add_special_tokens else ()), *self.tokenizer.encode(string)]
@@ -73,19 +73,19 @@ class HarnessModel(TemplateLM):
     def apply_chat_template(self, chat_history: list[Message], add_generation_prompt: bool = True) -> str:
         if add_generation_prompt:
             return self.tokenizer.apply_chat_template(chat_history, add_generation_prompt=True)
-        *before, last = chat_history  # an answer that goes on, as with transformers' continue_final_message
+        *before, last = chat_history  # continue the last message, as transformers' continue_final_message
         begun = [*before, {**last, "content": f"{last['content']}\ufdd0 "}]
         text, _, behind = self.tokenizer.apply_chat_template(begun).rpartition("\ufdd0")
         return text if behind.startswith(" ") else text.rstrip()
 
     def _loglikelihood_tokens(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
-        # A context of blanks is empty here: they belong to the continuation.
+        # lm-eval moves trailing blanks of a context to the continuation, so a context of blanks is empty.
         pairs = [(context or [self.prefix_token_id], continuation) for _, context, continuation in requests]
         self._tell_cut([len(context) + len(continuation) - 1 for context, continuation in pairs], self.max_length)
         return log_likelihoods(self.model, pairs, self.world, self.max_length, self.batch_size)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
-        """Of whole texts, in pieces of `max_length` tokens that have as much context as there is room for."""
+        """Score whole texts in pieces of `max_length` tokens, each with as much context as fits."""
         totals, windows = [0.0] * len(requests), []
         for index, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
@@ -97,7 +97,7 @@ class HarnessModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
-        alike: dict[str, dict[int, str]] = {}  # by their settings
+        alike: dict[str, dict[int, str]] = {}  # contexts by settings
         for index, request in enumerate(requests):
             context, settings = request.args
             alike.setdefault(json.dumps(settings, sort_keys=True), {})[index] = context
@@ -105,7 +105,7 @@ class HarnessModel(TemplateLM):
         return [found[index] for index in range(len(requests))]
 
     def _behind(self, contexts: dict[int, str], settings: str) -> Iterator[tuple[int, str]]:
-        """The texts that are generated after `contexts`, with the numbers of these."""
+        """Yield the number of each of `contexts` and the text generated after it."""
         eos = None if self.eot_token_id is None else self.tokenizer.decode([self.eot_token_id])
         until, given = sampling(json.loads(settings), eos)
         require_generation(self.model, new := given["max_new_tokens"], self.max_length)
@@ -123,4 +123,7 @@ class HarnessModel(TemplateLM):
 
     def _tell_cut(self, lengths: list[int], room: int) -> None:
         if self.world.is_main and (cut := sum(length > room for length in lengths)):
-            print(f"{cut:,} of {len(lengths):,} texts of more than {room:,} tokens lose their start", file=sys.stderr)
+            print(
+                f"{cut:,} of {len(lengths):,} texts exceed {room:,} tokens and lose their start",
+                file=sys.stderr,
+            )

@@ -1,4 +1,4 @@
-"""Log-likelihoods of given continuations, as packed documents."""
+"""Compute log-likelihoods of given continuations in packed documents."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ from tune.evaluation.validation import device_of
 from tune.losses import LogProbs, TokenLogProbs
 from tune.models import Decoder, HuggingFaceModel
 
-BATCH_TOKENS = 8192  # of a forward
+BATCH_TOKENS = 8192  # tokens of a forward
 
 Ids = Sequence[int]
 
@@ -29,21 +29,21 @@ def log_likelihoods(
     max_length: int | None = None,
     batch_size: int | None = None,
 ) -> list[tuple[float, bool]]:
-    """For each of `requests`, a context and its continuation, the log-prob of the continuation, and whether each of its
-    tokens is the most probable one. All processes call it with the same requests, and share them.
+    """Return, for each of `requests` (context, continuation), the log-prob of the continuation and whether each of its
+    tokens is the most probable one. All processes must call this with the same requests, which are divided among them.
 
-    Requests with the same tokens before the last one, as the choices A to D of a question, are one document. Documents
-    are sorted by their tokens: those that begin alike, as a question with each of its choices, or behind the same
-    examples, are then in one batch, and models of `tune.models.build` compute their beginning once. A batch has
-    `batch_size` documents, or as many as have `BATCH_TOKENS` tokens. Contexts are cut from the left to `max_length`
-    tokens; by default none is. `world=None` is `tune.distributed.current_world()`.
+    Requests that differ only in the last token, such as the choices A to D of a question, are one document. Documents
+    are sorted by their tokens, so those with the same beginning are in one batch, and models of `tune.models.build`
+    compute the beginning once. A batch has `batch_size` documents, or as many as fit into `BATCH_TOKENS` tokens.
+    Contexts are cut from the left to `max_length` tokens (default: not cut). `world=None` uses
+    `tune.distributed.current_world()`.
 
-    `model` is called as `model(batch, head)`: one of `tune.models`, or one of your own that keeps documents apart.
+    `model` is called as `model(batch, head)`: a model of `tune.models`, or your own model that keeps documents apart.
 
     Raises:
-        TuneError: a continuation is longer than `max_length`; a context is empty. On all processes: the log-prob of a
-            continuation is NaN; the model is one of transformers that `tune.models.hf` has not wrapped; tokens see
-            other documents of their batch (with `batch_size=1` there are none).
+        TuneError: a continuation is longer than `max_length`, or a context is empty. On all processes: the log-prob of
+            a continuation is NaN; a model of transformers is not wrapped by `tune.models.hf`; tokens attend to other
+            documents of their batch (not checked with `batch_size=1`).
     """
     _require_documents(model)
     device, world = device_of(model, world), current_world(world)
@@ -51,7 +51,7 @@ def log_likelihoods(
     mine = _own_share(sorted(inputs), world)
     answers: dict[int, tuple[float, bool]] = {}
     difference = 0.0, 0.0
-    is_off = None if world.is_main else True  # None: without a terminal
+    is_off = None if world.is_main else True  # None: no bar without a terminal
     with inference(model), tqdm(total=len(mine), desc="log-likelihoods", disable=is_off) as bar:
         if batch_size != 1 and len(mine) > 1 and not isinstance(model, Decoder | HuggingFaceModel):
             difference = _difference_beside_another(model, mine[0], mine[1], device)
@@ -68,20 +68,20 @@ def log_likelihoods(
     together = {index: answer for part, _ in gathered for index, answer in part.items()}
     if broken := [index for index, (value, _) in together.items() if math.isnan(value)]:
         raise TuneError(
-            f"the log-probs of {len(broken)} of {len(requests)} texts are NaN, as weights or activations are. Go back "
-            "to an earlier checkpoint, or use dtype=fp32"
+            f"the log-probs of {len(broken)} of {len(requests)} texts are NaN, so weights or activations are too. Use "
+            "an earlier checkpoint, or dtype=fp32"
         )
-    return [together.get(index, (0.0, True)) for index in range(len(requests))]  # an empty one has no tokens
+    return [together.get(index, (0.0, True)) for index in range(len(requests))]  # an empty continuation has no tokens
 
 
 def _by_input(requests: Sequence[tuple[Ids, Ids]], max_length: int | None) -> dict[tuple[int, ...], list[int]]:
-    """The tokens that the model reads of requests, and the indices of those that read the same."""
+    """Map the tokens that the model reads to the indices of the requests that share them."""
     inputs: dict[tuple[int, ...], list[int]] = {}
     for index, (context, continuation) in enumerate(requests):
         if max_length is not None and len(continuation) > max_length:
-            raise TuneError(f"{len(continuation):,} tokens are to be predicted at once, and max_length is {max_length}")
+            raise TuneError(f"a continuation has {len(continuation):,} tokens, more than max_length={max_length}")
         if continuation and not len(context):
-            raise TuneError(f"request {index} has no context, of which its first token is predicted: begin it with BOS")
+            raise TuneError(f"request {index} has no context to predict its first token from: begin it with BOS")
         if continuation:
             tokens = (*context, *continuation)[:-1]
             inputs.setdefault(tokens if max_length is None else tokens[-max_length:], []).append(index)
@@ -89,34 +89,34 @@ def _by_input(requests: Sequence[tuple[Ids, Ids]], max_length: int | None) -> di
 
 
 def _own_share(documents: list[tuple[int, ...]], world: World) -> list[tuple[int, ...]]:
-    """The documents of this process, each of which has about as many tokens."""
+    """Return this process's documents; all processes get about the same number of tokens."""
     ends = np.cumsum([0, *map(len, documents)])
     bounds = ends[-1] * np.array([world.data_rank, world.data_rank + 1]) / world.data_size
     return documents[slice(*np.searchsorted(ends, bounds))]
 
 
 def _require_own_documents(model: nn.Module, differences: Sequence[tuple[float, float]]) -> None:
-    """Raises TuneError if hidden states of a document differ by more than their limit beside another document."""
+    """Raise TuneError if the hidden states of a document change by more than their limit next to another document."""
     if different := [by for by, limit in differences if by > limit]:
         raise TuneError(
-            f"model: in {type(model).__name__} the tokens of a document see other documents of the batch: its hidden "
-            f"states differ by {max(different):.1%} from those that it has alone. Keep attention within "
-            "batch.documents and count positions by batch.positions, or give batch_size=1"
+            f"model: in {type(model).__name__} tokens see other documents of the batch: hidden states of a document "
+            f"differ by {max(different):.1%} from those that it has alone. Keep attention within batch.documents and "
+            "use batch.positions, or set batch_size=1"
         )
 
 
 def _require_documents(model: nn.Module) -> None:
-    """Raises TuneError for a model that is not called with a `Batch`."""
+    """Raise TuneError for a model that does not accept a `Batch`."""
     if hasattr(model, "get_output_embeddings") and not isinstance(model, HuggingFaceModel):
         name = type(model).__name__
-        raise TuneError(f"model: {name} of transformers takes no batch of documents. Wrap it with tune.models.hf")
+        raise TuneError(f"model: {name} of transformers does not accept a Batch. Wrap it with tune.models.hf")
 
 
 def _difference_beside_another(
     model: nn.Module, first: tuple[int, ...], second: tuple[int, ...], device: torch.device
 ) -> tuple[float, float]:
-    """The relative difference of the hidden states of the `second` document from those it has alone, when it follows
-    the `first` in a batch, and the most that rounding makes."""
+    """Return the relative difference of the `second` document's hidden states alone and after the `first` in a batch,
+    and the limit that rounding explains."""
 
     def hidden_of(*documents: tuple[int, ...]) -> Tensor:
         unlabelled = [Sample(np.array(each), np.full(len(each), IGNORE)) for each in documents]

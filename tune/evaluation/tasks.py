@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness: found and checked before weights are read, then run."""
+"""Run tasks of lm-evaluation-harness; they are found and checked before weights are read."""
 
 import logging
 import math
@@ -26,7 +26,7 @@ from tune.types import NonNegativeInt, PositiveFloat, PositiveInt
 
 @contextmanager
 def _random_states_kept() -> Iterator[None]:
-    """lm-evaluation-harness seeds Python's and NumPy's global generators."""
+    """Restore Python's and NumPy's global generators, which lm-evaluation-harness seeds."""
     states = random.getstate(), np.random.get_state()
     try:
         yield
@@ -36,16 +36,16 @@ def _random_states_kept() -> Iterator[None]:
 
 
 class Tasks:
-    """Tasks of lm-evaluation-harness with their data: by the names of its own, also with `*`, those of YAML files in
-    the folder `include_path`, or paths of such files. Called with a model, they are answered.
+    """Tasks of lm-evaluation-harness with their data. `names` are the library's own names (`*` is allowed), names from
+    YAML files in the folder `include_path`, or paths of such files. Call with a model to evaluate it.
 
-    `limit` takes only the first rows of each (a number, or a share below 1), `num_fewshot` puts examples before each.
-    `model` is the one that is to answer, or one on the meta device: whether it can is found here. `group` is what the
-    names of the settings begin with, in messages.
+    `limit` keeps only the first rows of each task (a number, or a share below 1); `num_fewshot` puts examples before
+    each row. `model` is the model to evaluate, possibly on the meta device, to check that it supports the tasks.
+    `group` is the prefix of settings in errors.
 
     Raises:
-        TuneError: the library is not installed, a name is unknown, a task or its data cannot be used, or a task wants
-            answers that the `model` does not generate.
+        TuneError: the library is not installed, a name is unknown, a task or its data cannot be used, or a task needs
+            generation that the `model` does not support.
     """
 
     @_random_states_kept()
@@ -74,22 +74,22 @@ class Tasks:
             from lm_eval.tasks import TaskManager
         logging.getLogger("lm_eval").setLevel(os.environ.get("LMEVAL_LOG_LEVEL", "ERROR"))
         if include_path is not None and not Path(include_path).is_dir():
-            raise TuneError(f"{group}include_path: {include_path} is no folder; name the one with your task files")
+            raise TuneError(f"{group}include_path: {include_path} is not a folder; set the folder of your task files")
         self.manager = TaskManager(include_path=include_path, include_defaults=False)
         named = {name for name in names if not Path(name).is_file()}
-        if not named <= {*self.manager.all_tasks}:  # its own are thousands of files, which takes seconds
+        if not named <= {*self.manager.all_tasks}:  # indexing the library's thousands of files takes seconds
             self.manager = TaskManager(include_path=include_path)
         for name in names:
             if not (found := self.manager.match_tasks([name])) and not Path(name).is_file():
                 hint = did_you_mean(name, self.manager.all_tasks)
-                raise TuneError(f"{group}tasks: there is no task {name!r}.{hint} `lm-eval ls tasks` lists them")
+                raise TuneError(f"{group}tasks: unknown task {name!r}.{hint} `lm-eval ls tasks` lists all tasks")
             self.tasks += [task for each in found or [name] for task in self._load(each)]
 
     @property
     @_random_states_kept()
     def higher_is_better(self) -> dict[str, bool | None]:
-        """By `task/metric`, or `task/metric,filter`, also of groups; None where the task does not say it. A task whose
-        code decides what it measures also has `task/`."""
+        """By `task/metric` or `task/metric,filter`, also for groups: whether higher is better, or None if the task does
+        not say. A task whose metrics are decided by its code also has the key `task/`."""
         from lm_eval.api.registry import METRIC_REGISTRY
         from lm_eval.api.task import ConfigurableTask
 
@@ -118,9 +118,9 @@ class Tasks:
         log_samples: bool = False,
         bootstrap_iters: int = 100_000,
     ) -> dict[str, Any]:
-        """The results as lm-evaluation-harness writes them, with the `samples` if asked for; on the first process only,
-        but all of them call it. `source` is the name of the model; standard errors without a formula are of
-        `bootstrap_iters` draws, and left out with 0."""
+        """Return the results as lm-evaluation-harness writes them, with `samples` if `log_samples`. Only rank 0 gets
+        them, but all processes must call this. `source` is the name of the model. Standard errors without a formula
+        use `bootstrap_iters` draws; 0 leaves them out."""
         from lm_eval import simple_evaluate
         from lm_eval.loggers import EvaluationTracker
 
@@ -150,29 +150,29 @@ class Tasks:
             loaded = self.manager.load([name])
             for task in loaded["tasks"].values():
                 if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
-                    raise TuneError("it runs code that a model writes, or has images: use lm-eval itself")
+                    raise TuneError("the task runs model-written code or has images: use lm-eval itself")
                 if self.settings["num_fewshot"] and task.get_config("num_fewshot") != 0:  # as simple_evaluate does
                     task.set_config("num_fewshot", self.settings["num_fewshot"])
                 task.set_fewshot_seed(0)
                 with without_bars():
-                    task.build_all_requests(limit=1)  # its templates fit its data
+                    task.build_all_requests(limit=1)  # checks the templates against the data
                 for request in task.instances:
                     if request.request_type == "generate_until":
                         _, given = sampling(request.args[1])
                         if self.model is not None:
                             require_generation(self.model, given["max_new_tokens"], self.sizes[1])
-        except Exception as error:  # whatever a task file, its code and its data do
+        except Exception as error:  # task files, their code and their data can raise anything
             reason = next(iter(str(error).splitlines()), "")
             if isinstance(error, ConnectionError) or "offline" in reason.lower():
-                reason += ". Its data are on the Hugging Face hub: run it once with network, or name local files in a "
-                reason += f"task of your own ({self.group}include_path)"
+                reason += ". Its data is on the Hugging Face hub: run it once with network access, or write your own "
+                reason += f"task with local files ({self.group}include_path)"
             kind = "" if isinstance(error, TuneError) else f"{type(error).__name__}: "
             raise TuneError(f"{self.group}tasks: {name} cannot be used: {kind}{reason}") from error
         return [loaded["groups"][name]] if name in loaded.get("groups", ()) else [*loaded["tasks"].values()]
 
 
 def _commit() -> str | None:
-    """That of the current folder, as lm-evaluation-harness notes it, but silent where there is no repository."""
+    """Return the commit that lm-evaluation-harness records, without printing errors outside a repository."""
     try:
         done = subprocess.run(["git", "describe", "--always"], capture_output=True, text=True, errors="replace")
     except OSError:
@@ -181,7 +181,7 @@ def _commit() -> str | None:
 
 
 def metrics(results: dict[str, Any], world: World) -> dict[str, float]:
-    """Of `results`, on all processes, the values by `task/metric`. All processes call it."""
+    """Return the values of `results` by `task/metric` on all processes. All processes must call this."""
     found = {
         f"{task}/{name.removesuffix(',none')}": float(value)
         for task, values in results.get("results", {}).items()
@@ -192,22 +192,22 @@ def metrics(results: dict[str, Any], world: World) -> dict[str, float]:
 
 
 def require_numbers(found: Mapping[str, float]) -> None:
-    """Raises TuneError if one of the metrics that were `found` is NaN or infinite."""
+    """Raise TuneError if one of the metrics `found` is NaN or infinite."""
     if broken := [f"{name} is {value}" for name, value in found.items() if not math.isfinite(value)]:
         raise TuneError(
-            f"{', '.join(broken)}. Weights or activations are not finite, or the metric has no value for "
-            "these answers: take an earlier checkpoint, dtype=fp32 or more data"
+            f"{', '.join(broken)}. Weights or activations are not finite, or the metric is undefined for these "
+            "answers: use an earlier checkpoint, dtype=fp32 or more data"
         )
 
 
 def exact_match(row: dict[str, Any], completion: str) -> float:
-    """1 if the `completion` is the answer in the row, apart from blanks around it, else 0. The answer is its `answer`,
-    `completion` or `output` (a text, a number or messages), or the last message of its conversation."""
+    """Return 1 if the `completion` equals the answer in the row except for surrounding blanks, else 0. The answer is
+    the row's `answer`, `completion` or `output` (text, number or messages), or the last message of its conversation."""
     return float(_answer(row).strip() == completion.strip())
 
 
 def _answer(row: dict[str, Any]) -> str:
-    """As the formats of datasets have it. Raises TuneError if there is none."""
+    """Return the answer of a row in any format of `tune.datasets`. Raises TuneError if there is none."""
     for name in ("answer", "completion", "output"):
         value = row.get(name)
         if isinstance(value, str | int | float) and value != "":
@@ -222,5 +222,5 @@ def _answer(row: dict[str, Any]) -> str:
 
 def _last_answer(messages: list[Message]) -> str:
     if not messages or messages[-1]["role"] != "assistant" or not isinstance(messages[-1].get("content"), str):
-        raise TuneError("exact_match: the row has no answer, completion or output, nor messages that end with one")
+        raise TuneError("exact_match: the row has no answer, completion or output, and no messages ending in an answer")
     return messages[-1]["content"]

@@ -1,4 +1,4 @@
-"""Metrics that the model gives: the loss on validation data, the accuracy, routing. All processes call them."""
+"""Metrics from the model's forwards: validation loss, accuracy, routing. All processes must call these functions."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -17,10 +17,10 @@ def evaluate(
     loss_fn: Callable[..., Any],
     world: World | None = None,
 ) -> dict[str, float]:
-    """Mean loss over all supervised tokens of the `batches` of all processes, and over those of each source.
+    """Return the mean loss over all supervised tokens of the `batches` of all processes, in total and by source.
 
-    `batches` are those of `tune.datasets.validation_batches`; `loss_fn` returns a sum over supervised tokens.
-    `world=None` is `tune.distributed.current_world()`.
+    `batches` come from `tune.datasets.validation_batches`; `loss_fn` returns a sum over supervised tokens. `world=None`
+    uses `tune.distributed.current_world()`.
     """
     device, world = device_of(model, world), current_world(world)
 
@@ -32,9 +32,9 @@ def evaluate(
 
 
 def device_of(model: nn.Module, world: World | None) -> torch.device:
-    """The device of the batches of a model. Without a `world`, a model that is not sharded computes where it is."""
+    """Return the device for a model's batches. Without a `world`, a model that is not sharded computes where it is."""
     parameter = next(model.parameters(), None)
-    if world is not None or parameter is None or isinstance(parameter, DTensor):  # which may rest on the host
+    if world is not None or parameter is None or isinstance(parameter, DTensor):  # a DTensor may be on the host
         return current_world(world).device
     return parameter.device
 
@@ -45,9 +45,9 @@ def validate(
     batches: Iterable[tuple[Iterable[str], Batch]],
     measure: Callable[[Batch], Mapping[str, Tensor]],
 ) -> dict[str, Tensor]:
-    """Add up, without dropout, what `measure` gives for each of this process's `batches`: by metric `[2]`, a sum and of
-    how many it is. Metrics are renamed as the loss is, which becomes `validation_loss`, and `validation_loss/SOURCE`
-    for each source: `right` becomes `validation_right`, and `right/SOURCE`."""
+    """Sum the results of `measure` over this process's `batches`, without dropout: (sum, count) `[2]` by metric.
+    Metrics are renamed like the loss, which becomes `validation_loss`, and `validation_loss/SOURCE` for each source:
+    `right` becomes `validation_right`, and `right/SOURCE`."""
     model.eval()  # no dropout
     totals: dict[str, Tensor] = {}
     for names, batch in batches:
@@ -64,7 +64,7 @@ def add(totals: dict[str, Tensor], measured: Mapping[str, Tensor]) -> None:
 
 
 def means(totals: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
-    """The means over all processes of metrics, each of them given as `[2]`: a sum, and of how many."""
+    """Return the means of metrics over all processes; each metric is (sum, count) `[2]`."""
     if not totals:
         return {}
     sums = world.sum(torch.stack([*totals.values()]))
@@ -72,7 +72,7 @@ def means(totals: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
 
 
 def accuracy(loss_fn: Any, world: World, prefix: str = "") -> dict[str, Tensor]:
-    """The metric `token_accuracy` since the last call, if `loss_fn` counts. `evaluate` takes the counts of its own."""
+    """Return the metric `token_accuracy` since the last call, if `loss_fn` counts it. `evaluate` also calls this."""
     if not getattr(loss_fn, "accuracy", False):
         return {}
     counts, loss_fn.counts = loss_fn.counts, None
@@ -81,8 +81,8 @@ def accuracy(loss_fn: Any, world: World, prefix: str = "") -> dict[str, Tensor]:
 
 
 def routing(model: nn.Module, world: World) -> dict[str, Tensor]:
-    """The metrics of the experts in training forwards since the last call; none for other models, NaN if nothing was
-    supervised."""
+    """Return metrics of experts in training forwards since the last call; empty for models without experts, NaN if
+    nothing was supervised."""
     sums = getattr(model, "routing", None)
     if sums is None:
         return {}

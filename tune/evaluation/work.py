@@ -1,4 +1,4 @@
-"""Whether an evaluation has something to do, and a place for its results."""
+"""Check the request for an evaluation and the file for its results."""
 
 import glob
 import json
@@ -15,16 +15,16 @@ from tune.types import PositiveFloat
 def require_work(
     tasks: Sequence[str], path: str | None, score: Any, limit: PositiveFloat | None, log_samples: bool, out: str | None
 ) -> None:
-    """Check what is asked of an evaluation before anything is read. `path` is that of the data, `out` the file of the
-    results. Nothing is left at `out`, but its folder is made. Raises TuneError."""
+    """Check the request for an evaluation before anything is read. `path` is the data file, `out` the file of results.
+    Creates the folder of `out`. Raises TuneError."""
     if score and not path:
-        raise TuneError("score: it needs prompts to answer: give a data file (--data FILE, or dataset.path)")
+        raise TuneError("score: needs prompts to answer: give a data file (--data FILE, or dataset.path)")
     if not tasks and not path:
         raise TuneError("there is nothing to evaluate on: give tasks, or a data file (--data FILE, or dataset.path)")
     if limit and path and limit % 1:
-        raise TuneError(f"limit: {limit} is a share, which tasks have; of a data file give a number of rows")
+        raise TuneError(f"limit: {limit} is a share, which only tasks support; for a data file give a number of rows")
     if log_samples and not out:
-        raise TuneError("log_samples: samples are written next to the results: say where, out=results.json")
+        raise TuneError("log_samples: samples are written next to the results; set out=results.json")
     if out:
         made = [folder for folder in Path(out).parents if not folder.exists()]
         try:
@@ -40,10 +40,10 @@ def require_work(
 
 
 def _require_results(out: Path, log_samples: bool) -> None:
-    """Raises TuneError if a file that results, or their samples, would replace holds something else."""
+    """Raise TuneError if results or their samples would replace another kind of file."""
     others = sorted(out.parent.glob(f"{glob.escape(out.stem)}_samples_*.jsonl"))
     if log_samples and others and not out.exists():
-        raise TuneError(f"out: {others[0]} would be replaced by samples. Name another file of results, or move it")
+        raise TuneError(f"out: samples would replace {others[0]}. Choose another file for results, or move this one")
     if not out.exists() or not out.stat().st_size:
         return
     try:
@@ -51,4 +51,4 @@ def _require_results(out: Path, log_samples: bool) -> None:
     except (OSError, ValueError):
         found = None
     if not isinstance(found, dict) or "results" not in found:
-        raise TuneError(f"out: {out} holds no results of an evaluation, and would be replaced. Name another file")
+        raise TuneError(f"out: {out} holds no results of an evaluation, but would be replaced. Choose another file")

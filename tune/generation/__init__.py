@@ -1,6 +1,6 @@
-"""Sampling from a model: `Sampler` runs it, `Continuation` does so token by token, `choose` takes a token for each row
-of logits, `answer` shares prompts over processes, `rollout` adds rewards,
-`own_answers` puts samples into the batches of a dataset. `VLLM` samples for a rollout by another engine."""
+"""Sample from a model. `Sampler` samples batches of prompts, `Continuation` yields tokens one by one, `choose` picks a
+token per row of logits, `answer` splits prompts over processes, `rollout` adds rewards, `own_answers` puts samples into
+the batches of a dataset. `VLLM` samples with vLLM."""
 
 from tune.generation.continuation import Continuation
 from tune.generation.own_answers import own_answers
@@ -20,7 +20,7 @@ from tune.generation.rollout import (
 from tune.generation.sampler import PREFILL_TOKENS, Completion, Sampler, answer, choose
 from tune.generation.vllm_engine import VLLM
 
-# Other names are for the packages of `tune` alone.
+# Other names are internal to `tune`.
 __all__ = [
     "VLLM",
     "Completion",

@@ -1,4 +1,4 @@
-"""Sampling token by token, from a cache that stays."""
+"""Sample token by token with a persistent cache."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,25 +10,25 @@ from tune.distributed import PackedWeights
 from tune.generation.decoding import Decoding
 from tune.generation.sampler import Completion, GenerativeModel, Sampler, uniforms
 
-CHUNK = 512  # tokens that are read together behind what the cache has
+CHUNK = 512  # tokens that are appended to the cache at a time
 
 
 class Continuation:
-    """Completes one text after the other with what a `Sampler` gives, token by token. Of a text that begins as the last
-    one, as a conversation does that goes on, only the rest is read."""
+    """Complete one text after another, token by token, with the same result as a `Sampler`. If a text begins like the
+    previous one, such as the next turn of a conversation, only the rest is read."""
 
     def __init__(self, model: GenerativeModel):
         self.model, self.capacity = model, 0
-        self.known: list[int] = []  # the text that the cache has
+        self.known: list[int] = []  # the text in the cache
         self.weights = PackedWeights(model)
 
     @torch.no_grad()
     def __call__(self, sampler: Sampler, prompt: Sequence[int], step: int = 0) -> Iterator[int]:
-        """The tokens of `sampler(model, [prompt], step=step)`, as they come; it may be left before its end."""
+        """Yield the tokens of `sampler(model, [prompt], step=step)` as they are sampled. The caller may stop early."""
         sampler.check(self.model, [prompt], [0])
         completion, draws = Completion(), uniforms(sampler.seed, step, 0, 0)
         if (length := len(prompt) + sampler.max_new_tokens) > self.capacity:
-            room = max(2 * length, 2 * CHUNK)  # twice what is needed: a growing conversation seldom needs a new cache
+            room = max(2 * length, 2 * CHUNK)  # twice the need, so that a growing conversation rarely needs a new cache
             self.capacity = min(room, self.model.max_generated or room)
             self.cache, self.known = self.model.new_cache(1, self.capacity), []
         decoding = Decoding(self.model, self.cache, 1, self.capacity, sampler.choose)
@@ -45,13 +45,13 @@ class Continuation:
             yield completion.tokens[-1]
 
     def _read(self, text: list[int]) -> Tensor:
-        """The logits after `text`, `[1, vocab]`."""
+        """Return the logits after `text`, `[1, vocab]`."""
         device, known = next(self.model.parameters()).device, self.known
         pairs = zip(known, text[:-1], strict=False)
         start = next((at for at, (old, new) in enumerate(pairs) if old != new), min(len(known), len(text) - 1))
         if start < len(known) and not self.cache.keeps_all(len(known)):
             start = 0
-        self.known = []  # what is interrupted leaves the cache in no known state
+        self.known = []  # an interruption would leave the cache in an unknown state
         if start == 0:
             batch = Batch.of([text])
             self.cache.start([0], batch, device)

@@ -1,4 +1,4 @@
-"""Decoding: the next tokens of all rows by steps of one shape, which a GPU replays as a captured graph."""
+"""Decode the next tokens of all rows in steps of one shape, which a GPU replays as a CUDA graph."""
 
 import gc
 import warnings
@@ -12,22 +12,22 @@ from torch.distributed.tensor import DTensor
 
 from tune.models import Decoder
 
-STEPS = 8  # tokens of each row between two looks of the host
-# Shapes of steps that a model has run. To be captured a step must have run once, so that its kernels are loaded.
+STEPS = 8  # tokens per row between two synchronizations with the host
+# Shapes of steps that a model has run. A step must run once before capture, so that its kernels are loaded.
 SHAPES: WeakKeyDictionary[nn.Module, set[tuple[int, int]]] = WeakKeyDictionary()
-FEWEST_SLOTS = 512  # that a captured step attends to; others attend to twice as many, four times as many, ...
+FEWEST_SLOTS = 512  # the smallest length of a captured step; others have twice that, four times that, ...
 
 
 class Decoding:
-    """Samples the next tokens of the first rows of a cache.
+    """Sample the next tokens of the first rows of a cache.
 
-    All that changes from token to token stays on the device: the last tokens, their positions and what was chosen. The
-    host looks at it once for `steps` tokens. On a GPU a step is captured as a CUDA graph, one for each number of rows
-    and bucket of lengths, and replayed, as a token of a small model takes less time than the launches of its kernels.
-    On a CPU `steps` is 1, since its tokens cost time even where a row has ended.
+    The last tokens, their positions and the chosen tokens stay on the device; the host reads them once per `steps`
+    tokens. On a GPU a step is captured as a CUDA graph, one per number of rows and bucket of lengths, and replayed: for
+    a small model, launching the kernels takes longer than running them. On a CPU `steps` is 1, since tokens after the
+    end of a row would cost time.
 
-    `choose` gives ids and log-probs of logits `[rows, vocab]` and random numbers `[rows]`. While it is in use, weights
-    must stay where they are.
+    `choose` returns ids and log-probs for logits `[rows, vocab]` and random numbers `[rows]`. Weights must not move in
+    memory while this object is in use.
     """
 
     def __init__(self, model: Any, cache: Any, rows: int, capacity: int, choose: Callable[..., tuple[Tensor, Tensor]]):
@@ -40,15 +40,15 @@ class Decoding:
             rows, self.steps, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device
         )
         self.chosen = torch.zeros(2, rows, self.steps, dtype=torch.int32, device=device)
-        self.step = torch.zeros(1, dtype=torch.long, device=device)  # since the last look of the host
-        self.width = 0  # rows of a captured step, some of which may have ended
+        self.step = torch.zeros(1, dtype=torch.long, device=device)  # since the last synchronization
+        self.width = 0  # rows of a captured step, including ended ones
         self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self.captures = device.type == "cuda" and _can_capture(model)
         self.pool = torch.cuda.graph_pool_handle() if self.captures else None
 
     def __call__(self, tokens: list[int], positions: list[int], uniforms: list[list[float]]) -> Tensor:
-        """What follows the last `tokens` of rows 0, 1, ..., at `positions`: `packed` ids and log-probs
-        `[2, rows, steps]`, on the host, one for each of the `uniforms` of a row."""
+        """Sample after the last `tokens` of rows 0, 1, ..., at `positions`, one token for each of a row's `uniforms`.
+        Returns `packed` ids and log-probs `[2, rows, steps]` on the host."""
         count, steps = len(tokens), len(uniforms[0])
         self.tokens[:count, 0].copy_(torch.tensor(tokens), non_blocking=True)
         self.positions[:count, 0].copy_(torch.tensor(positions), non_blocking=True)
@@ -56,7 +56,7 @@ class Decoding:
         self.step.zero_()
         rows, length = count, min(max(positions) + steps, self.capacity)
         if self.captures:
-            if not self.width / 4 < count <= self.width:  # to capture takes as long as some twenty steps
+            if not self.width / 4 < count <= self.width:  # a capture takes as long as about twenty steps
                 self.width = min(bucket(count), self.rows)
             rows, length = self.width, min(bucket(length, FEWEST_SLOTS), self.capacity)
         for _ in range(steps):
@@ -64,7 +64,7 @@ class Decoding:
         return self.chosen[:, :count, :steps].cpu()
 
     def _advance(self, rows: int, length: int) -> None:
-        """Sample one more token for each of the first `rows`, none of which is longer than `length` then."""
+        """Sample one token for each of the first `rows`; afterwards no row is longer than `length`."""
         shape, run_before = (rows, length), SHAPES.setdefault(self.model, set())
         if self.captures and shape in run_before and shape not in self.graphs:
             self._capture(rows, length)
@@ -81,14 +81,14 @@ class Decoding:
         ids, log_probs = self.choose(logits, self.uniforms[:rows].index_select(1, self.step)[:, 0])
         self.chosen[:, :rows].index_copy_(2, self.step, packed(ids, log_probs)[..., None])
         tokens.copy_(ids[:, None])
-        positions.add_(1).clamp_(max=self.capacity - 1)  # of a row that has ended, too
+        positions.add_(1).clamp_(max=self.capacity - 1)  # also for rows that have ended
         self.step.add_(1)
 
     def _capture(self, rows: int, length: int) -> None:
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         collects = gc.isenabled()
-        gc.disable()  # what it frees could be of the device
+        gc.disable()  # it could free device memory during the capture
         try:
             with torch.cuda.stream(stream):
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
@@ -99,7 +99,7 @@ class Decoding:
             self.graphs[rows, length] = graph
         except RuntimeError as error:
             self.captures = False
-            warnings.warn(f"sampling: without CUDA graphs, as {str(error).splitlines()[0]}", stacklevel=2)
+            warnings.warn(f"sampling: continuing without CUDA graphs: {str(error).splitlines()[0]}", stacklevel=2)
         finally:
             if collects:
                 gc.enable()
@@ -107,17 +107,17 @@ class Decoding:
 
 
 def _can_capture(model: nn.Module) -> bool:
-    """Whether a step of `model` stays on this device, and is told by tensors alone."""
+    """Whether a step of `model` stays on this device and depends only on tensors."""
     return isinstance(model, Decoder) and not any(isinstance(each, DTensor) for each in model.parameters())
 
 
 def packed(ids: Tensor, log_probs: Tensor) -> Tensor:
-    """Both, `[...]`, as one tensor of integers `[2, ...]`, for one transfer."""
+    """Stack both `[...]` into one integer tensor `[2, ...]`, for a single transfer."""
     return torch.stack([ids.int(), log_probs.view(torch.int32)])
 
 
 def bucket(count: int, fewest: int = 1) -> int:
-    """The smallest of `fewest`, twice as much, four times as much, ... that is not below `count`."""
+    """Return the smallest of `fewest`, 2 x `fewest`, 4 x `fewest`, ... that is at least `count`."""
     while fewest < count:
         fewest *= 2
     return fewest

@@ -1,4 +1,4 @@
-"""Training on what the model itself answers."""
+"""Train on the model's own answers."""
 
 import math
 from dataclasses import replace
@@ -22,29 +22,29 @@ def own_answers(
     batch: GlobalBatch, model: nn.Module, sampler: Sampler, world: World, *,
     step: int, share: UnitInterval, vocab_size: int, pad_to: int | None = None,
 ) -> GlobalBatch:  # fmt: skip
-    """`batch` with the last answers of a `share` of its documents replaced by what `sampler` samples from `model`. In
-    these documents only the sampled tokens are supervised.
+    """Replace the last answers of a `share` of the documents of `batch` by samples of `sampler` from `model`. In these
+    documents only the sampled tokens are supervised.
 
-    Which documents, and what is sampled, is a function of the sampler's seed, the step and the documents' numbers in
-    the dataset: all layouts and micro-batches have the same. An answer is cut before an id that is not below
-    `vocab_size`, which a padded head may give. Documents without room for one keep that of the data:
-    `num_without_room` of them. Columns are dropped. With `pad_to` a micro-batch is padded to a multiple of so many
-    tokens: compiled blocks want few shapes. All processes must call it.
+    The choice of documents and the samples are a function of the sampler's seed, the step and the documents' indices in
+    the dataset, and so independent of layouts and micro-batches. An answer is cut before an id that is not below
+    `vocab_size`, which a padded head may produce. Documents without room for an answer keep the answer of the data;
+    `num_without_room` counts them. Columns are dropped. With `pad_to`, a micro-batch is padded to a multiple of
+    `pad_to` tokens, since compiled blocks need few shapes. All processes must call this.
     """
     if any(micro_batch.weights is not None for micro_batch in batch.micro_batches):
         raise TuneError(
-            "the rows have weights of messages or tokens, and answers that the student samples have none. Leave the "
-            "weights out of the data, or set on_policy.share=0"
+            "on_policy.share: the rows have weights of messages or tokens, but sampled answers have none. Remove the "
+            "weights from the data, or set on_policy.share=0"
         )
     parts = [_documents(micro_batch) for micro_batch in batch.micro_batches]
     wanted = [
         document
         for documents in parts
         for document in documents
-        if next(uniforms(sampler.seed, step, document.index, 1)) < share  # the sampler's own has 0 there
+        if next(uniforms(sampler.seed, step, document.index, 1)) < share  # the sampler's draws have 0 as last key
     ]
     begin = _start_of_answer
-    if rehearsal.planning():  # full rows, whose last tokens are the answers
+    if rehearsal.planning():  # rows are full; treat their last tokens as answers
         documents = [*chain(*parts)]
         wanted = documents[: math.ceil(share * len(documents))]
         begin = partial(_start_of_full_answer, max_new_tokens=sampler.max_new_tokens)
@@ -75,7 +75,7 @@ def own_answers(
 
 
 def _documents(batch: Batch) -> list[Sample]:
-    """Without padding: of what is not padding, something is supervised."""
+    """Return the documents of a batch without padding; documents without supervised tokens are padding."""
     bounds = batch.documents.boundaries.tolist()
     tokens, labels = (each.flatten().numpy() for each in (batch.tokens, batch.labels))
     return [
@@ -86,7 +86,7 @@ def _documents(batch: Batch) -> list[Sample]:
 
 
 def _start_of_answer(labels: np.ndarray) -> int:
-    """Where the tokens begin that the last supervised labels in a row stand for; at the least 1."""
+    """Return the start of the last answer: the tokens of the last run of supervised labels. At least 1."""
     learned = np.flatnonzero(labels != IGNORE)
     gaps = np.flatnonzero(np.diff(learned) > 1)
     return int(learned[gaps[-1] + 1 if len(gaps) else 0]) + 1

@@ -17,13 +17,13 @@ from tune.types import PositiveInt
 
 
 class RewardModel:
-    """The scores of a reward model (`reward_finetune`'s, or transformers' `...ForSequenceClassification` of one label),
-    sharded as the policy is. It must have the policy's tokenizer: it scores the ids that were sampled.
+    """Score episodes with a reward model (from `reward_finetune`, or transformers' `...ForSequenceClassification` with
+    one label), sharded like the policy. It must have the policy's tokenizer, since it scores the sampled ids.
 
         reward={_component_: tune.generation.RewardModel, path: ./reward_model}
 
     Raises:
-        TuneError: the folder is no reward model, or its tokenizer is another one.
+        TuneError: the folder is not a reward model, or has another tokenizer.
     """
 
     is_sharded = True
@@ -35,7 +35,7 @@ class RewardModel:
 
     @torch.no_grad()
     def scores(self, episodes: Sequence[Episode], tokenizer: Tokenizer, world: World) -> list[float]:
-        """One for each of the episodes. All processes call it."""
+        """Return one score per episode. All processes must call this."""
         if self.model is None:
             self.opened.require_same_vocabulary(tokenizer)
             self.model = self.opened.shard(world, self.dtype)
@@ -43,7 +43,7 @@ class RewardModel:
         batches = -(-len(texts) // self.micro_batch_size)
         found: list[float] = []
         for start in range(0, max(world.all_gather(batches)) * self.micro_batch_size, self.micro_batch_size):
-            # Processes whose own texts are scored take part in the forwards of the others.
+            # Processes without texts left take part in the forwards of the others.
             some = texts[start : start + self.micro_batch_size] or [[0]]
             samples = [Sample(np.array(each), np.full(len(each), IGNORE)) for each in some]
             found += score(self.model, collate([samples]).to(world.device)).tolist()
@@ -51,8 +51,8 @@ class RewardModel:
 
 
 def _scored(episode: Episode, tokenizer: Tokenizer) -> list[int]:
-    """Prompt and answer, which ends as in the conversations of the reward model's training: as the chat template ends
-    it, with its own token or none, and with what it writes behind that. Reward models score the last token of all."""
+    """Return the tokens of prompt and answer, ended as the chat template ends a conversation (with or without an end
+    token, and with the text after it): reward models are trained on such conversations and score their last token."""
     ids = [*episode.prompt.tokens, *episode.tokens]
     if episode.finish == "length" or episode.prompt.messages is None:
         return ids

@@ -1,4 +1,4 @@
-"""Rollouts: completions of prompts with their rewards, and the batches that are made of them."""
+"""Rollouts: completions of prompts with rewards, and batches made of them."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -23,24 +23,25 @@ from tune.generation.turns import answered, assistant_message, text_behind
 from tune.tokenizers import Message, Tokenizer
 from tune.types import PositiveInt
 
-# Sums of the same numbers in float64 differ by some 1e-16 of their terms, rewards of a float32 model by 6e-8 at least.
+# float64 sums of the same numbers differ by about 1e-16 of their terms; rewards of a float32 model by at least 6e-8.
 ROUNDING = 1e-9
-SCORED = 64  # completions that a plan has models score
+SCORED = 64  # completions that reward models score in a plan
 EXAMPLES = {"sampled": np.zeros(1, np.float32), **dict.fromkeys(("advantage", "reward"), np.zeros((), np.float32))}
 
 
 @dataclass(frozen=True)
 class Reward:
-    """A function from a row of the data and the text of a completion to a number, which counts `weight` times."""
+    """A reward function (row of the data, text of a completion) -> number, and its `weight`."""
 
     name: str
     function: Callable[[dict[str, Any], str], float]
     weight: float = 1.0
-    setting: str = "reward"  # that names it, for messages
+    setting: str = "reward"  # the setting that names it, for errors
 
     def of(self, episodes: Sequence["Episode"], tokenizer: Tokenizer, world: World) -> list[float]:
-        """One number for each of the episodes. A function with the method `scores` gets all of them together. Of
-        processes that read the same the first one calls it; with `is_sharded` all processes do, each for its own."""
+        """Return one number per episode. A function with the method `scores` gets all episodes at once. Among processes
+        that read the same data only the first calls it; with `is_sharded` all processes call it for their own
+        episodes."""
 
         if rehearsal.current():
             return self._rehearsed(episodes, tokenizer, world)
@@ -50,15 +51,15 @@ class Reward:
                 return [self(episode.prompt.row, episode.text) for episode in episodes]
             scores = called(f"{self.setting}: {self.name} fails", self.function.scores, episodes, tokenizer, world)
             if not isinstance(scores, Sequence) or len(scores) != len(episodes):
-                found = f"{self.setting}: {self.name} gives {scores!r:.80} for {len(episodes)} completions"
-                raise TuneError(f"{found}; it must give a list of as many numbers")
-            return [_finite(score, f"{self.setting}: {self.name} gives {score!r}") for score in scores]
+                found = f"{self.setting}: {self.name} returned {scores!r:.80} for {len(episodes)} completions"
+                raise TuneError(f"{found}; it must return a list with one number per completion")
+            return [_finite(score, f"{self.setting}: {self.name} returned {score!r}") for score in scores]
 
         return make() if getattr(self.function, "is_sharded", False) else world.of_peers(make)
 
     def _rehearsed(self, episodes: Sequence["Episode"], tokenizer: Tokenizer, world: World) -> list[float]:
-        """Call a function with the first prompt, of which it is the completion too, and a reward model; a judge, which
-        may not be here, is not called. The rewards of a group differ."""
+        """Call reward models and plain functions for a check, the latter with the first prompt also as the completion.
+        A judge, which may not be reachable, is not called. Returns rewards that differ within a group."""
         model: Any = self.function
         if planning := rehearsal.planning():
             with planning.scoring() as scores:
@@ -71,39 +72,38 @@ class Reward:
         return [float(number % 2) for number, _ in enumerate(episodes)]
 
     def __call__(self, row: dict[str, Any], completion: str) -> float:
-        """Raises TuneError if the function raises, or gives something else than a finite number."""
+        """Return the reward. Raises TuneError if the function raises or returns anything but a finite number."""
         shown = repr(completion if len(completion) <= 80 else completion[:77] + "...")
         value = called(f"{self.setting}: {self.name} fails on {shown}", self.function, row, completion)
-        return _finite(value, f"{self.setting}: {self.name} gives {value!r} for {shown}")
+        return _finite(value, f"{self.setting}: {self.name} returned {value!r} for {shown}")
 
 
 def _finite(value: Any, found: str) -> float:
-    value = value.item() if getattr(value, "shape", None) == () else value  # of numpy or torch
+    value = value.item() if getattr(value, "shape", None) == () else value  # numpy or torch scalars
     if not isinstance(value, Real) or not math.isfinite(value):
-        raise TuneError(f"{found}; it must give a finite number")
+        raise TuneError(f"{found}; it must return a finite number")
     return float(value)
 
 
 class Environment(Protocol):
-    """Answers a completion: a game, a tool, a judge that asks back. There is one for each completion."""
+    """Answers completions: a game, a tool, a judge that asks questions. Each episode has its own."""
 
     def start(self, row: dict[str, Any]) -> list[Message] | None:
-        """The messages that stand behind those of the row, if there are any."""
+        """Return messages to append to the row's messages, if any."""
         ...
 
     def step(self, message: Message) -> tuple[float, list[Message], bool]:
-        """The reward for the assistant's `message`, the messages that answer it, and whether that was the end. Its
-        `content` is what was sampled, special tokens included, but for the one that ends it; where the row has `tools`,
-        its `tool_calls` are what could be read as calls."""
+        """Return the reward for the assistant's `message`, the messages that reply to it, and whether the episode is
+        over. `content` is the sampled text with special tokens, except for the one that ends it. If the row has
+        `tools`, `tool_calls` are the calls that could be parsed."""
         ...
 
 
 @dataclass
 class Episode:
-    """What was sampled after a prompt: its tokens, with those of an environment's messages between, which have no
-    log-prob. `index` counts the episodes of a run. `rewards` are by name, `reward` is their weighted sum, and
-    `magnitude` the sum of the absolute values of its terms; `finish` is that of the last completion, or "room" where
-    the conversation left none for another one."""
+    """The tokens sampled after a prompt, with the environment's tokens in between, which have no log-prob. `index`
+    counts the episodes of a run. `rewards` are by name, `reward` is their weighted sum, and `magnitude` the sum of the
+    absolute terms. `finish` is the last completion's, or "room" if there was no room for another completion."""
 
     prompt: Prompt
     index: int = 0
@@ -127,8 +127,8 @@ class Episode:
         self.finish = completion.finish
 
     def sample(self, advantage: float = 0.0) -> Sample:
-        """The prompt with the episode, whose sampled tokens are learned. Its columns are the `advantage`, the `reward`,
-        and by token the log-probs of what was `sampled`."""
+        """Return prompt and episode as a sample in which the sampled tokens are supervised. Its columns are the
+        `advantage`, the `reward`, and per token the log-probs `sampled`."""
         first = len(self.prompt.tokens) - 1
         tokens = np.array([*self.prompt.tokens, *self.tokens[:-1]], dtype=np.int32)
         labels, sampled = np.full(len(tokens), IGNORE, dtype=np.int32), np.zeros(len(tokens), dtype=np.float32)
@@ -139,7 +139,7 @@ class Episode:
         return Sample(tokens, labels, self.index, {**of_document, "sampled": sampled})
 
     def record(self, step: int) -> dict[str, Any]:
-        """For samples.jsonl."""
+        """Return a line for samples.jsonl."""
         return {
             "step": step, "prompt": self.prompt.index, "sample": self.index, "reward": self.reward, **self.rewards,
             "finish": self.finish, "text": self.text, "tokens": self.tokens, "row": self.prompt.row,
@@ -147,19 +147,19 @@ class Episode:
 
 
 def is_live(group: Sequence[Episode]) -> bool:
-    """Whether the rewards differ by more than rounding: otherwise nothing is learned from them."""
+    """Whether the rewards differ by more than rounding. If not, the group has no gradient."""
     rewards = [episode.reward for episode in group]
     return max(rewards) - min(rewards) > _rounding(group)
 
 
 def _rounding(group: Sequence[Episode]) -> float:
-    """The largest difference of two totals that are equal but for the order and the size of their terms."""
+    """Return the largest rounding difference between two totals with the same terms in another order."""
     return ROUNDING * max(episode.magnitude for episode in group)
 
 
 def counts(groups: Sequence[Sequence[Episode]], environment: Any = None) -> dict[str, int]:
-    """How many groups teach nothing, and of them those whose reward is above 0, or not; with an `environment`, how many
-    conversations ended for want of room."""
+    """Count dead groups (equal rewards), split by whether their reward is above 0. With an `environment`, also count
+    conversations that ended without room."""
     dead = [group for group in groups if not is_live(group)]
     right = sum(group[0].reward > _rounding(group) for group in dead)
     found = {"dead_groups": len(dead), "all_right_groups": right, "all_wrong_groups": len(dead) - right}
@@ -169,7 +169,7 @@ def counts(groups: Sequence[Sequence[Episode]], environment: Any = None) -> dict
 def statistics(
     groups: Sequence[Sequence[Episode]], rewards: Sequence[Reward], environment: Any = None
 ) -> dict[str, torch.Tensor]:
-    """Metrics of this process's episodes: by name a sum, and of how many it is, `[2]`."""
+    """Return metrics of this process's episodes by name, as (sum, count) `[2]`."""
     episodes = [episode for group in groups for episode in group]
     names = [*(each.name for each in rewards), *(["environment"] if environment else [])]
     values: dict[str, list[float]] = {
@@ -182,10 +182,11 @@ def statistics(
 
 
 def check_prompts(model: nn.Module, sampler: Sampler, prompts: Sequence[Prompt], environment: Any = None) -> None:
-    """Raises TuneError if a prompt leaves no room for a completion, or is no conversation, as an environment's are."""
+    """Raise TuneError if a prompt leaves no room for a completion, or if there is an environment and a prompt is not a
+    conversation."""
     sampler.check(model, [each.tokens for each in prompts], range(len(prompts)))
     if environment and any(each.messages is None for each in prompts):
-        raise TuneError("environment: its prompts must be conversations: messages, or instruction")
+        raise TuneError("environment: prompts must be conversations: rows with messages or instruction")
 
 
 def rollout(
@@ -193,15 +194,16 @@ def rollout(
     world: World, *, samples: PositiveInt, step: int, environment: Callable[[], Environment] | None = None,
     max_turns: PositiveInt = 1,
 ) -> list[list[Episode]]:  # fmt: skip
-    """`samples` episodes of each of this process's share of `prompts`, with their rewards. All processes call it.
+    """Sample `samples` episodes for each of this process's share of `prompts`, with rewards. All processes must call
+    this.
 
-    With an `environment`, an episode goes on for up to `max_turns` completions, and what it gives is a reward too.
+    With an `environment`, an episode has up to `max_turns` completions, and the environment also returns rewards.
     """
     mine = prompts[world.data_rank :: world.data_size]
     groups = [[Episode(prompt, prompt.position * samples + at) for at in range(samples)] for prompt in mine]
 
     def sample(prompts: Sequence[Sequence[int]], **given: Any) -> list[list[Completion]]:
-        """Processes that read the same have the completions of the first: an engine may give others to each."""
+        """Use the first process's completions on all processes that read the same: an engine may differ on each."""
         found = sampler(model, prompts, **given)
         for completion in chain(*found):
             completion.text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
@@ -228,11 +230,11 @@ def _talk_on(
     model: nn.Module, sampler: Sampler, episodes: list[Episode], sample: Callable[..., list[list[Completion]]],
     step: int, max_turns: int,
 ) -> None:  # fmt: skip
-    """For a plan, completions that an environment does not answer and does not end, as long as there is room."""
+    """Sample completions for a plan, without an environment's answers, as long as there is room."""
     room = sampler.room(model)
     for number, episode in enumerate(episodes):
         episode.rewards["environment"] = 0.0
-        episode.add_reward("environment", float(number % 2))  # those of a group differ
+        episode.add_reward("environment", float(number % 2))  # rewards must differ within a group
     for _ in range(max_turns):
         if any(len(episode.prompt.tokens) + len(episode.tokens) > room for episode in episodes):
             return
@@ -242,10 +244,10 @@ def _talk_on(
 
 
 class _Conversation:
-    """An episode that an environment answers, while it has at most `room` tokens.
+    """An episode with an environment, of at most `room` tokens.
 
-    Sampled ids are never tokenized again: what the template writes after an answer is appended. Of processes that read
-    the same, only the first one has the environment, and calls `start` and `answer`.
+    Sampled ids are never tokenized again: the template's text after an answer is appended. Among processes that read
+    the same data, only the first one has the environment and calls `start` and `answer`.
     """
 
     def __init__(self, episode: Episode, tokenizer: Tokenizer, room: float):
@@ -255,11 +257,11 @@ class _Conversation:
         self.environment: Environment
 
     def start(self, make: Callable[[], Environment]) -> list[Message]:
-        """Make the environment; returns its messages that follow those of the row."""
-        self.environment = called("environment: it cannot be made", make)
+        """Create the environment; returns its messages that follow the row's."""
+        self.environment = called("environment: cannot be created", make)
         messages = called("environment: start fails", methodcaller("start", self.episode.prompt.row), self.environment)
         is_none = messages is None or messages == []
-        return [] if is_none else checked_messages(messages, "environment: what start returns")
+        return [] if is_none else checked_messages(messages, "environment: the result of start")
 
     def begin(self, messages: list[Message]) -> bool:
         """Add the environment's first `messages` to the prompt; returns whether there is room for a completion."""
@@ -275,17 +277,17 @@ class _Conversation:
         return episode.finish != "room"
 
     def answer(self, completion: Completion, stops: list[str], is_last: bool) -> tuple[float, list[int] | None]:
-        """The environment's reward for a completion, and the tokens with which the episode goes on; None if it is over.
-        `stops` are the texts of the tokens that end a turn; after the last completion nothing follows."""
+        """Return the environment's reward for a completion, and the tokens that continue the episode, or None if it is
+        over. `stops` are the texts of the tokens that end a turn; nothing follows the last completion."""
         tokenizer = self.tokenizer
         is_stop = completion.tokens[-1] in tokenizer.stop_ids  # otherwise a stop string: the template ends the turn
         text = tokenizer.decode(completion.tokens[:-1] if is_stop else completion.tokens)
         message = assistant_message(text, self.tools, len(self.messages))
         result = called(f"environment: step fails on {text!r}", self.environment.step, message)
         if not isinstance(result, tuple) or len(result) != 3:
-            raise TuneError(f"environment: step gives {result!r}; it must give (reward, messages, done)")
+            raise TuneError(f"environment: step returned {result!r}; it must return (reward, messages, done)")
         value, messages, done = result
-        reward = _finite(value, f"environment: step gives the reward {value!r}")
+        reward = _finite(value, f"environment: step returned the reward {value!r}")
         if done or completion.finish == "length" or is_last:
             return reward, None
         turn = answered(message, checked_messages(messages, "environment: the messages of step"))
@@ -296,7 +298,7 @@ class _Conversation:
         return reward, suffix
 
     def go_on(self, completion: Completion, reward: float, suffix: list[int] | None) -> bool:
-        """Add a completion with its reward, and the tokens after it; returns whether another one follows."""
+        """Add a completion, its reward and the tokens after it; returns whether another completion follows."""
         episode = self.episode
         episode.add(completion)
         episode.add_reward("environment", reward)
@@ -314,7 +316,8 @@ def _converse(
     conversations: list[_Conversation], sample: Callable[..., list[list[Completion]]], world: World,
     step: int, environment: Callable[[], Environment], max_turns: int,
 ) -> None:  # fmt: skip
-    """Completions and the environments' answers in turn, until all conversations are over. All processes call it."""
+    """Alternate completions and the environments' answers until all conversations are over. All processes must call
+    this."""
     beginnings = world.of_peers(lambda: [conversation.start(environment) for conversation in conversations])
     running = [talk for talk, messages in zip(conversations, beginnings, strict=True) if talk.begin(messages)]
     tokenizer = conversations[0].tokenizer if conversations else None
@@ -344,9 +347,10 @@ def global_batch(
     samples: Sequence[Sample], micro_batch_size: PositiveInt, world: World, *,
     seed: int, step: int, rows: Sequence[int] = (), pad_to: int | None = None,
 ) -> GlobalBatch:  # fmt: skip
-    """The batch of an optimizer step from this process's `samples`, in micro-batches of `micro_batch_size`, those of a
-    prompt one after the other, the longest first; as many on every process, some of them empty. `rows` are this
-    process's rows of the dataset that they come from, to be named in errors. All processes call it."""
+    """Build the batch of an optimizer step from this process's `samples`, in micro-batches of `micro_batch_size`.
+    Samples of a prompt are adjacent, and the longest come first. Every process has the same number of micro-batches,
+    some of which may be empty. `rows` are the dataset rows of this process, for errors. All processes must call this.
+    """
     if planning := rehearsal.planning():
         micro_batch_size = planning.take_rows(len(samples), micro_batch_size)
         samples = samples[:micro_batch_size]
@@ -358,7 +362,7 @@ def global_batch(
     supervised = sum(int((sample.labels != IGNORE).sum()) for sample in samples)
     shares = world.all_gather((len(ordered), tokens, supervised, list(rows)))[
         :: world.peers.size()
-    ]  # others have the same
+    ]  # peers have the same samples
     counts, all_tokens, all_supervised, all_rows = zip(*shares, strict=True)
     tokens, supervised = sum(all_tokens), sum(all_supervised)
     micro_batches = -(-max(counts) // micro_batch_size)

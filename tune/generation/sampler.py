@@ -1,4 +1,4 @@
-"""Batched sampling from a decoder: completions that end leave the batch, and prompts that wait join it."""
+"""Batched sampling from a decoder: finished completions leave the batch, and waiting prompts join it."""
 
 import math
 from collections import deque
@@ -25,18 +25,18 @@ from tune.quantization import whole_weights
 from tune.tokenizers import Tokenizer
 from tune.types import NonNegativeFloat, NonNegativeInt, PositiveInt, Share, UnitInterval, checked
 
-PREFILL_TOKENS = 8192  # prompts are read together up to so many tokens
-PIECE = 512  # ids whose probabilities are added up together
+PREFILL_TOKENS = 8192  # tokens of prompts that are prefilled together
+PIECE = 512  # ids whose probabilities are summed together
 GenerativeModel = Decoder | HuggingFaceModel
 
 
 @dataclass
 class Completion:
-    """What was sampled after a prompt, its end included.
+    """The tokens sampled after a prompt, including the end token.
 
-    `log_probs` are those of `tokens` under the whole distribution at the sampler's temperature: what a trainer computes
-    at that temperature. `finish` is "stop" after a stop id or stop string, "length" after `max_new_tokens`. `text` is
-    what `answer` decodes.
+    `log_probs` are the log-probs of `tokens` under the whole distribution at the sampler's temperature, as a trainer
+    computes them. `finish` is "stop" after a stop id or stop string, "length" after `max_new_tokens`. `answer` sets
+    `text`.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Completion:
 
 @dataclass
 class SampledRow:
-    """A completion in the making, and the random numbers of its tokens."""
+    """A completion in progress, and the random numbers for its tokens."""
 
     prompt: tuple[int, ...]
     completion: Completion
@@ -57,7 +57,7 @@ class SampledRow:
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """Samples completions of prompts from a model.
+    """Sample completions of prompts from a model.
 
         sampler = Sampler(max_new_tokens=64, stop_ids=tokenizer.stop_ids)
         (completions,) = sampler(model, [tokenizer.encode("Once upon a time")], samples=4)
@@ -65,16 +65,16 @@ class Sampler:
             print(tokenizer.decode(completion.tokens), sum(completion.log_probs), completion.finish)
 
     The model is one of `tune.models.build` or `tune.models.hf`, or a causal language model of transformers. It may be
-    sharded, adapted and quantised: its weights are gathered once for all prompts. Dropout is off, and blocks run
-    uncompiled; on a GPU a step is captured as a CUDA graph (`Decoding`). Weights in 4 bits are dequantised once, if
-    they fit into half of a GPU's free memory; else anew for each token, which takes about twice the time. At most
-    `max_rows` completions are computed at a time, each with a cache for the longest prompt and `max_new_tokens`;
-    together they are at most `max_len` (None: what the model takes).
+    sharded, adapted and quantized: its weights are gathered once for all prompts. Dropout is off, and blocks run
+    uncompiled; on a GPU a step is captured as a CUDA graph (`Decoding`). 4-bit weights are dequantized once if they fit
+    into half of a GPU's free memory; otherwise for each token, which takes about twice the time. At most `max_rows`
+    completions are computed at a time, each with a cache for the longest prompt and `max_new_tokens`. Prompt and
+    completion have at most `max_len` tokens together (None: the model's limit).
 
-    A completion ends with one of `stop_ids`, or with the token that completes one of `stop_strings` in the text that
-    `decode` makes of ids. `temperature`, `top_k`, `top_p` and `min_p` are those of `choose`. The random number of a
-    token is a function of seed, step, prompt, sample and position: what is sampled does not depend on `max_rows`, on
-    the order of prompts or on which process has them.
+    A completion ends with one of `stop_ids`, or with the token that completes one of `stop_strings` in the text from
+    `decode`. For `temperature`, `top_k`, `top_p` and `min_p` see `choose`. The random number of a token is a function
+    of seed, step, prompt, sample and position, so samples do not depend on `max_rows`, on the order of prompts or on
+    which process has them.
     """
 
     max_new_tokens: PositiveInt
@@ -91,27 +91,27 @@ class Sampler:
 
     def __post_init__(self) -> None:
         if "" in self.stop_strings:
-            raise TuneError(f"stop_strings: none may be empty; found {list(self.stop_strings)}")
+            raise TuneError(f"stop_strings: must not be empty strings; found {list(self.stop_strings)}")
         if self.stop_strings and self.decode is None:
-            raise TuneError("stop_strings: they need decode=tokenizer.decode")
+            raise TuneError("stop_strings: also pass decode=tokenizer.decode")
 
     def __call__(
         self, model: nn.Module, prompts: Sequence[Sequence[int]], *,
         samples: int = 1, step: int = 0, indices: Sequence[int] | None = None,
     ) -> list[list[Completion]]:  # fmt: skip
-        """`samples` completions of each of `prompts`, which are token ids.
+        """Return `samples` completions for each of `prompts`, which are token ids.
 
-        `indices` are the numbers of the prompts, where these are a share of all (by default from 0). All processes over
-        which the model is sharded call it at the same time; they may have different prompts, or none.
+        `indices` are the numbers of the prompts if these are a share of a larger list (default: from 0). All processes
+        over which the model is sharded must call this at the same time, with different prompts or none.
 
         Raises:
-            TuneError: the model has no cache, a prompt or a stop id does not fit it, or it gives NaN; `prompts` are not
-                lists of ids, or `indices` are not as many.
+            TuneError: the model has no cache or produces NaN; a prompt or stop id does not fit the model; `prompts` are
+                not lists of ids, or `indices` have another length.
         """
         if any(isinstance(prompt, int | str) for prompt in prompts):
-            raise TuneError("prompts: give a list of token ids for each prompt; for a single one [[1, 2, 3]]")
+            raise TuneError("prompts: pass a list of token ids per prompt; for a single prompt [[1, 2, 3]]")
         if indices is not None and len(indices) != len(prompts):
-            raise TuneError(f"indices: found {len(indices)} for {len(prompts)} prompts. Give one for each")
+            raise TuneError(f"indices: found {len(indices)} for {len(prompts)} prompts. Pass one per prompt")
         indices = range(len(prompts)) if indices is None else indices
         rows = [
             SampledRow(tuple(map(int, prompt)), Completion(), uniforms(self.seed, step, index, sample))
@@ -122,7 +122,7 @@ class Sampler:
         return [[row.completion for row in rows[at * samples :][:samples]] for at in range(len(prompts))]
 
     def complete(self, model: GenerativeModel, rows: list[SampledRow]) -> None:
-        """Sample what completes the `rows`, of which there may be none."""
+        """Sample completions for `rows`, which may be empty."""
         if planning := rehearsal.planning():
             planning.take_sampling(self, model, [row.prompt for row in rows])
             for row in rows:
@@ -140,29 +140,29 @@ class Sampler:
         """Whether a completion ends with the last of its `tokens`."""
         if tokens[-1] in self.stop_ids or self.decode is None or not self.stop_strings:
             return tokens[-1] in self.stop_ids
-        # A token is a byte at the least: so many may hold a string. Decoders may drop a blank before the first.
+        # A token has at least one byte, which bounds the number of tokens. Decoders may drop a leading blank.
         text = self.decode(tokens[-max(len(each.encode()) for each in self.stop_strings) - 4 :])
         return any(each in text for each in self.stop_strings)
 
     def extend(self, completions: Sequence[Completion], draws: Sequence[float], logits: Tensor) -> None:
-        """Add to each of `completions` a token from its `logits` `[completions, vocab]`, by its number of `draws`."""
+        """Sample a token for each of `completions` from `logits` `[completions, vocab]` with its number in `draws`."""
         ids, log_probs = self.choose(logits, torch.tensor(draws, dtype=torch.float64))
         self.add(completions, packed(ids, log_probs)[:, :, None].cpu())
 
     def choose(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        """As the function `choose`, by the settings."""
+        """Call the function `choose` with this sampler's settings."""
         return choose(logits, uniforms, self.temperature, self.top_k, self.top_p, self.min_p)
 
     def add(self, completions: Sequence[Completion], chosen: Tensor) -> None:
-        """Add to each of `completions` its tokens of `chosen` `[2, completions, tokens]`, which is `packed` and on the
-        host, up to its end."""
+        """Add to each of `completions` its tokens in `chosen` `[2, completions, tokens]` (`packed`, on the host), up to
+        its end."""
         rows = zip(completions, chosen[0].tolist(), chosen[1].view(torch.float32).tolist(), strict=True)
         for completion, tokens, log_probs in rows:
             for token, log_prob in zip(tokens, log_probs, strict=True):
                 if math.isnan(log_prob):
                     raise TuneError(
-                        f"the logits after {len(completion.tokens)} new tokens are NaN or infinite, as weights "
-                        "or activations are. Go back to an earlier checkpoint, or use dtype=fp32"
+                        f"the logits after {len(completion.tokens)} new tokens are NaN or infinite, so weights or "
+                        "activations are too. Use an earlier checkpoint, or dtype=fp32"
                     )
                 completion.tokens.append(token)
                 completion.log_probs.append(log_prob)
@@ -174,17 +174,19 @@ class Sampler:
         return completion.finish == "stop" or len(completion.tokens) == self.max_new_tokens
 
     def room(self, model: Any) -> float:
-        """The tokens of the longest prompt that can be completed."""
+        """Return the length of the longest prompt that can be completed."""
         return min(model.max_generated or math.inf, self.max_len or math.inf) - self.max_new_tokens
 
     def check(self, model: nn.Module, prompts: Sequence[Sequence[int]], names: Sequence[object]) -> GenerativeModel:
-        """Raises TuneError, with its number or other name, if a prompt cannot be completed by this model so."""
+        """Return the model, wrapped if it is one of transformers. Raises TuneError with the prompt's name if this model
+        cannot complete a prompt."""
         if is_transformers_model(model):
             model = hf(model)
             model.check()
         if not isinstance(model, GenerativeModel):
             raise TuneError(
-                f"a {type(model).__name__} has no cache: take a model of tune.models.build or tune.models.hf"
+                f"{type(model).__name__} cannot generate, since it has no cache: use a model of tune.models.build or "
+                "tune.models.hf"
             )
         count, room = model.config.vocab_size, self.room(model)
         named = {f"prompt {name}": prompt for name, prompt in zip(names, prompts, strict=True)}
@@ -193,20 +195,20 @@ class Sampler:
                 raise TuneError(f"{unknown[0]} in {name} is not one of the {count} tokens of the model")
         for name, prompt in named.items():
             if not len(prompt):
-                raise TuneError(f"{name} is empty. Begin it with a token, BOS for example")
-            if len(prompt) > room and not rehearsal.planning():  # of a plan they are as long as the settings allow
+                raise TuneError(f"{name} is empty. Begin it with a token, e.g. BOS")
+            if len(prompt) > room and not rehearsal.planning():  # a plan's prompts have the maximal length
                 longest = room + self.max_new_tokens
-                what = "of max_len" if longest == self.max_len else "up to which the model can generate"
+                what = "max_len" if longest == self.max_len else "the model's limit"
                 raise TuneError(
-                    f"{name} has {len(prompt)} tokens and max_new_tokens is {self.max_new_tokens}, together "
-                    f"more than the {longest} {what}. Lower one by {len(prompt) - room}"
+                    f"{name} has {len(prompt)} tokens and max_new_tokens is {self.max_new_tokens}, together more than "
+                    f"{what} ({longest}). Lower one by {len(prompt) - room}"
                 )
         return model
 
 
 def _rehearse(sampler: Sampler, model: GenerativeModel, rows: list[SampledRow]) -> None:
-    """Sample two tokens after the first prompts; all rows then have completions of a few tokens, the first of them
-    ended."""
+    """Sample two tokens after the first two prompts, then give all rows made-up completions of a few tokens. The first
+    row has ended."""
     first = [replace(row, completion=Completion()) for row in rows[:2]]
     _Rollout(replace(sampler, max_new_tokens=min(2, sampler.max_new_tokens)), model, deque(first)).run()
     length = min(8, sampler.max_new_tokens)
@@ -224,8 +226,8 @@ def answer(
     world: World | None = None,
     samples: int = 1,
 ) -> dict[int, list[Completion]]:
-    """`samples` completions of each of `prompts`, token ids by their numbers, with their texts. All processes call it
-    with the same prompts, sample a share of them and have all."""
+    """Sample `samples` completions, with texts, for each of `prompts` (number -> token ids). All processes must call
+    this with the same prompts; each samples a share, and all get all completions."""
     world = current_world(world)
     mine = [*prompts] if rehearsal.current() else [*prompts][world.data_rank :: world.data_size]
     found = sampler(model, [prompts[index] for index in mine], samples=samples, indices=mine)
@@ -235,14 +237,14 @@ def answer(
 
 
 class _Rollout:
-    """Completes the rows that wait. The cache has one row more, for a prompt some of whose samples still wait."""
+    """Complete the waiting rows. The cache has one spare row, for a prompt with samples that still wait."""
 
     def __init__(self, settings: "Sampler", model: GenerativeModel, waiting: deque[SampledRow]):
         self.settings, self.model, self.waiting = settings, model, waiting
         self.device = next(model.parameters()).device
-        self.rows: dict[int, SampledRow] = {}  # by their row of the cache
+        self.rows: dict[int, SampledRow] = {}  # by row of the cache
         self.spare = min(settings.max_rows, len(waiting))
-        self.spare_prompt: dict[tuple[int, ...], Tensor] = {}  # what the spare row has, and the logits after it
+        self.spare_prompt: dict[tuple[int, ...], Tensor] = {}  # the prompt in the spare row, and its logits
         capacity = max(len(row.prompt) for row in waiting) + settings.max_new_tokens
         self.cache = model.new_cache(self.spare + 1, capacity)
         self.decoding = Decoding(model, self.cache, self.spare, capacity, settings.choose)
@@ -256,7 +258,7 @@ class _Rollout:
                 self._advance([self.rows[slot] for slot in range(len(self.rows))])
 
     def _join(self) -> None:
-        """Rows that wait take what is free. Prompts are read packed; their other samples get copies of the cache."""
+        """Move waiting rows into free slots. Prompts are prefilled packed; their other samples copy the cache."""
         after = dict(self.spare_prompt)  # logits after each prompt
         source = dict.fromkeys(after, self.spare)
         copies, joined, tokens = list[tuple[int, int]](), list[int](), 0
@@ -282,14 +284,14 @@ class _Rollout:
         self._take(joined, torch.stack([after[self.rows[slot].prompt] for slot in joined]))
 
     def _prefill(self, prompts: list[tuple[int, ...]], slots: list[int]) -> Tensor:
-        """The logits after each prompt, `[prompts, vocab]`."""
+        """Return the logits after each prompt, `[prompts, vocab]`."""
         documents = np.repeat(np.arange(len(prompts)), [len(prompt) for prompt in prompts])
         batch = Batch.of(np.concatenate(prompts)[None], documents=documents[None])
         self.cache.start(slots, batch, self.device)
         return self.model(batch.to(self.device), cache=self.cache)[:, 0]
 
     def _advance(self, rows: list[SampledRow]) -> None:
-        """More tokens for each row, at least one. Rows that end leave."""
+        """Sample one or more tokens for each row, and drop rows that end."""
         left = max(self.settings.max_new_tokens - len(row.completion.tokens) for row in rows)
         steps = min(self.decoding.steps, left)
         chosen = self.decoding(
@@ -301,7 +303,7 @@ class _Rollout:
         self._let_go()
 
     def _take(self, slots: Sequence[int], logits: Tensor) -> None:
-        """Choose a token for the rows in `slots` from `logits` `[slots, vocab]`. Rows that end leave."""
+        """Choose a token for the rows in `slots` from `logits` `[slots, vocab]`, and drop rows that end."""
         rows = [self.rows[slot] for slot in slots]
         self.settings.extend([row.completion for row in rows], [next(row.uniforms) for row in rows], logits)
         self._let_go()
@@ -310,7 +312,7 @@ class _Rollout:
         self.rows = {slot: row for slot, row in self.rows.items() if not self.settings.is_complete(row.completion)}
 
     def _close_up(self) -> None:
-        """The last rows move to what is free, so that all are the first of the cache."""
+        """Move the last rows to free slots, so that rows are contiguous at the start of the cache."""
         free = [slot for slot in range(len(self.rows)) if slot not in self.rows]
         moved = [slot for slot in self.rows if slot >= len(self.rows)]
         self.cache.copy(list(zip(moved, free, strict=True)))
@@ -326,34 +328,37 @@ def choose(
     top_p: float | None = None,
     min_p: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """An id for each row of `logits` `[rows, vocab]`, and its log-prob in fp32: both `[rows]`. Processes that share the
-    vocabulary (`logits` are a DTensor) find the same together; only for `top_p` they exchange all probabilities.
+    """Choose an id for each row of `logits` `[rows, vocab]`. Returns ids and log-probs in fp32, both `[rows]`.
 
-    It is the first id at which the cumulative probability exceeds `uniforms` `[rows]`, which are in [0, 1); with
-    temperature 0 the most likely. `top_k` keeps the k most likely ids, `top_p` (Holtzman et al., 2020) the fewest that
-    have this probability, `min_p` (Nguyen et al., 2024) those at least so likely in proportion to the most likely: in
-    this order, as in transformers. Log-probs are those without these three; with temperature 0, those at temperature 1.
+    The result is the first id at which the cumulative probability exceeds `uniforms` `[rows]`, which are in [0, 1);
+    with temperature 0, the most likely id. `top_k` keeps the k most likely ids, `top_p` (Holtzman et al., 2020) the
+    smallest set with this probability, `min_p` (Nguyen et al., 2024) ids with at least this share of the highest
+    probability. They apply in this order, as in transformers. Log-probs ignore all three, and are at temperature 1 if
+    the temperature is 0.
+
+    Processes that share the vocabulary (`logits` are a DTensor) find the same ids together; only `top_p` makes them
+    exchange all probabilities.
     """
     ids_of, last = VocabularyShard(logits, dim=1), logits.shape[1] - 1
     own = logits.to_local() if isinstance(logits, DTensor) else logits
     scaled = own.float() if temperature in (0, 1) else own.float() / temperature
     log_probs = _log_softmax(scaled, ids_of)
     if temperature == 0:
-        ids = ids_of.argmax(log_probs).clamp(max=last)  # of NaN, too, it is an id, whose log-prob is NaN
+        ids = ids_of.argmax(log_probs).clamp(max=last)  # NaN also yields an id, whose log-prob is NaN
     else:
         kept = _kept(log_probs, top_k, top_p, min_p, ids_of).exp()
-        # In fp64, so that the order in which a device adds does not decide. MPS has no fp64.
+        # In fp64, so that the order of additions on a device does not matter. MPS has no fp64.
         dtype = torch.float32 if kept.device.type == "mps" else torch.float64
-        # First the piece in which the probability is reached, then the id in it: a device adds up many short pieces
-        # faster than a few long rows.
+        # Find the piece that reaches the probability, then the id in it: summing many short pieces is faster than a
+        # few long rows.
         pieces = F.pad(kept, (0, -kept.shape[1] % PIECE)).unflatten(1, (-1, PIECE))
         of_pieces = cumsum(pieces.sum(dim=-1, dtype=dtype), -1)
-        sums = F.pad(cumsum(ids_of.whole(of_pieces[:, -1:]), -1), (1, 0))  # before each process's ids; of all
+        sums = F.pad(cumsum(ids_of.whole(of_pieces[:, -1:]), -1), (1, 0))  # before each process's ids; the total
         reached = uniforms[:, None].to(dtype).to(kept.device) * sums[:, -1:] - sums[:, ids_of.rank, None]
         piece = torch.searchsorted(of_pieces, reached, right=True).clamp(max=pieces.shape[1] - 1)
         before = F.pad(of_pieces, (1, 0)).gather(1, piece)
         within = cumsum(pieces.gather(1, piece[..., None].expand(-1, -1, PIECE))[:, 0], -1, dtype)
-        # Of the ids before the one that is reached, each process counts its own.
+        # Each process counts its own ids before the chosen one.
         count = piece * PIECE + torch.searchsorted(before + within, reached, right=True)
         ids = ids_of.reduce(count.clamp(max=kept.shape[1])).clamp(max=last)
     return ids[:, 0], ids_of.at(ids, log_probs)[:, 0]
@@ -370,7 +375,7 @@ def _log_softmax(logits: Tensor, ids_of: VocabularyShard) -> Tensor:
 def _kept(
     log_probs: Tensor, top_k: int | None, top_p: float | None, min_p: float | None, ids_of: VocabularyShard
 ) -> Tensor:
-    """`log_probs` `[rows, vocab]`, with -inf for what is not among the top."""
+    """Return `log_probs` `[rows, vocab]` with -inf for ids that are filtered out."""
     if top_k is not None:
         smallest = ids_of.topk(log_probs, top_k)[0][:, -1:]
         log_probs = log_probs.masked_fill(log_probs < smallest, -math.inf)
@@ -387,7 +392,7 @@ def _kept(
 
 
 def uniforms(*keys: int) -> Iterator[float]:
-    """Random numbers in [0, 1), without end: a function of the non-negative `keys` alone."""
+    """Yield random numbers in [0, 1) without end, as a function of the non-negative `keys`."""
     bits = np.random.Philox(np.random.SeedSequence(keys))
     while True:
         yield (int(bits.random_raw()) >> 11) * 2.0**-53

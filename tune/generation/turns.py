@@ -1,4 +1,4 @@
-"""Turns of a conversation with an environment: an answer as a message, and what a chat template writes behind it."""
+"""Turns of a conversation with an environment: parse answers into messages, and render the text after an answer."""
 
 import json
 import re
@@ -8,13 +8,13 @@ from typing import Any
 from tune.errors import TuneError
 from tune.tokenizers import PROBE, Message, common_prefix
 
-# Behind these stand calls as JSON: Qwen and Hermes, Mistral, Llama 3, Phi-4. Llama 3 writes a call alone, too.
+# JSON tool calls follow these: Qwen and Hermes, Mistral, Llama 3, Phi-4. Llama 3 also writes a call without any.
 _CALLS = re.compile(r"<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>|<\|tool_call\|>")
 
 
 def assistant_message(text: str, tools: list | None, turn: int) -> Message:
-    """The assistant's message, its content `text` as it is. Where the prompt has `tools`, it has the calls that `text`
-    writes as JSON, in OpenAI's form, each with an id of nine characters (which Mistral's templates want)."""
+    """Return the assistant's message with `text` as its content. If the prompt has `tools`, it also has the JSON calls
+    in `text` in OpenAI's form, each with a nine-character id, as Mistral's templates require."""
     calls: list[dict[str, Any]] = []
     for piece in (_CALLS.split(text)[1:] or [text]) if tools else []:
         try:
@@ -30,9 +30,9 @@ def assistant_message(text: str, tools: list | None, turn: int) -> Message:
 
 
 def answered(answer: Message, messages: list[Message]) -> list[Message]:
-    """An `answer` and the `messages` behind it as templates take them: where a tool answers, it was called. Results
-    without `tool_call_id` and `name` have those of the calls in their order; of the calls one is shown, and without
-    what was sampled, which a template might refuse."""
+    """Return an `answer` and the `messages` after it in a form that templates accept: tool results must follow a call.
+    Results without `tool_call_id` and `name` get those of the calls, in order. Only one call is kept, without the
+    sampled arguments, which a template might reject."""
     if messages[0]["role"] != "tool":
         return [{"role": "assistant", "content": answer["content"]}, *messages]
     calls = answer.get("tool_calls") or [{"id": "c00000000", "function": {"name": "tool"}}]
@@ -52,12 +52,13 @@ def answered(answer: Message, messages: list[Message]) -> list[Message]:
 def text_behind(
     render: Callable[..., str], before: list[Message], turn: list[Message], stops: list[str], end: str | None
 ) -> str:
-    """What the template writes behind the answer `turn[0]`, up to where the next answer begins: `turn[1:]`. The answer
-    has ended with `end`, one of the tokens `stops`, or with a stop string; then the template ends it.
+    """Return the text that the template writes after the answer `turn[0]`, up to the start of the next answer: the
+    messages `turn[1:]`. The answer ended with `end`, one of the tokens `stops`, or with a stop string; in the latter
+    case the template ends the answer.
 
-    Taken from behind a text that stands in for the answer: templates rewrite answers that are not the last one (Qwen3
-    drops reasoning), and what was sampled is not to be rewritten. Raises TuneError where the template does not show
-    where that is, or does not write the first of the messages.
+    The template renders a placeholder for the answer: templates rewrite answers other than the last one (Qwen3 drops
+    reasoning), but sampled text must not change. Raises TuneError if the placeholder cannot be located in the rendered
+    text, or the template does not render the first message.
     """
     stop = re.compile("|".join(map(re.escape, stops)) or "(?!)")
     standing_in: list[tuple[Message, bool]] = [({"role": "assistant", "content": PROBE}, False)]
@@ -65,13 +66,13 @@ def text_behind(
         (call,) = turn[0]["tool_calls"]
         function = {**call["function"], "arguments": {"text": PROBE}}
         standing_in.insert(0, ({**turn[0], "tool_calls": [{**call, "function": function}]}, True))
-    refusal = TuneError("environment: the chat template does not show where an answer ends, or what answers it")
+    refusal = TuneError("environment: cannot find the end of an answer, or the reply to it, in the chat template")
     for answer, is_call in standing_in:
         try:
             _, *inside = render([*before, answer, *turn[1:]], add_generation_prompt=True).split(PROBE)
             _, *last = render([*before, answer]).split(PROBE)
             _, *shown = render([*before, answer, {**turn[1], "content": PROBE}, *turn[2:]]).split(PROBE)
-        except TuneError as error:  # a template that knows no calls, or wants them
+        except TuneError as error:  # a template without support for calls, or one that requires them
             refusal = error if is_call else refusal
             continue
         if len(inside) != 1 or len(last) != 1 or len(shown) != 2:
@@ -83,6 +84,6 @@ def text_behind(
         if is_call and first is None:
             continue
         behind = behind[first.start() :] if is_call and first else behind
-        # The beginning of the next turn may be what has ended this one (GLM): it stands there already.
+        # The token that ended this turn may also begin the next one (GLM): it is already there.
         return behind[behind.index(end) + len(end) :] if end and behind.lstrip().startswith(end) else behind
     raise refusal

@@ -1,4 +1,4 @@
-"""Sampling by vLLM, which is installed beside `tune`."""
+"""Sample with vLLM, which is installed separately."""
 
 import os
 from dataclasses import dataclass
@@ -20,18 +20,19 @@ from tune.types import Share
 
 @dataclass(frozen=True, kw_only=True)
 class VLLM(Sampler):
-    """A `Sampler` that has vLLM do the work, for models and GPUs that it has:
+    """A `Sampler` that runs vLLM, for the models and GPUs that vLLM supports:
 
         sampling={_component_: tune.generation.VLLM, path: ./Qwen3-8B, max_new_tokens: 4096, memory: 0.4}
 
-    Each process has an engine with a copy of the model in `dtype`, which keeps the share `memory` of its device; `path`
-    has the model's config.json and tokenizer. Before each rollout the weights are handed over, adapters merged.
+    Each process has an engine with a copy of the model in `dtype`, which uses the share `memory` of its device. `path`
+    has the model's config.json and tokenizer. Before each rollout the engine receives the weights, with adapters
+    merged.
 
-    The seed of a completion is a function of seed, step, prompt and sample, but rounding is that of vLLM's kernels: the
-    loss has to correct for `mismatch_kl`.
+    The seed of a completion is a function of seed, step, prompt and sample. Rounding follows vLLM's kernels, so the
+    loss must correct for `mismatch_kl`.
 
     Raises:
-        TuneError: vLLM is not installed, or what is sampled would not be what the loss takes it for.
+        TuneError: vLLM is not installed, or settings would bias the log-probs that the loss uses.
     """
 
     path: str
@@ -41,14 +42,14 @@ class VLLM(Sampler):
     def __post_init__(self) -> None:
         super().__post_init__()
         if find_spec("vllm") is None:
-            raise TuneError("vLLM is not installed: pip install vllm, or leave sampling._component_ out")
+            raise TuneError("vLLM is not installed: pip install vllm, or remove sampling._component_")
         if quantization(Path(self.path)):
             raise TuneError(
-                f"path: {self.path} is quantized, and so would be vLLM's copy, which takes plain weights. Make a plain "
-                f"one: tune export {in_shell(self.path)} --to hf --out PLAIN"
+                f"path: {self.path} is quantized, but vLLM's copy must take plain weights. Create a plain checkpoint: "
+                f"tune export {in_shell(self.path)} --to hf --out PLAIN"
             )
         if set_ := [name for name in ("top_k", "top_p", "min_p") if getattr(self, name) is not None]:
-            raise TuneError(f"{set_[0]}: vLLM's log-probs are those of what it keeps. Leave it out, or take Sampler")
+            raise TuneError(f"{set_[0]}: vLLM computes log-probs after this filter. Remove it, or use Sampler")
 
     def complete(self, model: GenerativeModel, rows: list[SampledRow]) -> None:
         """See `Sampler`."""
@@ -59,7 +60,7 @@ class VLLM(Sampler):
 
         is_on_cpu = _device_type(model) == "cpu"
         engine = _engine(self.path, self.dtype, self.memory, self.max_len, self.max_rows, is_on_cpu)
-        engine.collective_rpc("reload_weights", kwargs={"weights_iterator": hf_tensors(model)})  # in this process
+        engine.collective_rpc("reload_weights", kwargs={"weights_iterator": hf_tensors(model)})  # not over the network
         if is_on_cpu:
             engine.apply_model(_pack)
         engine.reset_prefix_cache()
@@ -81,7 +82,7 @@ class VLLM(Sampler):
 
 
 def _device_type(model: nn.Module) -> str:
-    """What it computes on: with memory.cpu_offload, weights are in host memory when a rollout starts."""
+    """Return the device type that `model` computes on; with memory.cpu_offload its weights are on the host."""
     weight = next(model.parameters())
     return weight.device_mesh.device_type if isinstance(weight, DTensor) else weight.device.type
 
@@ -95,16 +96,16 @@ def _engine(path: str, dtype: str, memory: float, max_len: int | None, max_rows:
         model=path, load_format="dummy", dtype={"bf16": "bfloat16", "fp32": "float32"}[dtype],
         distributed_executor_backend="external_launcher" if "RANK" in os.environ else "uni",
         gpu_memory_utilization=memory, max_model_len=max_len, max_num_seqs=max_rows,
-        logprobs_mode="processed_logprobs",  # those at the temperature
-        enforce_eager=is_on_cpu,  # compiled blocks keep packed copies of the first weights
+        logprobs_mode="processed_logprobs",  # log-probs at the temperature
+        enforce_eager=is_on_cpu,  # compiled blocks would keep packed copies of the initial weights
     )  # fmt: skip
     if finalizer := getattr(engine.llm_engine.engine_core, "_finalizer", None):
-        finalizer.atexit = False  # the process group has been left when it would leave it
+        finalizer.atexit = False  # it would leave the process group, which is already destroyed at exit
     return engine
 
 
 def _pack(model: Any) -> None:
-    """On a CPU vLLM computes with packed copies; reloading leaves out experts, and a head that is the embedding."""
+    """Update vLLM's packed copies of weights on a CPU; its reload skips experts and tied heads."""
     for module in model.modules():
         if kernel := getattr(getattr(module, "quant_method", None), "moe_kernel", None):
             kernel.fused_experts.process_weights_after_loading(module)

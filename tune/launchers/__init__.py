@@ -1,8 +1,8 @@
-"""What starts a recipe in several processes: one file a launcher, found by its name (`tune run --launcher NAME`).
+"""Launchers start a recipe in several processes: one module each, found by name (`tune run --launcher NAME`).
 
-A launcher is a module with `launch(options, recipe, settings, folder)`. Its processes run the recipe as a script, with
-`settings` as their command line, and tell it RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. `folder` is
-where the run goes, the same on every attempt. `options` are those that the user gave before the recipe.
+A launcher is a module with `launch(options, recipe, settings, folder)`. Its processes run the recipe as a script with
+`settings` as command line, and set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. `folder` is the run
+folder, the same on every attempt. `options` are the options that the user gave before the recipe.
 """
 
 import importlib
@@ -18,18 +18,18 @@ Launch = Callable[[Sequence[str], Path, Sequence[str], Path], None]
 
 
 def launcher(name: str) -> Launch:
-    """The `launch` of a launcher. Raises TuneError if there is none of that name."""
+    """Return the `launch` function of a launcher. Raises TuneError if the name is unknown."""
     names = [module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")]
     if name not in names:
         raise TuneError(
-            f"--launcher: there is no launcher '{name}'.{did_you_mean(name, names)} They are {', '.join(names)}"
+            f"--launcher: unknown launcher '{name}'.{did_you_mean(name, names)} Available: {', '.join(names)}"
         )
     launch: Launch = importlib.import_module(f"tune.launchers.{name}").launch
     return launch
 
 
 def count(text: str, least: int = 1) -> int:
-    """The type of an option that counts something, `least` or more."""
+    """Parse an option that is a count of at least `least`."""
     if not text.isdecimal() or int(text) < least:
         raise ArgumentTypeError(f"'{text}' is not a number of at least {least}")
     return int(text)

@@ -1,4 +1,4 @@
-"""Ray: TorchTrainer's workers run the recipe, on a cluster that there is or on one of this machine."""
+"""Ray: TorchTrainer's workers run the recipe, on an existing cluster or a new one on this machine."""
 
 import os
 import runpy
@@ -20,17 +20,17 @@ from tune.launchers import count
 from tune.lookup import in_shell
 from tune.ray_cluster import LIMIT, connect, quiet, require_answer
 
-PASSED_ON = ("TUNE_", "HF_", "PYTHONPATH", "OMP_NUM_THREADS")  # variables that workers on other nodes need too
-SAVED = 130  # exit code of a recipe that has saved a checkpoint because it was told to stop
+PASSED_ON = ("TUNE_", "HF_", "PYTHONPATH", "OMP_NUM_THREADS")  # variables that workers on other nodes also need
+SAVED = 130  # exit code of a recipe that was asked to stop and saved a checkpoint
 
 
 class RecipeFailed(Exception):
-    """The recipe has ended with an exit code that is not 0, and said why."""
+    """Raised if the recipe ended with an exit code other than 0, after printing the reason."""
 
 
 def launch(options: Sequence[str], recipe: Path, settings: Sequence[str], folder: Path) -> None:
-    """Run the recipe in workers of Ray Train. The run folder is its folder of results too, so that Ray's users find the
-    checkpoints there. SIGINT and SIGTERM reach the workers, which save a checkpoint."""
+    """Run the recipe in workers of Ray Train. The run folder is also Ray's folder of results, where its users expect
+    checkpoints. SIGINT and SIGTERM reach the workers, which save a checkpoint."""
     chosen = parser("tune run --launcher ray").parse_args(options)
     least, most = (0, 0) if chosen.local else (nodes * chosen.nproc_per_node for nodes in chosen.nnodes)
     ray, needs, _ = _connected(chosen, least, most)
@@ -47,7 +47,7 @@ def launch(options: Sequence[str], recipe: Path, settings: Sequence[str], folder
         "environment": _passed_on()
         | {"TUNE_STOP_FILE": str(stop), "TUNE_RUN_FOLDER": str(folder), "TUNE_RAY_WORKER": "1"},
     }
-    # Ray refuses a folder whose list of checkpoints has some that are gone; which there are, the run finds out itself.
+    # Ray rejects a folder whose list of checkpoints has missing ones. The run finds its checkpoints without the list.
     (folder / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)
     trainer = TorchTrainer(
         _work,
@@ -66,15 +66,15 @@ def launch(options: Sequence[str], recipe: Path, settings: Sequence[str], folder
     )
     try:
         code = _wait(trainer, stop, tables)
-    except (train.TrainingFailedError, RecipeFailed) as error:  # the second one with --local
+    except (train.TrainingFailedError, RecipeFailed) as error:  # RecipeFailed: with --local
         failures: dict[int, Exception] = getattr(error, "worker_failures", {})
         if any(RecipeFailed.__name__ in repr(each) for each in (error, *failures.values())):
-            sys.exit(2)  # it has said why
+            sys.exit(2)  # the recipe has printed the reason
         which = ", ".join(f"worker {rank}: {str(each).splitlines()[0]}" for rank, each in failures.items())
-        which = which or " ".join(str(error).split())  # Ray's own, as on a full disk
+        which = which or " ".join(str(error).split())  # an error of Ray itself, e.g. a full disk
         raise TuneError(
             f"--launcher ray: {which}. The same command with output_dir={in_shell(folder)} continues after the last "
-            "checkpoint; --max-restarts N does so by itself"
+            "checkpoint; --max-restarts N does that automatically"
         ) from error
     finally:
         stop.unlink(missing_ok=True)
@@ -84,11 +84,11 @@ def launch(options: Sequence[str], recipe: Path, settings: Sequence[str], folder
 
 @contextmanager
 def in_actors(chosen: Any, make: Callable[[], Callable[[Any], Any]], items: Sequence[Any]) -> Iterator[Iterator[Any]]:
-    """An iterator of the results for `items`, in their order. Several actors compute them, each by a function that it
-    has from `make`: they all have made it when the block begins.
+    """A context with an iterator over the results for `items`, in order. Several actors compute them, each with its own
+    function from `make`; all functions exist when the block begins.
 
     Raises:
-        TuneError: as `make` or its function does; or an actor dies more often than `--max-restarts` says.
+        TuneError: as `make` or its function does; or an actor dies more often than `--max-restarts` allows.
     """
     least, most = (nodes * chosen.nproc_per_node for nodes in chosen.nnodes)
     ray, needs, room = _connected(chosen, least, most)
@@ -107,17 +107,17 @@ def in_actors(chosen: Any, make: Callable[[], Callable[[Any], Any]], items: Sequ
         raise
     except ray.exceptions.RayError as error:
         why = " ".join(str(error).split())
-        raise TuneError(f"--launcher ray: {why} With --max-restarts N, actors that die are started again") from error
+        raise TuneError(f"--launcher ray: {why} With --max-restarts N, actors that die are restarted") from error
     finally:
         ray.shutdown()
 
 
 class _Actor:
-    """Calls, in a process of its own, the function that `make` gives; makes it again when Ray has restarted it."""
+    """Run the function from `make` in a separate process; create it again after Ray restarts the process."""
 
     def __init__(self, make: Callable[[], Callable[[Any], Any]], folder: str):
         os.chdir(folder)
-        os.environ.pop("SLURM_PROCID", None)  # Ray's nodes may be tasks of a step, but its actors are not
+        os.environ.pop("SLURM_PROCID", None)  # Ray's nodes may be tasks of a SLURM step, but its actors are not
         self.make = make
         self.function: Any = None
 
@@ -130,7 +130,7 @@ class _Actor:
 
 
 def _in_order(pool: Any, items: Sequence[Any]) -> Iterator[Any]:
-    """The results in the order of `items`. `pool.map` would leave actors idle until an earlier one is done."""
+    """Yield results in the order of `items`. `pool.map` would leave actors idle until an earlier one is done."""
     done = pool.map_unordered(lambda actor, numbered: actor.call.remote(*numbered), enumerate(items))
     results: dict[int, Any] = {}
     for position in range(len(items)):
@@ -140,22 +140,25 @@ def _in_order(pool: Any, items: Sequence[Any]) -> Iterator[Any]:
 
 
 def parser(command: str) -> ArgumentParser:
-    """The parser of the options that choose a cluster and its workers."""
+    """Return the parser for options that choose a cluster and its workers."""
     parser = ArgumentParser(command, allow_abbrev=False)
-    parser.add_argument("--nproc-per-node", type=count, default=1, help="workers of a node (default: 1)")
+    parser.add_argument("--nproc-per-node", type=count, default=1, help="workers per node (default: 1)")
     parser.add_argument(
-        "--nnodes", type=_range, default=(1, 1), help="nodes; MIN:MAX as many as there are (default: 1)"
+        "--nnodes", type=_range, default=(1, 1), help="nodes; MIN:MAX uses as many as available (default: 1)"
     )
-    parser.add_argument("--address", help="of a cluster, or auto; default: RAY_ADDRESS, or a new one on this machine")
-    parser.add_argument("--max-restarts", type=int, default=0, help="continue after so many failures (default: 0)")
+    parser.add_argument(
+        "--address", help="address of a cluster, or auto; default: RAY_ADDRESS, or a new cluster on this machine"
+    )
+    parser.add_argument("--max-restarts", type=int, default=0, help="failures to recover from (default: 0)")
     parser.add_argument("--cpus-per-worker", type=count, default=1, help="default: 1")
-    parser.add_argument("--gpus-per-worker", type=partial(count, least=0), help="default: 1 where the cluster has GPUs")
-    parser.add_argument("--local", action="store_true", help="in this process, without a cluster, to try it")
+    parser.add_argument("--gpus-per-worker", type=partial(count, least=0), help="default: 1 if the cluster has GPUs")
+    parser.add_argument("--local", action="store_true", help="run in this process without a cluster, for a try")
     return parser
 
 
 def _connected(chosen: Any, least: int, most: int) -> tuple[Any, dict[str, int], int]:
-    """Ray's module, what each worker needs, and how many workers the cluster has room for; 0 for `most` uses none."""
+    """Return Ray's module, the resources per worker, and the number of workers that the cluster has room for. `most` 0
+    uses no cluster."""
     ray, resources = connect(chosen.address, most * chosen.cpus_per_worker)
     gpus = int("GPU" in resources) if chosen.gpus_per_worker is None else chosen.gpus_per_worker
     needs = {"CPU": chosen.cpus_per_worker, "GPU": gpus}
@@ -173,17 +176,18 @@ def _range(text: str) -> tuple[int, int]:
     least, _, most = text.partition(":")
     found = count(least), count(most or least)
     if found[0] > found[1]:
-        raise TuneError(f"--launcher ray: --nnodes {text}: the first number, the least, is more than the second")
+        raise TuneError(f"--launcher ray: --nnodes {text}: MIN is greater than MAX")
     return found
 
 
 def _wait(trainer: Any, stop: Path, tables: str) -> int:
-    """The exit code of the recipe. A first signal makes the file `stop`, by which workers see that they have to stop.
-    If the cluster's `tables` do not answer, this process says so and ends: Ray would end it later, without a word."""
+    """Wait for the recipe and return its exit code. A first signal creates the file `stop`, which tells workers to
+    stop. If the cluster's `tables` (gcs_server) do not answer, print an error and exit: Ray would end this process
+    later, silently."""
 
     def request(number: int, frame: FrameType | None) -> None:
         if stop.exists():
-            os._exit(SAVED)  # Ray ends the workers of a driver that is gone
+            os._exit(SAVED)  # Ray ends the workers when their driver is gone
         stop.parent.mkdir(parents=True, exist_ok=True)
         stop.touch()
 
@@ -192,12 +196,12 @@ def _wait(trainer: Any, stop: Path, tables: str) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, request)
         while not result.done():
-            wait([result], timeout=0.5)  # so that Python comes to handle signals
+            wait([result], timeout=0.5)  # wake up so that Python handles signals
             try:
                 require_answer(tables, int(os.environ.get(LIMIT, "60")) - 10)
             except OSError as error:
                 again = f"The same command with output_dir={in_shell(stop.parent)} continues after the last checkpoint"
-                print(f"error: --launcher ray: its tables (gcs_server) are gone: {error}. {again}", file=sys.stderr)
+                print(f"error: --launcher ray: lost the cluster's gcs_server: {error}. {again}", file=sys.stderr)
                 os._exit(2)
         return int(result.result().return_value or 0)
 
@@ -207,11 +211,11 @@ def _newest(folder: Path) -> str:
 
 
 def _work(place: dict[str, Any]) -> int:
-    """In a worker: run the recipe; returns its exit code, and raises if it has failed."""
+    """Run the recipe in a worker. Returns its exit code, and raises RecipeFailed if it fails."""
     quiet()
     os.chdir(place["folder"])
     os.environ.update(place["environment"])
-    if _newest(Path(os.environ["TUNE_RUN_FOLDER"])) != place["newest"]:  # the launch has saved one: this is a restart
+    if _newest(Path(os.environ["TUNE_RUN_FOLDER"])) != place["newest"]:  # a new checkpoint: a restart
         os.environ["TUNE_RESTART_COUNT"] = "1"
     sys.argv = [place["recipe"], *place["settings"]]
     sys.path.insert(0, str(Path(place["recipe"]).parent))
@@ -219,6 +223,6 @@ def _work(place: dict[str, Any]) -> int:
         runpy.run_path(place["recipe"], run_name="__main__")
     except SystemExit as end:
         if end.code not in (None, 0, SAVED):
-            raise RecipeFailed(f"the recipe has ended with exit code {end.code}") from None
+            raise RecipeFailed(f"the recipe ended with exit code {end.code}") from None
         return int(end.code or 0)
     return 0

@@ -1,4 +1,4 @@
-"""SLURM: writes a batch script that runs the recipe by `srun`, and submits it."""
+"""SLURM: write a batch script that runs the recipe with `srun`, and submit it."""
 
 import re
 import shlex
@@ -14,11 +14,11 @@ from tune.errors import TuneError
 from tune.files import CHECKPOINT
 from tune.launchers import count
 
-NOTICE = 600  # seconds before the time limit in which the last checkpoint is saved, or a fifth of a short limit
+NOTICE = 600  # seconds before the time limit for saving the last checkpoint; at most a fifth of the limit
 
-# The batch shell gets USR1 before the time limit, and nobody else does: a job that `scancel` ends is not requeued. A
-# start that has saved nothing new is not repeated either. What loses a node, or is killed at the end of its GraceTime,
-# SLURM itself queues again; a preempted job that ends within that time it counts as failed.
+# Only the batch shell gets USR1 before the time limit, so a job that `scancel` ends is not requeued. Neither is a start
+# that saved nothing new. SLURM itself requeues a job that loses a node or is killed at the end of its GraceTime, but
+# counts a preempted job that ends within that time as failed.
 SCRIPT = """\
 #!/bin/bash
 {directives}
@@ -35,17 +35,17 @@ told=
 trap 'time_is_over=1; told=1; kill -TERM "$step"' USR1
 trap 'told=1; kill -TERM "$step"' TERM
 wait "$step"; code=$?
-while [ -n "$told" ]; do told=; wait "$step"; code=$?; done  # a signal ends a wait, with a code of its own
+while [ -n "$told" ]; do told=; wait "$step"; code=$?; done  # a signal interrupts wait, which returns its own code
 preempted() {{ scontrol -o show job "$SLURM_JOB_ID" | grep ' JobState=RUNNING ' | grep -q ' PreemptTime=[0-9]'; }}
-if [ "$code" -ne 0 ] && preempted; then  # and not cancelled since
-  echo "preempted: the job is queued again"
+if [ "$code" -ne 0 ] && preempted; then  # and not canceled since
+  echo "preempted: the job is requeued"
   scontrol requeue "$SLURM_JOB_ID"
 elif [ -n "$time_is_over" ] && [ "$code" -ne 0 ]; then
   if [ "$(newest)" != "$before" ]; then
-    echo "the time is over after $(newest): the job is queued again, and continues there"
+    echo "time limit reached after $(newest): the job is requeued and continues from there"
     scontrol requeue "$SLURM_JOB_ID"
   else
-    echo "the time is over, and no checkpoint was saved in it: give more --time, or checkpointer.every less"
+    echo "time limit reached without a new checkpoint: raise --time, or lower checkpointer.every"
   fi
 fi
 exit "$code"
@@ -53,7 +53,7 @@ exit "$code"
 
 
 def launch(options: Sequence[str], recipe: Path, settings: Sequence[str], folder: Path) -> None:
-    """Write the script to the run folder and submit it; with `--dry-run` print it."""
+    """Write the script to the run folder and submit it; with `--dry-run`, print it."""
     chosen, others = _options(options)
     text = script(chosen, others, recipe, settings, folder)
     if chosen.dry_run:
@@ -61,18 +61,18 @@ def launch(options: Sequence[str], recipe: Path, settings: Sequence[str], folder
         return
     if not shutil.which("sbatch"):
         raise TuneError(
-            "--launcher slurm: there is no sbatch on this machine. --dry-run prints the script, to submit elsewhere"
+            "--launcher slurm: sbatch is not installed here. --dry-run prints the script to submit it elsewhere"
         )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "slurm.sh").write_text(text, encoding="utf-8")
     done = subprocess.run(["sbatch", str(folder / "slurm.sh")], capture_output=True, text=True)
     if done.returncode:
         raise TuneError(f"--launcher slurm: {done.stderr.strip().removeprefix('sbatch: error: ')}")
-    print(f"{done.stdout.strip()}: {folder / 'slurm.sh'}; what it prints goes to {folder / 'slurm.txt'}")
+    print(f"{done.stdout.strip()}: {folder / 'slurm.sh'}; output goes to {folder / 'slurm.txt'}")
 
 
 def script(chosen: Any, others: Sequence[str], recipe: Path, settings: Sequence[str], folder: Path) -> str:
-    """The batch script; `others` are options for sbatch."""
+    """Return the batch script; `others` are options for sbatch."""
     tasks, seconds = chosen.nproc_per_node or chosen.gpus_per_node or 1, _seconds(chosen.time)
     directives = {
         "job-name": f"tune-{recipe.stem}",
@@ -97,23 +97,21 @@ def script(chosen: Any, others: Sequence[str], recipe: Path, settings: Sequence[
 
 def _options(arguments: Sequence[str]) -> tuple[Any, list[str]]:
     parser = ArgumentParser(
-        "tune run --launcher slurm", allow_abbrev=False, epilog="Other options, as --option=value, go to sbatch."
+        "tune run --launcher slurm", allow_abbrev=False, epilog="Other options (--option=value) are passed to sbatch."
     )
     parser.add_argument("--nodes", type=count, default=1, help="default: 1")
-    parser.add_argument("--gpus-per-node", type=count, help="also how many processes a node has")
-    parser.add_argument("--nproc-per-node", type=count, help="processes of a node where it is not one for each GPU")
-    parser.add_argument("--time", help="limit of one start, as sbatch takes it: MINUTES, HH:MM:SS, DAYS-HH:MM:SS ...")
-    parser.add_argument("--dry-run", action="store_true", help="print the script and submit nothing")
+    parser.add_argument("--gpus-per-node", type=count, help="GPUs, and so processes, per node")
+    parser.add_argument("--nproc-per-node", type=count, help="processes per node, if not one per GPU")
+    parser.add_argument("--time", help="limit of one start, as for sbatch: MINUTES, HH:MM:SS, DAYS-HH:MM:SS ...")
+    parser.add_argument("--dry-run", action="store_true", help="print the script without submitting it")
     chosen, others = parser.parse_known_args(arguments)
     if wrong := [each for each in others if not re.fullmatch(r"--[a-z][\w-]*(=\S+)?", each)]:
-        raise TuneError(
-            f"--launcher slurm: '{wrong[0]}' is not an option. Those for sbatch are given as --option=value"
-        )
+        raise TuneError(f"--launcher slurm: '{wrong[0]}' is not an option. Write options for sbatch as --option=value")
     return chosen, others
 
 
 def _seconds(limit: str | None) -> int:
-    """Of SLURM's MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS, DAYS-HOURS:MINUTES[:SECONDS]."""
+    """Parse SLURM's MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS, DAYS-HOURS:MINUTES[:SECONDS]."""
     if limit is None:
         return 0
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)

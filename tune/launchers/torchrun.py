@@ -1,4 +1,4 @@
-"""torchrun: several processes on this node, or on several with `--nnodes`. The options are its own."""
+"""torchrun: several processes on this node, or on several nodes with `--nnodes`. Options are torchrun's own."""
 
 import logging
 import os
@@ -9,12 +9,12 @@ from pathlib import Path
 from tune.errors import TuneError
 from tune.lookup import in_shell
 
-# After SIGTERM, until processes that have not ended are killed: a step and a checkpoint take longer than torchrun's 30.
+# Seconds from SIGTERM until processes are killed: a step and a checkpoint take longer than torchrun's default, 30.
 SHUTDOWN_SECONDS = "600"
 
 
 def launch(options: Sequence[str], recipe: Path, settings: Sequence[str], folder: Path) -> None:
-    """Run the recipe under an agent of torchrun in this process."""
+    """Run the recipe under torchrun's agent in this process."""
     import torch
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -26,16 +26,17 @@ def launch(options: Sequence[str], recipe: Path, settings: Sequence[str], folder
     try:
         chosen = torchrun.parse_args([*options, str(recipe), *settings])
         if (count := chosen.nproc_per_node) == "0" or count.startswith("-"):
-            raise TuneError(f"torchrun: --nproc-per-node {count} starts no process. Give 1 or more, or auto")
-        if count.isdecimal():  # torchrun would give each process one of the threads that torch takes for one
+            raise TuneError(f"torchrun: --nproc-per-node {count} starts no process. Use 1 or more, or auto")
+        if count.isdecimal():  # divide torch's threads; torchrun would give each process only one
             os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // int(count))))
         if chosen.master_port == 0:
-            raise TuneError("torchrun: no process finds port 0. Leave --master-port out: a free one is taken")
+            raise TuneError("torchrun: --master-port must not be 0. Leave it out: a free port is chosen")
         if ":" in chosen.nnodes:  # elastic
-            # An agent that shares its store (torch 2.13) tells its address once, not those that join later, which fail.
+            # An agent that shares its store (torch 2.13) announces its address only once, so agents that join later
+            # fail.
             os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
         torchrun.run(chosen)
-    except ValueError as error:  # of an option
+    except ValueError as error:  # an invalid option
         raise TuneError(f"torchrun: {error}") from error
     except SignalException:  # passed on to the processes, which have saved a checkpoint
         sys.exit(130)
@@ -44,7 +45,6 @@ def launch(options: Sequence[str], recipe: Path, settings: Sequence[str], folder
         if failure.exitcode > 0:
             sys.exit(failure.exitcode)
         raise TuneError(
-            f"process {rank} was ended by signal {-failure.exitcode}, not by itself; if nobody did that, the machine "
-            f"ran out of memory. The same command with output_dir={in_shell(folder)} continues after the last "
-            "checkpoint."
+            f"process {rank} was killed by signal {-failure.exitcode}; if nobody killed it, the machine probably ran "
+            f"out of memory. The same command with output_dir={in_shell(folder)} continues after the last checkpoint."
         ) from error

@@ -1,4 +1,4 @@
-"""Metrics and the sinks that take them. Every run has `Files` and `Console`; `logger.trackers` names others."""
+"""Sinks for metrics and messages. Every run has `Files` and `Console`; `logger.trackers` adds others."""
 
 from tune.loggers.sinks import (
     WANDB_OFF,
@@ -14,7 +14,7 @@ from tune.loggers.sinks import (
     open_sinks,
 )
 
-# Other names are for the packages of `tune` alone.
+# Other names are internal to `tune`.
 __all__ = [
     "MLflow",
     "Sink",

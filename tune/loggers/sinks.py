@@ -1,4 +1,4 @@
-"""Where metrics and messages go. Only rank 0 has sinks."""
+"""Sinks for metrics and messages. Only rank 0 opens sinks."""
 
 import contextlib
 import functools
@@ -25,12 +25,12 @@ from tune.errors import TuneError
 from tune.secrets import without_secrets
 from tune.types import checked
 
-MLFLOW_BATCH = 100  # parameters that MLflow takes at a time
-MLFLOW_VALUE = 500  # characters of a parameter that every server takes
+MLFLOW_BATCH = 100  # parameters that MLflow accepts per call
+MLFLOW_VALUE = 500  # characters per parameter that every server accepts
 
 
 class WandbOptions(TypedDict):
-    """`project` None: off. `name` None: that of the run folder."""
+    """`project`: None turns W&B off. `name`: None uses the name of the run folder."""
 
     project: str | None
     name: str | None
@@ -40,11 +40,11 @@ WANDB_OFF: WandbOptions = {"project": None, "name": None}
 
 
 class Sink:
-    """A receiver of metrics and messages; subclasses override what they need. One that settings name is made on each
-    process, and only that of the first is opened."""
+    """A receiver of metrics and messages; subclasses override the methods that they need. Sinks named in settings are
+    created on each process, but only rank 0's is opened."""
 
     def open(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        """The first call: the run's folder, which may be one that is continued, and its settings without secrets."""
+        """Called first, with the run's folder, which may be a continued one, and its settings without secrets."""
 
     def start(self, step: int, total: int) -> None: ...
     def message(self, text: str) -> None: ...
@@ -53,7 +53,7 @@ class Sink:
 
 
 def open_sinks(folder: Path, trackers: Sequence[Sink], settings: DictConfig) -> list[Sink]:
-    """The sinks besides the console, opened: the files in the run folder, and the trackers."""
+    """Open and return all sinks except the console: the files in the run folder, and the trackers."""
     told: Any = without_secrets(OmegaConf.to_container(settings, resolve=True))
     sinks: list[Sink] = [Files(folder)]
     for tracker in trackers:
@@ -63,14 +63,14 @@ def open_sinks(folder: Path, trackers: Sequence[Sink], settings: DictConfig) -> 
 
 
 def require_installed(package: str) -> None:
-    """Raises TuneError if the package of a tracker is not installed."""
+    """Raise TuneError if the package of a tracker is not installed."""
     if find_spec(package) is None:
-        raise TuneError(f"{package} is not installed. pip install 'tune-recipes[{package}]', or leave the tracker out")
+        raise TuneError(f"{package} is not installed. pip install 'tune-recipes[{package}]', or remove the tracker")
 
 
 class Files(Sink):
-    """log.txt: every message. metrics.jsonl: one object an optimizer step; what is measured of a step that is logged
-    already is added to its object. A resumed run continues metrics.jsonl and samples.jsonl after the step it resumes
+    """Write every message to log.txt, and one object per optimizer step to metrics.jsonl. Later metrics of the last
+    step are added to its object. A resumed run continues metrics.jsonl and samples.jsonl after the step it resumes
     from."""
 
     def __init__(self, folder: Path):
@@ -78,8 +78,8 @@ class Files(Sink):
         self.files = {name: Lines(folder / name) for name in ("log.txt", "metrics.jsonl")}
         for file in self.files.values():
             file.open()
-        self.one = threading.Lock()  # threads send messages too
-        self.step: int | None = None  # that is logged last
+        self.one = threading.Lock()  # threads also send messages
+        self.step: int | None = None  # the last logged step
 
     def start(self, step: int, total: int) -> None:
         for file in (self.folder / "metrics.jsonl", self.folder / "samples.jsonl"):
@@ -96,7 +96,7 @@ class Files(Sink):
         self.step = step
 
     def _add_to_last(self, step: int, values: dict[str, float]) -> bool:
-        """Add the values to the last line, if it is of this step. The longer line is written over it at once."""
+        """Add the values to the last line if it is of this step, by overwriting it with one write."""
         path = self.folder / "metrics.jsonl"
         begin, logged = lines_after(path, step - 1)
         if logged != [step] or self.files["metrics.jsonl"].waiting:
@@ -106,7 +106,7 @@ class Files(Sink):
             before = file.read()
             logged_values = records.json_object(before)
             line = json.dumps(logged_values | values | {"time": logged_values["time"]}).encode() + b"\n"
-            for content in (line, before):  # a full disk may take a part of the line: then the one before is restored
+            for content in (line, before):  # a full disk may write only a part: then restore the old line
                 file.seek(begin)
                 with contextlib.suppress(OSError):
                     if file.write(content) == len(line):
@@ -116,7 +116,7 @@ class Files(Sink):
         return False
 
     def append(self, name: str, *lines: str) -> None:
-        """Add lines to a file in the folder. On a full disk they wait, those of all files."""
+        """Append lines to a file in the folder. On a full disk, the lines of all files wait."""
         with self.one:
             if name not in self.files:
                 self.files[name] = Lines(self.folder / name)
@@ -125,7 +125,7 @@ class Files(Sink):
                 file.write()
 
     def unwritten(self) -> str:
-        """What waits, and why; "" if nothing does."""
+        """Describe the lines that wait and the reason; "" if none do."""
         waiting = [file for file in self.files.values() if file.waiting]
         return ", ".join(f"{file.count:,} lines of {file.path.name} ({file.error})" for file in waiting)
 
@@ -135,7 +135,7 @@ class Files(Sink):
 
 
 class Lines:
-    """A text file, to whose end lines are added. What a full disk does not take waits, and is written later."""
+    """A text file to which lines are appended. On a full disk lines wait and are written later."""
 
     def __init__(self, path: Path):
         self.path, self.waiting, self.error = path, b"", ""
@@ -164,9 +164,9 @@ class Lines:
 
 
 def lines_after(file: Path, step: int) -> tuple[int, list[int]]:
-    """Where in a file of JSON lines those after `step` begin, and their steps. From the beginning all do, step 0 (a
-    validation before the first one) too; so does a part of a line that a killed process leaves. The file is read from
-    its end: a run of a million steps continues as fast as one of ten."""
+    """Return the offset in a JSON lines file at which the lines after `step` begin, and their steps. `step` 0 means the
+    whole file, including step 0 (a validation before the first step). An incomplete line of a killed process counts as
+    after `step`. The file is read from its end, so a run of a million steps continues as fast as one of ten."""
     steps: list[int] = []
     end = file.stat().st_size if file.exists() else 0
     if end:
@@ -183,7 +183,7 @@ def lines_after(file: Path, step: int) -> tuple[int, list[int]]:
     return end, steps[::-1]
 
 
-# The metrics on the console, as far as a run has them.
+# Metrics on the console, if the run has them.
 SHOWN = {
     "reward": ".4f",
     "loss": ".4f",
@@ -205,7 +205,7 @@ class Console(Sink):
         columns = TextColumn("{task.description}"), TimeRemainingColumn()
         self.progress = Progress(BarColumn(16), MofNCompleteColumn(), *columns, disable=not sys.stdout.isatty())
         self.every = every
-        if isinstance(sys.stdout, io.TextIOWrapper):  # a character that a terminal lacks must not end a run
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a character that the terminal lacks must not end a run
             sys.stdout.reconfigure(errors="backslashreplace")
 
     def start(self, step: int, total: int) -> None:
@@ -219,15 +219,15 @@ class Console(Sink):
             return
         try:
             print(text, flush=True)
-        except BrokenPipeError:  # who reads it has left, as Ctrl-C makes `| tee` do: the run goes on, and saves
+        except BrokenPipeError:  # the reader is gone, as `| tee` after Ctrl-C: the run continues, and saves
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        except OSError:  # it goes to a file on a full disk, and stays in the buffer, which the next message writes
+        except OSError:  # stdout is a file on a full disk: the text stays buffered for the next message
             pass
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         shown = [f"{name} {values[name]:{form}}" for name, form in SHOWN.items() if name in values]
         validated = [name for name in SHOWN if name.startswith(("validation_", "general_")) and name in values]
-        if "tokens_per_second" in values:  # no validation before the first step
+        if "tokens_per_second" in values:  # absent for a validation before the first step
             speed = f"{values['tokens_per_second']:,.0f} tokens/s | {values['peak_memory_gib']:.2f} GiB"
             if "slowest_rank" in values:
                 speed += f" | rank {values['slowest_rank']:.0f} takes {values['slowest_excess']:.0%} longer"
@@ -242,8 +242,8 @@ class Console(Sink):
 
 
 class TensorBoard(Sink):
-    """Events in the folder `tensorboard` of the run. Those after the step that a run continues from are taken back:
-    they are logged again."""
+    """Write events to the folder `tensorboard` of the run. A continued run discards events after the step that it
+    continues from, and logs them again."""
 
     def __init__(self) -> None:
         require_installed("tensorboard")
@@ -268,8 +268,8 @@ class TensorBoard(Sink):
 
 @checked
 class WeightsAndBiases(Sink):
-    """A run in a `project` of Weights & Biases, by default of the folder's `name`. A continued run folder goes on in
-    the same run."""
+    """Log to a `project` of Weights & Biases, in a run with this `name` (default: the folder's). A continued run folder
+    continues the same W&B run."""
 
     def __init__(self, project: str, name: str | None = None):
         require_installed("wandb")
@@ -279,7 +279,7 @@ class WeightsAndBiases(Sink):
     def open(self, folder: Path, settings: Mapping[str, Any]) -> None:
         import wandb
 
-        with mock.patch.object(sys, "argv", without_secrets(sys.argv)):  # W&B keeps the command line too
+        with mock.patch.object(sys, "argv", without_secrets(sys.argv)):  # W&B also stores the command line
             self.run = wandb.init(
                 project=self.project,
                 name=self.name or folder.name,
@@ -298,9 +298,9 @@ class WeightsAndBiases(Sink):
 
 @checked
 class MLflow(Sink):
-    """A run in an `experiment` of MLflow, by default of the folder's `name`, on the server of `uri` (None: that of
-    MLFLOW_TRACKING_URI, or MLflow's own default). A continued run folder goes on in the same run, which has the
-    folder's identity as its tag `tune.run`; steps that are trained again are there twice."""
+    """Log to an `experiment` of MLflow, in a run with this `name` (default: the folder's), on the server `uri` (None:
+    MLFLOW_TRACKING_URI, or MLflow's default). A continued run folder continues the same MLflow run, found by its tag
+    `tune.run`; steps that are trained again appear twice."""
 
     def __init__(self, experiment: str, name: str | None = None, uri: str | None = None):
         require_installed("mlflow")
@@ -312,9 +312,9 @@ class MLflow(Sink):
         import mlflow
         from mlflow.entities import Param
 
-        # A server that does not answer is waited for in each call, by default for four minutes.
+        # Each call waits for a server that does not answer, four minutes by default.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
-        if self.uri and "://" not in self.uri:  # a folder, which the user has named
+        if self.uri and "://" not in self.uri:  # a folder chosen by the user
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         self.client = mlflow.MlflowClient(self.uri)
         known = self.client.get_experiment_by_name(self.experiment)
@@ -324,7 +324,7 @@ class MLflow(Sink):
         if earlier:
             self.run_id = earlier[0].info.run_id
             self.client.update_run(self.run_id, status="RUNNING")
-            return  # MLflow keeps the parameters of a run as they are
+            return  # MLflow does not allow changes to a run's parameters
         run = self.client.create_run(experiment, tags={"tune.run": identity}, run_name=self.name or folder.name)
         self.run_id = run.info.run_id
         parameters = [Param(name, value[:MLFLOW_VALUE]) for name, value in _flat(settings)]
@@ -344,9 +344,9 @@ class MLflow(Sink):
 
 @checked
 class Trackio(Sink):
-    """A run in a `project` of Trackio, on this machine, or in the Hugging Face Space `space`. Trackio knows a run by
-    its `name`, by default that of the folder and its identity: a continued run folder goes on in the same run, where
-    steps that are trained again are there twice."""
+    """Log to a `project` of Trackio, on this machine or in the Hugging Face Space `space`. Trackio identifies a run by
+    its `name` (default: the folder's name and identity). A continued run folder continues the same Trackio run; steps
+    that are trained again appear twice."""
 
     def __init__(self, project: str, name: str | None = None, space: str | None = None):
         require_installed("trackio")
@@ -373,12 +373,12 @@ class Trackio(Sink):
 
 
 def _is_failure() -> bool:
-    """Whether an error or an interruption ends the run."""
+    """Whether the run ends with an error or an interruption."""
     return sys.exc_info()[0] is not None
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Each setting by its dotted key, as text."""
+    """Yield each setting as text, by its dotted key."""
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{prefix}{name}.")
@@ -387,7 +387,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 class NonFatal(Sink):
-    """A sink that the run can do without: when it fails, it says so once and is off from then on."""
+    """A sink whose failure does not end the run: it logs a warning once, then stays off."""
 
     def __init__(self, sink: Sink, log: Callable[[str], None]):
         self.name, self.sink, self.log = type(sink).__name__, sink, log
@@ -416,8 +416,8 @@ class NonFatal(Sink):
     def _off_on_failure(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # whatever a third party's client raises must not end a training
-            self.sink = Sink()  # it does nothing
-            told = without_secrets(f"{self.name} is off from here on: {type(error).__name__}: {error}")
+        except Exception as error:  # errors of a third-party client must not end training
+            self.sink = Sink()  # does nothing
+            told = without_secrets(f"{self.name} is turned off after an error: {type(error).__name__}: {error}")
             self.log(f"warning: {told}")
             warnings.warn(told, stacklevel=3)

@@ -1,9 +1,9 @@
-"""Losses of tensors, and the heads that give what they are made of. A new one goes into a file of its own.
+"""Losses, and the heads that compute their inputs. A new loss goes into its own file.
 
-`LinearCrossEntropy` and the divergences are heads that return a sum over supervised tokens: the caller divides by the
-count of the whole optimizer step. `LogProbs` returns values per token, `LastTokenScores` values per document: losses of
-preferences, of policies and of scores take those. Heads are called with hidden states, an output weight, and labels or
-a Batch. All but the last take shares of the output weight's rows (`takes_shares`).
+`LinearCrossEntropy` and the divergences are heads that return a sum over supervised tokens; the caller divides by the
+token count of the whole optimizer step. `LogProbs` returns values per token and `LastTokenScores` values per document,
+the inputs of preference, policy and reward losses. Heads are called with hidden states, an output weight, and labels or
+a Batch. All but `LastTokenScores` accept shares of the output weight's rows (`takes_shares`).
 """
 
 from tune.losses.chunks import LOGITS, VocabularyShard, normalize, takes_shares
@@ -27,7 +27,7 @@ from tune.losses.preference import (
 )
 from tune.losses.reward import BradleyTerry, LastTokenScores, score
 
-# Other names are for the packages and the recipes of `tune`.
+# Other names are internal to `tune` and its recipes.
 __all__ = [
     "CPO",
     "DPO",

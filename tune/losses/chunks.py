@@ -1,4 +1,4 @@
-"""What heads share that work by chunks of tokens: logits, normalisation over the vocabulary, gradients."""
+"""Shared parts of heads that work in chunks of tokens: logits, normalization over the vocabulary, gradients."""
 
 import math
 import sys
@@ -18,98 +18,99 @@ if TYPE_CHECKING:
 
 SMALL_CHUNK = 512  # tokens
 LOGITS = 2**27  # half a GiB in fp32
-TILE = 128  # rows that matrix products of GPUs compute at a time
-LOWEST = -1e30  # a logit whose probability is 0, and that times its log too
+TILE = 128  # rows that GPU matrix products compute at a time
+LOWEST = -1e30  # a logit with probability 0, for which p log p is also 0
 
 HeadFunction = TypeVar("HeadFunction", bound=Callable[..., Any])
 
 
 def takes_shares(head: HeadFunction) -> HeadFunction:
-    """Have a model whose processes share the rows of its output weight (`parallel.tp`) give `head` a DTensor of it."""
+    """Mark `head` as accepting a DTensor of the output weight, if processes share its rows (`parallel.tp`)."""
     head.takes_shares = True  # type: ignore[attr-defined]
     return head
 
 
 def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Whether `tensor` is a DTensor. Does not import its module, which takes a second: before someone else has, there
-    is none."""
+    """Whether `tensor` is a DTensor. Does not import the module, which takes a second: if nothing has imported it,
+    there are no DTensors."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def default_chunk_tokens(vocab: int, device: str) -> int:
-    """The number of tokens in a chunk, on a type of device."""
+    """Return the number of tokens per chunk for a device type."""
     return SMALL_CHUNK if device == "cpu" else max(SMALL_CHUNK, LOGITS // vocab // TILE * TILE)
 
 
 class VocabularyShard:
-    """The rows of a head's weight that this process has: `count` rows from `first` on, of `size` in all.
+    """This process's rows of a head's weight: `count` rows starting at `first`, out of `size`.
 
-    With tensor parallelism the weight is a DTensor, whose rows the processes of a mesh share. A plain tensor has all
-    rows. Logits are shared in the same way, along their last `dim`.
+    With tensor parallelism the weight is a DTensor whose rows are shared by the processes of a mesh. A plain tensor has
+    all rows. Logits are shared in the same way along their last dimension (`dim`).
     """
 
     def __init__(self, weight: Tensor, size: int | None = None, dim: int = 0):
         if is_dtensor(weight) and isinstance(weight, torch.nn.Parameter):
             raise TuneError(
-                "weight: the head's weight is a sharded parameter, and would be taken for rows of the vocabulary that "
-                "tensor-parallel ranks share. Compute the loss inside the forward of the FSDP module that owns the "
-                "weight, where it is gathered, or pass weight.full_tensor()"
+                "weight: a sharded parameter would be mistaken for rows of the vocabulary that tensor-parallel ranks "
+                "share. Compute the loss inside the forward of the FSDP module that owns the weight, where it is "
+                "gathered, or pass weight.full_tensor()"
             )
         mesh = weight.device_mesh if is_dtensor(weight) else None
         self.group = None if mesh is None else mesh.get_group()
         self.rank = 0 if mesh is None else mesh.get_local_rank()
         own = weight.to_local() if is_dtensor(weight) else weight
-        self.first = self.rank * own.shape[dim]  # each process has as many
+        self.first = self.rank * own.shape[dim]  # all processes have the same number of rows
         left = (weight.shape[dim] if size is None else size) - self.first
-        self.has_none = left <= 0  # only padding: one row is computed all the same, and masked
+        self.has_none = left <= 0  # only padding: one row is still computed, and masked
         self.count = max(1, min(own.shape[dim], left))
 
     def of(self, logits: Tensor) -> Tensor:
-        """`logits` of the own rows, in place: masked if all of these are padding."""
+        """Return `logits` of this process's rows, masked in place if they are all padding."""
         return logits.fill_(LOWEST) if self.has_none else logits
 
     def of_other(self, weight: Tensor, is_alike: bool) -> Tensor:
-        """The same rows of another head's `weight`, which processes share alike, or which has others or all."""
+        """Return the same rows of another head's `weight`. `is_alike`: processes share it in the same way."""
         if is_alike:
             return (weight.to_local() if is_dtensor(weight) else weight)[: self.count]
         if is_dtensor(weight):
-            from tune.distributed import full_tensor  # only here: losses are imported without process groups
+            from tune.distributed import full_tensor  # imported late: losses must not need process groups
 
             weight = full_tensor(weight)
         return weight[min(self.first, len(weight) - 1) :][: self.count]
 
     def reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """`values` of the rows of all processes, in place of those of this one's."""
+        """Reduce `values` over all processes, in place."""
         if self.group is not None:
             dist.all_reduce(values, operation, self.group)
         return values
 
     def find(self, targets: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The places of `targets` `[chunk, k]` among `logits` `[chunk, rows]`, and 1 where they are, else 0."""
+        """Return the local indices of `targets` `[chunk, k]` in `logits` `[chunk, rows]`, and 1 if they are local, else
+        0."""
         places = targets - self.first
         inside = (places >= 0) & (places < logits.shape[1])
         return places.clamp(0, logits.shape[1] - 1), inside.to(logits.dtype)
 
     def at(self, targets: Tensor, logits: Tensor) -> Tensor:
-        """The logits of the targets, `[chunk, k]`. That of a target which is no row is NaN, as `check_ids` does not see
-        it on a GPU; where processes share the rows it is 0."""
+        """Return the logits of the targets, `[chunk, k]`. A target that is not a row gives NaN, since `check_ids` does
+        not check on a GPU; it gives 0 if processes share the rows."""
         places, inside = self.find(targets, logits)
         outside = math.nan if self.group is None else 0.0
         return self.reduce(logits.gather(1, places).where(inside > 0, outside))  # others may be -inf
 
     def add_at(self, targets: Tensor, logits: Tensor, values: Tensor | float) -> Tensor:
-        """`logits`, to which `values` `[chunk, k]` are added at `targets` `[chunk, k]`, in place."""
+        """Add `values` `[chunk, k]` to `logits` at `targets` `[chunk, k]`, in place, and return `logits`."""
         places, inside = self.find(targets, logits)
         return logits.scatter_add_(1, places, inside * values)
 
     def without(self, targets: Tensor, p: Tensor) -> Tensor:
-        """`p`, which becomes 0 at the `targets` `[chunk, k]`, all of them others, in place."""
+        """Set `p` to 0 at the `targets` `[chunk, k]`, which are distinct, in place, and return `p`."""
         places, inside = self.find(targets, p)
         return p.scatter_add_(1, places, -inside * p.gather(1, places))
 
     def topk(self, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The `k` highest of all rows, and where they are: `[chunk, k]`."""
+        """Return the `k` highest values over all rows and their ids, `[chunk, k]`."""
         highest, ids = values.topk(min(k, values.shape[1]))
         ids += self.first
         if self.group is None:
@@ -120,7 +121,7 @@ class VocabularyShard:
         return highest, places.gather(1, best)
 
     def whole(self, values: Tensor) -> Tensor:
-        """Those of all processes, `[chunk, all of them]`."""
+        """Gather the values of all processes, `[chunk, all rows]`."""
         if self.group is None:
             return values
         parts = [torch.empty_like(values) for _ in range(dist.get_world_size(self.group))]
@@ -128,7 +129,7 @@ class VocabularyShard:
         return torch.cat(parts, dim=1)
 
     def argmax(self, logits: Tensor) -> Tensor:
-        """The first row with the highest logit, `[chunk, 1]`."""
+        """Return the first row with the highest logit, `[chunk, 1]`."""
         highest, place = logits.max(dim=1, keepdim=True)
         is_highest = highest == self.reduce(highest.clone(), dist.ReduceOp.MAX)
         none = torch.iinfo(place.dtype).max
@@ -139,23 +140,23 @@ ALL = VocabularyShard(torch.empty(1))
 
 
 def operands(hidden: Tensor, weight: Tensor, labels: Labels, vocab: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """`hidden` and labels of the supervised tokens, and the own rows of `weight` between them, as an autograd function
-    takes them: `[tokens, dim]`, `[rows of vocab, dim]`, int64 `[tokens]`. Of two types, both become the wider one.
+    """Return `hidden` of the supervised tokens `[tokens, dim]`, this process's rows of `weight` `[rows of vocab, dim]`,
+    and the labels, int64 `[tokens]`, as inputs of an autograd function. Two dtypes are promoted to the wider one.
 
     Raises:
-        TuneError: shapes do not fit, or a label is not below `vocab`. The latter is found on a CPU alone, where it
-            costs no wait, and not looked for where labels only say what is supervised (`vocab=None`).
+        TuneError: shapes do not match, or a label is not below `vocab`. Labels are only checked on a CPU, where that
+            needs no synchronization, and only with a `vocab`.
     """
     ids = label_ids(labels)
     if hidden.ndim != ids.ndim + 1:
         raise TuneError(
-            f"labels: their shape is {[*ids.shape]}, and that of hidden {[*hidden.shape]}: hidden must have one "
-            "dimension more, the last"
+            f"labels: shape {[*ids.shape]} does not match hidden {[*hidden.shape]}: hidden must have one more "
+            "dimension, the last"
         )
     require_tokens("hidden", hidden, labels)
     if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
         raise TuneError(
-            f"weight: its shape is {[*weight.shape]}, and that of hidden {[*hidden.shape]}: it must be [vocab, dim]"
+            f"weight: shape {[*weight.shape]} does not match hidden {[*hidden.shape]}: weight must be [vocab, dim]"
         )
     places = supervised_places(labels)
     targets = ids.flatten().index_select(0, places)
@@ -163,42 +164,42 @@ def operands(hidden: Tensor, weight: Tensor, labels: Labels, vocab: int | None) 
         check_ids("labels", targets, vocab)
     if is_dtensor(weight):
         weight = weight.to_local()
-    if not torch.is_grad_enabled():  # the function would still be told that a parameter needs its gradient
+    if not torch.is_grad_enabled():  # else ctx.needs_input_grad would still be true for a parameter
         weight = weight.detach()
     return *promoted(hidden.flatten(0, -2).index_select(0, places), weight), targets.long()
 
 
 def promoted(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in the wider of their two types: hidden states of a bf16 model and an fp32 head in fp32."""
+    """Promote both to the wider dtype: bf16 hidden states and an fp32 head become fp32."""
     dtype = torch.promote_types(hidden.dtype, weight.dtype)
     return hidden.to(dtype), weight.to(dtype)
 
 
 def check_ids(name: str, ids: Tensor, vocab: int) -> None:
-    """Raise TuneError, which begins with `name`, for a mask in the place of ids; on a CPU also for ids that are not
-    below `vocab`."""
+    """Raise TuneError, naming `name`, for a mask instead of ids; on a CPU also for ids that are not below `vocab`."""
     if ids.dtype == torch.bool:
-        raise TuneError(f"{name}: a mask has no ids. Label the tokens that do not count with -100")
+        raise TuneError(f"{name}: must be ids, got a mask. Label unsupervised tokens with -100")
     is_at_hand = type(ids) is Tensor and ids.device.type == "cpu" and not torch.compiler.is_compiling()
     if not is_at_hand or not ids.numel():
         return
-    values = ids.numpy()  # memory of the host, read without an operation that would wait elsewhere
+    values = ids.numpy()  # host memory, read without a torch operation
     for wrong in (int(values.min()), int(values.max())):
         if not 0 <= wrong < vocab:
             raise TuneError(
-                f"{name}: {wrong} is no id of a vocabulary of {vocab:,}, by the weight's rows or vocab_size. What is "
-                "not supervised is labeled -100"
+                f"{name}: {wrong} is not an id of a vocabulary of {vocab:,} (the weight's rows or vocab_size). Label "
+                "unsupervised tokens with -100"
             )
 
 
 def chunks_of_logits(
     hidden: Tensor, weight: Tensor, chunk_tokens: int | None, softcap: float | None = None, temperature: float = 1.0
 ) -> Iterator[tuple[slice, Tensor, Tensor | float]]:
-    """For each chunk of `hidden` `[tokens, dim]`: its slice, its logits `[chunk, vocab]` in fp32, their derivative.
-    `chunk_tokens=None`: see `default_chunk_tokens`.
+    """Yield, for each chunk of `hidden` `[tokens, dim]`, its slice, its fp32 logits `[chunk, vocab]`, and their
+    derivative. `chunk_tokens=None`: see `default_chunk_tokens`.
 
-    Logits are softcap * tanh(x / softcap) / temperature, where x = hidden @ weight.T; the derivative is by x. They may
-    be changed: the next chunk overwrites them. (On a CPU, fresh memory for each takes a quarter of the product's time.)
+    Logits are softcap * tanh(x / softcap) / temperature, where x = hidden @ weight.T; the derivative is with respect to
+    x. The caller may change the logits: the next chunk overwrites them. (On a CPU, new memory per chunk takes a quarter
+    of the product's time.)
     """
     chunk_tokens = chunk_tokens or default_chunk_tokens(len(weight), weight.device.type)
     size = min(chunk_tokens, len(hidden)), len(weight)
@@ -219,8 +220,8 @@ def chunks_of_logits(
 
 
 def normalize(logits: Tensor, out: Tensor | None = None, rows: VocabularyShard = ALL) -> tuple[Tensor, Tensor, Tensor]:
-    """Subtract their maximum from `logits` `[chunk, vocab]` in place. Returns it, their exponentials (in `out`, which
-    may be the logits) and the sums of these; both over all processes that share the vocabulary's `rows`.
+    """Subtract the maximum from `logits` `[chunk, vocab]` in place. Returns the maximum, the exponentials (in `out`,
+    which may be the logits) and their sums. Maximum and sums are over all processes that share the vocabulary's `rows`.
     """
     maximum = rows.reduce(logits.amax(dim=1, keepdim=True), dist.ReduceOp.MAX)
     logits -= maximum
@@ -231,8 +232,8 @@ def normalize(logits: Tensor, out: Tensor | None = None, rows: VocabularyShard =
 def cross_entropy(
     logits: Tensor, targets: Tensor, out: Tensor | None = None, rows: VocabularyShard = ALL
 ) -> tuple[Tensor, Tensor]:
-    """Of each token `[chunk, 1]`, and the gradient of `logits` `[chunk, vocab]` (in `out`). They change as in
-    `normalize`."""
+    """Return the cross-entropy of each token `[chunk, 1]`, and the gradient of `logits` `[chunk, vocab]` (in `out`).
+    Changes `logits` like `normalize`."""
     target_logits = rows.at(targets, logits)
     maximum, exponentials, normalizer = normalize(logits, out, rows)
     probabilities = exponentials.div_(normalizer)
@@ -240,16 +241,16 @@ def cross_entropy(
 
 
 class Gradients:
-    """The gradients of `hidden` `[tokens, dim]` and `weight` `[vocab, dim]`, each None unless asked for."""
+    """The gradients of `hidden` `[tokens, dim]` and `weight` `[vocab, dim]`, each None unless requested."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, of_hidden: bool, of_weight: bool):
         self.operands = hidden, weight
         self.hidden = torch.empty_like(hidden) if of_hidden else None
-        # Summed in fp32: in bf16 the contributions of later chunks would be rounded away.
+        # Summed in fp32: bf16 would round away the contributions of later chunks.
         self.weight = torch.zeros_like(weight, dtype=torch.float32) if of_weight else None
 
     def add(self, chunk: slice, grad_logits: Tensor, slope: Tensor | float) -> None:
-        """Add those of a chunk of logits, whose gradient is changed in place. Its `slope` is their derivative."""
+        """Add the gradients of a chunk. `grad_logits` is changed in place; `slope` is the derivative of the logits."""
         if self.hidden is None and self.weight is None:
             return
         hidden, weight = self.operands
@@ -266,9 +267,9 @@ class Gradients:
 
 
 class SumOfChunks(torch.autograd.Function):
-    """The sum over chunks of what `of_chunk` makes of a slice of the tokens and their logits: a value of each token
-    `[chunk, 1]`, and the gradient of the logits. Both count by the `weights` `[tokens]`, if there are any. The
-    gradients of both operands are computed in the forward."""
+    """Sum over chunks of the values of `of_chunk`, which maps a slice of tokens and their logits to a value per token
+    `[chunk, 1]` and the gradient of the logits. Both are multiplied by `weights` `[tokens]`, if given. The forward
+    computes the gradients of both operands."""
 
     @staticmethod
     def forward(

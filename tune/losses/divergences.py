@@ -1,4 +1,4 @@
-"""Divergences of a student's predictions from a teacher's, by chunks of tokens: what distillation minimises."""
+"""Divergences between a student's and a teacher's predictions, in chunks of tokens: the losses of distillation."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from tune.types import PositiveFloat, PositiveInt, Range, UnitInterval, checked
 
 
 class Teacher(NamedTuple):
-    """The input `[rows, seq, dim]` of a teacher's head, and its weight: `model(batch, Teacher.head)`, in `no_grad`."""
+    """The input `[rows, seq, dim]` and weight of a teacher's head, from `model(batch, Teacher.head)` in `no_grad`."""
 
     hidden: Tensor
     weight: Tensor
@@ -38,15 +38,15 @@ class Teacher(NamedTuple):
 
 
 class TopK(NamedTuple):
-    """What is kept of a teacher's predictions: the most probable `ids` `[num_supervised, k]`, their log-probs, and
-    behind these that of all other ids together, `[num_supervised, k + 1]`."""
+    """A teacher's stored predictions: the most probable `ids` `[num_supervised, k]`, and their log-probs followed by
+    the log-prob of all other ids together, `[num_supervised, k + 1]`."""
 
     ids: Tensor
     log_probs: Tensor
 
     @classmethod
     def stored(cls, values: Tensor, labels: Labels) -> "TopK":
-        """From a column `[rows, seq, 2 k + 1]` of ids and log-probs: what `MostProbable` gave."""
+        """Read a column `[rows, seq, 2 k + 1]` of ids and log-probs, the result of `MostProbable`."""
         of_tokens = of_supervised(values, labels)
         k = of_tokens.shape[1] // 2
         return cls(of_tokens[:, :k].long(), of_tokens[:, k:])
@@ -55,8 +55,8 @@ class TopK(NamedTuple):
 @checked
 @dataclass
 class MostProbable:
-    """A head that gives the `k` most probable of the ids below `vocab_size`, at a `temperature`, and the log-probs of
-    these and of all others together: `[num_supervised, 2 k + 1]`, to be stored."""
+    """A head that returns, for storage, the `k` most probable ids below `vocab_size` at a `temperature`, their
+    log-probs, and the log-prob of all other ids together: `[num_supervised, 2 k + 1]`."""
 
     takes_shares = True
 
@@ -67,13 +67,13 @@ class MostProbable:
 
     def __post_init__(self) -> None:
         if self.k > (self.vocab_size or self.k):
-            raise TuneError(f"{self.k} is more than the {self.vocab_size} tokens of the vocabulary: lower k")
+            raise TuneError(f"k: {self.k} exceeds the {self.vocab_size} tokens of the vocabulary. Lower k")
 
     @torch.no_grad()
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Labels, *, softcap: float | None = None) -> Tensor:
-        """`hidden` `[rows, seq, dim]`, `weight` `[vocab, dim]`; `labels` say which tokens are supervised."""
+        """`hidden` `[rows, seq, dim]`, `weight` `[vocab, dim]`; `labels` define the supervised tokens."""
         if self.k > len(weight):
-            raise TuneError(f"k: {self.k} is more than the {len(weight):,} rows of the weight")
+            raise TuneError(f"k: {self.k} exceeds the {len(weight):,} rows of the weight. Lower k")
         rows = VocabularyShard(weight, self.vocab_size)
         hidden, weight, _ = operands(hidden, weight, labels, vocab=None)
         values = torch.empty(len(hidden), 2 * self.k + 1, dtype=torch.float32, device=hidden.device)
@@ -86,7 +86,7 @@ class MostProbable:
 
 
 class Distribution(NamedTuple):
-    """Over the vocabulary, or the rows of it that this process has, of the tokens of a chunk: `[chunk, vocab]`.
+    """Predictions for a chunk of tokens over the vocabulary, or this process's rows of it: `[chunk, vocab]`.
     `Divergence.of` may overwrite all but the student's `p`."""
 
     log_p: Tensor
@@ -96,13 +96,13 @@ class Distribution(NamedTuple):
 @checked
 @dataclass
 class Divergence(ABC):
-    """Sum over supervised tokens of (1 - c) T^2 D + c H, or of D alone for c = 0: D is the divergence of student and
-    teacher, both at `temperature` T, H the cross-entropy of the labels at temperature 1, c its share `cross_entropy`. A
-    Batch may weigh the tokens.
+    """Sum (1 - c) T^2 D + c H over supervised tokens, or D if c = 0. D is the divergence of student and teacher, both
+    at `temperature` T; H is the cross-entropy of the labels at temperature 1; c is `cross_entropy`. A Batch may have
+    token weights.
 
-    T^2 gives D gradients of the size of those of H ([Hinton et al.](https://arxiv.org/abs/1503.02531)). Heads of two
-    sizes, and any beside a `TopK`, are cut to the ids below `vocab_size`, by default the smaller one. The forward makes
-    the logits of `chunk_tokens` tokens at a time and the gradients with them, which the teacher gets none of.
+    T^2 gives D gradients of the same size as H ([Hinton et al.](https://arxiv.org/abs/1503.02531)). Heads of different
+    sizes, and heads compared with a `TopK`, are cut to the ids below `vocab_size` (default: the smaller size). The
+    forward computes the logits of `chunk_tokens` tokens at a time, and the gradients with them; the teacher gets none.
     """
 
     temperature: PositiveFloat = 1.0
@@ -112,18 +112,18 @@ class Divergence(ABC):
 
     @abstractmethod
     def of(self, student: Distribution, teacher: Distribution) -> tuple[Tensor, Tensor]:
-        """D `[chunk, 1]`, the sum over `vocab`, and p dD/dp for the student's p `[chunk, vocab]`, up to a multiple of p
-        in each row."""
+        """Return D `[chunk, 1]`, summed over `vocab`, and p dD/dp for the student's p `[chunk, vocab]`, up to a
+        multiple of p in each row."""
 
     def __call__(
         self, hidden: Tensor, weight: Tensor, labels: Labels, *, teacher: Teacher | TopK, softcap: float | None = None
     ) -> Tensor:
-        """`hidden` `[rows, seq, dim]`, `weight` `[vocab, dim]` -> scalar. `labels` are as those of
-        `LinearCrossEntropy`: they say which tokens are supervised. A `TopK` is at the same temperature; a `Teacher` has
-        hidden states of the same rows and tokens, of any width.
+        """`hidden` `[rows, seq, dim]`, `weight` `[vocab, dim]` -> scalar. `labels`, as in `LinearCrossEntropy`, define
+        the supervised tokens. A `TopK` must be at the same temperature; a `Teacher` must have hidden states for the
+        same rows and tokens, of any width.
 
         Raises:
-            TuneError: shapes do not fit, or a label is no row of `weight` (on a CPU).
+            TuneError: shapes do not match, or a label is not a row of `weight` (checked on a CPU).
         """
         size = len(weight)
         if isinstance(teacher, TopK) or size != len(teacher.weight):
@@ -139,7 +139,7 @@ class Divergence(ABC):
         hidden, weight, targets = operands(hidden, weight, labels, size if self.cross_entropy else None)
         if isinstance(teacher, TopK):
             if len(teacher.ids) != len(hidden):
-                raise TuneError(f"teacher: it has {len(teacher.ids)} tokens, and {len(hidden)} are supervised")
+                raise TuneError(f"teacher: has {len(teacher.ids)} tokens, but {len(hidden)} are supervised")
             check_ids("teacher.ids", teacher.ids, size)
 
         def of_chunk(chunk: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,7 +152,7 @@ class Divergence(ABC):
     def _of_chunk(
         self, logits: Tensor, target: Tensor | TopK, labels: Tensor, rows: VocabularyShard
     ) -> tuple[Tensor, Tensor]:
-        """The value of each token `[chunk, 1]`, and the gradient of `logits`."""
+        """Return the value of each token `[chunk, 1]`, and the gradient of `logits`."""
         factor = (1 - self.cross_entropy) * self.temperature**2 if self.cross_entropy else 1.0
         if self.cross_entropy:
             of_labels, gradient = cross_entropy(logits, labels, rows=rows)  # at temperature 1
@@ -171,7 +171,8 @@ class Divergence(ABC):
         return values * factor + of_labels * self.cross_entropy, of_divergence
 
     def _of_buckets(self, student: Distribution, target: TopK, rows: VocabularyShard) -> tuple[Tensor, Tensor]:
-        """D of the k ids and all others as one, and its gradient: the others share theirs by their probabilities."""
+        """Return D over k + 1 buckets (k ids, and all others as one) and its gradient, which the other ids share in
+        proportion to their probabilities."""
         log_p = rows.at(target.ids, student.log_p)
         others = rows.without(target.ids, student.p)
         log_p = torch.cat([log_p, _log_of_sum(others, rows)], dim=1)
@@ -183,7 +184,7 @@ class Divergence(ABC):
 
 
 class ForwardKL(Divergence):
-    """KL(teacher || student): what the teacher finds likely, the student must find likely too."""
+    """KL(teacher || student): the student must cover everything that the teacher finds likely."""
 
     def of(self, student: Distribution, teacher: Distribution) -> tuple[Tensor, Tensor]:
         values = teacher.log_p.sub_(student.log_p).mul_(teacher.p).sum(dim=1, keepdim=True)
@@ -191,7 +192,7 @@ class ForwardKL(Divergence):
 
 
 class ReverseKL(Divergence):
-    """KL(student || teacher): what the student finds likely, the teacher must find likely too."""
+    """KL(student || teacher): the student must avoid everything that the teacher finds unlikely."""
 
     def of(self, student: Distribution, teacher: Distribution) -> tuple[Tensor, Tensor]:
         weighted = student.log_p.sub_(teacher.log_p).mul_(student.p)
@@ -203,8 +204,8 @@ class ReverseKL(Divergence):
 class JensenShannon(Divergence):
     """b KL(teacher || M) + (1 - b) KL(student || M), where M = b teacher + (1 - b) student and b is `beta`.
 
-    Generalised ([GKD](https://arxiv.org/abs/2306.13649)): for b near 0 it is b times the forward KL, for b near 1 it is
-    1 - b times the reverse KL.
+    The generalized form ([GKD](https://arxiv.org/abs/2306.13649)): near b = 0 it is b times the forward KL, near b = 1
+    it is 1 - b times the reverse KL.
     """
 
     beta: Annotated[float, Range("a number between 0 and 1", lambda x: 0 < x < 1)] = 0.5
@@ -224,5 +225,5 @@ def _distribution(logits: Tensor, rows: VocabularyShard) -> Distribution:
 
 
 def _log_of_sum(p: Tensor, rows: VocabularyShard) -> Tensor:
-    """`[chunk, 1]`, finite."""
+    """Return the log of the sum of `p`, `[chunk, 1]`, always finite."""
     return rows.reduce(p.sum(dim=1, keepdim=True)).clamp_(min=torch.finfo(p.dtype).tiny).log_()

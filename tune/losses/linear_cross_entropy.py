@@ -1,4 +1,4 @@
-"""Fused output projection and cross-entropy, by chunks of tokens."""
+"""Fused output projection and cross-entropy, in chunks of tokens."""
 
 from torch import Tensor
 
@@ -9,22 +9,22 @@ from tune.types import PositiveInt, checked
 
 @checked
 class LinearCrossEntropy:
-    """Sum over supervised tokens of the cross-entropy of `hidden @ weight.T`, in fp32. A Batch may weigh the tokens.
+    """Sum the cross-entropy of `hidden @ weight.T` over supervised tokens, in fp32. A Batch may have token weights.
 
     Equals `F.cross_entropy(hidden @ weight.T, labels, reduction="sum")`, but only the logits of `chunk_tokens` tokens
-    exist at a time: the gradients of `hidden` and `weight` are computed from them in the forward. Tokens labeled -100
-    are not projected. Operands of two types are computed in the wider one, bf16 hidden states and an fp32 head in fp32.
+    exist at a time: the forward also computes the gradients of `hidden` and `weight`. Tokens labeled -100 are not
+    projected. Operands of two dtypes are promoted to the wider one: bf16 hidden states and an fp32 head use fp32.
     (torch's `linear_cross_entropy` rounds the loss to bf16 with bf16 inputs; in fp32 on a CPU it is about as fast:
     benchmarks/linear_cross_entropy.py.)
 
     Every chunk reads the weight twice and its gradient once, which dominates if chunks are small. By default the logits
     of a chunk take half a GiB in fp32 on a GPU; on a CPU a chunk has 512 tokens.
 
-    With `accuracy`, `counts` `[2]` accumulates the correctly predicted tokens (highest logit) and all supervised ones.
+    With `accuracy`, `counts` `[2]` accumulates the correctly predicted tokens (highest logit) and the supervised ones.
     """
 
-    takes_shares = True  # of the weight's rows
-    of_parts = "sum"  # of a batch
+    takes_shares = True  # accepts shares of the weight's rows
+    of_parts = "sum"  # results for parts of a batch are summed
 
     def __init__(self, chunk_tokens: PositiveInt | None = None, accuracy: bool = False):
         self.chunk_tokens, self.accuracy = chunk_tokens, accuracy
@@ -33,8 +33,8 @@ class LinearCrossEntropy:
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Labels, *, softcap: float | None = None) -> Tensor:
         """`hidden` `[rows, seq, dim]`, `weight` `[vocab, dim]` -> scalar. `softcap` bounds logits by tanh.
 
-        `labels` are `[rows, seq]`, already shifted, -100 where nothing is supervised (of others: `shift_labels` of
-        `tune.collators`), or a Batch, which has them. Raises TuneError: see `operands`.
+        `labels` is a Batch, or a tensor `[rows, seq]` that is already shifted (see `tune.collators.shift_labels`), with
+        -100 for unsupervised tokens. Raises TuneError: see `operands`.
         """
         rows = VocabularyShard(weight)
         hidden, weight, ids = operands(hidden, weight, labels, len(weight))

@@ -1,4 +1,4 @@
-"""Log-probabilities of the labels, by chunks of tokens: what preference and policy losses are made of."""
+"""Log-probabilities of labels, in chunks of tokens: the inputs of preference and policy losses."""
 
 from typing import Any, NamedTuple
 
@@ -13,22 +13,22 @@ from tune.types import PositiveFloat, PositiveInt, checked
 class TokenLogProbs(NamedTuple):
     """Values per supervised token, row by row, `[tokens]`."""
 
-    log_probs: Tensor  # fp32, of the labels
-    entropies: Tensor  # fp32, of the predicted distributions, in nats; without gradient
+    log_probs: Tensor  # fp32: log-probs of the labels
+    entropies: Tensor  # fp32: entropies of the predicted distributions, in nats, without gradient
     is_argmax: Tensor  # bool: no token is more probable than the label
 
 
 @checked
 class LogProbs:
-    """A head that gives the `TokenLogProbs` of a batch: those of `(hidden @ weight.T / temperature).log_softmax(-1)`.
+    """A head that returns `TokenLogProbs`, from `(hidden @ weight.T / temperature).log_softmax(-1)`.
 
-    Only the logits of `chunk_tokens` tokens exist at a time, in fp32, and beside them their exponentials. The forward
-    computes the gradient of `hidden`; the backward computes the logits again for that of `weight`, if it is trained. By
-    default chunks are as large as those of `LinearCrossEntropy`.
+    Only the fp32 logits of `chunk_tokens` tokens and their exponentials exist at a time. The forward computes the
+    gradient of `hidden`; the backward recomputes the logits for the gradient of `weight`, if it is trained. By default
+    chunks are as large as in `LinearCrossEntropy`.
     """
 
-    takes_shares = True  # of the weight's rows
-    of_parts = "tokens"  # of a batch
+    takes_shares = True  # accepts shares of the weight's rows
+    of_parts = "tokens"  # results for parts of a batch are joined by token
 
     def __init__(self, chunk_tokens: PositiveInt | None = None, temperature: PositiveFloat = 1.0):
         self.chunk_tokens, self.temperature = chunk_tokens, temperature
@@ -36,18 +36,18 @@ class LogProbs:
     def __call__(
         self, hidden: Tensor, weight: Tensor, labels: Labels, *, softcap: float | None = None
     ) -> TokenLogProbs:
-        """`hidden` `[rows, seq, dim]`, `weight` `[vocab, dim]`; `labels` as those of `LinearCrossEntropy`. `softcap`
-        bounds logits by tanh, before `temperature` divides them."""
+        """`hidden` `[rows, seq, dim]`, `weight` `[vocab, dim]`; `labels` as in `LinearCrossEntropy`. `softcap` bounds
+        logits by tanh before they are divided by `temperature`."""
         options = self.chunk_tokens, softcap, self.temperature
         rows = VocabularyShard(weight)
         return TokenLogProbs(*_LogProbs.apply(*operands(hidden, weight, labels, len(weight)), rows, options))
 
 
 def per_document(values: Tensor, labels: Labels) -> Tensor:
-    """Sums of `values` of supervised tokens `[tokens]` over each document, `[documents]`; 0 for padding.
+    """Sum `values` of supervised tokens `[tokens]` over each document, `[documents]`; 0 for padding.
 
-    The documents are those of a Batch, or the rows of labels or of a mask (bool) `[rows, seq]`: then the sums of what
-    `LogProbs` gives are the log-probs of whole rows, `[rows]`. Raises TuneError for another number of tokens.
+    Documents are those of a Batch, or the rows of labels or of a mask (bool) `[rows, seq]`. Sums of log-probs from
+    `LogProbs` are then the log-probs of whole rows, `[rows]`. Raises TuneError for another number of tokens.
     """
     documents, count = documents_of(labels)
     require_vectors(labels=documents, values=values)
@@ -77,7 +77,7 @@ class _LogProbs(torch.autograd.Function):
             entropies[chunk] = (normalizer.log() - product / normalizer).squeeze(1)
             if gradients.hidden is not None:
                 gradients.add(chunk, _grad_logits(exponentials.div_(normalizer), targets, rows), slope)
-        # What the weight's gradient does not need is not kept.
+        # Keep only what the weight's gradient needs.
         of_weight = (hidden, weight, labels, log_normalizer) if ctx.needs_input_grad[1] else (None,) * 4
         ctx.save_for_backward(gradients.hidden, *of_weight)
         ctx.rows, ctx.options = rows, options
@@ -101,5 +101,5 @@ class _LogProbs(torch.autograd.Function):
 
 
 def _grad_logits(probabilities: Tensor, targets: Tensor, rows: VocabularyShard) -> Tensor:
-    """That of the target's log-prob, in place of `probabilities` `[chunk, vocab]`."""
+    """Return the gradient of the target's log-prob, computed in place of `probabilities` `[chunk, vocab]`."""
     return rows.add_at(targets, probabilities.neg_(), 1.0)

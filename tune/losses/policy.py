@@ -1,12 +1,12 @@
-"""Policy gradient losses of sampled tokens.
+"""Policy gradient losses for sampled tokens.
 
-Each takes, per supervised token, the policy's log-probs, those recorded while sampling and the advantages, `[tokens]`;
-it returns a loss for every token and whether its ratio was clipped, which removes its gradient or bounds it. The caller
-divides the sum by the tokens of the whole step. Of padded rows `[rows, seq]`, give the tokens that count:
-`values[mask]`.
+Each loss takes, per supervised token, the policy's log-probs, the log-probs recorded while sampling, and advantages,
+`[tokens]`. It returns a loss per token and whether the token's ratio was clipped, which removes or bounds its gradient.
+The caller divides the sum by the tokens of the whole step. For padded rows `[rows, seq]`, pass only the tokens that
+count: `values[mask]`.
 
-What depends on whole completions (`GSPO`, `gae`) takes last which tokens these have: a Batch, or a mask (bool) or
-labels `[rows, seq]`, whose rows are completions. Recipes call every loss so.
+Functions of whole completions (`GSPO`, `gae`) take the tokens of completions as last argument: a Batch, or a mask
+(bool) or labels `[rows, seq]` with one completion per row. Recipes pass it to every loss.
 """
 
 import torch
@@ -19,14 +19,14 @@ from tune.losses.reward import require_one_output
 from tune.losses.supervised import Labels, documents_of, of_supervised, require_equal_shapes, require_vectors
 from tune.types import PositiveFloat, UnitInterval, checked
 
-OF_TOKENS = "Of padded rows [rows, seq], give the tokens that count: values[mask]"
+OF_TOKENS = "For padded rows [rows, seq], pass only the tokens that count: values[mask]"
 
 
 @checked
 class PolicyGradient:
-    """-min(ratio, max_ratio) A log p, where the ratio of the policy to the sampler is a constant: it corrects for the
-    difference of the two, whether it comes from rounding or from an older policy (truncated importance sampling, Yao et
-    al. 2025; CISPO, MiniMax 2025)."""
+    """-min(ratio, max_ratio) A log p, where the ratio of policy to sampler is constant (no gradient). It corrects for
+    differences between the two from rounding or from an older policy (truncated importance sampling, Yao et al. 2025;
+    CISPO, MiniMax 2025)."""
 
     def __init__(self, max_ratio: PositiveFloat = 2.0):
         self.max_ratio = max_ratio
@@ -34,7 +34,7 @@ class PolicyGradient:
     def __call__(
         self, log_probs: Tensor, sampled: Tensor, advantages: Tensor, labels: Labels | None = None
     ) -> tuple[Tensor, Tensor]:
-        """All `[tokens]`; `labels` are not needed."""
+        """All arguments are `[tokens]`; `labels` are not used."""
         require_vectors(OF_TOKENS, log_probs=log_probs, sampled=sampled, advantages=advantages)
         ratio = (log_probs - sampled).exp().detach()
         return -ratio.clamp(max=self.max_ratio) * advantages * log_probs, ratio > self.max_ratio
@@ -50,7 +50,7 @@ class ClippedPolicy:
     def __call__(
         self, log_probs: Tensor, sampled: Tensor, advantages: Tensor, labels: Labels | None = None
     ) -> tuple[Tensor, Tensor]:
-        """All `[tokens]`; `labels` are not needed."""
+        """All arguments are `[tokens]`; `labels` are not used."""
         require_vectors(OF_TOKENS, log_probs=log_probs, sampled=sampled, advantages=advantages)
         ratio = (log_probs - sampled).exp()
         clipped = ratio.clamp(1 - self.low, 1 + self.high)
@@ -59,8 +59,8 @@ class ClippedPolicy:
 
 @checked
 class GSPO(ClippedPolicy):
-    """`ClippedPolicy` with the ratio of whole completions: the exponential of their mean log-ratio (Zheng et al. 2025).
-    A completion counts by its tokens."""
+    """`ClippedPolicy` with ratios of whole completions: the exponential of the mean log-ratio (Zheng et al. 2025). Each
+    token of a completion has the completion's ratio."""
 
     def __init__(self, low: PositiveFloat = 3e-4, high: PositiveFloat = 4e-4):
         super().__init__(low, high)
@@ -68,10 +68,11 @@ class GSPO(ClippedPolicy):
     def __call__(
         self, log_probs: Tensor, sampled: Tensor, advantages: Tensor, labels: Labels | None = None
     ) -> tuple[Tensor, Tensor]:
-        """All `[tokens]`; `labels` say which tokens a completion has: a Batch, or a mask or labels `[rows, seq]`."""
+        """All arguments are `[tokens]`; `labels` define the tokens of completions: a Batch, or a mask or labels
+        `[rows, seq]`."""
         require_vectors(OF_TOKENS, log_probs=log_probs, sampled=sampled, advantages=advantages)
         if labels is None:
-            raise TuneError("labels: GSPO needs the tokens of whole completions: give a Batch, or a mask [rows, seq]")
+            raise TuneError("labels: GSPO needs the tokens of whole completions: pass a Batch, or a mask [rows, seq]")
         completions, _ = documents_of(labels)
         means = per_document(log_probs - sampled, labels) / per_document(torch.ones_like(sampled), labels).clamp(min=1)
         of_completion = means[completions]
@@ -79,9 +80,9 @@ class GSPO(ClippedPolicy):
 
 
 def kl_estimate(log_probs: Tensor, others: Tensor) -> Tensor:
-    """KL(policy | other) of each token, from one sample: e^d - d - 1, where d = other - policy (Schulman 2020).
+    """Estimate KL(policy | other) of each token from one sample: e^d - d - 1, where d = other - policy (Schulman 2020).
 
-    Both of one shape, which the result has. Raises TuneError if they are not.
+    Both arguments and the result have the same shape. Raises TuneError if the shapes differ.
     """
     require_equal_shapes(log_probs=log_probs, others=others)
     difference = others - log_probs
@@ -89,7 +90,7 @@ def kl_estimate(log_probs: Tensor, others: Tensor) -> Tensor:
 
 
 def of_tokens(column: str, batch: Batch) -> Tensor:
-    """A column per document or per token, for each supervised token, `[tokens]`."""
+    """Return a column (per document or per token) for each supervised token, `[tokens]`."""
     values = batch.columns[column]
     if values.ndim == 2:
         return of_supervised(values, batch)
@@ -97,24 +98,24 @@ def of_tokens(column: str, batch: Batch) -> Tensor:
 
 
 def token_values(hidden: Tensor, weight: Tensor, labels: Labels, *, softcap: float | None = None) -> Tensor:
-    """A head of one output, `weight` `[1, dim]`: a value before each supervised token, `[tokens]`, in fp32. Raises
-    TuneError for a head of more outputs."""
+    """A head with one output, `weight` `[1, dim]`: the value before each supervised token, `[tokens]`, in fp32. Raises
+    TuneError for a head with more outputs."""
     require_one_output(weight)
     return of_supervised(hidden, labels, "hidden").float() @ weight[0].float()
 
 
 @checked
 def gae(rewards: Tensor, values: Tensor, labels: Labels, decay: UnitInterval, final: Tensor | None = None) -> Tensor:
-    """Advantages by generalized advantage estimation (Schulman et al. 2016), without discount, `[tokens]`.
+    """Compute advantages `[tokens]` by generalized advantage estimation (Schulman et al. 2016), without discount.
 
     Args:
-        rewards: of each token, `[tokens]`.
-        values: the critic's before each token, `[tokens]`.
-        labels: which tokens a completion has: a Batch, or a mask (bool) or labels `[rows, seq]`.
+        rewards: the reward of each token, `[tokens]`.
+        values: the critic's value before each token, `[tokens]`.
+        labels: the tokens of completions: a Batch, or a mask (bool) or labels `[rows, seq]`.
         decay: lambda: 0 looks one token ahead, 1 to the end.
-        final: the rewards of whole completions, added to those of their last tokens, `[documents]` or `[rows]`.
+        final: rewards of whole completions, added to their last tokens' rewards, `[documents]` or `[rows]`.
 
-    Computed on the host. Raises TuneError if shapes do not fit.
+    Computed on the host. Raises TuneError if shapes do not match.
     """
     completions, count = documents_of(labels)
     require_vectors(OF_TOKENS, labels=completions, rewards=rewards, values=values)

@@ -1,10 +1,10 @@
-"""Losses that compare answers to a prompt: functions of the log-probs of whole answers.
+"""Losses that compare answers to a prompt, as functions of the log-probs of whole answers.
 
-Each takes the better and the worse answers as `AnswerLogProbs`, `[pairs]` each, and returns a loss for every pair,
-`[pairs]`, in nats; `KTO` takes answers that are good or bad. Its `reward` is what the answers are worth to it,
-`[answers]`. Those with `needs_reference` compare the policy that is trained with a frozen reference.
+Each takes the better and the worse answers as `AnswerLogProbs`, `[pairs]` each, and returns a loss per pair, `[pairs]`,
+in nats; `KTO` takes single answers, good or bad. The method `reward` returns a loss's implicit rewards, `[answers]`.
+Losses with `needs_reference` compare the trained policy with a frozen reference.
 
-    policy = per_document(LogProbs()(hidden, weight, labels).log_probs, labels)  # one log-prob for each row
+    policy = per_document(LogProbs()(hidden, weight, labels).log_probs, labels)  # one log-prob per row
     answers = AnswerLogProbs(policy, reference)
     loss = DPO(beta=0.1)(answers.at(chosen), answers.at(rejected)).mean()
 """
@@ -20,19 +20,19 @@ from tune.errors import TuneError
 from tune.losses.supervised import require_vectors
 from tune.types import Fraction, NonNegativeFloat, PositiveFloat, checked
 
-REQUIRED = {  # attributes that recipes read of a loss
-    "needs_reference": "whether it compares with a reference, True or False",
-    "reward": "a method reward(answers) that gives what answers are worth to it, [answers]",
+REQUIRED = {  # attributes of a loss that recipes read
+    "needs_reference": "True if the loss compares with a reference, else False",
+    "reward": "a method reward(answers) that returns the implicit rewards, [answers]",
 }
 
 
 @dataclass(frozen=True, eq=False)
 class AnswerLogProbs:
-    """Log-probs of answers, each the sum over its tokens, `[answers]`: under the policy that is trained, and under a
-    frozen `reference`. `lengths` are the answers' numbers of tokens, for losses that take means.
+    """Log-probs of answers, summed over tokens, `[answers]`: under the trained policy and under a frozen `reference`.
+    `lengths` are the numbers of tokens, for losses that use means.
 
     Raises:
-        TuneError: one of them has another shape; or a loss needs what is not given.
+        TuneError: shapes differ, or a loss needs a field that is missing.
     """
 
     policy: Tensor
@@ -45,56 +45,56 @@ class AnswerLogProbs:
         require_vectors(hint, **{name: tensor for name, tensor in given.items() if tensor is not None})
 
     def at(self, index: Tensor) -> "AnswerLogProbs":
-        """The answers at `index`."""
+        """Return the answers at `index`."""
         others = (None if each is None else each[index] for each in (self.reference, self.lengths))
         return AnswerLogProbs(self.policy[index], *others)
 
     @property
     def ratio(self) -> Tensor:
-        """The policy's log-prob less the reference's, `[answers]`."""
+        """The policy's log-prob minus the reference's, `[answers]`."""
         if self.reference is None:
             raise TuneError(
-                "reference: this loss compares with the log-probs of a reference, and there are none. Give "
-                "AnswerLogProbs(policy, reference), or take a loss without: SimPO, CPO, ORPO. A loss of your own says "
-                "needs_reference = True"
+                "reference: this loss needs the log-probs of a reference, but there are none. Pass "
+                "AnswerLogProbs(policy, reference), or use a loss without a reference: SimPO, CPO, ORPO. Set "
+                "needs_reference = True in your own loss"
             )
         return self.policy - self.reference
 
     @property
     def mean(self) -> Tensor:
-        """The policy's log-prob of a token, `[answers]`."""
+        """The policy's mean log-prob per token, `[answers]`."""
         return self.policy / self._required_lengths()
 
     @property
     def mean_ratio(self) -> Tensor:
-        """`ratio` of a token, `[answers]`."""
+        """`ratio` per token, `[answers]`."""
         return self.ratio / self._required_lengths()
 
     def _required_lengths(self) -> Tensor:
         if self.lengths is None:
             raise TuneError(
-                "lengths: this loss takes means over tokens, and their numbers are missing. Give "
+                "lengths: this loss uses means over tokens, but the numbers of tokens are missing. Pass "
                 "AnswerLogProbs(policy, reference, lengths)"
             )
         return self.lengths
 
 
 def as_answers(answers: AnswerLogProbs | Tensor) -> AnswerLogProbs:
-    """`AnswerLogProbs` of a tensor, which is the policy's."""
+    """Wrap a tensor of the policy's log-probs as `AnswerLogProbs`."""
     return answers if isinstance(answers, AnswerLogProbs) else AnswerLogProbs(answers)
 
 
 def compared(
     chosen: AnswerLogProbs | Tensor, rejected: AnswerLogProbs | Tensor
 ) -> tuple[AnswerLogProbs, AnswerLogProbs]:
-    """Both as `AnswerLogProbs`. Raises TuneError unless they have one shape."""
+    """Return both as `AnswerLogProbs`. Raises TuneError unless they have the same shape."""
     one, other = as_answers(chosen), as_answers(rejected)
     require_vectors(chosen=one.policy, rejected=other.policy)
     return one, other
 
 
 def require_attributes(loss_fn: Any, *names: str) -> None:
-    """Raise TuneError if a loss of a user's own lacks one of the attributes `names`, see `REQUIRED`."""
+    """Raise TuneError if a custom loss lacks one of the attributes `names`, see `REQUIRED`."""
     kind = loss_fn if hasattr(loss_fn, "__name__") else type(loss_fn)
     for name in names:
         if not hasattr(loss_fn, name):
@@ -102,13 +102,13 @@ def require_attributes(loss_fn: Any, *names: str) -> None:
 
 
 def of_pairs(loss_fn: Any, chosen: AnswerLogProbs, rejected: AnswerLogProbs) -> dict[str, Tensor]:
-    """Metrics of pairs: by name a sum, and of how many, `[2]`."""
+    """Return metrics of pairs by name, as (sum, count) `[2]`."""
     logps = {"logps/chosen": sum_and_count(chosen.policy), "logps/rejected": sum_and_count(rejected.policy)}
     return {**of_rewards(loss_fn.reward(chosen), loss_fn.reward(rejected)), **logps}
 
 
 def of_rewards(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
-    """Those of what the answers of pairs are worth, `[pairs]` each."""
+    """Return metrics of the rewards of pairs, `[pairs]` each."""
     values = {
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,
@@ -119,17 +119,17 @@ def of_rewards(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
 
 
 def of_labelled(loss_fn: Any, answers: AnswerLogProbs, is_good: Tensor) -> dict[str, Tensor]:
-    """The same of labelled answers, whose good ones count as chosen and the bad ones as rejected."""
+    """Return the metrics of labeled answers; good answers count as chosen, bad ones as rejected."""
     values = {"rewards": loss_fn.reward(answers), "logps": answers.policy}
     sides = {"chosen": is_good, "rejected": ~is_good}
     return {f"{name}/{side}": sum_and_count(value, at) for name, value in values.items() for side, at in sides.items()}
 
 
 def sum_and_count(values: Tensor, weights: Tensor | None = None) -> Tensor:
-    """`[2]`: the sum of the `values`, or of those whose weight is 1 and not 0, and how many these are. Raises TuneError
-    for a mean in their place, as a loss of a user's own may give."""
+    """Return (sum, count) `[2]` of `values`, or of those with weight 1. Raises TuneError for a scalar, such as the mean
+    that a custom loss may return."""
     if values.ndim == 0:
-        raise TuneError("loss: it returns one number; it must return a loss for each pair, [pairs]")
+        raise TuneError("loss: returns one number; it must return a loss per pair, [pairs]")
     weights = torch.ones_like(values) if weights is None else weights.to(values.dtype)
     return torch.stack([(values * weights).sum(), weights.sum()])
 
@@ -137,7 +137,7 @@ def sum_and_count(values: Tensor, weights: Tensor | None = None) -> Tensor:
 @checked
 class DPO:
     """-(1 - e) log s(m) - e log s(-m), where m is beta times the difference of the answers' log-ratios and e is
-    `label_smoothing` (Rafailov et al. 2023; Mitchell 2023). `length_normalized` takes means over tokens; it wants a
+    `label_smoothing` (Rafailov et al. 2023; Mitchell 2023). `length_normalized` uses means over tokens and needs a
     `beta` of about 5 (Meng et al. 2024)."""
 
     needs_reference = True
@@ -156,7 +156,7 @@ class DPO:
 
 @checked
 class IPO:
-    """(m - 1 / (2 beta))^2, where m is the difference of the log-ratios, means over tokens (Azar et al. 2023)."""
+    """(m - 1 / (2 beta))^2, where m is the difference of the mean log-ratios per token (Azar et al. 2023)."""
 
     needs_reference = True
 
@@ -173,8 +173,8 @@ class IPO:
 
 @checked
 class SimPO:
-    """-log s(beta (a_w - a_l) - gamma), where a are means over tokens (Meng et al. 2024, whose gamma / beta is `gamma`
-    divided by `beta` here)."""
+    """-log s(beta (a_w - a_l) - gamma), where a are mean log-probs per token (Meng et al. 2024; the paper's gamma /
+    beta is `gamma` divided by `beta`)."""
 
     needs_reference = False
 
@@ -191,8 +191,8 @@ class SimPO:
 
 @checked
 class CPO:
-    """-log s(beta (l_w - l_l)) + nll * NLL_w, where l are sums and NLL_w is the mean over the chosen answer's tokens
-    (Xu et al. 2024)."""
+    """-log s(beta (l_w - l_l)) + nll * NLL_w, where l are summed log-probs and NLL_w is the mean over the chosen
+    answer's tokens (Xu et al. 2024)."""
 
     needs_reference = False
 
@@ -210,8 +210,8 @@ class CPO:
 
 @checked
 class ORPO:
-    """NLL_w - beta log s(log odds_w - log odds_l), where odds = p / (1 - p) and log p is the mean over an answer's
-    tokens (Hong et al. 2024)."""
+    """NLL_w - beta log s(log odds_w - log odds_l), where odds = p / (1 - p) and log p is the mean log-prob of an
+    answer's tokens (Hong et al. 2024)."""
 
     needs_reference = False
 
@@ -230,8 +230,8 @@ class ORPO:
 @checked
 class KTO:
     """desirable (1 - s(beta (r - z))) for good answers, undesirable (1 - s(beta (z - r))) for bad ones, where r is the
-    log-ratio and z = max(0, mean log-ratio of the global batch's prompts with answers to others) is a constant
-    (Ethayarajh et al. 2024). Weigh the two so that together the good and the bad answers count about the same."""
+    log-ratio. z = max(0, mean log-ratio of the global batch's prompts with answers to other prompts) is constant
+    (Ethayarajh et al. 2024). Choose the two weights so that all good and all bad answers count about the same."""
 
     needs_reference = True
 
@@ -241,13 +241,13 @@ class KTO:
         self.beta, self.desirable, self.undesirable = beta, desirable, undesirable
 
     def __call__(self, answers: AnswerLogProbs | Tensor, is_good: Tensor, mismatched_ratio: Tensor) -> Tensor:
-        """`is_good` (bool) `[answers]`; `mismatched_ratio` is the mean of the mismatched ones, a scalar."""
+        """`is_good` (bool) `[answers]`; `mismatched_ratio` is the mean log-ratio of mismatched answers, a scalar."""
         answers = as_answers(answers)
         require_vectors(answers=answers.policy, is_good=is_good)
         if is_good.dtype != torch.bool:
-            raise TuneError(f"is_good: it is {is_good.dtype}; it must be bool: is_good == 1")
+            raise TuneError(f"is_good: must be bool, got {is_good.dtype}: pass is_good == 1")
         if mismatched_ratio.numel() != 1:
-            raise TuneError(f"mismatched_ratio: the shape is {[*mismatched_ratio.shape]}; it is one number, their mean")
+            raise TuneError(f"mismatched_ratio: must be one number, the mean; got shape {[*mismatched_ratio.shape]}")
         margin = self.beta * (answers.ratio - mismatched_ratio.clamp(min=0))
         good, bad = self.desirable * torch.sigmoid(-margin), self.undesirable * torch.sigmoid(margin)
         return torch.where(is_good, good, bad)
@@ -257,6 +257,6 @@ class KTO:
 
 
 def _log_odds(log_p: Tensor) -> Tensor:
-    """log(p / (1 - p)), in fp32 also for small p; a p of 1 counts as a little less, or it would be infinite."""
+    """Return log(p / (1 - p)), accurate in fp32 also for small p. p is kept slightly below 1, to stay finite."""
     log_p = log_p.clamp(max=-1e-6)
     return log_p - torch.where(log_p > -0.7, torch.log(-torch.expm1(log_p)), torch.log1p(-torch.exp(log_p)))

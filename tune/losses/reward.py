@@ -13,30 +13,30 @@ from tune.types import NonNegativeFloat, NonNegativeInt, checked
 
 
 def score(model: Any, batch: Batch) -> Tensor:
-    """What a model built with the head `score` gives each document of a batch, `[documents]`, in fp32. That of padding
-    means nothing."""
+    """Return the scores of a batch's documents, `[documents]` in fp32, from a model built with the head `score`. The
+    score of padding is meaningless."""
     return model(batch, LastTokenScores(model.config.pad_id))
 
 
 def require_one_output(weight: Tensor) -> None:
-    """Raise TuneError for a head of more outputs than one."""
+    """Raise TuneError for a head with more than one output."""
     if len(weight) != 1:
         raise TuneError(
-            f"weight: the head has {len(weight):,} outputs, and must have one: build the model with head=score"
+            f"weight: the head has {len(weight):,} outputs but must have one: build the model with head=score"
         )
 
 
 @checked
 class LastTokenScores:
-    """A head of one output that gives documents' scores: of each the one at its last token that is not `pad_id`, as
-    transformers' `...ForSequenceClassification` does, also where `pad_id` is the token that ends documents."""
+    """A head with one output that scores each document at its last token other than `pad_id`, like transformers'
+    `...ForSequenceClassification`, even if `pad_id` is the token that ends documents."""
 
     def __init__(self, pad_id: NonNegativeInt | None = None):
         self.pad_id = pad_id
 
     def __call__(self, hidden: Tensor, weight: Tensor, batch: Batch, *, softcap: float | None = None) -> Tensor:
         """`hidden` `[rows, seq, dim]`, `weight` `[1, dim]` -> `[documents]`, in fp32. Raises TuneError if shapes do not
-        fit."""
+        match."""
         require_one_output(weight)
         require_tokens("hidden", hidden, batch)
         starts, ends = (batch.documents.boundaries[part].long() for part in (slice(-1), slice(1, None)))
@@ -50,16 +50,16 @@ class LastTokenScores:
 
 @checked
 class BradleyTerry:
-    """-log s(r_w - r_l - m) + center (r_w + r_l)^2, where r are the scores of the better and the worse answer and m is
-    the pair's margin (Ouyang et al. 2022; Touvron et al. 2023; `center`, about 0.01, keeps scores near zero: Eisenstein
-    et al. 2023)."""
+    """-log s(r_w - r_l - m) + center (r_w + r_l)^2, with the scores r of the better and the worse answer and the pair's
+    margin m (Ouyang et al. 2022; Touvron et al. 2023). A `center` of about 0.01 keeps scores near zero (Eisenstein et
+    al. 2023)."""
 
     def __init__(self, center: NonNegativeFloat = 0.0):
         self.center = center
 
     def __call__(self, chosen: Tensor, rejected: Tensor, margin: Tensor | None = None) -> Tensor:
-        """The scores of the better and the worse answers and their margins, by default 0, all `[pairs]` -> a loss for
-        each pair, `[pairs]`. Raises TuneError if shapes do not fit."""
+        """Return a loss per pair, `[pairs]`, from scores of the better and worse answers and margins (default: 0), all
+        `[pairs]`. Raises TuneError if shapes do not match."""
         margin = torch.zeros_like(chosen) if margin is None else margin
         require_vectors(chosen=chosen, rejected=rejected, margin=margin)
         return -F.logsigmoid(chosen - rejected - margin) + self.center * (chosen + rejected).square()

@@ -1,6 +1,6 @@
-"""Converters of a key that need no function of their own: `"lora_r": To("adapter.rank")`.
+"""Converters for keys that need no function of their own: `"lora_r": To("adapter.rank")`.
 
-There are three: `To` takes their value, `Choose` one of ours for each of theirs, `Differs` none, and says why.
+`To` copies the peer's value, `Choose` maps each value to one of ours, and `Differs` only notes a difference.
 """
 
 import re
@@ -15,9 +15,9 @@ KEEP = object()  # in a `Choose`: the recipe's own setting stays as it is
 
 
 class To:
-    """Their value is the value of a setting: of the first of `targets` that the recipe has.
+    """Copy the peer's value to the first of `targets` that the recipe has.
 
-    `[]` in a target is the index in their key. `value` makes their value ours; values in `skip` change nothing there.
+    `[]` in a target takes the index from the peer's key. `value` converts the value. Values in `skip` mean "unset".
     """
 
     def __init__(
@@ -34,10 +34,10 @@ class To:
 
 
 class Choose:
-    """Each of their values has one of ours in `choices`, for the first of the settings `targets` that the recipe has.
+    """Map the peer's value through `choices` and set the first of `targets` that the recipe has.
 
-    A choice is our value, or `KEEP`, or a dict of several settings (`targets` is then None); or a pair of that and a
-    note of how it differs. Their values are written in any case; `*` stands for any characters, as in names.
+    A choice is our value, `KEEP`, or a dict of several settings (`targets` is then None). A pair adds a note on how
+    our value differs. The peer's values match in any case; `*` matches any characters, as in names.
     """
 
     def __init__(self, targets: KeyNames | None, choices: Mapping[Any, Any], note: str = "") -> None:
@@ -50,7 +50,7 @@ class Choose:
         chosen = [choice for words, choice in self.choices.items() if matches(words, str(value).lower())]
         if not chosen:
             known = [name for name in each_name(self.choices) if re.fullmatch(r"[\w.]+", name)]
-            run.missing(f"there is nothing like {value}.{did_you_mean(str(value), known)}", key)
+            run.missing(f"tune has no counterpart to {value}.{did_you_mean(str(value), known)}", key)
             return
         ours, note = chosen[0] if isinstance(chosen[0], tuple) else (chosen[0], self.note)
         if isinstance(ours, dict):
@@ -65,7 +65,7 @@ class Choose:
 
 
 class Differs:
-    """The key needs no setting; `note` says how what is here differs from their value, unless it is in `unless`."""
+    """The key needs no setting; `note` says how tune differs, unless the value is one of `unless`."""
 
     def __init__(self, note: str, unless: tuple[Any, ...] = ()) -> None:
         self.note, self.unless = note, unless
@@ -78,7 +78,7 @@ class Differs:
 
 
 def is_one_of(value: Any, known: tuple[Any, ...]) -> bool:
-    """Whether a value is, or is written like, one of `known`: `1.0` and "1" like 1."""
+    """Whether a value equals one of `known` or is another spelling of it: `1.0` and "1" match 1."""
     word = str(value).lower()
     return any(word in (name, f"{name}.0") for name in _words(known))
 
@@ -88,6 +88,6 @@ def _words(word: Any) -> tuple[str, ...]:
 
 
 def with_index(target: str, key: str) -> str:
-    """`data[].path` with the index that is in `key`."""
+    """Fill in the index of `key`: `data[].path` becomes `data[0].path`."""
     index = re.search(r"\[\d+\]", key)
     return target.replace("[]", index[0] if index else "")

@@ -1,6 +1,6 @@
-"""Settings that several keys of a peer say together: each function makes them of `Migration.parts`.
+"""Settings that depend on several keys of a peer. Each function builds its settings from `Migration.parts`.
 
-`migrate` calls them in its order, when all keys are read.
+`migrate` calls the functions in order after it has read all keys.
 """
 
 import math
@@ -12,17 +12,17 @@ from typing import Any
 from tune.config import signature_of
 from tune.migrate.migration import Migration, Setting
 
-READERS = ("json", "csv", "parquet", "text", "arrow")  # of `datasets`: names of formats, not of data
+READERS = ("json", "csv", "parquet", "text", "arrow")  # formats of the `datasets` library, not names of datasets
 TEXTS = [f"torchtune.datasets.{name}_dataset" for name in ("text_completion", "wikitext", "cnn_dailymail_articles")]
 COMPARE = ("preference_finetune", "reward_finetune")
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
-ROUNDED = "as there: updates below 1/256 of a weight are lost; master_dtype=fp32 keeps them, for more memory"
+ROUNDED = "as in the original, updates below 1/256 of a weight are lost; master_dtype=fp32 keeps them but needs memory"
 
-Arguments = dict[str, Setting]  # of rows: the arguments of tune.datasets.load
+Arguments = dict[str, Setting]  # the arguments of tune.datasets.load for one source
 
 
 def batch(run: Migration) -> None:
-    """Set the batch of an optimizer step: theirs per device, times accumulation, times devices with other rows."""
+    """Set the global batch: the batch per device x accumulation steps x data-parallel devices."""
     micro, steps, whole = run.part("micro_batch_size", 1), run.part("accumulation", 1), run.part("global_batch_size")
     sizes = {axis: run.settings.get(f"parallel.{axis}", Setting(1, [])).value for axis in AXES}
     sizes = {axis: size if isinstance(size, int) and size > 0 else 1 for axis, size in sizes.items()}
@@ -30,22 +30,23 @@ def batch(run: Migration) -> None:
     devices = max(run.world_size, math.prod(sizes.values())) // same
     rows = micro.value * steps.value * devices
     of_devices = f" groups of {same}" if same > 1 else ""
-    note = f"{micro.value} a device x {steps.value} accumulated x {devices}{of_devices} devices (--world-size)"
+    note = f"{micro.value} per device x {steps.value} accumulated x {devices}{of_devices} devices (--world-size)"
     used = [*micro.sources, *steps.sources]
     last = run.settings.get("max_steps")
-    if "prompts_per_step" in run.settings:  # torchtune counts prompts, and the completions of a whole run of PPO
+    if "prompts_per_step" in run.settings:  # torchtune: batch_size counts prompts; PPO's num_steps counts completions
         if run.recipe == "ppo_finetune" and last:
             last.value //= run.settings["prompts_per_step"].value
-            last.notes.append("completions there, steps here")
+            last.notes.append("the original counts completions, tune counts steps")
         run.settings["prompts_per_step"].value *= devices
         run.same("gradients accumulate until the step is complete", *used)
     elif run.takes("prompts_per_step"):
         group = run.settings.get("group_size", Setting(1, [])).value
         prompts = max(1, rows // group)
-        run.set("prompts_per_step", prompts, *used, note=f"{note} are completions there; {group} of each prompt")
+        note = f"{note}: the original counts completions, {group} per prompt"
+        run.set("prompts_per_step", prompts, *used, note=note)
         if last and "total_episodes" in last.sources:
             last.value = max(1, last.value // prompts)
-            last.notes.append("completions there, steps here")
+            last.notes.append("the original counts completions, tune counts steps")
     elif run.takes("global_batch_size"):
         note = "" if whole.value else note
         run.set("global_batch_size", whole.value or rows, *used, *whole.sources, note=note)
@@ -54,7 +55,7 @@ def batch(run: Migration) -> None:
 
 
 def precision(run: Migration) -> None:
-    """Set the type of the computation, and that of the parameters where it is stated or, as in axolotl, the same."""
+    """Set the compute dtype, and master_dtype if the config states it or (axolotl) ties it to the compute dtype."""
     bf16, fp16, weights = run.part("bf16"), run.part("fp16"), run.part("dtype_of_weights")
     words = {name: str(part.value).lower() for name, part in (("bf16", bf16), ("fp16", fp16), ("weights", weights))}
     computed = bf16 if bf16.value is not None else weights
@@ -62,10 +63,10 @@ def precision(run: Migration) -> None:
     is_fp16 = words["fp16"] == "true" or (not is_bf16 and words["weights"] in ("fp16", "float16"))
     is_off = not (is_bf16 or is_fp16 or weights.sources)
     if run.peer == "llama_factory" and run.has_adapter and is_off and not run.theirs.get("use_cpu"):
-        why = "a base that is not trained computes in its own type there, which is bf16 as a rule"
+        why = "LLaMA-Factory computes a frozen base in the dtype of its checkpoint, usually bf16"
         run.same(why, *bf16.sources, *fp16.sources)
     elif is_fp16:
-        note = "with a loss scale; bf16 needs none, on GPUs that have it"
+        note = "with a loss scale; bf16 needs none, if the GPU supports it"
         run.set("dtype", "fp16", *computed.sources, *fp16.sources, note=note)
     elif computed.value is not None:
         run.set("dtype", "bf16" if is_bf16 else "fp32", *computed.sources, *fp16.sources)
@@ -73,41 +74,41 @@ def precision(run: Migration) -> None:
     if in_bf16 and not run.has_adapter and run.takes("master_dtype"):
         run.set("master_dtype", "bf16", *(weights.sources or bf16.sources), note=ROUNDED)
     elif computed is not weights:
-        run.same("trained parameters are in fp32", *weights.sources)
+        run.same("trained parameters are kept in fp32", *weights.sources)
 
 
 def optimizer(run: Migration) -> None:
-    """Set Adam's betas, which most peers have in two keys."""
+    """Set Adam's betas, which most peers split into two keys."""
     first, second, name = run.part("beta1", 0.9), run.part("beta2", 0.999), run.settings.get("optimizer._component_")
     if not run.takes("optimizer.betas"):
         return
     if name is None or "Adam" in name.value:
-        if "optimizer.betas" not in run.settings:  # torchtune has both in one key
+        if "optimizer.betas" not in run.settings:  # torchtune has one key for both
             run.set("optimizer.betas", [first.value, second.value], *first.sources, *second.sources)
         return
     used = [*first.sources, *second.sources, *run.pop("optimizer.betas").sources]
-    # adam_epsilon is Adam's alone; torchtune's eps is that of any optimizer.
+    # adam_epsilon is for Adam only; torchtune's eps is an argument of whichever optimizer is named.
     if run.peer != "torchtune" or "eps" not in signature_of(name.value).parameters:
         used += run.pop("optimizer.eps").sources
-    run.missing(f"{name.value} has none", *used)
+    run.missing(f"{name.value} has no such argument", *used)
 
 
 def schedule(run: Migration) -> None:
-    """Set the warm-up, from steps or a share of them, and the lowest learning rate."""
+    """Set the warm-up, from a number of steps or a ratio, and the lowest learning rate."""
     steps, ratio, floor, lowest = map(run.part, ("warmup_steps", "warmup_ratio", "min_ratio", "min_lr"))
     kind, rate = run.settings.get("schedule._component_"), run.settings.get("optimizer.lr")
-    if run.peer == "axolotl" and steps.sources:  # a number of steps, also of 0, is taken before a share of them
+    if run.peer == "axolotl" and steps.sources:  # axolotl: warmup_steps, even 0, overrides warmup_ratio
         ratio = Setting(None, ratio.sources)
     if kind is None or not run.takes("schedule.warmup"):
         return
     used = steps.sources if steps.value or ratio.value is None else ratio.sources
     warmup = steps.value or ratio.value or 0
-    note = "the first step there has a rate of 0" if warmup else ""
+    note = "the original's first step has a learning rate of 0" if warmup else ""
     if 0 < warmup < 1:
-        note += ", and a share of the steps is rounded up"
+        note += ", and the original rounds up the number of warm-up steps"
     last = run.settings.get("max_steps")
     if last and last.value and warmup > max(1, last.value):
-        note = f"max_steps={last.value} ends there before the rate is what the file says"
+        note = f"in the original, max_steps={last.value} ends the run before the learning rate reaches its peak"
         warmup = last.value
     run.set("schedule.warmup", warmup, *used, note=note)
     if not kind.value.endswith(("constant", "square_root")):
@@ -116,16 +117,16 @@ def schedule(run: Migration) -> None:
 
 
 def adapter(run: Migration) -> None:
-    """Set the layers that get an adapter, its scale and dropout, and how the other layers are kept."""
+    """Set the adapter's layers, scale and dropout, and the quantization of the base."""
     target_modules(run)
     rank = run.settings.get("adapter.rank")
-    if "adapter.alpha" not in run.settings and rank:  # LLaMA-Factory's rule
+    if "adapter.alpha" not in run.settings and rank:  # LLaMA-Factory's default
         run.set("adapter.alpha", 2 * rank.value, *rank.sources)
     dropout = run.settings.get("adapter.dropout")
     if dropout and dropout.value and run.library.has_no_dropout(run.usual | run.theirs, run.method):
-        run.set("adapter.dropout", 0.0, note="the trainer there turns off all dropout, also that of adapters")
+        run.set("adapter.dropout", 0.0, note="the original trainer disables all dropout, including adapter dropout")
     if not run.settings.get("quantization.weights", Setting(None, [])).value:
-        run.same("no weights are quantised", *run.pop("quantization.double").sources)
+        run.same("no weights are quantized", *run.pop("quantization.double").sources)
     if "adapter.path" in run.settings:
         continued_adapter(run)
 
@@ -136,47 +137,47 @@ def target_modules(run: Migration) -> None:
         run.same("no adapter is trained", *named.sources, *linear.sources)
         return
     if linear.value is False:
-        run.same("off there too", *linear.sources)
+        run.same("also off in the original", *linear.sources)
     if linear.value:
-        note = "all-linear includes them" if named.value else ""
+        note = "all-linear includes the named layers" if named.value else ""
         run.set("adapter.target_modules", "all-linear", *linear.sources, *named.sources, note=note)
     else:
-        run.set("adapter.target_modules", named.value or ["q_proj", "v_proj"], *named.sources)  # PEFT's, of a Llama
+        run.set("adapter.target_modules", named.value or ["q_proj", "v_proj"], *named.sources)  # PEFT's Llama default
 
 
 def continued_adapter(run: Migration) -> None:
-    """Leave its shape to the adapter itself. LLaMA-Factory compares it with the base without it."""
+    """Drop settings that adapter.path determines. LLaMA-Factory's reference is the base without the adapter."""
     for key in [*run.settings]:
         if key.startswith("adapter.") and not key.startswith(("adapter.path", "adapter.dropout")):
-            run.same("the adapter in adapter.path says it", *run.pop(key).sources)
+            run.same("read from the adapter in adapter.path", *run.pop(key).sources)
     compares = run.method == "dpo" and run.theirs.get("pref_loss") not in ("orpo", "simpo")
     if run.peer == "llama_factory" and compares:
         base, path = run.settings["model.path"].value, run.settings["adapter.path"].sources[0]
-        note = "the reference there is the base without the adapter"
+        note = "LLaMA-Factory's reference is the base without the adapter"
         run.put(path, base, "reference", note=note, gives_way=True)
 
 
 def preferences(run: Migration) -> None:
-    """Set SimPO's margin and CPO's likelihood of the chosen answer, which TRL adds to SimPO's loss too."""
+    """Set SimPO's margin and CPO's NLL term for the chosen answer, which TRL also adds to SimPO's loss."""
     gamma, nll = run.part("gamma"), run.part("nll")
     loss = str(run.settings.get("loss._component_", Setting("", [])).value)
     if loss.endswith("SimPO"):
         if gamma.value is not None:
             run.set("loss.gamma", gamma.value, *gamma.sources)
         if nll.value:
-            run.missing("the likelihood of the chosen answer, times this, is not part of SimPO's loss", *nll.sources)
+            run.missing("tune's SimPO has no NLL term for the chosen answer", *nll.sources)
         else:
-            run.same("off there too", *nll.sources)
+            run.same("also off in the original", *nll.sources)
         return
     run.same("only SimPO has a margin", *gamma.sources)
     if nll.value is not None and loss.endswith("CPO"):
         run.set("loss.nll", nll.value, *nll.sources)
     else:
-        run.same("only CPO has it", *nll.sources)
+        run.same("only CPO uses it", *nll.sources)
 
 
 def data(run: Migration) -> None:
-    """Make `dataset` of one source, a mixture of several, and of the slice of a split what there is for it."""
+    """Set `dataset` (one source or a mixture of several) and `validation_dataset`; translate slices of splits."""
     what_is_learned(run)
     sources = sources_of(run, "data")
     held_out = held_out_of(run, sources)
@@ -188,7 +189,7 @@ def data(run: Migration) -> None:
         settle(source)
         rename_prompts(run, source)
     for source in sources if take.value else []:
-        source["take"] = Setting(take.value, take.sources, ["the first rows"])
+        source["take"] = Setting(take.value, take.sources, ["takes the first rows"])
     for source in held_out[:1]:
         set_arguments(run, "validation_dataset", source)
     epoch_ends = {"interleave_over": "all_exhausted", "interleave_under": "first_exhausted"}.get(str(way.value))
@@ -197,7 +198,7 @@ def data(run: Migration) -> None:
         set_arguments(run, "dataset", sources[0])
     elif sources and not asks:
         if epoch_ends:
-            weights = re.findall(r"[\d.]+", str(shares.value)) or [1] * len(sources)  # by turns
+            weights = re.findall(r"[\d.]+", str(shares.value)) or [1] * len(sources)  # without weights: equal shares
             for source, weight in zip(sources, weights, strict=False):
                 source["weight"] = Setting(float(weight), shares.sources)
         mix(run, sources)
@@ -208,18 +209,18 @@ def data(run: Migration) -> None:
     stream(run)
     left_out = [*(sources if len(sources) > 1 and asks else []), *held_out[1:]]
     for setting in [setting for source in left_out for setting in source.values()]:
-        run.missing("one set of rows is read here: join the files", *setting.sources)
+        run.missing("the recipe reads one dataset: join the files", *setting.sources)
 
 
 def what_is_learned(run: Migration) -> None:
-    """Set what is learned of a row, the template that renders it, and what becomes of long texts."""
+    """Set which tokens of a row are supervised, the chat template, and the handling of long texts."""
     learned = run.part("train_on")
     if learned.value and run.takes("dataset.train_on"):
         run.set("dataset.train_on", learned.value, *learned.sources, note="; ".join(learned.notes))
     template = run.settings.get("tokenizer.chat_template")
     chats = [key for key, value in run.theirs.items() if key.endswith("].type") and value == "chat_template"]
     if template and chats and all(key.endswith("].type") for key in template.sources):
-        run.refuse("tokenizer.chat_template", f"beside {chats[0]}=chat_template all have the checkpoint's own")
+        run.refuse("tokenizer.chat_template", f"with {chats[0]}=chat_template, all rows use the checkpoint's template")
     if run.peer == "torchtune" and "max_seq_len" in run.settings and run.takes("dataset.too_long"):
         builders = [key for key, value in run.theirs.items() if key.endswith("_component_") and value in TEXTS]
         if builders:
@@ -227,29 +228,29 @@ def what_is_learned(run: Migration) -> None:
 
 
 def held_out_of(run: Migration, sources: list[Arguments]) -> list[Arguments]:
-    """The sources to validate on. TRL's scripts take a split of the same data, if any."""
+    """Return the validation sources. TRL's scripts validate on a split of the training dataset, if at all."""
     held_out = sources_of(run, "validation")
     if "dataset_name" not in run.theirs:
         return held_out
     split = held_out[0]["split"] if held_out else Setting("test", ["eval_strategy"])
     if run.theirs.get("eval_strategy") in (None, False, "no"):
-        run.same("off there too", *split.sources)
+        run.same("also off in the original", *split.sources)
         return []
     return [sources[0] | {"split": split}]
 
 
 def stream(run: Migration) -> None:
-    """A stream has a buffer and no epochs; other rows are shuffled as a whole."""
-    streams = run.settings.get("dataset.streaming")  # which a mixture has not
+    """Drop `epochs` for streamed data, and the shuffle buffer for all other data."""
+    streams = run.settings.get("dataset.streaming")  # absent for a mixture
     if not (streams and streams.value):
         used = run.pop("dataset.shuffle_buffer").sources
-        run.same("all rows are shuffled where they are not streamed", *used)
+        run.same("all rows are shuffled, since they are not streamed", *used)
     elif "epochs" in run.settings:
-        run.refuse("epochs", "a stream is read until max_steps")
+        run.refuse("epochs", "a stream is read until max_steps is reached")
 
 
 def rename_prompts(run: Migration, source: Arguments) -> None:
-    """Prompts are no texts to learn, and of pairs the messages are what comes before the answers."""
+    """Rename the column to `prompt` if the recipe reads prompts: texts to sample from, or messages before a pair."""
     asks = "messages" if run.recipe in COMPARE else None
     if "prompts_per_step" in run.defaults:
         asks = "text"
@@ -265,13 +266,13 @@ def fraction_held_out(run: Migration, source: Arguments, rest: Arguments) -> Non
     split = source.pop("split")
     used = [*split.sources, *(key for setting in rest.values() for key in setting.sources)]
     share = round(1 - int(re.findall(r"\d+", split.value)[-1]) / 100, 4)
-    run.set("dataset.validation_fraction", share, *used, note="which rows follows from what is in them")
+    run.set("dataset.validation_fraction", share, *used, note="tune picks the rows by a hash of their content")
 
 
 def mix(run: Migration, sources: list[Arguments]) -> None:
-    """Make a mixture: what is set of `dataset` goes into each of its sources."""
+    """Build a mixture; settings of `dataset` are copied into each source."""
     for key in {"dataset.streaming", "dataset.shuffle_buffer"} & run.settings.keys():
-        run.refuse(key, "a mixture is not streamed")
+        run.refuse(key, "a mixture cannot be streamed")
     shared = {key[8:]: run.settings.pop(key) for key in [*run.settings] if key.startswith("dataset.")}
     parts: dict[str, dict[str, Any]] = {}
     for index, source in enumerate(sources):
@@ -287,7 +288,7 @@ def mix(run: Migration, sources: list[Arguments]) -> None:
 
 
 def sources_of(run: Migration, name: str) -> list[Arguments]:
-    """Take the parts `data[0].path`, one dict for each index."""
+    """Collect parts such as `data[0].path` into one dict per index."""
     sources: dict[int, Arguments] = defaultdict(dict)
     for key in [key for key in run.parts if key.startswith(f"{name}[")]:
         index, _, argument = key.removeprefix(f"{name}[").partition("].")
@@ -296,26 +297,26 @@ def sources_of(run: Migration, name: str) -> list[Arguments]:
 
 
 def is_rest(one: Arguments, other: Arguments) -> bool:
-    """Whether the second is what the first leaves of a split: `train[:95%]` and `train[95%:]`."""
+    """Whether `other` is the remainder of the split that `one` takes: `train[:95%]` and `train[95%:]`."""
     splits = [re.sub(r"\s", "", str(source["split"].value)) for source in (one, other) if "split" in source]
     return re.fullmatch(r"(\w+)\[:(\d+%)\] \1\[\2:\]", " ".join(splits)) is not None
 
 
 def settle(source: Arguments) -> None:
-    """Turn slices of splits, files, and names of columns into arguments of `tune.datasets.load`."""
+    """Turn slices of splits, files and column names into arguments of `tune.datasets.load`."""
     split, files, path = source.get("split"), source.pop("data_files", None), source.get("path")
     if split and (cut := re.fullmatch(r"(\w+)\[(:(\d+))?.*\]", re.sub(r"\s", "", str(split.value)))):
         if cut[3] and cut[0] == f"{cut[1]}[:{cut[3]}]":
             source["take"] = Setting(int(cut[3]), split.sources)
         else:
-            split.notes.append(f"{split.value} there, all rows here: dataset.take is a number of rows")
+            split.notes.append(f"tune reads all rows, not {split.value}; dataset.take sets a number of rows")
         split.value = cut[1]
     if files and path and path.value not in READERS:
-        path.notes.append(f"its data_files {files.value} are not chosen: dataset.path can be their folder or glob")
+        path.notes.append(f"data_files {files.value} not applied: set dataset.path to their folder or glob")
         path.sources.extend(files.sources)
     elif files:
         chosen = files.value if isinstance(files.value, list) else [files.value]
-        notes = ["the first of its files: a folder or a glob names several"] if len(chosen) > 1 else []
+        notes = ["only the first file; use a folder or a glob for several"] if len(chosen) > 1 else []
         source["path"] = Setting(chosen[0], [*files.sources, *(path.sources if path else [])], notes)
     columns = {key[8:]: source.pop(key) for key in [*source] if key.startswith("columns.")}
     if columns:
@@ -329,6 +330,6 @@ def set_arguments(run: Migration, group: str, source: Arguments) -> None:
         if run.takes(f"{group}.{name}"):
             run.set(f"{group}.{name}", setting.value, *setting.sources, note="; ".join(setting.notes))
         elif (name, setting.value) == ("train_on", "assistant"):
-            run.same("answers alone are learned", *setting.sources)
+            run.same("only answers are supervised", *setting.sources)
         else:
             run.missing(f"{run.recipe} has no {group}.{name}", *setting.sources)

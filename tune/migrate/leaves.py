@@ -1,6 +1,6 @@
-"""A peer's config as a dict of its leaves (`datasets[0].path`: value), and questions about one.
+"""Flatten a peer's config to a dict of leaves (`datasets[0].path`: value), and look up values in it.
 
-A name is a key, or a key with `*` for any characters; `[]` in a name stands for any index.
+A name is a key in which `*` matches any characters and `[]` any index.
 """
 
 import functools
@@ -19,7 +19,7 @@ NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 
 def leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each value by its dotted key; `datasets[0].path` for groups in lists. Lists of plain values are values."""
+    """Yield each value with its dotted key (`datasets[0].path` for groups in lists). A list of scalars is one value."""
     if isinstance(values, dict) and (values or not prefix):
         for name, value in values.items():
             yield from leaves(value, f"{prefix}.{name}" if prefix else str(name))
@@ -31,12 +31,12 @@ def leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def resolved(values: Leaves) -> Leaves:
-    """Replace each `${key}` by its value, where the file has that key."""
+    """Replace each `${key}` by its value if the file has that key."""
 
     def resolve(node: Any, key: Any) -> Any:
         try:
             value = node[key]
-        except OmegaConfBaseException:  # a resolver of theirs
+        except OmegaConfBaseException:  # a resolver that only the peer registers
             return OmegaConf.to_container(node)[key]  # type: ignore[index]
         if isinstance(value, DictConfig):
             return {name: resolve(value, name) for name in value}
@@ -65,7 +65,7 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 
 def without_index(key: str) -> str:
-    """`datasets[0].path` as `datasets[].path`."""
+    """Drop the index: `datasets[0].path` becomes `datasets[].path`."""
     return re.sub(r"\[\d+\]", "[]", key)
 
 
@@ -74,16 +74,16 @@ def values_of(config: Leaves, *names: str) -> list[Any]:
 
 
 def is_set(config: Leaves, *names: str) -> bool:
-    """Whether a key with one of these names has a value that is neither empty nor off."""
+    """Whether any key with one of these names has a value that is not empty, false or 0."""
     return any(value not in (*NOTHING, False, 0) for value in values_of(config, *names))
 
 
 def text_of(config: Leaves, *names: str) -> str:
-    """The values of the keys with these names, in lower case, one a line."""
+    """Return the values of the keys with these names in lower case, one per line."""
     return "\n".join(str(value).lower() for value in values_of(config, *names) if value is not None)
 
 
 def exceeds(config: Leaves, name: str, limit: float) -> bool:
-    """Whether the value of this key is a number above `limit`."""
+    """Whether this key has a number greater than `limit`."""
     value = config.get(name)
     return isinstance(value, int | float) and value > limit

@@ -1,4 +1,4 @@
-"""A config of a peer as settings of a recipe."""
+"""Convert one config of a peer to settings of a recipe."""
 
 import re
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ from tune.migrate.peers.common import METHODS
 def migrate(
     values: Leaves, peer: str, method: str | None, recipes: Mapping[str, Leaves], world_size: int = 1
 ) -> Migration:
-    """The settings for one of `recipes` (name -> its own settings by dotted keys) that a config of `peer` stands for.
+    """Convert a config of `peer` to settings of one of `recipes` (name -> default settings by dotted key).
 
     Raises:
-        NotConverted: the config is for something that no recipe does.
-        TuneError: its method is unknown.
+        NotConverted: no recipe does what the config asks for.
+        TuneError: the config's method is unknown.
     """
     theirs, library = dict(leaves(resolved(values))), PEERS[peer]
     if why := library.refused(theirs):
@@ -61,27 +61,27 @@ def migrate(
 
 
 def settings_of(method: str, key: str) -> Leaves:
-    """The settings of a method, which the config says with `key`."""
+    """Return the settings of a method, which `key` of the config names."""
     for names, settings in METHODS.items():
         if matches(names, method.lower()):
             if isinstance(settings, str):
                 raise NotConverted(f"{key}: {method} {settings}")
             return settings
     known = each_name(METHODS)
-    raise TuneError(f"{key}: {method} is no method.{did_you_mean(method, known)} There are: {', '.join(known)}.")
+    raise TuneError(f"{key}: unknown method {method}.{did_you_mean(method, known)} Known: {', '.join(known)}.")
 
 
 def peer_of(values: Leaves, file: Path) -> str:
-    """Whose config this file is, by its keys. Raises TuneError if they are nobody's."""
+    """Return the peer whose config this is, judged by its keys. Raises TuneError if no peer's keys match."""
     config = dict(leaves(values))
     if any(line.startswith("tune.") for line in text_of(config, "_component_", "*._component_").splitlines()):
-        raise TuneError(f"{file}: it is a config of tune already: tune run RECIPE --config {file}")
+        raise TuneError(f"{file}: this is already a config of tune. Run it: tune run RECIPE --config {file}")
     points = {peer: sum(library.marks(config)) for peer, library in PEERS.items()}
     best = max(points, key=lambda peer: points[peer])
     if points[best] == 0:
         looks = "; ".join(f"{library.name} has {library.looks_like}" for library in PEERS.values())
         raise TuneError(
-            f"{file}: by its keys ({', '.join([*values][:6])}) it is no config of these: {looks}. "
-            f"--from NAME takes it for one: {', '.join(PEERS)}."
+            f"{file}: cannot recognize the library from the keys ({', '.join([*values][:6])}). Known: {looks}. "
+            f"Name the library with --from ({', '.join(PEERS)})."
         )
     return best

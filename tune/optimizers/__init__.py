@@ -1,6 +1,6 @@
-"""Parameter groups, schedules, updates in backward; Muon and Adafactor, which torch has only for unsharded parameters.
+"""Parameter groups, schedules, updates in backward; Muon and Adafactor, which torch only has for unsharded parameters.
 
-Other optimizers are those of torch and torchao, as they are.
+All other optimizers are used directly from torch and torchao.
 """
 
 from tune.optimizers.groups import learning_rates, parameter_groups

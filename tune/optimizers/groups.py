@@ -15,15 +15,15 @@ from tune.types import Rate, Ratio
 def parameter_groups(
     model: nn.Module, lr: Rate, *, decay_vectors: bool = False, lr_ratios: Mapping[str, Ratio] | None = None
 ) -> list[dict[str, Any]]:
-    """The trained parameters of `model`, grouped for an optimizer whose learning rate is `lr`.
+    """Group the trained parameters of `model` for an optimizer with learning rate `lr`.
 
-    Only weights of matrix products get weight decay, unless `decay_vectors`: norms and biases do not, whatever their
-    shape (the biases of experts are a matrix). `lr_ratios` maps a pattern to a factor on `lr` for the parameters whose
-    name matches: {"lora_b": 16} is LoRA+ (Hayou et al., 2024); their group has the pattern as `name`. Groups of
-    matrices, or stacks of them, in repeated blocks are marked `in_blocks`, for Muon.
+    Only weights of matrix products get weight decay, unless `decay_vectors`. Norms and biases get none, whatever their
+    shape (the biases of experts are a matrix). `lr_ratios` maps a pattern to a factor on `lr` for parameters whose name
+    matches: {"lora_b": 16} is LoRA+ (Hayou et al., 2024). Their group has the pattern as `name`. Groups of matrices or
+    stacks of matrices in repeated blocks are marked `in_blocks`, for Muon.
 
     Raises:
-        TuneError: a pattern is none or matches no name, or a rate is above 100.
+        TuneError: a pattern is invalid or matches no name, or a rate is above 100.
     """
     ratios = {str(pattern): ratio for pattern, ratio in (lr_ratios or {}).items()}
     for pattern, ratio in ratios.items():
@@ -34,12 +34,12 @@ def parameter_groups(
                 f"parameter_groups.lr_ratios: optimizer.lr={lr} times {ratio} ('{pattern}') is a learning rate above "
                 "100. Lower one of them"
             )
-    here, model = dict(model.named_parameters()), uncut(model)  # so that all stages have the same groups
+    here, model = dict(model.named_parameters()), uncut(model)  # all stages must have the same groups
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for pattern in ratios:
         if not any(re.search(pattern, name) for name in trained):
             raise TuneError(
-                f"parameter_groups.lr_ratios: '{pattern}' is in the name of no trained parameter; they are called like "
+                f"parameter_groups.lr_ratios: '{pattern}' matches no trained parameter. Names look like "
                 f"{', '.join(sorted({re.sub(r'[0-9]+', '*', name) for name in trained})[:12])}"
             )
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
@@ -50,7 +50,7 @@ def parameter_groups(
         owner = type(model.get_submodule(name.rpartition(".")[0])).__name__.lower()
         is_norm = "norm" in owner  # Cohere's norms have a row per head
         is_weight = parameter.ndim > 1 and not is_norm and not name.endswith("bias")
-        is_convolution = "conv" in owner or "conv" in name.rpartition(".")[2]  # no matrix for Muon to orthogonalise
+        is_convolution = "conv" in owner or "conv" in name.rpartition(".")[2]  # not a matrix for Muon to orthogonalize
         decayed = decay_vectors or is_weight
         in_blocks = is_weight and parameter in blocks and not is_convolution
         group = groups.setdefault((pattern, decayed, in_blocks), {"params": [], "in_blocks": in_blocks})
@@ -63,7 +63,7 @@ def parameter_groups(
 
 
 def learning_rates(optimizer: Optimizer) -> dict[str, float]:
-    """The metric `lr`, and `lr/NAME` for each group that has a name (or, where its rate differs, a number)."""
+    """Return the metrics `lr`, and `lr/NAME` for each named group (a number if an unnamed group's rate differs)."""
     rates: dict[str, float] = {}
     for index, group in enumerate(optimizer.param_groups):
         rate, name = float(group["lr"]), group.get("name")

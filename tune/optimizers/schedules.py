@@ -1,4 +1,4 @@
-"""Schedules: a warm-up from zero, then a shape, as a factor on the optimizer's learning rates."""
+"""Learning rate schedules: a linear warm-up, then a shape, as a factor on the optimizer's learning rates."""
 
 import math
 import warnings
@@ -14,14 +14,14 @@ from tune.types import PositiveInt, StepsOrFraction, UnitInterval, checked
 
 
 class Schedule(LambdaLR):
-    """torch's LambdaLR, with plain numbers as rates and state, even if the optimizer (torchao's) has tensors."""
+    """torch's LambdaLR with plain numbers as rates and state, even if the optimizer (torchao's) has tensors."""
 
     def get_last_lr(self) -> list[float | Tensor]:
-        """The rates of the next step."""
+        """Return the learning rates of the next step."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def step(self, epoch: int | None = None) -> None:
-        with warnings.catch_warnings():  # a first step that is left out has none of the optimizer
+        with warnings.catch_warnings():  # if the first step is skipped, the optimizer has not stepped
             warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)` before")
             super().step(epoch)
 
@@ -30,14 +30,14 @@ class Schedule(LambdaLR):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.last_epoch = state_dict["step"]
-        # Not `get_lr`, which warns outside `step`.
+        # `get_lr` would warn outside `step`.
         for group, rate, factor in zip(self.optimizer.param_groups, self.base_lrs, self.lr_lambdas, strict=True):
             group["lr"] = rate * factor(self.last_epoch)
 
 
 @checked
 def constant(optimizer: Optimizer, total_steps: PositiveInt, warmup: StepsOrFraction = 0) -> Schedule:
-    """The learning rate stays as it is."""
+    """Keep the learning rate constant after the warm-up."""
     return _schedule(optimizer, total_steps, warmup, lambda progress: 1.0)
 
 
@@ -45,7 +45,7 @@ def constant(optimizer: Optimizer, total_steps: PositiveInt, warmup: StepsOrFrac
 def linear(
     optimizer: Optimizer, total_steps: PositiveInt, warmup: StepsOrFraction = 0, min_ratio: UnitInterval = 0.0
 ) -> Schedule:
-    """A straight line down to `min_ratio`, which the step after the last would have."""
+    """Decay linearly to `min_ratio`, reached one step after the last."""
     return _schedule(optimizer, total_steps, warmup, lambda progress: 1 - (1 - min_ratio) * progress)
 
 
@@ -53,7 +53,7 @@ def linear(
 def cosine(
     optimizer: Optimizer, total_steps: PositiveInt, warmup: StepsOrFraction = 0, min_ratio: UnitInterval = 0.0
 ) -> Schedule:
-    """Half a cosine down to `min_ratio`, which the step after the last would have (Loshchilov and Hutter, 2017, without
+    """Decay along half a cosine to `min_ratio`, reached one step after the last (Loshchilov and Hutter, 2017, without
     restarts)."""
 
     def shape(progress: float) -> float:
@@ -70,8 +70,8 @@ def warmup_stable_decay(
     decay: UnitInterval = 0.2,
     min_ratio: UnitInterval = 0.0,
 ) -> Schedule:
-    """Constant, then a line down over the last fraction `decay` of the steps to `min_ratio`, which the step after the
-    last would have (Hu et al., MiniCPM, 2024)."""
+    """Stay constant, then decay linearly over the last fraction `decay` of the steps to `min_ratio`, reached one step
+    after the last (Hu et al., MiniCPM, 2024)."""
 
     def shape(progress: float) -> float:
         return 1 - (1 - min_ratio) * max(0.0, progress - (1 - decay)) / max(decay, 1e-12)
@@ -81,7 +81,7 @@ def warmup_stable_decay(
 
 @checked
 def inverse_square_root(optimizer: Optimizer, total_steps: PositiveInt, warmup: StepsOrFraction = 0.03) -> Schedule:
-    """Falls with the square root of the step after warm-up (Vaswani et al., 2017)."""
+    """Decay with the inverse square root of the step after the warm-up (Vaswani et al., 2017)."""
     steps = max(1, _warmup_steps(warmup, total_steps))
 
     def shape(progress: float) -> float:
@@ -91,15 +91,15 @@ def inverse_square_root(optimizer: Optimizer, total_steps: PositiveInt, warmup: 
 
 
 def _warmup_steps(warmup: float, total_steps: int) -> int:
-    """`warmup` is a number of optimizer steps or, below 1, a fraction of `total_steps`."""
+    """Return the warm-up in optimizer steps; `warmup` is a number of steps or, below 1, a fraction of `total_steps`."""
     steps = round(warmup * total_steps) if warmup < 1 else int(warmup)
     if steps > total_steps:
-        raise TuneError(f"schedule.warmup: {steps} steps of warm-up do not fit into {total_steps} optimizer steps")
+        raise TuneError(f"schedule.warmup: {steps} warm-up steps exceed the run's {total_steps} optimizer steps")
     return steps
 
 
 def _schedule(optimizer: Optimizer, total_steps: int, warmup: float, shape: Callable[[float], float]) -> Schedule:
-    """`shape` maps the share of the steps after warm-up that is done, 0 to 1, to the factor. Warm-up starts above 0."""
+    """Build a schedule. `shape` maps progress after the warm-up, 0 to 1, to the factor. Warm-up starts above 0."""
     steps = _warmup_steps(warmup, total_steps)
 
     def factor(step: int) -> float:

@@ -1,5 +1,5 @@
-"""How parameters are updated where torch's own optimizers do not suffice: Muon and Adafactor, which torch has only for
-unsharded parameters, and steps of any optimizer inside backward, so that gradients take little memory."""
+"""Updates beyond torch's optimizers: Muon and Adafactor for sharded parameters, and optimizer steps inside backward, so
+that gradients take little memory."""
 
 import functools
 from collections import defaultdict
@@ -18,17 +18,17 @@ from tune.types import PositiveInt
 
 
 class Muon(Optimizer):
-    """torch's Muon (Jordan et al., 2024) for the matrices of the blocks, torch's AdamW for vectors, embeddings and
-    output head. Muon updates each matrix of a stack, such as the weights of experts, by itself.
+    """torch's Muon (Jordan et al., 2024) for the matrices of blocks, torch's AdamW for vectors, embeddings and output
+    head. Muon updates each matrix of a stack, such as the weights of experts, separately.
 
-    `params` are the groups of `parameter_groups`. Of other groups, those with a matrix say which of the two updates
-    them: {"params": [...], "in_blocks": True} is for Muon. Shapes do not: embedding and head are matrices too. Muon's
-    updates are scaled to the size of AdamW's (Liu et al., 2025), so that one `lr` and `weight_decay` suit both. `betas`
-    and `eps` are AdamW's.
+    `params` are the groups of `parameter_groups`. Your own groups with matrices must name the optimizer:
+    {"params": [...], "in_blocks": True} is for Muon. Shapes cannot decide, since embedding and head are matrices too.
+    Muon's updates are scaled to the size of AdamW's (Liu et al., 2025), so one `lr` and `weight_decay` suit both.
+    `betas` and `eps` are for AdamW.
 
     Raises:
-        TuneError: a group with a matrix does not say whether it is for Muon; a parameter for Muon is neither a matrix
-            nor a stack of them, or not whole on one process.
+        TuneError: a group with a matrix has no `in_blocks`; a parameter for Muon is neither a matrix nor a stack of
+            matrices, or is split within a matrix.
     """
 
     def __init__(
@@ -55,15 +55,15 @@ class Muon(Optimizer):
         if group["in_blocks"] is None:
             if matrices := [shape for shape in shapes if len(shape) > 1]:
                 raise TuneError(
-                    f"Muon: group {number} has {len(matrices)} matrices, the first one of the shape {matrices[0]}, and "
-                    "does not say whether they belong to blocks, for Muon, or to an embedding or head, for AdamW. "
-                    "Take tune.optimizers.parameter_groups(model, lr), or give groups in_blocks=True or False"
+                    f"Muon: group {number} has {len(matrices)} matrices, the first of shape {matrices[0]}, but no "
+                    "in_blocks. Set in_blocks=True (blocks: Muon) or False (embedding or head: AdamW), or use "
+                    "tune.optimizers.parameter_groups(model, lr)"
                 )
             group["in_blocks"] = False
         if group["in_blocks"] and (others := [shape for shape in shapes if len(shape) not in (2, 3)]):
             raise TuneError(
-                f"Muon: group {number} has in_blocks=True and a parameter of the shape {others[0]}, "
-                "which is neither a matrix nor a stack of matrices. Give it a group with in_blocks=False"
+                f"Muon: group {number} has in_blocks=True but a parameter of shape {others[0]}, which is neither a "
+                "matrix nor a stack of matrices. Move it to a group with in_blocks=False"
             )
         if self.parts:
             self._make_parts()
@@ -75,8 +75,8 @@ class Muon(Optimizer):
         stacks = [each for each in in_blocks if isinstance(each, DTensor) and each.ndim == 3]
         if any(place.is_shard(1) or place.is_shard(2) for each in stacks for place in each.placements):
             raise TuneError(
-                "optimizer._component_: Muon needs whole matrices of experts: with parallel.ep their number must "
-                "be a multiple of dp_shard x cp. Raise parallel.dp_replicate"
+                "optimizer._component_: Muon needs whole matrices of experts: with parallel.ep the number of experts "
+                "must be a multiple of dp_shard x cp. Raise parallel.dp_replicate"
             )
         of_muon, of_adamw = self.settings
         if self._groups(in_blocks=True):
@@ -101,7 +101,7 @@ class Muon(Optimizer):
         return [group for group in self.param_groups if group["in_blocks"] == in_blocks]
 
     def _split(self, parameter: Tensor) -> Iterator[Tensor]:
-        """The local matrices of a parameter, with their gradients and momenta."""
+        """Yield the local matrices of a parameter, with their gradients and momenta."""
         if parameter.grad is None:
             return
         state, matrices = self.state[parameter], self.parts[True].state
@@ -120,8 +120,8 @@ class Muon(Optimizer):
 
 
 class Adafactor(torch.optim.Adafactor):
-    """torch's Adafactor (Shazeer and Stern, 2018) does not support DTensors: here one parameter at a time is gathered
-    and updated on all processes."""
+    """torch's Adafactor (Shazeer and Stern, 2018) with support for DTensors: each parameter in turn is gathered and
+    updated on all processes."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -141,31 +141,31 @@ class Adafactor(torch.optim.Adafactor):
 
 
 class InBackward:
-    """Registers hooks by which `optimizer` updates each parameter as soon as its gradient is complete, then frees the
+    """Register hooks so that `optimizer` updates each parameter as soon as its gradient is complete, then frees the
     gradient. `optimizer.step()` then has nothing to do; learning rates and state stay in the optimizer.
 
-    There must be one backward between two calls of `norm`: another one raises a TuneError. Gradients cannot be clipped:
-    the norm is known after the updates.
+    A second backward between two calls of `norm` raises TuneError. Gradients cannot be clipped: the norm is only known
+    after the updates.
 
     Raises:
-        TuneError: FSDP keeps the parameters of a GPU in host memory, where gradients arrive after the hooks.
+        TuneError: FSDP offloads parameters to host memory, where gradients arrive after the hooks.
     """
 
     def __init__(self, optimizer: Optimizer):
         self.optimizer = optimizer
-        self.squares: dict[object, Tensor] = {}  # of gradients, by how processes share these
-        self.updated: set[int] = set()  # ids of the parameters that have been updated since the last call of norm
+        self.squares: dict[object, Tensor] = {}  # sums of squared gradients by layout
+        self.updated: set[int] = set()  # ids of parameters updated since the last call of norm
         for index, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 if isinstance(parameter, DTensor) and _is_offloaded(parameter):
                     raise TuneError(
-                        "memory.cpu_offload=true: gradients are still on their way to the host when InBackward reads "
-                        "them. Set it to false, or update in optimizer.step()"
+                        "memory.cpu_offload: must be false with InBackward, which would read gradients before they "
+                        "reach the host. Set it to false, or update in optimizer.step()"
                     )
                 parameter.register_post_accumulate_grad_hook(functools.partial(self._update, index))
 
     def norm(self) -> Tensor:
-        """The norm of all gradients since the last call. A collective: all processes must call it."""
+        """Return the norm of all gradients since the last call. A collective: all processes must call it."""
         squares = list(self.squares.values())
         self.squares.clear()
         self.updated.clear()
@@ -175,9 +175,9 @@ class InBackward:
         assert parameter.grad is not None
         if id(parameter) in self.updated:
             raise TuneError(
-                "global_batch_size: a parameter has a second gradient in one step, and InBackward has updated it by "
-                "the first one. A step must have one micro-batch: set micro_batch_size to global_batch_size divided "
-                "by the number of data-parallel processes. In a loop of your own, call norm() once a step"
+                "global_batch_size: a parameter has a second gradient in one step, but InBackward already applied the "
+                "first. A step must have one micro-batch: set micro_batch_size to global_batch_size divided by the "
+                "number of data-parallel processes. In your own loop, call norm() once per step"
             )
         self.updated.add(id(parameter))
         layout = layout_of(parameter.grad)

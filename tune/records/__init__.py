@@ -1,4 +1,4 @@
-"""Run folders as they stand: what one says of its run, and the page that shows one or several."""
+"""Read run folders, and write the report page for one or several runs."""
 
 from tune.records.page import TEMPLATES, changed, samples, seconds, uses, write_report
 from tune.records.record import (
@@ -16,7 +16,7 @@ from tune.records.record import (
     start,
 )
 
-# Other names are for the packages of `tune` alone.
+# Other names are internal to `tune`.
 __all__ = [
     "Record",
     "differences",

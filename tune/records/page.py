@@ -1,4 +1,4 @@
-"""report.html: one page on a run, or on several laid over each other. It needs no other file and no network."""
+"""Write report.html: one page for a run, or for several runs overlaid. It needs no other files and no network."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from tune.records.record import Record, differences, json_object, number, read
 from tune.secrets import without_secrets
 
 POINTS = 100_000  # of all curves of a page together
-SAMPLES = 4  # prompts shown of the first step and of the last one
+SAMPLES = 4  # prompts shown from the first step and from the last
 MARK = "<!-- written by tune report -->"
 IN_TRANSFORMERS = """from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained({0})
@@ -41,10 +41,10 @@ TEMPLATES.filters |= {
 
 
 def write_report(folders: Sequence[Path], out: Path) -> int:
-    """Write the page on the runs in `folders` to `out`; return its size in bytes.
+    """Write the page for the runs in `folders` to `out`; return its size in bytes.
 
     Raises:
-        TuneError: a folder is not that of a run, or `out` cannot be written, or is there and no report.
+        TuneError: a folder is not a run folder, or `out` cannot be written or is an existing file but no report.
     """
     runs = [read(folder) for folder in folders]
     known = [run.path.resolve().name for run in runs]
@@ -58,7 +58,7 @@ def write_report(folders: Sequence[Path], out: Path) -> int:
     )  # fmt: skip
     try:
         if out.exists() and MARK not in out.read_text(encoding="utf-8", errors="replace")[:200]:
-            raise TuneError(f"--out {out}: there is such a file, and it is no report. Name another")
+            raise TuneError(f"--out {out}: this file exists and is not a report. Choose another name")
         with written_aside(out) as unfinished:
             unfinished.write_text(page, encoding="utf-8", errors="replace")
             return unfinished.stat().st_size
@@ -67,7 +67,7 @@ def write_report(folders: Sequence[Path], out: Path) -> int:
 
 
 def changed(run: Record) -> list[tuple[str, list[Any]]] | None:
-    """The settings that are not the defaults of the run's recipe: key, default, value; None if these are not known."""
+    """Return the settings that differ from the recipe's defaults (key, [default, value]); None if these are unknown."""
     try:
         script = Path((run.facts.get("command") or [""])[0])
         defaults = config.flat(config.read_file(config.find_default(script, run.facts["recipe"])))
@@ -80,7 +80,7 @@ def changed(run: Record) -> list[tuple[str, list[Any]]] | None:
 
 
 def seconds(run: Record) -> dict[str, float]:
-    """What the run's time went to. The time between an end and the next start is not the run's."""
+    """Return the run's time in seconds by activity. Time between an end and the next start is not counted."""
     if not {"time", "step_seconds"} <= run.columns.keys():
         return {}
     whole = np.nan_to_num(run.columns["step_seconds"])
@@ -93,7 +93,7 @@ def seconds(run: Record) -> dict[str, float]:
 
 
 def samples(run: Record) -> list[tuple[str, str, str]]:
-    """Some prompts of samples.jsonl, each with its answers at the first and at the last step that has samples."""
+    """Return prompts of samples.jsonl, each with its answers at the first and the last step with samples."""
     sides: list[dict[str, str]] = []
     steps = set()
     for is_first in (True, False):
@@ -108,14 +108,14 @@ def samples(run: Record) -> list[tuple[str, str, str]]:
 
 
 def uses(run: Record) -> Iterator[tuple[str, list[str]]]:
-    """What the run has made, of which step, and how that is used: a sentence on each, with commands."""
+    """Yield a sentence for each output of the run, with the step it is from, and commands to use it."""
     folders = [run.path / kind for kind in ("model", "adapter") if (run.path / kind).is_dir()]
     if not folders:
         again = f"To continue the run: the same command with output_dir={in_shell(run.path)} resume=auto"
-        advice = f". {again}. Without checkpoints it begins anew. If you do not need it, delete {run.path}."
-        yield f"There is no model{': the end of the run writes it.' if run.state == 'running' else advice}", []
+        advice = f". {again}. Without checkpoints it starts over. If you do not need it, delete {run.path}."
+        yield f"There is no model{' yet: it is written at the end.' if run.state == 'running' else advice}", []
     step = run.best or run.last("step")
-    best = f"that with the best {run.settings.get('checkpointer.keep_best')}" if run.best else "the last one"
+    best = f"the best by {run.settings.get('checkpointer.keep_best')}" if run.best else "the last one"
     of_step = f", with the weights of step {number(step)}, {best}" if run.state == "done" and step > 0 else ""
     for folder in folders:
         base, place = in_shell(str(run.settings.get("model.path"))), in_shell(folder)
@@ -131,7 +131,7 @@ def uses(run: Record) -> Iterator[tuple[str, list[str]]]:
 
 
 def _prompt(sample: dict[str, Any]) -> str:
-    """What a sample answers, as far as its row is in a usual format."""
+    """Return the prompt of a sample, if its row has a common format."""
     prompt = sample.get("row", sample.get("prompt"))
     for key in ("messages", "prompt"):
         prompt = prompt.get(key, prompt) if isinstance(prompt, dict) else prompt
@@ -140,7 +140,7 @@ def _prompt(sample: dict[str, Any]) -> str:
 
 
 def thin(steps: np.ndarray, values: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """At most about `most` points: of each stretch the first, the lowest, the highest, and a gap if there is one."""
+    """Reduce to about `most` points: of each segment the first, the lowest, the highest, and a gap if there is one."""
     if len(steps) <= most:
         return steps, values
     gaps = np.isnan(values)
@@ -153,14 +153,14 @@ def thin(steps: np.ndarray, values: np.ndarray, most: int) -> tuple[np.ndarray, 
 
 
 def _curves(runs: list[Record]) -> list[dict[str, Any]]:
-    """For report.js: the metrics of all runs, thinned."""
+    """Return the thinned metrics of all runs for report.js."""
     hidden = ("step", "time", "epoch")
     shown = [(at, run, name) for at, run in enumerate(runs) for name in run.columns if name not in hidden]
     curves = []
     for at, run, name in shown:
         steps, values = run.columns["step"], np.where(np.isfinite(run.columns[name]), run.columns[name], np.nan)
         known = ~np.isnan(values)
-        is_sparse = bool(known.mean() < 0.5)  # as of validations: the steps between have no value, which is no gap
+        is_sparse = bool(known.mean() < 0.5)  # e.g. validations: steps without a value are not gaps
         if is_sparse:
             steps, values = steps[known], values[known]
         steps, values = thin(steps, values, POINTS // len(shown))

@@ -1,4 +1,4 @@
-"""What a run folder says of its run. run.json says where the run stands; each start adds to it."""
+"""Read and write the records of a run in its folder. run.json has the run's state; each start adds to it."""
 
 import io
 import json
@@ -20,17 +20,17 @@ from tune.files import CHECKPOINT, lock, written_aside
 from tune.lookup import in_shell
 from tune.secrets import without_secrets
 
-STARTS = 100  # the last ones that are kept beside the first: a run may be started thousands of times
-FILES = ("run.json", "config.yaml", "metrics.jsonl")  # a run folder has one of them at least
+STARTS = 100  # latest starts to keep, besides the first: a run may be started thousands of times
+FILES = ("run.json", "config.yaml", "metrics.jsonl")  # a run folder has at least one of these
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a run has written into the folder."""
+    """Whether a run has written to the folder."""
     return any((folder / name).is_file() for name in FILES)
 
 
 def start(folder: Path, step: int, **facts: Any) -> None:
-    """Note in run.json that the run starts after `step`, with the first start and the last ones."""
+    """Record in run.json that the run starts after `step`; the first and the latest starts are kept."""
     before = _json(folder / "run.json")
     starts = [*before.get("starts", []), {"step": step, "time": time.time()}]
     count = before.get("number_of_starts", len(starts) - 1) + 1
@@ -39,7 +39,7 @@ def start(folder: Path, step: int, **facts: Any) -> None:
 
 
 def end(folder: Path, error: BaseException | None) -> None:
-    """Note in run.json how the run has ended: by `error`, or by itself."""
+    """Record in run.json how the run ended: with `error`, or normally."""
     code = error.code if isinstance(error, SystemExit) else 1
     if error is None or not code:
         _note(folder, state="done")
@@ -51,17 +51,17 @@ def end(folder: Path, error: BaseException | None) -> None:
 
 
 def is_done(folder: Path) -> bool:
-    """Whether the run in a folder has ended by itself, with all that it was to write."""
+    """Whether the run in a folder ended normally and wrote all its results."""
     return _json(folder / "run.json").get("state") == "done"
 
 
 def recipe_of(folder: Path) -> str | None:
-    """The recipe of the run in a folder; None if that is not known."""
+    """Return the recipe of the run in a folder; None if unknown."""
     return _json(folder / "run.json").get("recipe")
 
 
 def identity(folder: Path) -> str:
-    """The id of the run in a folder, which no other has. It is made once, and kept in run.json."""
+    """Return the unique id of the run in a folder, which is created once and stored in run.json."""
     if "id" not in _json(folder / "run.json"):
         _note(folder, id=uuid.uuid4().hex)
     return str(_json(folder / "run.json")["id"])
@@ -77,7 +77,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def json_object(text: str | bytes) -> dict[str, Any]:
-    """The object that `text` is in JSON; an empty one if it is none."""
+    """Parse `text` as a JSON object; an empty one if it is not."""
     try:
         values = json.loads(text)
     except ValueError:
@@ -87,33 +87,33 @@ def json_object(text: str | bytes) -> dict[str, Any]:
 
 @dataclass
 class Record:
-    """A run as its folder has it. What is not there, or cannot be read, is empty."""
+    """A run as recorded in its folder. Missing or unreadable parts are empty."""
 
     path: Path
     state: str  # running | done | interrupted | failed | killed
     facts: dict[str, Any]  # run.json
-    settings: dict[str, Any]  # of the last start, by dotted key
+    settings: dict[str, Any]  # settings of the last start, by dotted key
     data: dict[str, Any]  # data.json
-    columns: dict[str, np.ndarray]  # by metric the values of the steps in columns["step"], NaN where there is none
-    problems: list[str]  # what cannot be read
+    columns: dict[str, np.ndarray]  # values by metric at the steps in columns["step"]; NaN: no value
+    problems: list[str]  # parts that cannot be read
 
     def known(self, metric: str) -> tuple[np.ndarray, np.ndarray]:
-        """The steps that have a metric, and its values there."""
+        """Return the steps that have a metric, and its values."""
         values = self.columns.get(metric, np.full(len(self.columns["step"]), np.nan))
         return self.columns["step"][~np.isnan(values)], values[~np.isnan(values)]
 
     def last(self, metric: str) -> float:
-        """The last value of a metric, NaN without one."""
+        """Return the last value of a metric, or NaN."""
         return float(self.known(metric)[1][-1:].sum()) if len(self.known(metric)[1]) else math.nan
 
     def shown(self, metric: str) -> str:
-        """The last value of a metric for people to read, with its step if that is not the run's last."""
+        """Format the last value of a metric, with its step if that is not the run's last."""
         steps, _ = self.known(metric)
         late = f" (step {number(steps[-1])})" if len(steps) and steps[-1] < self.columns["step"][-1] else ""
         return number(self.last(metric)) + late
 
     def text(self, file: str, most: int, start: bool = False) -> str:
-        """The last `most` bytes of a file, or the first."""
+        """Read the last `most` bytes of a file; with `start`, the first."""
         with suppress(OSError), (self.path / file).open("rb") as content:
             content.seek(0 if start else max(0, content.seek(0, 2) - most))
             return content.read(most).decode(errors="replace")
@@ -121,38 +121,38 @@ class Record:
 
     @property
     def best(self) -> int | None:
-        """With checkpointer.keep_best, the step of the best checkpoint, if it is there."""
+        """The step of the best checkpoint (checkpointer.keep_best), if it exists."""
         newest = max(self.path.glob(f"checkpoints/{CHECKPOINT}/state.json"), default=None, key=str)
         step = _json(newest).get("best", {}).get("step") if newest else None
         return step if step and (self.path / f"checkpoints/step-{step:08d}").is_dir() else None
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """The settings, and the counts of the data."""
+        """The settings and the counts of the data."""
         counts = {name: value for name, value in self.data.items() if not isinstance(value, list | dict)}
         return self.settings | {f"data: {name.replace('_', ' ')}": value for name, value in counts.items()}
 
     @property
     def warnings(self) -> list[str]:
-        """Those about the data, those in the log, and what cannot be read."""
+        """Warnings about the data, warnings in the log, and parts that cannot be read."""
         lines = self.text("log.txt", 1 << 20).splitlines()
         logged = [line.removeprefix("warning: ") for line in lines if line.startswith("warning: ")]
         return [*dict.fromkeys([*self.data.get("warnings", []), *logged, *self.problems])]
 
     @property
     def started(self) -> float:
-        """When the run began, seconds since 1970."""
+        """The start of the run, in seconds since 1970."""
         return self.facts["starts"][0]["time"] if self.facts.get("starts") else self.path.stat().st_mtime
 
 
 def read(folder: Path, tail: int | None = None) -> Record:
-    """The run in `folder`; with `tail`, of its metrics only those in that many bytes at the end. Raises TuneError."""
+    """Read the run in `folder`; with `tail`, only the metrics in the last `tail` bytes. Raises TuneError."""
     if not is_run(folder):
         inside = len(find(folder))
         advice = (
             f"`tune runs {in_shell(folder)}` lists the {inside} in it" if inside else "Give the output_dir of a run"
         )
-        raise TuneError(f"{folder} is not a run folder: there is none of {', '.join(FILES)} in it. {advice}")
+        raise TuneError(f"{folder} is not a run folder: it has none of {', '.join(FILES)}. {advice}")
     problems: list[str] = []
     settings: dict[str, Any] = {}
     try:
@@ -161,26 +161,26 @@ def read(folder: Path, tail: int | None = None) -> Record:
         problems.append(str(error))
     columns, unreadable = _metrics(folder / "metrics.jsonl", tail)
     if unreadable:
-        problems.append(f"{unreadable:,} lines of metrics.jsonl are left out: they are not the metrics of a step")
+        problems.append(f"{unreadable:,} lines of metrics.jsonl are ignored: they are not the metrics of a step")
     facts = _json(folder / "run.json")
     return Record(folder, _state(folder, facts), facts, settings, _json(folder / "data.json"), columns, problems)
 
 
 def find(folder: Path) -> list[Path]:
-    """The run folders in a folder and in those in it."""
+    """Find run folders in a folder and in its subfolders."""
     files = (file for name in FILES for depth in ("*", "*/*") for file in folder.glob(f"{depth}/{name}"))
     return sorted({file.parent for file in files})
 
 
 def differences(values: Sequence[dict[str, Any]]) -> list[tuple[str, list[Any]]]:
-    """The keys whose values are not the same in all, with these values; where a run goes is no difference."""
+    """Return the keys whose values differ, with the values. output_dir and resume are ignored."""
     keys = dict.fromkeys(key for each in values for key in each if key not in ("output_dir", "resume"))
     rows = [(key, [each.get(key) for each in values]) for key in keys]
     return [(key, row) for key, row in rows if any(value != row[0] for value in row)]
 
 
 def number(value: float) -> str:
-    """A figure for people to read."""
+    """Format a number for people."""
     if not math.isfinite(value):
         return "" if math.isnan(value) else str(value)
     return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
@@ -195,19 +195,19 @@ def _state(folder: Path, facts: dict[str, Any]) -> str:
 
 
 def _metrics(file: Path, tail: int | None) -> tuple[dict[str, np.ndarray], int]:
-    """The metrics by step, and how many lines cannot be read. Of a step that is there twice the last line counts."""
+    """Return the metrics by step, and the number of unreadable lines. If a step appears twice, the last line counts."""
     columns, unreadable = {"step": array("d")}, 0
     with file.open("rb") if file.is_file() else io.BytesIO() as lines:
         size = lines.seek(0, 2)
         if lines.seek(max(0, size - (tail or size))):
-            lines.readline()  # the rest of one
+            lines.readline()  # skip the rest of a line
         for line in lines:
             try:
                 values = json_object(line).items()
                 numbers = {name: float(each) for name, each in values if isinstance(each, int | float)}
                 columns["step"].append(numbers.pop("step"))
             except (KeyError, OverflowError):
-                unreadable += line.endswith(b"\n")  # a killed process may leave half of the last one
+                unreadable += line.endswith(b"\n")  # a killed process may leave a partial last line
                 continue
             rows = len(columns["step"]) - 1
             for name, value in numbers.items():

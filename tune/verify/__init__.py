@@ -1,9 +1,9 @@
-"""Whether a file or folder for others computes what the model of a run computes: `compare` has the program that people
-will open it with (`open_program`) read the texts of a few `Probe`s, and our own model judge what that makes of them.
+"""Verify that an exported file or folder computes the same as the model of a run. The program that people will open it
+with (`open_program`) reads the texts of a few `Probe`s, and `compare` compares its results with the run's own model.
 
-- `probes.py`: what both are asked
-- `programs.py`: transformers, PEFT and vLLM; `llama_cpp.py`: llama.cpp, in a process of its own
-- `comparison.py`: the checks, each a row of a table with its tolerance
+- `probes.py`: the questions for both
+- `programs.py`: transformers, PEFT and vLLM; `llama_cpp.py`: llama.cpp, in a separate process
+- `comparison.py`: the checks, each a row of a table with a tolerance
 """
 
 from tune.verify.comparison import Check, ask, compare
@@ -11,7 +11,7 @@ from tune.verify.llama_cpp import LlamaCpp
 from tune.verify.probes import Probe, conversations, probes_of_data, probes_of_prompts, probes_of_texts
 from tune.verify.programs import computed_in, open_program, type_of
 
-# Other names are for the packages of `tune` alone.
+# Other names are internal to `tune`.
 __all__ = [
     "Check",
     "LlamaCpp",

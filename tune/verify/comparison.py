@@ -1,4 +1,4 @@
-"""The checks of an artifact."""
+"""Checks of an artifact against the run's model."""
 
 import math
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from tune.tokenizers import Message, Tokenizer
 from tune.verify.probes import Probe, conversations
 from tune.verify.programs import ChatText, Program
 
-MARGIN, GROUP = 2.0, 32  # of rounding
-ADAPTER_SHARE = 0.5  # of what the adapter changes, by which an artifact may differ
+MARGIN, GROUP = 2.0, 32  # factor on the effect of rounding; weights per scale
+ADAPTER_SHARE = 0.5  # largest accepted deviation of the adapter's effect, as a share
 
 
 @dataclass(frozen=True)
 class Check:
-    """A row of the table. `is_same` is None where it cannot be told; `detail` says more of a difference."""
+    """A row of the table. `is_same` is None if the check is inconclusive; `detail` describes a difference."""
 
     name: str
     run: str
@@ -33,10 +33,10 @@ class Check:
 
 @dataclass(frozen=True)
 class Observed:
-    """What a program made of what it was asked: for each probe an answer of at most `longest` tokens, and log-probs."""
+    """A program's results: for each probe an answer of at most `longest` tokens, and log-probs."""
 
     misread: list[str]
-    chats: dict[str, ChatText | str]  # by the run's own text: theirs with its tokens, or why there is none
+    chats: dict[str, ChatText | str]  # by the run's rendered text: the program's text and tokens, or its error
     stops: dict[int, bool]
     answers: list[list[int]]
     longest: int
@@ -44,7 +44,7 @@ class Observed:
 
 
 def ask(program: Program, tokenizer: Tokenizer, probes: Sequence[Probe], longest: int) -> Observed:
-    """What the `program` makes of the probes, and of what the run's `tokenizer` says."""
+    """Run the probes, and the chats and stop tokens of the run's `tokenizer`, through `program`."""
     misread = [
         probe.plain
         for probe in probes
@@ -63,7 +63,7 @@ def ask(program: Program, tokenizer: Tokenizer, probes: Sequence[Probe], longest
 def _chat(program: Program, messages: list[Message]) -> ChatText | str:
     try:
         return program.chat(messages)
-    except Exception as error:  # whatever a template or its engine raises
+    except Exception as error:  # templates and their engines can raise anything
         return f"{type(error).__name__}: {error}"
 
 
@@ -71,10 +71,10 @@ def compare(
     found: Observed, model: Any, tokenizer: Tokenizer, probes: Sequence[Probe], tolerance: float | None,
     stored: torch.dtype | int, noise: float,
 ) -> list[Check]:  # fmt: skip
-    """The checks of what was `found`, by the run's own `model`, which is then rounded.
+    """Compare a program's results `found` with the run's own `model`, which is rounded in place afterwards.
 
-    `tolerance` is in nats per token; None: `MARGIN` times the distance that rounding the weights of `model` to the type
-    in which they are `stored` makes, and `noise`.
+    `tolerance` is in nats per token. None: `MARGIN` times the effect of rounding the weights of `model` to the dtype in
+    which they are `stored`, plus `noise`.
     """
     own, theirs = _of_all(model, probes), _of_program(found)
     base = None
@@ -99,8 +99,8 @@ def compare(
 
 @torch.no_grad()
 def round_weights(model: Any, stored: torch.dtype | int) -> None:
-    """Round the matrices in the blocks of `model` to a type, or to integers of so many bits, others to 8 bits at the
-    least; with a scale for each row, of fewer than 8 bits for each `GROUP` weights of one."""
+    """Round the matrices in the blocks of `model` to a dtype or to integers with this number of bits; other matrices to
+    at least 8 bits. Each row has a scale; with fewer than 8 bits, each `GROUP` weights of a row."""
     in_blocks = {id(each) for block in repeated_blocks(model) for each in block.parameters()}
     for parameter in model.parameters():
         if parameter.ndim < 2:
@@ -124,14 +124,14 @@ def _rounded(weight: Tensor, stored: torch.dtype | int) -> Tensor:
 
 @torch.no_grad()
 def _log_softmax(model: Any, ids: Sequence[int]) -> Tensor:
-    """The log-probs after each of `ids` `[ids, vocab]`, on the host."""
+    """Return the log-probs after each of `ids`, `[ids, vocab]`, on the host."""
     device = next(model.parameters()).device
     log_probs: Tensor = model(torch.tensor([[*ids]], device=device))[0].float().log_softmax(-1).cpu()
     return log_probs
 
 
 def _of_all(model: Any, probes: Sequence[Probe]) -> Tensor:
-    """The log-probs of all tokens of the probes, without the first of each."""
+    """Return the model's log-probs of all tokens of the probes, except the first of each."""
     found = []
     for probe in probes:
         targets = torch.tensor(probe.ids[1:])
@@ -140,21 +140,21 @@ def _of_all(model: Any, probes: Sequence[Probe]) -> Tensor:
 
 
 def _of_program(found: Observed) -> Tensor:
-    """The same of the program, NaN where it tells none."""
+    """Return the program's log-probs in the same order; NaN for missing ones."""
     values = [math.nan if value is None else value for each in found.log_probs for value in each]
     return torch.tensor(values, dtype=torch.float64)
 
 
 def _reading(found: Observed, probes: Sequence[Probe]) -> Check:
     count = len(found.misread)
-    detail = f"the ids of {found.misread[0][:60]!r} are others" if count else ""
+    detail = f"{found.misread[0][:60]!r} has other ids" if count else ""
     same = f"{len(probes) - count} the same"
     return Check("tokens", f"{len(probes)} texts", same, f"{count} texts", "0", not count, detail)
 
 
 def _template(found: Observed, tokenizer: Tokenizer) -> list[Check]:
-    """That of the chat template, if the run has one. llama.cpp leaves the BOS that a template writes to its tokenizer:
-    the number of tokens says whether it is there."""
+    """Check the chat template, if the run has one. llama.cpp removes the BOS that a template writes and lets its
+    tokenizer add it, so the number of tokens shows whether it is there."""
     if not found.chats:
         return []
     bos = tokenizer.special_tokens.get("bos_token", "")
@@ -163,13 +163,13 @@ def _template(found: Observed, tokenizer: Tokenizer) -> list[Check]:
         if isinstance(theirs, str):
             details.append(theirs)
         elif theirs[0].removeprefix(bos) != expected.removeprefix(bos):
-            details.append(f"it writes {theirs[0]!r:.300}, and the run {expected!r:.300}")
+            details.append(f"it writes {theirs[0]!r:.300}, but the run writes {expected!r:.300}")
         else:
             ids, (_, read) = tokenizer.encode(expected), theirs
             if read != (len(ids) if isinstance(read, int) else ids):
                 count = read if isinstance(read, int) else len(read)
-                others = "" if count != len(ids) else ", of which some are others"
-                details.append(f"it reads {count} tokens of {expected!r:.300}, and the run {len(ids)}{others}")
+                others = "" if count != len(ids) else ", some of which differ"
+                details.append(f"it reads {count} tokens from {expected!r:.300}, the run {len(ids)}{others}")
     total, count = len(found.chats), len(details)
     same = f"{total - count} the same"
     return [Check("chat template", f"{total} chats", same, f"{count} chats", "0", not count, "".join(details[:1]))]
@@ -179,7 +179,7 @@ def _stop_tokens(found: Observed, tokenizer: Tokenizer) -> Check:
     names = {token: tokenizer.decode([token]) for token in found.stops}
     missing = [name for token, name in names.items() if not found.stops[token]]
     there = [name for token, name in names.items() if found.stops[token]]
-    detail = f"an answer goes on behind {' and '.join(missing)}" if missing else ""
+    detail = f"answers do not stop at {' and '.join(missing)}" if missing else ""
     return Check(
         "stop tokens", " ".join(names.values()), " ".join(there) or "none", f"{len(missing)} missing", "0",
         not missing, detail,
@@ -187,24 +187,24 @@ def _stop_tokens(found: Observed, tokenizer: Tokenizer) -> Check:
 
 
 def _losses(model: Any, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
-    """How much less likely than the most likely one the model finds each token of an answer, in nats."""
+    """Return, for each token of an answer, its distance in log-prob from the model's most likely token, in nats."""
     log_probs = _log_softmax(model, [*prompt, *answer])[len(prompt) - 1 : -1]
     return log_probs.amax(-1) - log_probs.gather(1, torch.tensor(answer, dtype=torch.int64)[:, None])[:, 0]
 
 
 def _answers(found: Observed, losses: Sequence[Tensor], tokenizer: Tokenizer, tolerance: float) -> Check:
-    """Their mean up to the end that the run gives an answer, and whether answers end there."""
+    """Check the mean of `losses` up to the end that the run gives an answer, and that answers end there."""
     same, cut, details = 0, [], []
     for answer, of_tokens in zip(found.answers, losses, strict=True):
         end = next((at for at, token in enumerate(answer, 1) if token in tokenizer.stop_ids), None)
         if end != len(answer) and (end or len(answer) < found.longest):
-            details = [f"an answer has another end than the run's model gives it: {tokenizer.decode(answer)!r:.200}"]
+            details = [f"an answer ends elsewhere than with the run's model: {tokenizer.decode(answer)!r:.200}"]
         cut.append(of_tokens[:end])
         same += bool((cut[-1] <= 0).all())
     mean = float(torch.cat(cut).mean())
     if not mean <= tolerance:
         worst = max(range(len(cut)), key=lambda at: float(cut[at].sum()))
-        details.append(f"such as {tokenizer.decode(found.answers[worst])!r:.200}")
+        details.append(f"for example {tokenizer.decode(found.answers[worst])!r:.200}")
     return Check(
         "greedy answers", f"{len(cut)}, {sum(map(len, cut)):,} tokens", f"{same} the same",
         f"{mean:.4f} nats a token", f"{tolerance:.4f}", not details, "; ".join(details),
@@ -212,7 +212,7 @@ def _answers(found: Observed, losses: Sequence[Tensor], tokenizer: Tokenizer, to
 
 
 def _distances(theirs: Tensor, ours: Tensor, tolerance: float) -> list[Check]:
-    """Those of the log-probs of the texts' tokens, and of their perplexity."""
+    """Check the distances of the log-probs of the texts' tokens and of the perplexity."""
     told = ~theirs.isnan() if len(theirs) == len(ours) else torch.zeros_like(ours, dtype=torch.bool)
     theirs, ours = theirs[told], ours[told]
     distance = float((theirs - ours).abs().mean())
@@ -230,13 +230,13 @@ def _distances(theirs: Tensor, ours: Tensor, tolerance: float) -> list[Check]:
 
 
 def _adapter(theirs: Tensor, ours: Tensor, base: Tensor) -> Check:
-    """How much of what the adapter changes is in the artifact: the slope of the line through (run - base, artifact -
-    base) of all tokens, by least squares. It cannot be told where three standard errors are more than the tolerance."""
+    """Check how much of the adapter's effect is in the artifact: the least-squares slope through (run - base, artifact
+    - base) of all tokens. The check is inconclusive if three standard errors exceed the tolerance."""
     told = ~theirs.isnan()
     changes, found = (ours - base)[told], (theirs - base)[told]
     square = float(changes.square().sum())
     share = float((changes * found).sum()) / square if square else math.nan
     error = math.sqrt(float((found - share * changes).square().mean()) / square) if square else math.inf
     is_same = None if 3 * error > ADAPTER_SHARE else abs(share - 1) <= ADAPTER_SHARE
-    detail = "" if is_same is not False else f"of what the adapter changes, {share:.0%} is there"
+    detail = "" if is_same is not False else f"the artifact has {share:.0%} of the adapter's effect"
     return Check("adapter", "1", f"{share:.2f} ± {error:.2f}", f"{share - 1:+.2f}", f"{ADAPTER_SHARE}", is_same, detail)

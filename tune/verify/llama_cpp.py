@@ -1,4 +1,4 @@
-"""llama.cpp itself, through its Python binding, to read GGUF files."""
+"""Read GGUF files with llama.cpp, through its Python binding."""
 
 import json
 import subprocess
@@ -16,17 +16,17 @@ SERVER = Path(__file__).with_name("llama_server.py")
 
 
 class LlamaCpp:
-    """A GGUF file in llama.cpp, in a process of its own, which can be ended; with `lora` an adapter on it.
+    """A GGUF file in llama.cpp, in a separate process that can be killed; `lora` adds an adapter.
 
     Raises:
-        TuneError: xllamacpp, the binding, is not installed, or llama.cpp does not take the file.
+        TuneError: the binding xllamacpp is not installed, or llama.cpp cannot load the file.
     """
 
     name = "llama.cpp"
 
     def __init__(self, file: Path, lora: Path | None = None, context: int = 1024, threads: int = 1):
         if find_spec("xllamacpp") is None:
-            raise TuneError(f"{file}: llama.cpp opens it, through xllamacpp: pip install xllamacpp")
+            raise TuneError(f"{file}: needs llama.cpp's Python binding: pip install xllamacpp")
         command = [sys.executable, str(SERVER), str(file), str(context), str(threads), *([str(lora)] if lora else [])]
         self.file = file
         self.told = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
@@ -44,20 +44,20 @@ class LlamaCpp:
 
     def _answer(self) -> Any:
         assert self.process.stdout
-        for line in self.process.stdout:  # among what llama.cpp itself prints
+        for line in self.process.stdout:  # llama.cpp prints other lines too
             if line.startswith("answer "):
                 return json.loads(line.removeprefix("answer "))
         self.told.seek(0)
         lines = [line.strip() for line in self.told if "error" in line.lower() or "failed" in line.lower()]
-        raise TuneError(f"llama.cpp cannot open {self.file}: {'; '.join(lines[:3]) or 'it has ended'}")
+        raise TuneError(f"llama.cpp cannot open {self.file}: {'; '.join(lines[:3]) or 'it exited'}")
 
     def ask(self, **request: Any) -> Any:
-        """The answer of its server to a request, of completions or, with `messages`, of chat completions."""
+        """Send a request to the server and return its answer: a completion or, with `messages`, a chat completion."""
         assert self.process.stdin
         try:
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
-        except BrokenPipeError:  # it has ended: what it has said is the reason
+        except BrokenPipeError:  # the process exited: _answer raises with its output
             pass
         answer = self._answer()
         if "error" in answer or "choices" not in answer:
@@ -65,8 +65,8 @@ class LlamaCpp:
         return answer
 
     def complete(self, prompt: Sequence[int] | str, count: int, **settings: Any) -> list[dict[str, Any]]:
-        """Greedy: id and log-probability, from the unchanged logits, of each token, but for those that are a part of a
-        character. `ignore_eos` makes ends of a turn impossible; without it an answer is over at one, which is its last
+        """Decode greedily. Returns id and log-prob (from the unmodified logits) of each token, except tokens that are
+        part of a character. `ignore_eos` makes end-of-turn tokens impossible; without it, an answer ends with such a
         token."""
         settings = {"ignore_eos": True} | settings
         answer = self.ask(prompt=prompt, n_predict=count, temperature=0, n_probs=1, **settings)
@@ -77,21 +77,20 @@ class LlamaCpp:
         return [token["id"] for token in self.complete(prompt, count, **settings)]
 
     def log_prob(self, prompt: Sequence[int], token: int) -> float | None:
-        """Of `token` behind `prompt`; None of one that is a part of a character, of which llama.cpp's server tells
-        none."""
+        """Return the log-prob of `token` after `prompt`; None for a token that is part of a character, for which
+        llama.cpp's server reports none."""
         found = self.complete(prompt, 1, logit_bias=[[token, 1e9]], ignore_eos=False)
         assert not found or found[0]["id"] == token
         return found[0]["logprob"] if found else None
 
     def count(self, text: str) -> int:
-        """The number of tokens of `text`, with those that are put before it."""
+        """Return the number of tokens of `text`, including the tokens that are put before a text."""
         return self.ask(prompt=text, n_predict=1)["usage"]["prompt_tokens"]
 
-    # What is asked of each program.
+    # The methods of `Program`.
 
     def reads(self, text: str, ids: Sequence[int]) -> bool:
-        """Whether it encodes the `text` as these `ids`, with those that are put before a text: as many, after which it
-        computes the same."""
+        """Whether it encodes `text` as `ids`, including tokens before a text: the count and the next token match."""
         if self.count(text) != len(ids):
             return False
         of_text, of_ids = self.complete(text, 1), self.complete(ids, 1)
@@ -99,7 +98,7 @@ class LlamaCpp:
         return all(one["id"] == other["id"] and abs(one["logprob"] - other["logprob"]) < 1e-2 for one, other in pairs)
 
     def chat(self, messages: list[Message]) -> tuple[str, int | list[int]]:
-        """The text that its chat template makes of `messages` for an answer, and how many tokens are read of it."""
+        """Return `messages` rendered by its chat template for an answer, and the number of tokens read."""
         answer = self.ask(messages=messages, max_tokens=1, verbose=True)
         return answer["__verbose"]["prompt"], answer["usage"]["prompt_tokens"]
 
@@ -109,11 +108,12 @@ class LlamaCpp:
         return bool(answer["choices"][0]["finish_reason"] == "stop")
 
     def answer(self, prompt: Sequence[int], count: int) -> list[int]:
-        """The most likely tokens behind `prompt`, until one that ends an answer."""
+        """Return the most likely tokens after `prompt`, up to one that ends an answer."""
         found = self.ask(prompt=prompt, n_predict=count, temperature=0, return_tokens=True, verbose=True)
         tokens: list[int] = found["__verbose"]["tokens"]
         return tokens
 
     def log_probs(self, ids: Sequence[int]) -> list[float | None]:
-        """Of all tokens but the first. Its server tells none of a prompt: each token is made the only one possible."""
+        """Return the log-probs of all tokens but the first. The server reports none for a prompt, so each token is
+        forced in turn."""
         return [self.log_prob(ids[:at], ids[at]) for at in range(1, len(ids))]

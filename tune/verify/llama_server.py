@@ -1,5 +1,5 @@
-"""A GGUF file in llama.cpp's server: a line of JSON for each request on standard input, and one for its answer on
-standard output, among what llama.cpp prints. It is run as a script, and imports nothing of this library."""
+"""Serve a GGUF file with llama.cpp: a JSON line per request on standard input, and a JSON line per answer on standard
+output, between llama.cpp's own output. This runs as a script and imports nothing from tune."""
 
 import json
 import sys

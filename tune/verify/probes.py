@@ -1,4 +1,4 @@
-"""What a program and the run's own model are asked."""
+"""Texts and prompts for a program and for the run's own model."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from tune.datasets import open_prompts
 from tune.errors import TuneError
 from tune.tokenizers import Message, Tokenizer
 
-# Where a run's own data cannot be read: prose, other scripts, numbers, code.
+# Used if the run's own data cannot be read: prose, other scripts, numbers, code.
 TEXTS = (
     "The old bridge was closed in 1987, after a flood had carried away two of its arches. Since then people cross the "
     "river by a small ferry, which takes about ten minutes and stops at sunset.",
@@ -22,7 +22,7 @@ TEXTS = (
     "Question: A shop sells pens at 3 for 2 euros. How much do 12 pens cost?\nAnswer: Twelve pens are four times three "
     "pens, so they cost 4 * 2 = 8 euros.",
 )
-# A turn of each kind. A template that refuses one (some know no system message) is asked the others.
+# One conversation of each kind. If a template rejects one (some have no system message), the others are used.
 CONVERSATIONS: tuple[list[Message], ...] = (
     [{"role": "user", "content": "Hello!"}],
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How are  you?\n"}],
@@ -36,8 +36,8 @@ CONVERSATIONS: tuple[list[Message], ...] = (
 
 @dataclass(frozen=True)
 class Probe:
-    """A text as token ids, of which each is predicted from those before, and the beginning of it, or of another, that
-    is answered. `plain` is the text itself where it has no special tokens, to see how it is encoded."""
+    """A text as token `ids`, each predicted from the ids before it, and a `prompt` to answer: its beginning, or another
+    text. `plain` is the text without special tokens, to compare the encoding."""
 
     ids: list[int]
     prompt: list[int]
@@ -45,7 +45,7 @@ class Probe:
 
 
 def probes_of_data(rows: Iterable[Sequence[Sample]], tokenizer: Tokenizer, longest: int) -> list[Probe]:
-    """Those of the rows of a dataset, of each the first sample: the answer is that to what is before its first learned
+    """Return probes from the first sample of each row of a dataset. The prompt is the text before the first supervised
     token."""
     return [_probe(sample, tokenizer, longest) for sample, *_ in rows]
 
@@ -58,13 +58,13 @@ def _probe(sample: Sample, tokenizer: Tokenizer, longest: int) -> Probe:
 
 
 def probes_of_prompts(rows: Iterable[tuple[str, Any]], tokenizer: Tokenizer, longest: int) -> list[Probe]:
-    """Those of the rows of a file of prompts, and their places, which `tune.datasets.open_prompts` reads."""
+    """Return probes from the rows (place, row) of a file of prompts, as `tune.datasets.open_prompts` reads them."""
     prompts = [prompt.tokens for prompt in open_prompts(tokenizer, rows)]
     return [Probe(ids[:longest], ids, tokenizer.decode(ids, skip_special_tokens=True)) for ids in prompts]
 
 
 def probes_of_texts(tokenizer: Tokenizer, longest: int) -> list[Probe]:
-    """Those of texts that are shipped; what is answered is the first half of each, in a chat if there is a template."""
+    """Return probes from built-in texts. The prompt is the first half of a text, as a chat if there is a template."""
     rows = [("a text", {"prompt": text[: len(text) // 2]}) for text in TEXTS]
     ids = [[*tokenizer.prefix_ids, *tokenizer.encode(text)] for text in TEXTS]
     prompts = open_prompts(tokenizer, rows)
@@ -74,8 +74,8 @@ def probes_of_texts(tokenizer: Tokenizer, longest: int) -> list[Probe]:
 
 
 def conversations(tokenizer: Tokenizer) -> dict[str, list[Message]]:
-    """Conversations that the tokenizer's template takes, by the text that it makes of them, a further answer's
-    beginning included; none without a template."""
+    """Return the conversations that the tokenizer's template accepts, by rendered text, including the beginning of the
+    next answer; empty without a template."""
     found: dict[str, list[Message]] = {}
     for messages in CONVERSATIONS if tokenizer.chat_template is not None else ():
         try:

@@ -1,4 +1,4 @@
-"""The programs that people open models with, each asked the same."""
+"""Programs that people open models with, behind one interface."""
 
 import gc
 import json
@@ -22,9 +22,9 @@ from tune.tokenizers import Message
 from tune.verify.llama_cpp import LlamaCpp
 
 ADAPTER = "adapter_config.json"
-# The text that a template makes of messages, and the tokens that are read of it, or how many.
+# Messages rendered by a template, and the tokens read from the text, or their number.
 ChatText = tuple[str, int | list[int]]
-FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of GGUF
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # GGUF types
 
 
 class Program(Protocol):
@@ -33,11 +33,11 @@ class Program(Protocol):
     name: str
 
     def reads(self, text: str, ids: Sequence[int]) -> bool:
-        """Whether it encodes the `text` as these `ids`, with those that are put before a text."""
+        """Whether it encodes `text` as `ids`, including the tokens that are put before a text."""
         ...
 
     def chat(self, messages: list[Message]) -> ChatText:
-        """The text that its chat template makes of `messages` for an answer, and the tokens that are read of it."""
+        """Return `messages` rendered by its chat template for an answer, and the tokens read from the text."""
         ...
 
     def stops_at(self, token: int) -> bool:
@@ -45,16 +45,16 @@ class Program(Protocol):
         ...
 
     def answer(self, prompt: Sequence[int], count: int) -> list[int]:
-        """The most likely tokens behind `prompt`, at most `count`, until one that ends an answer."""
+        """Return the most likely tokens after `prompt`, at most `count`, up to one that ends an answer."""
         ...
 
     def log_probs(self, ids: Sequence[int]) -> list[float | None]:
-        """Of all tokens but the first; None of one that it does not tell."""
+        """Return the log-probs of all tokens but the first; None for tokens without a reported value."""
         ...
 
 
 class Transformers:
-    """A folder in transformers; an adapter's in PEFT, on the base that its config names."""
+    """A folder opened in transformers; an adapter in PEFT, on the base that its config names."""
 
     def __init__(self, folder: Path, device: torch.device, dtype: Dtype):
         with needs("hf", "tune verify"):
@@ -62,7 +62,7 @@ class Transformers:
         self.name, model_class = "transformers", transformers.AutoModelForCausalLM
         if (folder / ADAPTER).exists():
             if find_spec("peft") is None:
-                raise TuneError(f"{folder}: PEFT opens adapters: pip install peft")
+                raise TuneError(f"{folder}: adapters need PEFT: pip install peft")
             import peft
 
             self.name, model_class = "peft", peft.AutoPeftModelForCausalLM
@@ -100,14 +100,14 @@ class Transformers:
 
 
 class VLLMServer:
-    """A folder in vLLM; an adapter's on the base that its config names."""
+    """A folder opened in vLLM; an adapter on the base that its config names."""
 
     name = "vllm"
 
     def __init__(self, folder: Path, dtype: Dtype, context: int):
         if find_spec("vllm") is None:
             raise TuneError("--with vllm: vLLM is not installed (pip install vllm)")
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # a process of its own would import this one's main module
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # a new process would import this process's main module
         import vllm
         from vllm.lora.request import LoRARequest
 
@@ -163,13 +163,13 @@ class VLLMServer:
 
 
 def _quantization(folder: Path) -> str:
-    """What config.json says of it, as text; {} if nothing."""
+    """Return quantization_config from config.json as text; "{}" if there is none."""
     return json.dumps(ConfigFile(folder, "ARTIFACT").get("quantization_config") or {})
 
 
 def computed_in(artifact: Path, dtype: Dtype) -> torch.dtype:
-    """The type that a program computes in, if `dtype` is asked for. With weights in FP8 or FP4, also of the base of an
-    adapter, it is bf16: libraries have no other products of them."""
+    """Return the dtype that a program computes in if `dtype` is requested. With FP8 or FP4 weights, also in the base of
+    an adapter, it is bf16: libraries only have bf16 products for them."""
     if artifact.is_file():
         return torch.float32
     folder = artifact
@@ -183,17 +183,19 @@ def computed_in(artifact: Path, dtype: Dtype) -> torch.dtype:
 def open_program(
     artifact: Path, program: str | None, device: torch.device, dtype: Dtype, context: int
 ) -> Iterator[Program]:
-    """The `artifact` in the program of this name, by default the one that its kind is for: a GGUF file in llama.cpp, an
-    adapter in PEFT, another folder in transformers. Texts and answers are together at most `context` tokens.
+    """Open `artifact` in the named program. By default: a GGUF file in llama.cpp, an adapter in PEFT, other folders in
+    transformers. Text and answer have at most `context` tokens together.
 
     Raises:
-        TuneError: it is none of these, or the program is not installed or does not take it.
+        TuneError: the program does not open this kind of artifact, is not installed, or fails to open it.
     """
     usual = "peft" if (artifact / ADAPTER).exists() else "transformers"
     if artifact.is_file():
         usual = "llama.cpp"
     if usual != (program or usual) and (program != "vllm" or usual == "llama.cpp"):
-        raise TuneError(f"--with {program}: {artifact} is opened by {usual}{'' if artifact.is_file() else ' or vllm'}")
+        raise TuneError(
+            f"--with {program}: {artifact} can only be opened with {usual}{'' if artifact.is_file() else ' or vllm'}"
+        )
     if artifact.is_file():
         with LlamaCpp(artifact, context=context, threads=torch.get_num_threads()) as llama_cpp:
             yield llama_cpp
@@ -205,16 +207,17 @@ def open_program(
 
 
 def type_of(artifact: Path, base: Path) -> torch.dtype | int:
-    """That of the weights in an artifact's blocks; of integers, or of any other code, their bits. Where the `base` of
-    the run is quantized in the same way, its codes are the artifact's too, and nothing but other weights is rounded.
+    """Return the dtype of the weights in an artifact's blocks, or the number of bits for integers and other codes. If
+    the run's `base` is quantized in the same way, the artifact has the base's codes, and only other weights are
+    rounded.
 
     Raises:
-        TuneError: it is no GGUF file, and no folder of a model or an adapter.
+        TuneError: the artifact is neither a GGUF file nor a folder of a model or an adapter.
     """
     if artifact.is_file():
         with needs("hf", "GGUF"):
             import gguf
-        with explained(f"{artifact} is no GGUF file", Exception):
+        with explained(f"{artifact} is not a GGUF file", Exception):
             tensors = gguf.GGUFReader(artifact).tensors
         largest = max(tensors, key=lambda tensor: int(tensor.n_elements) * tensor.name.startswith("blk."))
         count, size = gguf.GGML_QUANT_SIZES[largest.tensor_type]

@@ -1,4 +1,4 @@
-"""The libraries whose configs are converted: a module for each, and what they share."""
+"""One module per library whose configs are converted, and what the modules share."""
 
 from tune.migrate.peers.axolotl import AXOLOTL
 from tune.migrate.peers.llama_factory import LLAMA_FACTORY

@@ -1,4 +1,4 @@
-"""axolotl's config (axolotl.utils.schemas)."""
+"""axolotl's configs (axolotl.utils.schemas)."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -24,19 +24,19 @@ def marks(config: Leaves) -> list[bool]:
 
 def refused(config: Leaves) -> str:
     if is_set(config, "processor_type"):
-        return "processor_type: it trains on images or sound; the recipes train on text"
+        return "processor_type: this config trains on images or audio; recipes only train on text"
     if is_set(config, "relora*"):
-        return "relora: adapters are not merged and started anew on the way here"
+        return "relora: tune does not merge and restart adapters during training"
     if is_set(config, "diffusion*"):
-        return "diffusion: no recipe trains a diffusion language model"
+        return "diffusion: no recipe trains diffusion language models"
     if is_set(config, "process_reward_model"):
-        return "process_reward_model: reward_finetune scores whole answers"
+        return "process_reward_model: reward_finetune only scores whole answers"
     if "kd.kdplugin" in text_of(config, "plugins"):
-        return "plugins: its distillation reads log-probs that stand in the data; tune run distill asks a teacher"
+        return "plugins: KDPlugin reads the teacher's log-probs from the data; tune run distill runs a teacher model"
     if is_set(config, "use_mora", "mora*"):
-        return "mora: there are LoRA, DoRA, PiSSA and OLoRA"
+        return "mora: not supported; tune has LoRA, DoRA, PiSSA and OLoRA"
     if is_set(config, "hatchery*", "nemo_gym_enabled"):
-        return "it trains through a service of others"
+        return "the config trains through an external service; no recipe does that"
     return ""
 
 
@@ -96,42 +96,41 @@ def defaults(config: Leaves, method: str) -> Leaves:
 def faults(config: Leaves, method: str) -> Iterator[tuple[str, str]]:
     if exceeds(config, "gradient_accumulation_steps", 1) and method in ("sft", "pt", "pretrain"):
         yield (
-            "the mean over each micro-batch is averaged (seen in axolotl 0.19.0; transformers itself mended it in "
-            "4.46), so that short rows count for more with accumulation. Here every supervised token of the global "
-            "batch counts the same",
+            "accumulation averages the means of micro-batches, which overweights short rows (seen in axolotl 0.19.0; "
+            "transformers fixed it in 4.46). In tune, every supervised token of the global batch has the same weight",
             "https://github.com/huggingface/transformers/pull/34191",
         )
     templates = text_of(config, "chat_template", "datasets[].type")
     is_gemma = "gemma" in text_of(config, "base_model")
     if is_gemma and ("gemma" in templates or "chat_template" in templates) and not is_set(config, "eot_tokens*"):
         yield (
-            "without eot_tokens the end of a Gemma turn is not learned, and the model does not stop. Here the end of a "
-            "turn is what the template writes",
+            "without eot_tokens the end of a Gemma turn is not supervised, and the model does not learn to stop. tune "
+            "supervises the end of turn that the template writes",
             "https://github.com/axolotl-ai-cloud/axolotl/pull/3756",
         )
     is_packed, base = is_set(config, "sample_packing"), text_of(config, "base_model")
     if is_packed and ("qwen3.5" in base or "qwen35" in base):
         yield (
-            "packed rows of models with linear attention leaked from one document into the next, and the loss fell to "
-            "0. Here these layers start anew at each document",
+            "in models with linear attention, packed documents leaked into the next one, and the loss fell to 0. In "
+            "tune, these layers reset their state at each document",
             "https://github.com/axolotl-ai-cloud/axolotl/issues/3453",
         )
     kernels = ("attn_implementation", "flash_attention", "flex_attention", "sdp_attention", "xformers_attention")
     if is_packed and not is_set(config, *kernels):
         yield (
-            "packed rows without flash attention could attend to each other's documents. Here attention stays inside "
+            "without flash attention, packed documents could attend to each other. In tune, attention stays inside "
             "each document on all hardware",
             "https://github.com/axolotl-ai-cloud/axolotl/issues/449",
         )
     if not is_set(config, "excess_length_strategy") and not method.startswith(("grpo", "rloo")):
         yield (
-            "rows longer than sequence_len are left out without being named. Here they are counted "
-            "(dataset.too_long=drop is kept; truncate keeps their beginning)",
+            "rows longer than sequence_len are dropped silently. tune counts them (dataset.too_long=drop is kept; "
+            "truncate keeps their beginning)",
             "https://github.com/axolotl-ai-cloud/axolotl/pull/3068",
         )
 
 
-# Types of rows: what a template there makes of a row.
+# axolotl's dataset types, which render a row.
 ROW_TYPES: Mapping[KeyNames, Any] = {
     "completion*": {"dataset.too_long": "split"},
     "*.intel": {"parts.data[].columns.prompt": "question"},
@@ -144,15 +143,15 @@ ROW_TYPES: Mapping[KeyNames, Any] = {
         *("summarizetldr*", "context_qa*", "metharme", "orcamini*", "pygmalion", "llama2_chat", "creative_acr*"),
     ): (
         {"tokenizer.chat_template": "plain"},
-        "prompts are turns of a conversation here (User: ... Assistant: ...), not its text; leave "
-        "tokenizer.chat_template out for the template of a chat model",
+        "tune renders prompts as turns (User: ... Assistant: ...), not as axolotl's text; for a chat model, remove "
+        "tokenizer.chat_template to use the model's own template",
     ),
     "*": (KEEP, common.ROWS),
 }
 
 
 def column(run: Migration, key: str, value: str) -> None:
-    """A column that is not called `chosen` for the key `field_chosen`, and so on."""
+    """Convert `field_chosen` and similar keys if the column has another name."""
     ours = key.rpartition(".field_")[2]
     if value in ("chosen", "rejected", "completion", "label"):
         run.same("", key)
@@ -220,7 +219,7 @@ KEYS: dict[KeyNames, Convert] = {
         {
             ("turn", "all", True): True,
             ("none", False): False,
-            "last": (True, "the end of every turn of an answer is learned, not of the last one alone"),
+            "last": (True, "the end of every answer is supervised, not only of the last one"),
         },
     ),
     "pretraining_dataset[].type": Choose("dataset.streaming", {"*": True}),
@@ -262,15 +261,15 @@ KEYS: dict[KeyNames, Convert] = {
     "expert_parallel_size": To("parallel.ep"),
     "eval_steps": To("validate_every"),
     "evals_per_epoch": Differs(
-        "validate_every counts optimizer steps; unset, validation is after the last one", unless=(0,)
+        "validate_every counts optimizer steps; if unset, validation runs after the last step", unless=(0,)
     ),
-    "saves_per_epoch": Differs("checkpointer.every counts optimizer steps; one is written at the end too"),
+    "saves_per_epoch": Differs("checkpointer.every counts optimizer steps; the last step is also saved"),
     "save_steps": To("checkpointer.every"),
     "save_strategy": common.save_strategy,
     "save_total_limit": To("checkpointer.keep"),
     "load_best_model_at_end": common.keep_best,
     "early_stopping_patience": To("checkpointer.patience"),
-    "logging_steps": To("logger.console_every", note="metrics.jsonl has every step"),
+    "logging_steps": To("logger.console_every", note="metrics.jsonl records every step"),
     "use_tensorboard": To("logger.tensorboard"),
     "wandb_project": To("logger.wandb.project"),
     ("wandb_name", "wandb_run_id"): To("logger.wandb.name"),
@@ -278,7 +277,7 @@ KEYS: dict[KeyNames, Convert] = {
     "qat.weight_dtype": Choose(
         "quantization.qat",
         {"int4": "int4", "int8": "int8", ("float8*", "fp8"): "fp8"},
-        note="there in groups of 32 weights, or of qat.group_size; here in those of tune quantize",
+        note="axolotl uses groups of 32 weights or qat.group_size, tune the groups of tune quantize",
     ),
     "seed": To("seed"),
     ("rl_beta", "dpo_beta", "orpo_alpha"): To("kl", "loss.beta"),
@@ -310,24 +309,24 @@ ALWAYS: dict[KeyNames, str] = {
      "sage_attention", "sdpa_varlen", "attn_implementation", "fused_attn_kernel", "gemma4_hybrid_attn_impl",
      "large_head_attention", "flash_attn_*", "flash_optimum", "flex_attn_compile_kwargs*", "pretrain_multipack_attn",
      "batch_flattening"):
-        "the kernel is chosen by the hardware, and attention stays inside each document",
+        "the hardware decides the kernel; attention stays inside each document",
     ("plugins", "liger_*", "cut_cross_entropy", "chunked_cross_entropy*", "unsloth_*", "use_kernels",
      "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel", "tiled_mlp*", "use_scattermoe",
      "use_sonicmoe", "experts_implementation", "expert_backend", "expert_parallel_*", "moe_*", "torchdistx_path",
      "dense_mixer"):
-        "the loss goes by chunks of tokens, experts by grouped products; compile=true fuses the rest",
+        "the loss is computed in chunks of tokens, experts as grouped products; compile=true fuses the rest",
     ("tf32", "torch_dtype", "device", "device_map", "ddp", "ddp_*", "local_rank", "world_size", "gc_collect_steps",
      "gc_steps", "torch_empty_cache_steps", "low_cpu_mem_usage", "max_memory", "gpu_memory_limit",
      "experimental_skip_move_to_device", "lora_on_cpu", "qlora_sharded_model_loading", "accelerator_config*",
      "torch_compile_*", "ple_cpu_offload", "deepcompile", "layer_offloading", "fp32_norms", "fp32_norm_classes",
      "peft_autocast_adapter_dtype"):
-        "the library decides it, by the hardware",
+        "decided by the library and the hardware",
     ("model_type", "tokenizer_type", "type_of_model", "is_*_derived_model", "base_model_config", "tokenizer_config",
      "cls_model_config", "num_labels", "tokenizer_use_fast", "tokenizer_legacy", "tokenizer_use_mistral_common",
      "tokenizer_save_jinja_files", "model_config.*", "overrides_of_model_*", "lora_fan_in_fan_out",
      "trust_remote_code", "datasets[].trust_remote_code", "resize_token_embeddings_to_32x",
      "llama4_linearized_experts"):
-        "the checkpoint's config.json and tokenizer say it",
+        "read from the checkpoint's config.json and tokenizer",
     ("dataset_prepared_path", "dataset_processes", "dataset_num_proc", "dataset_keep_in_memory",
      "skip_prepare_dataset", "dataloader_*", "remove_unused_columns", "preprocess_iterable", "is_preprocess",
      "shuffle_merged_datasets", "datasets[].ds_type", "datasets[].shards", "datasets[].shards_idx",
@@ -336,9 +335,9 @@ ALWAYS: dict[KeyNames, str] = {
      "pad_to_sequence_len", "pad_to_multiple_of", "multipack_real_batches", "group_by_length", "total_num_tokens",
      "total_supervised_tokens", "streaming_multipack_buffer_size", "pretrain_multipack_buffer_size",
      "pretraining_sample_concatenation"):
-        "rows are tokenised once, kept, shuffled and packed without a setting",
+        "rows are tokenized once, cached, shuffled and packed without a setting",
     ("eval_batch_size", "eval_strategy", "evaluation_strategy", "eval_sequence_len"):
-        "validation runs at the end, and every validate_every steps",
+        "validation runs at the end and every validate_every steps",
     ("save_only_model", "save_safetensors", "save_first_step"):
         "a checkpoint every checkpointer.every=500 steps and at the end; safetensors",
     ("datasets[].message_property_mappings*", "datasets[].message_field_role", "datasets[].field_human",
@@ -347,63 +346,64 @@ ALWAYS: dict[KeyNames, str] = {
      "datasets[].chat_template*", "datasets[].revision", "datasets[].type.no_input_format",
      "datasets[].type.system_format", "datasets[].type.*_format", "datasets[].field_model", "datasets[].field_tools",
      "datasets[].field_thinking", "datasets[].message_field_content", "datasets[].input_transform"):
-        ("rows are recognised by their columns and rendered by the chat template; dataset.format=my_data.to_messages "
-         "for all else"),
+        ("the columns of a row determine its format, and the chat template renders it; for other rows set "
+         "dataset.format=my_data.to_messages"),
     ("special_tokens.pad_token", "special_tokens.bos_token", "special_tokens.unk_token",
      "special_tokens.additional_special_tokens", "fix_untrained_tokens", "eot_tokens"):
-        "the tokenizer and the template say it; padding is never learned, also where pad is EOS",
+        "decided by the tokenizer and the template; padding is never supervised, even if pad is EOS",
     ("precompute_ref_log_probs", "dpo_padding_free", "dpo_use_logits_to_keep", "dpo_use_liger_kernel",
      "trl.use_liger_loss"):
         "reference=precomputed",
     ("strict", "use_wandb", "wandb_watch", "wandb_log_model", "wandb_mode", "wandb_entity",
      "include_tokens_per_second", "include_tkps", "axolotl_config_path", "debug", "metric_for_best_model",
      "greater_is_better", "hf_use_auth_token", "use_ray", "ray_*", "resources_per_worker"):
-        "nothing to set: unknown keys are refused, speed is logged, secrets are not stored",
+        "nothing to set: unknown keys are rejected, speed is logged, secrets are not stored",
     ("trl.use_vllm", "trl.vllm_*", "vllm.*"):
-        "the policy itself samples, in the same process; sampling._component_=tune.generation.VLLM has vLLM do it",
+        "the policy samples in the same process; sampling._component_=tune.generation.VLLM samples with vLLM",
     ("trl.log_completions", "trl.num_completions_to_print", "trl.generation_batch_size", "trl.log_multimodal",
      "trl.loss_type", "trl.use_data_producer", "trl.async_prefetch", "trl.prefetch_depth", "trl.streaming_*",
      "trl.replay_*"):
-        "the policy itself samples, in the same process",
+        "the policy samples in the same process",
     ("fsdp_config.*", "fsdp_version", "fsdp_final_state_dict_type", "merge_lora", "merge_method"):
         "parallel.dp_shard=auto shards each block (FSDP2)",
-    "gradient_checkpointing_kwargs*": "blocks are checkpointed without reentrance",
+    "gradient_checkpointing_kwargs*": "activation checkpointing is always non-reentrant",
     ("resume_from_checkpoint", "auto_resume_from_checkpoints"):
-        "resume=auto continues a run of its own output_dir; checkpoints of others are not read",
+        "resume=auto continues the run in output_dir; other libraries' checkpoints are not read",
 }
 
 LACKING: dict[KeyNames, str] = {
-    ("processor_type", "process_reward_model", "float32", "dpo_generate_during_eval"): "nothing like it",
+    ("processor_type", "process_reward_model", "float32", "dpo_generate_during_eval"): "no counterpart",
     ("trl.reward_funcs", "trl.reward_weights"):
-        "a reward is a function (row, completion) -> number of yours: reward=my_rewards.is_right",
-    "load_in_8bit": "the base stays in 16 bits: 8-bit weights are not trained on; quantization.weights=nf4 has 4",
-    "quantize_moe_experts": "experts stay in 16 bits: NF4 is for linear layers",
+        "write a reward function (row, completion) -> number and set reward=my_rewards.is_right",
+    "load_in_8bit": "8-bit bases are not supported: the base stays in 16 bits; quantization.weights=nf4 uses 4 bits",
+    "quantize_moe_experts": "experts stay in 16 bits: NF4 only covers linear layers",
     ("gptq*", "model_quantization_config*", "nonexpert_quantization", "use_onebitllms", "dsv4_*", "gemma4_fp8_*",
      "gemma4_nf4_*", "nvfp4_*", "use_dsv4_kernels", "use_glm_dsa_kernels"):
-        "a base in this format is not trained on; give the one in 16 bits",
+        "bases in this format are not supported; use the 16-bit checkpoint",
     ("qat*", "quantization.*", "quantization", "llmcompressor*"):
-        ("quantization.qat rounds the weights from the first step on, in the groups that tune quantize has; "
+        ("quantization.qat rounds the weights from the first step on, in the same groups as tune quantize; "
          "activations are not rounded"),
-    ("fp8_config*", "fp8_enable_fsdp_float8_all_gather"): "float8 is for products alone: FSDP gathers in 16 bits",
+    ("fp8_config*", "fp8_enable_fsdp_float8_all_gather"):
+        "float8 is only used for matrix products; FSDP gathers in 16 bits",
     ("unfrozen_parameters", "freeze_mm_modules", "spectrum_*", "lisa_*"):
-        "all parameters are trained, or adapters; docs/changes.md freezes layers",
+        "either all parameters or adapters are trained; docs/changes.md shows how to freeze layers",
     ("peft_layers_to_transform", "peft_layers_pattern", "peft_layer_replication", "peft_ensure_weight_tying",
      "loftq_config*", "peft.*"):
-        "name the layers: adapter.target_modules takes a regular expression",
+        "name the layers: adapter.target_modules accepts a regular expression",
     ("lr_quadratic_warmup", "cosine_constant_lr_ratio", "lr_div_factor", "lr_scheduler_kwargs*", "jagged_*",
      "relora*"):
-        "the schedule has warmup and min_ratio only",
-    ("lr_groups*", "embedding_lr", "loraplus_lr_embedding"): "parameter_groups.lr_ratios has ratios by name",
+        "schedules only have warmup and min_ratio",
+    ("lr_groups*", "embedding_lr", "loraplus_lr_embedding"): "set ratios by name in parameter_groups.lr_ratios",
     ("optim_args*", "optim_target_modules", "adam_beta3", "adam_epsilon2", "dion_*", "qgalore_*", "grokfast_*",
      "came_*"):
-        "arguments of an optimizer that is not there",
+        "tune does not have the optimizer of this argument",
     ("neftune_noise_alpha", "noisy_embedding_alpha", "use_eaft*", "eaft_*", "use_pose", "pose_*", "scaling_softmax*",
      "curriculum_sampling", "use_dft_loss", "rpo_alpha", "dpo_loss_type", "dpo_loss_weights", "dpo_use_weighting",
      "dpo_norm_loss", "s2_attention"):
-        "this way to train is not there",
+        "this training method is not supported",
     ("default_system_message", "datasets[].drop_system_message", "datasets[].field_system",
      "datasets[].system_prompt", "datasets[].type.system_prompt", "chat_template_jinja", "chat_template_kwargs*"):
-        ("the rows' own system message and the checkpoint's template are used; a template of yours is a file: "
+        ("the rows' own system message and the checkpoint's template are used; for your own template set "
          "tokenizer.chat_template=mine.jinja"),
     ("min_sample_len", "dataset_exact_deduplication", "datasets[].skip", "datasets[].temperature",
      "datasets[].logprobs_field", "datasets[].message_field_training_detail", "datasets[].length",
@@ -413,25 +413,25 @@ LACKING: dict[KeyNames, str] = {
      "pretraining_dataset[].sequence_length", "pretraining_dataset[].*_input_id", "pretraining_dataset[].seed",
      "dataset_shard_*", "num_dataset_shards_to_save", "shuffle_before_merging_datasets", "train_on_last_step_only",
      "pretraining_dataset[].trust_remote_code"):
-        "dataset.filter names a function that leaves rows out",
+        "set dataset.filter to a function that drops rows",
     ("tokens", "added_tokens_overrides*", "mean_resizing_embeddings", "shrink_embeddings", "embeddings_skip_upcast",
      "reinit_weights"):
-        "tune add-tokens makes a base with more tokens",
-    "loss_watchdog_*": "checkpointer.on_nan says what a loss that is not finite does",
+        "add tokens to the base with tune add-tokens",
+    "loss_watchdog_*": "checkpointer.on_nan sets the response to a loss that is not finite",
     ("auto_find_batch_size", "profiler_steps*", "dynamic_checkpoint*", "selective_checkpointing*"):
-        "profiler.start traces; memory.activation_checkpointing=selective",
+        "see profiler.start and memory.activation_checkpointing=selective",
     ("do_causal_lm_eval", "do_bench_eval", "eval_causal_lm_metrics", "eval_table_size", "eval_max_new_tokens",
      "bench_*", "lm_eval_*", "generate_samples", "num_generation_*", "generation_*"):
-        "evaluate.tasks and evaluate.prompts evaluate on the way",
+        "evaluate.tasks and evaluate.prompts evaluate during training",
     ("hub_*", "push_dataset_to_hub", "use_mlflow", "use_comet", "use_trackio", "use_swanlab", "use_otel_metrics",
      "mlflow_*", "hf_mlflow_*", "comet_*", "trackio_*", "swanlab_*", "gradio_*", "otel_*"):
-        "there are wandb and tensorboard; MLflow and Trackio go into logger.trackers; tune push uploads",
-    ("ring_attn_func", "heads_k_stride"): "nothing like it",
+        "use wandb, tensorboard, or logger.trackers for MLflow and Trackio; tune push uploads a model",
+    ("ring_attn_func", "heads_k_stride"): "no counterpart",
     ("ebft*", "kd_*", "diffusion*", "trl.*", "use_mora", "mora*", "hatchery*", "nemo_gym_*", "revision_of_model",
      "datasets[]*", "pretraining_dataset[]*", "streaming", "trainer_cls", "image_size", "image_resize_algorithm",
      "role_boundaries*", "processor_kwargs*", "capabilities*", "env_capabilities*", "use_*_loss", "large_*",
      "max_packed_sequence_len", "rope_scaling*"):
-        "nothing like it",
+        "no counterpart",
 }
 # fmt: on
 
@@ -442,7 +442,7 @@ AXOLOTL = Peer(
     refused=refused,
     method=method,
     has_adapter=lambda config: is_set(config, "adapter"),
-    # TRL's trainers turn off that of adapters too.
+    # TRL's trainers disable adapter dropout too.
     has_no_dropout=lambda config, method: method in (*OF_PREFERENCES, "reward"),
     defaults=defaults,
     faults=faults,

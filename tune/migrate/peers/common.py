@@ -1,4 +1,4 @@
-"""Words that mean the same in several peers, and the functions that convert keys which they share."""
+"""Values and keys that several peers share, and their conversion."""
 
 import re
 from collections.abc import Mapping
@@ -9,13 +9,11 @@ from tune.migrate.converters import KEEP, Choose, Differs
 from tune.migrate.leaves import KeyNames
 from tune.migrate.migration import Migration
 
-OWN_TEMPLATE = (
-    "the checkpoint's own template is used; a base model has none: tokenizer.chat_template=plain gives it one"
-)
-ROWS = "rows are recognised by their columns; dataset.format=my_data.to_messages for all else"
-HELD_OUT = "which rows are held out follows from what is in them"
+OWN_TEMPLATE = "the checkpoint's own template is used; a base model has none: set tokenizer.chat_template=plain"
+ROWS = "the columns of a row determine its format; for other rows set dataset.format=my_data.to_messages"
+HELD_OUT = "a hash of each row's content decides whether it is held out"
 
-# The settings of a method, or why there are none. The recipe `sft` is full_, lora_ or pipeline_finetune.
+# The settings of each method, or why it has none. The recipe `sft` becomes full_, lora_ or pipeline_finetune.
 METHODS: Mapping[KeyNames, dict[str, Any] | str] = {
     "sft": {"recipe": "sft"},
     ("pt", "pretrain"): {"recipe": "sft", "parts.train_on": "all", "dataset.too_long": "split", "packed": True},
@@ -35,11 +33,11 @@ METHODS: Mapping[KeyNames, dict[str, Any] | str] = {
     "ppo": {"recipe": "ppo_finetune"},
     ("kd", "gkd", "distillation", "distill"): {"recipe": "distill"},
     ("eval", "evaluate"): {"recipe": "evaluate"},
-    "ebft": "trains a model on the features of its own samples; no recipe here does that",
+    "ebft": "trains a model on the features of its own samples; no recipe does that",
     (
         *("rso", "gdpo", "online_dpo", "nash_md", "xpo", "bco", "prm", "gold", "minillm", "papo", "sdft", "sdpo"),
         *("tpo", "a2po", "gmpo", "bco_pair", "hinge", "ddpo"),
-    ): "is no method of a recipe here",
+    ): "is not supported by any recipe",
 }
 
 OPTIMIZERS: Mapping[KeyNames, Any] = {
@@ -47,12 +45,12 @@ OPTIMIZERS: Mapping[KeyNames, Any] = {
     ("adam", "torch.optim.adam"): "torch.optim.Adam",
     ("paged_adamw", "paged_adamw_32bit", "bitsandbytes.optim.pagedadamw", "bitsandbytes.optim.pagedadamw32bit"): (
         "torch.optim.AdamW",
-        "states are not paged: memory.cpu_offload=true keeps them in host memory",
+        "optimizer states are not paged; memory.cpu_offload=true keeps them in host memory",
     ),
     (
         *("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "ao_adamw_8bit"),
         *("bitsandbytes.optim.adamw8bit", "bitsandbytes.optim.pagedadamw8bit", "torchao*adamw8bit"),
-    ): ("torchao.optim.AdamW8bit", "torchao's states in 8 bits, not bitsandbytes'; needs the torchao extra"),
+    ): ("torchao.optim.AdamW8bit", "torchao's 8-bit states, not bitsandbytes'; needs the torchao extra"),
     ("adamw_torch_4bit", "ao_adamw_4bit", "torchao*adamw4bit"): (
         "torchao.optim.AdamW4bit",
         "needs the torchao extra",
@@ -60,12 +58,12 @@ OPTIMIZERS: Mapping[KeyNames, Any] = {
     "ao_adamw_fp8": ("torchao.optim.AdamWFp8", "needs the torchao extra"),
     "adafactor": (
         "tune.optimizers.Adafactor",
-        "its steps are lr x the RMS of a weight (torch's); there they are lr alone (scale_parameter=False), so that a "
-        "learning rate some 50 times as large does here what it did there",
+        "tune (like torch) scales steps by lr x the RMS of a weight, the original by lr alone (scale_parameter=False): "
+        "tune needs a learning rate about 50 times as large",
     ),
     "muon": (
         "tune.optimizers.Muon",
-        "torch's Muon for matrices of the blocks, AdamW for the others; its learning rate may want another value",
+        "torch's Muon for matrices of the blocks, AdamW for other parameters; the learning rate may need tuning",
     ),
     ("sgd", "torch.optim.sgd"): "torch.optim.SGD",
     ("rmsprop", "torch.optim.rmsprop"): "torch.optim.RMSprop",
@@ -76,7 +74,7 @@ OPTIMIZERS: Mapping[KeyNames, Any] = {
         *("polora", "flash_*", "ademamix*", "adamw_anyprecision", "rmsprop_*"),
     ): (
         "torch.optim.AdamW",
-        "this optimizer is not there: AdamW stands in for it, whose learning rate may want another value",
+        "tune does not have this optimizer; AdamW replaces it and may need another learning rate",
     ),
 }
 
@@ -87,13 +85,13 @@ SCHEDULERS: Mapping[KeyNames, Any] = {
     ("constant", "constant_with_warmup"): "tune.optimizers.constant",
     "inverse_sqrt": (
         "tune.optimizers.inverse_square_root",
-        "falls from the end of the warm-up on, whose steps are its time scale",
+        "decays after the warm-up, with the number of warm-up steps as its time scale",
     ),
     "warmup_stable_decay": "tune.optimizers.warmup_stable_decay",
     (
         *("cosine_with_restarts", "polynomial", "one_cycle", "rex", "log_sweep", "quadratic", "jagged-restart"),
         *("greedy", "reduce_lr_on_plateau"),
-    ): ("tune.optimizers.cosine", "this shape is not there: a cosine stands in for it"),
+    ): ("tune.optimizers.cosine", "tune does not have this schedule; cosine replaces it"),
 }
 
 TEMPLATES: Mapping[KeyNames, Any] = {
@@ -104,12 +102,12 @@ TEMPLATES: Mapping[KeyNames, Any] = {
     ("mistral", "mistral_v1"): "mistral",
     ("default", "alpaca", "plain", "vanilla", "empty"): (
         "plain",
-        "another plain text than theirs; a base model has no template of its own",
+        "not the same plain text as the original's; a base model has no template of its own",
     ),
     "*": (KEEP, OWN_TEMPLATE),
 }
 
-# Converters of keys that several peers have.
+# Converters for keys that several peers have.
 on_off_checkpointing = Choose("memory.activation_checkpointing", {True: "full", False: "none"})
 activation_checkpointing = Choose(
     None,
@@ -121,13 +119,13 @@ activation_checkpointing = Choose(
 )
 save_strategy = Choose(
     "checkpointer.every",
-    {("steps", "best"): KEEP, ("no", "epoch"): (None, "a checkpoint is written when the run ends")},
+    {("steps", "best"): KEEP, ("no", "epoch"): (None, "tune writes one checkpoint, when the run ends")},
 )
 keep_best = Choose("checkpointer.keep_best", {True: "validation_loss", False: KEEP})
 nf4 = Choose("quantization.weights", {True: "nf4", False: KEEP})
 float8 = Choose("quantization.float8", {True: "tensorwise", False: KEEP})
 scale_rewards = Differs(
-    "advantages are rewards less the group's mean, not divided by the standard deviation", unless=(False, "none")
+    "advantages are rewards minus the group's mean, not divided by the standard deviation", unless=(False, "none")
 )
 importance_sampling = Choose("loss._component_", {"token": KEEP, "sequence": "tune.losses.GSPO"})
 
@@ -137,15 +135,15 @@ def none_if_zero(value: Any) -> Any:
 
 
 def layout(run: Migration, key: str, value: Any) -> None:
-    """A file or a word of DeepSpeed's and FSDP's that says what is sharded: `ds_z3_config.json`, `full_shard`, `2`."""
+    """Convert a sharding strategy of DeepSpeed or FSDP: `ds_z3_config.json`, `full_shard`, `2`."""
     word = str(value[0] if isinstance(value, list) and len(value) == 1 else value).lower()
     stage = re.search(r"zero[_-]?(\d)", word) or re.search(r"z(\d)(?=_|$|\.json$)", word) or re.fullmatch(r"(\d)", word)
     if "offload" in word:
         run.put(key, True, "memory.cpu_offload", gives_way=True)
     elif (stage and stage[1] in "012") or "shard_grad_op" in word or "no_shard" in word:
-        run.differs("parallel.dp_shard=auto shards the parameters too: less memory, the same training", key)
+        run.differs("parallel.dp_shard=auto also shards the parameters: less memory, same training", key)
     elif "hybrid" in word:
-        run.differs("parallel.dp_replicate=NODES keeps a copy of the model in each node", key)
+        run.differs("set parallel.dp_replicate=NODES to keep one copy of the model per node", key)
     else:
         run.same("", key)
 
@@ -166,14 +164,14 @@ def reward_model(run: Migration, key: str, value: str, note: str = "") -> None:
 
 
 def folder_of(model: str) -> tuple[str, str]:
-    """The folder that `tune download` makes of a name on the hub, and that command; of a folder this, and ""."""
+    """Return the folder that `tune download` creates for a hub name, and the command. A folder is returned as it is."""
     if model.startswith(("/", ".", "~")) or model.count("/") != 1 or Path(model).is_dir():
         return model, ""
     return f"./{model.split('/')[1]}", f"tune download {model}"
 
 
 def target_modules(run: Migration, key: str, value: Any) -> None:
-    """Layers as a list, as `a,b`, as `all`, or as a pattern. Two keys of theirs may say some each."""
+    """Convert a list of layers, `a,b`, `all` or a pattern. Two of the peer's keys may each add layers."""
     if isinstance(value, str) and re.fullmatch(r"[\w-]+(\s*,\s*[\w-]+)*", value):
         value = listed(value)
     before = run.part("target_modules", [])
@@ -187,11 +185,11 @@ def target_modules(run: Migration, key: str, value: Any) -> None:
 
 
 def listed(value: Any) -> Any:
-    """`a, b` as a list."""
+    """Split `a, b` into a list."""
     return re.split(r"\s*,\s*", value) if isinstance(value, str) else value
 
 
 def ratio_bounds(run: Migration, key: str, value: float) -> None:
-    """One bound of the ratio is both, unless there is another for above."""
+    """Use one bound of the ratio for both sides, unless another key sets the upper bound."""
     run.put(key, value, "loss.low")
     run.put(key, value, "loss.high", gives_way=True)

@@ -1,4 +1,4 @@
-"""LLaMA-Factory's config, of its first and its second form (model_args, finetuning_args, ...; v1)."""
+"""LLaMA-Factory's configs: the first form (model_args, finetuning_args, ...) and the second (v1)."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,8 +8,8 @@ from tune.migrate.leaves import KeyNames, Leaves, exceeds, is_set, text_of, valu
 from tune.migrate.migration import Convert, Migration, Peer
 from tune.migrate.peers import common, training_arguments
 
-BREAKS = "LLaMA-Factory puts one line break between an instruction and its input, tune two"
-CHATS = "it talks to a model. tune chat MODEL and tune generate MODEL do that"
+BREAKS = "LLaMA-Factory separates an instruction from its input by one line break, tune by two"
+CHATS = "this config is for inference. Use tune chat MODEL or tune generate MODEL"
 MEDIA = (
     *("_vl", "llava", "paligemma", "pixtral", "mllama", "internvl", "minicpm_v", "minicpm_o", "omni", "kimi_vl"),
     *("glm4v", "moss_vl", "video", "audio"),
@@ -27,28 +27,28 @@ def marks(config: Leaves) -> list[bool]:
 def refused(config: Leaves) -> str:
     if is_set(config, "export_dir", "peft_config.export_dir"):
         return (
-            "export_dir: it exports a model. tune merge BASE ADAPTER OUT merges an adapter, tune quantize MODEL --to "
-            "KIND --out FOLDER quantises, tune export RUN writes GGUF"
+            "export_dir: this config exports a model. To merge an adapter use tune merge BASE ADAPTER OUT; to "
+            "quantize, tune quantize MODEL --to KIND --out FOLDER; to write GGUF, tune export RUN"
         )
     if is_set(config, "task") and not is_set(config, "stage"):
-        return "task: it evaluates. tune eval MODEL --tasks NAME does that"
+        return "task: this config evaluates. Use tune eval MODEL --tasks NAME"
     if is_set(config, "do_predict") and not is_set(config, "do_train"):
         return (
-            "do_predict: it evaluates. tune eval MODEL --data FILE --score FUNCTION does that, tune generate answers "
-            "prompts"
+            "do_predict: this config evaluates. Use tune eval MODEL --data FILE --score FUNCTION, or tune generate to "
+            "answer prompts"
         )
     if is_set(config, "infer_backend") and not (is_set(config, "stage") and is_set(config, "do_train")):
         return f"infer_backend: {CHATS}"
     if is_set(config, "sample_backend") and not is_set(config, "train_dataset", "output_dir"):
         return f"sample_backend: {CHATS}"
     if is_set(config, "image_max_pixels", "image_min_pixels", "video_*", "media_dir", "audio_*"):
-        return "it trains on images, video or sound; the recipes train on text"
+        return "the config trains on images, video or audio; recipes only train on text"
     if any(word in text_of(config, "template") for word in MEDIA):
-        return "template: it is one of images, video or sound; the recipes train on text"
+        return "template: this is a template for images, video or audio; recipes only train on text"
     if any(word in text_of(config, "dataset") for word in ("mllm_", "llava")):
-        return "dataset: it has images; the recipes train on text"
+        return "dataset: this dataset has images; recipes only train on text"
     if is_set(config, "task"):
-        return "task: it evaluates. tune eval MODEL --tasks NAMES does that"
+        return "task: this config evaluates. Use tune eval MODEL --tasks NAMES"
     return ""
 
 
@@ -139,42 +139,42 @@ SECOND_FORM: Leaves = {
 def faults(config: Leaves, method: str) -> Iterator[tuple[str, str]]:
     if is_set(config, "packing") and not is_set(config, "neat_packing"):
         yield (
-            "packing without neat_packing lets documents of a row attend to each other. Here attention stays inside "
-            "each document",
+            "packing without neat_packing lets the documents of a row attend to each other. In tune, attention stays "
+            "inside each document",
             "https://github.com/hiyouga/LlamaFactory/issues/4744",
         )
     if is_set(config, "cutoff_len"):
         yield (
-            "prompt and answer of long rows are cut in proportion, in the middle of a sentence, without a count. Here "
-            "conversations end behind a message, and each cut row is counted",
+            "long rows lose part of both prompt and answer, mid-sentence and uncounted. In tune, conversations are cut "
+            "after a whole message, and cut rows are counted",
             "https://github.com/hiyouga/LlamaFactory/pull/5458",
         )
     template = text_of(config, "template")
     if "qwen" in template or "chatml" in template:
         yield (
-            "the line break behind <|im_end|> is learned too, which is never generated. Here <|im_end|> is the last "
-            "token that is learned, so that the losses differ, by about 0.1%",
+            "the line break after <|im_end|> is supervised, but is never generated. In tune, <|im_end|> is the last "
+            "supervised token, so the losses differ by about 0.1%",
             "https://github.com/hiyouga/LlamaFactory/issues/7306",
         )
     if text_of(config, "pref_loss") in ("ipo", "hinge", "kto_pair") and config.get("stage") == "dpo":
         yield (
-            "pref_loss is not handed on to TRL's dpo_loss: it is DPO's sigmoid that is trained (of mean log-probs with "
-            "ipo). Here it is the loss that is named",
+            "pref_loss is not passed to TRL's dpo_loss, so training uses DPO's sigmoid loss (of mean log-probs with "
+            "ipo). tune uses the loss that is named",
             "https://github.com/hiyouga/LlamaFactory/blob/v0.9.5/src/llamafactory/train/dpo/trainer.py",
         )
     yield from training_arguments.faults(config, method)
 
 
 def named_datasets(run: Migration, key: str, value: Any) -> None:
-    """KeyNames of data/dataset_info.json, as the files that these have as a rule."""
+    """Convert names in data/dataset_info.json to the file names they usually have."""
     part, folder = ("validation" if "eval" in key else "data"), run.theirs.get("dataset_dir") or "data"
     for index, name in enumerate(value if isinstance(value, list) else common.listed(str(value))):
         if name.endswith((".yaml", ".yml")):
-            run.missing(f"{name} lists the data: give what it names as dataset.path", key)
-        elif "/" in name or "." in name or folder == "ONLINE":  # of the hub
+            run.missing(f"{name} is a list of datasets: set dataset.path to an entry of that list", key)
+        elif "/" in name or "." in name or folder == "ONLINE":  # on the hub
             run.set(f"parts.{part}[{index}].path", name, key)
         else:
-            note = f"dataset_info.json says where '{name}' is: check the path"
+            note = f"check the path: dataset_info.json has the location of '{name}'"
             if index == 0:
                 note += f"; {BREAKS}"
             run.set(f"parts.{part}[{index}].path", f"{folder}/{name}.json", key, note=note)
@@ -187,15 +187,15 @@ preference_losses = Choose(
         "ipo": "tune.losses.IPO",
         "simpo": "tune.losses.SimPO",
         "orpo": "tune.losses.ORPO",
-        "kto_pair": ("tune.losses.KTO", "of single answers, good and bad, also from pairs"),
+        "kto_pair": ("tune.losses.KTO", "tune splits each pair into a good and a bad answer"),
     },
 )
 
 
 def preference_loss(run: Migration, key: str, value: str) -> None:
-    """Stage kto reads none."""
+    """Convert pref_loss, which stage kto ignores."""
     if run.method == "kto":
-        run.same("stage: kto has a loss of its own", key)
+        run.same("stage: kto has its own loss", key)
     else:
         preference_losses(run, key, value)
         if value == "kto_pair":
@@ -203,17 +203,18 @@ def preference_loss(run: Migration, key: str, value: str) -> None:
 
 
 def ppo_target(run: Migration, key: str, value: float) -> None:
-    """Its PPO is that of TRL 0.9, with weights that no key of its files changes."""
+    """Set the weights of TRL 0.9's PPO, which LLaMA-Factory uses and no key of its configs changes."""
     if run.recipe == "ppo_finetune":
-        run.put(key, 0.2, "kl", note=f"there it begins at 0.2 and follows the target {value}; here it stays")
+        note = f"in LLaMA-Factory it starts at 0.2 and adapts to the target {value}; in tune it is constant"
+        run.put(key, 0.2, "kl", note=note)
         run.put(key, 0.1, "value_weight")
     else:
-        run.same("only stage: ppo has it", key)
+        run.same("only stage: ppo uses it", key)
 
 
 def reward_model(run: Migration, key: str, value: str) -> None:
     is_adapter = run.theirs.get("reward_model_type", "lora") != "full"
-    note = "an adapter there: tune merge makes a model of it" if is_adapter else ""
+    note = "an adapter in LLaMA-Factory: merge it into a model with tune merge" if is_adapter else ""
     common.reward_model(run, key, value, note)
 
 
@@ -225,8 +226,8 @@ KEYS: dict[KeyNames, Convert] = {
         "recipe",
         {
             ("lora", "full"): True,
-            "oft": (True, "orthogonal adapters are not there: LoRA stands in"),
-            "freeze": (True, "all layers are trained here; docs/changes.md freezes some"),
+            "oft": (True, "tune does not have orthogonal adapters; LoRA replaces them"),
+            "freeze": (True, "all layers are trained; docs/changes.md shows how to freeze some"),
         },
     ),
     ("lora_rank", "peft_config.r"): To("adapter.rank"),
@@ -238,7 +239,10 @@ KEYS: dict[KeyNames, Convert] = {
     ("peft_config.use_dora", "use_dora"): To("adapter.dora"),
     "pissa_init": Choose(
         "adapter.init",
-        {True: ("pissa", "the exact decomposition; there it is a quick one unless pissa_iter is -1"), False: "default"},
+        {
+            True: ("pissa", "an exact SVD; LLaMA-Factory's is approximate unless pissa_iter is -1"),
+            False: "default",
+        },
     ),
     "loraplus_lr_ratio": To("parameter_groups.lr_ratios", value=lambda ratio: {"lora_b": ratio}),
     ("quant_config.quantization_bit", "quantization_bit"): Choose("quantization.weights", {4: "nf4"}),
@@ -256,7 +260,7 @@ KEYS: dict[KeyNames, Convert] = {
         {
             True: (
                 "all",
-                "the first token of a row, which nothing predicts, counts there: that loss is smaller by this share",
+                "LLaMA-Factory counts the first token of a row, which nothing predicts; so its loss is lower",
             ),
             False: KEEP,
         },
@@ -284,7 +288,7 @@ KEYS: dict[KeyNames, Convert] = {
     "use_unsloth_gc": Choose("memory.activation_checkpointing", {True: "full", False: KEEP}),
     "use_muon": Choose(
         "optimizer._component_",
-        {True: ("tune.optimizers.Muon", "torch's, which rounds in bf16 at other places"), False: KEEP},
+        {True: ("tune.optimizers.Muon", "torch's Muon, which rounds to bf16 at other points"), False: KEEP},
     ),
     ("dist_config.cp_size", "dist_config.context_parallel_size", "cp_size", "context_parallel_size"): To("parallel.cp"),
     ("dist_config.ep_size", "dist_config.expert_model_parallel_size", "ep_size", "expert_model_parallel_size"): To(
@@ -313,12 +317,12 @@ ALWAYS: dict[KeyNames, str] = {
      "infer_dtype", "infer_backend", "sample_backend", "use_kv_cache", "offload_folder", "device_map",
      "block_diag_attn", "model_max_length", "compute_dtype", "init_config*", "print_param_status", "upcast_layernorm",
      "upcast_lmhead_output"):
-        "the checkpoint and the hardware say it",
+        "decided by the checkpoint and the hardware",
     ("flash_attn", "enable_liger_kernel", "use_unsloth", "use_v1_kernels", "kernel_config*", "use_reentrant_gc",
      "mixture_of_depths_off", "apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion",
      "masked_softmax_fusion", "gradient_accumulation_fusion", "moe_grouped_gemm", "moe_token_dispatcher_type",
      "attention_backend"):
-        "the kernel is chosen by the hardware; compile=true fuses",
+        "the hardware decides the kernel; compile=true fuses",
     ("use_distributed_optimizer", "sequence_parallel", "overlap_*", "use_mca", "recompute_*", "dist_config.name",
      "dist_config.dcp_path", "dist_config.ep_dispatcher", "dist_config.backend", "dist_config.timeout",
      "dist_config.*mesh*", "dist_config.ep_fsdp_size", "dist_config.enable_*", "dist_config.mixed_precision",
@@ -328,7 +332,7 @@ ALWAYS: dict[KeyNames, str] = {
     ("overwrite_cache", "preprocessing_num_workers", "preprocessing_num_worker", "preprocessing_batch_size",
      "dataset_dir", "tokenized_path", "data_shared_file_system", "eval_on_each_dataset", "ignore_pad_token_for_loss",
      "tool_format", "enable_thinking", "preserve_thinking", "batching_strategy", "disable_shuffling_off"):
-        "rows are tokenised once, kept and shuffled; the checkpoint's template says the rest",
+        "rows are tokenized once, cached and shuffled; the checkpoint's template does the rest",
     ("plot_loss", "compute_accuracy", "include_effective_tokens_per_second", "logging_dir", "save_ckpt_as_hf",
      "save_hf_model"):
         "report.html has the curves; loss.accuracy=true logs the accuracy",
@@ -338,41 +342,41 @@ ALWAYS: dict[KeyNames, str] = {
         "nothing to set",
     ("do_sample", "num_beams", "length_penalty", "skip_special_tokens", "eval_num_beams", "predict_with_generate",
      "max_length", "repetition_penalty"):
-        "of answers: docs/using.md",
+        "for generation: see docs/using.md",
 }
 
 LACKING: dict[KeyNames, str] = {
-    "shift_attn": "attention is the model's own here, not S2",
-    ("image_*", "video_*", "audio_*", "media_dir", "crop_to_patches", "use_audio_in_video"): "nothing like it",
-    ("swanlab_*", "use_swanlab"): "there are wandb and tensorboard, and logger.trackers",
+    "shift_attn": "tune uses the model's own attention, not S2 attention",
+    ("image_*", "video_*", "audio_*", "media_dir", "crop_to_patches", "use_audio_in_video"): "no counterpart",
+    ("swanlab_*", "use_swanlab"): "use wandb, tensorboard or logger.trackers",
     ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules", "peft_config.freeze_*",
      "freeze_language_model", "use_llama_pro"):
-        "all parameters are trained, or adapters; docs/changes.md freezes layers",
+        "either all parameters or adapters are trained; docs/changes.md shows how to freeze layers",
     ("oft_*", "module_dropout", "peft_config.oft_*", "peft_config.block_size", "peft_config.module_dropout"):
-        "there are LoRA, DoRA, PiSSA and OLoRA",
+        "tune has LoRA, DoRA, PiSSA and OLoRA",
     ("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_hyper_parallel", "galore_*", "apollo_*",
      "badam_*", "hyper_parallel_*"):
-        ("this optimizer is not there: AdamW stands in for it; memory.cpu_offload saves memory, and so does an "
-         "update of each parameter in the backward (docs/changes.md)"),
-    "fp8_*": "float8 is for products alone: FSDP gathers in 16 bits",
+        ("tune does not have this optimizer; AdamW replaces it. To save memory, use memory.cpu_offload or update each "
+         "parameter during the backward pass (docs/changes.md)"),
+    "fp8_*": "float8 is only used for matrix products; FSDP gathers in 16 bits",
     ("use_kt", "kt_*", "kt_config*"):
-        "the base is not kept in the host's memory by KTransformers; memory.cpu_offload=true keeps the shards there",
+        "KTransformers is not supported; memory.cpu_offload=true keeps the shards in host memory",
     ("mixture_of_depths", "moe_aux_loss_coef", "use_dft_loss", "use_asft_loss", "use_eaft_loss", "asft_alpha",
      "eaft_alpha", "pref_ftx", "pref_bco_weight", "ld_alpha", "ppo_score_norm", "ppo_whiten_rewards",
      "disable_shuffling", "rope_scaling", "longlora*"):
-        "this is not there",
+        "not supported",
     ("reward_model_adapters", "reward_model_quantization_bit"):
-        "the reward model is a folder with all its weights: tune merge makes one",
-    "reward_model_type": "tune.generation.RewardModel loads a folder",
-    "create_new_adapter": "tune merge BASE ADAPTER OUT first: model.path=OUT without adapter.path begins a new adapter",
+        "the reward model must be a folder with all weights: merge adapters with tune merge",
+    "reward_model_type": "tune.generation.RewardModel loads a folder with all weights",
+    "create_new_adapter": "run tune merge BASE ADAPTER OUT; model.path=OUT without adapter.path starts a new adapter",
     "default_system": "the rows' own system message is used",
     ("add_tokens", "add_special_tokens", "new_special_tokens", "new_special_tokens_config", "init_special_tokens"):
-        "tune add-tokens makes a base with more tokens",
+        "add tokens to the base with tune add-tokens",
     ("profiler_*", "profile_modules", "loraplus_lr_embedding", "adapter_folder",
      "virtual_pipeline_model_parallel_size", "optim_config*", "lr_scheduler_config*", "save_epochs", "peft_config*",
      "quant_config*", "dist_config*", "calculate_per_token_loss", "vllm_*", "sglang_*", "export_*", "hf_hub_token",
      "ms_hub_token", "om_hub_token", "module_*", "freeze_*"):
-        "nothing like it",
+        "no counterpart",
 }
 # fmt: on
 
@@ -384,7 +388,7 @@ LLAMA_FACTORY = Peer(
     method=method,
     has_adapter=has_adapter,
     has_stages=lambda config: exceeds(config, "pipeline_model_parallel_size", 1),
-    has_no_dropout=lambda config, method: method in ("dpo", "kto"),  # its trainers turn off that of adapters too
+    has_no_dropout=lambda config, method: method in ("dpo", "kto"),  # disables adapter dropout too
     defaults=defaults,
     faults=faults,
     keys=KEYS | training_arguments.KEYS,

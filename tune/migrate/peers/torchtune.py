@@ -1,4 +1,4 @@
-"""torchtune's config."""
+"""torchtune's configs."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -23,17 +23,17 @@ def marks(config: Leaves) -> list[bool]:
 def refused(config: Leaves) -> str:
     components = text_of(config, *(f"{group}*_component_" for group in ("tokenizer", "model", "dataset")))
     if any(word in components for word in ("vision", "multimodal", "clip", "flamingo")):
-        return "model: it reads images; the recipes train on text"
+        return "model: this model reads images; recipes only train on text"
     has_optimizer = is_set(config, "optimizer*")
     if is_set(config, "prompt*", "max_new_tokens") and not has_optimizer:
-        return "prompt: it generates. tune generate MODEL --prompt TEXT and tune chat MODEL do that"
+        return "prompt: this config generates text. Use tune generate MODEL --prompt TEXT or tune chat MODEL"
     if is_set(config, "quantizer*") and not has_optimizer and not is_set(config, "tasks"):
-        return "quantizer: it quantises. tune quantize MODEL --to KIND --out FOLDER does that"
+        return "quantizer: this config quantizes a model. Use tune quantize MODEL --to KIND --out FOLDER"
     return ""
 
 
 def method(config: Leaves) -> tuple[str, str]:
-    """The recipe is not named in a file: its keys and its loss say which it is."""
+    """Infer the method from the keys and the loss. A file does not name its recipe."""
     loss = text_of(config, "loss._component_")
     if is_set(config, "ppo_epochs") and is_set(config, "value_checkpointer*", "reward_and_value_model*"):
         return "ppo", "ppo_epochs"
@@ -55,7 +55,7 @@ def has_adapter(config: Leaves) -> bool:
 
 
 def defaults(config: Leaves, method: str) -> Leaves:
-    """Those of torch and of torchtune, where ours may be another."""
+    """Return the defaults of torch and torchtune that may differ from tune's."""
     usual: Leaves = {}
     if not is_set(config, "tasks"):
         usual |= {
@@ -95,14 +95,14 @@ def defaults(config: Leaves, method: str) -> Leaves:
 def faults(config: Leaves, method: str) -> Iterator[tuple[str, str]]:
     if exceeds(config, "gradient_accumulation_steps", 1) and method in ("sft", "kd"):
         yield (
-            "before torchtune 0.4 the mean over each micro-batch was averaged, so that short rows counted for more "
-            "with accumulation. Here every supervised token of the global batch counts the same",
+            "before torchtune 0.4, accumulation averaged the means of micro-batches, which overweights short rows. In "
+            "tune, every supervised token of the global batch has the same weight",
             "https://github.com/meta-pytorch/torchtune/pull/1875",
         )
     if ".alpaca" in text_of(config, "dataset._component_"):
         yield (
-            "alpaca_dataset learns the prompt too (train_on_input=True is its default), unlike its other datasets. "
-            "Here train_on=all says so; leave it out to learn answers alone",
+            "unlike other datasets of torchtune, alpaca_dataset also supervises the prompt (train_on_input=True is its "
+            "default). The migrated config keeps this as train_on=all; remove it to supervise only answers",
             "https://github.com/meta-pytorch/torchtune/blob/main/torchtune/datasets/_alpaca.py",
         )
 
@@ -111,7 +111,7 @@ LAYERS = {"output_proj": ["o_proj"], "mlp": ["gate_proj", "up_proj", "down_proj"
 
 
 def target_modules(run: Migration, key: str, value: Any) -> None:
-    """Its names of layers in a list, or a switch: `apply_lora_to_mlp`."""
+    """Convert torchtune's names of layers, given as a list or as a switch (`apply_lora_to_mlp`)."""
     if isinstance(value, bool):
         value = [key.rpartition("_")[2]] if value else []
     if isinstance(value, list):
@@ -121,21 +121,21 @@ def target_modules(run: Migration, key: str, value: Any) -> None:
 
 def max_seq_len(run: Migration, key: str, value: Any) -> None:
     if value == "none":
-        run.differs("no limit there; here longer rows than max_seq_len are cut, and counted", key)
+        run.differs("torchtune has no limit; tune cuts rows longer than max_seq_len and counts them", key)
     else:
         run.put(key, value, "max_seq_len", "max_prompt_len", "max_length")
 
 
 def prompt_template(run: Migration, key: str, value: Any) -> None:
-    run.missing("prompts are turns of the chat template; dataset.format=my_data.to_messages writes others", key)
+    run.missing("the chat template renders prompts; for other prompts set dataset.format=my_data.to_messages", key)
 
 
 def kd_ratio(run: Migration, key: str, value: float) -> None:
-    """The share of the divergence there, that of the labels' cross-entropy here."""
+    """Convert torchtune's weight of the divergence to tune's weight of the cross-entropy."""
     run.put(key, round(1 - value, 6), "loss.cross_entropy")
 
 
-# Builders of datasets: where their rows are, and what is learned of them.
+# torchtune's dataset builders: where their rows are, and which tokens are supervised.
 BUILDERS: dict[str, dict[str, Any]] = {
     "alpaca_dataset": {"path": "tatsu-lab/alpaca", "train_on": "all"},
     "alpaca_cleaned_dataset": {"path": "yahma/alpaca-cleaned", "train_on": "all"},
@@ -163,7 +163,7 @@ GENERIC = ("instruct_dataset", "chat_dataset", "text_completion_dataset", "prefe
 
 
 def rows(group: str, part: str) -> dict[KeyNames, Convert]:
-    """The keys of a dataset `group`, whose arguments here are in `part`."""
+    """Return converters for the keys of a dataset `group`; its arguments go to `part`."""
 
     def builder(run: Migration, key: str, value: Any) -> None:
         name = str(value).lower().rpartition(".")[2]
@@ -191,7 +191,7 @@ def rows(group: str, part: str) -> dict[KeyNames, Convert]:
 
 
 def one(group: str, part: str) -> dict[KeyNames, Convert]:
-    """More keys of a dataset that is no item of a list."""
+    """Return converters for more keys of a dataset that is not in a list."""
     return {
         f"{group}.column": To(f"{part}.columns.text", skip=("text",)),
         f"{group}.conversation_column": To(f"{part}.columns.messages", skip=("messages", "conversations")),
@@ -202,7 +202,7 @@ def one(group: str, part: str) -> dict[KeyNames, Convert]:
 
 
 def several(group: str) -> dict[KeyNames, Convert]:
-    """The keys of the items of a list of datasets."""
+    """Return converters for the keys of a list of datasets."""
     return rows(group, "parts.data[]") | {f"{group}.weight": To("parts.data[].weight"), f"{group}.packed": To("packed")}
 
 
@@ -214,7 +214,7 @@ KEYS: dict[KeyNames, Convert] = {
         "teacher_checkpointer.checkpoint_dir",
     ): common.model,
     "value_checkpointer.checkpoint_dir": To(
-        "value.path", note="a reward model of reward_finetune, or a language model, whose value head is then new"
+        "value.path", note="either a reward model of reward_finetune, or a language model with a new value head"
     ),
     "model._component_": Choose(
         None,
@@ -260,7 +260,7 @@ KEYS: dict[KeyNames, Convert] = {
     "lmbda": To("gae_lambda"),
     ("num_steps", "orchestration.num_steps"): To("max_steps"),
     "epochs": To("epochs"),
-    "max_steps_per_epoch": To("max_steps", note="of each epoch there, of the whole run here"),
+    "max_steps_per_epoch": To("max_steps", note="torchtune counts steps per epoch, tune counts steps of the run"),
     ("training.optimizer._component_", "optimizer._component_"): Choose("optimizer._component_", common.OPTIMIZERS),
     ("optimizer.lr", "training.optimizer.lr"): To("optimizer.lr"),
     ("optimizer.eps", "training.optimizer.eps"): To("optimizer.eps"),
@@ -293,7 +293,7 @@ KEYS: dict[KeyNames, Convert] = {
             "*.reversekl*": "tune.losses.ReverseKL",
             "*symmetrickl*": (
                 "tune.losses.JensenShannon",
-                "the divergences from the mean of both; there the sum of the forward and the reverse one",
+                "the divergences from the mean of both models; torchtune sums the forward and reverse KL",
             ),
         },
     ),
@@ -312,14 +312,14 @@ KEYS: dict[KeyNames, Convert] = {
     "data_parallel_shard_dim": To("parallel.dp_shard", skip=(-1,)),
     "run_val_every_n_steps": To("validate_every"),
     ("save_every_n_steps", "training.save_every_n_steps"): To("checkpointer.every"),
-    "log_every_n_steps": To("logger.console_every", note="metrics.jsonl has every step"),
+    "log_every_n_steps": To("logger.console_every", note="metrics.jsonl records every step"),
     "metric_logger._component_": Choose(
         None,
         {
             "*wandb*": {"logger.wandb.project": "torchtune"},
             "*tensorboard*": {"logger.tensorboard": True},
             ("*disk*", "*stdout*"): KEEP,
-            "*": (KEEP, "there are wandb and tensorboard, and logger.trackers"),
+            "*": (KEEP, "use wandb, tensorboard or logger.trackers"),
         },
     ),
     "metric_logger.project": To("logger.wandb.project"),
@@ -327,11 +327,13 @@ KEYS: dict[KeyNames, Convert] = {
     "profiler.enabled": Choose("profiler.start", {True: 9, False: KEEP}),
     "profiler.active_steps": To("profiler.steps"),
     "enable_fp8_training": common.float8,
-    "fp8_recipe_name": Differs("with enable_fp8_training, quantization.float8 takes this name", unless=("tensorwise",)),
+    "fp8_recipe_name": Differs(
+        "with enable_fp8_training, set quantization.float8 to this name", unless=("tensorwise",)
+    ),
     "quantizer._component_": Choose(
         "quantization.qat",
         {
-            "*int4weight*": ("int4", "weights as tune quantize rounds them; activations are not rounded"),
+            "*int4weight*": ("int4", "weights are rounded as in tune quantize; activations are not rounded"),
             "*int8*weight*": "int8",
             ("*float8*", "*fp8*"): "fp8",
         },
@@ -348,25 +350,25 @@ ALWAYS: dict[KeyNames, str] = {
      "*checkpointer.recipe_checkpoint", "*checkpointer.output_dir", "*checkpointer.adapter_checkpoint",
      "*checkpointer.safe_serialization", "training.checkpointer.*", "training.ref_checkpointer.*",
      "postprocessing.checkpointer.*", "postprocessing.ref_checkpointer.*"):
-        "the checkpoint's folder says it: config.json, and the names of its files (Meta's own format: tune convert)",
+        "read from the checkpoint's folder (config.json and file names); for Meta's own format use tune convert",
     ("ref_checkpointer.checkpoint_dir", "ref_policy_checkpointer.checkpoint_dir"):
         "the reference starts at model.path (reference=...)",
-    "tokenizer.*": "the checkpoint's tokenizer files say it",
+    "tokenizer.*": "read from the checkpoint's tokenizer files",
     ("shuffle", "collate_fn", "dataloader.*", "dataset.shuffle", "dataset.seed", "dataset.filter_fn",
      "dataset_val.*", "batch_size_val"):
-        "rows are shuffled from the seed, and packed or padded, without a setting",
-    "resume_from_checkpoint": "resume=auto continues a run of its own output_dir",
+        "rows are shuffled by the seed, and packed or padded, without a setting",
+    "resume_from_checkpoint": "resume=auto continues the run in output_dir",
     ("custom_sharded_layers", "fsdp_reshard_after_forward", "memory_efficient_fsdp_wrap", "fsdp_sharding_strategy",
      "tensor_parallel_plan*", "ac_option", "low_cpu_ram", "use_loss_parallel_ctx_manager", "use_loss_parallel",
      "data_parallel_*"):
-        "parallel.dp_shard=auto shards each block (FSDP2); the tensor parallel plan follows from the model",
+        "parallel.dp_shard=auto shards each block (FSDP2); the model determines the tensor-parallel plan",
     ("training.loss.num_output_chunks", "training.loss.ignore_index", "training.loss.mask_pre_projection",
      "training.loss.enable_*", "loss.num_output_chunks", "loss.ignore_index", "loss.mask_pre_projection",
      "loss.enable_*", "kd_loss.num_output_chunks", "kd_loss.ignore_index"):
-        "the loss goes by chunks of tokens",
+        "the loss is computed in chunks of tokens",
     ("metric_logger.log_dir", "log_level", "log_peak_memory_stats", "debug_*", "metric_logger.*"):
-        "metrics.jsonl and log.txt in the run folder have it",
-    ("profiler.*", "_profiler*"): "profiler.start and profiler.steps",
+        "see metrics.jsonl and log.txt in the run folder",
+    ("profiler.*", "_profiler*"): "use profiler.start and profiler.steps",
     ("compile.loss", "compile.optimizer_step", "compile.scale_grads", "dataset.conversation_style", "enable_kv_cache",
      "chat_format", "apply_chat_template", "save_adapter_weights_only", "save_last_epoch_only", "epochs_to_save",
      "num_warmup_*", "cudnn_deterministic_mode", "activation_offloading_*", "optimizer_in_bwd_*",
@@ -375,26 +377,26 @@ ALWAYS: dict[KeyNames, str] = {
 }
 
 LACKING: dict[KeyNames, str] = {
-    "optimizer_in_bwd": "four lines of a copied recipe: 'Update each parameter in the backward' in docs/changes.md",
+    "optimizer_in_bwd": "edit a copied recipe: 'Update each parameter in the backward' in docs/changes.md",
     "kd_loss.sym_kd_ratio":
-        "the Jensen-Shannon divergence stands in for this sum of two; its loss.beta is no share of them",
+        "the Jensen-Shannon divergence replaces the sum of two divergences; its loss.beta is not their ratio",
     ("quantizer*", "fake_quant_after_n_steps"):
-        "weights are rounded from the first step on, in the groups that tune quantize has",
+        "weights are rounded from the first step on, in the same groups as tune quantize",
     ("inference.*", "orchestration.*", "postprocessing.*", "training.*"):
-        "sampling and training alternate, in the same processes",
-    "reward_functions[]*": "reward is a function (row, completion) -> number of yours: reward=my_rewards.is_right",
+        "sampling and training alternate in the same processes",
+    "reward_functions[]*": "write a reward function (row, completion) -> number and set reward=my_rewards.is_right",
     ("stop_token_ids", "penalise_no_eos"):
-        ("an answer ends with the tokenizer's ends of turn and with sampling.stop_strings; a penalty for those that "
-         "do not end is a reward of yours"),
+        ("an answer ends at the tokenizer's end-of-turn tokens and at sampling.stop_strings; to penalize answers "
+         "that do not end, write a reward function"),
     ("ppo_batch_size", "gamma", "whiten_rewards", "min_response_length", "reward_penalty",
      "num_generations"):
-        "this is not there",
+        "not supported",
     ("dataset.partition", "dataset.new_system_prompt", "dataset.message_transform*", "dataset.transform*",
      "dataset.prompt_template", "dataset.add_eos", "dataset.max_seq_len", "dataset.cross_document_attention",
      "dataset.image_*", "datasets[]*", "dataset[]*", "dataset.*"):
-        "dataset.filter and dataset.format name functions of yours",
-    "lr_scheduler.*": "the schedule has warmup and min_ratio only",
-    "optimizer.*": "give them as optimizer.NAME",
+        "write your own functions and name them in dataset.filter and dataset.format",
+    "lr_scheduler.*": "schedules only have warmup and min_ratio",
+    "optimizer.*": "set each as optimizer.NAME",
 }
 # fmt: on
 

@@ -1,4 +1,4 @@
-"""transformers.TrainingArguments, which LLaMA-Factory and TRL take too."""
+"""transformers.TrainingArguments, which LLaMA-Factory and TRL also accept."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from tune.migrate.peers import common
 KEYS: dict[KeyNames, Convert] = {
     "output_dir": To("output_dir"),
     "overwrite_output_dir": Differs(
-        "a run that is in output_dir is continued; give a new folder to start anew", unless=(False,)
+        "tune continues a run that it finds in output_dir; use a new folder to start over", unless=(False,)
     ),
     ("per_device_train_batch_size", "per_gpu_train_batch_size"): To("parts.micro_batch_size"),
     "gradient_accumulation_steps": To("parts.accumulation"),
@@ -40,7 +40,7 @@ KEYS: dict[KeyNames, Convert] = {
     "save_total_limit": To("checkpointer.keep"),
     "load_best_model_at_end": common.keep_best,
     ("early_stopping_patience", "early_stopping_steps"): To("checkpointer.patience"),
-    "logging_steps": To("logger.console_every", note="metrics.jsonl has every step"),
+    "logging_steps": To("logger.console_every", note="metrics.jsonl records every step"),
     "report_to": Choose(
         None,
         {
@@ -49,7 +49,7 @@ KEYS: dict[KeyNames, Convert] = {
             "*mlflow*": {"logger.trackers": [{"_component_": "tune.loggers.MLflow", "experiment": "huggingface"}]},
             "*trackio*": {"logger.trackers": [{"_component_": "tune.loggers.Trackio", "project": "huggingface"}]},
             ("none", "*all*"): KEEP,
-            "*": (KEEP, "there are wandb, tensorboard, mlflow and trackio"),
+            "*": (KEEP, "tune supports wandb, tensorboard, mlflow and trackio"),
         },
     ),
     "run_name": To("logger.wandb.name"),
@@ -68,46 +68,46 @@ KEYS: dict[KeyNames, Convert] = {
 
 # fmt: off
 ALWAYS: dict[KeyNames, str] = {
-    ("do_train", "do_eval"): "tune run trains, and validates where there is something to validate on",
+    ("do_train", "do_eval"): "tune run trains, and validates if there is validation data",
     "average_tokens_across_devices": "the loss is divided by the supervised tokens of the global batch",
     ("fsdp_config*", "deepspeed.*", "fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params"):
         "parallel.dp_shard=auto shards each block (FSDP2)",
     ("ddp_timeout", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph",
      "ddp_backend", "local_rank"):
-        "FSDP2 does not need it",
+        "not needed with FSDP2",
     ("gradient_checkpointing_kwargs*", "activation_checkpointing_kwargs*"):
-        "blocks are checkpointed without reentrance",
+        "activation checkpointing is always non-reentrant",
     ("dataloader_*", "per_device_eval_batch_size", "per_gpu_eval_batch_size", "eval_batch_size",
      "eval_accumulation_steps", "group_by_length", "train_sampling_strategy", "length_column_name", "eval_delay"):
-        "batches are made ahead; validation has micro_batch_size rows",
+        "batches are prefetched; validation batches have micro_batch_size rows",
     ("remove_unused_columns", "label_names", "prediction_loss_only", "disable_tqdm", "log_level*", "log_on_each_node",
      "skip_memory_metrics", "include_num_input_tokens_seen", "include_tokens_per_second", "logging_first_step",
      "logging_dir", "logging_nan_inf_filter"):
-        "metrics.jsonl has each step",
+        "metrics.jsonl records every step",
     ("logging_strategy", "eval_strategy", "evaluation_strategy", "do_predict", "batch_eval_metrics",
      "eval_do_concat_batches", "eval_use_gather_object", "include_for_metrics"):
-        "validation runs at the end, and every validate_every steps",
+        "validation runs at the end and every validate_every steps",
     ("tf32", "use_liger_kernel", "liger_kernel_config*", "use_cache", "torch_empty_cache_steps", "full_determinism",
      "data_seed", "auto_find_batch_size", "save_safetensors", "save_on_each_node", "use_legacy_prediction_loop",
      "optim_target_modules", "accelerator_config*", "ignore_data_skip", "restore_callback_states_from_checkpoint",
      "enable_jit_checkpoint", "bf16_full_eval", "fp16_full_eval"):
-        "the library decides it, by the hardware",
-    ("torch_compile_backend", "torch_compile_mode"): "compile=true takes torch's defaults",
+        "decided by the library and the hardware",
+    ("torch_compile_backend", "torch_compile_mode"): "compile=true uses torch's defaults",
     ("save_only_model", "hub_strategy", "hub_always_push", "hub_private_repo", "hub_revision"):
-        "the model's files and the checkpoints are apart",
-    ("greater_is_better", "metric_for_best_model"): "the smallest validation_loss is the best",
-    "resume_from_checkpoint": "resume=auto continues a run of its own output_dir; checkpoints of others are not read",
+        "model files and checkpoints are separate",
+    ("greater_is_better", "metric_for_best_model"): "the best checkpoint has the smallest validation_loss",
+    "resume_from_checkpoint": "resume=auto continues the run in output_dir; other libraries' checkpoints are not read",
 }
 
 LACKING: dict[KeyNames, str] = {
-    "label_smoothing_factor": "labels are not smoothed; docs/changes.md has a loss that does",
+    "label_smoothing_factor": "no label smoothing; docs/changes.md has a loss that smooths labels",
     "neftune_noise_alpha": "no noise is added to embeddings",
-    "optim_args": "give them as optimizer.NAME",
-    "lr_scheduler_kwargs*": "give them as schedule.NAME",
-    ("push_to_hub", "hub_model_id", "hub_token"): "a run uploads nothing; tune push does",
+    "optim_args": "set each as optimizer.NAME",
+    "lr_scheduler_kwargs*": "set each as schedule.NAME",
+    ("push_to_hub", "hub_model_id", "hub_token"): "a run uploads nothing; use tune push",
     "parallelism_config*": "see parallel.dp_replicate, .dp_shard and .tp",
-    "debug": "nothing like it",
-    ("project", "trackio_*"): "with report_to=trackio, name them in logger.trackers",
+    "debug": "no counterpart",
+    ("project", "trackio_*"): "with report_to=trackio, set these in logger.trackers",
 }
 # fmt: on
 
@@ -117,12 +117,12 @@ def faults(config: Leaves, method: str) -> Iterator[tuple[str, str]]:
         return
     if exceeds(config, "gradient_accumulation_steps", 1):
         yield (
-            "before transformers 4.46 the mean over each micro-batch was averaged, so that short rows counted for more "
-            "with accumulation. Here every supervised token of the global batch counts the same",
+            "before transformers 4.46, accumulation averaged the means of micro-batches, which overweights short rows. "
+            "In tune, every supervised token of the global batch has the same weight",
             "https://github.com/huggingface/transformers/pull/34191",
         )
     yield (
-        "until July 2025 each device was averaged for itself (average_tokens_across_devices was false): a run on more "
-        "devices is another one. Here the number of devices does not change the loss",
+        "until July 2025 the loss was averaged per device (average_tokens_across_devices was false), so it depended on "
+        "the number of devices. In tune it does not",
         "https://github.com/huggingface/transformers/issues/39392",
     )

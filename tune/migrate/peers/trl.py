@@ -1,4 +1,4 @@
-"""TRL's scripts (trl sft, dpo, grpo, ...), as YAML or as a command line."""
+"""Configs of TRL's scripts (trl sft, dpo, grpo, ...), as YAML or as a command line."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -29,7 +29,7 @@ def marks(config: Leaves) -> list[bool]:
 
 
 def method(config: Leaves) -> tuple[str, str]:
-    """TRL's scripts are named for their methods, which a file does not say."""
+    """Infer the method from the keys. TRL names methods by script, so a file does not state the method."""
     has_teacher = is_set(config, "teacher_model_name_or_path")
     samples = ("num_generations", "max_completion_length", "reward_funcs", "num_iterations")
     if is_set(config, "reward_model_path", "sft_model_path") and not is_set(config, "num_generations"):
@@ -51,7 +51,7 @@ def method(config: Leaves) -> tuple[str, str]:
 
 
 def defaults(config: Leaves, method: str) -> Leaves:
-    """Those of SFTConfig and of transformers, then those of the method's own class."""
+    """Return the defaults of SFTConfig and transformers, overridden by those of the method's own class."""
     usual: Leaves = {
         "num_train_epochs": 3,
         "per_device_train_batch_size": 8,
@@ -95,7 +95,7 @@ OF_SAMPLES: Leaves = {
     "beta": 0.0,
     "num_iterations": 1,
 }
-OF_DISTILLATION: Leaves = {  # it always samples
+OF_DISTILLATION: Leaves = {  # always on-policy
     "learning_rate": 1.0e-6,
     "lmbda": 1.0,
     "beta": 1.0,
@@ -133,58 +133,57 @@ OF_METHOD: dict[str, Leaves] = {
 def faults(config: Leaves, method: str) -> Iterator[tuple[str, str]]:
     if method == "rloo":
         yield (
-            "its ratio is of whole completions, and the KL divergence is part of the reward. Here the ratio is of each "
-            "token, and kl is a term of the loss",
+            "TRL's RLOO computes the ratio per completion and adds the KL divergence to the reward. tune computes the "
+            "ratio per token, and kl is a term of the loss",
             "https://github.com/huggingface/trl/blob/main/trl/trainer/rloo_trainer.py",
         )
     if method == "sft" and not is_set(config, "assistant_only_loss", "completion_only_loss"):
         yield (
-            "of rows with messages, what the user says is learned too, unless assistant_only_loss is true. Here the "
-            "answers alone are; dataset.train_on=all learns all",
+            "TRL also supervises the user's messages unless assistant_only_loss is true. tune only supervises answers; "
+            "dataset.train_on=all supervises all tokens",
             "https://github.com/huggingface/trl/blob/main/trl/trainer/sft_config.py",
         )
     if is_set(config, "packing") and not is_set(config, "packing_strategy", "attn_implementation"):
         yield (
-            "packed rows without flash attention attend to each other's documents. Here attention stays inside each "
+            "packed documents attend to each other without flash attention. In tune, attention stays inside each "
             "document on all hardware",
             "https://github.com/huggingface/trl/issues/1230",
         )
     if config.get("packing_strategy") == "wrapped":
         yield (
-            "wrapped packing cuts documents and lets them attend to each other. Here rows hold whole documents",
+            "wrapped packing cuts documents and lets them attend to each other. In tune, rows hold whole documents",
             "https://github.com/huggingface/trl/issues/3067",
         )
     samples = method.startswith(("grpo", "rloo", "ppo", "distil"))
     if not is_set(config, "max_length", "max_seq_length") and not samples:
         yield (
-            "rows are cut at max_length=1024 unless it is given, without a count. Here each cut row is counted in the "
-            "data table",
+            "rows are cut at max_length=1024 by default, uncounted. In tune, the data table counts the cut rows",
             "https://github.com/huggingface/trl/blob/main/trl/trainer/sft_config.py",
         )
     if not is_set(config, "pad_token", "eos_token") and method in ("sft", "gkd"):
         yield (
-            "where pad is EOS, collators that mask the pad id mask EOS too, and the model does not learn to stop. Here "
-            "labels never depend on the padding token",
+            "if pad is EOS, collators that mask the pad id also mask EOS, and the model does not learn to stop. In "
+            "tune, labels never depend on the padding token",
             "https://github.com/huggingface/trl/issues/976",
         )
     if is_set(config, "num_generations") and exceeds(config, "gradient_accumulation_steps", 1):
         yield (
-            "until June 2026 its token-normalised losses were scaled wrongly where steps_per_generation was not "
-            "gradient_accumulation_steps. Here the loss is divided by the live tokens of the global batch",
+            "until June 2026 TRL scaled token-normalized losses wrongly if steps_per_generation differed from "
+            "gradient_accumulation_steps. tune divides the loss by the live tokens of the global batch",
             "https://github.com/huggingface/trl/pull/6024",
         )
     yield from training_arguments.faults(config, method)
 
 
 def reward_model(run: Migration, key: str, value: str) -> None:
-    """PPO's value model starts from it too."""
+    """Set the reward model; PPO's value model also starts from it."""
     common.reward_model(run, key, value)
     if run.recipe == "ppo_finetune":
         run.put(key, common.folder_of(value)[0], "value.path")
 
 
 def beta(run: Migration, key: str, value: float) -> None:
-    """The weight of the KL divergence; of GKD the place between the forward KL (0) and the reverse one (1)."""
+    """Convert beta: the weight of the KL divergence, or, for GKD, the mix of forward KL (0) and reverse KL (1)."""
     if run.recipe != "distill":
         run.put(key, value, "kl", "loss.beta")
         return
@@ -205,7 +204,7 @@ LOSSES = {
     "cispo": "tune.losses.PolicyGradient",
     ("grpo", "dapo", "bnpo", "dr_grpo"): (
         KEEP,
-        "the sum over all live tokens of the step is divided by their number, as in dapo",
+        "the loss is the mean over all live tokens of the step, as in dapo",
     ),
 }
 losses = Choose("loss._component_", LOSSES)
@@ -213,13 +212,13 @@ losses_of_cpo = Choose("loss._component_", LOSSES | {"sigmoid": "tune.losses.CPO
 
 
 def loss_type(run: Migration, key: str, value: Any) -> None:
-    """A word for a loss means another one with CPO's trainer, which has SimPO too."""
+    """Convert the name of a loss, which CPO's trainer (it also has SimPO) reads differently."""
     words = [str(word).lower() for word in (value if isinstance(value, list) else [value])]
     is_cpo = run.method in ("cpo", "simpo")
     if len(words) != 1:
-        run.missing("several losses together: a loss of yours adds them (docs/changes.md)", key)
+        run.missing("only one loss is supported; write your own to add several (docs/changes.md)", key)
     elif is_cpo and words == ["ipo"]:
-        run.missing("CPO's squared loss is not there", key)
+        run.missing("tune does not have CPO's squared loss", key)
     elif is_cpo:
         losses_of_cpo(run, key, words[0])
     else:
@@ -227,39 +226,39 @@ def loss_type(run: Migration, key: str, value: Any) -> None:
 
 
 def learned(run: Migration, key: str, value: bool) -> None:
-    """What of a row is learned: completions, answers, or all."""
+    """Set which tokens of a row are supervised: completions, answers, or all."""
     completions, answers = run.theirs.get("completion_only_loss"), run.theirs.get("assistant_only_loss")
     if completions is False and not answers:
         run.set("parts.train_on", "all", key)
     elif completions is None and answers is False:
-        note = "of rows with a prompt and a completion the completion alone is learned there"
+        note = "for rows with a prompt and a completion, TRL only supervises the completion"
         run.set("parts.train_on", "all", key, note=note)
     else:
-        run.same("answers alone are learned", key)
+        run.same("only answers are supervised", key)
 
 
 def temperature(run: Migration, key: str, value: float) -> None:
-    """Of samples; students are sampled at 1 here."""
+    """Set the sampling temperature; tune samples students at 1."""
     if run.recipe != "distill":
         run.put(key, value, "sampling.temperature")
     elif value == 1:
         run.same("", key)
     else:
-        run.missing("the student's answers are sampled at a temperature of 1", key)
+        run.missing("tune samples the student at a temperature of 1", key)
 
 
 def packing_strategy(run: Migration, key: str, value: str) -> None:
-    """Two ways of packing split what is too long."""
+    """Set dataset.too_long=split for the packing strategies that split long rows."""
     if value in ("bfd_split", "bfd-requeue", "wrapped") and run.theirs.get("packing"):
         run.put(key, "split", "dataset.too_long")
     else:
-        run.same("rows are packed whole", key)
+        run.same("rows are not split by packing", key)
 
 
 def truncation_mode(run: Migration, key: str, value: str) -> None:
-    """The end of what is too long is cut, also of a text."""
+    """Set dataset.too_long=truncate for keep_start: the end of long rows and texts is cut."""
     if value != "keep_start":
-        run.missing("the end of a row is cut, not its beginning", key)
+        run.missing("tune cuts the end of a row, not its beginning", key)
     elif run.takes("dataset.too_long"):
         run.put(key, "truncate", "dataset.too_long", gives_way=True)
     else:
@@ -322,69 +321,67 @@ KEYS: dict[KeyNames, Convert] = {
     "epsilon_high": To("loss.high"),
     "mask_truncated_completions": To("mask_truncated"),
     "scale_rewards": common.scale_rewards,
-    "steps_per_generation": Differs("all samples are drawn for one optimizer step; updates goes over them more often"),
+    "steps_per_generation": Differs("samples are drawn for one optimizer step; updates=N reuses them N times"),
     "importance_sampling_level": common.importance_sampling,
     "lmbda": To("on_policy.share"),
     "vf_coef": To("value_weight"),
     "cliprange": common.ratio_bounds,
-    "num_mini_batches": Differs(
-        "an update goes over all completions of the step; updates=N makes N of them", unless=(1,)
-    ),
+    "num_mini_batches": Differs("each update uses all completions of the step; updates=N does N updates", unless=(1,)),
     "cliprange_value": To("value_clip"),
     "lam": To("gae_lambda"),
     "num_ppo_epochs": To("updates"),
     "kl_coef": To("kl"),
     "total_episodes": To("max_steps"),
-    "kl_estimator": Differs("the log-ratio itself is taken off the reward, as with k1", unless=("k1",)),
+    "kl_estimator": Differs("the log-ratio is subtracted from the reward, as with k1", unless=("k1",)),
 }
 
 # fmt: off
 ALWAYS: dict[KeyNames, str] = {
     ("model_revision", "trust_remote_code", "attn_implementation", "lora_task_type", "bnb_4bit_compute_dtype",
      "bnb_4bit_quant_type", "bnb_4bit_quant_storage", "ignore_bias_buffers", "tokenizer_name_or_path"):
-        "the checkpoint and the hardware say it",
+        "decided by the checkpoint and the hardware",
     ("dataset_num_proc", "preprocessing_num_workers", "dataset_mixture.seed", "dataset_mixture.datasets[].columns",
      "dataset_kwargs*", "pad_to_multiple_of", "padding_free", "eval_packing", "shuffle_dataset", "pad_token",
      "datasets[].columns", "padding_value", "is_encoder_decoder", "dataset_batch_size"):
-        "rows are tokenised once, packed within their documents, and padding is never learned",
+        "rows are tokenized once, packed with document boundaries kept, and padding is never supervised",
     ("precompute_ref_log_probs", "precompute_ref_batch_size", "ref_model_init_kwargs", "generate_during_eval",
      "missing_eos_penalty_off"):
         "reference=precomputed",
     ("use_vllm", "vllm_*"):
-        "the policy itself samples, in the same process; sampling._component_=tune.generation.VLLM has vLLM do it",
+        "the policy samples in the same process; sampling._component_=tune.generation.VLLM samples with vLLM",
     ("use_transformers_*", "transformers_*", "cache_implementation", "ds3_gather_for_generation",
      "generation_batch_size", "num_generations_eval", "shuffle_dataset", "log_completions*", "log_multimodal*",
      "log_unique_prompts*", "local_rollout_forward_batch_size", "num_sample_generations", "local_batch_size",
      "mini_batch_size", "local_mini_batch_size", "micro_batch_size", "batch_size", "num_total_batches", "world_size",
      "model_adapter_name", "ref_adapter_name", "num_completions_to_print", "cast_lm_head_to_fp32", "use_liger_loss"):
-        "the policy itself samples, in the same process",
+        "the policy samples in the same process",
     "use_bias_correction_kl": "nothing to set",
-    "disable_dropout": "only adapters have dropout, and adapter.dropout=0 turns it off",
+    "disable_dropout": "only adapters have dropout; adapter.dropout=0 disables it",
 }
 
 LACKING: dict[KeyNames, str] = {
     ("dataset_mixer*", "dataset_splits", "dataset_configs"):
-        "name the data as dataset.path, several as dataset.sources of tune.datasets.mix",
+        "set dataset.path, or dataset.sources of tune.datasets.mix for several datasets",
     ("chat_template", "system_prompt"):
-        ("the checkpoint's template and the rows' own system message are used; a template of yours is a file: "
+        ("the checkpoint's template and the rows' own system message are used; for your own template set "
          "tokenizer.chat_template=mine.jinja"),
     ("wandb_entity", "wandb_run_group", "callbacks", "benchmarks", "hub_model_revision", "overwrite_hub_revision",
      "push_to_hub_revision"):
-        "nothing like it",
-    "load_in_8bit": "the base stays in 16 bits: 8-bit weights are not trained on; quantization.weights=nf4 has 4",
-    ("model_init_kwargs*", "teacher_model_init_kwargs*", "teacher_model_revision"): "nothing like it",
-    "router_aux_loss_coef": "the balance of experts has no loss of its own",
+        "no counterpart",
+    "load_in_8bit": "8-bit bases are not supported: the base stays in 16 bits; quantization.weights=nf4 uses 4 bits",
+    ("model_init_kwargs*", "teacher_model_init_kwargs*", "teacher_model_revision"): "no counterpart",
+    "router_aux_loss_coef": "no auxiliary loss balances the experts",
     ("assistant_only_loss_off", "loss_weights", "ld_alpha", "f_divergence_type", "f_alpha_divergence_coef",
      "use_weighting", "discopop_tau", "rpo_alpha", "reference_free", "force_use_ref_model", "alpha", "seq_kd"):
-        "a loss of yours is a class of a few lines: docs/changes.md",
-    ("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"): "the reference stays as it is",
+        "write your own loss, a class of a few lines: docs/changes.md",
+    ("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"): "the reference model never changes",
     ("delta", "sapo_*", "vespo_*", "top_entropy_quantile", "entropy_*", "use_adaptive_entropy",
      "off_policy_mask_threshold", "multi_objective_aggregation", "reward_clip_range", "normalize_advantages",
      "max_tool_calling_iterations", "repetition_penalty", "generation_kwargs*", "chat_template_kwargs*",
      "missing_eos_penalty", "whiten_rewards", "gamma", "stop_token*"):
-        "this is not there",
-    "reward_funcs": "a reward is a function (row, completion) -> number of yours: reward=my_rewards.is_right",
-    "reward_weights": "reward takes several functions with weights: [{_component_: my_rewards.is_right, weight: 2}]",
+        "not supported",
+    "reward_funcs": "write a reward function (row, completion) -> number and set reward=my_rewards.is_right",
+    "reward_weights": "reward accepts several functions with weights: [{_component_: my_rewards.is_right, weight: 2}]",
     ("dataset_mixture.datasets[].data_dir", "dataset_mixture.datasets[].fraction",
      "dataset_mixture.datasets[].weight", "datasets[].data_dir", "datasets[].fraction", "datasets[].weight"):
         "dataset.take is a number of rows",
@@ -398,7 +395,7 @@ TRL = Peer(
     refused=lambda config: "",
     method=method,
     has_adapter=lambda config: is_set(config, "use_peft"),
-    has_no_dropout=lambda config, method: is_set(config, "disable_dropout"),  # adapters have none either
+    has_no_dropout=lambda config, method: is_set(config, "disable_dropout"),  # disables adapter dropout too
     defaults=defaults,
     faults=faults,
     keys=KEYS | training_arguments.KEYS,
@@ -406,7 +403,7 @@ TRL = Peer(
     lacking=LACKING | training_arguments.LACKING,
     nulls={
         ("max_length", "max_seq_length"): (
-            "rows are not cut there; here they are, at max_seq_len: give the length of the longest"
+            "TRL does not cut rows; tune cuts them at max_seq_len: set it to the length of the longest row"
         ),
     },
     read_from={"trl": "1.16.0", "trl_with_ppo": "1.12.0"},  # the second is the last release with PPO
