@@ -162,7 +162,8 @@ def main(cfg):
             both.eval()
             judgements = [judged(micro_batch) for micro_batch, _ in batch]
             both.train()
-            advantages = torch.cat([advantage for _, advantage in judgements]).cpu().double()  # squares of large values cancel
+            advantages = torch.cat([advantage for _, advantage in judgements])
+            advantages = advantages.cpu().double()  # squares of large values cancel
             moments = {"mean": losses.sum_and_count(advantages), "square": losses.sum_and_count(advantages.square())}
             mean, square = world.fetch(**evaluation.means(moments, world)).values()
             deviation = max(1e-12, square - mean**2) ** 0.5

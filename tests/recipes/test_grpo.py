@@ -441,19 +441,19 @@ WRONG = {
     "top_p": (["sampling.top_p=2"], "sampling.top_p: 2"),
     "baseline": (["baseline=median"], "baseline: 'median' is not one of mean, leave_one_out"),
     "negative KL": (["kl=-1"], "kl: -1 is below 0"),
-    "no adapter": (["kl=0.1", "reference=adapter_off"], "there is none. Use reference=null"),
+    "no adapter": (["kl=0.1", "reference=adapter_off"], "Set reference=null"),
     "no reference": (["kl=0.1", "reference=./nowhere"], "nowhere"),
     "too many prompts": (["prompts_per_step=400"], "prompts_per_step=400 is more than the 22"),
     "too long": (["max_prompt_len=2"], "no prompt is left of 22 rows"),
     "nothing to validate on": (
         ["validate_every=1"],
-        "there is nothing to validate on. Give validation_dataset.path, or",
+        "validate_every: the run has no validation data. Set validation_dataset.path, or",
     ),
     "columns": (["dataset.columns={instruction: question}"], "requests.jsonl:1"),
     "no environment": ([f"environment={HERE}.Gues"], f"environment: {HERE} has no 'Gues'. Did you mean 'Guess'?"),
     "an environment of arguments": (
         [f"environment={HERE}.WithArguments"],
-        "WithArguments is called without arguments: missing a required argument: 'length'. Give it a default",
+        "WithArguments is called without arguments: missing a required argument: 'length'",
     ),
     "positions": (["sampling.max_new_tokens=600"], "together more than the 512"),
 }

@@ -191,7 +191,7 @@ EVALUATED = "prompts", "tasks", "general"
 
 # fmt: off
 COMBINATIONS = [
-    *[rule(f"least-{key.replace('_', '-')}", key, f"{{}} is below the minimum, {least}. Raise it",
+    *[rule(f"least-{key.replace('_', '-')}", key, f"{{}} is below {least}, the minimum. Raise it",
            "the run would learn nothing, or the opposite of its objective",
            lambda run, key=key, least=least: run.number(key, least) < least <= run.usual(key, least))
       for key, least in LEAST.items()],
