@@ -74,7 +74,7 @@ def test_colours_in_a_terminal(preview, first, monkeypatch):
 
 def test_page_stands_alone(preview, first, tmp_path):
     file = tmp_path / "pages" / "page.html"
-    assert preview("--html", str(file)) == f"{file} is written; warnings: 0\n"
+    assert preview("--html", str(file)) == f"wrote {file}; warnings: 0\n"
     tags, text = [], []
     parser = HTMLParser()
     parser.handle_starttag = lambda tag, attributes: tags.append((tag, {name for name, _ in attributes}))
@@ -118,7 +118,7 @@ def test_wrong_arguments(error, tmp_path):
     assert "argument --rows: '0' is not a number of at least 1" in error("--rows", "0")
     assert "argument --rows: 'two' is not a number of at least 1" in error("--rows", "two")
     assert "--row: is not an option. Did you mean '--rows'? --help lists them" in error("--row", "1")
-    assert "--help lists them. Settings are given without dashes: lr=1" in error("--lr=1")
+    assert "--help lists them. Write settings without dashes: lr=1" in error("--lr=1")
     assert "x.html cannot be written: [Errno" in error("--html", f"{__file__}/x.html")
     assert f"tokenizer: no tokenizer in {tmp_path / 'none'}" in error(f"model.path={tmp_path / 'none'}")
 

@@ -101,7 +101,7 @@ def test_cp_overwrites_only_by_force(tmp_path: Path, capsys: pytest.CaptureFixtu
     mine = tmp_path / "mine.py"
     mine.write_text("my work")
     assert fails(["cp", "full_finetune", str(mine)], capsys) == (
-        f"error: {mine} exists already. Name another file, or overwrite it with --force.\n"
+        f"error: {mine} already exists. Name another file, or overwrite it with --force.\n"
     )
     assert mine.read_text() == "my work"
     main(["cp", "full_finetune", str(mine), "--force"])
@@ -122,7 +122,7 @@ def test_a_new_setting_of_a_copy_works_at_once(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     main(["cp", "full_finetune", "mine.py"])
-    assert "mine.py reads its settings from mine.yaml: a key that you add there is a setting" in capsys.readouterr().out
+    assert "mine.py reads its settings from mine.yaml" in capsys.readouterr().out
     with Path("mine.yaml").open("a") as settings:
         settings.write("greeting: hello\n")
     text = Path("mine.py").read_text()
@@ -163,7 +163,7 @@ def test_a_new_setting_of_a_copy_works_at_once(
         (["run", "missing.py"], "missing.py"),
         (["run", "--nproc-per-node", "2", "full_fintune"], "name one of distill, evaluate, full_finetune, "),
         (["run", "--nproc-per-node", "2", "full_finetune", "lr=1"], "Did you mean 'optimizer.lr'?"),
-        (["convert", "missing.gguf", "out"], "missing.gguf: there is no such file"),
+        (["convert", "missing.gguf", "out"], "missing.gguf: no such file"),
     ],
 )
 def test_mistakes_end_in_one_message(

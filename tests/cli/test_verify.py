@@ -232,7 +232,7 @@ def test_in_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 WRONG = {
-    "nothing there": (["nothing", "--against", "RUN"], "nothing: there is no such file"),
+    "nothing there": (["nothing", "--against", "RUN"], "nothing: no such file"),
     "no GGUF": (["junk.gguf", "--against", "RUN"], "junk.gguf is no GGUF file"),
     "no model": (["empty", "--against", "RUN"], "empty has no config.json"),
     "the run itself": (["RUN", "--against", "RUN"], "is the folder of a run"),

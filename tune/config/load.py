@@ -144,7 +144,7 @@ def _overrides(settings: Sequence[str]) -> tuple[text.Layer, list[str]]:
     for setting in settings:
         key, equals, given = setting.partition("=")
         if key.startswith("-"):
-            hint = f" Settings are given without dashes: {key.lstrip('-')}={given or '...'}"
+            hint = f" Write settings without dashes: {key.lstrip('-')}={given or '...'}"
             findings.append(f"{key}: is not an option. A recipe has --config, --debug, --help.{hint}")
         elif not (key and equals):
             findings.append(f"'{setting}': is not key=value.")
