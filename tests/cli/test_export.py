@@ -213,7 +213,7 @@ def test_what_is_beside_the_file_stays(checkpoint: Path, tmp_path: Path, capsys:
     (tmp_path / "m.gguf.Modelfile").write_text("mine")
     with pytest.raises(SystemExit) as stopped:
         export(checkpoint, tmp_path / "m.gguf", "--to", "gguf")
-    assert stopped.value.code == 2 and "m.gguf.Modelfile, which is for Ollama, exists" in capsys.readouterr().err
+    assert stopped.value.code == 2 and "m.gguf.Modelfile (for Ollama) already exists" in capsys.readouterr().err
     assert (tmp_path / "m.gguf.Modelfile").read_text() == "mine" and not (tmp_path / "m.gguf").exists()
 
 
@@ -381,7 +381,7 @@ def test_a_mean_of_checkpoints(kind: str, runs: dict[str, Path], tmp_path: Path)
 
 
 WRONG_MEANS = {
-    "an adapter": (["RUN", "ADAPTER", "NEW", "--method", "average"], "--method average only takes RUN, OUT and --steps"),
+    "an adapter": (["RUN", "ADAPTER", "NEW", "--method", "average"], "--method average only takes RUN, OUT"),
     "weights": (["RUN", "NEW", "--method", "average", "--weights", "1", "1"], "--method average only takes RUN"),
     "another method": (["RUN", "A", "B", "NEW", "--method", "ties", "--steps", "1"], "Add --method average"),
     "one step": (["RUN", "NEW", "--method", "average", "--steps", "1"], "found 1."),

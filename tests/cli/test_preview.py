@@ -57,7 +57,7 @@ def test_what_is_learned_in_part(preview, tmp_path):
     answer = {"role": "assistant", "content": "the cat", "weight": 0.25}
     (tmp_path / "weighed.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, answer]}) + "\n")
     shown = preview(data=f"dataset.path={tmp_path / 'weighed.jsonl'}")
-    count, weight = re.search(r"(\d+) learned, of the weight ([\d.]+)", shown).groups()
+    count, weight = re.search(r"(\d+) learned, total weight ([\d.]+)", shown).groups()
     assert float(weight) == round(int(count) / 4, 1) and re.search(rf"their weight +{weight}", shown)
 
 
@@ -95,7 +95,7 @@ def test_source_is_one_of_those_there_are(preview, error, chats):
     assert "of 3\n" in small
     assert "training/big" not in small
     assert error(mix, "--source", "smal", data=sources).endswith(
-        "--source smal: there is no such part. Did you mean 'small'? There are training, big, small\n"
+        "--source smal: there is no such part. Did you mean 'small'? The parts are training, big, small\n"
     )
 
 

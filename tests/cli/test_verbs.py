@@ -108,7 +108,7 @@ def test_cp_overwrites_only_by_force(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert len(mine.read_text().splitlines()) == len(recipe_lines())
     mine.unlink()
     mine.with_suffix(".yaml").write_text("my settings")
-    assert "mine.yaml exists already" in fails(["cp", "full_finetune", str(mine)], capsys)
+    assert "mine.yaml already exists" in fails(["cp", "full_finetune", str(mine)], capsys)
     assert not mine.exists() and mine.with_suffix(".yaml").read_text() == "my settings"
 
 
@@ -158,10 +158,10 @@ def test_a_new_setting_of_a_copy_works_at_once(
             ["cat", "nope"],
             "reward_finetune. The configs are distill.yaml, evaluate.yaml, ",
         ),
-        (["cp", "full_finetune", "mine.yaml"], "full_finetune.py is copied to a .py file"),
+        (["cp", "full_finetune", "mine.yaml"], "full_finetune.py can be copied to a .py file"),
         (["run", "full_fintune"], "Did you mean 'full_finetune'?"),
         (["run", "missing.py"], "missing.py"),
-        (["run", "--nproc-per-node", "2", "full_fintune"], "name one of distill, evaluate, full_finetune, "),
+        (["run", "--nproc-per-node", "2", "full_fintune"], "Name one of distill, evaluate, full_finetune, "),
         (["run", "--nproc-per-node", "2", "full_finetune", "lr=1"], "Did you mean 'optimizer.lr'?"),
         (["convert", "missing.gguf", "out"], "missing.gguf: no such file"),
     ],

@@ -98,7 +98,7 @@ WRONG = {
         "the weights nan, 1.0 are not all",
     ),
     "density of linear": (["a", "b", "--method", "linear", "--density", "0.3"], "--density is for ties and dare"),
-    "seed of ties": (["a", "b", "--method", "ties", "--seed", "3"], "--seed for dare; the method is ties"),
+    "seed of ties": (["a", "b", "--method", "ties", "--seed", "3"], "--seed for dare (got --method ties)"),
     "density": (["a", "b", "--method", "ties", "--density", "1.5"], "a density of 1.5 is no share"),
     "another rank": (["a", "wide", "--method", "linear"], "is for another model"),
     "other layers": (["a", "few", "--method", "linear"], "is for another model"),

@@ -117,7 +117,7 @@ def compare(
             for each in rows
         ]
     )
-    best = f"best first: the {'highest' if more_is_better else 'lowest'} {metric}; "
+    best = f"the {'highest' if more_is_better else 'lowest'} {metric} is best and listed first; "
     if measured:
         is_ranked = measured[0]["state"] != "failed"
         print(f"{best if is_ranked else ''}all curves: {out / 'report.html'}")
