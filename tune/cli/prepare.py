@@ -1,4 +1,4 @@
-"""Tokenize the data of a run ahead of time, into the cache (dataset.cache_dir, else $TUNE_CACHE, else ~/.cache/tune).
+"""Tokenize the data of a run ahead of time. The cache is dataset.cache_dir, else $TUNE_CACHE, else ~/.cache/tune.
 It prints how many rows were kept, cut and dropped. A run with the same data, tokenizer and settings starts from the
 cache. It needs no weights and no GPU, except with `teacher.top_k`, which also stores the teacher's predictions. It
 takes the arguments of `tune run`. RECIPE may be a config; the recipe with its keys is then used."""
