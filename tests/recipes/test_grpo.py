@@ -432,9 +432,9 @@ WRONG = {
     "weight": ([f"reward=[{{_component_: {HERE}.share_of_a, weight: much}}]"], "reward.weight: 'much' is not a number"),
     "weights of 0": (
         [f"reward={{_component_: {HERE}.share_of_a, weight: 0}}"],
-        "reward: no function has another weight",
+        "reward: all weights are 0",
     ),
-    "argument": ([f"reward={{_component_: {HERE}.share_of_a, most: 2}}"], "reward: share_of_a cannot be called so"),
+    "argument": ([f"reward={{_component_: {HERE}.share_of_a, most: 2}}"], "reward: invalid arguments for share_of_a"),
     "number": (["reward=3"], "reward: '3' is not"),
     "group of one": (["group_size=1"], "group_size: 1 is below 2"),
     "greedy": (["sampling.temperature=0"], "sampling.temperature: 0 is not a positive number"),
