@@ -1,20 +1,24 @@
-"""Distillation: a student learns a teacher's predictions, in all its parameters or in LoRA adapters.
+"""Distillation: a student learns a teacher's predictions, with all parameters or with LoRA adapters.
 
     python recipes/distill.py model.path=./SmolLM2-135M teacher.path=./SmolLM2-1.7B dataset.path=./chats.jsonl
     torchrun --nproc-per-node 8 recipes/distill.py --config my.yaml loss._component_=tune.losses.ReverseKL
     tune run --nproc-per-node 8 distill --config my.yaml adapter.rank=32
 
-The loss is the mean, over the supervised tokens of the global batch, of a divergence D of the student's probabilities p
-from the teacher's q, both at temperature T: the forward KL(q, p) = sum q (log q - log p), the reverse KL(p, q), or the
-generalised Jensen-Shannon divergence b KL(q, m) + (1 - b) KL(p, m), where m = b q + (1 - b) p.
+The loss is a divergence D between the student's probabilities p and the teacher's q, both at temperature T, averaged
+over the supervised tokens of the global batch. D is one of
 
-1. Mixed with a share c of the cross-entropy H of the labels, the loss is (1 - c) T^2 D + c H.
-2. The teacher sees the student's batches in the same processes: frozen, sharded as the student is, in its own type.
-3. In a share `on_policy.share` of the documents the student samples the last answer anew before each step (GKD, Agarwal
-   et al. 2024): the teacher judges what the student would say. The reverse KL suits it.
-4. With `teacher.top_k` the teacher's most probable tokens are computed once, by `tune prepare` or before step 1, and
-   kept with the data. All others are one bucket, of student and teacher: without it the divergence is none.
-5. Both have one tokenizer; heads that are padded to different sizes are cut to its ids.
+    ForwardKL      KL(q, p) = sum q (log q - log p)
+    ReverseKL      KL(p, q)
+    JensenShannon  b KL(q, m) + (1 - b) KL(p, m), generalized, where m = b q + (1 - b) p
+
+1. With a fraction c of the labels' cross-entropy H, the loss is (1 - c) T^2 D + c H.
+2. The teacher sees the student's batches in the same processes. It is frozen, sharded like the student, and keeps its
+   own dtype.
+3. In a fraction `on_policy.share` of the documents, the student samples a new last answer before each step (GKD,
+   Agarwal et al. 2024), and the teacher judges it. The reverse KL suits this.
+4. With `teacher.top_k`, the teacher's most probable tokens are computed once, by `tune prepare` or before step 1, and
+   stored with the data. The remaining probability mass is one extra bucket; without it the result is no divergence.
+5. Both models have the same tokenizer. Heads that are padded to different sizes are cut to its ids.
 
 Every setting is in configs/distill.yaml. Copy this file (`tune cp distill my.py`) and change it.
 """
@@ -48,7 +52,7 @@ def load_teacher(cfg, world, *parts):
 
 
 def store_predictions(cfg, world, tokenizer, *parts):
-    """The teacher's most probable tokens, as a column of the data. `tune prepare` calls this too."""
+    """Add the teacher's most probable tokens as a column of the data. `tune prepare` also calls this."""
     with explained("teacher.top_k"):
         most_probable = losses.MostProbable(
             cfg.teacher.top_k, cfg.loss.temperature, cfg.memory.loss_chunk_tokens, tokenizer.vocab_size
@@ -70,13 +74,13 @@ def main(cfg):
     run = Run("distill", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
 
     with torch.device("meta"):
-        model = instantiate(cfg.model)  # its shape only: no memory yet
+        model = instantiate(cfg.model)  # shapes only: no memory yet
     weights = checkpointers.Pretrained(cfg.model.path, model)
     if cfg.quantization.weights:
         quantization.quantize_linears(model, cfg.quantization.weights, double=cfg.quantization.double)
     lora = instantiate(cfg.adapter) if cfg.adapter else None
     adapted = peft.add_adapters(model, lora) if lora else None
-    execution = {  # how the model is held and computed
+    execution = {  # how the model is stored and computed
         "dtype": cfg.dtype, "master_dtype": cfg.master_dtype, "compile": cfg.compile,
         "activation_checkpointing": cfg.memory.activation_checkpointing,
         "activation_offload": cfg.memory.activation_offload, "cpu_offload": cfg.memory.cpu_offload,
@@ -85,11 +89,11 @@ def main(cfg):
     datasets.require_batches(cfg.global_batch_size, cfg.micro_batch_size, world.data_size)
 
     tokenizer = instantiate(cfg.tokenizer)
-    opened = peft.open_model(cfg.teacher.path, setting="teacher.path")  # what is wrong with it is told now
+    opened = peft.open_model(cfg.teacher.path, setting="teacher.path")  # its problems are reported now
     tokenizer.require_same_ids(opened.tokenizer(), "teacher.path")
     sampler = Sampler(max_new_tokens=cfg.on_policy.max_new_tokens, stop_ids=tokenizer.stop_ids, seed=cfg.seed)
     if cfg.on_policy.share:
-        with explained("on_policy"):  # no prompt would have room for an answer
+        with explained("on_policy"):  # fails if no prompt has room for an answer
             sampler.check(model, [[0]], ["of a token"])
     dataset, validation = instantiate_data(
         cfg.dataset, cfg.validation_dataset, tokenizer, vocab_size=model.config.vocab_size,
@@ -110,7 +114,7 @@ def main(cfg):
 
     if cfg.teacher.top_k:
         store_predictions(cfg, world, tokenizer, dataset, validation)
-        gc.collect()  # frees the teacher: wrapped or sharded, it refers to itself
+        gc.collect()  # frees the teacher, whose wrappers and shards form reference cycles
     else:
         teacher, _ = load_teacher(cfg, world, dataset, validation)
     distributed.parallelize(model, world, **execution)
@@ -122,7 +126,7 @@ def main(cfg):
 
     @losses.takes_shares
     def loss_fn(hidden, weight, batch, **softcap):
-        """The divergence of the model's head from that of the teacher, which sees the same batch; a sum over tokens."""
+        """Return the divergence between student and teacher on the same batch, summed over supervised tokens."""
         if cfg.teacher.top_k:
             target = losses.TopK.stored(batch.columns["teacher"], batch)
         else:
@@ -150,7 +154,7 @@ def main(cfg):
         steps = run.steps(data, start, checkpointer, seed=cfg.seed, profiler=cfg.profiler)
         if start == 0:
             evaluator(0)
-        for step, batch in steps:  # ends after Ctrl-C, when a checkpoint is saved
+        for step, batch in steps:  # after Ctrl-C, ends once a checkpoint is saved
             if cfg.on_policy.share:
                 batch = own_answers(
                     batch, model, sampler, world, step=step, share=cfg.on_policy.share,
@@ -159,16 +163,16 @@ def main(cfg):
             total_loss = torch.zeros((), device=world.device)
             for micro_batch, is_last in batch:
                 distributed.set_gradient_sync(model, is_last)
-                # The model calls loss_fn with the weight of its head: a sum over its supervised tokens. It is divided
-                # by the supervised tokens of the step on all ranks, because gradients are summed, not averaged.
+                # The model calls loss_fn with its hidden states and head weight; loss_fn sums over supervised tokens.
+                # Gradients are summed over ranks, so divide by the supervised tokens of the step on all ranks.
                 loss = model(micro_batch, loss_fn) / max(1, batch.num_supervised)
                 loss.backward()
                 total_loss += loss.detach()
 
             grad_norm = distributed.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
-            metrics = world.fetch(  # the one wait for the device in a step
+            metrics = world.fetch(  # the only wait for the device in a step
                 loss=world.sum(total_loss),
-                grad_norm=grad_norm,  # of all ranks already
+                grad_norm=grad_norm,  # already over all ranks
                 **evaluation.routing(model, world),
             )
             metrics |= optimizers.learning_rates(optimizer)

@@ -1,16 +1,16 @@
-"""Evaluation of a model, an adapter or a run: on tasks of lm-evaluation-harness, or on data of your own.
+"""Evaluation of a model, an adapter or a run, on lm-evaluation-harness tasks or on your own data.
 
     python recipes/evaluate.py model.path=./SmolLM2-135M 'tasks=[arc_easy,hellaswag]' out=results.json
     torchrun --nproc-per-node 8 recipes/evaluate.py model.path=./runs/mine 'tasks=[gsm8k]' apply_chat_template=true
     tune eval ./runs/mine --data held_out.jsonl --score my_scores:is_right
 
-1. The answers to tasks are those of lm-evaluation-harness's own model class, and so are the numbers.
-2. A data file gives the loss, the perplexity and the share of tokens that are predicted right: over all learned tokens
-   of the file, with the masks and templates of training.
-3. With `score`, a file's prompts are answered, and a function (row, completion) -> number says how well.
+1. Tasks give the same answers and numbers as lm-evaluation-harness with its own model class.
+2. A data file gives the loss, the perplexity and the fraction of tokens predicted correctly, over all learned tokens of
+   the file, with the masks and templates of training.
+3. With `score`, the model answers the prompts of a file, and a function (row, completion) -> number scores the answers.
 
-Every process has the whole model, or with `parallel.tp` a part of it, and a share of the requests. Every setting is in
-configs/evaluate.yaml. Copy this file (`tune cp evaluate my.py`) and change it.
+Each process holds the whole model, or a part of it with `parallel.tp`, and takes a share of the requests. Every setting
+is in configs/evaluate.yaml. Copy this file (`tune cp evaluate my.py`) and change it.
 """
 
 import json
@@ -26,23 +26,23 @@ from tune.files import written_aside
 
 @config.entrypoint("evaluate")
 def main(cfg):
-    source = cfg.dataset.copy()  # the settings of the data, as they are read here
-    path = source.get("path", "data")  # a component of several files has no path
+    source = cfg.dataset.copy()  # changed below
+    path = source.get("path", "data")  # a component for several files has no path
     evaluation.require_work(cfg.tasks, path, cfg.score, cfg.limit, cfg.log_samples, cfg.out)
     if cfg.limit and path:
         source.take = max(1, min(int(cfg.limit), source.get("take") or int(cfg.limit)))
     if cfg.score and source._component_ == "tune.datasets.load":
-        source._component_ = "tune.datasets.load_prompts"  # of the same rows
+        source._component_ = "tune.datasets.load_prompts"  # prompts of the same rows
     world = distributed.init(cfg.device, tp=cfg.parallel.tp)
 
     def tell(text):
         if world.is_main:
             print(text, flush=True)
 
-    # What is wrong with tasks and data is found before weights are read.
+    # Errors in tasks and data are found before weights are read.
     opened = peft.open_model(cfg.model.path, cfg.adapters)
     tokenizer = opened.tokenizer(cfg.chat_template)
-    model = opened.model  # its shape only: no memory yet
+    model = opened.model  # shapes only: no memory yet
     longest = cfg.max_length or getattr(model, "max_positions", None) or 2048
     tasks = evaluation.Tasks(
         cfg.tasks, tokenizer, cfg.include_path, limit=cfg.limit, num_fewshot=cfg.num_fewshot,
@@ -65,21 +65,21 @@ def main(cfg):
     model = opened.load(world.device, cfg.dtype, quantization=cfg.quantization.weights, peers=world.mesh["tp"])
 
     def measure_loss():
-        """Of all learned tokens of the data."""
+        """Return the loss, perplexity and accuracy over all learned tokens of the data, and no answers."""
         batches = datasets.validation_batches(data, world, cfg.batch_size or 8)
-        found = evaluation.evaluate(model, batches, losses.LinearCrossEntropy(accuracy=True), world)
-        loss, accuracy = found["validation_loss"], found["validation_token_accuracy"]
-        perplexity = torch.tensor(loss, dtype=torch.float64).exp().item()  # or inf, where math.exp raises an error
+        metrics = evaluation.evaluate(model, batches, losses.LinearCrossEntropy(accuracy=True), world)
+        loss, accuracy = metrics["validation_loss"], metrics["validation_token_accuracy"]
+        perplexity = torch.tensor(loss, dtype=torch.float64).exp().item()  # inf where math.exp would raise
         return {"loss": loss, "perplexity": perplexity, "token_accuracy": accuracy}, []
 
     def measure_answers():
-        """Means of the scores, and the answers."""
+        """Return the mean scores and the answers."""
         prompts = [replace(prompt, position=prompt.index) for prompt in questions.prompts]
         groups = generation.rollout(model, sampler, tokenizer, prompts, scores, world, samples=1, step=0)
-        found = world.fetch(**evaluation.means(generation.statistics(groups, scores), world))
-        own = {name.removeprefix("reward/"): value for name, value in found.items() if name != "reward"}
-        everyone = world.all_gather([episode.record(0) for (episode,) in groups])[:: world.peers.size()]
-        return own, sorted((each for part in everyone for each in part), key=lambda each: each["prompt"])
+        means = world.fetch(**evaluation.means(generation.statistics(groups, scores), world))
+        metrics = {name.removeprefix("reward/"): value for name, value in means.items() if name != "reward"}
+        shares = world.all_gather([episode.record(0) for (episode,) in groups])[:: world.peers.size()]
+        return metrics, sorted((answer for share in shares for answer in share), key=lambda answer: answer["prompt"])
 
     results: dict = {"results": {}}
     samples: dict = {}

@@ -1,19 +1,20 @@
-"""Reinforcement learning from verifiable rewards, of all parameters or of LoRA adapters: GRPO.
+"""GRPO: reinforcement learning from verifiable rewards, of all parameters or of LoRA adapters.
 
     python recipes/grpo.py model.path=./SmolLM2-135M dataset.path=./requests.jsonl reward=my_rewards.is_right
     torchrun --nproc-per-node 8 recipes/grpo.py --config my.yaml group_size=16
     tune run --nproc-per-node 8 grpo --config my.yaml adapter.rank=32
 
 A step samples `group_size` completions of each prompt and rewards them. The advantage A of a completion is its reward
-less the mean of its group. With r = p / p_sampled, the loss of a step is
+minus the mean reward of its group. With r = p / p_sampled, the loss of a step is
 
     - sum over tokens of  min(r, 2).detach() A log p  /  number of these tokens
 
-1. A is not divided by the group's standard deviation, which would favour prompts of which nearly all or nearly no
-   completion is right. Tokens of all completions of the global batch weigh the same, so length is not rewarded.
-2. r corrects for the difference of sampler and trainer, and for older policies. Others: losses.ClippedPolicy, GSPO.
-3. Groups whose rewards are all equal carry nothing; with `dynamic_sampling` others are sampled in their place.
-4. There is no KL term unless `kl` is above 0. The reference is the model before the first step, or another checkpoint.
+1. A is not divided by the group's standard deviation, which would favor prompts where nearly all or nearly no
+   completions are right. All tokens of the global batch have the same weight, so length is not rewarded.
+2. r corrects for differences between sampler and trainer, and for older policies. losses.ClippedPolicy and losses.GSPO
+   are alternatives.
+3. Groups whose rewards are all equal give no gradient. `dynamic_sampling` replaces them with groups of other prompts.
+4. With `kl` above 0, the loss has a KL term. Its reference is the model before the first step, or another checkpoint.
 
 Every setting is in configs/grpo.yaml. Copy this file (`tune cp grpo my.py`) and change it.
 """
@@ -42,7 +43,7 @@ from tune.run import Run
 
 
 def advantages(rewards, baseline: Literal["mean", "leave_one_out"]):
-    """What each completion of a prompt is worth compared with the others: `rewards` `[group]` -> `[group]`."""
+    """Compare the rewards of a prompt's completions with each other: `rewards` `[group]` -> advantages `[group]`."""
     if baseline == "leave_one_out":
         return rewards - (rewards.sum() - rewards) / (len(rewards) - 1)
     return rewards - rewards.mean()
@@ -54,16 +55,16 @@ def main(cfg):
     run = Run("grpo", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
 
     with torch.device("meta"):
-        model = instantiate(cfg.model)  # its shape only: no memory yet
+        model = instantiate(cfg.model)  # shapes only: no memory yet
     weights = checkpointers.Pretrained(cfg.model.path, model)
     if cfg.quantization.weights:
         quantization.quantize_linears(model, cfg.quantization.weights, double=cfg.quantization.double)
     lora = instantiate(cfg.adapter) if cfg.adapter else None
     adapted = peft.add_adapters(model, lora) if lora else None
     rewards = [generation.Reward(*each) for each in instantiate_weighted(cfg.reward)]
-    policy_loss = instantiate(cfg.loss)  # of log-probs, by token
+    policy_loss = instantiate(cfg.loss)  # of log-probs, per token
     head = losses.LogProbs(cfg.memory.loss_chunk_tokens, cfg.sampling.temperature)  # the model calls it with its head
-    execution = {  # how the model is held and computed
+    execution = {  # how the model is stored and computed
         "dtype": cfg.dtype, "master_dtype": cfg.master_dtype, "compile": cfg.compile,
         "activation_checkpointing": cfg.memory.activation_checkpointing,
         "activation_offload": cfg.memory.activation_offload, "cpu_offload": cfg.memory.cpu_offload,
@@ -81,7 +82,7 @@ def main(cfg):
         other.require_same_vocabulary(tokenizer)
     sampler = instantiate(cfg.sampling, stop_ids=tokenizer.stop_ids, decode=tokenizer.decode, seed=cfg.seed)
     dataset = instantiate(cfg.dataset, tokenizer, max_prompt_len=cfg.max_prompt_len)
-    environment = locate(cfg.environment) if cfg.environment else None  # a class: one object for each episode
+    environment = locate(cfg.environment) if cfg.environment else None  # a class, with one object per episode
     held_out, reading = cfg.validation_dataset, inherited(cfg.validation_dataset, cfg.dataset)
     validation = []
     if held_out.path:
@@ -89,7 +90,7 @@ def main(cfg):
     generation.check_prompts(model, sampler, [*dataset.prompts, *validation], environment)
     data = datasets.PromptLoader(dataset, cfg.prompts_per_step, cfg.epochs, max_steps=cfg.max_steps, seed=cfg.seed)
     longest = cfg.max_prompt_len + sampler.max_new_tokens
-    pad_to = longest if cfg.compile and not environment else None  # one shape, for compiled blocks; turns have no bound
+    pad_to = longest if cfg.compile and not environment else None  # one shape, for compiled blocks; turns are unbounded
     evaluator = instantiate(cfg.evaluate, run, model, tokenizer, world)
     run.describe_prompts(
         model, data, sampler, longest=longest, samples=cfg.group_size, micro_batch_size=cfg.micro_batch_size,
@@ -106,19 +107,19 @@ def main(cfg):
     before_training = peft.Reference(model, None if has_own_reference else lora)
 
     def reference(batch):
-        """Log-probs of the supervised tokens under the frozen reference."""
+        """Return the log-probs of the supervised tokens under the frozen reference."""
         with torch.no_grad(), before_training.restored():
             return frozen(batch, head).log_probs
 
     def roll_out(prompts, step, sampler=sampler, samples=cfg.group_size):
-        """Of the `prompts` of all ranks, this rank's share: for each a group of episodes, completions with rewards."""
+        """Return this rank's share of the `prompts`: for each, a group of episodes (completions with rewards)."""
         return generation.rollout(
             model, sampler, tokenizer, prompts, rewards, world, samples=samples, step=step,
             environment=environment, max_turns=cfg.max_turns,
         )  # fmt: skip
 
     def sample_live(prompts, step):
-        """Up to `dynamic_sampling` times, replace groups whose rewards are all equal with groups of other prompts."""
+        """Roll out, and up to `dynamic_sampling` times replace groups of equal rewards with those of other prompts."""
         groups = roll_out(prompts, step)
         for _ in range(cfg.dynamic_sampling):
             live = [group for group in groups if generation.is_live(group)]
@@ -129,7 +130,7 @@ def main(cfg):
         return groups
 
     def with_advantages(group):
-        """The rows of a group that are trained on, with an advantage each; none if all rewards are equal."""
+        """Return the samples of a group to train on, with their advantages; none if all rewards are equal."""
         if not generation.is_live(group):
             return []
         rewards_of_group = torch.tensor([episode.reward for episode in group], dtype=torch.float64)
@@ -138,7 +139,7 @@ def main(cfg):
         return [episode.sample(advantage) for episode, advantage in kept]
 
     def measure(batch):
-        """The loss and other metrics of a micro-batch's sampled tokens, as (sum, count) each."""
+        """Return the loss and other metrics of a micro-batch's sampled tokens, each as (sum, count)."""
         anchor = reference(batch) if cfg.kl else None
         policy = model(batch, head)  # log-probs and entropies, [tokens]
         advantage, sampled = losses.of_tokens("advantage", batch), losses.of_tokens("sampled", batch)  # [tokens]
@@ -170,10 +171,10 @@ def main(cfg):
         steps = run.steps(data, start, checkpointer, seed=cfg.seed, profiler=cfg.profiler)
         if start == 0:
             evaluator(0)
-        for step, prompts in steps:  # ends after Ctrl-C, when a checkpoint is saved
+        for step, prompts in steps:  # after Ctrl-C, ends once a checkpoint is saved
             with run.timed("rollout_seconds"):
                 rollout = sample_live(prompts, step)
-            samples = [each for group in rollout for each in with_advantages(group)]
+            samples = [sample for group in rollout for sample in with_advantages(group)]
             batch = generation.global_batch(
                 samples, cfg.micro_batch_size, world, seed=cfg.seed, step=step, pad_to=pad_to,
                 rows=[group[0].prompt.index for group in rollout],
@@ -182,8 +183,8 @@ def main(cfg):
                 **{name: world.sum(count) for name, count in generation.counts(rollout, environment).items()},
                 **evaluation.means(generation.statistics(rollout, rewards, environment), world),
             )
-            # Several updates are on the same samples; the last one is logged. Where no token is supervised, all groups
-            # are dead or masked, and nothing is updated.
+            # All updates use the same samples; the last one is logged. If all groups are dead or masked, no token is
+            # supervised and nothing is updated.
             for _ in range(cfg.updates if batch.num_supervised else 0):
                 totals: dict[str, torch.Tensor] = {}
                 for micro_batch, is_last in batch:
@@ -201,9 +202,9 @@ def main(cfg):
                     optimizer.step()
                 optimizer.zero_grad()
                 if checkpointer.refused:
-                    break  # another update would use the same batch; after a rollback, one of other weights' samples
+                    break  # the next update would use the same batch, or after a rollback samples of other weights
             metrics |= optimizers.learning_rates(optimizer)
-            schedule.step()  # once for all updates, and even if all groups are dead, so that it reaches its end
+            schedule.step()  # once per step, even if all groups are dead, so that the schedule reaches its end
 
             metrics |= evaluator(step)
             run.append("samples.jsonl", [episode.record(step) for group in rollout for episode in group])
@@ -211,10 +212,10 @@ def main(cfg):
             checkpointer.step(step, metrics, now=run.is_end(step))
 
         if not checkpointer.updates:
-            left_out = " or with mask_truncated all that differ were cut" if cfg.mask_truncated else ""
+            masked = ", or mask_truncated left out those that differed" if cfg.mask_truncated else ""
             raise TuneError(
-                f"reward: no completion of {len(data)} steps could be learned from: the rewards of a group were equal"
-                f"{left_out}. The model has not changed and is not exported. Use other prompts or a finer reward"
+                f"reward: nothing to learn in {len(data)} steps: all completions of a group had the same reward{masked}"
+                ". The model is unchanged and not exported. Use other prompts or a finer reward"
             )
         # Run the final evaluation. With keep_best, then load the weights of the best checkpoint.
         run.finish(checkpointer, evaluator)

@@ -20,7 +20,7 @@ def main(cfg):
     run = Run("lora_finetune", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
 
     with torch.device("meta"):
-        model = instantiate(cfg.model)  # its shape only: no memory yet
+        model = instantiate(cfg.model)  # shapes only: no memory yet
     weights = checkpointers.Pretrained(cfg.model.path, model)
     if cfg.quantization.weights:
         quantization.quantize_linears(model, cfg.quantization.weights, double=cfg.quantization.double)
@@ -31,7 +31,7 @@ def main(cfg):
     if cfg.quantization.qat:
         types = checkpointers.exported_types(model, cfg.model.path)
         quantization.round_linears(model, cfg.quantization.qat, types, cfg.dtype)
-    execution = {  # how the model is held and computed
+    execution = {  # how the model is stored and computed
         "dtype": cfg.dtype, "master_dtype": cfg.master_dtype, "compile": cfg.compile,
         "activation_checkpointing": cfg.memory.activation_checkpointing,
         "activation_offload": cfg.memory.activation_offload, "cpu_offload": cfg.memory.cpu_offload,
@@ -86,20 +86,20 @@ def main(cfg):
         steps = run.steps(data, start, checkpointer, seed=cfg.seed, profiler=cfg.profiler)
         if start == 0:
             evaluator(0)
-        for step, batch in steps:  # ends after Ctrl-C, when a checkpoint is saved
+        for step, batch in steps:  # after Ctrl-C, ends once a checkpoint is saved
             total_loss = torch.zeros((), device=world.device)
-            for micro_batch, is_last in batch:  # this process's part, on its device
+            for micro_batch, is_last in batch:  # this rank's share, on its device
                 distributed.set_gradient_sync(model, is_last)
-                # The model calls loss_fn with the weight of its head: a sum over its supervised tokens. It is divided
-                # by the supervised tokens of the step on all ranks, because gradients are summed, not averaged.
+                # The model calls loss_fn with its hidden states and head weight; loss_fn sums over supervised tokens.
+                # Gradients are summed over ranks, so divide by the supervised tokens of the step on all ranks.
                 loss = model(micro_batch, loss_fn) / max(1, batch.num_supervised)
                 loss.backward()
                 total_loss += loss.detach()
 
             grad_norm = distributed.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
-            metrics = world.fetch(  # the one wait for the device in a step
+            metrics = world.fetch(  # the only wait for the device in a step
                 loss=world.sum(total_loss),
-                grad_norm=grad_norm,  # of all ranks already
+                grad_norm=grad_norm,  # already over all ranks
                 **evaluation.routing(model, world),
                 **evaluation.accuracy(loss_fn, world),
             )
@@ -125,7 +125,7 @@ def main(cfg):
             checkpointers.export(
                 model, tokenizer, run.path / "model", world, source=cfg.model.path, card=card, base=weights
             )
-            run.info(f"the base with the adapter merged in is in {run.path / 'model'}")
+            run.info(f"the merged model is in {run.path / 'model'}")
 
 
 if __name__ == "__main__":

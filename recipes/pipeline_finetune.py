@@ -1,12 +1,12 @@
-"""Supervised fine-tuning by pipeline parallelism, of all parameters or of LoRA adapters.
+"""Supervised fine-tuning with pipeline parallelism, of all parameters or of LoRA adapters.
 
     torchrun --nproc-per-node 8 recipes/pipeline_finetune.py model.path=./Llama dataset.path=./chats.jsonl parallel.pp=2
     torchrun --nproc-per-node 8 recipes/pipeline_finetune.py --config my.yaml adapter.rank=32
     tune run --nproc-per-node 8 pipeline_finetune --config my.yaml parallel.pp_schedule=interleaved
 
-The processes of the mesh's axis `pp` have stages, each of which has some of the model's blocks. A stage computes the
-forwards of several micro-batches before it gets the gradients of the first one: so backwards come in another order than
-forwards, which is all that this loop has in addition to that of full_finetune. The losses are the same.
+Each process on the mesh axis `pp` holds one or more stages, and each stage holds some of the model's blocks. A stage
+computes the forwards of several micro-batches before the gradients of the first one arrive, so backwards run in another
+order than forwards. Only this differs from the loop of full_finetune. The losses are the same.
 
 Every setting is in configs/pipeline_finetune.yaml. Copy this file (`tune cp pipeline_finetune my.py`) and change it.
 """
@@ -24,13 +24,13 @@ def main(cfg):
     run = Run("pipeline_finetune", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
 
     with torch.device("meta"):
-        model = instantiate(cfg.model)  # its shape only: no memory yet
+        model = instantiate(cfg.model)  # shapes only: no memory yet
     weights = checkpointers.Pretrained(cfg.model.path, model)
     if cfg.quantization.weights:
         quantization.quantize_linears(model, cfg.quantization.weights, double=cfg.quantization.double)
     lora = instantiate(cfg.adapter) if cfg.adapter else None
     adapted = peft.add_adapters(model, lora) if lora else None
-    execution = {  # how the model is held and computed
+    execution = {  # how the model is stored and computed
         "dtype": cfg.dtype, "master_dtype": cfg.master_dtype, "compile": cfg.compile,
         "activation_checkpointing": cfg.memory.activation_checkpointing,
         "activation_offload": cfg.memory.activation_offload, "cpu_offload": cfg.memory.cpu_offload,
@@ -84,23 +84,23 @@ def main(cfg):
         steps = run.steps(data, start, checkpointer, seed=cfg.seed, profiler=cfg.profiler)
         if start == 0:
             evaluator(0)
-        for step, batch in steps:  # ends after Ctrl-C, when a checkpoint is saved
+        for step, batch in steps:  # after Ctrl-C, ends once a checkpoint is saved
             total_loss = torch.zeros((), device=world.device)
             for micro_batch in pipeline.turns(batch.micro_batches):
                 micro_batch = micro_batch.to(world.device)
-                # The model calls loss_fn with the weight of its head: a sum over its supervised tokens. It is divided
-                # by the supervised tokens of the step on all ranks, because gradients are summed, not averaged.
+                # The model calls loss_fn with its hidden states and head weight; loss_fn sums over supervised tokens.
+                # Gradients are summed over ranks, so divide by the supervised tokens of the step on all ranks.
                 loss = model(micro_batch, loss_fn) / max(1, batch.num_supervised)
                 total_loss += loss.detach()
-                # The backward of this loss; with stages that take turns, of none, an earlier one, or all that are left.
+                # With several stages, the losses due now are none, an earlier one, or all remaining ones.
                 for due, is_last in pipeline.due(loss):
                     distributed.set_gradient_sync(model, is_last)
                     due.backward()
 
             grad_norm = distributed.clip_grad_norm_(model.parameters(), cfg.max_grad_norm, pipeline)
-            metrics = world.fetch(  # the one wait for the device in a step
+            metrics = world.fetch(  # the only wait for the device in a step
                 loss=world.sum(total_loss),
-                grad_norm=grad_norm,  # of all ranks already
+                grad_norm=grad_norm,  # already over all ranks
                 **evaluation.routing(model, world),
                 **evaluation.accuracy(loss_fn, world),
             )

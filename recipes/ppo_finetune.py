@@ -1,17 +1,18 @@
-"""Reinforcement learning with a value model, of all parameters or of LoRA adapters: PPO.
+"""PPO: reinforcement learning with a value model, of all parameters or of LoRA adapters.
 
     python recipes/ppo_finetune.py model.path=./sft dataset.path=./requests.jsonl reward=my_rewards.is_right
     torchrun --nproc-per-node 8 recipes/ppo_finetune.py --config my.yaml value.path=./reward_model
     tune run --nproc-per-node 8 ppo_finetune --config my.yaml adapter.rank=32
 
-A step samples completions of its prompts. The reward r of a token is -kl (log p - log ^p), with ^ for the frozen
-reference; the last one has the completion's reward too. With V for the value model and d_t = r_t + V_t+1 - V_t, the
+A step samples completions of its prompts. The reward r of a token is -kl (log p - log ^p), where ^p is the frozen
+reference. The last token also gets the completion's reward. With the value model V and d_t = r_t + V_t+1 - V_t, the
 advantage is A_t = sum over k of lambda^k d_t+k (GAE), and V learns R = A + V. The loss is the mean over tokens of
 
     -min(ratio A, clip(ratio, 1 - low, 1 + high) A) + value_weight max((V - R)^2, (V near the old one - R)^2) / 2
 
-1. Advantages have mean 0 and standard deviation 1 over the tokens of a step, all of which are learned `updates` times.
-2. The value model is the base, or a reward model, with a head of one output: trained in full, not exported.
+1. Advantages are normalized to mean 0 and standard deviation 1 over the tokens of a step. A step makes `updates`
+   optimizer steps on these tokens.
+2. The value model is the base or a reward model, with a head of one output. It is trained in full and not exported.
 
 Every setting is in configs/ppo_finetune.yaml. Copy this file (`tune cp ppo_finetune my.py`) and change it.
 """
@@ -42,7 +43,7 @@ def main(cfg):
     run = Run("ppo_finetune", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
 
     with torch.device("meta"):
-        model = instantiate(cfg.model)  # its shape only: no memory yet
+        model = instantiate(cfg.model)  # shapes only: no memory yet
         critic = instantiate(cfg.value)
     weights = checkpointers.Pretrained(cfg.model.path, model)
     critic_weights = checkpointers.Pretrained(cfg.value.path, critic, cfg.seed, "value.path")
@@ -51,9 +52,9 @@ def main(cfg):
     lora = instantiate(cfg.adapter) if cfg.adapter else None
     adapted = peft.add_adapters(model, lora) if lora else None
     rewards = [generation.Reward(*each) for each in instantiate_weighted(cfg.reward)]
-    policy_loss = instantiate(cfg.loss)  # of log-probs, by token
+    policy_loss = instantiate(cfg.loss)  # of log-probs, per token
     head = losses.LogProbs(cfg.memory.loss_chunk_tokens, cfg.sampling.temperature)  # the model calls it with its head
-    execution = {  # how the model is held and computed
+    execution = {  # how the model is stored and computed
         "dtype": cfg.dtype, "master_dtype": cfg.master_dtype, "compile": cfg.compile,
         "activation_checkpointing": cfg.memory.activation_checkpointing,
         "activation_offload": cfg.memory.activation_offload, "cpu_offload": cfg.memory.cpu_offload,
@@ -77,7 +78,7 @@ def main(cfg):
     generation.check_prompts(model, sampler, [*dataset.prompts, *validation])
     data = datasets.PromptLoader(dataset, cfg.prompts_per_step, cfg.epochs, max_steps=cfg.max_steps, seed=cfg.seed)
     longest = cfg.max_prompt_len + sampler.max_new_tokens
-    pad_to = longest if cfg.compile else None  # batches of one shape
+    pad_to = longest if cfg.compile else None  # one shape, for compiled blocks
     evaluator = instantiate(cfg.evaluate, run, model, tokenizer, world)
     run.describe_prompts(
         model, data, sampler, longest=longest, samples=cfg.samples_per_prompt, micro_batch_size=cfg.micro_batch_size,
@@ -93,30 +94,30 @@ def main(cfg):
     distributed.parallelize(critic, world, **execution)
     critic_weights.load(critic)
     if critic_weights.new:
-        torch.nn.init.zeros_(critic.head.weight)  # random values would be noise in the first advantages
+        torch.nn.init.zeros_(critic.head.weight)  # random values would add noise to the first advantages
     both = torch.nn.ModuleDict({"policy": model, "value": critic})
     frozen = other.shard(world, cfg.dtype) if has_own_reference else model
     before_training = peft.Reference(model, None if has_own_reference else lora)
 
     def reference(batch):
-        """Log-probs of the supervised tokens under the frozen reference."""
+        """Return the log-probs of the supervised tokens under the frozen reference."""
         with torch.no_grad(), before_training.restored():
             return frozen(batch, head).log_probs
 
     def roll_out(prompts, step, sampler=sampler, samples=cfg.samples_per_prompt):
-        """Of the `prompts` of all ranks, this rank's share: for each a group of episodes, completions with rewards."""
+        """Return this rank's share of the `prompts`: for each, a group of episodes (completions with rewards)."""
         return generation.rollout(model, sampler, tokenizer, prompts, rewards, world, samples=samples, step=step)
 
     @torch.no_grad()
     def judged(batch):
-        """The values of a micro-batch's tokens before the step, and the advantages by them, `[tokens]` each."""
+        """Return a micro-batch's values before the step and the advantages from them, `[tokens]` each."""
         values = critic(batch, losses.token_values)
         ratio = losses.of_tokens("sampled", batch) - reference(batch) if cfg.kl else torch.zeros_like(values)
         return values, losses.gae(-cfg.kl * ratio, values, batch, cfg.gae_lambda, batch.columns["reward"])
 
     def measure(batch, judgement, mean, deviation):
-        """The loss and other metrics of a micro-batch's sampled tokens, as (sum, count) each."""
-        old, advantages = judgement  # [tokens], as all that follow
+        """Return the loss and other metrics of a micro-batch's sampled tokens, each as (sum, count)."""
+        old, advantages = judgement  # [tokens], like all tensors below
         policy, values = model(batch, head), critic(batch, losses.token_values)
         sampled, returns = losses.of_tokens("sampled", batch), advantages + old
         loss, clipped = policy_loss(policy.log_probs, sampled, (advantages - mean) / deviation, batch)
@@ -127,7 +128,7 @@ def main(cfg):
             "value": values, "return": returns, "entropy": policy.entropies, "clipped_share": clipped.float(),
             "mismatch_kl": losses.kl_estimate(sampled, policy.log_probs.detach()),
         }  # fmt: skip
-        return {name: losses.sum_and_count(each) for name, each in measured.items()}
+        return {name: losses.sum_and_count(values) for name, values in measured.items()}
 
     def validate():
         groups = roll_out(validation, 0, replace(sampler, temperature=0), 1)  # greedy: the step does not matter
@@ -149,7 +150,7 @@ def main(cfg):
         steps = run.steps(data, start, checkpointer, seed=cfg.seed, profiler=cfg.profiler)
         if start == 0:
             evaluator(0)
-        for step, prompts in steps:  # ends after Ctrl-C, when a checkpoint is saved
+        for step, prompts in steps:  # after Ctrl-C, ends once a checkpoint is saved
             with run.timed("rollout_seconds"):
                 rollout = roll_out(prompts, step)
             samples = [episode.sample() for group in rollout for episode in group]
@@ -161,15 +162,16 @@ def main(cfg):
             both.eval()
             judgements = [judged(micro_batch) for micro_batch, _ in batch]
             both.train()
-            advantages = torch.cat([each for _, each in judgements]).cpu().double()  # squares of large ones cancel
+            advantages = torch.cat([advantage for _, advantage in judgements])
+            advantages = advantages.cpu().double()  # squares of large values cancel
             moments = {"mean": losses.sum_and_count(advantages), "square": losses.sum_and_count(advantages.square())}
             mean, square = world.fetch(**evaluation.means(moments, world)).values()
             deviation = max(1e-12, square - mean**2) ** 0.5
             for _ in range(cfg.updates):
                 totals: dict[str, torch.Tensor] = {}
                 for (micro_batch, is_last), judgement in zip(batch, judgements, strict=True):
-                    for each in both.values():
-                        distributed.set_gradient_sync(each, is_last)
+                    for module in both.values():
+                        distributed.set_gradient_sync(module, is_last)
                     measured = measure(micro_batch, judgement, mean, deviation)
                     loss = measured["loss"][0] / batch.num_supervised
                     loss.backward()
@@ -183,7 +185,7 @@ def main(cfg):
                     optimizer.step()
                 optimizer.zero_grad()
                 if checkpointer.refused:
-                    break  # the next update would be of the same, and after a rollback of other weights' completions
+                    break  # the next update would use the same batch, or after a rollback samples of other weights
             metrics |= optimizers.learning_rates(optimizer)
             schedule.step()
 

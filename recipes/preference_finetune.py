@@ -4,18 +4,20 @@
     torchrun --nproc-per-node 8 recipes/preference_finetune.py --config my.yaml loss._component_=tune.losses.SimPO
     tune run --nproc-per-node 8 preference_finetune --config my.yaml adapter.rank=32
 
-The loss is a function of log-probs of a chosen answer w and a rejected one l: sums L, means over tokens A with their
-log-odds O = A - log(1 - exp A), and R and M, which are L and A less the frozen reference's. s is the logistic function:
+The loss compares the log-probs of a chosen answer w and a rejected answer l. L is the sum over tokens, A the mean, and
+O = A - log(1 - exp A) its log-odds. R and M are L and A minus the frozen reference's. s is the logistic function:
 
     DPO  -log s(beta (R_w - R_l))        SimPO  -log s(beta (A_w - A_l) - gamma)
     IPO  (M_w - M_l - 1 / (2 beta))^2    CPO    -log s(beta (L_w - L_l)) - nll A_w
     KTO  1 - s(+-beta (R - z))           ORPO   -A_w - beta log s(O_w - O_l)
 
-1. The loss is the mean over the pairs of the global batch. Several rejected answers to a prompt are as many pairs.
-2. The reference's log-probs are kept in the run folder by the hash of weights and data, or the adapter is switched off.
-3. KTO's answers are good (+) or bad (-); z is the mean R of mismatched ones, each prompt with the next one's answer.
+1. The loss is averaged over the pairs of the global batch. Each rejected answer to a prompt makes one pair.
+2. The reference's log-probs are stored in the run folder under a hash of weights and data. With reference=adapter_off,
+   they are computed in each step with the adapter switched off.
+3. KTO's answers are good (+) or bad (-). z is the mean R of mismatched answers: each prompt with the next one's answer.
 
-Every setting is in configs/preference_finetune.yaml. Copy this file (`tune cp preference_finetune my.py`), change it.
+Every setting is in configs/preference_finetune.yaml. Copy this file (`tune cp preference_finetune my.py`) and change
+it.
 """
 
 import gc
@@ -43,7 +45,7 @@ def main(cfg):
     run = Run("preference_finetune", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
 
     with torch.device("meta"):
-        model = instantiate(cfg.model)  # its shape only: no memory yet
+        model = instantiate(cfg.model)  # shapes only: no memory yet
     weights = checkpointers.Pretrained(cfg.model.path, model)
     if cfg.quantization.weights:
         quantization.quantize_linears(model, cfg.quantization.weights, double=cfg.quantization.double)
@@ -51,9 +53,9 @@ def main(cfg):
     adapted = peft.add_adapters(model, lora) if lora else None
     loss_fn = instantiate(cfg.loss)
     losses.require_attributes(loss_fn, "needs_reference", "reward")
-    is_labelled = cfg.dataset.get("kind") == "labelled"  # the loss takes good and bad answers, not pairs
+    is_labelled = cfg.dataset.get("kind") == "labelled"  # the loss takes good and bad answers instead of pairs
     log_probs = losses.LogProbs(cfg.memory.loss_chunk_tokens)
-    execution = {  # how the model is held and computed
+    execution = {  # how the model is stored and computed
         "dtype": cfg.dtype, "master_dtype": cfg.master_dtype, "compile": cfg.compile,
         "activation_checkpointing": cfg.memory.activation_checkpointing,
         "activation_offload": cfg.memory.activation_offload, "cpu_offload": cfg.memory.cpu_offload,
@@ -65,7 +67,7 @@ def main(cfg):
     has_own_reference = loss_fn.needs_reference and cfg.reference not in ("precomputed", "adapter_off")
     other = None
     if has_own_reference:
-        other = peft.open_model(cfg.reference, setting="reference")  # what is wrong with it is told now
+        other = peft.open_model(cfg.reference, setting="reference")  # its problems are reported now
         other.require_same_vocabulary(tokenizer)
     dataset, validation = instantiate_data(
         cfg.dataset, cfg.validation_dataset, tokenizer, vocab_size=model.config.vocab_size,
@@ -91,7 +93,7 @@ def main(cfg):
     peft.start(model, lora, cfg.seed)
     checkpointers.check_forward(model)
 
-    # Before the first forward, which leaves some parameters gathered.
+    # Before the first forward, which leaves some parameters unsharded.
     groups = optimizers.parameter_groups(model, cfg.optimizer.lr, **cfg.parameter_groups)
     optimizer = instantiate(cfg.optimizer, groups)
     schedule = instantiate(cfg.schedule, optimizer, total_steps=len(data))
@@ -106,11 +108,11 @@ def main(cfg):
                 made_of=[(other or weights).digest(), peft.digest(lora), cfg.dtype],
             )  # fmt: skip
         del frozen, other
-        gc.collect()  # frees a second model: wrapped or sharded, it refers to itself
+        gc.collect()  # frees a second model, whose wrappers and shards form reference cycles
         model.train()
 
     def score(batch):
-        """The log-probs of a batch's answers, and the entropies of their tokens."""
+        """Return the log-probs of a batch's answers and the entropies of their tokens."""
         reference = batch.columns.get("reference")
         if loss_fn.needs_reference and reference is None:
             with torch.no_grad(), peft.switched_off(model):
@@ -120,7 +122,7 @@ def main(cfg):
         return losses.AnswerLogProbs(policy, reference, batch.documents.num_supervised), tokens.entropies
 
     def measure(batch, kl=None):
-        """The loss and the metrics of a micro-batch: sums, and of how many they are."""
+        """Return the loss and other metrics of a micro-batch, each as (sum, count)."""
         answers, entropies = score(batch)
         if kl is None:
             chosen, rejected = map(answers.at, batch.pairs)
@@ -133,7 +135,7 @@ def main(cfg):
 
     @torch.no_grad()
     def mean_ratio(batches):
-        """KTO's constant: the mean log-ratio of the mismatched answers of all processes, at the least 0."""
+        """Return KTO's constant z: the mean log-ratio of mismatched answers over all ranks, at least 0."""
         if not is_labelled:
             return None
         totals: dict[str, torch.Tensor] = {}
@@ -163,7 +165,7 @@ def main(cfg):
         steps = run.steps(data, start, checkpointer, seed=cfg.seed, profiler=cfg.profiler)
         if start == 0:
             evaluator(0)
-        for step, batch in steps:  # ends after Ctrl-C, when a checkpoint is saved
+        for step, batch in steps:  # after Ctrl-C, ends once a checkpoint is saved
             kl = mean_ratio(micro_batch for micro_batch, _ in batch)
             totals: dict[str, torch.Tensor] = {}
             for micro_batch, is_last in batch:
@@ -174,8 +176,8 @@ def main(cfg):
                 evaluation.add(totals, measured)
 
             grad_norm = distributed.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
-            metrics = world.fetch(  # the one wait for the device in a step
-                grad_norm=grad_norm,  # of all ranks already
+            metrics = world.fetch(  # the only wait for the device in a step
+                grad_norm=grad_norm,  # already over all ranks
                 **evaluation.routing(model, world),
                 **evaluation.means(totals, world),
             )

@@ -1,21 +1,23 @@
-"""Reward models: a score for a whole answer, learned from better and worse ones; all parameters or LoRA adapters.
+"""Reward models: learn to score answers from better and worse ones, with all parameters or LoRA adapters.
 
     python recipes/reward_finetune.py model.path=./SmolLM2-135M-Instruct dataset.path=./pairs.jsonl
     torchrun --nproc-per-node 8 recipes/reward_finetune.py --config my.yaml loss.center=0.01
     tune run --nproc-per-node 8 reward_finetune --config my.yaml adapter.rank=32
 
-A head of one output takes the place of the vocabulary's: the score r of an answer is its weight times the hidden state
-where the conversation ends. The loss of a better and a worse answer to one prompt, of which a row may give a margin, is
--log sigmoid(r_better - r_worse - margin) + center (r_better + r_worse)^2 (Ouyang et al. 2022).
+A head with one output replaces the vocabulary head. The score r of an answer is the head's weight times the hidden
+state at the end of the conversation. The loss of a better and a worse answer to the same prompt, optionally with a
+margin in the row, is (Ouyang et al. 2022)
 
-1. The loss is the mean over the pairs of the global batch. Several worse answers to a prompt are as many pairs.
-2. The head of a language model starts from random weights; that of a reward model goes on from its own. It is trained
+    -log sigmoid(r_better - r_worse - margin) + center (r_better + r_worse)^2
+
+1. The loss is averaged over the pairs of the global batch. Each worse answer to a prompt makes one pair.
+2. The head of a language model starts from random weights; the head of a reward model keeps its weights. It is trained
    in full, also with an adapter.
-3. Answers are scored where they end, so rows that are too long are left out, not cut.
-4. transformers loads the model by AutoModelForSequenceClassification. It takes the last token that is not the pad token
-   for the end: where answers end with the pad token, another one becomes that.
+3. Answers are scored at their end, so rows that are too long are dropped, not cut.
+4. transformers loads the model with AutoModelForSequenceClassification, which takes the last token that is not the pad
+   token as the end. Where answers end with the pad token, the model gets another pad token.
 
-Every setting is in configs/reward_finetune.yaml. Copy this file (`tune cp reward_finetune my.py`), and change it.
+Every setting is in configs/reward_finetune.yaml. Copy this file (`tune cp reward_finetune my.py`) and change it.
 """
 
 import torch
@@ -32,14 +34,14 @@ def main(cfg):
     run = Run("reward_finetune", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
 
     with torch.device("meta"):
-        model = instantiate(cfg.model)  # its shape only: no memory yet
+        model = instantiate(cfg.model)  # shapes only: no memory yet
     weights = checkpointers.Pretrained(cfg.model.path, model, seed=cfg.seed)
     if cfg.quantization.weights:
         quantization.quantize_linears(model, cfg.quantization.weights, double=cfg.quantization.double)
     lora = instantiate(cfg.adapter) if cfg.adapter else None
     adapted = peft.add_adapters(model, lora) if lora else None  # the head is trained in full
     loss_fn = instantiate(cfg.loss)
-    execution = {  # how the model is held and computed
+    execution = {  # how the model is stored and computed
         "dtype": cfg.dtype, "master_dtype": cfg.master_dtype, "compile": cfg.compile,
         "activation_checkpointing": cfg.memory.activation_checkpointing,
         "activation_offload": cfg.memory.activation_offload, "cpu_offload": cfg.memory.cpu_offload,
@@ -71,7 +73,7 @@ def main(cfg):
     checkpointers.check_forward(model)
 
     def measure(batch):
-        """The loss and the metrics of a micro-batch: sums, and of how many they are."""
+        """Return the loss and other metrics of a micro-batch, each as (sum, count)."""
         first, others = batch.pairs
         scores = losses.score(model, batch)
         loss = loss_fn(scores[first], scores[others], batch.columns["margin"][first])
@@ -97,7 +99,7 @@ def main(cfg):
         steps = run.steps(data, start, checkpointer, seed=cfg.seed, profiler=cfg.profiler)
         if start == 0:
             evaluator(0)
-        for step, batch in steps:  # ends after Ctrl-C, when a checkpoint is saved
+        for step, batch in steps:  # after Ctrl-C, ends once a checkpoint is saved
             totals: dict[str, torch.Tensor] = {}
             for micro_batch, is_last in batch:
                 distributed.set_gradient_sync(model, is_last)
@@ -107,8 +109,8 @@ def main(cfg):
                 evaluation.add(totals, measured)
 
             grad_norm = distributed.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
-            metrics = world.fetch(  # the one wait for the device in a step
-                grad_norm=grad_norm,  # of all ranks already
+            metrics = world.fetch(  # the only wait for the device in a step
+                grad_norm=grad_norm,  # already over all ranks
                 **evaluation.routing(model, world),
                 **evaluation.means(totals, world),
             )

@@ -21,7 +21,7 @@ from tune.cli.chat import Dialogue, Speaker
 from tune.generation import Continuation, Sampler
 from tune.tokenizers import Tokenizer
 
-CUT = "(cut after 12 tokens: --max-new-tokens, or what the model has room for)"
+CUT = "(cut after 12 tokens, the limit of --max-new-tokens or the model)"
 
 
 class Terminal:
@@ -119,8 +119,8 @@ def test_a_conversation(checkpoint, terminal, tmp_path):
     assert words(chat.ask("a dog")) == words(second)
     assert words(chat.ask("/retry")) == words(second)  # the most likely tokens
     assert f"saved to {tmp_path}/saved.jsonl" in chat.ask(f"/save {tmp_path}/saved.jsonl")
-    assert f"it is in {tmp_path}/saved.jsonl already" in chat.ask(f"/save {tmp_path}/saved.jsonl")
-    assert "/retry: it takes no text, and 'now' is behind it" in chat.ask("/retry now")
+    assert f"already saved to {tmp_path}/saved.jsonl" in chat.ask(f"/save {tmp_path}/saved.jsonl")
+    assert "/retry takes no argument (got 'now')" in chat.ask("/retry now")
     assert "a new conversation; no system message" in chat.ask("/reset")
     assert words(chat.ask("a dog")) == words(answer(checkpoint, [user("a dog")], 12))
     assert "a new conversation; system: very red" in chat.ask("/system very red")
@@ -137,7 +137,7 @@ def test_a_conversation(checkpoint, terminal, tmp_path):
     }  # fmt: skip
     (tmp_path / "array.json").write_text("[{}]")
     (tmp_path / "cut.jsonl").write_text('{"messages": []}')
-    wrong[f"/save {tmp_path}/array.json"] = "it holds no JSON lines"
+    wrong[f"/save {tmp_path}/array.json"] = "not JSON lines"
     chat.ask(f"/save {tmp_path}/cut.jsonl")
     assert len([json.loads(line) for line in (tmp_path / "cut.jsonl").read_text().splitlines()]) == 2
     for command, message in wrong.items():
@@ -261,7 +261,7 @@ def test_a_lost_process_is_named(checkpoint, terminal):
     (other,) = Path(f"/proc/{chat.process}/task/{chat.process}/children").read_text().split()
     os.kill(int(other), signal.SIGKILL)
     chat.type("a dog\n")
-    chat.wait_for("error: process 1 has ended with exit code -9: often for want of memory")
+    chat.wait_for("error: process 1 exited with code -9: often out of memory")
     assert os.waitstatus_to_exitcode(os.waitpid(chat.process, 0)[1]) == 2
     chat.process = os.spawnv(os.P_NOWAIT, "/bin/true", ["true"])
 

@@ -126,7 +126,7 @@ def test_out_names_the_folder(tmp_path: Path, hub: str) -> None:
     ("arguments", "explanation"),
     [
         (["someone/tiny", "--revision", "missing"], "someone/tiny has no revision 'missing'"),
-        (["someone/gated"], "accept its terms on its page"),
+        (["someone/gated"], "someone/gated is gated"),
         (["someone/unknown"], "someone/unknown is not on the hub, or is private"),
         (["a/b/c"], "'a/b/c' is not the name of a model on the hub"),
     ],
@@ -157,7 +157,7 @@ def test_a_plan_gets_the_shape_of_a_model_alone(
 def test_no_network(tmp_path: Path) -> None:
     result = download(tmp_path, "http://127.0.0.1:9", "someone/tiny")
     assert result.returncode == 2
-    assert "error: the hub did not answer" in result.stderr
+    assert "error: the request to the Hub for " in result.stderr
     assert "Traceback" not in result.stderr
 
 

@@ -171,7 +171,7 @@ def test_tokens_and_chat_are_those_of_the_folder(
         assert llama_cpp.ask(messages=chat, max_tokens=1)["usage"]["prompt_tokens"] == len(prompt)
     printed = capsys.readouterr().out
     assert f"llama-cli -m {file}" in printed and "ollama create m -f" in printed
-    assert "note: Ollama does not run the chat template in the file" in printed
+    assert "note: Ollama does not run the Jinja chat template" in printed
     assert (tmp_path / "m.gguf.Modelfile").read_text() == ('FROM ./m.gguf\nPARAMETER stop "<|im_end|>"\n')
 
 
@@ -213,7 +213,7 @@ def test_what_is_beside_the_file_stays(checkpoint: Path, tmp_path: Path, capsys:
     (tmp_path / "m.gguf.Modelfile").write_text("mine")
     with pytest.raises(SystemExit) as stopped:
         export(checkpoint, tmp_path / "m.gguf", "--to", "gguf")
-    assert stopped.value.code == 2 and "m.gguf.Modelfile, which is for Ollama, exists" in capsys.readouterr().err
+    assert stopped.value.code == 2 and "m.gguf.Modelfile (for Ollama) already exists" in capsys.readouterr().err
     assert (tmp_path / "m.gguf.Modelfile").read_text() == "mine" and not (tmp_path / "m.gguf").exists()
 
 
@@ -381,9 +381,9 @@ def test_a_mean_of_checkpoints(kind: str, runs: dict[str, Path], tmp_path: Path)
 
 
 WRONG_MEANS = {
-    "an adapter": (["RUN", "ADAPTER", "NEW", "--method", "average"], "takes the folder of a run, OUT and --steps"),
-    "weights": (["RUN", "NEW", "--method", "average", "--weights", "1", "1"], "takes the folder of a run, OUT"),
-    "another method": (["RUN", "A", "B", "NEW", "--method", "ties", "--steps", "1"], "it goes with --method average"),
+    "an adapter": (["RUN", "ADAPTER", "NEW", "--method", "average"], "--method average only takes RUN, OUT"),
+    "weights": (["RUN", "NEW", "--method", "average", "--weights", "1", "1"], "--method average only takes RUN"),
+    "another method": (["RUN", "A", "B", "NEW", "--method", "ties", "--steps", "1"], "Add --method average"),
     "one step": (["RUN", "NEW", "--method", "average", "--steps", "1"], "found 1."),
     "no run": (["MODEL", "NEW", "--method", "average"], "is no run folder"),
     "no such step": (
@@ -391,7 +391,7 @@ WRONG_MEANS = {
         "no checkpoint of step 9; it has 1",
     ),
     "no method": (["RUN", "NEW"], "or RUN, OUT and --method average"),
-    "there already": (["RUN", "MODEL", "--method", "average"], "exists already"),
+    "there already": (["RUN", "MODEL", "--method", "average"], "already exists"),
 }
 
 
@@ -453,8 +453,8 @@ WRONG = {
     "no kind": (["MODEL"], "--to"),
     "unknown kind": (["MODEL", "--to", "onnx"], "invalid choice: 'onnx'"),
     "unknown type": (["MODEL", "--to", "gguf", "--type", "q4_k_m"], "invalid choice: 'q4_k_m'"),
-    "a type of a folder": (["MODEL", "--to", "hf", "--type", "q8_0"], "--type is for --to gguf"),
-    "there already": (["MODEL", "--to", "gguf", "--out", "MODEL"], "exists already"),
+    "a type of a folder": (["MODEL", "--to", "hf", "--type", "q8_0"], "--type is only for --to gguf"),
+    "there already": (["MODEL", "--to", "gguf", "--out", "MODEL"], "already exists"),
     "no such step": (["RUN", "--to", "gguf", "--step", "7"], "has no checkpoint of step 7; it has 1, 2, 3"),
     "a step of a model": (["MODEL", "--to", "gguf", "--step", "1"], "has no checkpoint of step 1; it has none"),
     "no adapter": (["MODEL", "--to", "gguf-lora"], "none found. Use --to gguf"),

@@ -181,12 +181,12 @@ WRONG = {
     "batch of a search": (["--device", "h100", "--world-size", "3", "--search"], "powers of 2: set it to 15 or 18"),
     "a layout beside a search": (
         ["--device", "h100", "--world-size", "3", "--search", "parallel.tp=3", "seed=1"],
-        "warning: parallel.tp=3: a search tries",
+        "warning: parallel.tp=3: ",
     ),
     "folder": (["--device", "h100", "model.path=none"], "model.path: none does not exist"),
     "no config": (["--device", "h100", "model.path=tests"], "has no config.json"),
     "experts of axes": (["--device", "h100", "--world-size", "2", "parallel.ep=3"], "parallel.ep: 3 does not divide"),
-    "a price below 0": (["--device", "h100", "--price", "-2"], "--price -2: it must be 0 or more"),
+    "a price below 0": (["--device", "h100", "--price", "-2"], "--price -2: set 0 or more"),
     "key": (["--device", "h100", "model.pat=x"], "model.pat"),
 }
 

@@ -30,7 +30,7 @@ def test_run_starts_from_what_was_prepared(arguments, chats, tmp_path, monkeypat
 def test_nothing_of_a_stream_is_prepared(arguments, tmp_path, capsys):
     main(["prepare", "full_finetune", *arguments, "dataset.streaming=true"])
     shown = capsys.readouterr().out
-    assert "is streamed: nothing of it is kept" in shown and "no warnings" in shown
+    assert "is streamed: nothing is cached" in shown and "no warnings" in shown
     assert not (tmp_path / "cache").exists()
 
 

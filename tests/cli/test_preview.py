@@ -57,7 +57,7 @@ def test_what_is_learned_in_part(preview, tmp_path):
     answer = {"role": "assistant", "content": "the cat", "weight": 0.25}
     (tmp_path / "weighed.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, answer]}) + "\n")
     shown = preview(data=f"dataset.path={tmp_path / 'weighed.jsonl'}")
-    count, weight = re.search(r"(\d+) learned, of the weight ([\d.]+)", shown).groups()
+    count, weight = re.search(r"(\d+) learned, total weight ([\d.]+)", shown).groups()
     assert float(weight) == round(int(count) / 4, 1) and re.search(rf"their weight +{weight}", shown)
 
 
@@ -74,7 +74,7 @@ def test_colours_in_a_terminal(preview, first, monkeypatch):
 
 def test_page_stands_alone(preview, first, tmp_path):
     file = tmp_path / "pages" / "page.html"
-    assert preview("--html", str(file)) == f"{file} is written; warnings: 0\n"
+    assert preview("--html", str(file)) == f"wrote {file}; warnings: 0\n"
     tags, text = [], []
     parser = HTMLParser()
     parser.handle_starttag = lambda tag, attributes: tags.append((tag, {name for name, _ in attributes}))
@@ -95,7 +95,7 @@ def test_source_is_one_of_those_there_are(preview, error, chats):
     assert "of 3\n" in small
     assert "training/big" not in small
     assert error(mix, "--source", "smal", data=sources).endswith(
-        "--source smal: there is no such part. Did you mean 'small'? There are training, big, small\n"
+        "--source smal: there is no such part. Did you mean 'small'? The parts are training, big, small\n"
     )
 
 
@@ -118,7 +118,7 @@ def test_wrong_arguments(error, tmp_path):
     assert "argument --rows: '0' is not a number of at least 1" in error("--rows", "0")
     assert "argument --rows: 'two' is not a number of at least 1" in error("--rows", "two")
     assert "--row: is not an option. Did you mean '--rows'? --help lists them" in error("--row", "1")
-    assert "--help lists them. Settings are given without dashes: lr=1" in error("--lr=1")
+    assert "--help lists them. Write settings without dashes: lr=1" in error("--lr=1")
     assert "x.html cannot be written: [Errno" in error("--html", f"{__file__}/x.html")
     assert f"tokenizer: no tokenizer in {tmp_path / 'none'}" in error(f"model.path={tmp_path / 'none'}")
 

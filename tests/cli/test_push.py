@@ -109,7 +109,7 @@ def test_the_adapter_of_a_run(hub: str, run: Path) -> None:
     assert Hub.uploaded == files and {"README.md", "adapter_model.safetensors", "tokenizer.json"} <= files.keys()
     assert Hub.made[0]["name"] == "mine" and "private" in (Hub.made[0].get("visibility"), *Hub.made[0])
     assert Hub.tokens == {f"Bearer {TOKEN}"}
-    assert f"it is at {hub}/someone/mine" in found.stdout and "put its hub id there" in found.stdout
+    assert f"uploaded to {hub}/someone/mine" in found.stdout and "Hub id" in found.stdout
     assert TOKEN not in found.stdout + found.stderr
 
 
@@ -123,7 +123,7 @@ WRONG = {
     "nothing there": (["absent", "someone/mine"], {}, "absent"),
     "no card": (["BARE", "someone/mine"], {}, "has no model card: write"),
     "no name": (["RUN", "a/b/c"], {"HF_TOKEN": ""}, "'a/b/c' is no name for a repository"),
-    "not logged in": (["RUN", "someone/mine"], {"HF_TOKEN": ""}, "you are not logged in to the hub"),
+    "not logged in": (["RUN", "someone/mine"], {"HF_TOKEN": ""}, "you are not logged in to the Hub"),
     "no such token": (["RUN", "someone/mine", "--token-file", "absent"], {}, "--token-file absent cannot be read"),
     "another's": (["RUN", "stranger/mine"], {}, "does not let this login write stranger/mine"),
     "no network": (["RUN", "someone/mine"], {"HF_ENDPOINT": "http://127.0.0.1:9"}, "Check the network"),

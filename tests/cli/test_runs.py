@@ -222,9 +222,9 @@ def test_report(make_run, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_run("one")
     make_run("two")
-    assert shown(capsys, "report", "one")[0][0] == "one/report.html"
-    assert shown(capsys, "report", "one", "two")[0][0] == "report.html"
-    assert shown(capsys, "report", "one", "one", "--out", "new/page.html")[0][0] == "new/page.html"
+    assert shown(capsys, "report", "one")[0][1] == "one/report.html"
+    assert shown(capsys, "report", "one", "two")[0][1] == "report.html"
+    assert shown(capsys, "report", "one", "one", "--out", "new/page.html")[0][1] == "new/page.html"
     assert "<title>one</title>" in (tmp_path / "new/page.html").read_text()
     assert "<title>one, two</title>" in (tmp_path / "report.html").read_text()
 

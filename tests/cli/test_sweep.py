@@ -192,8 +192,8 @@ def test_component_arguments_are_checked_before_anything_starts(
     ("over", "message"),
     [
         (["lr"], "'lr' is not KEY=A,B"),
-        (["lr=1"], "lr=1 has one value. Give several, with commas: lr=A,B"),
-        (["lr=1,2", "lr=3,4"], "lr is given twice"),
+        (["lr=1"], "lr=1 has one value. List several with commas: lr=A,B"),
+        (["lr=1,2", "lr=3,4"], "lr occurs twice"),
         (["lr=1,2,1"], "lr has the value 1 twice"),
     ],
 )

@@ -101,14 +101,14 @@ def test_cp_overwrites_only_by_force(tmp_path: Path, capsys: pytest.CaptureFixtu
     mine = tmp_path / "mine.py"
     mine.write_text("my work")
     assert fails(["cp", "full_finetune", str(mine)], capsys) == (
-        f"error: {mine} exists already. Name another file, or overwrite it with --force.\n"
+        f"error: {mine} already exists. Name another file, or overwrite it with --force.\n"
     )
     assert mine.read_text() == "my work"
     main(["cp", "full_finetune", str(mine), "--force"])
     assert len(mine.read_text().splitlines()) == len(recipe_lines())
     mine.unlink()
     mine.with_suffix(".yaml").write_text("my settings")
-    assert "mine.yaml exists already" in fails(["cp", "full_finetune", str(mine)], capsys)
+    assert "mine.yaml already exists" in fails(["cp", "full_finetune", str(mine)], capsys)
     assert not mine.exists() and mine.with_suffix(".yaml").read_text() == "my settings"
 
 
@@ -122,7 +122,7 @@ def test_a_new_setting_of_a_copy_works_at_once(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     main(["cp", "full_finetune", "mine.py"])
-    assert "mine.py reads its settings from mine.yaml: a key that you add there is a setting" in capsys.readouterr().out
+    assert "mine.py reads its settings from mine.yaml" in capsys.readouterr().out
     with Path("mine.yaml").open("a") as settings:
         settings.write("greeting: hello\n")
     text = Path("mine.py").read_text()
@@ -158,12 +158,12 @@ def test_a_new_setting_of_a_copy_works_at_once(
             ["cat", "nope"],
             "reward_finetune. The configs are distill.yaml, evaluate.yaml, ",
         ),
-        (["cp", "full_finetune", "mine.yaml"], "full_finetune.py is copied to a .py file"),
+        (["cp", "full_finetune", "mine.yaml"], "full_finetune.py can be copied to a .py file"),
         (["run", "full_fintune"], "Did you mean 'full_finetune'?"),
         (["run", "missing.py"], "missing.py"),
-        (["run", "--nproc-per-node", "2", "full_fintune"], "name one of distill, evaluate, full_finetune, "),
+        (["run", "--nproc-per-node", "2", "full_fintune"], "Name one of distill, evaluate, full_finetune, "),
         (["run", "--nproc-per-node", "2", "full_finetune", "lr=1"], "Did you mean 'optimizer.lr'?"),
-        (["convert", "missing.gguf", "out"], "missing.gguf: there is no such file"),
+        (["convert", "missing.gguf", "out"], "missing.gguf: no such file"),
     ],
 )
 def test_mistakes_end_in_one_message(

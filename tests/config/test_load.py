@@ -50,7 +50,7 @@ def test_overrides_win_over_files_and_later_files_over_earlier_ones(folder: Path
         ("foo", "'foo': is not key=value."),
         ("=1", "'=1': is not key=value."),
         ("--lr=1", "--lr: is not an option. A recipe has --config, --debug, --help."),
-        ("--lr=1", "Settings are given without dashes: lr=1"),
+        ("--lr=1", "Write settings without dashes: lr=1"),
         ("--config", "argument --config: expected one argument. The options are --config FILE_OR_NAME, --debug and"),
         ("name=[1", "name: '[1' is not YAML"),
         ("name=${", "name: '${' has a ${ that does not name another setting"),

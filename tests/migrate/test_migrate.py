@@ -556,7 +556,7 @@ def test_options_of_a_command_line(tmp_path):
         (["missing.yaml"], "No such file"),
         (["."], "Is a directory"),
         (["theirs.yaml", "--world-size", "0"], "--world-size: '0' is not a number of at least 1"),
-        (["theirs.yaml", "--out", "theirs.yaml"], "exists already"),
+        (["theirs.yaml", "--out", "theirs.yaml"], "already exists"),
         (["theirs.yaml", "--from", "axolotll"], "invalid choice"),
         (["theirs.yaml", "--method", "dpoo"], "--method: unknown method dpoo. Did you mean 'dpo'?"),
     ],

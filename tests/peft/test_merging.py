@@ -87,9 +87,9 @@ def test_as_in_peft(
 
 
 WRONG = {
-    "no method": (["a", "b"], "several adapters need a --method"),
-    "a method of one": (["a", "--method", "ties"], "one adapter is merged as it is"),
-    "weights of one": (["a", "--weights", "1"], "one adapter is merged as it is"),
+    "no method": (["a", "b"], "several adapters need --method"),
+    "a method of one": (["a", "--method", "ties"], "one adapter takes no --method"),
+    "weights of one": (["a", "--weights", "1"], "one adapter takes no --method"),
     "unknown method": (["a", "b", "--method", "slerp"], "invalid choice: 'slerp'"),
     "too few weights": (["a", "b", "--method", "linear", "--weights", "1"], "1 weights for 2 adapters"),
     "a weight that is none": (["a", "b", "--method", "linear", "--weights", "x", "1"], "invalid float value: 'x'"),
@@ -98,7 +98,7 @@ WRONG = {
         "the weights nan, 1.0 are not all",
     ),
     "density of linear": (["a", "b", "--method", "linear", "--density", "0.3"], "--density is for ties and dare"),
-    "seed of ties": (["a", "b", "--method", "ties", "--seed", "3"], "--seed for dare; the method is ties"),
+    "seed of ties": (["a", "b", "--method", "ties", "--seed", "3"], "--seed for dare (got --method ties)"),
     "density": (["a", "b", "--method", "ties", "--density", "1.5"], "a density of 1.5 is no share"),
     "another rank": (["a", "wide", "--method", "linear"], "is for another model"),
     "other layers": (["a", "few", "--method", "linear"], "is for another model"),

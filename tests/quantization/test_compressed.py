@@ -187,7 +187,7 @@ WRONG = {
     "inputs in NF4": (["MODEL", "--to", "nf4", "--dynamic"], "nf4 weights go with inputs as they are"),
     "odd rows of MXFP4": (["ODD", "--to", "mxfp4"], "rows of 100 weights"),
     "nothing there": (["absent", "--to", "int8"], "absent"),
-    "there already": (["MODEL", "--to", "int8", "--out", "MODEL"], "exists already"),
+    "there already": (["MODEL", "--to", "int8", "--out", "MODEL"], "already exists"),
     "odd rows": (["ODD", "--to", "int4"], "are no groups of 128 or 64 or 32: take int8"),
     "experts": (["EXPERTS", "--to", "fp8"], "only dense models are quantised"),
     "an unsupported quantization": (["AGAIN", "--to", "int8"], "quantized by bitsandbytes"),

@@ -137,9 +137,9 @@ ROWS = ["quantization.float8=rowwise"]
 WRONG = {
     "unknown kind": ("full_finetune", ["quantization.qat=int3"], "quantization.qat: 'int3' is not one of"),
     "nf4": ("lora_finetune", ["quantization.qat=int4", "quantization.weights=nf4"], "quantization.weights=null"),
-    "dropout": ("lora_finetune", ["quantization.qat=int4", "adapter.dropout=0.1"], "adapter.dropout: with quant"),
-    "tensor parallel": ("full_finetune", ["quantization.qat=int8", "parallel.tp=2"], "cuts the rows that share"),
-    "transformers": ("full_finetune", ["quantization.qat=int8", "model._component_=tune.models.hf"], "to quantise"),
+    "dropout": ("lora_finetune", ["quantization.qat=int4", "adapter.dropout=0.1"], "adapter.dropout: quantization.qat"),
+    "tensor parallel": ("full_finetune", ["quantization.qat=int8", "parallel.tp=2"], "parallel.tp: with quant"),
+    "transformers": ("full_finetune", ["quantization.qat=int8", "model._component_=tune.models.hf"], "model: quant"),
     "cast twice": (
         "lora_finetune", ["quantization.qat=int8", "adapter.modules_to_save=[norm]", "dtype=bf16"], "Set dtype and",
     ),
@@ -147,9 +147,9 @@ WRONG = {
     "odd rows": ("full_finetune", ["quantization.qat=int4", "model.path=ODD"], "are no groups of"),
     "experts": ("full_finetune", ["quantization.qat=int4", "model.path=EXPERTS"], "only dense models are quantised"),
     "float8": ("full_finetune", ["quantization.float8=mx"], "quantization.float8: 'mx' is not one of"),
-    "float8, rounded": ("full_finetune", [*ROWS, "quantization.qat=int8"], "quantization.qat: it does not go"),
-    "float8, nf4": ("lora_finetune", [*ROWS, "quantization.weights=nf4"], "quantization.weights: it does not go"),
-    "float8, tensor parallel": ("full_finetune", [*ROWS, "parallel.tp=2"], "parallel.tp: it does not go"),
+    "float8, rounded": ("full_finetune", [*ROWS, "quantization.qat=int8"], "quantization.qat: it cannot be"),
+    "float8, nf4": ("lora_finetune", [*ROWS, "quantization.weights=nf4"], "quantization.weights: it cannot be"),
+    "float8, tensor parallel": ("full_finetune", [*ROWS, "parallel.tp=2"], "parallel.tp: it cannot be"),
     "float8, odd rows": ("full_finetune", [*ROWS, "model.path=ODD"], "must be multiples of 16"),
     "float8, experts": ("full_finetune", [*ROWS, "model.path=EXPERTS"], "the model has experts"),
 }  # fmt: skip

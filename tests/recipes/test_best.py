@@ -240,13 +240,13 @@ def test_on_two_processes(checkpoint, chats, tmp_path):
 
 WRONG = {
     "patience alone": (["checkpointer.patience=2"], "checkpointer.patience: it counts values of a metric"),
-    "a metric of a step": (["checkpointer.keep_best=loss"], "checkpointer.keep_best: loss is that of a few rows"),
+    "a metric of a step": (["checkpointer.keep_best=loss"], "checkpointer.keep_best: loss is "),
     "nothing to validate on": (
         ["checkpointer.keep_best=validation_loss"],
-        "checkpointer.keep_best: there is nothing to",
+        "checkpointer.keep_best: the run has no validation data",
     ),
     "no patience": (["checkpointer.patience=0", "checkpointer.keep_best=a/b"], "checkpointer.patience: 0 is not"),
-    "no prompts": (["evaluate.every=2"], "evaluate.every: there is nothing to evaluate on"),
+    "no prompts": (["evaluate.every=2"], "evaluate.every: the run has nothing to evaluate"),
     "no file": (["evaluate.prompts=none.txt"], "evaluate.prompts none.txt: there is no such file"),
     "no tokens": (["evaluate.max_new_tokens=0"], "evaluate.max_new_tokens: 0 is not a positive integer"),
 }

@@ -377,7 +377,7 @@ WRONG = {
         "score: fails fails on",
         "no such row",
     ),
-    "a score of rows": (["--data", "prompts.jsonl", "--score", "my_scores:alone"], "score: alone cannot be called so"),
+    "a score of rows": (["--data", "prompts.jsonl", "--score", "my_scores:alone"], "score: invalid arguments for alone"),
     "no such score": (["--data", "prompts.jsonl", "--score", "my_scores:lenght"], "Did you mean 'length'?"),
     "another type": (["--tasks", "choice", "--dtype", "fp8"], "dtype: 'fp8' is not one of bf16, fp16, fp32"),
 }
@@ -484,7 +484,7 @@ def test_a_model_that_gives_no_numbers(value, way, names, checkpoint, chats, fol
 def test_nothing_to_evaluate_on_in_a_training(checkpoint, chats, tmp_path, run_recipe, capsys):
     common = [f"model.path={checkpoint}", f"dataset.path={chats}", f"output_dir={tmp_path / 'run'}"]
     assert run_recipe([*common, "evaluate.every=5"]) == 2
-    assert "evaluate.every: there is nothing to evaluate on. Give evaluate.prompts" in capsys.readouterr().err
+    assert "evaluate.every: the run has nothing to evaluate. Set evaluate.prompts" in capsys.readouterr().err
     assert run_recipe([*common, "evaluate.limit=-2", "evaluate.tasks=choice"]) == 2
     shown = capsys.readouterr().err
     assert "evaluate.limit: -2 is not" in shown and "evaluate.tasks: 'choice' is not a list" in shown

@@ -59,7 +59,7 @@ def test_disk_full_while_saving(saving, short, run_recipe, contents):
     settings.append(f"checkpointer.async={saving == 'async'}")
     message = explained(limited([*settings, "checkpointer.on_error=stop"], file=100_000))
     assert "the checkpoint of step 2 could not be written" in message
-    assert "No space left on device" in message and "Free space" in message
+    assert "No space left on device" in message and "Free" in message
     assert f"the same command with output_dir={run} continues after step 1" in message
     assert contents(run / "checkpoints") == before
     done = limited(settings, file=100_000)

@@ -313,7 +313,7 @@ def test_the_policy_of_a_checkpoint_is_exported(adapter, run, tmp_path):
 def test_a_value_model_with_a_head_over_the_vocabulary_is_refused(run_recipe, common, tmp_path, capsys):
     settings = [*common, f"output_dir={tmp_path / 'run'}", "value.head=tokens"]
     assert run_recipe(settings, ppo_finetune) == 2
-    assert "set value.head=score" in capsys.readouterr().err
+    assert "Set value.head=score" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -345,13 +345,13 @@ def test_rows_that_are_too_long_are_left_out_and_counted(run, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (["model.head=tokens"], "model.head: 'tokens' is the head of what other recipes train"),
+        (["model.head=tokens"], "model.head: 'tokens' "),
         (["model.head=value"], "model.head: 'value' is not one of tokens, score."),
         (["loss._component_=tune.losses.DPO"], "tune.losses.DPO compares log-probs of answers, unlike this recipe's"),
-        (["dataset.kind=preferences"], "tune.losses.BradleyTerry learns from rows of dataset.kind=graded, and that is"),
+        (["dataset.kind=preferences"], "tune.losses.BradleyTerry needs dataset.kind=graded (got preferences)"),
         (
             ["loss._component_=tune.losses.LinearCrossEntropy"],
-            "learns from rows of dataset.kind=supervised",
+            "needs dataset.kind=supervised",
         ),
         (["loss.center=-1"], "loss.center: -1 is not a non-negative number."),
         (["dataset.train_on=all"], "graded rows: answers are learned"),

@@ -98,7 +98,7 @@ def replicas_that_do_not_divide_the_processes(inputs):
     return ["parallel.dp_replicate=2"]
 
 
-@wrong("memory.activation_offload", "set it to false")
+@wrong("memory.activation_offload", "Set it to false")
 def offload_from_host_to_host(inputs):
     return ["memory.activation_offload=true"]
 
@@ -126,7 +126,7 @@ def warmup_of_one_and_a_half(inputs):
     return ["schedule.warmup=1.5"]
 
 
-@wrong("validate_every: there is nothing to validate on", "dataset.validation_fraction")
+@wrong("validate_every: the run has no validation data", "dataset.validation_fraction")
 def validation_without_rows(inputs):
     return ["validate_every=1"]
 

@@ -393,7 +393,7 @@ def test_a_rule_changes_the_setting_unless_it_is_strict(facts):
 def test_the_page_lists_the_rules():
     rows = []
     for rule in RULES:
-        key = f"`{rule.key}`" if isinstance(rule.key, str) else "that of the data"
+        key = f"`{rule.key}`" if isinstance(rule.key, str) else "`validation_fraction`"
         thread = f"[{rule.source}]({rule.link})" if rule.source else ""
         rows.append(f"| `{rule.id}` | {rule.level} | {key} | {rule.why} | {rule.since} | {thread} |")
     assert [line for line in PAGE.splitlines() if line.startswith("| `")] == rows

@@ -359,7 +359,7 @@ def test_commands_say_where_the_folder_is(command: list[str], capsys: pytest.Cap
     with pytest.raises(SystemExit):
         main([*command, "s3://key:secret@bucket/run"])
     told = capsys.readouterr().err
-    assert f"s3://bucket/run: tune {command[0]} reads folders" in told
+    assert f"s3://bucket/run: tune {command[0]} reads local folders" in told
     assert "is runs/bucket/run. Give that" in told
 
 

@@ -1,5 +1,5 @@
-"""The `tune` command: one module per verb, imported only when it is asked for; its docstring is what --help says, and
-its beginning what the list of verbs says."""
+"""The `tune` command: one module per verb, imported on demand. --help shows its docstring, and the list of verbs shows
+its first sentence."""
 
 import argparse
 import errno
@@ -22,16 +22,16 @@ VERBS = [
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run one verb. A TuneError ends in its message on stderr and exit code 2."""
+    """Run one verb. A TuneError prints its message to stderr and exits with code 2."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a letter that a terminal does not know is written as its number
+    if isinstance(sys.stdout, io.TextIOWrapper):  # escape characters that a terminal cannot show
         sys.stdout.reconfigure(errors="backslashreplace")
     summaries = "\n".join(f"  {verb:<13} {_summary(verb)}" for verb in VERBS)
     parser = argparse.ArgumentParser(
         prog="tune",
         description="Fine-tune language models with recipes to run, copy and change.",
         usage="tune VERB ...",
-        epilog=f"verbs:\n{summaries}\n\n`tune VERB --help` says more.",
+        epilog=f"verbs:\n{summaries}\n\nRun `tune VERB --help` for details.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=__version__)
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
     module = importlib.import_module(f"tune.cli.{verb.replace('-', '_')}")
     try:
         parser = argparse.ArgumentParser(f"tune {verb}", description=module.__doc__, allow_abbrev=False)
-        if "\n\n" in (module.__doc__ or ""):  # it has command lines
+        if "\n\n" in (module.__doc__ or ""):  # keep the line breaks of examples
             parser.formatter_class = argparse.RawDescriptionHelpFormatter
         _require_folders(verb, arguments[1:])
         with quiet_torchao():
@@ -49,27 +49,27 @@ def main(arguments: list[str] | None = None) -> None:
     except TuneError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    except AttributeError as error:  # of OmegaConf, whose import takes time: a copied recipe has other settings
+    except AttributeError as error:  # from OmegaConf, which is slow to import: a copied recipe lacks a setting
         if type(error).__name__ != "ConfigAttributeError":
             raise
         key = getattr(error, "full_key", "")
-        print(f"error: {key}: tune {verb} reads this setting, and the recipe has none of that name", file=sys.stderr)
+        print(f"error: {key}: tune {verb} needs this setting, and the recipe does not have it", file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:  # `tune cat NAME | head`
         sys.stderr.close()
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
-        print(f"error: {error.filename}: {error.strerror}. Give another name", file=sys.stderr)
+        print(f"error: {error.filename}: {error.strerror}. Use another name", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
-        gc.unfreeze()  # what `plan` froze: a process may run several verbs
+        gc.unfreeze()  # undoes the freeze of `plan`: a process may run several verbs
 
 
 def _summary(verb: str) -> str:
-    """The first sentence of its docstring, as far as a colon. The module is not imported."""
+    """Return the first sentence of a verb's docstring, up to a colon, without importing the module."""
     text = Path(__file__).with_name(f"{verb.replace('-', '_')}.py").read_text(encoding="utf-8")
     first = re.split(r"[.:]\s|\.?\"", text[3:], maxsplit=1)[0]
     return first[0].lower() + " ".join(first.split())[1:]
@@ -80,5 +80,5 @@ def _require_folders(verb: str, arguments: list[str]) -> None:
         for url in (each for each in arguments if "://" in each):
             from tune.config import local_folder
 
-            where = f"what a run with this output_dir writes on its machine is {local_folder(url)}"
-            raise TuneError(f"{url}: tune {verb} reads folders; {where}. Give that, or fetch the run first")
+            where = f"a run with this output_dir writes to {local_folder(url)} on its machine"
+            raise TuneError(f"{url}: tune {verb} reads local folders; {where}. Use that folder, or fetch the run first")

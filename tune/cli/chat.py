@@ -1,5 +1,5 @@
-"""Talk to a model in the terminal: MODEL is a model folder, an adapter folder or a run. Ctrl-C stops an answer, Ctrl-D
-ends.
+"""Chat with a model in the terminal. MODEL is a model folder, an adapter folder or a run. Ctrl-C stops an answer;
+Ctrl-D ends the chat.
 
 tune chat runs/mine --compare ./SmolLM2-135M
 """
@@ -32,23 +32,23 @@ from tune.lookup import did_you_mean, local_path
 from tune.peft import open_model
 from tune.tokenizers import Message, Tokenizer
 
-PATIENCE = 7 * 24 * 60.0  # minutes for which processes wait while a person thinks
-NARROW = 60  # columns of a terminal: below, two models answer one after the other
+PATIENCE = 7 * 24 * 60.0  # minutes that processes wait while the user thinks
+NARROW = 60  # columns; in narrower terminals two models answer in turn
 
 COMMANDS = {
-    "/system": "TEXT: set the system message, and begin anew",
-    "/reset": "begin anew",
+    "/system": "TEXT: set the system message and start over",
+    "/reset": "start over",
     "/retry": "another answer to your last message",
-    "/save": "FILE: add the conversation to it, as a row to train on",
-    "/help": "this",
-    "/exit": "end, as Ctrl-D",
+    "/save": "FILE: append the conversation as a row to train on",
+    "/help": "list the commands",
+    "/exit": "end the chat, like Ctrl-D",
 }
 
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.epilog = "In the chat:\n" + "\n".join(f"  {name:<8} {what}" for name, what in COMMANDS.items())
     add_arguments(parser)
-    parser.add_argument("--compare", metavar="BASE", help="have this model answer too")
+    parser.add_argument("--compare", metavar="BASE", help="a second model that also answers")
     options = parser.parse_args(arguments)
     with others(options.tp, arguments) if options.tp > 1 and "RANK" not in os.environ else nullcontext():
         talk(options)
@@ -56,7 +56,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
 
 @contextmanager
 def others(count: int, arguments: list[str]) -> Iterator[None]:
-    """`count` processes: this one has the terminal, and the others do as it does. torchrun would end all at Ctrl-C."""
+    """Run `count` processes: this one has the terminal, the others follow. torchrun would end all at Ctrl-C."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(count)}
@@ -71,13 +71,13 @@ def others(count: int, arguments: list[str]) -> Iterator[None]:
             started.append((process, errors))
         os.environ.update(place | {"RANK": "0", "LOCAL_RANK": "0"})
         yield
-    except RuntimeError as error:  # also of the connection to a process that has ended
+    except RuntimeError as error:  # also if the connection to an ended process is lost
         for rank, (process, errors) in enumerate(started, 1):
             with suppress(subprocess.TimeoutExpired):
                 if process.wait(timeout=1):
                     errors.seek(0)
-                    told = "\n".join(errors.read().splitlines()[-5:]) or "often for want of memory"
-                    raise TuneError(f"process {rank} has ended with exit code {process.returncode}: {told}") from error
+                    told = "\n".join(errors.read().splitlines()[-5:]) or "often out of memory"
+                    raise TuneError(f"process {rank} exited with code {process.returncode}: {told}") from error
         raise
     finally:
         for process, errors in started:
@@ -92,7 +92,7 @@ def talk(options: Namespace) -> None:
     tell = partial(console.print, style="dim")
     world = distributed.init(options.device, tp=options.tp, timeout=PATIENCE)
     if world.data_size > 1:
-        raise TuneError("a chat starts processes that share a model itself: --tp N, without torchrun")
+        raise TuneError("tune chat starts its own processes. Use --tp N without torchrun")
     model, tokenizer, settings = opened(options, world, tell)
     models = [(options.model, model, tokenizer)]
     if options.compare:
@@ -109,7 +109,7 @@ def talk(options: Namespace) -> None:
 
 @dataclass
 class Speaker:
-    """A model with its side of the conversation."""
+    """A model and its side of the conversation."""
 
     name: str
     continuation: Continuation
@@ -119,7 +119,7 @@ class Speaker:
 
 
 class Reply:
-    """What a speaker answers to its messages, piece by piece: pieces end where characters do."""
+    """A speaker's answer to its messages, in pieces that end at character boundaries."""
 
     def __init__(self, speaker: Speaker, most: int, step: int, check: Callable[[], None]):
         self.check = check
@@ -129,7 +129,7 @@ class Reply:
         longest = continuation.model.max_generated or sys.maxsize
         if len(prompt) >= longest:
             raise TuneError(
-                f"the conversation has {len(prompt)} tokens, and the model reads {longest}: /reset begins anew"
+                f"the conversation has {len(prompt)} tokens, and the model reads at most {longest}. /reset starts over"
             )
         self.count = min(most, longest - len(prompt))
         self.stream = tokenizer.stream(skip_special_tokens=True)
@@ -147,10 +147,10 @@ class Reply:
         yield self.rest()
         self.is_complete = True
         if len(self.said) == self.count and self.said[-1] not in tokenizer.stop_ids:
-            self.note = f"(cut after {self.count:,} tokens: --max-new-tokens, or what the model has room for)"
+            self.note = f"(cut after {self.count:,} tokens, the limit of --max-new-tokens or the model)"
 
     def rest(self) -> str:
-        """What is held back of a character that has begun."""
+        """Return the held-back bytes of an unfinished character."""
         piece = self.stream.finish()
         self.text += piece
         return piece
@@ -161,9 +161,9 @@ class Reply:
 
 
 def columns(replies: list[Reply], console: Console, height: int | None = None) -> Table:
-    """The answers beside each other, of each its last lines, `height` at most."""
+    """Return the answers side by side, each with its last lines, `height` at most."""
     table = Table(box=box.MINIMAL, show_edge=False)
-    width = (console.width - 2) // len(replies) - 3  # of text, with a blank on each side, a line, and room for ^C
+    width = (console.width - 2) // len(replies) - 3  # of the text, besides padding, a border and ^C
     cells = []
     for reply in replies:
         name = reply.speaker.name
@@ -179,7 +179,7 @@ def columns(replies: list[Reply], console: Console, height: int | None = None) -
 
 
 class Dialogue:
-    """Reads messages and commands until the end of the input: on the first process, for all."""
+    """Read messages and commands until the input ends, on the first process for all processes."""
 
     def __init__(
         self, world: distributed.World, console: Console, tell: Any, speakers: list[Speaker],
@@ -188,7 +188,7 @@ class Dialogue:
         self.world, self.is_reading, self.is_stopped = world, False, False
         self.console, self.tell, self.speakers, self.max_new_tokens = console, tell, speakers, longest
         self.system, self.answers = system, 0
-        self.saved: tuple[str, list[Any]] = "", []  # where, and what
+        self.saved: tuple[str, list[Any]] = "", []  # file and rows
         self.begin()
 
     def begin(self) -> None:
@@ -199,7 +199,7 @@ class Dialogue:
         if self.world.size > 1:
             signal.signal(signal.SIGINT, self.on_signal)
         if sys.stdin.isatty():
-            import readline  # noqa: F401  # lines can be edited
+            import readline  # noqa: F401  # enables line editing
 
             self.tell("/help lists the commands; Ctrl-C stops an answer, Ctrl-D ends")
         while True:
@@ -217,7 +217,7 @@ class Dialogue:
                 self.tell(f"error: {error}")
 
     def read(self) -> str | None:
-        """A line, or None at the end."""
+        """Return a line, or None at the end of the input."""
         line = None
         if self.world.is_main:
             self.is_reading = True
@@ -227,7 +227,7 @@ class Dialogue:
         return self.world.broadcast(line)
 
     def on_signal(self, *_: Any) -> None:
-        """Of several processes none may leave the exchange that the others are in: they stop together, by `check`."""
+        """Note the signal: processes must leave an exchange together, in `check`."""
         if self.is_reading:
             raise KeyboardInterrupt
         self.is_stopped = True
@@ -238,7 +238,7 @@ class Dialogue:
 
     def command(self, name: str, text: str = "") -> None:
         if text and name in ("/reset", "/retry", "/help"):
-            raise TuneError(f"{name}: it takes no text, and {text!r} is behind it")
+            raise TuneError(f"{name} takes no argument (got {text!r})")
         if name == "/system" and text:
             self.system = text
         if name in ("/system", "/reset"):
@@ -255,16 +255,16 @@ class Dialogue:
         elif name == "/help":
             self.tell("\n".join(f"{each:<8} {what}" for each, what in COMMANDS.items()))
         else:
-            raise TuneError(f"{name} is no command.{did_you_mean(name, COMMANDS)} /help lists them")
+            raise TuneError(f"{name} is not a command.{did_you_mean(name, COMMANDS)} /help lists the commands")
 
     def take_back(self) -> None:
-        """The last message of the user, and what follows it."""
+        """Remove the user's last message and everything after it."""
         for speaker in self.speakers:
             while speaker.messages.pop()["role"] != "user":
                 pass
 
     def ask(self, text: str) -> None:
-        """All answer; each goes on from its own answers."""
+        """Let all speakers answer; each continues from its own answers."""
         self.answers += 1
         self.is_stopped = False
         for speaker in self.speakers:
@@ -284,7 +284,7 @@ class Dialogue:
             reply.speaker.messages.append({"role": "assistant", "content": reply.content})
 
     def show_in_turn(self, replies: list["Reply"]) -> None:
-        """Print answers as they come, or what there is of one at Ctrl-C."""
+        """Print answers as they arrive; Ctrl-C cuts an answer off."""
         for reply in replies:
             if len(replies) > 1:
                 self.console.print(f"[{reply.speaker.name}]", style="bold")
@@ -299,7 +299,7 @@ class Dialogue:
                 self.tell(reply.note)
 
     def show_side_by_side(self, replies: list["Reply"]) -> None:
-        """A token of each in turn, in columns: while they come their ends, as many lines as the terminal has."""
+        """Show the answers in columns, token by token, with as many of the last lines as the terminal shows."""
         with (
             Live(
                 get_renderable=lambda: columns(replies, self.console, self.console.height - 4),
@@ -323,14 +323,14 @@ class Dialogue:
             return
         rows = [{"model": speaker.name, "messages": [*speaker.messages]} for speaker in self.speakers]
         if self.saved == (name, rows):
-            self.tell(f"it is in {name} already")
+            self.tell(f"already saved to {name}")
             return
         try:
             with local_path(name).open("a+", encoding="utf-8") as file:
                 file.seek(0)
                 before = file.read()
                 if before and not before.startswith("{"):
-                    raise TuneError(f"/save {name}: it holds no JSON lines; name another file")
+                    raise TuneError(f"/save {name}: the file is not JSON lines. Name another file")
                 if before and not before.endswith("\n"):
                     file.write("\n")
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

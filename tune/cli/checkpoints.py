@@ -1,4 +1,4 @@
-"""List the checkpoints of a run: size, metrics, which is the best, and with --verify whether one is damaged."""
+"""List the checkpoints of a run: size, metrics and the best one; with --verify, also damaged ones."""
 
 import re
 from argparse import ArgumentParser
@@ -12,7 +12,7 @@ from tune.records import number, read
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("run", metavar="RUN", type=local_path, help="a run folder")
-    parser.add_argument("--verify", action="store_true", help="read all files, to name what is not as it was written")
+    parser.add_argument("--verify", action="store_true", help="read all files and report damaged checkpoints")
     options = parser.parse_args(arguments)
     path = options.run
     from tune.checkpointers import found_damage
@@ -32,5 +32,5 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
                 state = "damaged"
             rows.append([folder.name, gib(folder), state, *values])
     if len(rows) == 1:
-        raise TuneError(f"{path} has no checkpoints yet: checkpointer.every says how often one is written")
+        raise TuneError(f"{path} has no checkpoints yet: checkpointer.every sets how often one is written")
     print_table(rows)

@@ -1,5 +1,5 @@
-"""Turn a GGUF file or a Llama in Meta's format into a folder in Hugging Face layout: SOURCE is that file, or a folder
-with consolidated.00.pth and params.json."""
+"""Convert a GGUF file or a Llama in Meta's format to a folder in Hugging Face layout. SOURCE is a .gguf file, or a
+folder with consolidated.00.pth and params.json."""
 
 from argparse import ArgumentParser
 from pathlib import Path
@@ -11,7 +11,7 @@ from tune.lookup import local_path
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("source", metavar="SOURCE", type=local_path, help="a .gguf file, or a folder with params.json")
-    parser.add_argument("out", metavar="OUT", type=local_path, help="the folder to write: absent or empty")
+    parser.add_argument("out", metavar="OUT", type=local_path, help="the folder to write; it must be absent or empty")
     options = parser.parse_args(arguments)
     with new_folder(options.out):
         print(f"converting {options.source}", flush=True)
@@ -20,13 +20,13 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
 
 
 def convert(source: Path, out: Path) -> list[str]:
-    """Write the model at `source` to `out`, which appears when it is complete; returns notes on what to check.
+    """Write the model at `source` to `out`, which appears once it is complete. Returns notes on what to check.
 
     Raises:
         TuneError: `source` has an unknown format or architecture, or is damaged.
     """
     if not source.exists():
-        raise TuneError(f"{source}: there is no such file or folder.")
+        raise TuneError(f"{source}: no such file or folder.")
     if source.is_file():
         from tune.convert import import_gguf
 
@@ -35,7 +35,7 @@ def convert(source: Path, out: Path) -> list[str]:
         found = ", ".join(sorted(child.name for child in source.iterdir())[:8]) or "nothing"
         raise TuneError(
             f"{source} is not in Meta's format: it has neither consolidated.00.pth nor params.json; found {found}. For "
-            "a GGUF model name the file itself. A folder in Hugging Face layout needs no conversion."
+            "a GGUF model, name the file itself. A folder in Hugging Face layout needs no conversion."
         )
     from tune.convert import import_meta
 

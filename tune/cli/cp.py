@@ -1,4 +1,4 @@
-"""Copy a recipe with its settings, or a config alone, to change it."""
+"""Copy a recipe and its settings, or only a config, to change it."""
 
 from argparse import ArgumentParser
 from pathlib import Path
@@ -21,19 +21,19 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     if target.is_dir():
         target = target / source.name
     elif target.suffix != source.suffix:
-        raise TuneError(f"{target}: {source.name} is copied to a {source.suffix} file or into a folder that exists.")
+        raise TuneError(f"{target}: {source.name} can be copied to a {source.suffix} file or into an existing folder.")
     copies, names = {target: source}, {}
     if source.suffix == ".py":
         settings = target.with_suffix(".yaml")
         copies[settings] = config.find_config(source.stem)
-        names = {  # how a recipe names itself
+        names = {  # names of the recipe in its own text
             f'"{source.stem}"': f'"{target.stem}"',
             f"recipes/{source.name}": str(target),
             f"configs/{source.stem}.yaml": str(settings),
             f" {source.stem} --config": f" {target} --config",
         }
     if not options.force and (there := [copy for copy in copies if copy.exists()]):
-        raise TuneError(f"{there[0]} exists already. Name another file, or overwrite it with --force.")
+        raise TuneError(f"{there[0]} already exists. Name another file, or overwrite it with --force.")
     target.parent.mkdir(parents=True, exist_ok=True)
     for copy, original in copies.items():
         text = original.read_text(encoding="utf-8")
@@ -42,4 +42,4 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         copy.write_text(text, encoding="utf-8")
         print(f"copied {original.name} to {copy}")
     if source.suffix == ".py":
-        print(f"{target} reads its settings from {settings}: a key that you add there is a setting at once")
+        print(f"{target} reads its settings from {settings}: each key you add there is a new setting")

@@ -1,5 +1,5 @@
-"""Show in what two runs differ: recipe, settings, data, and the last value of each metric. A dash stands for what a run
-does not have."""
+"""Compare two runs: recipe, settings, data, and the last value of each metric. A dash marks a value that a run does not
+have."""
 
 import math
 import sys
@@ -36,6 +36,6 @@ def last_values(run: Record) -> dict[str, float]:
 
 
 def cells(key: str, values: Sequence[dict[str, Any]], written: Callable[[Any], str]) -> list[str]:
-    """What each has of `key`; with all digits where fewer would be the same for all."""
+    """Return each run's value of `key`, with all digits if rounded values would be equal."""
     found = [written(each[key]) if key in each else "-" for each in values]
     return found if len({*found}) > 1 else [show(each[key]) for each in values]

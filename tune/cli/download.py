@@ -1,5 +1,5 @@
-"""Get a model from the Hugging Face hub. Run it again to continue an interrupted download. For gated and private models
-log in first (`hf auth login`) or set HF_TOKEN."""
+"""Download a model from the Hugging Face Hub. Run it again to continue an interrupted download. Gated and private
+models need a login (`hf auth login`) or HF_TOKEN."""
 
 from argparse import ArgumentParser
 from collections.abc import Iterable
@@ -26,14 +26,14 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         model = huggingface_hub.HfApi().model_info(hub_id, revision=revision)
         require_its_own(out, model.id)
         (out / HUB_ID).parent.mkdir(parents=True, exist_ok=True)
-        (out / HUB_ID).write_text(model.id, encoding="utf-8")  # for the model cards of what is trained from it
+        (out / HUB_ID).write_text(model.id, encoding="utf-8")  # for model cards of models trained from it
         for file in wanted(sibling.rfilename for sibling in model.siblings):
-            huggingface_hub.hf_hub_download(hub_id, file, revision=model.sha, local_dir=out)  # unless it is there
+            huggingface_hub.hf_hub_download(hub_id, file, revision=model.sha, local_dir=out)  # skips complete files
     print(f"wrote {out}")
 
 
 def require_its_own(out: Path, hub_id: str) -> None:
-    """Raises TuneError if the folder `out` holds something else than this model of the hub, or a part of it."""
+    """Raise TuneError if `out` holds anything but this Hub model or a part of it."""
     from tune.checkpointers import HUB_ID
 
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
@@ -41,12 +41,12 @@ def require_its_own(out: Path, hub_id: str) -> None:
     is_download = (out / HUB_ID).is_file()
     if is_download and (there := (out / HUB_ID).read_text(encoding="utf-8").strip()) == hub_id:
         return
-    what = f"is a download of {there}" if is_download else "exists already, and is no download of `tune download`"
-    raise TuneError(f"{out} {what}: files of {hub_id} would replace those there. Name another folder with --out")
+    what = f"is a download of {there}" if is_download else "already exists and was not written by `tune download`"
+    raise TuneError(f"{out} {what}: files of {hub_id} would replace its files. Name another folder with --out")
 
 
 def wanted(files: Iterable[str]) -> list[str]:
-    """The files at the top of a repository that training needs; weights in older formats only without safetensors."""
+    """Return the top-level files that training needs; weights in older formats only if there are no safetensors."""
     paths = [PurePosixPath(file) for file in files if "/" not in file]
     has_safetensors = any(path.suffix == ".safetensors" for path in paths)
     suffixes = SUFFIXES if has_safetensors else SUFFIXES | OLD_WEIGHTS

@@ -1,11 +1,11 @@
-"""Evaluate a model, an adapter or a run on benchmarks of lm-evaluation-harness, or on data of your own:
+"""Evaluate a model, an adapter or a run on lm-evaluation-harness tasks or your own data:
 
     tune eval ./SmolLM2-135M --tasks arc_easy,hellaswag --out results.json
     tune eval ./runs/mine --data held_out.jsonl
     tune eval ./runs/mine --data held_out.jsonl --score my_scores:is_right
     tune eval ./base --adapter ./runs/lora --tasks gsm8k --apply-chat-template --nproc-per-node 8
 
-This is the recipe `evaluate`; options are its settings, which are these (others as key=value):
+It runs the recipe `evaluate`. Each setting below is an option; nested settings also work as key=value:
 """
 
 import json
@@ -34,14 +34,14 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.epilog = defaults.read_text(encoding="utf-8")
     parser.add_argument("model", metavar="MODEL")
     add_step(parser)
-    parser.add_argument("--nproc-per-node", metavar="N", help="processes that share the work")
+    parser.add_argument("--nproc-per-node", metavar="N", help="processes that share the requests")
     values = config.read_file(defaults)
     keys = {name: name for name, value in values.items() if not isinstance(value, dict)} | NESTED
     for name, key in keys.items():
         option = "--adapter" if name == "adapters" else f"--{name.replace('_', '-')}"
         action = "store_true" if values.get(key) is False else "append"
         parser.add_argument(option, dest=key, action=action)
-    parser.add_argument("--json", action="store_true", help="print the results as JSON, and all else on stderr")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON, and everything else on stderr")
     options, rest = parse_options(parser, arguments)
     settings = []
     for key in keys.values():
@@ -67,7 +67,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
 
 @contextmanager
 def on_stderr() -> Iterator[None]:
-    """What this process and those that it starts print goes to stderr."""
+    """Redirect the output of this process and its children to stderr."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)
@@ -80,5 +80,5 @@ def on_stderr() -> Iterator[None]:
 
 
 def names_in(text: str) -> list[str]:
-    """The names of tasks in A,B; a file may have a comma in its name."""
+    """Split task names A,B. A file may have a comma in its name."""
     return [text] if Path(text).exists() else text.split(",")

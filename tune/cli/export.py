@@ -1,5 +1,5 @@
-"""Write the model of a run as GGUF, for llama.cpp and Ollama, or in Hugging Face layout: also that of a model folder,
-or of an adapter, which is merged into its base; or an adapter alone as GGUF (gguf-lora)."""
+"""Export a model as GGUF for llama.cpp and Ollama, or in Hugging Face layout. The source is a run, a model folder, or
+an adapter, which is merged into its base. With --to gguf-lora, only the adapter is exported."""
 
 from argparse import ArgumentParser
 from pathlib import Path
@@ -11,8 +11,8 @@ from tune.errors import TuneError
 from tune.lookup import in_shell, local_path
 
 OLLAMA = (
-    "Ollama does not run the chat template in the file, which is Jinja, but the nearest one of its own: compare "
-    "`ollama show --template NAME`, and add a TEMPLATE to the Modelfile where it differs"
+    "Ollama does not run the Jinja chat template in the file, but its own nearest template. Compare it with "
+    "`ollama show --template NAME`, and add a TEMPLATE to the Modelfile if it differs"
 )
 KINDS, TYPES = ("gguf", "gguf-lora", "hf"), ("f16", "bf16", "q8_0", "q4_0")
 
@@ -21,16 +21,16 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.usage = f"tune export RUN_OR_FOLDER --to {'|'.join(KINDS)} --out PATH [--type {'|'.join(TYPES)}] [--step N]"
     parser.add_argument("source", metavar="RUN_OR_FOLDER", type=local_path, help="a run, a model folder, or an adapter")
     parser.add_argument("--to", required=True, choices=KINDS)
-    parser.add_argument("--out", required=True, type=local_path, help="to write, a new one: a file, or for hf a folder")
-    parser.add_argument("--type", choices=TYPES, help="of weights in GGUF (default: f16)")
+    parser.add_argument("--out", required=True, type=local_path, help="the new file to write; for hf, a folder")
+    parser.add_argument("--type", choices=TYPES, help="type of the weights in GGUF (default: f16)")
     add_step(parser)
     options = parser.parse_args(arguments)
     if options.type and options.to != "gguf":
-        raise TuneError(f"--type is for --to gguf; with --to {options.to} types stay as they are")
+        raise TuneError(f"--type is only for --to gguf; --to {options.to} keeps the types. Leave it out")
     out: Path = options.out
     recipe = out.with_name(f"{out.name}.Modelfile")
     if options.to != "hf" and recipe.exists():
-        raise TuneError(f"{recipe}, which is for Ollama, exists already. Name another --out, or move it")
+        raise TuneError(f"{recipe} (for Ollama) already exists. Name another --out, or move the file")
     with new_folder(out):
         from tune import convert, peft
         from tune.models import ConfigFile
@@ -48,7 +48,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
             recipe.write_text(f"FROM ./BASE.gguf\nADAPTER ./{out.name}\n", encoding="utf-8")
             commands = [f"llama-cli -m BASE.gguf --lora {in_shell(out)}"]
             create = f"ollama create {in_shell(out.stem.lower())} -f {in_shell(recipe)}"
-            commands.append(f"{create}  # name your base in its first line")
+            commands.append(f"{create}  # set your base in its first line")
         else:
             tokenizer = opened.exported_tokenizer() or opened.tokenizer()
             family = str(ConfigFile(path).get("model_type"))
@@ -64,7 +64,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
 
 
 def modelfile(tokenizer: Any, file: str) -> str:
-    """What Ollama makes a model of: the file, and where answers end. It does not run the chat template in the file."""
+    """Return Ollama's Modelfile: the GGUF file and the stop strings. Ollama ignores the file's chat template."""
     ends = [tokenizer.decode([index]) for index in sorted(tokenizer.stop_ids)]
     quoted = [f'"""{end}"""' if '"' in end else f'"{end}"' for end in ends]
     lines = [f"FROM ./{file}", *(f"PARAMETER stop {end}" for end in quoted)]

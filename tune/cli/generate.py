@@ -1,5 +1,5 @@
-"""Answer prompts with a model, an adapter or a run: MODEL is the folder of one. Answers go to standard output, all else
-to standard error; under torchrun the prompts are shared by its processes, with Ray by its actors.
+"""Answer prompts with a model, an adapter or a run. MODEL is its folder. Answers go to standard output, everything else
+to standard error. With torchrun or Ray, processes share the prompts.
 
     tune generate runs/mine --prompt "Why is the sky blue?"
     tune generate ./model --adapter ./adapter --prompts questions.jsonl --out answers.jsonl
@@ -28,24 +28,26 @@ from tune.errors import TuneError, explained
 from tune.launchers import count, ray
 from tune.lookup import local_path
 
-OWN = ("index", "sample", "completion", "finish", "tokens")  # columns of records, beside those of the rows
-QUICK = 10.0  # seconds: where so many answers take longer, fewer are computed before they are written
+OWN = ("index", "sample", "completion", "finish", "tokens")  # columns added to those of the rows
+QUICK = 10.0  # seconds; slower answers are written in smaller groups
 
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
     add_arguments(parser)
     prompts = parser.add_mutually_exclusive_group()
-    prompts.add_argument("--prompt", metavar="TEXT", help="without this and --prompts: standard input, as FILE")
-    file = "a prompt a line (.txt), or rows with prompt or messages (.jsonl, .csv, .parquet)"
+    prompts.add_argument("--prompt", metavar="TEXT", help="one prompt (default: prompts from standard input)")
+    file = "one prompt per line (.txt), or rows with prompt or messages (.jsonl, .csv, .parquet)"
     prompts.add_argument("--prompts", metavar="FILE", help=file)
     parser.add_argument("--samples", metavar="N", type=count, default=1, help="answers to each prompt (default: 1)")
-    score = "of each answer: a function (row, answer) of yours, as a reward of GRPO is"
+    score = "your function (row, answer) that scores each answer, like a GRPO reward"
     parser.add_argument("--score", metavar="my.f", help=score)
-    keep = "write conversations to train on: of all answers, or the one to each prompt with the best score"
+    keep = "write conversations to train on: with all answers, or with the best one for each prompt"
     parser.add_argument("--keep", choices=("best", "all"), help=keep)
-    parser.add_argument("--min-score", metavar="X", type=float, help="keep answers with this score or a higher one")
-    parser.add_argument("--raw", action="store_true", help="go on from texts as they are, without a chat template")
-    parser.add_argument("--out", metavar="FILE", type=local_path, help="prompts and answers too, as .jsonl or .parquet")
+    parser.add_argument("--min-score", metavar="X", type=float, help="keep answers with at least this score")
+    parser.add_argument("--raw", action="store_true", help="continue texts without a chat template")
+    parser.add_argument(
+        "--out", metavar="FILE", type=local_path, help="also write prompts and answers, as .jsonl or .parquet"
+    )
     parser.add_argument("--batch-size", metavar="N", type=count, default=16, help="answers at a time (default: 16)")
     parser.add_argument("--launcher", choices=["ray"], help="its options: tune generate --launcher ray --help")
     launcher, others = parted(arguments, "")
@@ -54,9 +56,9 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         actors, arguments = ray.parser("tune generate --launcher ray").parse_known_args(others)
     options = parser.parse_args(arguments)
     if actors and options.tp > 1:
-        parser.error("--tp: an actor of Ray has the whole model; start processes that share it with torchrun")
+        parser.error("--tp: each Ray actor holds the whole model. Use torchrun to share it")
     if options.prompt is None and options.prompts is None and sys.stdin.isatty():
-        parser.error("give --prompt TEXT, --prompts FILE, or prompts on standard input")
+        parser.error("no prompts: add --prompt TEXT, --prompts FILE, or use standard input")
     from tune.datasets import placed_rows
 
     if options.out and options.out.suffix.lower() in (".csv", ".tsv", ".arrow", ".txt"):
@@ -74,7 +76,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
 
 
 class Answerer:
-    """Answers rows by their numbers. Opens the model, and finds at once what is wrong with it and with the rows."""
+    """Answer rows by their numbers. The constructor opens the model and reports errors in the model and rows."""
 
     def __init__(self, options: Namespace, rows: list[tuple[str, Any]]):
         from tune import distributed
@@ -84,14 +86,14 @@ class Answerer:
         self.world, self.samples = distributed.init(options.device, tp=options.tp), options.samples
         self.model, self.tokenizer, settings = opened(options, self.world, self.tell)
         if self.samples > 1 and options.temperature is None and not settings["temperature"]:
-            raise TuneError(f"--samples {self.samples}: the most likely answer is always the same; add --temperature 1")
+            raise TuneError(f"--samples {self.samples}: greedy decoding gives equal answers. Add --temperature 1")
         self.prompts = open_prompts(self.tokenizer, rows, system=options.system, raw=options.raw)
         self.given = options.max_new_tokens
         self.sampler = Sampler(max_new_tokens=self.given or 1, max_rows=options.batch_size, **settings)
         self.sampler.check(self.model, [each.tokens for each in self.prompts], [f"of {place}" for place, _ in rows])
 
     def __call__(self, numbers: range) -> list[tuple[Any, list[Any]]]:
-        """The prompts of these numbers, each with its answers."""
+        """Return the prompts of these numbers, each with its answers."""
         from tune.generation import answer
 
         asked: dict[int, dict[int, list[int]]] = {}  # by the most tokens of an answer
@@ -111,9 +113,9 @@ class Answerer:
 
 
 def generate(options: Namespace, rows: list[tuple[str, Any]], actors: Namespace | None = None) -> None:
-    """Print and write the answers to all rows, in their order, some batches at a time; `actors` are Ray's options."""
+    """Print and write the answers to all rows in order, a few batches at a time. `actors` are Ray's options."""
     if options.out and options.prompts and options.out.exists() and options.out.samefile(options.prompts):
-        raise TuneError(f"--out {options.out} is the file of the prompts, which would be lost. Name another file")
+        raise TuneError(f"--out {options.out} is the prompts file and would be overwritten. Name another file")
     out, size = sys.stdout, 4 * options.batch_size
     if actors and not actors.local:
         parts = shares(len(rows), min(size, -(-len(rows) // (actors.nnodes[1] * actors.nproc_per_node))))
@@ -130,19 +132,19 @@ def generate(options: Namespace, rows: list[tuple[str, Any]], actors: Namespace 
 
 
 def shares(count: int, size: int) -> list[range]:
-    """The numbers below `count`, so many at a time."""
+    """Split the numbers below `count` into ranges of `size`."""
     return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 def require_rows(parser: ArgumentParser, options: Namespace) -> None:
-    """Ends the command if what is to be kept cannot be, or the function of the score is not there."""
+    """End the command if answers cannot be kept or the score function is missing."""
     if options.keep and (options.out is None or options.out.suffix.lower() == ".parquet"):
-        parser.error("--keep: conversations are written as JSON lines: name a file, --out rows.jsonl")
+        parser.error("--keep: conversations are written as JSON lines. Name a file, --out rows.jsonl")
     if (options.keep == "best" or options.min_score is not None) and not options.score:
         option = "--keep best" if options.keep == "best" else "--min-score"
-        parser.error(f"{option} needs --score FILE.FUNCTION: a function (row, answer) of yours that gives a number")
+        parser.error(f"{option} needs --score FILE.FUNCTION, your function (row, answer) that returns a number")
     if options.min_score is not None and not options.keep:
-        parser.error("--min-score: say which of these answers to keep, --keep all or --keep best")
+        parser.error("--min-score: add --keep all or --keep best, to choose among these answers")
     if options.score:
         if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())
@@ -150,7 +152,7 @@ def require_rows(parser: ArgumentParser, options: Namespace) -> None:
 
 
 def turns(count: int, size: int, world: Any) -> Iterator[range]:
-    """The numbers below `count`: `size` for each model at a time, four times as many where these are quick."""
+    """Yield ranges below `count`: `size` numbers per model at a time, or four times as many if answers are quick."""
     start, least = 0, size * world.data_size
     size = least
     while start < count:
@@ -165,7 +167,7 @@ def is_given(value: Any) -> bool:
 
 
 def write(options: Namespace, rows: list[tuple[str, Any]], answers: Iterable[tuple[range, Any]], out: TextIO) -> None:
-    """Print to `out`, and write, the `answers` to the rows of these numbers as they come."""
+    """Print the `answers` to `out` and write them as they arrive."""
     begin, tokens = time.perf_counter(), 0
     score = scoring(options.score) if options.score else None
     kept, cut = 0, 0
@@ -215,7 +217,7 @@ def scoring(path: str) -> Callable[[Any, str], float]:
 
 
 def chosen(records: list[dict[str, Any]], options: Namespace) -> list[dict[str, Any]]:
-    """Those of the `records` that are kept. An answer that was cut is not: it would be learned to end there."""
+    """Return the records to keep. Cut answers are dropped: a model would learn to end there."""
     ended = [each for each in records if each["finish"] == "stop"]
     if options.min_score is not None:
         ended = [each for each in ended if each["score"] >= options.min_score]
@@ -229,7 +231,7 @@ def chosen(records: list[dict[str, Any]], options: Namespace) -> list[dict[str, 
 
 
 def as_row(prompt: Any, record: dict[str, Any]) -> dict[str, Any]:
-    """A row to train on: the prompt with its answer."""
+    """Return a row to train on: the prompt with its answer."""
     row: dict[str, Any] = {name: record[name] for name in ("index", "sample", "score") if name in record}
     if prompt.messages is None:
         return row | {"prompt": prompt.row["prompt"], "completion": record["completion"]}
@@ -238,7 +240,7 @@ def as_row(prompt: Any, record: dict[str, Any]) -> dict[str, Any]:
 
 
 def require_answers(path: Path) -> None:
-    """Raises TuneError if there is a file at `path` that holds something else than answers: they replace it."""
+    """Raise TuneError if the file at `path`, which answers will replace, holds anything but answers."""
     if not path.is_file() or not path.stat().st_size:
         return
     import pyarrow
@@ -253,20 +255,22 @@ def require_answers(path: Path) -> None:
                 columns = json.loads(lines.readline())
     names = {*map(str, columns)} if isinstance(columns, list | dict) else set()
     if not {"index", "sample"} <= names or not {"completion", "messages"} & names:
-        raise TuneError(f"--out {path} holds no answers of `tune generate`, but data which would be lost. Name another")
+        raise TuneError(f"--out {path} holds other data, which would be overwritten. Name another file")
 
 
 @contextmanager
 def records_file(
     path: Path, rows: list[tuple[str, Any]], has_scores: bool
 ) -> Iterator[Callable[[list[dict[str, Any]]], object]]:
-    """A function that writes records: as JSON lines (dates as text), or as Parquet if that is the file's suffix, whose
-    columns have the types that they have in all `rows`. Raises TuneError if it cannot be written."""
+    """Yield a function that writes records: as JSON lines (dates as text), or as Parquet if the file's suffix says so.
+
+    Parquet columns have their types in `rows`. Raises TuneError if the file cannot be written.
+    """
     import pyarrow
     from pyarrow import parquet
 
     file: Any
-    mixed = explained(f"--out {path}: write a .jsonl, as what is asked has no common type", pyarrow.ArrowException)
+    mixed = explained(f"--out {path}: a prompt column has mixed types. Write a .jsonl instead", pyarrow.ArrowException)
     with mixed, explained(f"--out {path} cannot be written", OSError):
         if path.suffix.lower() == ".parquet":
             names = dict.fromkeys(name for _, row in rows for name in row if name not in OWN and is_given(row[name]))
@@ -277,7 +281,7 @@ def records_file(
             schema = pyarrow.schema({"index": pyarrow.int64(), "sample": pyarrow.int64(), **asked, **ends})
             file = parquet.ParquetWriter(path, schema)
         else:
-            file = path.open("a", encoding="utf-8")  # what is there stays until the first answer
+            file = path.open("a", encoding="utf-8")  # keeps old content until the first answer
     with file:
         if path.suffix.lower() == ".parquet":
             yield lambda records: file.write_table(pyarrow.Table.from_pylist(records, schema))
@@ -292,4 +296,4 @@ def records_file(
                 file.writelines(json.dumps(each, ensure_ascii=False, default=str) + "\n" for each in records)
 
             yield write_lines
-            write_lines([])  # an empty file, if nothing was kept
+            write_lines([])  # makes the file empty if nothing was kept

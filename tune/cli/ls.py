@@ -1,5 +1,5 @@
-"""List the recipes and presets: recipes with the first line of their docstring, configs with their first comment.
-With RECIPE, list all its settings: its YAML, and the other arguments that its components take.
+"""List the recipes and configs, each with a one-line description. With RECIPE, list all its settings: its YAML, and the
+other arguments of its components.
 
     tune ls
     tune ls full_finetune
@@ -19,7 +19,7 @@ from tune.types import is_plain, show
 
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a recipe, or a script of your own")
+    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a recipe, or your own script")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
     if options.recipe:
@@ -47,7 +47,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
 
 
 def show_settings(default: Path) -> None:
-    """The YAML of a recipe as it stands, then for each component the arguments that are not in it."""
+    """Print a recipe's YAML, then the arguments of each component that the YAML leaves out."""
     print(default.read_text(encoding="utf-8"))
     for key, (path, arguments) in others(config.read_file(default)).items():
         print(f"# {key}: {path} also takes")
@@ -55,15 +55,17 @@ def show_settings(default: Path) -> None:
 
 
 def settings_of(default: Path) -> dict[str, Any]:
-    """All settings of a recipe with their defaults, by their dotted keys."""
+    """Return all settings of a recipe with their defaults, by dotted keys."""
     values = config.read_file(default)
     more = {f"{key}.{name}": value for key, (_, found) in others(values).items() for name, value in found.items()}
     return config.flat(values) | more
 
 
 def others(values: Mapping[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
-    """For each component in `values`, its dotted path and the optional arguments that are not there, with their
-    defaults, as far as a YAML has values for them."""
+    """Return, for each component in `values`, its dotted path and its other optional arguments with their defaults.
+
+    Arguments whose type YAML cannot express are left out.
+    """
     components = {key: group for key, group in values.items() if isinstance(group, dict) and "_component_" in group}
     found = {}
     for key, group in components.items():
@@ -81,8 +83,8 @@ def others(values: Mapping[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def _default(parameter: inspect.Parameter) -> Any:
-    """The default of an argument as YAML has it: of a field of a dataclass, what its factory makes."""
+    """Return an argument's default as YAML writes it; for a dataclass field, the value of its factory."""
     default = parameter.default
-    if repr(default) == "<factory>":  # of dataclasses, which keep the factory elsewhere
+    if repr(default) == "<factory>":  # a dataclass keeps the factory elsewhere
         default = {} if get_origin(parameter.annotation) is dict else []
     return list(default) if isinstance(default, tuple) else default

@@ -1,10 +1,10 @@
-"""Turn a config of torchtune, axolotl, LLaMA-Factory or TRL into settings: YAML, or a file with a command line of TRL.
+"""Convert a config of torchtune, axolotl, LLaMA-Factory or TRL to settings: YAML, or a file with a TRL command line.
 
     tune migrate axolotl.yaml --out mine.yaml
 
-Each key of the file is listed with what became of it, then what is known to go wrong there and does not here. Without
---out the settings are printed, and the list goes to stderr. The exit code is 0 if every key is accounted for, 1 if some
-are unknown, 2 if the file cannot be read, and 3 if it asks for what no recipe does.
+It lists the result for each key of the file, then known problems of the other library that do not occur here. Without
+--out, it prints the settings and writes the list to stderr. Exit codes: 0 if every key is accounted for, 1 if some are
+unknown, 2 if the file cannot be read, 3 if no recipe supports its method.
 """
 
 import re
@@ -36,13 +36,13 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.usage = "tune migrate FILE [--out FILE.yaml] [--from NAME] [--method NAME] [--world-size N]"
     parser.add_argument("file", metavar="FILE", type=local_path, help="the config of another library")
     parser.add_argument("--out", metavar="FILE.yaml", type=local_path, help="the file to write (default: print it)")
-    parser.add_argument("--from", dest="peer", choices=PEERS, help="whose config it is (default: by its keys)")
-    parser.add_argument("--method", help="sft, dpo, grpo, ...: where the file does not say it (TRL's do not)")
-    devices = "devices it ran on (default: what FILE says, or 1)"
+    parser.add_argument("--from", dest="peer", choices=PEERS, help="the library of FILE (default: by its keys)")
+    parser.add_argument("--method", help="sft, dpo, grpo, ..., if the file does not name it (TRL files do not)")
+    devices = "devices it ran on (default: from FILE, else 1)"
     parser.add_argument("--world-size", metavar="N", type=count, help=devices)
     options = parser.parse_args(arguments)
     if options.out and options.out.exists():
-        raise TuneError(f"{options.out} exists already. Name another --out, or move it away.")
+        raise TuneError(f"{options.out} already exists. Name another --out, or move the file.")
     values, method, processes = read(options.file)
     peer = options.peer or ("trl" if method else peer_of(values, options.file))
     recipes = {name: dict(leaves(config.read_file(config.find_config(name)))) for name in config.list_recipes()}
@@ -68,11 +68,11 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
 
 
 def read(file: Path) -> tuple[dict[str, Any], str | None, int]:
-    """The values in a YAML or on a command line of TRL, its method if the command says it, and its processes."""
+    """Return the values in a YAML or a TRL command line, the method if the command names it, and the process count."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise TuneError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}.") from error
+        raise TuneError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or 'it is not text'}.") from error
     found = PROCESSES.search(text)
     processes = int(found[1]) if found else 1
     command = None if file.suffix in (".yaml", ".yml") else COMMAND.search(text.replace("\\\n", " "))
@@ -85,14 +85,14 @@ def read(file: Path) -> tuple[dict[str, Any], str | None, int]:
 
 
 def options_of(words: list[str]) -> dict[str, Any]:
-    """`--key value`, `--key=value`, `--key one two`, `--flag` and `--no_flag` as values."""
+    """Parse `--key value`, `--key=value`, `--key one two`, `--flag` and `--no_flag`."""
     values: dict[str, Any] = {}
     key = ""
     for word in words:
         if word.startswith("--"):
             key, equals, text = word[2:].partition("=")
             key = key.replace("-", "_")
-            is_off = key.startswith("no_") and key != "no_cuda"  # as transformers' parser writes a switch that is on
+            is_off = key.startswith("no_") and key != "no_cuda"  # how transformers' parser turns off a flag
             values[key.removeprefix("no_") if is_off else key] = value_of(text) if equals else not is_off
         elif key:
             before, value = values[key], value_of(word)
@@ -108,7 +108,7 @@ def value_of(word: str) -> Any:
 
 
 def check(run: Migration) -> list[str]:
-    """Take back the settings that the recipe refuses, as `tune run` would; returns the keys that are left to give."""
+    """Take back settings that the recipe refuses in `tune run`. Returns the required keys that are missing."""
     default = config.read_file(config.find_config(run.recipe))
     types = config.types_of_settings(config.find_recipe(run.recipe), default)
     while True:
@@ -138,7 +138,7 @@ def nested(settings: dict[str, Setting], show: Callable[[Setting], Any] = attrge
 
 
 def render(run: Migration, name: str) -> str:
-    """The settings as YAML, each with what it was there."""
+    """Return the settings as YAML, each with its original key in a comment."""
     lines = [f"# {name}, a config of {run.library.name}, for: tune run {run.recipe} --config FILE"]
 
     def text(setting: Setting) -> str:

@@ -1,4 +1,4 @@
-"""The options of verbs that open a model and sample from it."""
+"""Options of the verbs that open a model and sample from it."""
 
 import re
 from argparse import ArgumentParser, Namespace
@@ -11,7 +11,7 @@ from tune.launchers import count
 
 MAX_NEW_TOKENS = 512
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-# Keys of generation_config.json that change what transformers samples, and not what is sampled here; with what is off.
+# Keys of generation_config.json that change sampling in transformers but not here, with the value that turns them off.
 NOT_APPLIED: dict[str, Any] = {
     "repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0,
     "encoder_no_repeat_ngram_size": 0, "exponential_decay_length_penalty": None, "min_length": 0, "min_new_tokens": 0,
@@ -25,22 +25,22 @@ NOT_APPLIED: dict[str, Any] = {
 
 
 def add_step(parser: ArgumentParser) -> None:
-    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of the run after N optimizer steps")
+    parser.add_argument("--step", type=int, metavar="N", help="use the run's checkpoint after N optimizer steps")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Those of a model and of sampling."""
+    """Add the options for a model and for sampling."""
     parser.add_argument("model", metavar="MODEL", help="a model in Hugging Face layout, an adapter, or a run folder")
-    parser.add_argument("--adapter", metavar="A", action="append", default=[], help="again for several, which add up")
+    parser.add_argument("--adapter", metavar="A", action="append", default=[], help="can be repeated; adapters add up")
     add_step(parser)
-    longest = f"end answers there (default: {MAX_NEW_TOKENS}, or what the model has room for)"
+    longest = f"maximum tokens of an answer (default: {MAX_NEW_TOKENS}, or the room in the model)"
     parser.add_argument("--max-new-tokens", metavar="N", type=count, help=longest)
     by_file = "(default: the model's generation_config.json)"
-    parser.add_argument("--temperature", metavar="T", type=float, help=f"0: the most likely tokens {by_file}")
-    parser.add_argument("--top-k", metavar="K", type=int, help="choose among the K most likely; 0: all")
-    parser.add_argument("--top-p", metavar="P", type=float, help="among the fewest that have this probability")
-    parser.add_argument("--min-p", metavar="P", type=float, help="among those at least P times as likely as the first")
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="another one gives other samples (default: 0)")
+    parser.add_argument("--temperature", metavar="T", type=float, help=f"0: greedy decoding {by_file}")
+    parser.add_argument("--top-k", metavar="K", type=int, help="sample from the K most likely tokens; 0: all")
+    parser.add_argument("--top-p", metavar="P", type=float, help="sample from the top tokens of this probability")
+    parser.add_argument("--min-p", metavar="P", type=float, help="from those at least P times as likely as the first")
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="seed of the samples (default: 0)")
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument("--tp", metavar="N", type=count, default=1, help="processes that share the model's layers")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps (default: auto)")
@@ -49,7 +49,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def opened(options: Namespace, world: Any, tell: Any) -> tuple[Any, Any, dict[str, Any]]:
-    """The model, its tokenizer, and the settings of a sampler but for `max_new_tokens`."""
+    """Return the model, its tokenizer, and the sampler settings except `max_new_tokens`."""
     from tune.generation import Sampler
     from tune.peft import open_model
 
@@ -58,20 +58,23 @@ def opened(options: Namespace, world: Any, tell: Any) -> tuple[Any, Any, dict[st
     say = (place for place in places if (place / "generation_config.json").exists())  # or neither
     folder = next(say, places[1])
     settings, words = sampling_settings(folder, **{name: getattr(options, name) for name in SAMPLING})
-    Sampler(max_new_tokens=1, **settings)  # what is wrong with them, before the model is loaded
+    Sampler(max_new_tokens=1, **settings)  # reports wrong settings before the model is loaded
     model, tokenizer = named.load(world.device, options.dtype, peers=world.mesh["tp"]), named.tokenizer(date=None)
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     place = f"{world.device}, shared by {options.tp} processes" if options.tp > 1 else world.device
     step = "" if options.step is None else f" after step {options.step}"
     tell(f"{options.model}{step}: {dtype} on {place}; {words}, seed {options.seed}")
     if ignored := not_applied(folder, ["max_new_tokens"] if options.max_new_tokens else []):
-        tell(f"warning: of {folder / 'generation_config.json'} this is not applied: {', '.join(ignored)}")
+        tell(f"warning: {folder / 'generation_config.json'}: not applied: {', '.join(ignored)}")
     return model, tokenizer, settings | {"seed": options.seed, "stop_ids": tokenizer.stop_ids}
 
 
 def sampling_settings(folder: Path, **given: float | None) -> tuple[dict[str, Any], str]:
-    """The sampler's settings: those `given`, and for the others what generation_config.json in the `folder` says, which
-    is the most likely token where it does not say do_sample. Also in words."""
+    """Return the sampler's settings, and a description of them.
+
+    Settings that are not `given` come from generation_config.json in `folder`. Without do_sample there, decoding is
+    greedy.
+    """
     from tune.tokenizers import mapping_in
 
     file = mapping_in(folder / "generation_config.json")
@@ -81,13 +84,13 @@ def sampling_settings(folder: Path, **given: float | None) -> tuple[dict[str, An
     temperature = settings.setdefault("temperature", 1.0)
     idle = [name for name in SAMPLING if given.get(name)]
     if idle and not temperature and given.get("temperature") is None:
-        raise TuneError(f"--{idle[0].replace('_', '-')}: the most likely token is taken anyway; add --temperature 1")
+        raise TuneError(f"--{idle[0].replace('_', '-')}: decoding is greedy, so it has no effect. Add --temperature 1")
     shown = ", ".join(f"{name} {value:g}" for name, value in settings.items())
     return settings, shown if temperature else "the most likely token"
 
 
 def not_applied(folder: Path, given: Sequence[str] = ()) -> list[str]:
-    """What generation_config.json in the `folder` says of sampling that is not done here, but for what is `given`."""
+    """Return the sampling settings of generation_config.json in `folder` that are not applied, except those `given`."""
     from tune.tokenizers import mapping_in
 
     file = mapping_in(folder / "generation_config.json")
@@ -96,5 +99,5 @@ def not_applied(folder: Path, given: Sequence[str] = ()) -> list[str]:
 
 
 def dotted(score: str) -> str:
-    """`my_scores:is_right` as `my_scores.is_right`; anything else is as it was written."""
+    """Return `my_scores:is_right` as `my_scores.is_right`, and anything else unchanged."""
     return score.replace(":", ".") if re.fullmatch(r"[\w.]+:[\w.]+", score) else score

@@ -1,4 +1,4 @@
-"""What several verbs write and print: a new folder, a table, how a model is served."""
+"""Output that verbs share: new folders, tables, and the command that serves a model."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -11,9 +11,9 @@ from tune.lookup import in_shell
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[None]:
-    """Around the code that writes `out`. Raises TuneError if `out` is not empty or cannot be written."""
+    """Wrap the code that writes `out`. Raises TuneError if `out` is not empty or cannot be written."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise TuneError(f"{out} exists already. Name a folder that is absent or empty.")
+        raise TuneError(f"{out} already exists. Name a folder that is absent or empty.")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         yield
@@ -23,19 +23,19 @@ def new_folder(out: Path) -> Iterator[None]:
 
 
 def served_by(model: Any, out: Path) -> str:
-    """The command that serves the folder, and of a reward model what to ask for then."""
+    """Return the command that serves the folder, and for a reward model how to request scores."""
     command = f"vllm serve {in_shell(out)}"
     if not getattr(model.config, "scores", False):
         return command
-    asked = '# POST /classify with "use_activation": false gives the scores, and without it their sigmoid'
+    asked = '# POST /classify with "use_activation": false returns the scores, and without it their sigmoid'
     return f"{command} --runner pooling\n  {asked}\n  # in transformers: AutoModelForSequenceClassification"
 
 
 def gib(folder: Path) -> str:
-    """The size of all files in a folder."""
+    """Return the size of all files in a folder, in GiB."""
     size = 0
     for file in (each for each in folder.rglob("*") if each.is_file()):
-        with suppress(FileNotFoundError):  # a run that goes on removes files
+        with suppress(FileNotFoundError):  # a running run removes files
             size += file.stat().st_size
     return f"{size / 2**30:.2f}"
 

@@ -1,7 +1,7 @@
-"""Say what a run needs, how long it takes, and which layout is best: memory of each process by part, seconds of a step,
-tokens per second, hours and cost, and what bounds it; with --search, the fastest layout that fits. Of the model
-config.json is enough; of one that is named by its id on the Hugging Face hub it is got from there. The dataset need not
-exist: all rows count as max_seq_len tokens long.
+"""Estimate the memory and time of a run, and find its best layout. It prints each process's memory by part, seconds of
+a step, tokens per second, hours, cost and the bottleneck; with --search, also the fastest layout that fits. It only
+needs the model's config.json, and downloads it for a Hugging Face Hub id. The dataset need not exist: all rows count
+as max_seq_len tokens.
 
     tune plan full_finetune model.path=./Llama-3.1-8B --world-size 8 --device h100 --search
 """
@@ -27,18 +27,16 @@ from tune.errors import TuneError
 from tune.launchers import count
 from tune.lookup import is_on_the_hub
 
-LESS = (
-    "memory.activation_checkpointing=full, a smaller micro_batch_size or max_seq_len, more devices; --search finds out"
-)
-# What bounds a step, and what to change about it.
+LESS = "memory.activation_checkpointing=full, a smaller micro_batch_size or max_seq_len, more devices; or try --search"
+# Bottlenecks of a step, and how to remove them.
 BOUNDS = {
     "products": (
         "matrix products",
-        "nothing: these are what has to be computed; more devices make it faster",
+        "nothing: these products are needed; more devices make the run faster",
     ),
     "memory": ("memory bandwidth and small operations", "compile=true, a larger micro_batch_size or packed=true"),
     "tensor": ("collectives within blocks", "a smaller parallel.tp, cp or ep"),
-    "pipeline": ("stages that wait for others", "a larger global_batch_size, or a smaller parallel.pp"),
+    "pipeline": ("stages that wait for other stages", "a larger global_batch_size, or a smaller parallel.pp"),
     "sharding": (
         "FSDP's communication",
         "a larger micro_batch_size, parallel.dp_replicate (copies within a node), or "
@@ -46,10 +44,10 @@ BOUNDS = {
     ),
     "optimizer": ("the optimizer's update", "a larger global_batch_size"),
     "rollout": (
-        "the sampling of completions",
+        "sampling completions",
         "a larger sampling.max_rows, a smaller sampling.max_new_tokens, more devices, or vLLM as the engine",
     ),
-    "input": ("putting batches together", "a larger model: a step takes less time than putting its batch together"),
+    "input": ("assembling batches", "a larger model: assembling a batch takes longer than a step"),
     "offload": ("transfers to the host", "memory.activation_offload=false, memory.cpu_offload=false, or more devices"),
 }
 
@@ -59,20 +57,20 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("--world-size", metavar="N", type=count, default=1, help="processes (default: 1)")
     parser.add_argument("--device", metavar="NAME", required=True, help=f"{', '.join(DEVICES)} or a FILE")
     parser.add_argument("--search", action="store_true", help="find the fastest layout that fits")
-    parser.add_argument("--price", metavar="X", type=float, help="of a device for an hour")
+    parser.add_argument("--price", metavar="X", type=float, help="price of a device per hour")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--calibrate", metavar="RUN", help="learn from a run on such a device: RUN/device.json")
+    parser.add_argument("--calibrate", metavar="RUN", help="learn from a run on the device: RUN/device.json")
     parser.add_argument("recipe", metavar="RECIPE", nargs="?")
     options, rest = parse_options(parser, arguments)
     if not (options.recipe or options.calibrate):
         parser.error("RECIPE is missing")
     if not (options.price or 0) >= 0:
-        parser.error(f"--price {options.price:g}: it must be 0 or more")
+        parser.error(f"--price {options.price:g}: set 0 or more")
 
-    gc.disable()  # what an import makes stays: to look for garbage in it takes a quarter of its time
+    gc.disable()  # imported objects stay; collecting among them takes a quarter of the import time
     from tune.plan import Job, calibrate
 
-    gc.freeze()  # nor is it looked for while layouts are traced (`tune.cli.main` unfreezes it), or at the end
+    gc.freeze()  # skips them while layouts are traced (`tune.cli.main` unfreezes), and at exit
     atexit.register(gc.freeze)
     gc.enable()
     device = device_named(options.device)
@@ -80,13 +78,13 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         file, table = Path(options.calibrate) / "device.json", device
         device = calibrate(file.parent, table, recipe_of_run(file.parent, options.recipe))
         speed = device.product_share / table.product_share
-        print(f"{file} is written: {speed:.3g} x {device.name}", file=sys.stderr)
+        print(f"wrote {file}: {speed:.3g} x {device.name}", file=sys.stderr)
     if not options.recipe:
         return
     cfg = without_data(options.recipe, rest)
     for key in ("model.path", "value.path", "teacher.path", "reference"):
         if is_on_the_hub(hub_id := str(OmegaConf.select(cfg, key))):
-            with hub(hub_id) as huggingface_hub:  # config.json is all that planning reads
+            with hub(hub_id) as huggingface_hub:  # planning reads nothing else
                 file = huggingface_hub.hf_hub_download(hub_id, "config.json")
             OmegaConf.update(cfg, key, str(Path(file).parent))
     job = Job(cfg, device, options.world_size, file_of(options.recipe))
@@ -96,7 +94,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         print(f"warning: {job.note}", file=sys.stderr)
     searches = options.search or any(isinstance(group, DictConfig) and group.get("auto") for group in cfg.values())
     if searches and (given := [each for each in rest if each.partition("=")[0] in job.chosen]):
-        print(f"warning: {' '.join(given)}: a search tries other layouts, too", file=sys.stderr)
+        print(f"warning: {' '.join(given)}: the search also tries other layouts", file=sys.stderr)
     plans = job.search() if searches else [job.plan(job.layout())]
     found = plans[0].as_dict()
     hours = (job.max_steps or 1e9 / plans[0].tokens) * plans[0].step_seconds / 3600
@@ -117,21 +115,21 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
 
 
 def file_of(recipe: str) -> Path:
-    """The file of a recipe, or that next to a config."""
+    """Return the file of a recipe, or the recipe next to a config."""
     is_config = recipe.endswith((".yaml", ".yml"))
     return Path(recipe).with_suffix(".py") if is_config else config.find_recipe(recipe)
 
 
 def recipe_of_run(run: Path, recipe: str | None) -> Path:
-    """The file of a run's recipe, by its name, or else that of the recipe that is planned. Raises TuneError."""
+    """Return the file of a run's recipe, or else the planned recipe. Raises TuneError if neither is known."""
     name = records.recipe_of(run) or recipe
     if name is None:
-        raise TuneError(f"--calibrate: {run} does not say which recipe it is of. Give the recipe, too")
+        raise TuneError(f"--calibrate: {run} does not name its recipe. Add RECIPE")
     return file_of(name)
 
 
 def without_data(recipe: str, rest: list[str]) -> DictConfig:
-    """The settings; a dataset need not be named."""
+    """Return the settings; the dataset may be missing."""
     try:
         return settings(recipe, rest)
     except TuneError as error:
@@ -141,11 +139,11 @@ def without_data(recipe: str, rest: list[str]) -> DictConfig:
 
 
 def show(found: dict[str, Any], plans: list[Any]) -> None:
-    """The first of the `plans`, as `found` has it, and why the others are not it."""
+    """Print the first plan, described by `found`, and why the other `plans` are worse."""
     from tune.run import size_in_words
 
     console, best = Console(soft_wrap=True, highlight=False), plans[0]
-    title = f"memory at its peak, in: {found['peak_at']}"
+    title = f"peak memory, during: {found['peak_at']}"
     sizes = Table("GiB of each process", "", title=title, title_justify="left")
     for part in best.memory:
         if part != "frozen" or found["memory_gib"][part]:

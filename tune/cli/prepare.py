@@ -1,7 +1,7 @@
-"""Tokenise the data of a run ahead of time: into the cache (dataset.cache_dir, else $TUNE_CACHE, else ~/.cache/tune).
-It prints what becomes of their rows. A run with the same data, tokenizer and settings then starts from there. Needs
-no weights and no GPU, unless `teacher.top_k` is given: then the teacher's predictions are kept there too. The
-arguments are those of `tune run`; RECIPE may be a config: then the recipe is the one that has its keys."""
+"""Tokenize the data of a run ahead of time. The cache is dataset.cache_dir, else $TUNE_CACHE, else ~/.cache/tune.
+It prints how many rows were kept, cut and dropped. A run with the same data, tokenizer and settings starts from the
+cache. It needs no weights and no GPU, except with `teacher.top_k`, which also stores the teacher's predictions. It
+takes the arguments of `tune run`. RECIPE may be a config; the recipe with its keys is then used."""
 
 import runpy
 from argparse import ArgumentParser
@@ -21,14 +21,14 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
 
     tokenizer = config.instantiate(cfg.tokenizer)
     if "max_prompt_len" in cfg:
-        print("prompts are read anew by each run: nothing is kept")
+        print("each run reads its prompts itself: nothing is cached")
         for name, prompts in prompts_of(cfg, tokenizer).items():
             print(f"{name}: {prompts.table()}")
         return
     dataset, validation = data_of(cfg, tokenizer)
     for part in filter(None, (dataset, validation)):
         if isinstance(part, Stream):
-            print(without_secrets(f"{part.name} is streamed: nothing of it is kept. Its first rows:"))
+            print(without_secrets(f"{part.name} is streamed: nothing is cached. Its first rows:"))
         print(part.accounting.table(), flush=True)
     found = warnings_about(parts_of(dataset, "training"), parts_of(validation, "validation"), tokenizer)
     print("\n  ".join(["warnings", *found] if found else ["no warnings"]), flush=True)

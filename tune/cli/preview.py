@@ -1,7 +1,6 @@
-"""Look at the data of a run before it starts: its first rows with the learned tokens marked, how they are packed,
-what becomes of all rows, how long they are, copies among them, and what looks wrong. Needs the tokenizer but no
-weights and no GPU. The arguments are those of `tune run`; RECIPE may be a config: then the recipe is the one that has
-its keys."""
+"""Show the data of a run before it starts: its first rows with learned tokens marked, packing, the counts of kept and
+dropped rows, lengths, duplicates and likely mistakes. It needs the tokenizer, but no weights and no GPU. It takes the
+arguments of `tune run`. RECIPE may be a config; the recipe with its keys is then used."""
 
 import io
 from argparse import ArgumentParser
@@ -39,7 +38,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.usage = f"tune preview {run} [--rows N] [--source NAME] [--html FILE]"
     parser.add_argument("--rows", metavar="N", type=count, default=3, help="show the first N rows (default: 3)")
     parser.add_argument("--source", metavar="NAME", help="only this: training, validation, or a source of a mixture")
-    parser.add_argument("--html", metavar="FILE", help="write a page instead")
+    parser.add_argument("--html", metavar="FILE", help="write an HTML page instead")
     parser.add_argument("recipe", metavar="RECIPE")
     options, rest = parse_options(parser, arguments)
     cfg = settings(options.recipe, rest)
@@ -47,7 +46,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     tokenizer = instantiate(cfg.tokenizer)
     if "max_prompt_len" in cfg:
         if options.html or options.source:
-            raise TuneError("--html and --source show what is learned; of prompts, only a text is shown")
+            raise TuneError("--html and --source need learned tokens, and prompts have none. Leave them out")
         for name, found in prompts_of(cfg, tokenizer).items():
             print(f"{name}: {found.table()}")
             for prompt in found.prompts[: options.rows]:
@@ -65,7 +64,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         tables = [part.accounting.table() for part in (training | held_out).values()]
         if not tables:
             hint = did_you_mean(options.source, names)
-            raise TuneError(f"--source {options.source}: there is no such part.{hint} There are {', '.join(names)}")
+            raise TuneError(f"--source {options.source}: there is no such part.{hint} The parts are {', '.join(names)}")
 
     shown = {name: (each, first_rows(each, tokenizer, options.rows)) for name, each in (training | held_out).items()}
     warnings = warnings_about(training, held_out, tokenizer)
@@ -76,9 +75,9 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         console = Console(
             file=io.StringIO(), record=True, force_terminal=True, color_system="truecolor", no_color=False
         )
-    colours = console.color_system is not None and not console.no_color
-    for line in report(shown, tables, warnings, colours):
-        if colours:
+    colors = console.color_system is not None and not console.no_color
+    for line in report(shown, tables, warnings, colors):
+        if colors:
             console.print(line, soft_wrap=True)
         else:
             print(line.plain)
@@ -86,15 +85,15 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         with explained(f"--html {options.html} cannot be written", OSError):
             Path(options.html).parent.mkdir(parents=True, exist_ok=True)
             console.save_html(options.html, code_format=HTML, inline_styles=True)
-        print(f"{options.html} is written; warnings: {len(warnings)}")
+        print(f"wrote {options.html}; warnings: {len(warnings)}")
 
 
-def report(parts: dict[str, tuple], tables: list[str], warnings: list[str], colours: bool) -> Iterator[Text]:
-    """The lines of the report on datasets and their first rows; without colours, with marks around what is learned."""
-    if colours:
-        yield Text.assemble("tokens that are ", ("learned", STYLES[True][0]), " or ", ("only read", STYLES[False][0]))
+def report(parts: dict[str, tuple], tables: list[str], warnings: list[str], colors: bool) -> Iterator[Text]:
+    """Yield the lines of the report on datasets and their first rows; without colors, marks enclose learned tokens."""
+    if colors:
+        yield Text.assemble("tokens are ", ("learned", STYLES[True][0]), " or ", ("only read", STYLES[False][0]))
     else:
-        yield Text(f"learned tokens stand between {MARKS[0]} and {MARKS[1]}")
+        yield Text(f"learned tokens are between {MARKS[0]} and {MARKS[1]}")
     for name, (dataset, rows) in parts.items():
         capacity = dataset.accounting.row_capacity
         for number, row in enumerate(rows, 1):
@@ -106,11 +105,11 @@ def report(parts: dict[str, tuple], tables: list[str], warnings: list[str], colo
                 is_learned = document.sample.labels != IGNORE
                 said = f"{len(document.tokens):,} tokens, {np.count_nonzero(is_learned):,} learned"
                 if document.sample.weights is not None:
-                    said += f", of the weight {document.sample.weights[is_learned].sum():,.1f}"
+                    said += f", total weight {document.sample.weights[is_learned].sum():,.1f}"
                 yield Text(f"sample {document.sample.index}: {said}", "italic")
-                # Two shades alternate, so that each token is seen.
+                # Two shades alternate to show token boundaries.
                 pieces = ((text, STYLES[is_learned][at % 2]) for at, (text, is_learned) in enumerate(document.tokens))
-                yield Text.assemble(*pieces) if colours else Text(marked(document))
+                yield Text.assemble(*pieces) if colors else Text(marked(document))
         yield Text(f"\n{name}, tokens per sample", "bold")
         yield from map(Text, _bars(histogram(dataset.lengths)))
         yield Text(f"copies of another sample: {dataset.copies:,} of {len(dataset.lengths):,}")

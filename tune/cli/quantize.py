@@ -1,6 +1,6 @@
-"""Write a model in int8, int4, FP8, MXFP4 or NF4, for vLLM and transformers: MODEL (a model folder, an adapter merged
-into its base, a run) with the linear layers of its blocks quantised, by int8 or fp8 with a scale for each row, by int4,
-mxfp4 or nf4 with one for each group of weights."""
+"""Quantize a model to int8, int4, FP8, MXFP4 or NF4, for vLLM and transformers. MODEL is a model folder, an adapter
+(merged into its base) or a run. Only linear layers of its blocks are quantized: int8 and fp8 with a scale for each row,
+int4, mxfp4 and nf4 with a scale for each group of weights."""
 
 from argparse import ArgumentParser
 
@@ -12,8 +12,8 @@ from tune.lookup import local_path
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("model", metavar="MODEL", type=local_path, help="a model folder, an adapter or a run")
     parser.add_argument("--to", required=True, choices=("int8", "int4", "fp8", "mxfp4", "nf4"))
-    parser.add_argument("--dynamic", action="store_true", help="int8, fp8: inputs too, when the model runs (W8A8)")
-    parser.add_argument("--out", required=True, metavar="FOLDER", type=local_path, help="to write: absent or empty")
+    parser.add_argument("--dynamic", action="store_true", help="int8, fp8: also quantize inputs at run time (W8A8)")
+    parser.add_argument("--out", required=True, metavar="FOLDER", type=local_path, help="to write; absent or empty")
     add_step(parser)
     options = parser.parse_args(arguments)
     with new_folder(options.out):

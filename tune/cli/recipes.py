@@ -1,4 +1,4 @@
-"""Recipes as verbs name them: their files, their settings, their data, and how one is run."""
+"""Recipes for verbs: find their files, settings and data, and run them."""
 
 import ast
 import re
@@ -21,7 +21,7 @@ from tune.rules import Facts
 
 
 def find(name: str) -> Path:
-    """The file of a recipe, or of a config: its name may lack .yaml where no recipe has that name."""
+    """Return the file of a recipe or config. A config's name may omit .yaml if no recipe has that name."""
     is_config = name.endswith(".yaml") or name in {*config.list_configs()} - {*config.list_recipes()}
     try:
         return config.find_config(name) if is_config else config.find_recipe(name)
@@ -31,12 +31,12 @@ def find(name: str) -> Path:
 
 
 def run_recipe(arguments: Sequence[str]) -> None:
-    """Run what `arguments` name as `tune run` does: a launcher and its options, the recipe, its settings."""
+    """Run a recipe as `tune run` does. `arguments`: a launcher and its options, the recipe, its settings."""
     name, others = parted([*arguments])
     if others in (["-h"], ["--help"]):
         launcher(name)(others, Path(), [], Path())
     options, recipe, settings = split(arguments)
-    sys.path.insert(0, str(recipe.resolve().parent))  # as `python` does: components beside the recipe can be named
+    sys.path.insert(0, str(recipe.resolve().parent))  # like `python`, so that components next to the recipe are found
     default = default_config(recipe)
     if default and {"-h", "--help"} & set(settings):
         print(
@@ -52,13 +52,14 @@ def run_recipe(arguments: Sequence[str]) -> None:
         launcher(name)(others, recipe, *with_folder(default, recipe, settings))
         return
     sys.argv = [str(recipe), *settings]
-    if default and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell may have it ignored
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `main(cfg)`: others' imports may swallow KeyboardInterrupt
+    if default and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell may ignore SIGINT
+        # Until `main(cfg)`: imports of other libraries may swallow KeyboardInterrupt.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     runpy.run_path(str(recipe), run_name="__main__")
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], Path, list[str]]:
-    """The launcher's options, the recipe and the recipe's own arguments."""
+    """Return the launcher's options, the recipe and the recipe's own arguments."""
     if not arguments[0].startswith("-"):
         return [], config.find_recipe(arguments[0]), list(arguments[1:])
     names = config.list_recipes()
@@ -66,12 +67,12 @@ def split(arguments: Sequence[str]) -> tuple[list[str], Path, list[str]]:
         if argument in names or argument.endswith(".py"):
             return list(arguments[:position]), config.find_recipe(argument), list(arguments[position + 1 :])
     raise TuneError(
-        f"no recipe stands behind the launcher's options: name one of {', '.join(names)}, or a file that ends with .py."
+        f"no recipe follows the launcher's options. Name one of {', '.join(names)}, or a file that ends in .py."
     )
 
 
 def check(default: str, settings: list[str]) -> None:
-    """Report wrong keys at once, then all else that is wrong with the settings, for which imports take seconds."""
+    """Report wrong keys at once, then all other errors in the settings, whose checks import for seconds."""
     _, found = config.read(default, settings, imports=False)
     if found:
         print("\n  ".join(["error: in the configuration:", *found]), file=sys.stderr, flush=True)
@@ -85,7 +86,7 @@ def check(default: str, settings: list[str]) -> None:
 
 
 def parted(options: list[str], default: str = "torchrun") -> tuple[str, list[str]]:
-    """The launcher that `--launcher` names, and the other options, which are its own."""
+    """Return the launcher named by `--launcher`, and its options."""
     parser = ArgumentParser("tune run", add_help=False, allow_abbrev=False)
     parser.add_argument("--launcher", default=default)
     chosen, others = parser.parse_known_args(options)
@@ -93,20 +94,20 @@ def parted(options: list[str], default: str = "torchrun") -> tuple[str, list[str
 
 
 def parse_options(parser: ArgumentParser, arguments: list[str]) -> tuple[Namespace, list[str]]:
-    """The options of a verb, and the settings of a recipe beside them. Raises TuneError if an option is unknown."""
+    """Return a verb's options and a recipe's settings. Raises TuneError for an unknown option."""
     options, rest = parser.parse_known_args(arguments)
     if unknown := [each for each in rest if re.match("-(?!-(config|debug)(=|$))", each)]:
         known = [each for each in parser._option_string_actions if each.startswith("--")]
         name, _, value = unknown[0].partition("=")
-        setting = f"Settings are given without dashes: {name.lstrip('-')}={value or '...'}"
+        setting = f"Write settings without dashes: {name.lstrip('-')}={value or '...'}"
         raise TuneError(f"{name}: is not an option.{did_you_mean(name, known)} --help lists them. {setting}")
     return options, rest
 
 
 def with_folder(default: str | None, recipe: Path, settings: list[str]) -> tuple[list[str], Path]:
-    """The settings with an `output_dir`, so that every attempt of a launcher has the same, and that folder."""
+    """Return the settings with an `output_dir`, so that all attempts of a launcher share it, and that folder."""
     cfg = config.read(default, settings, imports=False)[0] if default else {}
-    if default and not isinstance(cfg.get("output_dir"), str | None):  # a name that looks like a number
+    if default and not isinstance(cfg.get("output_dir"), str | None):  # a folder name that looks like a number
         cfg = config.read(default, settings)[0]
     if folder := cfg.get("output_dir"):
         return settings, config.local_folder(folder)
@@ -115,8 +116,10 @@ def with_folder(default: str | None, recipe: Path, settings: list[str]) -> tuple
 
 
 def default_config(recipe: Path) -> str | None:
-    """The default of the recipe's `@config.entrypoint("default")`, read without running it; None without one. Raises
-    TuneError if the file is no Python."""
+    """Return the default of the recipe's `@config.entrypoint("default")` without running it, or None without one.
+
+    Raises TuneError if the file is not Python.
+    """
     try:
         tree = ast.parse(recipe.read_text(encoding="utf-8"))
     except SyntaxError as error:
@@ -133,20 +136,20 @@ def default_config(recipe: Path) -> str | None:
 
 
 def settings(name: str, arguments: list[str]) -> DictConfig:
-    """The settings of a run, given its recipe or its config and what stands behind it on the command line."""
+    """Return a run's settings from its recipe or config and the arguments after it."""
     return config.load(*recipe_of(name, arguments))
 
 
 def recipe_of(name: str, arguments: list[str]) -> tuple[str, list[str]]:
-    """The default of that recipe, and the arguments with the config."""
+    """Return the recipe's default, and the arguments with the config."""
     is_config = name.endswith((".yaml", ".yml"))
     recipe = Path(name).with_suffix(".py") if is_config else config.find_recipe(name)
     default = default_config(recipe) if recipe.is_file() else None
     if default and (not is_config or Path(default) == Path(name)):
-        sys.path.insert(0, str(recipe.resolve().parent))  # components beside the recipe can be named
+        sys.path.insert(0, str(recipe.resolve().parent))  # finds components next to the recipe
         return default, arguments
     if not is_config:
-        raise TuneError(f"{recipe} does not name its settings: @config.entrypoint(...) is not in it")
+        raise TuneError(f"{recipe} does not name its settings: it has no @config.entrypoint(...). Add one")
     arguments = ["--config", name, *arguments]
     names = config.list_recipes()
     names = [recipe.stem] if recipe.stem in names else names
@@ -155,7 +158,7 @@ def recipe_of(name: str, arguments: list[str]) -> tuple[str, list[str]]:
 
 
 def data_of(cfg: DictConfig, tokenizer: Any, vocab_size: int | None = None) -> tuple[Any, Any]:
-    """The datasets that a recipe makes of its settings, to train and to validate on."""
+    """Return the training and validation datasets of a recipe's settings."""
     return config.instantiate_data(
         cfg.dataset, cfg.validation_dataset, tokenizer, vocab_size=vocab_size, max_seq_len=cfg.max_seq_len,
         packed=cfg.packed,
@@ -163,7 +166,7 @@ def data_of(cfg: DictConfig, tokenizer: Any, vocab_size: int | None = None) -> t
 
 
 def prompts_of(cfg: DictConfig, tokenizer: Any) -> dict[str, Any]:
-    """The training and validation prompts of a recipe that samples."""
+    """Return the training and validation prompts of a recipe that samples."""
     parts = {"training": cfg.dataset, "validation": cfg.validation_dataset}
     return {
         name: config.instantiate(part, tokenizer, max_prompt_len=cfg.max_prompt_len)

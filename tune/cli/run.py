@@ -1,14 +1,14 @@
-"""Run a recipe, on one process or by torchrun, Ray or SLURM: one that `tune ls` lists, or a script of your own (a path
-that ends with .py).
+"""Run a recipe in one process, or with torchrun, Ray or SLURM. RECIPE is a name from `tune ls`, or your own script (a
+path that ends in .py).
 
     tune run full_finetune model.path=./model dataset.path=./chats.jsonl
     tune run --nproc-per-node 8 my_recipe.py --config my.yaml global_batch_size=128
     tune run --launcher ray --nproc-per-node 8 full_finetune model.path=./model dataset.path=./chats.jsonl
     tune run --launcher slurm --nodes 4 --gpus-per-node 8 --time 24:00:00 full_finetune --config my.yaml
 
-What stands before RECIPE goes to the launcher: torchrun (`torchrun --help`), ray or slurm
-(`tune run --launcher ray --help`); what stands after it to the recipe (`tune run RECIPE --help` prints its settings).
-Without options the recipe runs in this process.
+Options before RECIPE go to the launcher: torchrun (`torchrun --help`), ray or slurm (`tune run --launcher ray --help`).
+Arguments after it go to the recipe (`tune run RECIPE --help` prints its settings). Without options, the recipe runs in
+this process.
 """
 
 from argparse import ArgumentParser

@@ -1,5 +1,5 @@
-"""List run folders with their state, step, loss and size: those in FOLDER (default: runs) and in the folders in it, the
-newest last."""
+"""List run folders with their state, step, loss and size, the newest last. It looks in FOLDER (default: runs) and in
+its subfolders."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from tune.errors import TuneError
 from tune.lookup import local_path
 from tune.records import Record, find, read
 
-TAIL = 1 << 20  # bytes of metrics.jsonl that are read: the last steps
+TAIL = 1 << 20  # bytes to read from the end of metrics.jsonl
 
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
@@ -27,7 +27,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     if any("reward" in run.columns for run in runs):
         names.append("reward")
     if not runs and not (options.json and folder.is_dir()):
-        raise TuneError(f"there are no run folders in {folder}. Give the folder that your runs are in")
+        raise TuneError(f"there are no run folders in {folder}. Name the folder of your runs")
     if options.json:
         print(json.dumps([described(run) for run in runs], indent=2))
         return
@@ -40,7 +40,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
 
 
 def described(run: Record) -> dict[str, Any]:
-    """A run as JSON has it; `metrics` are the last values of all metrics."""
+    """Return a run for JSON output; `metrics` are the last values of all metrics."""
     return {
         "path": str(run.path),
         "state": run.state,

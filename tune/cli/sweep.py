@@ -1,10 +1,10 @@
-"""Run a recipe once for each combination of values, by Ray Tune, and compare the runs.
+"""Run a recipe for each combination of values with Ray Tune, and compare the runs.
 
     tune sweep lora_finetune --over optimizer.lr=1e-5,2e-5 adapter.rank=8,16 --config my.yaml
     tune sweep full_finetune --over optimizer.lr=1e-5,2e-5,4e-5 --schedule asha --metric validation_loss model.path=...
 
-Each run is a process of its own, in a folder of its own below --out; as many go on at once as the cluster has room for.
-What stands behind RECIPE, other than options of the sweep, goes to the recipe.
+Each run is a process with its own folder below --out. As many runs as the cluster has room for go on at once. Arguments
+after RECIPE go to the recipe, except options of the sweep.
 """
 
 import functools
@@ -40,25 +40,25 @@ LONGEST = 120  # characters of a folder's name
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.usage = "tune sweep RECIPE --over KEY=A,B[,...] [KEY=...] [OPTIONS] [--config FILE_OR_NAME] [key=value ...]"
     parser.add_argument("recipe", metavar="RECIPE")
-    parser.add_argument("--over", nargs="+", required=True, metavar="KEY=A,B", help="every combination is a run")
+    parser.add_argument("--over", nargs="+", required=True, metavar="KEY=A,B", help="each combination is a run")
     parser.add_argument("--schedule", choices=["all", "asha"], default="all", help="asha ends runs that fall behind")
     parser.add_argument(
-        "--metric", default="loss", help="to compare by (default: loss); tasks say whether more is better"
+        "--metric", default="loss", help="to compare by (default: loss); tasks define whether more is better"
     )
     parser.add_argument("--grace", type=int, default=10, help="asha: steps that every run gets (default: 10)")
     parser.add_argument("--out", type=local_path, help="default: runs/sweep-TIME")
-    parser.add_argument("--address", help="of a Ray cluster; default: RAY_ADDRESS, or a new one on this machine")
+    parser.add_argument("--address", help="of a Ray cluster (default: RAY_ADDRESS, or a new one on this machine)")
     parser.add_argument("--cpus-per-run", type=int, default=1)
-    parser.add_argument("--gpus-per-run", type=int, help="default: 1 where the cluster has GPUs")
+    parser.add_argument("--gpus-per-run", type=int, help="default: 1 if the cluster has GPUs")
     options, settings = parse_options(parser, arguments)
     values, settings = swept(options.over, settings)
     recipe = config.find_recipe(options.recipe)
     out = (options.out or Path(f"runs/sweep-{datetime.now():%Y%m%d-%H%M%S}")).absolute()
     if out.exists() and not (out / "ray").is_dir() and (not out.is_dir() or any(out.iterdir())):
-        raise TuneError(f"--out {out} is not the folder of a sweep. Name one that is absent or empty")
+        raise TuneError(f"--out {out} is not a sweep folder. Name a folder that is absent or empty")
     runs = [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
     default = default_config(recipe)
-    found = [  # wrong keys and values are found before anything starts
+    found = [  # report wrong keys and values before any run starts
         config.load(str(default), [*settings, *(f"{key}={value}" for key, value in run.items())])
         for run in (runs if default else ())
     ]
@@ -93,13 +93,18 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
 def compare(
     out: Path, runs: Sequence[dict[str, str]], metric: str, more_is_better: bool, failed: Collection[str]
 ) -> bool:
-    """Write sweep.json and report.html, and print the table of the runs below `out`, the best one first. `failed` are
-    names of their folders. Returns whether a run has failed. Raises TuneError if none has the metric."""
+    """Write sweep.json and report.html, and print a table of the runs below `out`, the best first.
+
+    `failed` are the folder names of failed runs. Returns whether a run failed. Raises TuneError if no run has the
+    metric.
+    """
     rows = [row(out / name_of(run), run, metric, name_of(run) in failed) for run in runs]
     if not any(row["state"] == "failed" or row["value"] is not None for row in rows):
         known = sorted({name for run in runs for name in records.read(out / name_of(run)).columns})
         hint = f"{did_you_mean(metric, known)} They have {', '.join(known)}"
-        raise TuneError(f"--metric {metric}: no run has it.{hint}. tune report {in_shell(out)}/* compares them")
+        raise TuneError(
+            f"--metric {metric}: no run has this metric.{hint}. tune report {in_shell(out)}/* compares them"
+        )
     rows = ranked(rows, more_is_better)
     (out / "sweep.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     measured = [each for each in rows if each["value"] is not None]
@@ -112,16 +117,18 @@ def compare(
             for each in rows
         ]
     )
-    best = f"the {'highest' if more_is_better else 'lowest'} {metric} is the best, and first; "
+    best = f"the {'highest' if more_is_better else 'lowest'} {metric} is best and listed first; "
     if measured:
         is_ranked = measured[0]["state"] != "failed"
-        print(f"{best if is_ranked else ''}the curves over each other: {out / 'report.html'}")
+        print(f"{best if is_ranked else ''}all curves: {out / 'report.html'}")
     return any(each["state"] == "failed" for each in rows)
 
 
 def swept(over: Sequence[str], settings: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """The values of each key of `--over`, and the recipe's own arguments: among those of `--over` the first one with a
-    single value, and all behind it, are the recipe's too."""
+    """Return the values of each `--over` key, and the recipe's own arguments.
+
+    The first argument of `--over` with a single value, and all after it, belong to the recipe.
+    """
     values: dict[str, list[str]] = {}
     for position, each in enumerate(over):
         key, equals, text = each.partition("=")
@@ -130,18 +137,18 @@ def swept(over: Sequence[str], settings: Sequence[str]) -> tuple[dict[str, list[
             raise TuneError(f"--over: '{each}' is not KEY=A,B")
         if len(found) < 2:
             if not values:
-                raise TuneError(f"--over: {each} has one value. Give several, with commas: {key}=A,B")
+                raise TuneError(f"--over: {each} has one value. List several with commas: {key}=A,B")
             return values, [*over[position:], *settings]
         if key in values:
-            raise TuneError(f"--over: {key} is given twice")
+            raise TuneError(f"--over: {key} occurs twice. Give it once")
         if twice := [value for value in found if found.count(value) > 1]:
-            raise TuneError(f"--over: {key} has the value {twice[0]} twice. Give each value once")
+            raise TuneError(f"--over: {key} has the value {twice[0]} twice. List each value once")
         values[key] = found
     return values, list(settings)
 
 
 def told_by_tasks(metric: str, found: Sequence[Any]) -> dict[str, bool | None]:
-    """Whether more is better, by the metrics of the tasks of the runs with these settings, if `metric` can be one."""
+    """Return, for the task metrics of these settings, whether more is better; {} for other metrics."""
     told: dict[str, bool | None] = {}
     if "/" not in metric:
         return told
@@ -157,19 +164,19 @@ def told_by_tasks(metric: str, found: Sequence[Any]) -> dict[str, bool | None]:
 
 
 def ranked(rows: list[dict[str, Any]], more_is_better: bool) -> list[dict[str, Any]]:
-    """The best first; last what has failed, whatever its value was by then, and what has no value."""
+    """Sort rows, the best first. Failed runs and runs without a value come last."""
     sign = -1 if more_is_better else 1
     return sorted(rows, key=lambda row: (row["state"] == "failed", row["value"] is None, sign * (row["value"] or 0)))
 
 
 def value_of(row: dict[str, Any]) -> str:
-    """The last value of the metric, and its step if that is not the last."""
+    """Return the last value of the metric, with its step if it is not the last step."""
     late = f" (step {row['step']})" if row["step"] not in (None, row["steps"]) else ""
     return "" if row["value"] is None else f"{row['value']}{late}"
 
 
 def separated(text: str) -> list[str]:
-    """The values in A,B. A list or a group is one value, and so is what stands in double quotes: "a,b",c."""
+    """Split A,B into values. A list, a group or a double-quoted text is one value: "a,b",c."""
     values = re.findall(r'(?:"(?:[^"\\]|\\.)*"|\[[^]]*\]|\{[^}]*\}|[^,])+', text)
     for place, value in enumerate(values):
         with suppress(ValueError):
@@ -179,7 +186,7 @@ def separated(text: str) -> list[str]:
 
 
 def train(parameters: dict[str, Any]) -> None:
-    """In a worker of Ray Tune: the run as a process, whose metrics are reported. Where Ray ends it early, it saves."""
+    """Start the run as a process in a Ray Tune worker and report its metrics. It saves if Ray ends it early."""
     from ray import tune as ray_tune
 
     from tune.distributed import end_with_parent
@@ -206,11 +213,11 @@ def train(parameters: dict[str, Any]) -> None:
         process.terminate()
         process.wait()
     if process.returncode:
-        raise TuneError(f"{shlex.join(settings)} has ended with {process.returncode}: see {folder / 'output.txt'}")
+        raise TuneError(f"{shlex.join(settings)} exited with code {process.returncode}. See {folder / 'output.txt'}")
 
 
 def measured(folder: Path, metric: str) -> list[tuple[int, float]]:
-    """The steps of a run that have a metric, and its values there."""
+    """Return the steps of a run that have a metric, with its values."""
     if not (folder / "metrics.jsonl").exists():
         return []
     steps, values = records.read(folder).known(metric)
@@ -218,7 +225,7 @@ def measured(folder: Path, metric: str) -> list[tuple[int, float]]:
 
 
 def name_of(run: dict[str, str]) -> str:
-    """The folder of a run, by its values; with a digest of them where the name cannot have all of them as they are."""
+    """Return a run's folder name from its values, with a digest if the name cannot hold them all unchanged."""
     name = ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in run.items())
     if len(name) <= LONGEST and all(re.fullmatch(r"[\w.+-]*", value, re.ASCII) for value in run.values()):
         return name
@@ -227,7 +234,7 @@ def name_of(run: dict[str, str]) -> str:
 
 
 def row(folder: Path, run: dict[str, str], metric: str, failed: bool) -> dict[str, Any]:
-    """What became of a run. One that Ray has ended early may have had no time to note it."""
+    """Return a run's result. A run that Ray ended early may not have recorded its end."""
     steps, values = [0, *(step for step, _ in measured(folder, "step"))], measured(folder, metric)
     is_done = (folder / "run.json").exists() and records.read(folder).state == "done"
     state = "done" if is_done else "ended early"

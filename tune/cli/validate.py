@@ -1,6 +1,6 @@
-"""Tell what is wrong with a run before it starts: settings and their combinations, the model's files, data, layout. No
-weights are read, and neither the processes nor the device need be here. Exit code 1 if there is an error. The arguments
-are those of `tune run`."""
+"""Find errors in a run before it starts: in settings and their combinations, model files, data and layout. It reads no
+weights, and needs neither the processes nor the device. Exit code 1 if there is an error. It takes the arguments of
+`tune run`."""
 
 import atexit
 import gc
@@ -21,16 +21,16 @@ ROWS = 1000
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
     run = "RECIPE [--config FILE_OR_NAME] [key=value ...]"
     parser.usage = f"tune validate {run} [--world-size N] [--device NAME] [--all] [--strict] [--json]"
-    parser.add_argument("--world-size", metavar="N", type=count, default=1, help="so many processes (default: 1)")
+    parser.add_argument("--world-size", metavar="N", type=count, default=1, help="number of processes (default: 1)")
     parser.add_argument(
-        "--device", metavar="NAME", help="cpu, mps, cuda, or one of `tune plan` (default: what is here)"
+        "--device", metavar="NAME", help="cpu, mps, cuda, or a device of `tune plan` (default: this machine's)"
     )
-    parser.add_argument("--all", action="store_true", help=f"read all rows of the data, not only the first {ROWS:,}")
-    parser.add_argument("--strict", action="store_true", help="a setting that a run would change is an error")
+    parser.add_argument("--all", action="store_true", help=f"read all rows of the data instead of the first {ROWS:,}")
+    parser.add_argument("--strict", action="store_true", help="report settings that a run would change as errors")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("recipe", metavar="RECIPE")
     options, rest = parser.parse_known_args(arguments)
-    gc.disable()  # what an import makes stays: to look for garbage in it takes a quarter of its time
+    gc.disable()  # imported objects stay; collecting among them takes a quarter of the import time
     from tune import devices
     from tune.rules import Finding, Level
     from tune.validate import validate
@@ -38,7 +38,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     kind, capability = options.device, None
     rows = None if options.all else ROWS
     try:
-        parse_options(parser, arguments)  # one that is unknown is a finding too
+        parse_options(parser, arguments)  # an unknown option is also a finding
         if kind not in (None, "cpu", "mps", "cuda"):
             known = devices.device(kind)
             kind, capability = "cpu" if known.is_host else "cuda", known.capability
@@ -49,11 +49,11 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         defaults = config.read_file(config.find_config(default))
         machine = {"processes": options.world_size, "device": kind, "capability": capability}
         found = validate(file, cfg, problems, defaults=defaults, **machine, rows=rows, strict=options.strict)
-    except TuneError as error:  # an option that is unknown, a recipe or a config that is not there
+    except TuneError as error:  # an unknown option, or a missing recipe or config
         found = [Finding(Level.ERROR, "", str(error))]
     finally:
         gc.enable()
-        atexit.register(gc.freeze)  # nor is it looked for at the end
+        atexit.register(gc.freeze)  # skips them at exit too
     counts = {level: sum(finding.level == level for finding in found) for level in ("error", "changed", "warning")}
     if options.json:
         print(json.dumps({**counts, "findings": [asdict(finding) for finding in found]}, indent=2))

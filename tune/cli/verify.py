@@ -1,13 +1,12 @@
-"""Prove that what is shipped is what was trained: ARTIFACT is opened by the program that people will open it with, and
-its tokens, chat template, stop tokens, greedy answers and perplexity are compared with the run's own model. Exit code
-1 if one differs.
+"""Check that an exported model equals the trained one. It opens ARTIFACT in the program that users will use, and
+compares tokens, chat template, stop tokens, greedy answers and perplexity with the run's own model. Exit code 1 if one
+differs.
 
     tune export runs/mine --to gguf --out mine.gguf && tune verify mine.gguf --against runs/mine
     tune verify ./merged --against runs/mine --prompts questions.jsonl
     tune verify ./int4 --against runs/mine --with vllm
 
-A GGUF file is opened by llama.cpp, an adapter by PEFT, another folder by transformers, or with vLLM where that is
-installed.
+llama.cpp opens a GGUF file, PEFT an adapter, and transformers any other folder. vLLM opens models if it is installed.
 """
 
 import sys
@@ -25,9 +24,9 @@ from tune.lookup import local_path
 
 PROGRAMS = ("transformers", "peft", "llama.cpp", "vllm")
 ANSWER = 32  # tokens
-NOISE, NOISE_OF_16_BITS = 0.002, 0.03  # nats that programs differ by that compute in fp32, in 16 bits
-PROMPT = 4096  # tokens that an answer and what is before it may have
-# Settings of a dataset that say how its rows are read.
+NOISE, NOISE_OF_16_BITS = 0.002, 0.03  # nats by which programs differ in fp32 and in 16 bits
+PROMPT = 4096  # maximum tokens of a prompt and its answer
+# Settings of a dataset that decide how rows are read.
 READING = ("split", "subset", "format", "columns", "ignore", "kind")
 
 
@@ -37,31 +36,31 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         "[--tolerance NATS] [--device NAME] [--dtype TYPE]"
     )
     parser.add_argument("artifact", metavar="ARTIFACT", type=local_path, help="a .gguf file, a model or an adapter")
-    parser.add_argument("--against", required=True, metavar="RUN", help="the run (or a model, an adapter) it is of")
+    parser.add_argument("--against", required=True, metavar="RUN", help="the run, model or adapter it was made from")
     add_step(parser)
     parser.add_argument(
         "--with",
         dest="program",
         choices=PROGRAMS,
         metavar="PROGRAM",
-        help=f"that opens ARTIFACT: {', '.join(PROGRAMS)}",
+        help=f"program to open ARTIFACT: {', '.join(PROGRAMS)}",
     )
-    file = "texts to ask, as for tune generate (default: rows that the run was validated or trained on)"
+    file = "prompts, as for tune generate (default: rows from the run's validation or training data)"
     parser.add_argument("--prompts", metavar="FILE", help=file)
-    parser.add_argument("--limit", metavar="N", type=count, default=8, help="how many texts (default: 8)")
-    parser.add_argument("--tokens", metavar="N", type=count, default=128, help="of a text, at most (default: 128)")
-    nats = "by which a token may differ (default: twice what rounding to the type of ARTIFACT changes)"
+    parser.add_argument("--limit", metavar="N", type=count, default=8, help="number of texts (default: 8)")
+    parser.add_argument("--tokens", metavar="N", type=count, default=128, help="most tokens of a text (default: 128)")
+    nats = "allowed difference per token (default: twice the effect of rounding to ARTIFACT's type)"
     parser.add_argument("--tolerance", metavar="NATS", type=float, help=nats)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps (default: auto)")
-    dtype = "to compute in: bf16, fp16 or fp32 (default: fp32)"
+    dtype = "type of the computation: bf16, fp16 or fp32 (default: fp32)"
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="fp32", metavar="TYPE", help=dtype)
     options = parser.parse_args(arguments)
     if options.tolerance is not None and not options.tolerance > 0:
-        parser.error(f"--tolerance {options.tolerance}: give a number above 0")
+        parser.error(f"--tolerance {options.tolerance}: set a number above 0")
     if options.tokens < 2:
-        parser.error(f"--tokens {options.tokens}: the first token of a text is not predicted; give 2 or more")
+        parser.error(f"--tokens {options.tokens}: the first token of a text is not predicted. Set 2 or more")
     checks = verify(options)
-    words = {True: "same", False: "DIFFERENT", None: "cannot be told"}
+    words = {True: "same", False: "DIFFERENT", None: "not comparable"}
     rows = [(*astuple(each)[:5], words[each.is_same]) for each in checks]
     print_table([("check", "run", "artifact", "difference", "tolerance", ""), *rows])
     different = [each for each in checks if each.is_same is False]
@@ -72,16 +71,16 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
 
 
 def verify(options: Namespace) -> list[Any]:
-    """The checks of the artifact. One of the two models is in memory at a time."""
+    """Return the checks of the artifact. Only one of the two models is in memory at a time."""
     from tune import distributed
     from tune.peft import exported_folder, open_model, step_of
     from tune.verify import ask, compare, computed_in, open_program, type_of
 
     artifact: Path = options.artifact
     if not artifact.exists():
-        raise TuneError(f"{artifact}: there is no such file or folder")
+        raise TuneError(f"{artifact}: no such file or folder")
     run, step = step_of(options.against, options.step)
-    # Of a run that has merged its adapter too, the adapter: then what it changes can be told.
+    # Take the adapter even if the run has also merged it, so that its effect can be measured.
     against = exported_folder(run, "adapter") if step is None and run.is_dir() else run
     opened = open_model(against, step=step)
     stored = type_of(artifact, opened.folders.base)
@@ -90,7 +89,7 @@ def verify(options: Namespace) -> list[Any]:
     asked = probes_of(options, run, tokenizer, room)
     probes = [probe for probe in asked if len(probe.prompt) <= room and len(probe.ids) > 1]
     if not probes:
-        raise TuneError(f"of the texts to ask none has 2 tokens or more, and a prompt of {room:,} or fewer")
+        raise TuneError(f"no text has at least 2 tokens and a prompt of at most {room:,} tokens. Use other --prompts")
     device = distributed.init(options.device).device
     context = max(max(len(each.prompt) + ANSWER, len(each.ids)) for each in probes) + 16
     with open_program(artifact, options.program, device, options.dtype, context) as program:
@@ -106,7 +105,7 @@ def verify(options: Namespace) -> list[Any]:
 
 
 def probes_of(options: Namespace, run: Path, tokenizer: Any, room: int) -> list[Any]:
-    """What both are asked: rows of the file, or of the run's data, or texts that are shipped."""
+    """Return the probes for both models: from the file, from the run's data, or from the texts shipped with tune."""
     from tune.datasets import placed_rows
     from tune.verify import probes_of_prompts, probes_of_texts
 
@@ -116,13 +115,15 @@ def probes_of(options: Namespace, run: Path, tokenizer: Any, room: int) -> list[
     try:
         return probes_of_run(options, run, tokenizer, room)
     except TuneError as error:
-        print(f"the texts that are shipped are asked (--prompts gives others): {error}", file=sys.stderr)
+        print(f"using the shipped texts (--prompts sets others): {error}", file=sys.stderr)
         return probes_of_texts(tokenizer, options.tokens)[: options.limit]
 
 
 def probes_of_run(options: Namespace, run: Path, tokenizer: Any, room: int) -> list[Any]:
-    """Rows that the run was validated on, else trained on. Raises TuneError if they cannot be read. No code runs that
-    its settings name, which may be another person's."""
+    """Return probes from the run's validation data, or else its training data. Raises TuneError if unreadable.
+
+    It runs no code named in the run's settings, because another person may have written it.
+    """
     from tune.datasets import load, load_prompts
     from tune.verify import probes_of_data, probes_of_prompts
 
@@ -141,13 +142,15 @@ def probes_of_run(options: Namespace, run: Path, tokenizer: Any, room: int) -> l
 
 
 def data_of_run(run: Path) -> tuple[str, str, dict[str, Any]]:
-    """The component, the path, and how rows are read, of the data that a run was validated on, else trained on. Raises
-    TuneError if it names none that can be read without its code."""
+    """Return component, path and reading settings of a run's validation data, or else its training data.
+
+    Raises TuneError if no data can be read without the run's own code.
+    """
     from omegaconf import OmegaConf
 
     files = sorted(run.glob("config*.yaml"), key=lambda file: (len(file.name), file.name))
     if not files:
-        raise TuneError(f"{run} has no config.yaml, which says what it was trained on")
+        raise TuneError(f"{run} has no config.yaml, which names its training data")
     settings: Any = OmegaConf.to_container(OmegaConf.load(files[-1]), resolve=True)
     groups = [settings.get(name) for name in ("validation_dataset", "dataset")]
     groups = [group for group in groups if isinstance(group, dict)]
@@ -156,10 +159,10 @@ def data_of_run(run: Path) -> tuple[str, str, dict[str, Any]]:
         groups += [{**training, **source} for source in sources.values() if isinstance(source, dict)]
     group = next((group for group in groups if isinstance(group.get("path"), str)), None)
     if group is None:
-        raise TuneError(f"{files[-1]} names no path of data")
+        raise TuneError(f"{files[-1]} names no data path")
     component, path = str(group.get("_component_")), group["path"]
     reading = {name: training[name] for name in ("format", "columns", "ignore", "kind") if training.get(name)}
     reading |= {name: group[name] for name in READING if group.get(name)}
     if not component.startswith("tune.datasets.") or path.startswith("python:") or "." in str(reading.get("format")):
-        raise TuneError(f"{files[-1]}: {path} is read by code of its own, which is not run here")
+        raise TuneError(f"{files[-1]}: {path} needs custom code, which tune verify does not run")
     return component, path, reading

@@ -1,5 +1,5 @@
-"""Show a run in the terminal while it goes on: its curve, last metrics, when it will end, warnings; and what its report
-has, as far as the height allows. It ends with the run, then shows all, or by Ctrl-C, which leaves the run alone."""
+"""Watch a run in the terminal: curve, last metrics, time left, warnings, and as much of its report as fits. It ends
+with the run and then shows the whole report. Ctrl-C ends the watch, not the run."""
 
 import sys
 import time
@@ -18,9 +18,9 @@ from tune.lookup import local_path
 from tune.records import TEMPLATES, Record, changed, number, read, samples, seconds, uses
 
 LINES, BLOCKS = 8, " ▁▂▃▄▅▆▇█"  # of the curve
-CURVES = ("validation_loss", "validation_reward", "grad_norm", "lr")  # that have a line of their own, first
+CURVES = ("validation_loss", "validation_reward", "grad_norm", "lr")  # with a line of their own, first
 NO_BREAK = "\N{NO-BREAK SPACE}"
-RECENT = 50  # steps whose speed is that of the run
+RECENT = 50  # steps that the shown speed is measured over
 
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
@@ -37,21 +37,21 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
                 if len(console.render_lines(Group(*parts, line))) > room:
                     break
                 parts.append(line)
-            live.update(Group(*parts), refresh=run.state == "running")  # the last is shown at the end, as long as it is
+            live.update(Group(*parts), refresh=run.state == "running")  # at the end the last view is shown in full
             if run.state != "running":
                 break
-            time.sleep(max(1.0, 5 * (time.monotonic() - began)))  # a long run takes seconds to read
+            time.sleep(max(1.0, 5 * (time.monotonic() - began)))  # reading a long run takes seconds
     if not console.is_terminal:
         console.line()  # there Live does
 
 
 def view(run: Record, width: int) -> Iterator[RenderableType]:
-    """What is shown of a run on so many columns."""
-    colour = {"running": "cyan", "done": "green"}.get(run.state, "red")
-    yield Text.assemble((str(run.path), "bold"), "  ", (run.state, colour), f"  {run.facts.get('error') or ''}")
+    """Yield the main view of a run, for a terminal of `width` columns."""
+    color = {"running": "cyan", "done": "green"}.get(run.state, "red")
+    yield Text.assemble((str(run.path), "bold"), "  ", (run.state, color), f"  {run.facts.get('error') or ''}")
     steps, times = run.known("time")
     if not len(steps):
-        yield Text("no step is finished yet")
+        yield Text("no step has finished yet")
         return
     total = run.facts.get("steps", 0)
     pace = (times[-1] - times[-RECENT:][0]) / max(1, steps[-1] - steps[-RECENT:][0])
@@ -75,7 +75,7 @@ def main_curve(run: Record) -> str:
 
 
 def details(run: Record, width: int) -> Iterator[Text]:
-    """What the report has beside that, in its own words, the most telling first."""
+    """Yield the other parts of the report, the most informative first."""
     yield from curves(run, CURVES, width)
     if parts := [f"{part} {TEMPLATES.filters['duration'](each)}" for part, each in seconds(run).items()]:
         yield Text("time: " + ", ".join(parts))
@@ -95,7 +95,7 @@ def details(run: Record, width: int) -> Iterator[Text]:
 
 
 def beginnings(texts: dict[str, str], width: int) -> Iterator[Text]:
-    """By title about three lines of each text, and in another colour what is learned of it."""
+    """Yield about three lines of each text after its title, with learned tokens in another color."""
     for title, text in texts.items():
         if text:
             line = Text(f"{title}: {' '.join(text.split())}")
@@ -105,7 +105,7 @@ def beginnings(texts: dict[str, str], width: int) -> Iterator[Text]:
 
 
 def curves(run: Record, names: Iterable[str], width: int) -> Iterator[Text]:
-    """A line for each of these metrics with two values or more, all of them finite."""
+    """Yield a line for each of these metrics that has at least two values, all finite."""
     for name in names:
         values = run.known(name)[1]
         if np.isfinite(values).all() and len(values) > 1:
@@ -113,7 +113,7 @@ def curves(run: Record, names: Iterable[str], width: int) -> Iterator[Text]:
 
 
 def curve(values: np.ndarray, width: int, lines: int = LINES) -> list[str]:
-    """Lines of blocks from the lowest to the highest value, at most `width` wide: a column is the mean of a stretch."""
+    """Return lines of block characters, at most `width` wide. Each column is the mean of consecutive values."""
     means = np.array([part.mean() for part in np.array_split(values, min(width, len(values)))])
     span = np.ptp(means) or 1.0
     eighths = np.rint((means - means.min()) / span * (8 * lines - 1)).astype(int) + 1

@@ -9,7 +9,7 @@ from tune.config.paths import find_config, find_default, find_recipe, list_confi
 from tune.config.signature import signature_of
 from tune.config.text import Layer, parse
 
-# Other names are for the packages of `tune` alone.
+# Other names are internal to `tune`.
 __all__ = [
     "entrypoint",
     "find_config",

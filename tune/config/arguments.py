@@ -1,9 +1,10 @@
-"""Types of settings, from the arguments that a recipe passes them as:
+"""Types of settings, derived from the arguments that a recipe passes them to:
 
     world = distributed.init(cfg.device, **cfg.parallel)
 
-`device` has the type of init's first argument, and `parallel.tp` that of its argument `tp`. A recipe's own functions
-count too: `def advantages(rewards, baseline: Literal["mean", "leave_one_out"])`. The recipe is read, not run.
+`device` has the type of init's first argument, and `parallel.tp` the type of its argument `tp`. A recipe's own
+functions also count: `def advantages(rewards, baseline: Literal["mean", "leave_one_out"])`. The recipe is parsed, not
+run.
 """
 
 import ast
@@ -33,11 +34,12 @@ REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
 def types_of_settings(recipe: Path, default: Values, values: Values | None = None) -> dict[str, Any]:
-    """The types of the settings that the file `recipe` passes on as they are, by their dotted keys.
+    """Return the types of the settings that the file `recipe` passes on unchanged, by dotted keys.
 
-    `default` are the recipe's own settings, `values` those of a run, which may name other components. A setting that is
-    passed on twice has the first type that is known, before it one with a range, or any of them if each call is under
-    an `if`. What cannot be read, as it is computed, changed or imported in vain, has none.
+    `default` are the recipe's own settings; `values` are a run's settings, which may name other components. A setting
+    that is passed on twice has the first known type, but a type with a range takes precedence. If all calls are under
+    an `if`, the setting may have any of their types. Settings that are computed or changed, or whose function cannot be
+    imported, have no type.
     """
     try:
         script = Script(ast.parse(recipe.read_bytes()))
@@ -62,26 +64,26 @@ def types_of_settings(recipe: Path, default: Values, values: Values | None = Non
     return found
 
 
-# What a setting is where `if cfg.key:` is around the call.
+# The type of a setting that is off, for calls under `if cfg.key:`.
 OFF = Annotated[Any, Range("off (false, 0 or null)", lambda value: not value)]
 
 
 @dataclass
 class _Arguments:
-    """The types of a function's arguments, None of those whose type is not known."""
+    """The types of a function's arguments, None where unknown."""
 
     positional: list[Any] = field(default_factory=list)
     named: dict[str, Any] = field(default_factory=dict)
 
 
 class _Reader:
-    """What a script passes its settings as."""
+    """Finds the arguments that a script passes its settings to."""
 
     def __init__(self, default: Values, values: Values, script: Script) -> None:
         self.default, self.values, self.script = default, values, script
         self.component = functools.cache(signature_of)
-        self.imported = functools.cache(_imported)  # a module that fails is not run again
-        self.whole = {  # arguments that are all settings
+        self.imported = functools.cache(_imported)  # a failed import is not repeated
+        self.whole = {  # arguments that hold all settings
             node.args.args[0] for node in script.functions if node.args.args
             and any("entrypoint" in ast.unparse(each) for each in node.decorator_list)
         }  # fmt: skip
@@ -89,7 +91,7 @@ class _Reader:
             self.whole |= found
 
     def _passed_on(self) -> set[ast.arg]:
-        """The arguments of the script's functions that are all settings in each call."""
+        """Return the arguments of the script's functions that hold all settings in each call."""
         given: dict[ast.arg, bool] = {}
         for call in self.script.calls:
             function = call.scope.find(call.node.func.id)[0] if isinstance(call.node.func, ast.Name) else None
@@ -99,14 +101,14 @@ class _Reader:
         return {argument for argument, is_whole in given.items() if is_whole}
 
     def settings_of(self, call: Call) -> Typed:
-        """The settings among the arguments of a call."""
+        """Yield the settings among the arguments of a call."""
         node, scope = call.node, call.scope
         values = [*node.args, *(each.value for each in node.keywords)]
         if not any(True for value in values for _ in self._passed("**", value, call)):
-            return  # and what it calls is not imported
+            return  # without importing the called function
         known = self._arguments(node.func, scope)
         if node.args and getattr(self._object(node.func, scope), "__module__", "") == instantiate.__module__:
-            # `instantiate(cfg.schedule, total_steps=...)` passes on what it does not know itself.
+            # `instantiate(cfg.schedule, total_steps=...)` passes other arguments on to the component.
             path = self._path(node.args[0], scope)
             of_component = _arguments_of(self.component(path)) if path else _Arguments()
             known.positional += of_component.positional
@@ -119,7 +121,7 @@ class _Reader:
             yield from self._typed(each.arg or "**", each.value, call, known.named)
 
     def referred(self, group: Values) -> Typed:
-        """The settings that arguments of components are taken from, as `${key}`."""
+        """Yield the settings that components' arguments refer to as `${key}`."""
         component = group.get(COMPONENT)
         kinds = _arguments_of(self.component(component)).named if isinstance(component, str) else {}
         for name, value in group.items():
@@ -129,7 +131,7 @@ class _Reader:
                 yield key[1], kinds[name]
 
     def key(self, node: ast.expr, scope: Scope, depth: int = 0) -> str | None:
-        """The dotted key of `cfg.model.path` or `cfg["model"]["path"]`, "" for all settings, None for anything else."""
+        """Return the dotted key of `cfg.model.path` or `cfg["model"]["path"]`; "" for all settings, None otherwise."""
         match node:
             case ast.Name(id=name):
                 bound, where = scope.find(name)
@@ -144,7 +146,7 @@ class _Reader:
         return None
 
     def _passed(self, name: str, value: ast.expr, call: Call) -> Iterator[tuple[str, str, list[ast.expr]]]:
-        """The settings in the argument `name`, "**" for `**value`: the argument of each, its key, the tests."""
+        """Yield argument, key and tests of each setting in the argument `name` ("**" for `**value`)."""
         bound = call.scope.find(value.id)[0] if isinstance(value, ast.Name) else value
         match bound:
             case ast.IfExp(test=test, body=one, orelse=other) if bound is value:
@@ -172,7 +174,7 @@ class _Reader:
                     yield from _parts(part, kind | OFF if is_off else kind)
 
     def _tested(self, test: ast.expr, scope: Scope) -> Iterator[tuple[str, bool]]:
-        """The settings in a condition, and whether it is only that they are not off."""
+        """Yield the settings in a condition, and whether the condition only tests that they are not off."""
         match test:
             case ast.BoolOp(values=values):
                 for each in values:
@@ -189,17 +191,17 @@ class _Reader:
                         yield key, False
 
     def _arguments(self, function: ast.expr, scope: Scope) -> _Arguments:
-        """The types of what a call gives a function."""
+        """Return the argument types of the called function."""
         if isinstance(function, ast.Name):
             bound, where = scope.find(function.id)
-            if isinstance(bound, ast.FunctionDef) and not bound.decorator_list:  # one may change the arguments
+            if isinstance(bound, ast.FunctionDef) and not bound.decorator_list:  # a decorator may change the arguments
                 return self._of_script(bound.args, where)
         if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
             kind = self._class_of(function.value.id, scope)
             with suppress(Exception):  # a property of the class
                 if method := getattr(kind, function.attr, None):
                     known = _arguments_of(signature(method))
-                    if inspect.isfunction(inspect.getattr_static(kind, function.attr)):  # it gets the object too
+                    if inspect.isfunction(inspect.getattr_static(kind, function.attr)):  # drop `self`
                         del known.positional[:1]
                     return known
         found = self._object(function, scope)
@@ -217,7 +219,7 @@ class _Reader:
         return _Arguments([kinds.get(each.arg) for each in places], {each.arg: kinds.get(each.arg) for each in named})
 
     def _class_of(self, variable: str, scope: Scope) -> type[Any] | None:
-        """The class of what a variable holds, where a call of it, or of a function that returns one, made that."""
+        """Return the class of a variable's value, if a call of the class or of an annotated function made it."""
         call, scope = scope.find(variable)
         if not isinstance(call, ast.Call):
             return None
@@ -226,18 +228,18 @@ class _Reader:
             path = self._path(call.args[0], scope) if call.args else ""
             made = _located(path) if path else None
         if not inspect.isclass(made):
-            with suppress(Exception):  # what is returned is imported for type checkers alone
+            with suppress(Exception):  # the return type is only imported for type checkers
                 made = get_type_hints(made).get("return")
         return made if inspect.isclass(made) else None
 
     def _path(self, node: ast.expr, scope: Scope) -> str:
-        """The dotted path of the component that a group of settings names."""
+        """Return the dotted path of the component that a group of settings names."""
         group = _get(self.values, self.key(node, scope) or "")
         path = group.get(COMPONENT) if isinstance(group, dict) else None
         return path if isinstance(path, str) else ""
 
     def _object(self, node: ast.expr, scope: Scope) -> Any:
-        """What an imported name stands for, None if that is not known."""
+        """Return the object of an imported name, or None if unknown."""
         if isinstance(node, ast.Attribute):
             found = self._object(node.value, scope)
             return None if found is None else self._taken(found, node.attr)
@@ -256,8 +258,8 @@ class _Reader:
         return None
 
     def _taken(self, found: Any, name: str) -> Any:
-        """An attribute, or a module of a package."""
-        with suppress(Exception):  # of a module that imports it only now
+        """Return an attribute, or a module of a package."""
+        with suppress(Exception):  # a lazy import may fail
             if hasattr(found, name) or not isinstance(found, ModuleType):
                 return getattr(found, name, None)
             return self.imported(f"{found.__name__}.{name}")
@@ -266,7 +268,7 @@ class _Reader:
     def _evaluated(self, annotation: ast.expr | None, scope: Scope) -> Any:
         if annotation is None:
             return None
-        with suppress(Exception):  # it needs what is not imported, or is of the script
+        with suppress(Exception):  # it needs names that are not imported, or that the script defines
             if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
                 return self._evaluated(ast.parse(annotation.value, mode="eval").body, scope)
             names = {each.id: self._object(each, scope) for each in ast.walk(annotation) if isinstance(each, ast.Name)}
@@ -299,9 +301,9 @@ def _arguments_of(found: Signature) -> _Arguments:
 
 
 def _known(annotation: Any) -> Any:
-    """A type, None of what YAML has no values for."""
+    """Return a type, or None if YAML cannot express its values."""
     parts = get_args(annotation)
-    with suppress(Exception):  # it cannot be hashed, nor be in a union
+    with suppress(Exception):  # types that cannot be hashed or put in a union
         is_group = any(is_typeddict(each) for each in (annotation, *parts))
         is_open = any(isinstance(each, TypeVar | ForwardRef | NewType) for each in parts)
         if annotation is not inspect.Parameter.empty and not is_open and (is_group or is_plain(annotation)):
@@ -310,10 +312,10 @@ def _known(annotation: Any) -> Any:
 
 
 def _parts(key: str, kind: Any) -> Typed:
-    """A setting with its type, or those of a group that has a type of its own."""
+    """Yield a setting with its type, or the settings of a group with a type of its own."""
     groups = [each for each in (kind, *get_args(kind)) if is_typeddict(each)]
     if groups:
-        with suppress(Exception):  # one of them is imported for type checkers alone
+        with suppress(Exception):  # a hint may only be imported for type checkers
             hints = get_type_hints(groups[0], include_extras=True)
             yield from ((f"{key}.{name}", known) for name, each in hints.items() if (known := _known(each)) is not None)
     elif kind is not None:

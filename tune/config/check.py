@@ -1,4 +1,4 @@
-"""Merge a run's settings and find all that is wrong with their shape in one pass."""
+"""Merge a run's settings and report all wrong keys, types and values in one pass."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,9 +16,9 @@ from tune.config.text import Layer, Values
 from tune.lookup import did_you_mean, local_path
 from tune.types import DottedPath, fits, mismatch, show, unusable
 
-# A setting that is null by default, and the component whose arguments it has where it names none.
+# Settings that are null by default, and the component they use if they name none.
 OFF_BY_DEFAULT = {"adapter": "tune.peft.adapter"}
-# Arguments that choose the kernels of an optimizer: others lack them for sharded parameters, or have a better default.
+# Arguments that choose an optimizer's kernels: other optimizers lack them for shards, or have better defaults.
 KERNELS = ("fused", "foreach")
 
 
@@ -28,11 +28,11 @@ ANYTHING = Signature(accepts_any=True)
 def combine(
     layers: Sequence[Layer], types: Mapping[str, Any] = MappingProxyType({}), imports: bool = True
 ) -> tuple[DictConfig, list[str]]:
-    """Merge settings onto the first ones, the defaults; returns the resolved settings and their problems.
+    """Merge settings onto the first layer, the defaults. Return the resolved settings and their problems.
 
-    Later settings win. A setting has the type that `types` has for its dotted key, or that of its default. Without
-    `imports`, which take seconds, keys are checked and no values. A setting
-    that is wrong is returned as its default, so that rules find values of the right type.
+    Later layers win. A setting has the type that `types` has for its dotted key, or else its default's type. Without
+    `imports`, which take seconds, only keys are checked. Wrong settings are returned as their defaults, so that rules
+    see values of the right type.
     """
     default = layers[0].values
     signature = functools.cache(signature_of) if imports else lambda _: ANYTHING
@@ -61,8 +61,10 @@ def combine(
 
 
 def _restore(node: DictConfig, key: str, default: Values) -> None:
-    """Give the setting with this dotted key the value of the default, null if that is missing; remove one that the
-    default does not have. A component that is wrong is restored with its arguments."""
+    """Reset the setting with this dotted key to its default (null for ???), or remove it if there is no default.
+
+    A wrong component is reset together with its arguments.
+    """
     for name in list[Any](node):
         if key != str(name) and not key.startswith(f"{name}."):
             continue
@@ -77,14 +79,14 @@ def _restore(node: DictConfig, key: str, default: Values) -> None:
 
 
 def merge(below: Any, above: Any) -> Any:
-    """`above` over `below`; two groups are merged key by key."""
+    """Return `above` merged over `below`; groups are merged key by key."""
     if not (isinstance(below, dict) and isinstance(above, dict)):
         return above
     return below | {name: merge(below.get(name), value) for name, value in above.items()}
 
 
 def walk(values: Values, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every setting and every group by its dotted key, a group before what is in it."""
+    """Yield all settings and groups with their dotted keys, a group before its members."""
     for name, value in values.items():
         yield f"{prefix}{name}", value
         if isinstance(value, dict):
@@ -101,10 +103,10 @@ class _Combination:
     layers: list[Layer] = field(default_factory=list)
     given_in: dict[str, int] = field(default_factory=dict)  # dotted key -> index of the last layer that has it
     wrong: list[str] = field(default_factory=list)  # keys of settings that were reported
-    missing: set[str] = field(default_factory=set)  # those of them that have no value, and keep none
+    missing: set[str] = field(default_factory=set)  # reported keys without a value, which stay missing
 
     def known_keys(self, values: Values, default: Values, origin: str, prefix: str = "") -> Values:
-        """The part of a layer whose keys the default has too; the rest is reported."""
+        """Return the part of a layer whose keys are in the default, and report the rest."""
         known: Values = {}
         for name, value in values.items():
             key, place = f"{prefix}{name}", cast(Any, default.get(name))

@@ -1,4 +1,4 @@
-"""Call a recipe's `main(cfg)` with the settings of its command line, and explain errors in place of tracebacks."""
+"""Call a recipe's `main(cfg)` with the settings of its command line, and print explanations instead of tracebacks."""
 
 import errno
 import functools
@@ -23,28 +23,28 @@ from tune.rules import Facts
 PATIENCE = 10.0  # seconds
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NO_COMPILER = (
-    "torch.compile found no C++ compiler, which compile=true and torchao's optimizers need: install g++ (or name one "
-    "in the environment variable CXX), or set compile=false and one of torch's optimizers"
+    "torch.compile found no C++ compiler, which compile=true and torchao's optimizers need. Install g++ (or set the "
+    "environment variable CXX to a compiler), or set compile=false and use one of torch's optimizers"
 )
 LOST = (
-    "the connection to another process of this run is lost: it has ended or was killed, often for want of memory. What "
-    "its node prints says more. The same command with this run's output_dir continues after the last checkpoint"
+    "lost the connection to another process of this run: it exited or was killed (often out of memory). See the output "
+    "of its node. The same command with this run's output_dir continues from the last checkpoint"
 )
 LATE = (
-    "another process of this run has not answered within parallel.timeout: it was stopped, hangs or is very slow. "
-    "stacks/ in the run folder says where each process was. The same command with this output_dir continues after the "
+    "another process of this run did not answer within parallel.timeout: it was stopped, hangs or is very slow. "
+    "stacks/ in the run folder shows where each process was. The same command with this output_dir continues from the "
     "last checkpoint"
 )
 APART = (
-    "the processes of this run did not find each other. Check that all nodes have started, that MASTER_ADDR is the "
-    "first one's, and that the others reach its MASTER_PORT:"
+    "the processes of this run could not connect. Check that all nodes have started, that MASTER_ADDR is the first "
+    "node, and that the other nodes can reach its MASTER_PORT:"
 )
 CUT_SHORT = (
-    "torch's cache of compiled code has a file that was never finished. Set the environment variable "
-    "TORCHINDUCTOR_CACHE_DIR to an empty folder, or remove the file, and start again:"
+    "torch's cache of compiled code has an incomplete file. Set the environment variable TORCHINDUCTOR_CACHE_DIR to "
+    "an empty folder, or remove the file, and start again:"
 )
 
-# Settings that need less memory, in the order to try: what to do, and the value where there is no less.
+# Settings that reduce memory, in the order to try: the advice, and the value that needs the least.
 LOWER: dict[str, tuple[str, Any]] = {
     "micro_batch_size": ("lower micro_batch_size", 1),
     "max_seq_len": ("lower max_seq_len", 1),
@@ -56,9 +56,9 @@ Main = Callable[[DictConfig], None]
 
 
 def entrypoint(default: str) -> Callable[[Main], Callable[..., None]]:
-    """Make a recipe's `main(cfg)` callable without `cfg`: its settings then come from the command line.
+    """Make a recipe's `main(cfg)` callable without `cfg`; its settings then come from the command line.
 
-    `default` names the YAML with every key of the recipe: one of the library's configs, or a file next to the recipe.
+    `default` names the YAML with all keys of the recipe: one of the library's configs, or a file next to the recipe.
     """
 
     def decorate(main: Main) -> Callable[..., None]:
@@ -70,12 +70,12 @@ def entrypoint(default: str) -> Callable[[Main], Callable[..., None]]:
                 return main(cfg)
             with explained_errors():
                 cfg = _settings(main, default)
-            if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # `tune run`, which has nothing to end until here
+            if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set by `tune run` until here
                 signal.signal(signal.SIGINT, signal.default_int_handler)
             with explained_errors(cfg), quiet_torchao():
                 return main(cfg)
 
-        run.settings_of_recipe = default  # type: ignore[attr-defined]  # by which `tune` finds it in a module
+        run.settings_of_recipe = default  # type: ignore[attr-defined]  # how `tune` finds it in a module
         return run
 
     return decorate
@@ -83,9 +83,10 @@ def entrypoint(default: str) -> Callable[[Main], Callable[..., None]]:
 
 @contextmanager
 def explained_errors(cfg: DictConfig | None = None) -> Iterator[None]:
-    """Print a user's mistake, or what to do about a full disk or memory, and exit; `--debug` shows the traceback.
+    """Print the error of a user, or advice on a full disk or memory, and exit. `--debug` shows the traceback.
 
-    Without `cfg` the settings are being read: every process finds the same error, and only the first one prints it.
+    Without `cfg`, the settings are being read. Then all processes find the same error, and only
+    the first one prints it.
     """
     rank, debug = _rank(), "--debug" in sys.argv[1:]
     try:
@@ -110,7 +111,7 @@ def explained_errors(cfg: DictConfig | None = None) -> Iterator[None]:
 
 
 def _settings(main: Main, default: str) -> DictConfig:
-    """The settings of the command line: loaded, merged, checked and changed, once and for all."""
+    """Return the settings of the command line: loaded, merged, checked and changed by rules."""
     file = find_default(_file(main), default)
     if parse(sys.argv[1:]).help:
         if _rank() == "0":
@@ -119,7 +120,7 @@ def _settings(main: Main, default: str) -> DictConfig:
     cfg, problems = read(str(file), sys.argv[1:], recipe=_file(main))
     try:
         facts = _facts(cfg, main, read_file(file))
-    except TuneError as error:  # there is no such device: one problem among others, if there are others
+    except TuneError as error:  # an unknown device is listed with the other problems, if any
         require_none([*problems, f"{error}."] if problems else [])
         raise
     settle(facts, problems)
@@ -127,8 +128,8 @@ def _settings(main: Main, default: str) -> DictConfig:
 
 
 def _facts(cfg: DictConfig, main: Main, defaults: Mapping[str, Any] = MappingProxyType({})) -> Facts:
-    """What rules see of a run that begins now."""
-    if "torch" not in sys.modules:  # nothing is trained then, and to import it takes seconds
+    """Return the facts for the rules about a run that starts now."""
+    if "torch" not in sys.modules:  # no training follows, and importing torch takes seconds
         return Facts(cfg, defaults=defaults)
     from tune import processor
 
@@ -148,30 +149,31 @@ def _rank() -> str:
 
 def _print_error(message: str) -> None:
     red, plain = ("\033[1;31m", "\033[0m") if sys.stderr.isatty() else ("", "")
-    sys.stderr.write(f"{red}error:{plain} {message}\n")  # one write: the lines of several processes mix otherwise
+    sys.stderr.write(f"{red}error:{plain} {message}\n")  # one write, so that lines of several processes do not mix
 
 
 def _let_torchrun_end_this() -> None:
-    """Wait: another process has ended with an error message, so torchrun ends this one, which has nothing to add."""
+    """Wait for torchrun to end this process, because another process has already reported the error."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         interrupt = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
-        if getattr(interrupt, "signalled", False):  # asked to end before: it has told so
+        if getattr(interrupt, "signalled", False):  # it was already asked to end, and has reported that
             raise SystemExit(1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(PATIENCE)
 
 
 def _explanation(error: Exception, cfg: DictConfig) -> str | None:
-    """What to print in place of a traceback; None for an error that only its traceback explains."""
-    name, text = type(error).__name__, str(error)  # torch's errors by name, as importing torch takes seconds
+    """Return the text to print instead of a traceback, or None to show the traceback."""
+    # torch's errors are matched by name, because importing torch takes seconds.
+    name, text = type(error).__name__, str(error)
     if isinstance(error, TuneError):
         return text
     if isinstance(error, OSError) and error.errno in NO_ROOM:
         folder = in_shell(cfg.get("output_dir") or "THE_FOLDER_OF_THIS_RUN")
         full = f"the disk is full ({error.strerror})"
-        return f"{full}: make room and run the same command with output_dir={folder}, it continues where it can"
+        return f"{full}. Free some space and run the same command with output_dir={folder} to continue"
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return f"{error.filename}: {error.strerror}. Give another name"
+        return f"{error.filename}: {error.strerror}. Use another name"
     if name in ("DistBackendError", "DistNetworkError", "DistStoreError") or "gloo/transport" in text:
         if "trying to connect" in text or "waiting for clients" in text:
             return f"{APART} {text.splitlines()[0]}"

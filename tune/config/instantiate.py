@@ -1,4 +1,4 @@
-"""Build what a config names with `_component_`."""
+"""Build the components that a config names with `_component_`."""
 
 import functools
 import inspect
@@ -13,14 +13,14 @@ from tune.lookup import locate
 from tune.types import mismatch, show
 
 COMPONENT = "_component_"
-READING = ("kind", "format", "columns", "extra_columns", "ignore")  # settings of data that say how columns are read
+READING = ("kind", "format", "columns", "extra_columns", "ignore")  # settings that decide how columns are read
 
 
 def instantiate(node: DictConfig | Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
     """Call `node._component_` with `args`, the other keys of `node` (as plain lists and dicts), and `kwargs`.
 
-    A key that is a Python keyword goes to the parameter with an underscore behind it: `async` to `async_`. A TuneError
-    of the component gets the key of `node` in front, and where it begins with the name of an argument, of that one.
+    A key that is a Python keyword goes to the parameter with a trailing underscore: `async` to `async_`. A TuneError of
+    the component is prefixed with the key of `node`, or with the argument's key if it begins with an argument's name.
     """
     values: Any = dict(node)
     if isinstance(node, DictConfig):
@@ -31,11 +31,11 @@ def instantiate(node: DictConfig | Mapping[str, Any], *args: Any, **kwargs: Any)
     key = node._get_full_key(None) if isinstance(node, DictConfig) else ""
     given = {f"{name}_" if keyword.iskeyword(name) else name: value for name, value in values.items()}
     if twice := sorted(given.keys() & kwargs.keys()):
-        raise TuneError(f"{key and f'{key}.'}{twice[0]}: {path} gets it from the recipe. Leave it out")
+        raise TuneError(f"{key and f'{key}.'}{twice[0]}: the recipe passes this argument to {path}. Leave it out")
     try:
         inspect.signature(component).bind(*args, **given, **kwargs)
     except TypeError as error:
-        raise TuneError(f"{key and f'{key}: '}{path} cannot be called so: {error}") from error
+        raise TuneError(f"{key and f'{key}: '}invalid arguments for {path}: {error}") from error
     try:
         made = component(*args, **given, **kwargs)
     except TuneError as error:
@@ -43,23 +43,24 @@ def instantiate(node: DictConfig | Mapping[str, Any], *args: Any, **kwargs: Any)
         raise TuneError(told if told.startswith(key) else f"{key}: {told}") from error
     except (ValueError, AssertionError) as error:
         if not component.__module__.startswith("torch"):
-            raise  # in our code or the user's it may be a bug
-        raise TuneError(f"{path} does not take these arguments: {error}") from error
+            raise  # may be a bug in our code or the user's
+        raise TuneError(f"{path} refuses these arguments: {error}") from error
     if inspect.isbuiltin(component) and (made is None or isinstance(made, str | int | float)):
         where = f"{key}.{COMPONENT}: " if key else ""
-        raise TuneError(f"{where}{path} returns {show(made)}, which is a plain value. Name what makes the component")
+        raise TuneError(
+            f"{where}{path} returns {show(made)}, a plain value. Name a class or function that returns a component"
+        )
     return made
 
 
 def instantiate_data(
     training: DictConfig, held_out: DictConfig, tokenizer: Any, *, vocab_size: int | None = None, **rows: Any
 ) -> tuple[Any, Any]:
-    """The datasets to train and to validate on, which the settings name: that of `training`, and that of `held_out`, or
-    what the first one holds out itself, or None.
+    """Build the training dataset from `training` and the validation dataset from `held_out`.
 
-    `rows` are further arguments of both, such as `max_seq_len`. `held_out` takes over how columns are read, see
-    `inherited`; its `path` is null where there is none. Raises TuneError if a token is not one of the model's
-    `vocab_size`.
+    If `held_out.path` is null, the validation dataset is the part that `training` holds out, or None. `rows` are
+    further arguments of both, such as `max_seq_len`. `held_out` inherits how columns are read, see `inherited`.
+    Raises TuneError if a token id is not below `vocab_size`.
     """
     dataset = instantiate(training, tokenizer, **rows)
     validation = dataset.validation
@@ -71,8 +72,10 @@ def instantiate_data(
 
 
 def inherited(validation: DictConfig, training: DictConfig) -> dict[str, Any]:
-    """What validation data take over of the training data's settings: how their columns are read, unless they say it
-    themselves or their component does not know such a setting."""
+    """Return the training data's settings for reading columns that validation data inherit.
+
+    Settings that `validation` has itself, or that its component does not take, are left out.
+    """
     known = inspect.signature(locate(validation[COMPONENT])).parameters
     names = [name for name in READING if training.get(name) and name in known and name not in validation]
     return {name: OmegaConf.to_container(training, resolve=True)[name] for name in names}  # type: ignore[index, call-overload]
@@ -81,21 +84,23 @@ def inherited(validation: DictConfig, training: DictConfig) -> dict[str, Any]:
 def instantiate_weighted(
     setting: str | list[Any] | dict[str, Any] | ListConfig | DictConfig | None, key: str = "reward"
 ) -> list[tuple[str, Callable[..., Any], float]]:
-    """One function of two arguments or several, each with its name and its weight, which is 1 by default; none of null.
-    `key` is that of the setting.
+    """Return (name, function, weight) for one function of two arguments, or several; weights default to 1.
 
-    Each is a dotted path or a component: a function that gets the other keys as further arguments, or a class whose
-    instances are called."""
+    Each is a dotted path or a component: a function, which gets the other keys as further arguments, or a class, whose
+    instances are called. null gives an empty list. `key` is the key of the setting, for messages.
+    """
     found = list[tuple[str, Callable[..., Any], float]]()
     if setting is None:
         return found
     for each in setting if isinstance(setting, ListConfig | list) else [setting]:
         values: Any = {COMPONENT: each} if isinstance(each, str) else each
         if not isinstance(values, Mapping | DictConfig) or not isinstance(values.get(COMPONENT), str):
-            raise TuneError(f"{key}: {each} is not the dotted path of a function, nor has it the key {COMPONENT}")
+            raise TuneError(f"{key}: {each} is neither the dotted path of a function nor a group with {COMPONENT}")
         values = OmegaConf.to_container(values, resolve=True) if isinstance(values, DictConfig) else dict(values)
         if problem := mismatch(weight := values.pop("weight", 1), float):
-            raise TuneError(f"{key}.weight: {problem} It says how much {values[COMPONENT]} counts; 0 only logs it")
+            raise TuneError(
+                f"{key}.weight: {problem} It multiplies the values of {values[COMPONENT]}; 0 only logs them"
+            )
         with explained(key):
             component = locate(values.pop(COMPONENT))
         name = getattr(component, "__name__", type(component).__name__)
@@ -106,15 +111,15 @@ def instantiate_weighted(
                     raise TuneError(f"{key}.{argument}: {problem}")
             function: Any = functools.partial(component, **values)
             if is_class:
-                with explained(f"{key}: {name} cannot be made", Exception):
+                with explained(f"{key}: {name} cannot be created", Exception):
                     function = function()
-                if not hasattr(function, "scores"):  # a reward model's: of tokens
+                if not hasattr(function, "scores"):  # a reward model, which scores tokens
                     inspect.signature(function).bind(None, None)
         except (TypeError, ValueError) as error:
-            raise TuneError(f"{key}: {name} cannot be called so: {error}") from error
+            raise TuneError(f"{key}: invalid arguments for {name}: {error}") from error
         if name in [other for other, *_ in found]:
-            raise TuneError(f"{key}: there are two functions of the name {name}, by which they are logged")
+            raise TuneError(f"{key}: two functions have the name {name}, which is their key in the log. Rename one")
         found.append((name, function, weight))
     if found and not any(weight for *_, weight in found):
-        raise TuneError(f"{key}: no function has another weight than 0")
+        raise TuneError(f"{key}: all weights are 0. Set one above 0")
     return found

@@ -1,4 +1,4 @@
-"""A recipe's settings: its default YAML, `--config` files and `key=value` overrides, in this order."""
+"""Load a recipe's settings: its default YAML, `--config` files and `key=value` overrides, in this order."""
 
 import argparse
 import functools
@@ -25,7 +25,7 @@ from tune.types import as_given, show
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """A recipe's command line: the options `config` (a list), `debug` and `help`, and the rest as `settings`."""
+    """Parse a recipe's command line: the options `config` (a list), `debug` and `help`, and the rest as `settings`."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", action="append", default=[])
     parser.add_argument("--debug", action="store_true")
@@ -39,9 +39,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def load(recipe_default: str, arguments: Sequence[str]) -> DictConfig:
-    """The settings of one run on any machine, every value resolved; raises one TuneError that lists all problems.
-    `recipe_default` is the name or file of the YAML that has every key the recipe knows; `arguments` is the command
-    line: `--config FILE_OR_NAME` and `key=value`."""
+    """Return the resolved settings of a run on any machine. Raises one TuneError that lists all problems.
+
+    `recipe_default` is the name or file of the YAML with all keys of the recipe. `arguments` is the command line:
+    `--config FILE_OR_NAME` and `key=value`.
+    """
     cfg, problems = read(recipe_default, arguments)
     settle(Facts(cfg, defaults=read_file(find_config(recipe_default))), problems)
     return cfg
@@ -50,12 +52,13 @@ def load(recipe_default: str, arguments: Sequence[str]) -> DictConfig:
 def read(
     recipe_default: str, arguments: Sequence[str], imports: bool = True, recipe: Path | None = None
 ) -> tuple[DictConfig, list[str]]:
-    """The settings of one run, and what is wrong with their shape.
+    """Return the settings of a run, and the problems in their keys, types and values.
 
-    What the file `recipe` passes them as gives their types; None is the one that this default is of. Without
-    `imports`, no values are checked."""
+    Types come from the file `recipe`; None stands for the recipe of `recipe_default`. Without `imports`, values are not
+    checked.
+    """
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # components in the user's folder can be named
+        sys.path.append(os.getcwd())  # finds components in the user's folder
     options = parse(arguments)
     files = [find_config(name) for name in options.config]
     overrides, unreadable = _overrides(options.settings)
@@ -77,11 +80,11 @@ def require_none(problems: Sequence[str]) -> None:
 
 
 def settle(facts: Facts, problems: Sequence[str] = ()) -> None:
-    """Apply the rules to the settings of a run that begins now: they are changed here, and never again. `notes` has
-    what was changed, and warnings.
+    """Apply the rules to the settings of a run that starts now. Rules change settings only here. `notes` returns these
+    changes and warnings.
 
     Raises:
-        TuneError: rules find errors, or there are `problems` already; the message lists both.
+        TuneError: rules find errors, or there are `problems`; the message lists both.
     """
     findings = _judge(facts, problems)
     require_none([*problems, *_errors(findings)])
@@ -89,7 +92,7 @@ def settle(facts: Facts, problems: Sequence[str] = ()) -> None:
 
 
 def all_problems(facts: Facts, problems: Sequence[str] = ()) -> list[str]:
-    """The `problems` of the settings' shape, and what the rules find wrong with all others."""
+    """Return `problems`, and the errors that rules find in all other settings."""
     return [*problems, *_errors(_judge(facts, problems))]
 
 
@@ -102,14 +105,16 @@ def _errors(findings: Sequence[Finding]) -> list[str]:
 
 
 def notes(cfg: DictConfig) -> list[str]:
-    """What the rules changed in the settings of a run when they were read, and warnings."""
+    """Return the changes that rules made when the settings were read, and warnings."""
     return list(cfg.__dict__.get("_notes", ()))
 
 
 def save(cfg: DictConfig, folder: Path) -> list[str]:
-    """Write the settings, every value resolved and secrets left out: `--config` with this file reproduces the run. The
-    file is config.yaml; where the folder has that of an earlier start, config-2.yaml and so on, if one has changed.
-    Returns what has."""
+    """Write the resolved settings, without secrets; `--config` with this file reproduces the run.
+
+    The file is config.yaml. If the folder has one from an earlier start and settings have changed, it is config-2.yaml,
+    and so on. Returns the changes.
+    """
     values = without_secrets(OmegaConf.to_container(cfg, resolve=True))
     starts = len([*folder.glob("config*.yaml")])
     now = flat(values)
@@ -122,29 +127,29 @@ def save(cfg: DictConfig, folder: Path) -> list[str]:
 
 
 def saved(folder: Path) -> Values:
-    """The settings of a run folder's last start by their dotted keys, none if there are none. Raises TuneError."""
+    """Return the settings of a run folder's last start by dotted keys, or {}. Raises TuneError."""
     newest = max(folder.glob("config*.yaml"), default=None, key=lambda file: (len(file.name), file.name))
     return flat(without_secrets(read_file(newest))) if newest else {}
 
 
 def flat(values: Values) -> Values:
-    """Settings by their dotted keys."""
+    """Return settings by dotted keys."""
     return {key: value for key, value in walk(values) if not isinstance(value, dict)}
 
 
 def read_file(file: Path) -> Values:
-    """The values in a YAML, interpolations as they stand there. Raises TuneError."""
+    """Return the values in a YAML file, with unresolved interpolations. Raises TuneError."""
     return text.read(file).values
 
 
 def _overrides(settings: Sequence[str]) -> tuple[text.Layer, list[str]]:
-    """The settings of `key=value` arguments, and the problems of all others."""
+    """Return the settings of `key=value` arguments, and the problems of all other arguments."""
     layer = text.Layer({})
     findings = []
     for setting in settings:
         key, equals, given = setting.partition("=")
         if key.startswith("-"):
-            hint = f" Settings are given without dashes: {key.lstrip('-')}={given or '...'}"
+            hint = f" Write settings without dashes: {key.lstrip('-')}={given or '...'}"
             findings.append(f"{key}: is not an option. A recipe has --config, --debug, --help.{hint}")
         elif not (key and equals):
             findings.append(f"'{setting}': is not key=value.")
@@ -154,10 +159,10 @@ def _overrides(settings: Sequence[str]) -> tuple[text.Layer, list[str]]:
 
 
 def _take(layer: text.Layer, key: str, given: str) -> list[str]:
-    """Add the setting `key=given` to the layer. Returns what is wrong with it."""
+    """Add the setting `key=given` to the layer. Return its problems."""
     if any("\ud800" <= letter <= "\udfff" for letter in key + given):
         return [
-            f"{key!r}={given!r}: the locale does not know these letters. Set the environment variable PYTHONUTF8=1."
+            f"{key!r}={given!r}: the locale cannot decode these characters. Set the environment variable PYTHONUTF8=1."
         ]
     layer.forget(key)
     value: Any = given
@@ -168,11 +173,11 @@ def _take(layer: text.Layer, key: str, given: str) -> list[str]:
     except YAMLError as error:
         layer.unreadable[key] = getattr(error, "problem", None) or str(error).splitlines()[0]
     except RecursionError:
-        return [f"{key}: its value is nested too deep to be read."]
+        return [f"{key}: its value is nested too deeply."]
     except OmegaConfBaseException as error:
         layer.forget(key)
-        return [f"{key}: '{given}' has a ${{ that does not name another setting: {str(error).splitlines()[0]}."]
-    layer.note(key, given)  # of a list: its text may be a name
+        return [f"{key}: '{given}' has a ${{ that names no other setting: {str(error).splitlines()[0]}."]
+    layer.note(key, given)  # the text of a list may be a name
     for name in reversed(key.split(".")):
         value = {name: value}
     value = text.spelled_out(value)
@@ -181,8 +186,8 @@ def _take(layer: text.Layer, key: str, given: str) -> list[str]:
     for name, each in walk(value):
         groups = [other for other in (before.get(name), each) if isinstance(other, dict)]
         others = [other for other in (before.get(name), each) if not isinstance(other, dict | None)]
-        if others and groups and COMPONENT not in groups[0]:  # one would replace the other
+        if others and groups and COMPONENT not in groups[0]:  # one of the two would replace the other
             both = f"is given as {show(others[0])} and by its keys ({', '.join(groups[0])})"
-            findings.append(f"{name}: {both}. Give one of both; a component with keys as {name}.{COMPONENT}.")
+            findings.append(f"{name}: {both}. Use one of the two; name a component with keys as {name}.{COMPONENT}.")
     layer.values = merge(layer.values, value)
     return findings

@@ -1,4 +1,4 @@
-"""Where the library's recipes and configs are."""
+"""Find the library's recipes and configs."""
 
 import os
 import re
@@ -11,28 +11,28 @@ from tune.lookup import did_you_mean, local_path
 
 
 def list_recipes() -> list[str]:
-    """Names of the recipes, as `tune run` takes them."""
+    """Return the names of the recipes, as `tune run` takes them."""
     return _names("recipes", ".py")
 
 
 def list_configs() -> list[str]:
-    """Names of the configs (each recipe's defaults, and presets), as `--config` takes them."""
+    """Return the names of the configs (defaults of recipes, and presets), as `--config` takes them."""
     return _names("configs", ".yaml")
 
 
 def find_recipe(name: str) -> Path:
-    """The file of a recipe, given its name or the path of a file."""
+    """Return the file of a recipe, given its name or path."""
     return _find("recipe", name, ".py")
 
 
 def find_config(name: str) -> Path:
-    """The file of a config, given its name or the path of a file."""
+    """Return the file of a config, given its name or path."""
     return _find("config", name, ".yaml")
 
 
 def find_default(recipe: Path, name: str) -> Path:
-    """The file of the settings of `recipe`: of its own name next to it, as a copy has it; of the `name` that it gives
-    itself, next to it; or one of the library's configs."""
+    """Return the settings file of `recipe`: the YAML of its name next to it (as for copies), the YAML `name` next to
+    it, or one of the library's configs."""
     for beside in (recipe.with_suffix(".yaml"), recipe.with_name(f"{name.removesuffix('.yaml')}.yaml")):
         if beside.is_file():
             return beside
@@ -40,7 +40,7 @@ def find_default(recipe: Path, name: str) -> Path:
 
 
 def find_script(config: Path) -> Path | None:
-    """The recipe that a file of settings is the default of: one of its name next to it, or one of the library's."""
+    """Return the recipe with these default settings: the script of its name next to it, or a library recipe."""
     for beside in (config.with_suffix(".py"), _folder("recipes") / f"{config.stem}.py"):
         if beside.is_file():
             return beside
@@ -48,15 +48,17 @@ def find_script(config: Path) -> Path | None:
 
 
 def local_folder(output_dir: str) -> Path:
-    """The run folder on this machine; of a URL such as s3://bucket/run that is $TUNE_LOCAL/bucket/run, or
-    runs/bucket/run. Raises TuneError for a URL that names none, or nothing that lasts."""
+    """Return the run folder on this machine. For a URL such as s3://bucket/run it is $TUNE_LOCAL/bucket/run, or
+    runs/bucket/run. Raises TuneError for a URL without a folder, or for a store in memory."""
     if "://" not in output_dir:
         return local_path(output_dir)
     if output_dir.startswith("memory://"):
-        raise TuneError(f"output_dir: {output_dir} is gone when the process ends. Give a folder, or a store that stays")
+        raise TuneError(f"output_dir: {output_dir} is lost when the process ends. Use a folder or a persistent store")
     place = re.sub(r"^\w+://([^/]*@)?", "", output_dir).split("?")[0]
     if not (parts := [part for part in place.split("/") if part not in ("", "..")]):
-        raise TuneError(f"output_dir: {output_dir} names no folder in its store: add one, {output_dir}runs/mine")
+        raise TuneError(
+            f"output_dir: {output_dir} names no folder in its store. Add one, such as {output_dir}runs/mine"
+        )
     return Path(os.environ.get("TUNE_LOCAL") or "runs", *parts)
 
 
@@ -72,7 +74,7 @@ def _names(kind: str, suffix: str) -> list[str]:
 
 def _find(kind: str, name: str, suffix: str) -> Path:
     path = local_path(name)
-    with suppress(OSError):  # a name too long for a file
+    with suppress(OSError):  # a name may be too long for a file
         if path.is_file():
             return path
     known = _names(f"{kind}s", suffix)
@@ -80,4 +82,4 @@ def _find(kind: str, name: str, suffix: str) -> Path:
     if stem in known:
         return _folder(f"{kind}s") / f"{stem}{suffix}"
     hint = did_you_mean(stem, known)
-    raise TuneError(f"there is no {kind} '{name}': neither a file nor one of: {', '.join(known)}.{hint}")
+    raise TuneError(f"there is no {kind} '{name}': it is neither a file nor one of: {', '.join(known)}.{hint}")

@@ -1,17 +1,17 @@
-"""The names in a script, and what each stands for, from its syntax tree."""
+"""Resolve the names in a script from its syntax tree."""
 
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-SEVERAL = object()  # what a name stands for that is bound more than once, or by something that is not followed
+SEVERAL = object()  # a name that is bound more than once, or in a way that is not followed
 
 
 @dataclass(frozen=True)
 class Import:
     module: str
-    name: str = ""  # of what is taken from the module
+    name: str = ""  # of the object that is imported from the module
 
 
 @dataclass
@@ -26,13 +26,13 @@ class Scope:
         self.names[name] = to if self.names.get(name, to) == to else SEVERAL
 
     def find(self, name: str) -> tuple[Any, "Scope"]:
-        """What a name stands for that is read here, None if nothing binds it, and where it is bound."""
+        """Return what a name is bound to here (None if unbound), and the scope that binds it."""
         scope = self
         while name not in scope.names:
             if scope.outer is None:
                 return None, scope
             scope = scope.outer
-            while isinstance(scope.node, ast.ClassDef) and scope.outer:  # what is in a class does not see its names
+            while isinstance(scope.node, ast.ClassDef) and scope.outer:  # functions in a class do not see its names
                 scope = scope.outer
         return scope.names[name], scope
 
@@ -41,11 +41,11 @@ class Scope:
 class Call:
     node: ast.Call
     scope: Scope
-    tests: list[ast.expr]  # of `if` and the like around it: it is not always made
+    tests: list[ast.expr]  # conditions around the call, such as `if`
 
 
 class Script(ast.NodeVisitor):
-    """Calls in a script, assignments to attributes, and the modules whose names are all imported."""
+    """Collects calls in a script, assignments to attributes, and star imports."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.scope = Scope(tree)
@@ -70,7 +70,7 @@ class Script(ast.NodeVisitor):
     visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = _visit_scope
 
     def _visit_branches(self, node: Any) -> None:
-        """What is in `if`, `match` and `and`: it may depend on all that is tested there."""
+        """Visit `if`, `match` and `and`, whose parts may depend on their tests."""
         count = len(self.tests)
         for name, each in ast.iter_fields(node):
             for part in each if isinstance(each, list) else [each]:
@@ -79,7 +79,7 @@ class Script(ast.NodeVisitor):
                 if name in ("test", "values"):
                     self.tests.append(part)
                 elif name == "subject":
-                    self.tests.append(ast.Tuple([part]))  # it is compared
+                    self.tests.append(ast.Tuple([part]))  # the subject is compared
         del self.tests[count:]
 
     visit_If = visit_IfExp = visit_While = visit_Match = visit_BoolOp = _visit_branches
@@ -130,7 +130,7 @@ class Script(ast.NodeVisitor):
     visit_Attribute = visit_Subscript = _visit_target
 
     def _visit_other(self, node: Any) -> None:
-        """Of `except ... as name`, and patterns of `match`."""
+        """Bind the names of `except ... as name` and of `match` patterns."""
         if name := getattr(node, "name", None) or getattr(node, "rest", None):
             self.scope.bind(name, SEVERAL)
         self.generic_visit(node)
@@ -148,7 +148,7 @@ class Script(ast.NodeVisitor):
 
 
 def passed(call: ast.Call, arguments: ast.arguments) -> Iterator[tuple[ast.arg, ast.expr]]:
-    """The arguments of a function with what a call gives them."""
+    """Yield a function's arguments with the values of a call."""
     for argument, value in zip([*arguments.posonlyargs, *arguments.args], call.args, strict=False):
         if isinstance(value, ast.Starred):
             break

@@ -1,4 +1,4 @@
-"""What a component takes."""
+"""Signatures of components."""
 
 import inspect
 import keyword
@@ -11,7 +11,7 @@ from tune.errors import TuneError
 from tune.lookup import locate
 from tune.types import Decays, Epsilon, Fraction, Rate, fits
 
-# What torch's optimizers annotate loosely or not at all, and take without a word.
+# Arguments that torch's optimizers annotate loosely or not at all, and do not check.
 OF_OPTIMIZERS: dict[str, Any] = {
     "lr": Rate,
     "weight_decay": Rate,
@@ -23,34 +23,32 @@ OF_OPTIMIZERS: dict[str, Any] = {
 
 @dataclass
 class Signature:
-    """What may be given by name. `async_`, which stands for a Python keyword, is found as `async`."""
+    """The arguments of a component. `async_`, named for a Python keyword, is listed as `async`."""
 
     parameters: dict[str, inspect.Parameter] = field(default_factory=dict)
-    positional: list[inspect.Parameter] = field(
-        default_factory=list, compare=False
-    )  # those that need no name, in order
+    positional: list[inspect.Parameter] = field(default_factory=list, compare=False)  # positional arguments, in order
     accepts_any: bool = False
     problem: str = ""  # why the component cannot be used
 
 
 def signature_of(path: str) -> Signature:
-    """The signature of the component with this dotted path, which is imported; the `problem` if it cannot be."""
+    """Return the signature of the component with this dotted path, or a `problem` if it cannot be imported."""
     try:
         component = locate(path)
     except TuneError as error:
         return Signature(accepts_any=True, problem=str(error))
     if inspect.isabstract(component):
         kinds = ", ".join(sorted(each.__name__ for each in cast(type[Any], component).__subclasses__()))
-        return Signature(accepts_any=True, problem=f"{path} is what its kinds have in common. Take one of {kinds}.")
+        return Signature(accepts_any=True, problem=f"{path} is an abstract class. Use one of {kinds}.")
     return signature(component)
 
 
 def signature(component: Callable[..., Any]) -> Signature:
-    """The signature of a function or a class; of one without, it is not known what it takes."""
+    """Return the signature of a function or class; without one, it accepts any argument."""
     try:
         try:
             parameters = inspect.signature(component, eval_str=True).parameters.values()
-        except Exception:  # an annotation that only a type checker can read
+        except Exception:  # an annotation may only resolve for type checkers
             parameters = inspect.signature(component).parameters.values()
     except (ValueError, TypeError):  # written in C, without a signature
         return Signature(accepts_any=True)
@@ -70,10 +68,10 @@ def signature(component: Callable[..., Any]) -> Signature:
 
 
 def optional(annotation: Any, default: Any) -> Any:
-    """The type of an argument: `size: int = None` may be null, too."""
+    """Return the type of an argument; `size: int = None` also accepts null."""
     return annotation if default is not None or fits(None, annotation) else annotation | None
 
 
 def _is_optimizer(component: Any) -> bool:
-    torch = sys.modules.get("torch")  # a component that was imported without it is none
+    torch = sys.modules.get("torch")  # a component imported without torch is no optimizer
     return torch is not None and isinstance(component, type) and issubclass(component, torch.optim.Optimizer)

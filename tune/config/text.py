@@ -1,5 +1,5 @@
-"""Values from text. A name is text: what was written is kept next to what YAML makes of it, and a setting that takes
-text gets the former (`2024`, `run #2` and `12:30` are names of folders, too)."""
+"""Values from text. The written text is kept next to its YAML value, and text settings get the written text: `2024`,
+`run #2` and `12:30` can be folder names."""
 
 import contextlib
 import re
@@ -30,32 +30,32 @@ class Layer:
 
     values: Values
     origin: str = ""
-    texts: dict[str, list[Any]] = field(default_factory=dict)  # dotted key -> what was written there
+    texts: dict[str, list[Any]] = field(default_factory=dict)  # dotted key -> written texts
     unreadable: dict[str, str] = field(default_factory=dict)  # dotted key -> why the text is not YAML
 
     def note(self, key: str, written: Any) -> None:
-        """Keep what was `written` as the value of `key`, and of the keys in it."""
+        """Keep the `written` text of `key` and of the keys in it."""
         self.texts.setdefault(key, []).append(written)
         if isinstance(written, dict):
             for name, each in written.items():
                 self.note(f"{key}.{name}", each)
 
     def forget(self, key: str) -> None:
-        """Leave out what was written as the value of `key`: a later one replaces it."""
+        """Drop the written text of `key`, because a later value replaces it."""
         for notes in (self.texts, self.unreadable):
             for known in [each for each in notes if each == key or each.startswith(f"{key}.")]:
                 del notes[known]
 
     def as_kind(self, key: str, value: Any, kind: Any) -> Any:
-        """The value of `key`, or what was written in its place if only that is of a `kind` that takes text."""
+        """Return the value of `key`, or its written text if only the text fits `kind`."""
         is_any = fits(object(), kind)
         if value is None or is_any or (fits(value, kind) and not isinstance(value, str)):
             return value
         return next((text for text in self.texts.get(key, [as_given(value)]) if fits(text, kind)), value)
 
 
-class Written(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # the one of OmegaConf
-    """YAML whose plain scalars all stay text."""
+class Written(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # the loader of OmegaConf
+    """Loads YAML with all plain scalars as text."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (of the class there, too)
 
@@ -64,8 +64,7 @@ Written.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile("<<"), ["<"]
 
 
 def scalar(text: str) -> Any:
-    """The number, true, false or null that `text` is, else the text. Only what looks like nothing else is a number:
-    007 and 12:30 are text."""
+    """Return the number, true, false or null in `text`, else the text. Ambiguous ones (007, 12:30) are text."""
     word = text.strip()
     if word.lower() in WORDS:
         return WORDS[word.lower()]
@@ -75,8 +74,8 @@ def scalar(text: str) -> Any:
 
 
 def parse(text: str) -> tuple[Any, Any]:
-    """The value of `text` on a command line: a YAML list or group, a quoted string, or a `scalar`; and the same with
-    all scalars as they were written. Raises yaml.YAMLError if a list or group is not YAML."""
+    """Return the value of `text` on a command line (a YAML list or group, a quoted string, or a `scalar`), and the same
+    value with all scalars as written. Raises yaml.YAMLError if a list or group is not YAML."""
     word = text.strip()
     if word[:1] in ("[", "{"):
         if word[-1] != {"[": "]", "{": "}"}[word[0]]:
@@ -84,14 +83,14 @@ def parse(text: str) -> tuple[Any, Any]:
         value: Any = OmegaConf.to_container(OmegaConf.create(f"value: {word}"))
         return value["value"], _written(f"value: {word}")["value"]
     if len(word) > 1 and word[0] == word[-1] and word[0] in "\"'":
-        with contextlib.suppress(yaml.YAMLError):  # as a text that only begins and ends with quotes
+        with contextlib.suppress(yaml.YAMLError):  # a text that only starts and ends with quotes
             quoted = _written(f"value: {word}")["value"]
             return quoted, quoted
     return scalar(text), text
 
 
 def read(file: Path, origin: str = "") -> Layer:
-    """The settings in a YAML file, interpolations as they stand there. Raises TuneError."""
+    """Return the settings in a YAML file, with unresolved interpolations. Raises TuneError."""
     try:
         values = OmegaConf.load(file)
         text = file.read_text(encoding="utf-8")
@@ -102,7 +101,7 @@ def read(file: Path, origin: str = "") -> Layer:
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
         raise TuneError(f"{file}: cannot be read: {str(error).splitlines()[0]}.") from error
     except RecursionError as error:
-        raise TuneError(f"{file}: values are nested too deep to be read.") from error
+        raise TuneError(f"{file}: values are nested too deeply.") from error
     if not isinstance(values, DictConfig):
         raise TuneError(f"{file}: must have `key: value` lines at its top level, not a list.")
     if not values:
@@ -114,7 +113,7 @@ def read(file: Path, origin: str = "") -> Layer:
 
 
 def spelled_out(values: Any) -> Values:
-    """With `parallel=auto` as the setting that it stands for."""
+    """Replace `parallel=auto` by the setting parallel.auto=true."""
     return values | {"parallel": {"auto": True}} if values.get("parallel") == "auto" else values
 
 

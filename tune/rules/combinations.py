@@ -1,4 +1,4 @@
-"""Settings that are right alone and wrong together, whatever the machine and the model's files."""
+"""Settings that are valid alone but not together, on any machine and with any model."""
 
 import inspect
 import os
@@ -12,20 +12,20 @@ from tune.types import show
 
 # Components of torch and torchao that do not work here, and what to use instead.
 UNSUPPORTED = {
-    "torch.optim.Muon": "takes matrices only. Use tune.optimizers.Muon: torch's, with AdamW for all other parameters",
-    "torch.optim.Adafactor": "does not take sharded parameters. Use tune.optimizers.Adafactor: torch's, which does",
-    "torchao.optim.CPUOffloadOptimizer": "keeps no states by parameter: its runs could not be continued. "
-    "memory.cpu_offload=true keeps the states of any optimizer in host memory",
-    "torch.nn.CrossEntropyLoss": "takes logits, which never exist as a whole. Use tune.losses.LinearCrossEntropy: the "
-    "same of hidden states and the head's weight",
+    "torch.optim.Muon": "only takes matrices. Use tune.optimizers.Muon: torch's, with AdamW for all other parameters",
+    "torch.optim.Adafactor": "does not take sharded parameters. Use tune.optimizers.Adafactor: torch's, for shards too",
+    "torchao.optim.CPUOffloadOptimizer": "keeps no states by parameter, so its runs cannot be resumed. "
+    "Set memory.cpu_offload=true, which keeps the states of any optimizer in host memory",
+    "torch.nn.CrossEntropyLoss": "takes full logits, which are never computed. Use tune.losses.LinearCrossEntropy: the "
+    "same loss from hidden states and the head's weight",
 }
-ROWS = {  # the kind of rows that a loss learns from
+ROWS = {  # the kind of rows for each loss
     **dict.fromkeys([f"tune.losses.{name}" for name in ("DPO", "IPO", "SimPO", "CPO", "ORPO")], "preferences"),
     "tune.losses.KTO": "labelled",
     "tune.losses.BradleyTerry": "graded",
     "tune.losses.LinearCrossEntropy": "supervised",
 }
-# Of numbers that recipes compute with themselves: no argument has them. A copy with a lower default has its reasons.
+# Numbers that recipes use directly, so no argument checks them. Copies with a lower default are accepted.
 LEAST = {"group_size": 2, "updates": 1, "dynamic_sampling": 0, "kl": 0, "value_weight": 0, "value_clip": 1e-9}
 LOADED = ("tune.datasets.load", "tune.datasets.load_prompts", "tune.datasets.ray")
 
@@ -51,7 +51,7 @@ def _is_of_transformers(run: Facts) -> bool:
 
 
 def _references(run: Facts) -> list[str]:
-    """The words that stand for a reference, beside the folder of a model."""
+    """Return the words that name a reference, in addition to a model folder."""
     return ["adapter_off"] if "kl" in run.cfg else ["precomputed", "adapter_off"]
 
 
@@ -61,19 +61,19 @@ def _is_no_reference(run: Facts) -> bool:
 
 
 def _trained_beside(run: Facts) -> list[str]:
-    """What of an adapter cannot be switched off."""
+    """Return the adapter settings that cannot be switched off."""
     return [key for key in ("adapter.path", "adapter.modules_to_save", "adapter.trainable_tokens") if run(key)]
 
 
 def _cannot_be_switched_off(run: Facts) -> str:
     others = " and ".join(_trained_beside(run))
-    problem = f"with {others} it is not the model before the first step" if others else "there is none"
+    problem = f"with {others} the base is not the model before the first step" if others else "this run has none"
     instead = "null" if "kl" in run.cfg else "precomputed"
-    return f"the adapter cannot be switched off: {problem}. Use reference={instead}"
+    return f"adapter_off needs an adapter that can be switched off: {problem}. Set reference={instead}"
 
 
 def _environment(run: Facts) -> str:
-    """What is wrong with the class of an environment; "" if nothing is."""
+    """Return the problem with the environment class, or ""."""
     path = run("environment")
     if not path:
         return ""
@@ -82,7 +82,7 @@ def _environment(run: Facts) -> str:
     try:
         inspect.signature(locate(path)).bind()
     except TypeError as error:
-        return f"{path} is called without arguments: {error}. Give it a default"
+        return f"{path} is called without arguments: {error}. Add a default"
     return ""
 
 
@@ -99,11 +99,11 @@ def _validates_on_nothing(run: Facts) -> bool:
 
 def _give_validation(run: Facts) -> str:
     choices = "validation_dataset.path" + ("" if "reward" in run.cfg else " or dataset.validation_fraction")
-    return f"there is nothing to validate on. Give {choices}, or leave it out"
+    return f"the run has no validation data. Set {choices}, or leave it out"
 
 
 def _held_out(run: Facts) -> list[str]:
-    """The keys of shares of rows that are held out, also of a mixture's sources."""
+    """Return the keys of all validation fractions, including those of a mixture's sources."""
 
     def below(value: Any, key: str) -> list[str]:
         inside = value.items() if isinstance(value, dict) else ()
@@ -136,8 +136,10 @@ def _best(run: Facts) -> str:
 
 
 def _other_loss(run: Facts) -> str:
-    """What is wrong with a loss that the recipe calls with other arguments: one of answers where the recipe has one of
-    tokens or scores, or the reverse; "" if nothing is."""
+    """Return why the recipe cannot call this loss, or "".
+
+    For example, the loss compares answers and the recipe's default loss takes tokens or scores, or the reverse.
+    """
     component, usual = run("loss._component_"), run.usual("loss._component_")
     if not usual or component == usual:
         return ""
@@ -147,16 +149,18 @@ def _other_loss(run: Facts) -> str:
         verb = "compares" if is_of_answers else "does not compare"
         return f"{component} {verb} log-probs of answers, unlike this recipe's {usual}"
     if is_of_answers and not hasattr(loss, "reward"):
-        return f"{component} has no method reward(answers), which says what answers are worth to it"
+        return f"{component} has no method reward(answers), which returns the rewards of answers. Add one"
     if not is_of_answers and not _is_called_like(loss, own):
-        return f"{component} is called with other values than {usual}, this recipe's: take one of its kind"
+        return f"{component} takes other arguments than {usual}, this recipe's loss. Use a loss of the same kind"
     return ""
 
 
 def _is_called_like(component: Any, usual: Any) -> bool:
-    """Whether instances of `component` take the arguments that a recipe gives those of `usual`: all that have a place,
-    also where `usual` can do without, and those that have none and no default. Components of this library call the same
-    things by the same names."""
+    """Return whether instances of `component` can be called like instances of `usual`.
+
+    They must take all positional arguments of `usual` and its keyword arguments without a default. Components of this
+    library must also use the same names for positional arguments.
+    """
     wanted = inspect.signature(usual.__call__).parameters.values()
     placed = [parameter.name for parameter in wanted if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     named = [
@@ -173,169 +177,169 @@ def _is_called_like(component: Any, usual: Any) -> bool:
 
 
 def _layout(run: Facts) -> Any:
-    return locate("tune.plan.layout_of")(run)  # which stands above the rules, and takes seconds to import
+    return locate("tune.plan.layout_of")(run)  # tune.plan imports the rules, and takes seconds to import
 
 
 def rule(id: str, key: Any, says: Any, why: str, when: Any) -> Rule:
     return Rule(id, Level.ERROR, key, "", "always", says, why, when)
 
 
-NOT_WITH_FLOAT8 = "it does not go with quantization.float8: leave one of them out"
-ONE_BACKWARD = "parallel.pp_schedule=zero_bubble has two backwards, and what this makes one: leave one out"
-ALL_BLOCKS = "the blocks of a model are in several processes"
+NOT_WITH_FLOAT8 = "it cannot be combined with quantization.float8. Leave one of them out"
+ONE_BACKWARD = "it does not work with parallel.pp_schedule=zero_bubble, which splits the backward. Leave one out"
+ALL_BLOCKS = "pipeline stages keep the blocks in several processes"
 EVALUATED = "prompts", "tasks", "general"
 
 # fmt: off
 COMBINATIONS = [
-    *[rule(f"least-{key.replace('_', '-')}", key, f"{{}} is below {least}, the least it can be. Raise it",
-           "the run would learn nothing, or the opposite of what it is shown",
+    *[rule(f"least-{key.replace('_', '-')}", key, f"{{}} is below {least}, the minimum. Raise it",
+           "the run would learn nothing, or the opposite of its objective",
            lambda run, key=key, least=least: run.number(key, least) < least <= run.usual(key, least))
       for key, least in LEAST.items()],
     rule("optimizer-that-does-not-work-here", "optimizer._component_", _unsupported("optimizer._component_"),
-         "a run with it would end in its first step, or could not be continued",
+         "the run would end in its first step, or could not be resumed",
          lambda run: run("optimizer._component_") in UNSUPPORTED),
     rule("loss-of-whole-logits", "loss._component_", _unsupported("loss._component_"),
-         "a head with all logits takes more memory than the model",
+         "the logits of all tokens can take more memory than the model",
          lambda run: run("loss._component_") in UNSUPPORTED),
     rule("loss-of-another-kind", "loss._component_", _other_loss,
-         "the recipe calls it with other arguments",
+         "the recipe calls its loss with other arguments",
          lambda run: run("loss._component_") not in UNSUPPORTED and _other_loss(run)),
     rule("head-of-another-recipe", "model.head",
-         lambda run: f"{show(run('model.head'))} is the head of what other recipes train: leave it out",
-         "the loss would be given other values than logits",
+         lambda run: f"{show(run('model.head'))} is the head for another recipe. Leave it out",
+         "the loss would get the wrong values from the head",
          lambda run: run.defaults and run("model._component_") == "tune.models.build"
          and run("model.head", "tokens") != run.usual("model.head", "tokens")),
     rule("loss-of-other-rows", "loss._component_",
-         lambda run: f"{run('loss._component_')} learns from rows of dataset.kind={ROWS[run('loss._component_')]}, and "
-         f"that is {run('dataset.kind')}. Change one of them",
-         "the loss is called with what the rows have",
+         lambda run: f"{run('loss._component_')} needs dataset.kind={ROWS[run('loss._component_')]} (got "
+         f"{run('dataset.kind')}). Change one of them",
+         "the kind of rows decides the arguments of the loss",
          _learns_from_other_rows),
     rule("decay-of-more-than-a-weight", "optimizer.weight_decay",
-         lambda run: f"optimizer.lr={run('optimizer.lr')} times {run('optimizer.weight_decay')} is more than 1: a step "
-         "would take off more than a whole weight. Lower one of them",
-         "weights change their sign in each step",
+         lambda run: f"optimizer.lr={run('optimizer.lr')} times {run('optimizer.weight_decay')} is more than 1, so a "
+         "step would remove more than a whole weight. Lower one of them",
+         "weights would change sign in each step",
          lambda run: run.number("optimizer.lr") * run.number("optimizer.weight_decay") > 1),
     rule("fp16-of-weights-in-bf16", "master_dtype",
-         "with dtype=fp16 trained parameters are in fp32: leave it out, or set dtype=bf16",
-         "gradients are scaled in fp16 and must be divided again in fp32",
+         "dtype=fp16 needs trained parameters in fp32. Leave it out, or set dtype=bf16",
+         "gradients are scaled in fp16 and must be unscaled in fp32",
          lambda run: run("dtype") == "fp16" and run("master_dtype") == "bf16"),
     *(rule(f"fp16-beside-{axis}", "dtype",
-           f"gradients in fp16 are not scaled with parallel.{axis}. Set that to 1, or dtype=bf16",
-           "gradients become zero or infinite",
+           f"fp16 gradients are not scaled with parallel.{axis} above 1. Set parallel.{axis}=1 or dtype=bf16",
+           "gradients would underflow to zero or overflow",
            lambda run, axis=axis: run("dtype") == "fp16" and run.number(f"parallel.{axis}", 1) > 1)
       for axis in ("pp", "ep")),
     rule("selective-offload-of-eager-blocks", "memory.activation_offload",
-         "what activation_checkpointing=selective keeps is offloaded only from compiled blocks. Set that to full or "
-         "none, or compile=true",
-         "the hooks of the one do not see what the other saves",
+         "with activation_checkpointing=selective, activations are only offloaded from compiled blocks. Set "
+         "memory.activation_checkpointing to full or none, or compile=true",
+         "the hooks that offload do not see the tensors that selective checkpointing saves",
          lambda run: run("memory.activation_offload") and _is_selective(run) and run("compile") is not True),
     rule("random-weights-of-transformers", "from_scratch",
-         "tune.models.hf trains weights that exist: save some with transformers "
+         "tune.models.hf needs existing weights. Save some with transformers "
          "(AutoModelForCausalLM.from_config(config).save_pretrained(folder)) and train that folder",
-         "each model of transformers starts in its own way",
+         "each model of transformers has its own initialization",
          lambda run: run("from_scratch") and _is_of_transformers(run)),
     rule("two-backwards-of-compiled-blocks", "compile", ONE_BACKWARD,
-         "a compiled block has one backward",
+         "a compiled block has a single backward",
          lambda run: _has_two_backwards(run) and run("compile")),
     rule("two-backwards-of-recomputed-blocks", "memory.activation_checkpointing", ONE_BACKWARD,
-         "what is recomputed is so once",
+         "selective checkpointing recomputes only once",
          lambda run: _has_two_backwards(run) and _is_selective(run)),
     rule("quantised-weights-alone", "quantization.weights",
-         "quantised weights are frozen, and nothing else is trained: give adapter.rank=16",
+         "quantized weights are frozen, and the run has no adapter to train. Set adapter.rank=16",
          "there would be nothing to train",
          lambda run: run("quantization.weights") and "adapter" in run.cfg and not run("adapter")),
     rule("rounding-beside-dropout", "adapter.dropout",
-         "with quantization.qat it leaves no weight that could be rounded. Set it to 0, or leave quantization.qat out",
-         "dropout makes another weight of each token's",
+         "quantization.qat cannot round weights under dropout. Set it to 0, or leave quantization.qat out",
+         "dropout gives each token another merged weight",
          lambda run: run("quantization.qat") and run("adapter.dropout")),
     rule("rounding-of-two-types", "adapter.modules_to_save",
-         "with quantization.qat it casts adapters before merging. Set dtype and master_dtype alike, or leave "
-         "quantization.qat out",
-         "what is rounded in training would not be what is exported",
+         "with quantization.qat, adapters would be cast before merging. Set dtype and master_dtype to one type, or "
+         "leave quantization.qat out",
+         "the weights rounded in training would differ from the exported weights",
          lambda run: run("quantization.qat") and _whole_modules_are_cast(run)),
     rule("rounding-of-shared-rows", "parallel.tp",
-         "with quantization.qat it cuts the rows that share a scale. Set it to 1, or leave quantization.qat out",
-         "a scale is that of a whole row",
+         "with quantization.qat it would cut rows that share a scale. Set it to 1, or leave quantization.qat out",
+         "a scale belongs to a whole row",
          lambda run: run("quantization.qat") and run.number("parallel.tp", 1) > 1),
     rule("rounding-of-transformers", "model",
-         "with quantization.qat it is none to quantise. Use tune.models.build, or leave quantization.qat out",
-         "its layers are not replaced",
+         "quantization.qat does not support this model. Use tune.models.build, or leave quantization.qat out",
+         "layers of transformers models are not replaced",
          lambda run: run("quantization.qat") and _is_of_transformers(run)),
-    *(rule(f"float8-beside-{name}", key, NOT_WITH_FLOAT8, "both replace the products of the same layers",
+    *(rule(f"float8-beside-{name}", key, NOT_WITH_FLOAT8, "both replace the matrix products of the same layers",
            lambda run, key=key: run("quantization.float8") and run(key) not in (None, 1))
       for name, key in (("rounding", "quantization.qat"), ("nf4", "quantization.weights"), ("tp", "parallel.tp"))),
     rule("tasks-of-stages", "evaluate.tasks",
-         lambda run: f"with parallel.pp={_stages(run):g} it needs all blocks in one process: evaluate the exported "
-         "model, or set parallel.pp=1", ALL_BLOCKS,
+         lambda run: f"it needs all blocks in one process (got parallel.pp={_stages(run):g}). Evaluate the "
+         "exported model, or set parallel.pp=1", ALL_BLOCKS,
          lambda run: _stages(run) > 1 and run("evaluate.tasks")),
     rule("answers-of-stages", "evaluate.prompts",
-         lambda run: f"with parallel.pp={_stages(run):g} it needs all blocks in one process: generate afterwards, or "
-         "set parallel.pp=1", ALL_BLOCKS,
+         lambda run: f"it needs all blocks in one process (got parallel.pp={_stages(run):g}). Generate "
+         "afterwards, or set parallel.pp=1", ALL_BLOCKS,
          lambda run: _stages(run) > 1 and run("evaluate.prompts")),
     rule("general-data-of-stages", "evaluate.general",
-         lambda run: f"with parallel.pp={_stages(run):g} it needs all blocks in one process: set parallel.pp=1, or "
-         "leave it out", ALL_BLOCKS,
+         lambda run: f"it needs all blocks in one process (got parallel.pp={_stages(run):g}). Set "
+         "parallel.pp=1, or leave it out", ALL_BLOCKS,
          lambda run: _stages(run) > 1 and run("evaluate.general")),
     rule("dropout-drawn-anew", "adapter.dropout",
-         lambda run: f"with parallel.pp={_stages(run):g} it is drawn anew where compiled blocks recompute a part: set "
-         "compile=false, or set parallel.pp=1",
-         "the gradient would be that of another forward",
+         lambda run: f"with parallel.pp={_stages(run):g}, compiled blocks draw new dropout masks when they "
+         "recompute. Set compile=false or parallel.pp=1",
+         "the gradient would belong to a different forward",
          lambda run: _stages(run) > 1 and run("adapter.dropout") and _is_selective(run) and run("compile")),
     rule("value-of-many-outputs", "value.head",
-         "it has an output for each token, and a value is one: set value.head=score",
-         "a critic gives one number for each token",
+         "a value model needs a head with one output. Set value.head=score",
+         "a value is one number per token",
          lambda run: run("value.head", "score") != "score"),
     rule("stored-predictions-of-new-answers", "teacher.top_k",
-         "answers that the student samples are not there before. Set on_policy.share=0",
-         "predictions are stored before the training",
+         "the teacher cannot store predictions for answers that the student samples later. Set on_policy.share=0",
+         "predictions are stored before training",
          lambda run: run("teacher.top_k") and run("on_policy.share")),
     rule("reference-that-is-not-there", "reference",
-         lambda run: f"{run('reference')} is neither {' nor '.join(_references(run))} nor the folder of a model."
+         lambda run: f"{run('reference')} is neither {' nor '.join(_references(run))} nor a model folder."
          + did_you_mean(str(run("reference")), _references(run)).removesuffix("."),
-         "there is nothing to compare with",
+         "there is no model to compare with",
          _is_no_reference),
     rule("reference-of-a-loss-without", "reference",
-         lambda run: f"{run('loss._component_')} compares with none. Leave it out, or take tune.losses.DPO",
-         "it would be loaded for nothing",
+         lambda run: f"{run('loss._component_')} uses no reference. Leave it out, or use tune.losses.DPO",
+         "the reference would be loaded for nothing",
          _compares_with_nothing),
     rule("adapter-that-stays-on", "reference", _cannot_be_switched_off,
-         "the reference is what the model was before the first step",
+         "the reference must be the model before the first step",
          lambda run: run("reference") == "adapter_off" and (not run("adapter") or _trained_beside(run))),
     rule("no-reward", "reward",
-         lambda run: f"{show(run('reward'))} rewards nothing. Name a function"
-         + (", or an environment, which rewards too" if "environment" in run.cfg else ""),
+         lambda run: f"{show(run('reward'))} gives no reward. Name a function"
+         + (", or an environment that gives rewards" if "environment" in run.cfg else ""),
          "there is nothing to learn from",
          lambda run: "reward" in run.cfg and not run("reward") and not run("environment")),
     rule("environment-that-is-none", "environment", _environment,
-         "one object is made for each completion, and called with its messages",
+         "each completion gets its own object, which is called with its messages",
          _environment),
     rule("rows-held-out-for-nothing", lambda run: _held_out(run)[0],
-         "the rows it holds out would be used nowhere, as validation_dataset is what is validated on. Set it to 0, or "
-         "leave the validation dataset out",
-         "rows would be neither trained nor validated on",
+         "its rows would not be used, because validation_dataset already sets the validation data. Set it to 0, or "
+         "leave validation_dataset out",
+         "these rows would be used neither for training nor for validation",
          lambda run: _has_own_validation(run) and _held_out(run)),
     rule("patience-without-a-metric", "checkpointer.patience",
-         "it counts values of a metric: name it, checkpointer.keep_best=validation_loss",
-         "nothing would ever end the run",
+         "it counts values of a metric. Name one, such as checkpointer.keep_best=validation_loss",
+         "patience would never end the run",
          lambda run: run("checkpointer.patience") and not _best(run)),
     rule("best-of-a-few-rows", "checkpointer.keep_best",
-         "{} is that of a few rows. Take validation_loss, or another of validation",
-         "it is as good as the rows of that step are easy",
+         "{} is a training metric of a few rows. Use validation_loss, or another validation metric",
+         "a training metric depends on how easy the rows of a step are",
          lambda run: _best(run) and not _best(run).startswith("validation_")
          and not ("/" in _best(run) and run("evaluate.tasks"))),
     rule("evaluating-nothing", "evaluate.every",
-         "there is nothing to evaluate on. Give evaluate.prompts, .tasks or .general, or leave it out",
+         "the run has nothing to evaluate. Set evaluate.prompts, .tasks or .general, or leave it out",
          "it would have no effect",
          lambda run: run("evaluate.every") and not any(run(f"evaluate.{each}") for each in EVALUATED)),
     *(rule(f"{name}-of-nothing", key, _give_validation, "it would have no effect",
            lambda run, key=key: _validates_on_nothing(run) and run(key))
       for name, key in (("validation", "validate_every"), ("first-validation", "validate_first"))),
     rule("best-validation-of-nothing", "checkpointer.keep_best", _give_validation,
-         "it is never measured",
+         "the metric is never measured",
          lambda run: _validates_on_nothing(run) and _best(run).startswith("validation_")),
     Rule("layout-that-is-planned", Level.CHANGED, "parallel.auto", "", "always",
          "the layout is planned, with micro_batch_size and memory.*",
-         "it is the fastest one that fits, by `tune plan --search`",
+         "`tune plan --search` chooses the fastest layout that fits",
          lambda run: run.device and run("parallel.auto"), _layout),
 ]
-"""Rules that follow from this library alone. The last one sees what the others have changed."""
+"""Rules that follow from this library alone. The last rule sees the changes of the others."""

@@ -1,4 +1,4 @@
-"""A rule, what it reads of a run before anything of it is built, and what it finds."""
+"""Rules, the facts they read before a run is built, and their findings."""
 
 import enum
 import json
@@ -22,11 +22,11 @@ GREAT = 1e9  # no limit
 
 @dataclass(frozen=True)
 class Facts:
-    """A run's settings, the machine it is for, and what the files of its model say without any weights.
+    """A run's settings, its target machine, and the model files except weights.
 
-    `device` is cpu, cuda or mps, or None: rules about a machine are then skipped. `capability` is the GPU's, where it
-    is known. `is_here` says whether the machine is this one, and `recipe` is the file of a run that begins now.
-    `defaults` are the values of the recipe's own YAML.
+    `device` is cpu, cuda or mps; None skips rules about machines. `capability` is the GPU's compute capability, if
+    known. `is_here` is true if the target is this machine. `recipe` is the file of a run that starts now. `defaults`
+    are the values of the recipe's own YAML.
     """
 
     cfg: DictConfig
@@ -39,41 +39,41 @@ class Facts:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, key: str, default: Any = None) -> Any:
-        """A setting, or the default where it is null or the recipe does not have it."""
+        """Return a setting, or the default if it is null or the recipe does not have it."""
         value = OmegaConf.select(self.cfg, key, throw_on_resolution_failure=False, throw_on_missing=False)
         return default if value is None else value
 
     def usual(self, key: str, default: Any = None) -> Any:
-        """What a setting is in the recipe's own YAML."""
+        """Return a setting's value in the recipe's own YAML."""
         value: Any = self.defaults
         for name in key.split("."):
             value = value.get(name) if isinstance(value, Mapping) else None
         return default if value is None else value
 
     def number(self, key: str, default: float = 0.0) -> float:
-        """A setting that is a number; what is none is told in its own place."""
+        """Return a numeric setting, or the default. Wrong types are reported by their own check."""
         value = self(key)
         return value if isinstance(value, int | float) and not isinstance(value, bool) else default
 
     @property
     def lr(self) -> float:
-        """The learning rate of all but named groups, if the optimizer is one whose steps it alone scales."""
+        """Return the base learning rate of Adam and its variants; 0 for other optimizers."""
         return self.number("optimizer.lr") if "Adam" in self("optimizer._component_", "") else 0.0
 
     def asks(self, key: str, *parts: str) -> bool:
-        """Whether one of the parts is in a setting."""
+        """Return whether a setting contains one of the parts."""
         value = self(key, "")
         return any(part in str(value) for part in parts)
 
     @cached_property
     def model(self) -> dict[str, Any]:
-        """config.json of the model, of its language model if it has several; empty where it cannot be read."""
+        """Return the model's config.json, with the fields of its language model if it has several; {} if unreadable."""
         fields = _fields(self("model.path"), "config.json")
         return {**fields, **(fields.get("text_config") or {})}
 
     @cached_property
     def template(self) -> str:
-        """The chat template, as it is written; empty where there is none, or one of ours is chosen."""
+        """Return the source of the model's chat template; "" if it has none or `chat_template` is set."""
         if self("tokenizer.chat_template"):
             return ""
         folder = self("tokenizer.path", self("model.path"))
@@ -86,14 +86,14 @@ class Facts:
 
     @property
     def triton_lacks(self) -> str:
-        """What this machine does not have of what Triton compiles its launchers with; "" on another machine."""
+        """Return what Triton needs to compile its launchers and this machine lacks; "" for another machine."""
         return devices.triton_lacks(self.environ) if self.is_here else ""
 
 
 def _text(folder: Any, name: str) -> str:
     try:
         return (Path(str(folder)) / name).read_text(encoding="utf-8")
-    except (OSError, ValueError):  # told where it is read
+    except (OSError, ValueError):  # reported by the code that needs the file
         return ""
 
 
@@ -105,8 +105,8 @@ def _fields(folder: Any, name: str) -> dict[str, Any]:
 
 
 class Level(enum.StrEnum):
-    """`ERROR`: the run would fail or learn nothing. `CHANGED`: a setting gets another value. `WARNING`: seldom what was
-    meant. `INFO`: what was not checked."""
+    """`ERROR`: the run would fail or learn nothing. `CHANGED`: a setting gets another value. `WARNING`: rarely
+    intended. `INFO`: not checked."""
 
     ERROR = "error"
     CHANGED = "changed"
@@ -116,7 +116,7 @@ class Level(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """Something wrong at a `place`: a setting, or a file. `rule` and `link` are those of a rule, else empty."""
+    """A problem at a `place`: a setting or a file. `rule` and `link` name the rule that found it, else are empty."""
 
     level: Level
     place: str
@@ -132,10 +132,10 @@ class Finding:
 class Rule:
     """A condition `when` on a run that is an error, changes settings, or gives a warning.
 
-    `key` is the setting to blame. `says` is what is wrong with it and what to do, with its value for `{}`; `why` what
+    `key` is the setting to blame. `says` states the problem and what to do, with the value for `{}`; `why` states what
     the mistake costs. `key` and `says` may be functions of a run. `source` is an upstream thread (owner/name#number),
-    empty for what follows from this library; `since` is the version that has behaved so since then. `changes` gives the
-    new values of settings by their dotted keys: rules of the level CHANGED have it.
+    or empty if the rule follows from this library. `since` is the first version with this behavior. `changes` returns
+    new values by dotted keys; rules of level CHANGED have it.
     """
 
     id: str
@@ -150,21 +150,23 @@ class Rule:
 
     @property
     def link(self) -> str:
-        """The thread's address; GitHub sends it on to a pull request's."""
+        """Return the URL of the thread; GitHub redirects it for pull requests."""
         name, _, number = self.source.partition("#")
         return f"https://github.com/{name}/issues/{number}" if name else ""
 
     def place(self, facts: Facts) -> str:
-        """The setting to blame."""
+        """Return the setting to blame."""
         return self.key if isinstance(self.key, str) else self.key(facts)
 
     def said(self, facts: Facts) -> str:
-        """What is wrong and what to do."""
+        """Return the problem and what to do."""
         return self.says.format(facts(self.place(facts))) if isinstance(self.says, str) else self.says(facts)
 
     def judge(self, facts: Facts, strict: bool = False, wrong: Collection[str] = ()) -> Finding | None:
-        """The finding if the condition holds, but for settings that are `wrong` already. Settings in `facts.cfg` are
-        changed, unless `strict`: a change is then an error."""
+        """Return the finding if the condition holds, except for settings that are already `wrong`.
+
+        Changes are made in `facts.cfg`. With `strict`, a change is an error instead.
+        """
         if not self.when(facts) or self.place(facts) in wrong:
             return None
         place, level, message = self.place(facts), self.level, f"{self.said(facts)}: {self.why}"
