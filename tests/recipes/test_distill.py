@@ -218,7 +218,7 @@ def test_padded_vocabularies(common, teacher, tmp_path):
 
 def test_a_teacher_whose_table_is_too_small(common, tmp_path):
     small = save_checkpoint(tmp_path / "small", vocab_size=260)
-    with pytest.raises(TuneError, match=r"the tokenizer made token .*, but the model's vocab_size is 260"):
+    with pytest.raises(TuneError, match=r"the tokenizer produced token .*, but the model's vocab_size is 260"):
         run(tmp_path / "run", [*common, f"teacher.path={small}"])
 
 

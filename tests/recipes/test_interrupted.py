@@ -359,7 +359,7 @@ def test_one_of_two_processes_is_killed(inputs, run_recipe):
     ("override", "says"),
     [
         ("max_grad_norm=null", " at step 1"),
-        ("{one_row}", "has 1 rows for 2 data-parallel processes: use at most 1"),
+        ("{one_row}", "has 1 rows, too few for 2 data-parallel processes"),
     ],
 )
 def test_two_processes_say_it_once(override, says, inputs, contents):

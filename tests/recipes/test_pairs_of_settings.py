@@ -134,13 +134,13 @@ REFUSED = [
     ({"trained": ["distilled", *ANSWERS], "accuracy": ["true"]}, "has no argument 'accuracy'"),
     (
         {"trained": ANSWERS, "train_on": ["all", "last"]},
-        "rows: answers are learned, and not split: leave out",
+        "rows train on whole answers: remove train_on",
     ),
-    ({"trained": ANSWERS, "turns": ["as_seen"]}, "turns: of"),
-    ({"turns": ["as_seen"], "train_on": ["all"]}, "turns: as_seen learns answers"),
+    ({"trained": ANSWERS, "turns": ["as_seen"]}, "Remove turns=as_seen"),
+    ({"turns": ["as_seen"], "train_on": ["all"]}, "turns: as_seen trains on answers"),
     (
         {"trained": ["KTO"], "rows": ["streamed"]},
-        "streaming: labelled answers are compared with those to other prompts",
+        "streaming: labelled rows are compared with answers to other prompts",
     ),
     ({"trained": ["all, int8", "lora, int8"], "model": ["hf"]}, "model: with quantization.qat"),
     ({"trained": ["lora, int8"], "dropout": ["0.2"]}, "adapter.dropout: with quantization.qat"),
@@ -156,7 +156,7 @@ REFUSED = [
     ({"trained": ["head"], "model": ["hf"], "dropout": ["0.2"]}, "which goes without dropout. Set adapter.dropout=0"),
     ({"optimizer": ["AdamW8bit"], "cpu_offload": ["true"], "dtype": ["bf16"]}, "does not update shards in bf16"),
     ({"keep_best": ["loss"], "validation": ["none"]}, "checkpointer.keep_best: there is nothing to validate on"),
-    ({"rows": ["streamed"], "validation": ["fraction"]}, "validation_fraction: a stream holds no rows out"),
+    ({"rows": ["streamed"], "validation": ["fraction"]}, "validation_fraction: a stream cannot hold out rows"),
 ]
 
 

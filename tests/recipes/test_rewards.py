@@ -354,7 +354,7 @@ def test_rows_that_are_too_long_are_left_out_and_counted(run, tmp_path):
             "learns from rows of dataset.kind=supervised",
         ),
         (["loss.center=-1"], "loss.center: -1 is not a non-negative number."),
-        (["dataset.train_on=all"], "graded rows: answers are learned"),
+        (["dataset.train_on=all"], "graded rows train on whole answers"),
         (["adapter.target_modules=[score]"], "adapter.modules_to_save: head has an adapter too"),
         (["max_seq_len=8"], "longer than max_seq_len"),
     ],
