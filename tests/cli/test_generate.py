@@ -351,7 +351,9 @@ def test_a_model_without_a_chat_template(checkpoint, tmp_path, capsys):
     for arguments in ([base], [checkpoint, "--compare", base]):
         with pytest.raises(SystemExit):
             main(["chat", *map(str, arguments)])
-        assert "chat_template.jinja of the model's chat version there (`tune generate --raw`" in capsys.readouterr().err
+        assert (
+            "chat_template.jinja from the model's chat version there (`tune generate --raw`" in capsys.readouterr().err
+        )
 
 
 def test_another_type(tmp_path, capsys):

@@ -406,7 +406,7 @@ def test_a_tokenizer_whose_only_special_token_ends_texts(checkpoint, tmp_path):
     content["added_tokens"] = [each for each in content["added_tokens"] if each["content"] == "<|im_end|>"]
     (folder / "tokenizer.json").write_text(json.dumps(content))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
-    with pytest.raises(TuneError, match="no special token but its end") as error:
+    with pytest.raises(TuneError, match="no special token for padding") as error:
         Tokenizer(str(folder)).choose_pad()
     advised = shlex.split(str(error.value).rpartition(": ")[2].replace(" OUT ", f" {tmp_path / 'out'} "))
     assert advised[:3] == ["tune", "add-tokens", str(folder)]

@@ -230,7 +230,7 @@ def no_tokenizer(inputs):
     (inputs.model / "tokenizer.json").unlink()
 
 
-@wrong("tokenizer.json is not a tokenizer")
+@wrong("tokenizer.json is not a readable tokenizer")
 def broken_tokenizer(inputs):
     (inputs.model / "tokenizer.json").write_text("{}")
 

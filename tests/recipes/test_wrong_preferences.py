@@ -142,7 +142,7 @@ def test_a_reference_of_another_tokenizer_or_vocabulary(settings, checkpoint, ru
     vocabulary[one], vocabulary[another] = vocabulary[another], vocabulary[one]
     (other / "tokenizer.json").write_text(json.dumps(file))
     assert run_recipe([*settings, f"reference={other}"], preference_finetune) == 2
-    assert f"reference: {other} has another tokenizer than {checkpoint}: 2 ids are not" in capsys.readouterr().err
+    assert f"reference: {other} has a different tokenizer from {checkpoint}: 2 ids" in capsys.readouterr().err
     small = save_checkpoint(tmp_path / "small", vocab_size=260)
     assert run_recipe([*settings, f"reference={small}"], preference_finetune) == 2
     assert "small has rows for 260 tokens, and the tokenizer has 300" in capsys.readouterr().err

@@ -126,9 +126,9 @@ BOTH = {
     "a judge that fails": ([f"reward={HERE}.FailingJudge"], "reward: FailingJudge fails: ConnectionError: no answer"),
     "two labels": ([REWARD_MODEL % "two_labels"], "the model scores 2 labels, and a reward is one number"),
     "no reward model": ([REWARD_MODEL % "language"], "it is no reward model. Make one of it with reward_finetune"),
-    "a reward model's tokenizer": ([REWARD_MODEL % "other_reward"], "reward.path: ", "has another tokenizer than"),
+    "a reward model's tokenizer": ([REWARD_MODEL % "other_reward"], "reward.path: ", "has a different tokenizer from"),
     "no folder of a reward model": ([REWARD_MODEL % "nowhere"], "reward.path: ", "nowhere does not exist"),
-    "another reference": (["kl=0.1", "reference={other_tokenizer}"], "reference: ", "has another tokenizer than"),
+    "another reference": (["kl=0.1", "reference={other_tokenizer}"], "reference: ", "has a different tokenizer from"),
     "a reference of few rows": (["kl=0.1", "reference={few_rows}"], "reference: ", "has rows for 280 tokens, and the"),
     "a reward model as reference": (["kl=0.1", "reference={other_reward}"], "reference: ", "is a reward model: it"),
     "no reference": (["kl=0.1", "reference={nowhere}"], "nowhere is neither adapter_off nor the folder"),
@@ -184,7 +184,7 @@ OF_GRPO = {
     },
 }
 OF_PPO = {
-    "another value tokenizer": (["value.path={other_tokenizer}"], "value.path: ", "has another tokenizer than"),
+    "another value tokenizer": (["value.path={other_tokenizer}"], "value.path: ", "has a different tokenizer from"),
     "a value model of few rows": (["value.path={few_rows}"], "value.path: ", "has rows for 280 tokens, and the"),
     "a value model of two labels": (["value.path={two_labels}"], "the model scores 2 labels"),
     "no value model": (["value.path={nowhere}"], "value.path: ", "nowhere does not exist"),
