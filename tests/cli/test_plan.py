@@ -175,7 +175,7 @@ def test_what_a_search_chooses_is_rehearsed(checkpoint, tmp_path):
 WRONG = {
     "no run": (["--device", "cpu", "--calibrate", "docs"], "it is not the folder of a run"),
     "device": (["--device", "h10"], "Did you mean 'h100'?"),
-    "file": (["--device", "pyproject.toml"], "is not a device"),
+    "file": (["--device", "pyproject.toml"], "--device: pyproject.toml must be"),
     "processes": (["--device", "h100", "--world-size", "3", "parallel.dp_replicate=2"], "--world-size 3"),
     "batch": (["--device", "h100", "--world-size", "3"], "global_batch_size=16 is not a multiple of 3"),
     "batch of a search": (["--device", "h100", "--world-size", "3", "--search"], "powers of 2: set it to 15 or 18"),

@@ -387,7 +387,7 @@ def test_modules_that_a_function_imports_are_part_of_the_data(tmp_path, monkeypa
             r"there is no module 'your_data'. Is it installed, or in the current",
         ),
         ({"format": "my_data.to_messages", "columns": {"text": "text"}}, "remove columns"),
-        ({"filter": "is_long"}, r"filter: 'is_long' is not the dotted path .* Name its module too: my_module\.is_long"),
+        ({"filter": "is_long"}, r"filter: 'is_long' is not the dotted path .* Include its module: my_module\.is_long"),
         (
             {"format": "sharegtp"},
             r"format=sharegtp is not a format of supervised rows\. Did you mean 'sharegpt'\? Known formats: chat",

@@ -295,7 +295,7 @@ def test_places_that_cannot_be_read(tmp_path, monkeypatch):
         f"{tmp_path}/data.parquet.gz": r"cannot read \.parquet\.gz files",
         "nope://bucket/a.jsonl": "nope://bucket/a.jsonl cannot be opened: ValueError: Protocol not known: nope",
         "memory://nothing/here.jsonl": "memory://nothing/here.jsonl does not exist",
-        "python:rows": r"python:rows: 'rows' is not the dotted path .* Name its module too: my_module\.rows",
+        "python:rows": r"python:rows: 'rows' is not the dotted path .* Include its module: my_module\.rows",
     }
     for path, message in cases.items():
         with pytest.raises(TuneError, match=message):

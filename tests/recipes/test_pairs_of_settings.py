@@ -145,7 +145,7 @@ REFUSED = [
     ({"trained": ["all, int8", "lora, int8"], "model": ["hf"]}, "model: with quantization.qat"),
     ({"trained": ["lora, int8"], "dropout": ["0.2"]}, "adapter.dropout: with quantization.qat"),
     ({"trained": ["lora, float8"], "quantization": ["nf4", "double"]}, "quantization.weights: it does not go"),
-    ({"trained": ["lora, int8"], "quantization": ["nf4", "double"]}, "is quantised already"),
+    ({"trained": ["lora, int8"], "quantization": ["nf4", "double"]}, "is already quantized"),
     ({"trained": ["lora, int8"], "dtype": ["bf16/fp32", "bf16", "fp16"]}, "is exported as float32"),
     ({"trained": ["all, int8"], "dtype": ["fp16"]}, "is exported as bfloat16"),
     (
