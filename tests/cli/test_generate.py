@@ -215,10 +215,10 @@ def test_parquet_has_the_records_of_json(checkpoint, tmp_path, capsys):
 
 
 WRONG = {
-    "a run without a result": (["RUN", "--prompt", "a"], "this run has exported nothing yet"),
+    "a run without a result": (["RUN", "--prompt", "a"], "this run has not exported anything yet"),
     "no model": (["not_there", "--prompt", "a"], "model.path: not_there does not exist"),
     "a name of the hub": (["org/name", "--prompt", "a"], "tune download org/name"),
-    "no adapter": (["MODEL", "--adapter", "MODEL", "--prompt", "a"], "is no adapter"),
+    "no adapter": (["MODEL", "--adapter", "MODEL", "--prompt", "a"], "is not an adapter"),
     "no file": (["MODEL", "--prompts", "none.jsonl"], "--prompts none.jsonl: there is no such file"),
     "another kind of file": (["MODEL", "--prompts", "notes.md"], "notes.md: cannot read .md files"),
     "an empty file": (["MODEL", "--prompts", "empty.txt"], "empty.txt contains no prompt"),

@@ -153,7 +153,7 @@ REFUSED = [
         "memory.activation_offload: what activation_checkpointing=selective keeps is",
     ),
     ({"start": ["random"], "model": ["hf"]}, "from_scratch: "),
-    ({"trained": ["head"], "model": ["hf"], "dropout": ["0.2"]}, "which goes without dropout. Set adapter.dropout=0"),
+    ({"trained": ["head"], "model": ["hf"], "dropout": ["0.2"]}, "does not support dropout. Set adapter.dropout=0"),
     ({"optimizer": ["AdamW8bit"], "cpu_offload": ["true"], "dtype": ["bf16"]}, "does not update shards in bf16"),
     ({"keep_best": ["loss"], "validation": ["none"]}, "checkpointer.keep_best: there is nothing to validate on"),
     ({"rows": ["streamed"], "validation": ["fraction"]}, "validation_fraction: a stream cannot hold out rows"),

@@ -355,7 +355,7 @@ def test_rows_that_are_too_long_are_left_out_and_counted(run, tmp_path):
         ),
         (["loss.center=-1"], "loss.center: -1 is not a non-negative number."),
         (["dataset.train_on=all"], "graded rows train on whole answers"),
-        (["adapter.target_modules=[score]"], "adapter.modules_to_save: head has an adapter too"),
+        (["adapter.target_modules=[score]"], "adapter.modules_to_save: head also has an adapter"),
         (["max_seq_len=8"], "longer than max_seq_len"),
     ],
 )
