@@ -390,11 +390,11 @@ def test_wrong_rows(change, message, rows, run_recipe, common, tmp_path, capsys)
 def test_several_labels_are_refused(labels, run_recipe, common, tmp_path, capsys):
     reward_model(tmp_path / "model", num_labels=labels)
     assert run_recipe([*common, f"model.path={tmp_path / 'model'}"], reward_finetune) == 2
-    assert f"the model scores {labels} labels, and a reward is one number" in capsys.readouterr().err
+    assert f"the model scores {labels} labels, but a reward is one number" in capsys.readouterr().err
 
 
 def test_a_language_model_is_no_reward_model(checkpoint):
-    with pytest.raises(TuneError, match="no head that scores"):
+    with pytest.raises(TuneError, match="no scoring head"):
         prepare_scores(build(str(checkpoint)), Tokenizer(str(checkpoint)))
     with pytest.raises(TuneError, match="it is no reward model"):
         checkpointers.load_model(str(checkpoint), head="score")

@@ -124,7 +124,7 @@ BOTH = {
     "too few scores": ([f"reward={HERE}.TooFew"], "reward: TooFew gives [1.0] for 16 completions; it must give a list"),
     "no list of scores": ([f"reward={HERE}.NoList"], "reward: NoList gives 3 for 16 completions"),
     "a judge that fails": ([f"reward={HERE}.FailingJudge"], "reward: FailingJudge fails: ConnectionError: no answer"),
-    "two labels": ([REWARD_MODEL % "two_labels"], "the model scores 2 labels, and a reward is one number"),
+    "two labels": ([REWARD_MODEL % "two_labels"], "the model scores 2 labels, but a reward is one number"),
     "no reward model": ([REWARD_MODEL % "language"], "it is no reward model. Make one of it with reward_finetune"),
     "a reward model's tokenizer": ([REWARD_MODEL % "other_reward"], "reward.path: ", "has a different tokenizer from"),
     "no folder of a reward model": ([REWARD_MODEL % "nowhere"], "reward.path: ", "nowhere does not exist"),

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The programs of `tune.peft.adapter_kernels`. Imported only where Triton is installed."""
+"""The programs of `tune.peft.adapter_kernels`. Imported only if Triton is installed."""
 
 import triton
 import triton.language as tl

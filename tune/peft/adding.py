@@ -74,9 +74,8 @@ def add_adapters(model: nn.Module, lora: LoRA) -> Adapted:
     except TuneError as error:
         if lora.path is None:
             raise
-        reason = (
-            str(error).partition(". ")[0].removeprefix("adapter.")
-        )  # the rest is advice for people who choose targets
+        # The rest of the message is advice for people who choose targets.
+        reason = str(error).partition(". ")[0].removeprefix("adapter.")
         instead = "Use the model that it was trained on, or another adapter"
         raise TuneError(f"adapter.path: {lora.path} does not fit this model: {reason}. {instead}") from error
     if not earlier:
