@@ -62,7 +62,7 @@ def test_a_torch_without_cuda(driver, fix, gpu, monkeypatch):
 def test_gpus_that_are_hidden(value, gpu, monkeypatch):
     gpu("580.82.07")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
-    assert "unset CUDA_VISIBLE_DEVICES" in error() and repr(value) in error()
+    assert "Unset CUDA_VISIBLE_DEVICES" in error() and repr(value) in error()
 
 
 def test_a_gpu_that_torch_cannot_use_for_another_reason(gpu, monkeypatch):
@@ -113,7 +113,7 @@ def test_a_gpu_without_kernels(built, capability, runs, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built)
     if runs:
         return processor.require_kernels(torch.device("cuda", 0))
-    with pytest.raises(TuneError, match=rf"device: Tesla V100.* {capability[0]}\.{capability[1]}, and .*pytorch\.org"):
+    with pytest.raises(TuneError, match=rf"device: Tesla V100.* {capability[0]}\.{capability[1]}, but .*pytorch\.org"):
         processor.require_kernels(torch.device("cuda", 0))
 
 

@@ -1,4 +1,4 @@
-"""What is known of devices: a table, or a file that a calibration has written."""
+"""Peak and achieved rates of devices: a table, or a file written by a calibration."""
 
 import json
 import os
@@ -12,19 +12,27 @@ from pathlib import Path
 from tune.errors import TuneError, explained
 from tune.lookup import did_you_mean
 
-CACHED = 0.4  # of the time that the same bytes take from memory
+CACHED = 0.4  # time of a read from the cache, as a share of the time from memory
 
 
 @dataclass(frozen=True)
 class Device:
-    """Peaks are those of the vendor's data sheet: `tflops` of dense bf16 products, `float8` of those in 8 bits, if any,
-    `tflops_fp32` as torch computes them (on NVIDIA with TF32 off), `bandwidth` of its memory and, in one direction, of
-    links: between devices of a node, between nodes, to the host, all in GB/s. `product_share`, `attention_share` (of
-    FlashAttention-2, which torch has) and `bandwidth_share` are what kernels reach of them, `launch` the microseconds
-    that an operation takes to begin, `latency` a collective. `reserve` GiB (context, libraries) and `reserve_share` of
-    what is allocated (fragments) are not for tensors. `host_memory` is what each device has of its node's, in GiB,
-    `capability` what torch says of a GPU. A CPU has so many `cores`; `crowd` are the processes for each of them,
-    1 or more. Operations that read and write less than `cache` MiB find it in the cache."""
+    """A device with its memory in GiB and its speeds.
+
+    Peaks are from the vendor's data sheet:
+
+    - `tflops` of dense bf16 products, `float8` of 8-bit products (0: none), `tflops_fp32` as torch computes them (on
+      NVIDIA with TF32 off)
+    - `bandwidth` of its memory and, in one direction, of `link` (within a node), `network` (between nodes) and `host`,
+      in GB/s
+
+    Kernels reach `product_share`, `attention_share` (of FlashAttention-2, which torch has), `bandwidth_share` and
+    `link_share` of the peaks. `launch` and `latency` are the microseconds until an operation or a collective begins.
+    `reserve` GiB (context, libraries) and `reserve_share` of allocated memory (fragments) are not available for
+    tensors. `host_memory` is each device's part of its node's memory in GiB. `capability` is the compute capability of
+    a GPU. `cores` are those of a CPU, and `crowd` the processes per core, 1 or more. Operations that read and write
+    less than `cache` MiB use the cache.
+    """
 
     name: str
     memory: float
@@ -53,37 +61,39 @@ class Device:
 
     @property
     def is_host(self) -> bool:
-        """Whether its memory is the host's."""
+        """Whether the device is the CPU, whose memory is the host's."""
         return self.name == "cpu"
 
     @property
     def attends_as(self) -> tuple[int, int] | None:
-        """The compute capability by which attention chooses its kernels; None: those of other devices."""
+        """The compute capability by which attention chooses its kernels; None: kernels for other devices."""
         return max(self.capability or (8, 0), (8, 0)) if self.flash else self.capability
 
     def shared_by(self, processes: int) -> "Device":
-        """What each of so many has of it: those of a node share a CPU. Its `memory` is each one's already."""
+        """The device as seen by one of `processes` processes; CPU processes share it, but `memory` is per process."""
         share = min(processes, self.per_node) if self.is_host else 1
         rates = {name: getattr(self, name) / share for name in ("tflops", "tflops_fp32", "bandwidth")}
         return replace(self, **rates, crowd=max(1.0, share / self.cores))
 
     def at_speed(self, speed: float) -> "Device":
-        """The device if it computes so many times as fast."""
+        """The device if it were `speed` times as fast."""
         shares = ("product_share", "attention_share", "bandwidth_share")
         return replace(self, **{name: getattr(self, name) * speed for name in shares}, launch=self.launch / speed)
 
     def seconds(self, flops: float, moved: float, dtype: str, attends: bool = False) -> float:
-        """Of an operation: by its products or by its memory, whatever takes longer."""
+        """The seconds of an operation with `flops` and `moved` bytes: the longer of computing and moving."""
         peak = {"fp32": self.tflops_fp32, "fp8": self.float8}.get(dtype, self.tflops)
         share = self.attention_share if attends else self.product_share
         by_memory = moved / (self.bandwidth * 1e9 * self.bandwidth_share)
         by_memory *= CACHED if moved < self.cache * 2**20 else 1
         busy, launch = max(flops / (peak * 1e12 * share), by_memory), self.launch * 1e-6
-        return busy + launch if self.is_host else max(busy, launch)  # a GPU computes while the next is launched
+        return busy + launch if self.is_host else max(busy, launch)  # a GPU computes during the next launch
 
     def transfer(self, moved: float, processes: int, span: int = 0) -> float:
-        """Of a collective in which each process sends and gets `moved` bytes. Of so many neighbours, or with `span`
-        some of so many."""
+        """The seconds of a collective of `processes` neighbors, in which each sends and receives `moved` bytes.
+
+        With `span`, the processes are spread over this many neighbors.
+        """
         speed = self.link if (span or processes) <= self.per_node else self.network
         if processes == 1:
             return 0.0
@@ -92,7 +102,7 @@ class Device:
 
 
 DEVICES = {
-    "t4": Device("t4", 15, 8.1, 8.1, 320, 16, 6, 16, 4, flash=False, capability=(7, 5)),  # it emulates bf16 in fp32
+    "t4": Device("t4", 15, 8.1, 8.1, 320, 16, 6, 16, 4, flash=False, capability=(7, 5)),  # emulates bf16 in fp32
     "l4": Device("l4", 24, 121, 30.3, 300, 25, 12, 25, float8=242, capability=(8, 9)),
     "a10g": Device("a10g", 24, 70, 31.5, 600, 25, 12, 25, attention_share=0.6, capability=(8, 6)),
     "l40s": Device("l40s", 48, 362, 91.6, 864, 25, 12, 25, float8=733, capability=(8, 9)),
@@ -111,8 +121,10 @@ DEVICES = {
 
 
 def named(full_name: str) -> Device | None:
-    """That of a GPU by the name that its driver has for it, such as NVIDIA H100 80GB HBM3 or NVIDIA GeForce RTX 4090;
-    None if it is not known."""
+    """The device with a GPU's full name from its driver, such as NVIDIA H100 80GB HBM3 or NVIDIA GeForce RTX 4090.
+
+    None if it is not known.
+    """
     for name, device in DEVICES.items():
         pattern = name.upper().replace("RTX", "RTX ")
         if re.search(rf"\b{pattern}\b(?! LAPTOP)", full_name.upper()):
@@ -121,25 +133,25 @@ def named(full_name: str) -> Device | None:
 
 
 def device(name: str) -> Device:
-    """One of `DEVICES`, or that of a file. Raises TuneError."""
+    """The device with a name in `DEVICES`, or in a file. Raises TuneError for anything else."""
     if name in DEVICES:
         return DEVICES[name]
     file = Path(name)
     if not file.is_file():
         raise TuneError(
-            f"--device: {name} is neither a known device nor a file.{did_you_mean(name, DEVICES)} Known are "
+            f"--device: {name} is neither a known device nor a file.{did_you_mean(name, DEVICES)} Known devices: "
             f"{', '.join(DEVICES)}; `tune plan --calibrate RUN` writes a file"
         )
     known = ", ".join(each.name for each in fields(Device))
-    with explained(f"--device: {name} is not a device, which is a JSON object with {known}", ValueError, TypeError):
+    with explained(f"--device: {name} must be a JSON object with {known}", ValueError, TypeError):
         found = dict(json.loads(file.read_text(encoding="utf-8")))
         return Device(**found | {"capability": found.get("capability") and tuple(found["capability"])})
 
 
 def triton_lacks(environ: Mapping[str, str] = os.environ) -> str:
-    """What Triton needs here to build its launchers and does not find, in words; "" if nothing."""
+    """The tool that Triton needs to build its launchers and that is missing here; "" if none is."""
     compilers = [environ["CC"]] if environ.get("CC") else ["gcc", "clang"]
     if not any(shutil.which(name, path=environ.get("PATH")) for name in compilers):
-        return f"a C compiler ({' or '.join(compilers)}), of which there is none here"
+        return f"a C compiler ({' or '.join(compilers)}), but found none"
     header = Path(sysconfig.get_path("include")) / "Python.h"
-    return "" if header.is_file() else f"Python's headers, and {header} is not there"
+    return "" if header.is_file() else f"Python's headers, but {header} does not exist"

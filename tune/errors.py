@@ -1,4 +1,4 @@
-"""The one exception for mistakes that the user can mend."""
+"""The exception for mistakes that the user can fix."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from tune.secrets import without_secrets
 
 
 class TuneError(Exception):
-    """A mistake the user can mend. The message says what is wrong, where, what was found and what to do."""
+    """A mistake that the user can fix. The message says what is wrong, where, what was found and what to do."""
 
     def __init__(self, message: str):
         super().__init__(without_secrets(message))
@@ -15,9 +15,11 @@ class TuneError(Exception):
 
 @contextmanager
 def explained(what: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Around what the user can get wrong: an error of these kinds (default: a TuneError) becomes a TuneError that says
-    `what` is wrong before the error's own words. `Exception` stands for whatever others' code may raise: the error's
-    type is told too, and TuneErrors pass as they are."""
+    """Turn errors of these kinds (default: TuneError) into a TuneError whose message begins with `what`.
+
+    Use `Exception` for code of others, which may raise anything: the message then includes the error's type, and
+    TuneErrors pass unchanged.
+    """
     kinds = kinds or (TuneError,)
     try:
         yield

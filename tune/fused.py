@@ -1,7 +1,7 @@
-"""Kernels written in Triton: where they run, and how they are launched.
+"""Launch kernels written in Triton, where they can run.
 
-Each replaces a chain of plain operations, which run on other devices, without Triton, and under `torch.compile`, which
-fuses by itself. The packages that have such kernels keep their programs in a module of their own, which is
+Each kernel replaces a chain of plain operations, which run on other devices, without Triton, and under `torch.compile`,
+which fuses them itself. Packages with kernels keep the programs in a module of their own, which is
 imported at the first launch.
 """
 
@@ -18,17 +18,17 @@ from tune.devices import triton_lacks
 
 
 def fits(tensor: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Whether kernels run on `tensor`, or make one of `dtype` from it. Planning answers for a GPU that is not here."""
+    """Whether kernels can run on `tensor`, or convert it to `dtype`. Planning replaces the answer for another GPU."""
     dtype = dtype or tensor.dtype
     if not tensor.is_cuda or dtype == torch.float64:
         return False
     if dtype == torch.bfloat16 and not (torch.version.hip or torch.cuda.get_device_capability(tensor.device) >= (8, 0)):
-        return False  # Triton has no bf16 there
+        return False  # Triton does not support bf16 there
     return not (torch.compiler.is_compiling() or hasattr(tensor, "fake_mode")) and _has_triton()
 
 
 def launch(programs: str, name: str, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Run a program of the module `programs` on the device of the first argument. Planning counts its bytes instead."""
+    """Run a program of the module `programs` on the device of the first argument. Planning only counts its bytes."""
     program = getattr(importlib.import_module(programs), name)
     with torch.cuda.device(arguments[0].device):
         program[grid](*arguments, **options)
@@ -40,8 +40,8 @@ def _has_triton() -> bool:
         return False
     if lacks := triton_lacks():
         warnings.warn(
-            f"plain operations run in place of fused kernels, and take longer: Triton needs {lacks}. "
-            "Install gcc and python3-dev (or the python3-devel of your distribution)",
+            f"using slower plain operations instead of fused kernels: Triton needs {lacks}. "
+            "Install gcc and python3-dev (python3-devel on some distributions)",
             stacklevel=2,
         )
     return not lacks

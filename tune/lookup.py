@@ -1,4 +1,4 @@
-"""Functions and classes by their dotted path, and suggestions for misspelt words."""
+"""Import functions and classes by their dotted path, and suggest corrections of misspelled words."""
 
 import difflib
 import importlib
@@ -18,43 +18,47 @@ from tune.types import DottedPath
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """` Did you mean 'lr'?` for the known word nearest to `word`, or nothing if none is near."""
+    """` Did you mean 'lr'?` for the known word closest to `word`; empty if none is close."""
     spelt = {each.lower(): each for each in known}
     near = difflib.get_close_matches(word.lower(), spelt, n=1)
     return f" Did you mean '{spelt[near[0]]}'?" if near else ""
 
 
 def absent(path: Path) -> str:
-    """That nothing is at `path`, and from where a relative one was looked for."""
+    """The phrase that `path` does not exist, with the current folder if `path` is relative."""
     return "does not exist" if path.is_absolute() else f"does not exist in {Path.cwd()}"
 
 
 def local_path(place: str | Path) -> Path:
-    """The file or folder that a user has named; `~/` is the home folder, also where the shell has left it. `./~` is a
-    name: a Path, which has lost that beginning, is as it is."""
+    """The file or folder that a user named, with `~/` expanded, which shells do not always do.
+
+    A Path is returned unchanged, since it may have been `./~`, the name of a file.
+    """
     return Path(os.path.expanduser(place)) if isinstance(place, str) else place
 
 
 def in_shell(path: Path | str) -> str:
-    """A path as one word of a command line."""
+    """A path quoted as one word of a command line."""
     text = str(path)
     return shlex.quote(f"./{text}" if text.startswith("-") else text)
 
 
 def assignment(key: str, path: Path | str) -> str:
-    """The argument `key=path` of a recipe; a path that reads like no value is written so that it is one."""
+    """The recipe argument `key=path`; `./` precedes a path that YAML would read as null."""
     return f"{key}={'./' if str(path) in ('', 'null') else ''}{path}"
 
 
 def is_on_the_hub(path: str) -> bool:
-    """Whether a path that is not here looks like the name of a model or a dataset on the Hugging Face hub."""
+    """Whether a path that does not exist looks like the name of a model or dataset on the Hugging Face hub."""
     return not Path(path).parent.exists() and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) is not None
 
 
 @contextmanager
 def needs(extra: str, what: str) -> Iterator[None]:
-    """Around imports of packages that come with an extra of this library. Raises TuneError, which says `what` needs
-    them, if they are not installed, or do not fit together (protobuf's VersionError is a RuntimeError)."""
+    """Wrap imports of packages from an extra of this library, which `what` needs.
+
+    Raises TuneError if they are not installed or incompatible (protobuf's VersionError is a RuntimeError).
+    """
     install = f"{what} needs the {extra} extra (pip install 'tune-recipes[{extra}]')"
     with explained(install, ImportError, RuntimeError), quiet_torchao():
         yield
@@ -62,8 +66,10 @@ def needs(extra: str, what: str) -> Iterator[None]:
 
 @contextmanager
 def quiet_torchao() -> Iterator[None]:
-    """Leave out torchao's warnings to its developers when it is imported: about kernels for other machines, and its
-    enums. transformers imports it late, so a process of ours is quiet from its start to its end."""
+    """Suppress torchao's import warnings for its developers, about kernels for other machines and about its enums.
+
+    transformers imports torchao late, so our processes use this from start to end.
+    """
     filters: dict[str, Callable[[logging.LogRecord], bool]] = {
         "torchao": lambda record: record.levelno > logging.WARNING,
         "torch.utils._pytree": lambda record: "is an Enum subclass" not in record.msg,
@@ -78,10 +84,10 @@ def quiet_torchao() -> Iterator[None]:
 
 
 def locate(path: DottedPath) -> Callable[..., Any]:
-    """Import the function or class with this dotted path. Raises TuneError if it cannot be."""
+    """Import the function or class with this dotted path. Raises TuneError if that fails."""
     first, *names = path.split(".")
     if not names or not all(name.isidentifier() for name in (first, *names)):
-        hint = "" if names else f" Name its module too: my_module.{path}"
+        hint = "" if names else f" Include its module: my_module.{path}"
         raise TuneError(f"'{path}' is not the dotted path of a function or class.{hint}")
     found: Any = _import(first, path)
     for name in names:
@@ -113,5 +119,5 @@ def _import(name: str, path: str, missing_in: ModuleType | None = None) -> Modul
         raise TuneError(f"{place}there is no module '{error.name}'. {hint}") from error
     except SyntaxError as error:
         raise TuneError(f"{error.filename}:{error.lineno}: {error.msg}") from error
-    except Exception as error:  # whatever the module does when it is run
+    except Exception as error:  # running a module can raise anything
         raise TuneError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error

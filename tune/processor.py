@@ -1,4 +1,4 @@
-"""The device of a process: its type and capability, and why torch does not see a GPU that is there."""
+"""The device of a process: its type and compute capability, and why torch does not see an installed GPU."""
 
 import os
 import platform
@@ -14,7 +14,7 @@ from packaging.version import Version
 from tune.errors import TuneError
 
 OLDEST_DRIVERS = {11: "450.80", 12: "525.60", 13: "580.65"}
-"""By the major version of CUDA the NVIDIA driver that it needs, by its release notes."""
+"""Major version of CUDA -> oldest NVIDIA driver, from CUDA's release notes."""
 SELECTOR = "the selector at pytorch.org (Get Started) gives the command"
 HIDES_ALL = ("", "-1", "NoDevFiles")  # values of CUDA_VISIBLE_DEVICES
 PROC = Path("/proc/driver/nvidia")
@@ -22,11 +22,11 @@ ALLOCATOR_SETTINGS = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_
 
 
 def device_type(device: str) -> str:
-    """The type of device that the setting `device` stands for on this machine.
+    """The device type for the setting `device` on this machine.
 
     Raises:
-        TuneError: there is no such device; or for "auto" torch sees no GPU where the machine has one of NVIDIA: a run
-            on the CPU would be a hundred times slower. The message says what to do.
+        TuneError: there is no such device. Also for "auto" on a machine with an NVIDIA GPU that torch does not see,
+            since a run on the CPU would be a hundred times slower. The message says what to do.
     """
     found = present()
     if device in ("auto", "cuda") and found == ["cpu"] and (reason := why_no_cuda()):
@@ -37,25 +37,27 @@ def device_type(device: str) -> str:
 
 
 def present() -> list[str]:
-    """The types of device that torch can use here, the fastest first."""
+    """The device types that torch can use here, fastest first."""
     is_present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     return [kind for kind, is_here in is_present.items() if is_here]
 
 
 def count_processes() -> int:
-    """The processes of this run, as the launcher describes them."""
+    """The number of processes of this run, from the launcher's environment variables."""
     return int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS") or 1)
 
 
 def use_expandable_segments() -> None:
-    """Have torch's allocator grow its segments, unless the environment says otherwise. Call it before the first use of
-    a GPU, when torch reads the environment."""
+    """Make torch's allocator use expandable segments, unless the environment configures the allocator.
+
+    Call it before the first use of a GPU, when torch reads the environment.
+    """
     if not ALLOCATOR_SETTINGS & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def capability(kind: str) -> tuple[int, int] | None:
-    """The compute capability of this process's GPU; None for another type of device, or where there is no such GPU."""
+    """The compute capability of this process's GPU; None for another device type, or if there is no such GPU."""
     local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
     index = 0 if torch.cuda.device_count() == 1 else local_rank
     if kind != "cuda" or index >= torch.cuda.device_count():
@@ -72,16 +74,16 @@ def why_no_cuda() -> str:
     has = f"this machine has a GPU ({name}{driver and f', driver {driver}'})"
     built = torch.version.cuda
     if built is None:
-        return f"{has}, and torch {torch.__version__} is built without CUDA. {_install(driver)}"
+        return f"{has}, but torch {torch.__version__} is built without CUDA. {_install(driver)}"
     oldest = OLDEST_DRIVERS.get(int(built.partition(".")[0]))
     if driver and oldest and _numbers(driver) < _numbers(oldest):
         return (
-            f"{has}, and torch {torch.__version__} is built for CUDA {built}, which needs driver {oldest} or newer. "
+            f"{has}, but torch {torch.__version__} is built for CUDA {built}, which needs driver {oldest} or newer. "
             f"Update the driver, or install torch built for CUDA 12: {SELECTOR}"
         )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in HIDES_ALL:
-        return f"{has}, and CUDA_VISIBLE_DEVICES={visible!r} hides it from this process: unset CUDA_VISIBLE_DEVICES"
+        return f"{has}, but CUDA_VISIBLE_DEVICES={visible!r} hides it from this process. Unset CUDA_VISIBLE_DEVICES"
     try:
         torch.cuda.init()
         reason = "torch.cuda.is_available() is false"
@@ -89,13 +91,13 @@ def why_no_cuda() -> str:
         reason = str(error).strip().splitlines()[0].rstrip(".")
     note = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
     return (
-        f"{has}, and torch {torch.__version__} cannot use it{note}: {reason}. Check what `nvidia-smi` prints here; a "
-        "container needs `--gpus all`, a job of SLURM `--gpus-per-node`"
+        f"{has}, but torch {torch.__version__} cannot use it{note}: {reason}. Check the output of `nvidia-smi`; "
+        "containers need `--gpus all`, SLURM jobs `--gpus-per-node`"
     )
 
 
 def _install(driver: str) -> str:
-    """How to get a torch for this driver. That of PyPI is built for CUDA 13, and on Windows without CUDA."""
+    """How to install torch for this driver. The wheels on PyPI are built for CUDA 13, on Windows without CUDA."""
     has_wheel = sys.platform == "linux" and platform.machine() == "x86_64"
     if has_wheel and driver and _numbers(driver) >= _numbers(OLDEST_DRIVERS[13]):
         return f"Run `pip install --force-reinstall torch=={Version(torch.__version__).public}`"
@@ -103,7 +105,7 @@ def _install(driver: str) -> str:
 
 
 def _nvidia_gpu() -> tuple[str, str] | None:
-    """Name and driver ("" if unknown) of this machine's NVIDIA GPU, found without torch; None if there is none."""
+    """The name and driver ("" if unknown) of this machine's NVIDIA GPU, found without torch; None if there is none."""
     if command := shutil.which("nvidia-smi"):
         query = [command, "--query-gpu=name,driver_version", "--format=csv,noheader"]
         try:
@@ -125,9 +127,11 @@ def _numbers(version: str) -> list[int]:
 
 
 def require_kernels(device: torch.device) -> None:
-    """Raise TuneError if torch is built without kernels for this GPU: the first one would end the run. Those for a
-    compute capability also run on later ones of the same major version; code for a virtual architecture on all later
-    ones."""
+    """Raise TuneError if torch is built without kernels for this GPU, where the first kernel would fail.
+
+    Kernels for a compute capability also run on later ones of the same major version; code for a virtual architecture
+    (PTX) runs on all later ones.
+    """
     if torch.version.hip:
         return
     capability = torch.cuda.get_device_capability(device)
@@ -136,9 +140,9 @@ def require_kernels(device: torch.device) -> None:
     if built and not any(each <= capability for each in runs):
         known = ", ".join(f"{major}.{minor}" for major, minor in sorted({each for _, each in built}))
         raise TuneError(
-            f"device: {torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}, and "
-            f"torch {torch.__version__} is built for {known}. Install one that is built for this GPU (of CUDA 12 for "
-            f"GPUs before Turing, of 12.8 or newer for Blackwell): {SELECTOR}. Or set device=cpu"
+            f"device: {torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}, but "
+            f"torch {torch.__version__} is built for {known}. Install torch built for this GPU (with CUDA 12 for GPUs "
+            f"before Turing, 12.8 or newer for Blackwell): {SELECTOR}. Or set device=cpu"
         )
 
 

@@ -1,4 +1,4 @@
-"""Settings and text without keys, tokens and credentials."""
+"""Remove keys, tokens and credentials from settings and text."""
 
 import os
 import re
@@ -10,17 +10,19 @@ _NAME = (
 )
 SECRET_NAME = re.compile(_NAME, re.IGNORECASE)
 PATTERNS = (
-    (re.compile(r"(?<=://)[^/\s?#'\"]+@"), ""),  # user:password@ of a URL
-    (re.compile(rf"(?<![\w-])({_NAME})=[^\s&#'\",;)\]}}]+", re.IGNORECASE), r"\1=***"),  # also of a URL's query
+    (re.compile(r"(?<=://)[^/\s?#'\"]+@"), ""),  # user:password@ in a URL
+    (re.compile(rf"(?<![\w-])({_NAME})=[^\s&#'\",;)\]}}]+", re.IGNORECASE), r"\1=***"),  # also in a URL's query
     (re.compile(r"(?<![\w-])(?:(?:hf|gh[pousr])_[A-Za-z0-9]{30,}|sk-[\w-]{20,})|(?<=Bearer )\S+"), "***"),
 )
 
 
 def without_secrets(value: Any) -> Any:
-    """A copy of settings or text (lists and dicts of these too) that may be shown and stored. None stands for the value
-    of a key that is named like a secret (`api_key`, `hf_token`, ...). In text, user and password of URLs are left out,
-    and *** stands for secrets by name (`token=...`), by form (`hf_...`), and for what environment variables of such
-    names hold."""
+    """Return a copy of settings or text, or of lists and dicts of these, that may be shown and stored.
+
+    Values of keys named like a secret (`api_key`, `hf_token`, ...) become None. In text, user and password of URLs are
+    removed. *** replaces secrets recognized by name (`token=...`), by form (`hf_...`), or as the value of an
+    environment variable with such a name.
+    """
     if isinstance(value, dict):
         return {key: None if SECRET_NAME.fullmatch(str(key)) else without_secrets(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -1,5 +1,4 @@
-"""Types that carry a range, for annotating settings and the arguments of components; whether a value from YAML fits a
-type, and what to tell the user if it does not."""
+"""Define types with ranges, for annotations of settings and arguments, and check YAML values against types."""
 
 import functools
 import inspect
@@ -18,7 +17,7 @@ C = TypeVar("C", bound=Callable[..., Any])
 
 
 class Range(NamedTuple):
-    """What numbers it has; `description` reads on from "0 is not ..."."""
+    """A range of numbers; `description` completes "0 is not ..."."""
 
     description: str
     has: Callable[[float], bool]
@@ -35,7 +34,7 @@ Fraction = Annotated[float, Range("a number from 0 to below 1", lambda x: 0 <= x
 StepsOrFraction = NonNegativeInt | Fraction
 UnitInterval = Annotated[float, Range("a number from 0 to 1", lambda x: 0 <= x <= 1)]
 Epochs = Annotated[float, Range("a number above 0 and up to a million", lambda x: 0 < x <= 1e6)]
-# Ranges of what torch's optimizers take without a word. An `eps` of 0 divides by zero where a gradient is zero.
+# Ranges of arguments that torch's optimizers do not check. An `eps` of 0 divides by zero if a gradient is zero.
 Rate = Annotated[float, Range("a number from 0 to 100", lambda x: 0 <= x <= 100)]
 Ratio = Annotated[float, Range("a number above 0 and up to a million", lambda x: 0 < x <= 1e6)]
 Epsilon = Annotated[float, Range("a number from 1e-30 to 1", lambda x: 1e-30 <= x <= 1)]
@@ -43,7 +42,7 @@ Decays = Annotated[
     list[Fraction],
     Range("a list of two or more numbers from 0 to below 1, such as [0.9, 0.95]", lambda x: len(x) > 1),
 ]
-DottedPath = Annotated[str, "dotted path"]  # of a function or a class, which can be imported
+DottedPath = Annotated[str, "dotted path"]  # of an importable function or class
 Share = Annotated[float, Range("a number above 0 and up to 1", lambda x: 0 < x <= 1)]
 
 SCALARS: dict[Any, str] = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
@@ -53,14 +52,14 @@ GROUPS = (dict, Mapping)
 
 
 def checked(component: C) -> C:
-    """Decorate a function or a class: its arguments are checked against their annotations, as a config's values are.
+    """Decorate a function or class to check its arguments against their annotations, like the values of a config.
 
-    Arguments that are left out are not checked, nor are those of types that YAML cannot express (tensors, optimizers).
-    A class gets the check in its own `__init__`; put the decorator above `@dataclass`.
+    Omitted arguments are not checked, nor are types that YAML cannot express (tensors, optimizers). The check of a
+    class is in its `__init__`; put the decorator above `@dataclass`.
 
     Raises:
-        TuneError: when the function or the class is called: an argument has another type or is out of range. The
-            message begins with the argument's name.
+        TuneError: on a call with an argument of the wrong type or out of range. The message begins with the argument's
+            name.
     """
     if isinstance(component, type):
         component.__init__ = checked(component.__init__)  # type: ignore[misc]
@@ -93,7 +92,7 @@ def _signature(component: Callable[..., Any]) -> inspect.Signature:
 
 
 def mismatch(value: Any, kind: Any) -> str:
-    """What is wrong with `value` as a `kind`, as a sentence; empty if nothing is."""
+    """A sentence that says why `value` is not a `kind`; empty if it is."""
     if fits(value, kind):
         return ""
     if wrong := _wrong_element(value, kind):
@@ -107,7 +106,7 @@ def mismatch(value: Any, kind: Any) -> str:
 
 
 def _wrong_element(value: Any, kind: Any) -> str:
-    """What is wrong with the first wrong element of a list or a group that is right in all else."""
+    """The mismatch of the first wrong element of a list or group; empty if the list or group itself is wrong."""
     origin, arguments = get_origin(kind) or kind, get_args(kind)
     if origin in (Union, UnionType):
         return next(filter(None, (_wrong_element(value, each) for each in arguments)), "")
@@ -121,7 +120,7 @@ def _wrong_element(value: Any, kind: Any) -> str:
 
 
 def unusable(value: Any) -> str:
-    """Name the first number in `value` that is no finite number of 64 bits, which no setting takes; "" without one."""
+    """Describe the first number in `value` that is not finite or exceeds 64 bits, which no setting allows; else ""."""
     if isinstance(value, Mapping | list):
         parts = value.values() if isinstance(value, Mapping) else value
         return next(filter(None, map(unusable, parts)), "")
@@ -135,7 +134,7 @@ def unusable(value: Any) -> str:
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether `value` is a `kind`; a type that YAML cannot express fits everything, but is ignored in a union."""
+    """Whether `value` is a `kind`. A type that YAML cannot express accepts any value, but is ignored in a union."""
     origin, arguments = get_origin(kind) or kind, get_args(kind)
     if origin in (Union, UnionType):
         kinds = _expressible(arguments)
@@ -157,7 +156,7 @@ def fits(value: Any, kind: Any) -> bool:
 
 
 def describe(kind: Any) -> str:
-    """A `kind` in words that read on from "0 is not ..."."""
+    """Describe a `kind` in words that complete "0 is not ..."."""
     origin, arguments = get_origin(kind) or kind, get_args(kind)
     if origin in (Union, UnionType):
         return " or ".join(map(describe, _expressible(arguments)))
@@ -184,12 +183,12 @@ def show(value: Any) -> str:
 
 
 def as_given(value: Any) -> str:
-    """A value as it stands on the command line."""
+    """A value as written on the command line."""
     return value if isinstance(value, str) else show(value)
 
 
 def is_plain(kind: Any) -> bool:
-    """Whether YAML has values for a type, beside null. Of no annotation it is not known, and so it has."""
+    """Whether YAML can express values of a type other than null. True without an annotation."""
     if kind is inspect.Parameter.empty:
         return True
     kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else [kind]
@@ -198,6 +197,6 @@ def is_plain(kind: Any) -> bool:
 
 
 def _expressible(kinds: Iterable[Any]) -> list[Any]:
-    """Those that YAML has values for."""
+    """The types that YAML can express."""
     known = (Any, Union, UnionType, Annotated, Literal, *LISTS, *GROUPS, *SCALARS)
     return [kind for kind in kinds if (get_origin(kind) or kind) in known]

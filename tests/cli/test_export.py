@@ -385,7 +385,7 @@ WRONG_MEANS = {
     "weights": (["RUN", "NEW", "--method", "average", "--weights", "1", "1"], "--method average only takes RUN"),
     "another method": (["RUN", "A", "B", "NEW", "--method", "ties", "--steps", "1"], "Add --method average"),
     "one step": (["RUN", "NEW", "--method", "average", "--steps", "1"], "found 1."),
-    "no run": (["MODEL", "NEW", "--method", "average"], "is no run folder"),
+    "no run": (["MODEL", "NEW", "--method", "average"], "is not a run folder"),
     "no such step": (
         ["RUN", "NEW", "--method", "average", "--steps", "1", "9"],
         "no checkpoint of step 9; it has 1",
@@ -445,7 +445,7 @@ def test_a_checkpoint_that_is_relative_to_its_start(
     lora_finetune.main()
     with pytest.raises(SystemExit) as stopped:
         export(run, tmp_path / "new", "--to", "hf", "--step", "1")
-    assert stopped.value.code == 2 and "adapter.init=pissa is relative to" in capsys.readouterr().err
+    assert stopped.value.code == 2 and "adapter.init=pissa depends on" in capsys.readouterr().err
 
 
 WRONG = {

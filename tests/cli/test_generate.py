@@ -215,13 +215,13 @@ def test_parquet_has_the_records_of_json(checkpoint, tmp_path, capsys):
 
 
 WRONG = {
-    "a run without a result": (["RUN", "--prompt", "a"], "this run has exported nothing yet"),
+    "a run without a result": (["RUN", "--prompt", "a"], "this run has not exported anything yet"),
     "no model": (["not_there", "--prompt", "a"], "model.path: not_there does not exist"),
     "a name of the hub": (["org/name", "--prompt", "a"], "tune download org/name"),
-    "no adapter": (["MODEL", "--adapter", "MODEL", "--prompt", "a"], "is no adapter"),
+    "no adapter": (["MODEL", "--adapter", "MODEL", "--prompt", "a"], "is not an adapter"),
     "no file": (["MODEL", "--prompts", "none.jsonl"], "--prompts none.jsonl: there is no such file"),
     "another kind of file": (["MODEL", "--prompts", "notes.md"], "notes.md: cannot read .md files"),
-    "an empty file": (["MODEL", "--prompts", "empty.txt"], "empty.txt has no prompt"),
+    "an empty file": (["MODEL", "--prompts", "empty.txt"], "empty.txt contains no prompt"),
     "no JSON": (["MODEL", "--prompts", "broken.jsonl"], "broken.jsonl:1: malformed JSON: "),
     "no JSON for a chat": (["MODEL", "--prompts", "broken.jsonl", "--system", "b"], "broken.jsonl:1: malformed JSON: "),
     "no JSON for a text": (["MODEL", "--prompts", "broken.jsonl", "--raw"], "broken.jsonl:1: malformed JSON: "),
@@ -229,22 +229,22 @@ WRONG = {
     "no text or chat": (["MODEL", "--prompts", "number.jsonl"], "prompt is 3; it must be a text or a list of messages"),
     "other columns": (
         ["MODEL", "--prompts", "columns.jsonl"],
-        "If one has another name, rename it: to prompt",
+        "If the prompt has another name, rename it to prompt",
     ),
     "a prompt that is null": (
         ["MODEL", "--prompts", "null.jsonl"],
         "null.jsonl:1: prompt is null or empty; it must be a",
     ),
-    "a folder of prompts": (["MODEL", "--prompts", "."], "--prompts .: it is a folder; name a file in it"),
-    "only answers": (["MODEL", "--prompts", "answers.jsonl"], "answers.jsonl:1: messages has only answers"),
-    "raw messages": (["MODEL", "--prompts", "chats.jsonl", "--raw"], "chats.jsonl:1: a text as it is must be in the"),
+    "a folder of prompts": (["MODEL", "--prompts", "."], "--prompts .: this is a folder; give a file"),
+    "only answers": (["MODEL", "--prompts", "answers.jsonl"], "answers.jsonl:1: messages contains only answers"),
+    "raw messages": (["MODEL", "--prompts", "chats.jsonl", "--raw"], "chats.jsonl:1: raw text must be a string in the"),
     "a raw system message": (["MODEL", "--prompt", "a", "--raw", "--system", "b"], "needs a chat template"),
     "temperature": (["MODEL", "--prompt", "a", "--temperature", "-1"], "temperature: -1.0 is not a non-negative"),
     "top-p": (["MODEL", "--prompt", "a", "--temperature", "1", "--top-p", "2"], "top_p: 2.0 is not a number above 0"),
     "too many tokens": (["MODEL", "--prompt", "a", "--max-new-tokens", "600"], "limit (512)"),
     "no tokens": (["MODEL", "--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens: '0' is not a number"),
     "a prompt that is too long": (["MODEL", "--prompts", "long.txt"], "prompt of long.txt:2 has"),
-    "nothing to go on from": (["MODEL", "--prompt", "", "--raw"], "prompt is empty, and the tokenizer writes no BOS"),
+    "nothing to go on from": (["MODEL", "--prompt", "", "--raw"], "prompt is empty, and the tokenizer adds no BOS"),
     "over the prompts": (["MODEL", "--prompts", "chats.jsonl", "--out", "chats.jsonl"], "would be overwritten"),
     "where to write": (["MODEL", "--prompt", "a", "--out", "notes.md/a.jsonl"], "notes.md/a.jsonl cannot be written"),
     "where to write is a folder": (["MODEL", "--prompt", "a", "--out", "RUN"], "--out RUN cannot be written: it is a"),
@@ -351,7 +351,9 @@ def test_a_model_without_a_chat_template(checkpoint, tmp_path, capsys):
     for arguments in ([base], [checkpoint, "--compare", base]):
         with pytest.raises(SystemExit):
             main(["chat", *map(str, arguments)])
-        assert "chat_template.jinja of the model's chat version there (`tune generate --raw`" in capsys.readouterr().err
+        assert (
+            "chat_template.jinja from the model's chat version there (`tune generate --raw`" in capsys.readouterr().err
+        )
 
 
 def test_another_type(tmp_path, capsys):

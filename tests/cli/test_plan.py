@@ -60,7 +60,7 @@ def test_a_step_that_takes_less_than_to_put_its_batch_together(checkpoint, capsy
 def test_rows_beyond_the_positions_of_the_model_are_told(checkpoint, capsys):
     run = ["full_finetune", f"model.path={checkpoint}", "--device", "h100", "--world-size", "1"]
     short, long = [main(["plan", *run, f"max_seq_len={length}"]) or capsys.readouterr().err for length in (512, 600)]
-    assert short == "" and long.startswith("warning: there are rows of 600 tokens, and the model was made for")
+    assert short == "" and long.startswith("warning: the longest row has 600 tokens, but the model supports")
 
 
 def test_experts_in_any_type(tmp_path, capsys):
@@ -175,7 +175,7 @@ def test_what_a_search_chooses_is_rehearsed(checkpoint, tmp_path):
 WRONG = {
     "no run": (["--device", "cpu", "--calibrate", "docs"], "it is not the folder of a run"),
     "device": (["--device", "h10"], "Did you mean 'h100'?"),
-    "file": (["--device", "pyproject.toml"], "is not a device"),
+    "file": (["--device", "pyproject.toml"], "--device: pyproject.toml must be"),
     "processes": (["--device", "h100", "--world-size", "3", "parallel.dp_replicate=2"], "--world-size 3"),
     "batch": (["--device", "h100", "--world-size", "3"], "global_batch_size=16 is not a multiple of 3"),
     "batch of a search": (["--device", "h100", "--world-size", "3", "--search"], "powers of 2: set it to 15 or 18"),

@@ -19,7 +19,7 @@ def test_run_starts_from_what_was_prepared(arguments, chats, tmp_path, monkeypat
     main(["prepare", "full_finetune", *arguments])
     shown = capsys.readouterr().out
     assert shown.count("packed rows") == 2
-    assert "warnings\n  48 of the 48 validation samples are trained on too" in shown
+    assert "warnings\n  48 of the 48 validation samples are also training samples" in shown
     assert not (tmp_path / "runs").exists()
     monkeypatch.delattr(Tokenizer, "encode_with_offsets")
     run = [*arguments, "max_steps=1", "device=cpu", "dtype=fp32", f"output_dir={tmp_path / 'run'}"]

@@ -49,7 +49,8 @@ def test_plain_text_where_there_is_no_terminal(preview, first, chats):
     assert len(re.findall(r"training, row \d: \d documents?, \d+ of 128 tokens \(\d\d\.\d% full\)", shown)) == 2
     assert shown.count("copies of another sample: 0 of 48") == shown.count("packed rows") == 2
     assert shown.endswith(
-        "warnings\n  48 of the 48 validation samples are trained on too: their loss tells nothing new\n"
+        "warnings\n  48 of the 48 validation samples are also training samples: "
+        "their loss does not measure generalization\n"
     )
 
 

@@ -137,7 +137,7 @@ def test_a_value_that_comes_from_another_setting_is_checked_too() -> None:
         ),
         ("tune.optimizer.Muon", "tune has no 'optimizer'. Did you mean 'optimizers'?"),
         ("torhc.optim.AdamW", "there is no module 'torhc'. Is it installed, or in the current folder?"),
-        ("AdamW", "'AdamW' is not the dotted path of a function or class. Name its module too: my_module.AdamW"),
+        ("AdamW", "'AdamW' is not the dotted path of a function or class. Include its module: my_module.AdamW"),
         ("my-parts.AdamW", "'my-parts.AdamW' is not the dotted path of a function or class."),
         ("torch.optim.adamw", "'torch.optim.adamw' is a module, not a function or class."),
     ],

@@ -64,15 +64,15 @@ TURN = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>\n"
     ],
 )
 def test_advice_fits_the_row_and_works(read, row, texts):
-    with pytest.raises(TuneError, match="none of the known formats") as error:
+    with pytest.raises(TuneError, match="match no known format") as error:
         read(row)
-    assert ("preference_finetune and reward_finetune learn from pairs" in str(error.value)) == ("rejected" in row)
-    ways = str(error.value).split("Say which is which: ")[1].split(", or ")
+    assert ("preference_finetune and reward_finetune train on pairs" in str(error.value)) == ("rejected" in row)
+    ways = str(error.value).split("Set ")[1].split(", or ")
     assert [read.text(row, **settings_of(way)) for way in ways] == texts
 
 
 def test_a_conversation_in_place_of_pairs(read):
-    with pytest.raises(TuneError, match="messages is a conversation, not a pair of answers: full_finetune and"):
+    with pytest.raises(TuneError, match="messages is a conversation, not a pair of answers: use full_finetune"):
         read(CHAT, kind="preferences")
 
 
@@ -96,9 +96,9 @@ def test_advice_for_a_format_that_is_named(read):
 def test_spreadsheets_with_semicolons(folder, tmp_path):
     with (tmp_path / "data.csv").open("w", newline="") as file:
         csv.writer(file, delimiter=";").writerows([["question", "answer"], ["1,5 + 1?", "2,5; I think"]])
-    with pytest.raises(TuneError, match="the columns question, answer are none") as error:
+    with pytest.raises(TuneError, match="the columns question, answer match no") as error:
         load(Tokenizer(str(folder)), str(tmp_path / "data.csv"), max_seq_len=200)
-    advice = settings_of(re.split("Say which is which: |, or ", str(error.value))[1])
+    advice = settings_of(re.split("Set |, or ", str(error.value))[1])
     data = load(Tokenizer(str(folder)), str(tmp_path / "data.csv"), max_seq_len=200, **advice)
     assert data.accounting.kept == 1
 
@@ -112,16 +112,22 @@ SEEN = [{"role": "user", "content": "<image>\nWhat is it?"}, {"role": "assistant
 @pytest.mark.parametrize(
     ("row", "found"),
     [
-        ({"instruction": "a", "output": "b", "chosen": "b", "rejected": "c"}, "chosen and rejected beside instruction"),
-        ({**CHAT, "chosen": TURNS, "rejected": TURNS}, "chosen and rejected beside messages: which of two answers"),
-        ({"text": "A film.", "label": 0}, "label beside text: whether the answer is a good one or what class"),
-        ({"prompt": "a", "completion": "b", "label": False}, "label beside prompt and completion"),
-        ({**CHAT, "images": ["cat.jpg"]}, "images beside messages: what is seen or heard"),
-        ({"conversations": TURNS, "image": "cat.jpg"}, "image beside conversations"),
-        ({"messages": SEEN}, "<image> beside messages: where an image is"),
-        ({"messages": SEEN, "images": ["cat.jpg"]}, "images and <image> beside messages: what is seen"),
-        ({"prompt": "<image> is", "completion": "a cat"}, "<image> beside prompt"),
-        ({"text": "two", "audio": {"bytes": "a"}}, "audio beside text"),
+        (
+            {"instruction": "a", "output": "b", "chosen": "b", "rejected": "c"},
+            "chosen and rejected in addition to instruction",
+        ),
+        (
+            {**CHAT, "chosen": TURNS, "rejected": TURNS},
+            "chosen and rejected in addition to messages: which of two answers",
+        ),
+        ({"text": "A film.", "label": 0}, "label in addition to text: whether the answer is good, or the class"),
+        ({"prompt": "a", "completion": "b", "label": False}, "label in addition to prompt and completion"),
+        ({**CHAT, "images": ["cat.jpg"]}, "images in addition to messages: images, video or audio"),
+        ({"conversations": TURNS, "image": "cat.jpg"}, "image in addition to conversations"),
+        ({"messages": SEEN}, "<image> in addition to messages: the place of an image"),
+        ({"messages": SEEN, "images": ["cat.jpg"]}, "images and <image> in addition to messages: images"),
+        ({"prompt": "<image> is", "completion": "a cat"}, "<image> in addition to prompt"),
+        ({"text": "two", "audio": {"bytes": "a"}}, "audio in addition to text"),
     ],
 )
 @pytest.mark.parametrize("on_bad_row", ["error", "skip"])
@@ -149,7 +155,7 @@ def test_columns_that_say_nothing_else(read, row):
 def test_named_columns_are_read_whatever_they_are_called(read):
     row = {"sentence": "A film.", "label": "good"}
     assert read.text(row, columns={"prompt": "sentence", "completion": "label"}) == "<s>A film.good</s>"
-    with pytest.raises(TuneError, match="the row has label beside text"):
+    with pytest.raises(TuneError, match="the row has label in addition to text"):
         read(row, columns={"text": "sentence"})
     assert read.text(row, columns={"text": "sentence"}, ignore=["label"]) == "<s>A film.</s>"
 

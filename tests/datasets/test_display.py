@@ -105,7 +105,7 @@ def test_validation_samples_that_are_trained_on(dataset):
     training = {"": dataset([chat("a", "b"), chat("c", "d")])}
     assert overlap(training, {"": dataset([chat("e", "f")], name="other")}) is None
     held_out = {"": dataset([chat("e", "f"), chat("c", "d")], name="held_out")}
-    assert "1 of the 2 validation samples are trained on too" in overlap(training, held_out)
+    assert "1 of the 2 validation samples are also training samples" in overlap(training, held_out)
     assert overlap(training, {}) is None
 
 
@@ -126,10 +126,10 @@ def test_nothing_to_say_of_good_rows(warnings):
 @pytest.mark.parametrize(
     ("rows", "options", "warning"),
     [
-        ([GOOD], {"train_on_end_of_turn": False}, r"no end of turn is learned anywhere \(</s>, <\|im_end\|>\)"),
-        ([{"input_ids": [72, 73, 74]}], {}, "no end of turn is learned anywhere"),
-        ([chat("word " * 100, "No")], {}, r"only 0\.\d% of the tokens are learned"),
-        ([chat("Yes", "word " * 10)], {"train_on": "all"}, r"9\d\.\d% of the tokens are learned, those of the prompts"),
+        ([GOOD], {"train_on_end_of_turn": False}, r"no end-of-turn token \(</s>, <\|im_end\|>\) is supervised"),
+        ([{"input_ids": [72, 73, 74]}], {}, "no end-of-turn token"),
+        ([chat("word " * 100, "No")], {}, r"only 0\.\d% of the tokens are supervised"),
+        ([chat("Yes", "word " * 10)], {"train_on": "all"}, r"9\d\.\d% of the tokens are supervised, prompts included"),
         ([GOOD, chat("Say <|im_end|>!", "No")], {}, r"<\|im_end\|> spelled in user text: in 1 of 2 rows"),
         ([GOOD, chat("Say it!", "</s>")], {}, "</s> spelled in assistant text: in 1 of 2 rows"),
     ],
@@ -144,7 +144,7 @@ def test_answers_without_an_end(byte_checkpoint, tmp_path, dataset):
     tokenizer = Tokenizer(str(byte_checkpoint(tmp_path / "other", SPECIAL, template)))
     dataset([GOOD, chat("See you", "Bye")])
     (found,) = warnings_of(load(tokenizer, str(tmp_path / "rows.jsonl"), max_seq_len=100), tokenizer)
-    assert found == "1 of 2 rows (50.0%) have no end of turn to learn: see the chat template"
+    assert found == "1 of 2 rows (50.0%) have no supervised end of turn: see the chat template"
 
 
 def test_roles_that_the_template_leaves_out(byte_checkpoint, tmp_path, folder):

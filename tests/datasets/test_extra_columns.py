@@ -113,7 +113,7 @@ def test_a_group_goes_with_a_sample_that_is_dropped():
 
 def test_a_group_longer_than_a_packed_row():
     samples = [Sample(each.tokens, each.labels, 0, {"group": 0}) for each in pairs(9)]
-    with pytest.raises(TuneError, match=r"a group of samples has \d+ tokens together, more than .* packed=false"):
+    with pytest.raises(TuneError, match=r"a group of samples has \d+ tokens, more than .* packed=false"):
         Dataset.from_samples(samples, 16, packed=True)
     assert len(Dataset.from_samples(samples, 16)) == 1
 
@@ -143,7 +143,7 @@ def test_lists_have_a_number_for_each_token_and_are_cut_with_them(tokenizer, tmp
         ([{"text": "a", "w": "1"}], {}, r"rows.jsonl:1: w is .*; extra_columns must be numbers"),
         ([{"text": "a", "w": [[1]]}], {}, r"extra_columns must be numbers, or lists of numbers"),
         ([{"input_ids": [5, 6], "w": [1]}], {}, r"w has 1 numbers for a row of 2 tokens"),
-        ([{"input_ids": [5, 6, 7, 8], "w": [1, 2, 3, 4]}], {"too_long": "split"}, r"is not for too_long=split"),
+        ([{"input_ids": [5, 6, 7, 8], "w": [1, 2, 3, 4]}], {"too_long": "split"}, r"too_long=split"),
     ],
 )
 def test_wrong_columns_are_mistakes_of_their_rows(tokenizer, tmp_path, rows, options, message):
@@ -163,7 +163,7 @@ def test_a_batch_has_them_on_the_device_of_its_tokens():
 @pytest.mark.parametrize("options", [{"streaming": True}, {"validation_fraction": 0.5}])
 def test_what_could_part_a_group_is_refused(tokenizer, tmp_path, options):
     path = write(tmp_path / "rows.jsonl", [{"text": f"cat {i}", "group": i // 2} for i in range(8)])
-    with pytest.raises(TuneError, match="could part the rows of a group"):
+    with pytest.raises(TuneError, match="could separate the rows of a group"):
         load(tokenizer, path, max_seq_len=32, extra_columns=["group"], cache_dir=str(tmp_path / "cache"), **options)
 
 

@@ -136,7 +136,9 @@ def test_template_that_wants_arguments_as_json(folder, tokenizer):
 def test_template_that_leaves_out_a_tool_call(tokenizer):
     messages = [ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
     (outcome,) = RowReader(tokenizer, 100)([("row", {"messages": messages})])
-    assert outcome.mistake == "row: the chat template leaves out the call of the tool get: it knows no tool calls"
+    assert (
+        outcome.mistake == "row: the chat template leaves out the call of the tool get: it does not support tool calls"
+    )
 
 
 def test_parts_of_text_are_joined_as_templates_join_them(folder, tokenizer):

@@ -201,7 +201,7 @@ def test_hub_that_cannot_be_reached(tokenizer, monkeypatch):
         raise ConnectionError("no network")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(TuneError, match=r"someone/rows is no file .*no network"):
+    with pytest.raises(TuneError, match=r"someone/rows is not a file .*no network"):
         load(tokenizer, "someone/rows", max_seq_len=100)
 
 
@@ -272,7 +272,7 @@ def test_conversations_without_an_end_of_turn_are_counted(folder, write):
         Tokenizer(str(folder)), write({"messages": CHAT}, {"messages": ended}), max_seq_len=100
     ).accounting
     assert accounting.endless == 1
-    assert "without an end of turn  1 (the model does not learn to stop there)" in accounting.table()
+    assert "without an end of turn  1 (they do not teach the model to stop)" in accounting.table()
 
 
 def test_no_chat_template(folder, write):
@@ -283,7 +283,7 @@ def test_no_chat_template(folder, write):
 
 def test_no_eos_token(folder, write):
     (folder / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(TuneError, match="names no eos_token"):
+    with pytest.raises(TuneError, match="has no eos_token"):
         load(Tokenizer(str(folder)), write({"text": "a"}), max_seq_len=100)
 
 
@@ -306,7 +306,7 @@ def test_folder_without_data_or_with_several_kinds(tokenizer, write, tmp_path):
 
 
 def test_split_of_a_file(tokenizer, write):
-    with pytest.raises(TuneError, match="all rows are the split `train`; found split=test: remove it"):
+    with pytest.raises(TuneError, match=r"has no splits: .*Remove split=test"):
         load(tokenizer, write(*ROWS), "test", max_seq_len=100)
 
 
@@ -320,7 +320,7 @@ def test_split_of_a_file(tokenizer, write):
         ),
         (
             {"prompt": "prompt", "output": "completion"},
-            r"columns: no format has prompt and output together; known are messages; .*; instruction \+ output;",
+            r"columns: no format has prompt and output together\. Known formats: messages; .*; instruction \+ output;",
         ),
     ],
 )

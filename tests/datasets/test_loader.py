@@ -128,9 +128,9 @@ def test_batch_sizes_that_do_not_divide(make):
 
 
 def test_more_processes_than_rows(make):
-    with pytest.raises(TuneError, match=r"has 2 rows for 4 data-parallel processes: use at most 2$"):
+    with pytest.raises(TuneError, match=r"has 2 rows, too few for 4 data-parallel processes\. Use at most 2$"):
         DataLoader(make.dataset([4, 4]), make.world(0, 4), 4, 1)
-    with pytest.raises(TuneError, match=r"has 1 rows .* or packed=false \(2 rows\)"):
+    with pytest.raises(TuneError, match=r"has 1 rows, .* or packed=false \(2 rows\)"):
         DataLoader(make.dataset([4, 4], packed=True), make.world(0, 4), 4, 1)
 
 

@@ -186,16 +186,16 @@ def test_pairs_of_no_use_are_dropped_and_counted(read, row, reason):
     ("row", "message"),
     [
         ({"question": "q", "chosen": "a", "rejected": "b"}, "columns={instruction: question}"),
-        ({"chosen": "a", "rejected": "b"}, "there is no prompt"),
-        ({"chosen": [user("a")], "rejected": [user("b")]}, "must end with an answer of the assistant"),
+        ({"chosen": "a", "rejected": "b"}, "no prompt: "),
+        ({"chosen": [user("a")], "rejected": [user("b")]}, "must end with an assistant message"),
         ({"chosen": [user("a"), said("b")], "rejected": [user("c"), said("d")]}, "answer different prompts"),
         ({"prompt": "p", "chosen": "a", "rejected": [said("b")]}, 'chosen is "a"'),
         ({"prompt": 1, "chosen": "a", "rejected": "b"}, "prompt is 1"),
         ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": "big"}, 'margin is "big"'),
         ({"prompt": "p", "completion": "b", "label": "good"}, 'label is "good"'),
         ({"instruction": 3, "chosen": "a", "rejected": "b"}, "instruction is 3"),
-        ({"text": "a"}, "none of the known formats"),
-        ({"messages": [user("a"), said("b")]}, "none of the known formats"),
+        ({"text": "a"}, "match no known format"),
+        ({"messages": [user("a"), said("b")]}, "match no known format"),
     ],
 )
 def test_wrong_rows_are_told_with_their_place(read, row, message):
@@ -209,7 +209,7 @@ def test_options_that_part_answers_are_refused(read):
     for options in ({"train_on": "all"}, {"too_long": "split"}):
         with pytest.raises(TuneError, match="preferences rows"):
             read(row, **options)
-    with pytest.raises(TuneError, match="no format of preferences rows"):
+    with pytest.raises(TuneError, match="not a format of preferences rows"):
         read(row, format="chat")
 
 

@@ -39,11 +39,14 @@ def test_a_malformed_line_is_no_row(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"instruction": "What is it?", "images": ["cat.jpg"]}, "images beside messages: what is seen or heard"),
-        ({"prompt": "It shows", "image": "cat.jpg"}, "image beside prompt: what is seen or heard"),
-        ({"prompt": "<image> It shows"}, "<image> beside prompt: where an image is"),
-        ({"messages": LOOK}, "<image> beside messages: where an image is"),
-        ({"prompt": LOOK, "audio": "miau.wav"}, "audio and <image> beside prompt"),
+        (
+            {"instruction": "What is it?", "images": ["cat.jpg"]},
+            "images in addition to messages: images, video or audio",
+        ),
+        ({"prompt": "It shows", "image": "cat.jpg"}, "image in addition to prompt: images, video or audio"),
+        ({"prompt": "<image> It shows"}, "<image> in addition to prompt: the place of an image"),
+        ({"messages": LOOK}, "<image> in addition to messages: the place of an image"),
+        ({"prompt": LOOK, "audio": "miau.wav"}, "audio and <image> in addition to prompt"),
     ],
 )
 def test_what_a_model_of_text_does_not_see_is_refused(row, message, read):
@@ -106,7 +109,7 @@ def test_columns_that_are_not_there(columns, message, read):
 
 
 def test_a_column_of_usual_name_is_suggested(read):
-    with pytest.raises(TuneError, match=r"it has question, answer. .* 'dataset.columns={instruction: question}'"):
+    with pytest.raises(TuneError, match=r"the row has question, answer. .* 'dataset.columns={instruction: question}'"):
         read({"question": "1+1?", "answer": "2"})
 
 

@@ -228,7 +228,7 @@ def test_pieces_of_a_text_begin_as_the_text_does(tokenizer, shown, tmp_path, pac
 def test_long_rows_that_are_dropped_or_refused(outcome, row):
     assert outcome(row, 40, too_long="drop").dropped == "longer than max_seq_len"
     assert "row: the row has " in outcome(row, 40, too_long="error").mistake
-    assert "which is more than max_seq_len=40" in outcome(row, 40, too_long="error").mistake
+    assert "more than max_seq_len=40" in outcome(row, 40, too_long="error").mistake
 
 
 def test_tokens_are_cut_or_split(outcome):
@@ -298,7 +298,7 @@ def test_a_row_stays_on_its_side_when_others_come(tokenizer, numbers):
 
 
 def test_fraction_that_holds_no_row_out(tokenizer, numbers):
-    with pytest.raises(TuneError, match="none of the 2 rows can be learned from: left for training"):
+    with pytest.raises(TuneError, match="none of the 2 rows can be used: left for training"):
         load(tokenizer, numbers(2), max_seq_len=16, validation_fraction=0.001)
 
 
@@ -379,18 +379,18 @@ def test_modules_that_a_function_imports_are_part_of_the_data(tmp_path, monkeypa
     ("options", "message"),
     [
         ({"filter": "my_data.fails"}, r"data\.jsonl:1: my_data\.fails fails on this row: KeyError: 'nothing'"),
-        ({"format": "my_data.strange"}, r"data\.jsonl:1: my_data\.strange gives 5; it must give a row, or None"),
-        ({"format": "my_data.columns"}, r"what my_data\.columns gives: the columns question are none of the known"),
+        ({"format": "my_data.strange"}, r"data\.jsonl:1: my_data\.strange returned 5; it must return a row, or None"),
+        ({"format": "my_data.columns"}, r"the row from my_data\.columns: the columns question match no known"),
         ({"format": "my_data.to_mesages"}, r"format: my_data has no 'to_mesages'\. Did you mean 'to_messages'\?"),
         (
             {"format": "your_data.rows"},
             r"there is no module 'your_data'. Is it installed, or in the current",
         ),
-        ({"format": "my_data.to_messages", "columns": {"text": "text"}}, "gives the columns of a format itself"),
-        ({"filter": "is_long"}, r"filter: 'is_long' is not the dotted path .* Name its module too: my_module\.is_long"),
+        ({"format": "my_data.to_messages", "columns": {"text": "text"}}, "remove columns"),
+        ({"filter": "is_long"}, r"filter: 'is_long' is not the dotted path .* Include its module: my_module\.is_long"),
         (
             {"format": "sharegtp"},
-            r"format=sharegtp is no format of supervised rows\. Did you mean 'sharegpt'\? There are chat, sharegpt",
+            r"format=sharegtp is not a format of supervised rows\. Did you mean 'sharegpt'\? Known formats: chat",
         ),
         ({"format": "chat"}, r"data\.jsonl:1: format=chat needs the columns messages; the row has text"),
     ],
@@ -403,10 +403,10 @@ def test_functions_and_formats_that_do_not_work(tokenizer, numbers, options, mes
 @pytest.mark.usefixtures("my_data")
 def test_generator_function_that_is_none(tokenizer):
     with pytest.raises(
-        TuneError, match=r"python:my_data\.five fails behind row 0: TypeError: .int. object is not iterable"
+        TuneError, match=r"python:my_data\.five fails after row 0: TypeError: .int. object is not iterable"
     ):
         load(tokenizer, "python:my_data.five", max_seq_len=100)
-    with pytest.raises(TuneError, match=r"python:my_data\.breaks fails behind row 1: KeyError: 'nothing'"):
+    with pytest.raises(TuneError, match=r"python:my_data\.breaks fails after row 1: KeyError: 'nothing'"):
         load(tokenizer, "python:my_data.breaks", max_seq_len=100)
 
 

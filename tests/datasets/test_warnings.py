@@ -40,9 +40,9 @@ def warned(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("bad", "options", "warning"),
     [
-        (chat("a", ""), {}, r"{} are dropped, empty answer: fill them, or leave them out with dataset\.filter$"),
+        (chat("a", ""), {}, r"{} are dropped, empty answer: .*dataset\.filter$"),
         (chat("a", "b") | {"messages": [{"role": "user", "content": "a"}]}, {}, r".*no assistant message: .*train_on$"),
-        ({"messages": []}, {}, r"{} are dropped, empty messages: fill them, or leave them out with dataset\.filter"),
+        ({"messages": []}, {}, r"{} are dropped, empty messages: .*dataset\.filter"),
         (chat("a", "b" * 90), {"too_long": "drop"}, r"{} are dropped, longer than max_seq_len: raise max_seq_len, or"),
         (chat("a" * 99, "b"), {}, r"{} are dropped, fully masked: .* is max_seq_len too short\?"),
         ({"messages": 5}, {"on_bad_row": "skip"}, r"{} are dropped, cannot be used: .*on_bad_row=skip"),
@@ -82,9 +82,7 @@ def test_tokens_and_ends_that_are_cut_off(warned):
     (found,) = cut(*texts, text(100 + 100))
     assert found == "100 of 2,000 tokens (5.0%) are cut off: raise max_seq_len, or set dataset.too_long=split"
     (found,) = cut(*texts[1:], text(101))
-    assert found == (
-        "1 of 100 rows (1.0%) end inside an answer, without its end: raise max_seq_len, or set dataset.too_long=drop"
-    )
+    assert found == ("1 of 100 rows (1.0%) are cut inside an answer: raise max_seq_len, or set dataset.too_long=drop")
     assert cut(*texts[1:], text(100)) == []
     whole = {"input_ids": [*range(101)], "labels": [*range(100), -100]}  # what is cut off is not learned
     assert not any("inside an answer" in each for each in cut(whole))
@@ -110,18 +108,15 @@ def test_a_conversation_that_is_cut_between_its_turns_keeps_its_ends(warned, too
 def test_answers_with_next_to_nothing_to_learn(warned):
     tokens = [{"input_ids": [*range(30), 257], "labels": [-100] * 25 + [*range(25, 30), 257]}]
     little = {"input_ids": [9] * 30 + [257], "labels": [-100] * 30 + [257]}
-    assert not any("no more than one token" in each for each in warned([*tokens * 199, little]))
+    assert not any("at most one supervised token" in each for each in warned([*tokens * 199, little]))
     found = warned([*tokens * 99, little])
-    assert (
-        "1 of 100 samples (1.0%) have no more than one token to learn: are the answers blank? dataset.filter"
-        in found[0]
-    )
+    assert "1 of 100 samples (1.0%) have at most one supervised token: are the answers blank? " in found[0]
 
 
 def test_equal_rows(warned):
     assert warned([*good(199), good(1)[0]]) == []
     (found,) = warned([*good(99), {**good(1)[0], "id": 5}])
-    assert found.startswith("1 of 100 samples (1.0%) are copies of others, and learned as often: ")
+    assert found.startswith("1 of 100 samples (1.0%) are copies of other samples: ")
 
 
 TEXT = "The answer follows from what was said before it."
@@ -136,7 +131,7 @@ STORY = {"instruction": "Tell me.", "input": "Of cats.", "output": "Once."}
 def test_columns_that_hold_text_of_their_own(warned, columns):
     (name,) = columns
     (found,) = warned([*good(99), {**chat("a", "b"), **columns}])
-    assert re.match(rf"column left out that holds text: {name}, in 1 of 100 rows \(1\.0%\): dataset\.columns", found)
+    assert re.match(rf"column left out that holds text: {name}, in 1 of 100 rows \(1\.0%\): .*dataset\.columns", found)
     assert warned([*good(199), {**chat("a", "b"), **columns}]) == []
     assert warned([*good(99), {**chat("a", "b"), **columns}], ignore=[name]) == []
     assert warned([*good(99), {"prompt": "a", "completion": "b", **columns}][99:])[0].startswith("column left out")

@@ -61,5 +61,5 @@ def die_high(chunk):
 
 
 def test_process_that_is_killed():
-    with pytest.raises(TuneError, match=r"was killed, usually because .* memory: set dataset\.workers to less than 2"):
+    with pytest.raises(TuneError, match=r"was killed, usually because .* memory\. Set dataset\.workers to less than 2"):
         list(map_chunks(die_high, range(3000), 2))

@@ -68,7 +68,7 @@ def test_two_writers_where_the_file_system_has_no_locks(tmp_path, monkeypatch):
     records.start(tmp_path, 0)
     begin()  # it was killed
     monkeypatch.setattr(lock.time, "sleep", lambda seconds: beat.write_text("2"))  # as another process does
-    with pytest.raises(TuneError, match="another run is writing into"):
+    with pytest.raises(TuneError, match="another run is writing to"):
         begin()
     records.end(tmp_path, None)
     monkeypatch.setattr(lock.time, "sleep", lambda seconds: pytest.fail("a run that has ended is not waited for"))

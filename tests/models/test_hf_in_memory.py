@@ -85,7 +85,7 @@ def test_made_on_the_meta_device_it_is_sharded_and_loaded(checkpoint):
 
 def test_other_models_are_refused(checkpoint):
     peft = pytest.importorskip("peft")
-    with pytest.raises(TuneError, match="Linear is no model of transformers"):
+    with pytest.raises(TuneError, match="Linear is not a transformers model"):
         hf(nn.Linear(2, 2))
     with pytest.raises(TuneError, match="has no cache"):
         Sampler(max_new_tokens=1)(nn.Linear(2, 2), [[1]])

@@ -199,7 +199,7 @@ def test_an_adapted_layer_is_refused(target):
     model = Encoder()
     add_adapters(model, LoRA(rank=4, target_modules=["linear1"]))
     before = model(INPUTS)
-    with pytest.raises(TuneError, match=r"layers\.0\.linear1 has an adapter already"):
+    with pytest.raises(TuneError, match=r"layers\.0\.linear1 already has an adapter"):
         add_adapters(model, LoRA(rank=4, target_modules=target))
     assert_close(model(INPUTS), before)
 

@@ -193,16 +193,16 @@ def test_an_embedding_trained_apart_from_its_tied_head_is_refused(tied_checkpoin
     peft.get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
     ours = load_model(str(tied_checkpoint))
     add_adapters(ours, read_adapter(str(tmp_path / "adapter")))
-    with pytest.raises(TuneError, match="trained apart from the output head"):
+    with pytest.raises(TuneError, match="separately from the output head"):
         load_adapter(ours, str(tmp_path / "adapter"))
-    with pytest.raises(TuneError, match="trained apart from the output head"):
+    with pytest.raises(TuneError, match="separately from the output head"):
         merge(tied_checkpoint, tmp_path / "adapter", tmp_path / "merged")
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' took the adapter's start out of the base"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' subtracted the adapter's start"),
         ({"init_lora_weights": "olora"}, "path_initial_model_for_weight_conversion"),
         ({"alora_invocation_tokens": [5, 6]}, r"alora_invocation_tokens=\[5, 6\] is not supported"),
     ],
@@ -253,7 +253,7 @@ def test_settings_beside_an_adapter_that_exists_are_not_ignored(checkpoint, tmp_
     folder = str(exported(model, lora, tmp_path / "adapter", checkpoint))
     assert adapter(folder).rank == adapter(folder, rank=4).rank == 4
     assert adapter(folder, dropout=0.1).dropout == 0.1
-    with pytest.raises(TuneError, match=r"leave out rank=8 \(there it is 4\), dora=True"):
+    with pytest.raises(TuneError, match=r"Remove rank=8 \(the adapter has 4\), dora=True"):
         adapter(folder, rank=8, dora=True)
 
 
@@ -330,11 +330,11 @@ def test_counts(checkpoint):
         (LoRA(target_modules=r".*\.nothing"), "matches no layer"),
         (
             LoRA(target_modules="q_proj"),
-            "A list names layers; a string is a regular expression that matches their whole name.",
+            "A list has names of layers; a string is a regular expression for whole names.",
         ),
         (
             LoRA(target_modules=["input_layernorm"]),
-            "Modules of other kinds are trained in full by adapter.modules_to_save. There are down, down_proj",
+            "To train other kinds of modules in full, use adapter.modules_to_save. Known names: down, down_proj",
         ),
         (
             LoRA(target_modules=["embed_tokens"], dora=True),
@@ -342,12 +342,12 @@ def test_counts(checkpoint):
         ),
         (LoRA(modules_to_save=["nrm"]), "modules_to_save: 'nrm' matches no layer. Did you mean 'norm'?"),
         (LoRA(modules_to_save=["mlp"]), "'mlp' matches no layer"),
-        (LoRA(modules_to_save=["q_proj"]), "query has an adapter too (target_modules); choose one"),
-        (LoRA(trainable_tokens=[5, 300]), "300 is no row of the embedding, which has 300."),
-        (LoRA(trainable_tokens=[5, 5]), "named twice"),
+        (LoRA(modules_to_save=["q_proj"]), "query also has an adapter (target_modules); choose one"),
+        (LoRA(trainable_tokens=[5, 300]), "300 is not a row of the embedding, which has 300"),
+        (LoRA(trainable_tokens=[5, 5]), "listed twice"),
         (LoRA(trainable_tokens={"embed_tokns": [5]}), "'embed_tokns' matches no layer. Did you mean 'embed_tokens'?"),
-        (LoRA(trainable_tokens={"lm_head": [5, 300]}), "300 is no row of the embedding, which has 300."),
-        (LoRA(trainable_tokens=[5], modules_to_save=["lm_head"]), "is trained already in another way"),
+        (LoRA(trainable_tokens={"lm_head": [5, 300]}), "300 is not a row of the embedding, which has 300"),
+        (LoRA(trainable_tokens=[5], modules_to_save=["lm_head"]), "is already trained in another way"),
         (LoRA(rank=65), "65 is more than"),
         (LoRA(rank_pattern={"q_proj": 65}), "65 is more than"),
     ],
@@ -391,12 +391,14 @@ def test_an_adapter_for_another_model_is_refused(checkpoint, tied_checkpoint, tm
     other = load_model(str(tied_checkpoint))
     add_adapters(other, LoRA(rank=2))
     both = r"it was trained on .*llama.*, not on .*qwen3"
-    with pytest.raises(TuneError, match=rf"(?s)is for another model: {both}.*Take that.*has shape"):
+    with pytest.raises(TuneError, match=rf"(?s)is for another model: {both}.*Use that model.*has shape"):
         load_adapter(other, str(tmp_path / "adapter"))
     same_shapes = save_checkpoint(tmp_path / "mistral", "MistralConfig")
     with pytest.raises(TuneError, match=r"(?s)is for another model: .* model_type: llama there, mistral here"):
         merge(same_shapes, tmp_path / "adapter", tmp_path / "merged")
-    with pytest.raises(TuneError, match=r"adapter\.path: .*adapter does not fit this model: .* no layer\. Take"):
+    with pytest.raises(
+        TuneError, match=r"adapter\.path: .*adapter does not fit this model: .* no layer\. Use the model"
+    ):
         add_adapters(torch.nn.Sequential(torch.nn.Linear(4, 4)), read_adapter(str(tmp_path / "adapter")))
     fields = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(fields | {"bias": "all"}))
@@ -422,7 +424,7 @@ def test_the_head_of_a_model_of_transformers(checkpoint, tied_checkpoint):
     lora = LoRA(rank=4, target_modules=["lm_head", "embed_tokens"])
     with torch.device("meta"):
         assert "head  " in add_adapters(hf(str(checkpoint)), lora).table()
-        with pytest.raises(TuneError, match=r"goes without dropout\. Set adapter\.dropout=0"):
+        with pytest.raises(TuneError, match=r"does not support dropout\. Set adapter\.dropout=0"):
             add_adapters(hf(str(checkpoint)), replace(lora, dropout=0.1))
         with pytest.raises(TuneError, match="is both embedding and output head"):
             add_adapters(hf(str(tied_checkpoint)), lora)

@@ -99,10 +99,10 @@ WRONG = {
     ),
     "density of linear": (["a", "b", "--method", "linear", "--density", "0.3"], "--density is for ties and dare"),
     "seed of ties": (["a", "b", "--method", "ties", "--seed", "3"], "--seed for dare (got --method ties)"),
-    "density": (["a", "b", "--method", "ties", "--density", "1.5"], "a density of 1.5 is no share"),
+    "density": (["a", "b", "--method", "ties", "--density", "1.5"], "density 1.5 is out of range"),
     "another rank": (["a", "wide", "--method", "linear"], "is for another model"),
     "other layers": (["a", "few", "--method", "linear"], "is for another model"),
-    "DoRA": (["a", "dora", "--method", "linear"], "more than LoRA's matrices of linear layers"),
+    "DoRA": (["a", "dora", "--method", "linear"], "more than LoRA matrices of linear layers"),
     "no adapter": (["a", "absent", "--method", "linear"], "adapter_config.json"),
 }
 

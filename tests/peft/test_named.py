@@ -127,26 +127,26 @@ def test_what_is_none_of_these(checkpoint, adapters, tmp_path):
     empty.mkdir()
     (tmp_path / "model.gguf").touch()
     wrong = [
-        ((run,), r"exported nothing yet.*but step-00000050.*output_dir=.*run, continues"),
-        ((run / "checkpoints" / "step-00000050",), "exported nothing yet"),
+        ((run,), r"not exported anything yet.*but step-00000050.*output_dir=.*run, continues"),
+        ((run / "checkpoints" / "step-00000050",), "not exported anything yet"),
         ((tmp_path / "not_there",), "does not exist"),
         (("org/name",), "tune download org/name"),
         ((tmp_path / "model.gguf",), "tune convert"),
         ((checkpoint / "config.json",), "is a file; it must be a folder"),
         ((empty,), r"neither a model \(config.json\), nor an adapter .* it has nothing"),
         ((moved,), r"is an adapter of org/base, .* BASE --adapter .*moved"),
-        ((checkpoint, [checkpoint]), "is no adapter: it has no adapter_config.json"),
-        ((checkpoint, [run]), "exported nothing yet"),
+        ((checkpoint, [checkpoint]), "is not an adapter: it has no adapter_config.json"),
+        ((checkpoint, [run]), "not exported anything yet"),
     ]
     for named, message in wrong:
         with pytest.raises(TuneError, match=message):
             resolve_model(*named)
     (run / "model").mkdir()
     with pytest.raises(
-        TuneError, match=r"is a checkpoint to continue from\. `tune export .*run --step N` makes a model"
+        TuneError, match=r"is a checkpoint to resume from\. `tune export .*run --step N` turns it into a model"
     ):
         resolve_model(run / "checkpoints" / "step-00000050")
     with pytest.raises(TuneError, match="is a reward model"):
         open_model(scores)
-    with pytest.raises(TuneError, match="take one adapter"):
+    with pytest.raises(TuneError, match="support only one adapter"):
         open_model(adapters[0], adapters=[adapters[1]]).load(quantization="nf4")

@@ -149,7 +149,7 @@ def test_errors_blame_the_setting(checkpoint, adapter, runs, tmp_path):
         assert "model.path" not in str(error.value)
     with pytest.raises(TuneError, match=r"^reward\.path: .*score\.weight"):
         open_model(checkpoint, head="score", setting="reward.path")
-    with pytest.raises(TuneError, match="take one adapter"):
+    with pytest.raises(TuneError, match="support only one adapter"):
         open_model(adapter, [adapter]).shard(distributed.init("cpu"))
 
 

@@ -183,13 +183,13 @@ def test_the_library_makes_the_same(kind: str, columns: int) -> None:
 WRONG = {
     "no kind": (["MODEL"], "--to"),
     "unknown kind": (["MODEL", "--to", "int3"], "invalid choice: 'int3'"),
-    "inputs in 4 bits": (["MODEL", "--to", "int4", "--dynamic"], "int4 weights go with inputs as they are"),
-    "inputs in NF4": (["MODEL", "--to", "nf4", "--dynamic"], "nf4 weights go with inputs as they are"),
+    "inputs in 4 bits": (["MODEL", "--to", "int4", "--dynamic"], "int4 weights do not support quantized inputs"),
+    "inputs in NF4": (["MODEL", "--to", "nf4", "--dynamic"], "nf4 weights do not support quantized inputs"),
     "odd rows of MXFP4": (["ODD", "--to", "mxfp4"], "rows of 100 weights"),
     "nothing there": (["absent", "--to", "int8"], "absent"),
     "there already": (["MODEL", "--to", "int8", "--out", "MODEL"], "already exists"),
-    "odd rows": (["ODD", "--to", "int4"], "are no groups of 128 or 64 or 32: take int8"),
-    "experts": (["EXPERTS", "--to", "fp8"], "only dense models are quantised"),
+    "odd rows": (["ODD", "--to", "int4"], "do not divide into groups of 128 or 64 or 32. Use int8"),
+    "experts": (["EXPERTS", "--to", "fp8"], "only dense models can be quantized"),
     "an unsupported quantization": (["AGAIN", "--to", "int8"], "quantized by bitsandbytes"),
 }
 

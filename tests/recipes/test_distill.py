@@ -218,7 +218,7 @@ def test_padded_vocabularies(common, teacher, tmp_path):
 
 def test_a_teacher_whose_table_is_too_small(common, tmp_path):
     small = save_checkpoint(tmp_path / "small", vocab_size=260)
-    with pytest.raises(TuneError, match=r"the tokenizer made token .*, but the model's vocab_size is 260"):
+    with pytest.raises(TuneError, match=r"the tokenizer produced token .*, but the model's vocab_size is 260"):
         run(tmp_path / "run", [*common, f"teacher.path={small}"])
 
 
@@ -230,7 +230,7 @@ def test_another_tokenizer(common, teacher, tmp_path):
     one, two = (next(token for token, index in vocabulary.items() if index == at) for at in (100, 101))
     vocabulary[one], vocabulary[two] = 101, 100
     file.write_text(json.dumps(content))
-    with pytest.raises(TuneError, match=r"teacher.path: .*other has another tokenizer than .*: 2 ids .* 100 \('"):
+    with pytest.raises(TuneError, match=r"teacher.path: .*other has a different tokenizer from .*: 2 ids .* 100 \('"):
         run(tmp_path / "run", [*common, f"teacher.path={other}"])
 
 

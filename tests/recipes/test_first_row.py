@@ -26,9 +26,9 @@ def test_rows_beyond_the_positions_of_the_model_are_told(inputs, run_recipe, tol
     file = inputs.model / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 16}))
     assert run_recipe([*inputs.settings("max_steps=1"), f"output_dir={inputs.folder / 'short'}"]) == 0
-    (warning,) = [line for line in capsys.readouterr().out.splitlines() if "tokens, and the model was made for" in line]
-    assert warning.startswith("warning: there are rows of ") and "made for 16 (max_position_embeddings" in warning
-    assert "and the model was made for 16 " in told("full_finetune", inputs.settings("max_steps=1"), "warning")
+    (warning,) = [line for line in capsys.readouterr().out.splitlines() if "max_position_embeddings" in line]
+    assert warning.startswith("warning: the longest row has ") and "16 (max_position_embeddings" in warning
+    assert "but the model supports 16 " in told("full_finetune", inputs.settings("max_steps=1"), "warning")
 
 
 def test_a_run_begins_with_what_looks_wrong_in_its_data(inputs, run_recipe):
@@ -41,7 +41,7 @@ def test_a_run_begins_with_what_looks_wrong_in_its_data(inputs, run_recipe):
     ]
     assert run_recipe([*inputs.settings(*settings), f"output_dir={run}"]) == 0
     copies, both = json.loads((run / "data.json").read_text())["warnings"]
-    assert copies.startswith(f"training: 1 of {len(rows) + 1} samples") and "are trained on too" in both
+    assert copies.startswith(f"training: 1 of {len(rows) + 1} samples") and "validation samples" in both
     log = (run / "log.txt").read_text(encoding="utf-8")
     assert f"warning: {copies}" in log and f"warning: {both}" in log
     assert json.loads((inputs.run / "data.json").read_text())["warnings"] == []

@@ -478,7 +478,7 @@ def test_wrong_data(run, checkpoint, requests, told, tmp_path, capsys):
     answers.write_text('{"messages": [{"role": "assistant", "content": "Yes."}]}\n')
     for settings, message in (
         ([f"dataset.path={text}", "environment=recipes.test_grpo.Guess"], "environment: prompts must be conversations"),
-        ([f"dataset.path={answers}", template], "answers.jsonl:1: messages has only answers"),
+        ([f"dataset.path={answers}", template], "answers.jsonl:1: messages contains only answers"),
     ):
         assert message in " ".join(told("grpo", [*settings_of(checkpoint, requests), *settings]).split())
         run(*settings, code=2)

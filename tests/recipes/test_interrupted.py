@@ -214,7 +214,7 @@ def test_a_second_start_while_a_run_writes_a_checkpoint(place, inputs, run_recip
         patch.setattr(checkpointer.dcp, "save", saved)
         assert run_recipe(settings) == 0
     assert [done.returncode for done in other] == [2]
-    assert f"another run is writing into {folder}" in explained(other[0])
+    assert f"another run is writing to {folder}" in explained(other[0])
     assert [each.name for each in sorted((folder / "checkpoints").iterdir())][-1] == "step-00000003"
     assert run_recipe([*settings, "max_steps=4"]) == 0
 
@@ -235,7 +235,7 @@ def test_a_run_that_begins_while_another_one_prepares(inputs, run_recipe, capfd,
 
     monkeypatch.setattr(checkpointers.Checkpointer, "resume", late)
     assert run_recipe(inputs.settings(f"output_dir={folder}")) == 2
-    assert f"another run is writing into {folder}" in capfd.readouterr().err
+    assert f"another run is writing to {folder}" in capfd.readouterr().err
     assert [path.name for path in (folder / "checkpoints").iterdir()] == [".step-00000001.abcdef01"]
 
 
@@ -359,7 +359,7 @@ def test_one_of_two_processes_is_killed(inputs, run_recipe):
     ("override", "says"),
     [
         ("max_grad_norm=null", " at step 1"),
-        ("{one_row}", "has 1 rows for 2 data-parallel processes: use at most 1"),
+        ("{one_row}", "has 1 rows, too few for 2 data-parallel processes"),
     ],
 )
 def test_two_processes_say_it_once(override, says, inputs, contents):

@@ -96,7 +96,7 @@ def test_experts_of_transformers_are_not_quantised(tmp_path, capsys):
     folder = save_checkpoint(tmp_path / "model", "PhimoeConfig", **fields)
     with pytest.raises(SystemExit):
         main(["quantize", str(folder), "--to", "int8", "--out", str(tmp_path / "out")])
-    assert "only dense models are quantised" in capsys.readouterr().err
+    assert "only dense models can be quantized" in capsys.readouterr().err
 
 
 def test_more_tokens(base, tmp_path):

@@ -134,13 +134,13 @@ REFUSED = [
     ({"trained": ["distilled", *ANSWERS], "accuracy": ["true"]}, "has no argument 'accuracy'"),
     (
         {"trained": ANSWERS, "train_on": ["all", "last"]},
-        "rows: answers are learned, and not split: leave out",
+        "rows train on whole answers: remove train_on",
     ),
-    ({"trained": ANSWERS, "turns": ["as_seen"]}, "turns: of"),
-    ({"turns": ["as_seen"], "train_on": ["all"]}, "turns: as_seen learns answers"),
+    ({"trained": ANSWERS, "turns": ["as_seen"]}, "Remove turns=as_seen"),
+    ({"turns": ["as_seen"], "train_on": ["all"]}, "turns: as_seen trains on answers"),
     (
         {"trained": ["KTO"], "rows": ["streamed"]},
-        "streaming: labelled answers are compared with those to other prompts",
+        "streaming: labelled rows are compared with answers to other prompts",
     ),
     ({"trained": ["all, int8", "lora, int8"], "model": ["hf"]}, "model: quantization.qat"),
     ({"trained": ["lora, int8"], "dropout": ["0.2"]}, "adapter.dropout: quantization.qat"),
@@ -148,7 +148,7 @@ REFUSED = [
         {"trained": ["lora, float8"], "quantization": ["nf4", "double"]},
         "quantization.weights: it cannot be combined with quantization.float8",
     ),
-    ({"trained": ["lora, int8"], "quantization": ["nf4", "double"]}, "is quantised already"),
+    ({"trained": ["lora, int8"], "quantization": ["nf4", "double"]}, "already quantized"),
     ({"trained": ["lora, int8"], "dtype": ["bf16/fp32", "bf16", "fp16"]}, "is exported as float32"),
     ({"trained": ["all, int8"], "dtype": ["fp16"]}, "is exported as bfloat16"),
     (
@@ -156,10 +156,10 @@ REFUSED = [
         "memory.activation_offload: with activation_checkpointing=selective",
     ),
     ({"start": ["random"], "model": ["hf"]}, "from_scratch: "),
-    ({"trained": ["head"], "model": ["hf"], "dropout": ["0.2"]}, "which goes without dropout. Set adapter.dropout=0"),
+    ({"trained": ["head"], "model": ["hf"], "dropout": ["0.2"]}, "does not support dropout. Set adapter.dropout=0"),
     ({"optimizer": ["AdamW8bit"], "cpu_offload": ["true"], "dtype": ["bf16"]}, "cannot update bf16 shards"),
     ({"keep_best": ["loss"], "validation": ["none"]}, "checkpointer.keep_best: the run has no validation data"),
-    ({"rows": ["streamed"], "validation": ["fraction"]}, "validation_fraction: a stream holds no rows out"),
+    ({"rows": ["streamed"], "validation": ["fraction"]}, "validation_fraction: a stream cannot hold out rows"),
 ]
 
 

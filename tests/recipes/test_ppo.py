@@ -321,7 +321,7 @@ def test_a_run_that_ends_before_its_checkpoint_is_refused(run, run_recipe, commo
     run("checkpointer.every=1", "max_steps=2")
     settings = [*common, f"output_dir={tmp_path / 'run'}", "max_steps=1"]
     assert run_recipe(settings, ppo_finetune) == 2
-    assert "this run ends with step 1" in capsys.readouterr().err
+    assert "this run ends at step 1" in capsys.readouterr().err
 
 
 def test_a_reference_of_another_tokenizer_is_refused(run_recipe, common, tmp_path, capsys):

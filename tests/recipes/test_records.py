@@ -158,9 +158,9 @@ def test_a_run_that_is_given_as_the_model(made, inputs, run_recipe, capfd):
     (run / "config.yaml").write_text("seed: 0")
     assert run_recipe(inputs.settings(f"output_dir={inputs.folder / 'new'}", f"model.path={run}")) == 2
     message = capfd.readouterr().err
-    assert f"{run} is the folder of a run" in message and f"with output_dir={run}" in message
+    assert f"{run} is a run folder" in message and f"with output_dir={run}" in message
     assert (
-        {"model": f"what it made: {run}/model.", "adapter": f"adapter.path={run}/adapter"}.get(made) or ""
+        {"model": f"Use its result: {run}/model.", "adapter": f"adapter.path={run}/adapter"}.get(made) or ""
     ) in message
 
 

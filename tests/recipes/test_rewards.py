@@ -354,8 +354,8 @@ def test_rows_that_are_too_long_are_left_out_and_counted(run, tmp_path):
             "needs dataset.kind=supervised",
         ),
         (["loss.center=-1"], "loss.center: -1 is not a non-negative number."),
-        (["dataset.train_on=all"], "graded rows: answers are learned"),
-        (["adapter.target_modules=[score]"], "adapter.modules_to_save: head has an adapter too"),
+        (["dataset.train_on=all"], "graded rows train on whole answers"),
+        (["adapter.target_modules=[score]"], "adapter.modules_to_save: head also has an adapter"),
         (["max_seq_len=8"], "longer than max_seq_len"),
     ],
 )
@@ -390,11 +390,11 @@ def test_wrong_rows(change, message, rows, run_recipe, common, tmp_path, capsys)
 def test_several_labels_are_refused(labels, run_recipe, common, tmp_path, capsys):
     reward_model(tmp_path / "model", num_labels=labels)
     assert run_recipe([*common, f"model.path={tmp_path / 'model'}"], reward_finetune) == 2
-    assert f"the model scores {labels} labels, and a reward is one number" in capsys.readouterr().err
+    assert f"the model scores {labels} labels, but a reward is one number" in capsys.readouterr().err
 
 
 def test_a_language_model_is_no_reward_model(checkpoint):
-    with pytest.raises(TuneError, match="no head that scores"):
+    with pytest.raises(TuneError, match="no scoring head"):
         prepare_scores(build(str(checkpoint)), Tokenizer(str(checkpoint)))
     with pytest.raises(TuneError, match="not a reward model"):
         checkpointers.load_model(str(checkpoint), head="score")
@@ -406,7 +406,7 @@ def test_a_tokenizer_whose_only_special_token_ends_texts(checkpoint, tmp_path):
     content["added_tokens"] = [each for each in content["added_tokens"] if each["content"] == "<|im_end|>"]
     (folder / "tokenizer.json").write_text(json.dumps(content))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
-    with pytest.raises(TuneError, match="no special token but its end") as error:
+    with pytest.raises(TuneError, match="no special token for padding") as error:
         Tokenizer(str(folder)).choose_pad()
     advised = shlex.split(str(error.value).rpartition(": ")[2].replace(" OUT ", f" {tmp_path / 'out'} "))
     assert advised[:3] == ["tune", "add-tokens", str(folder)]

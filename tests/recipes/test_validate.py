@@ -177,7 +177,7 @@ def test_processes_that_are_not_here(inputs):
     assert found["dp"][0].split()[:3] == ["error", "parallel:", "dp_replicate=3"]
     assert "does not make 8 processes" in found["dp"][0]
     of_sizes, of_rows = found["rows"]
-    assert of_rows.endswith("chats.jsonl has 48 rows for 512 data-parallel processes: use at most 48")
+    assert of_rows.endswith("chats.jsonl has 48 rows, too few for 512 data-parallel processes. Use at most 48")
     assert "global_batch_size=4 is not a multiple of 512" in of_sizes
     assert "parallel.ep: 3 does not divide" in found["ep"][0] and len(found["ep"]) == 1
 

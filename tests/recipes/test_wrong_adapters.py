@@ -61,9 +61,9 @@ def test_quantisation_of_what_is_trained(inputs, run_recipe, capfd, told):
 def test_quantised_modules_are_not_trained_whole(inputs, run_recipe, capfd, told):
     settings = ["quantization.weights=nf4", "adapter.modules_to_save=[q_proj]", "adapter.target_modules=[v_proj]"]
     settings = inputs.settings(*settings, f"output_dir={inputs.folder / 'new'}")
-    assert "blocks.0.attention.query is quantised and cannot be trained" in told("lora_finetune", settings)
+    assert "blocks.0.attention.query is quantized and cannot be trained" in told("lora_finetune", settings)
     assert run_recipe(settings, lora_finetune) == 2
-    assert "blocks.0.attention.query is quantised and cannot be trained" in capfd.readouterr().err
+    assert "blocks.0.attention.query is quantized and cannot be trained" in capfd.readouterr().err
 
 
 @pytest.fixture

@@ -230,7 +230,7 @@ def no_tokenizer(inputs):
     (inputs.model / "tokenizer.json").unlink()
 
 
-@wrong("tokenizer.json is not a tokenizer")
+@wrong("tokenizer.json is not a readable tokenizer")
 def broken_tokenizer(inputs):
     (inputs.model / "tokenizer.json").write_text("{}")
 
@@ -255,7 +255,7 @@ def eos_token_that_is_not_there(inputs):
     return ["tokenizer.eos_token=</s>"]
 
 
-@wrong("rows.jsonl: the tokenizer made token 300", "vocab_size is 300", "same checkpoint")
+@wrong("rows.jsonl: the tokenizer produced token 300", "vocab_size is 300", "same checkpoint")
 def tokenizer_of_a_larger_model(inputs):
     tokenizer = Tokenizer.from_file(str(inputs.model / "tokenizer.json"))
     tokenizer.add_tokens(["catamaran"])
@@ -324,12 +324,12 @@ def content_that_is_no_text(inputs):
     return inputs.write_rows({"messages": [GOOD["messages"][0], {"role": "assistant", "content": 4}]})
 
 
-@wrong("max_seq_len cuts off every answer", "shortest prompt has", "Set max_seq_len to more")
+@wrong("max_seq_len cuts off every answer", "shortest prompt has", "Set max_seq_len")
 def rows_longer_than_max_seq_len(inputs):
     return ["max_seq_len=8"]
 
 
-@wrong("none of the 2 rows can be learned from", "no assistant message (2)")
+@wrong("none of the 2 rows can be used", "no assistant message (2)")
 def nothing_supervised(inputs):
     return inputs.write_rows(chat(("user", "the cat")), chat(("user", "the dog")))
 
@@ -354,7 +354,7 @@ def settings_of_the_data_that_are_none(inputs):
     return ["dataset.too_long=cut", "dataset.validation_fraction=2"]
 
 
-@wrong("dataset: format=sharegtp is no format", "Did you mean 'sharegpt'?")
+@wrong("dataset: format=sharegtp is not a format", "Did you mean 'sharegpt'?")
 def misspelt_format(inputs):
     return ["dataset.format=sharegtp"]
 
@@ -369,7 +369,7 @@ def rows_too_long_where_none_may_be(inputs):
     return [*inputs.write_rows(GOOD), "max_seq_len=8", "dataset.too_long=error"]
 
 
-@wrong("dataset: ", "none of the 1 rows can be learned from: left for training (1)", "held out for validation")
+@wrong("dataset: ", "none of the 1 rows can be used: left for training (1)", "held out for validation")
 def fraction_that_holds_out_no_row(inputs):
     return [*inputs.write_rows(GOOD), "dataset.validation_fraction=0.000001"]
 
@@ -471,7 +471,7 @@ def resume_with_an_optimizer_without_states(inputs):
     return ["optimizer._component_=torch.optim.SGD", "optimizer.fused=false"]
 
 
-@wrong("resume", "that of step 2, and this run ends with step 1", "Raise max_steps or epochs")
+@wrong("resume", "of step 2, but this run ends at step 1", "Raise max_steps or epochs")
 def resume_behind_the_last_step(inputs):
     return ["max_steps=1"]
 

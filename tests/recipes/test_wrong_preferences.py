@@ -68,7 +68,7 @@ def test_a_loss_that_takes_the_mean_of_pairs(settings, run_recipe, capsys):
             "reference: tune.losses.SimPO uses no reference",
         ),
         (["dataset.streaming=true"], "reference: the rows of {pairs} are streamed"),
-        (["dataset.streaming=true", *KTO], "streaming: labelled answers are compared with those to other prompts"),
+        (["dataset.streaming=true", *KTO], "streaming: labelled rows are compared with answers to other prompts"),
         (
             ["loss._component_=tune.losses.LinearCrossEntropy"],
             "loss._component_: tune.losses.LinearCrossEntropy does not compare log-probs of answers, unlike",
@@ -93,8 +93,8 @@ def test_a_loss_that_takes_the_mean_of_pairs(settings, run_recipe, capsys):
         (["loss.label_smoothing=1"], "loss.label_smoothing: 1 is not a number from 0 to below 1"),
         (["loss.gamma=1"], "loss.gamma: DPO has no argument 'gamma'"),
         (["quantization.weights=nf4"], "quantization.weights: quantized weights are frozen"),
-        (["dataset.train_on=all"], "preferences rows: answers are learned, and not split: leave out train_on"),
-        (["max_seq_len=24"], "Set max_seq_len to more than that"),
+        (["dataset.train_on=all"], "preferences rows train on whole answers: remove train_on"),
+        (["max_seq_len=24"], "Set max_seq_len to a larger value"),
     ],
 )
 def test_settings(overrides, message, by, settings, checkpoint, pairs, run_recipe, capsys, told, monkeypatch):
@@ -111,13 +111,13 @@ def test_settings(overrides, message, by, settings, checkpoint, pairs, run_recip
 @pytest.mark.parametrize(
     ("row", "overrides", "message"),
     [
-        (LABELLED, [], "the columns prompt, completion, label are none of the known formats: instruction + chosen"),
-        (SFT, [], "the columns messages are none of the known formats: instruction + chosen + rejected"),
-        ({**PAIR, "rejected": []}, [], "none of the 4 rows can be learned from: empty rejected (4)"),
-        ({**PAIR, "rejected": "sat"}, [], "none of the 4 rows can be learned from: chosen equal to rejected (4)"),
-        ({"instruction": "a", "chosen": "b"}, [], "the columns instruction, chosen are none of the known formats"),
+        (LABELLED, [], "the columns prompt, completion, label match no known format: instruction + chosen"),
+        (SFT, [], "the columns messages match no known format: instruction + chosen + rejected"),
+        ({**PAIR, "rejected": []}, [], "none of the 4 rows can be used: empty rejected (4)"),
+        ({**PAIR, "rejected": "sat"}, [], "none of the 4 rows can be used: chosen equal to rejected (4)"),
+        ({"instruction": "a", "chosen": "b"}, [], "the columns instruction, chosen match no known format"),
         ({**LABELLED, "label": "good"}, KTO, 'label is "good"; it must be true (a good answer) or false'),
-        (PAIR, ["max_seq_len=25"], "the shortest prompt has 38 tokens. Set max_seq_len to more than that"),
+        (PAIR, ["max_seq_len=25"], "the shortest prompt has 38 tokens. Set max_seq_len"),
     ],
 )
 def test_rows(row, overrides, message, by, settings, write, run_recipe, capsys, told):
@@ -142,7 +142,7 @@ def test_a_reference_of_another_tokenizer_or_vocabulary(settings, checkpoint, ru
     vocabulary[one], vocabulary[another] = vocabulary[another], vocabulary[one]
     (other / "tokenizer.json").write_text(json.dumps(file))
     assert run_recipe([*settings, f"reference={other}"], preference_finetune) == 2
-    assert f"reference: {other} has another tokenizer than {checkpoint}: 2 ids are not" in capsys.readouterr().err
+    assert f"reference: {other} has a different tokenizer from {checkpoint}: 2 ids" in capsys.readouterr().err
     small = save_checkpoint(tmp_path / "small", vocab_size=260)
     assert run_recipe([*settings, f"reference={small}"], preference_finetune) == 2
     assert "small has rows for 260 tokens, but the tokenizer has 300" in capsys.readouterr().err

@@ -118,7 +118,7 @@ def test_a_folder_stays_locked_while_it_is_uploaded(url: str, tmp_path: Path, wo
     script = "import sys; from pathlib import Path; from tune.files import lock; lock.hold(Path(sys.argv[1]))"
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True)
     lock.release(tmp_path)
-    assert f"TuneError: output_dir: another run is writing into {tmp_path}" in " ".join(done.stderr.split())
+    assert f"TuneError: output_dir: another run is writing to {tmp_path}" in " ".join(done.stderr.split())
 
 
 def state(folder: Path, step: int) -> dict:

@@ -100,19 +100,19 @@ def test_tokens_that_are_not_there(folder):
         Tokenizer(str(folder), chat_template="gemma")
     assert "tokenizer.chat_template=gemma" in str(error.value)
     assert "no token '<start_of_turn>', '<end_of_turn>'" in str(error.value)
-    assert "it has all that chatml, llama3, mistral, plain need" in str(error.value)
+    assert "chatml, llama3, mistral, plain, whose tokens it has" in str(error.value)
     assert f"tune add-tokens {folder} OUT '<start_of_turn>' '<end_of_turn>'" in str(error.value)
     with pytest.raises(TuneError, match=r"tokenizer.eos_token=<eos>: the tokenizer in .* has no token '<eos>'"):
         Tokenizer(str(folder), eos_token="<eos>")
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
-    with pytest.raises(TuneError, match=r"chat_template=plain writes an eos_token, .* set tokenizer.eos_token"):
+    with pytest.raises(TuneError, match=r"chat_template=plain uses eos_token, .* Set tokenizer.eos_token"):
         Tokenizer(str(folder), chat_template="plain")
     assert Tokenizer(str(folder), chat_template="plain", eos_token="</s>").eos_id == 1
 
 
 def test_a_missing_template_names_the_setting(folder):
     tokenizer = Tokenizer(str(folder))
-    with pytest.raises(TuneError, match=r"set tokenizer.chat_template to chatml, llama3, mistral, plain \(it has"):
+    with pytest.raises(TuneError, match=r"tokenizer.chat_template to chatml, llama3, mistral, plain \(whose tokens"):
         tokenizer.require_chat_template()
 
 

@@ -180,17 +180,17 @@ def test_malformed_file(folder, name):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"chat_template": 5}, "must be a text, or a list of texts with names"),
-        ({"chat_template": [{"name": "default"}]}, "must be a text, or a list of texts with names.*'template'"),
-        ({"chat_template": ["a"]}, "must be a text, or a list of texts with names"),
+        ({"chat_template": 5}, "must be a text, or a list of named texts"),
+        ({"chat_template": [{"name": "default"}]}, "must be a text, or a list of named texts.*'template'"),
+        ({"chat_template": ["a"]}, "must be a text, or a list of named texts"),
         (
             {"added_tokens_decoder": {"a": {"content": "b"}}},
-            "added_tokens_decoder in .* must give a token with content",
+            "added_tokens_decoder in .* cannot be read",
         ),
         ({"added_tokens_decoder": {"3": {}}}, "added_tokens_decoder in .*'content'"),
         ({"added_tokens_decoder": []}, "added_tokens_decoder in "),
-        ({"eos_token": 5}, "has the special token 5, which is no text"),
-        ({"additional_special_tokens": [{"a": 1}]}, "has the special token .* which is no text"),
+        ({"eos_token": 5}, "has the special token 5, which is not a string"),
+        ({"additional_special_tokens": [{"a": 1}]}, "has the special token .* which is not a string"),
     ],
 )
 def test_malformed_configuration(folder, changes, message):
@@ -207,7 +207,7 @@ def test_template_that_is_not_utf8(folder):
 
 def test_special_token_that_the_vocabulary_lacks(folder):
     configure(folder, pad_token="<pad>")
-    with pytest.raises(TuneError, match=r"'<pad>' as pad_token, but tokenizer\.json has no such token"):
+    with pytest.raises(TuneError, match=r"pad_token '<pad>', but tokenizer\.json has no such token"):
         Tokenizer(str(folder))
 
 

@@ -318,30 +318,30 @@ def trains(**options) -> Callable[[Path], object]:
 
 
 WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
-    "two": (two, r"several vocabularies, tekken\.json, tokenizer\.model, and no tokenizer\.json that decides"),
-    "none": (writes("a.txt", ""), r"no tokenizer in .*found: a\.txt.*must have a tokenizer\.json"),
+    "two": (two, r"several vocabularies \(tekken\.json, tokenizer\.model\) and no tokenizer\.json"),
+    "none": (writes("a.txt", ""), r"no tokenizer in .*found: a\.txt.*must have one of tokenizer\.json"),
     "empty": (writes("tokenizer.model", ""), r"tokenizer\.model .*no complete vocabulary"),
-    "not a model": (writes("tokenizer.model", "\x07" * 50), "no sentencepiece model"),
+    "not a model": (writes("tokenizer.model", "\x07" * 50), "not a sentencepiece model"),
     "git lfs": (
         writes("tokenizer.model", "version https://git-lfs.github.com/spec/v1\n"),
         r"tokenizer\.model is not a",
     ),
-    "cut off": (cut_off, "it is cut off"),
+    "cut off": (cut_off, "it is truncated"),
     "whole words": (
         trains(model_type="word", hard_vocab_limit=False),
-        r"has a model of whole words: put a",
+        r"has a model of whole words, .* Put a",
     ),
-    "suffix": (trains(treat_whitespace_as_suffix=True), "has spaces that stand behind words"),
-    "other": (writes("tokenizer.model", "YQ== 0\nYg== 1\n"), "ranks 2 tokens, and Llama 3's 128,000: put the"),
+    "suffix": (trains(treat_whitespace_as_suffix=True), "has spaces after words"),
+    "other": (writes("tokenizer.model", "YQ== 0\nYg== 1\n"), "ranks 2 tokens, but Llama 3's ranks 128,000"),
     "not base64": (writes("a.tiktoken", "YQ== 0\nYg 1\n"), r"a\.tiktoken .*Error parsing line"),
     "no rank": (writes("a.tiktoken", "YQ== 0\nYg==\n"), r"a\.tiktoken .*Error parsing line"),
     "tekken version": (
         lambda path: write_tekken(path / "tekken.json", [], config={"version": "v99", "default_num_special_tokens": 1}),
-        r"tekken\.json .*version 'v99'; known are v1, v2, v3, v7, v11",
+        r"tekken\.json .*version 'v99'; supported: v1, v2, v3, v7, v11",
     ),
-    "tekken without": (writes("tekken.json", '{"config": {}, "vocab": []}'), "it lacks 'version'"),
-    "tekken list": (writes("tekken.json", "[]"), r"tekken\.json is not a tokenizer"),
-    "tekken broken": (writes("tekken.json", "{"), r"tekken\.json is not a tokenizer"),
+    "tekken without": (writes("tekken.json", '{"config": {}, "vocab": []}'), "'version'"),
+    "tekken list": (writes("tekken.json", "[]"), r"tekken\.json is not a readable tokenizer"),
+    "tekken broken": (writes("tekken.json", "{"), r"tekken\.json is not a readable tokenizer"),
 }
 
 
@@ -379,7 +379,7 @@ def test_contradicting_ids(folder):
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config["added_tokens_decoder"] = {"1": {"content": "<|im_end|>"}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(TuneError, match=r"'<\|im_end\|>' the id 1, but it is 3 after tokenizer\.json"):
+    with pytest.raises(TuneError, match=r"'<\|im_end\|>' id 1, but with tokenizer\.json it has id 3"):
         Tokenizer(str(folder))
 
 

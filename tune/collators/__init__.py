@@ -1,4 +1,4 @@
-"""Rows of samples -> `Batch`: tensors, document boundaries, columns; or the inputs of a model of transformers."""
+"""Collate rows of samples into a `Batch` (tensors, document boundaries, columns) or inputs of a transformers model."""
 
 from tune.collators.batch import IGNORE, Batch, Documents, Part, Sample, collate, shift_labels
 from tune.collators.inputs import collate_inputs

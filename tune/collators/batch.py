@@ -1,4 +1,4 @@
-"""Rows of samples to a batch of tensors, with everything that can be computed on the host."""
+"""Collate rows of samples into a batch of tensors, with everything that the host can compute."""
 
 import itertools
 import zlib
@@ -15,7 +15,7 @@ from tune.errors import TuneError
 IGNORE = -100
 """The label of a position that is not supervised."""
 
-WORTH_SHARING = 1 / 8  # of the tokens of a batch, or of a document: for less, gathering keys costs what is saved
+WORTH_SHARING = 1 / 8  # share of a batch's or document's tokens; below it, gathering keys costs what sharing saves
 
 T = TypeVar("T")
 
@@ -24,8 +24,8 @@ T = TypeVar("T")
 class Sample:
     """A document's token ids and the id to predict at each position (`tokens[i + 1]`, or -100), int32 `[length]`.
 
-    `columns` are further values that a method needs, by name: an array `[length, ...]` has some per token, a number is
-    one for the document. All samples of a dataset have the same columns.
+    `columns` are further values by name: an array `[length, ...]` per token, or a number for the document. All samples
+    of a dataset have the same columns.
     """
 
     tokens: np.ndarray
@@ -44,8 +44,8 @@ class Sample:
 class Documents:
     """The documents of a batch, numbered from 0 over all rows. Padding at the end of a row is a document of its own.
 
-    `boundaries` are their starts in the flattened batch, then its length (`cu_seqlens`). `longest` is the greatest
-    length, rounded up to a power of two: kernels are compiled for it, so it should take few values.
+    `boundaries` are the documents' starts in the flattened batch, then its length (`cu_seqlens`). `longest` is the
+    greatest length, rounded up to a power of two: kernels are compiled for it, so it should take few values.
     """
 
     ids: Tensor  # int64 [rows, seq]: the document of each token
@@ -54,11 +54,11 @@ class Documents:
     num_supervised: Tensor  # int64 [documents]: supervised tokens
     lengths: tuple[int, ...]
     longest: int
-    part: "Part | None" = None  # if these are pieces of documents, in a part of a batch
+    part: "Part | None" = None  # set if these are pieces of documents in a part of a batch
 
     @property
     def whole(self) -> "Documents":
-        """Those of the whole batch."""
+        """The documents of the whole batch."""
         return self if self.part is None else self.part.whole
 
     def sums(self, values: Tensor) -> Tensor:
@@ -69,12 +69,13 @@ class Documents:
 
 
 class Part(Protocol):
-    """What a part of a batch has of the rest, which other processes have, or which repeats it. `ids`, `samples` and
-    `num_supervised` of its `Documents` are those of the whole ones; the rest is about its pieces: runs of tokens of one
-    document.
+    """Access from a part of a batch to the rest, which is on other processes or repeats tokens of the part.
 
-    Each piece attends to its document up to its own last token; `boundaries`, `lengths` and `longest` are those of the
-    tokens that all pieces attend to, piece by piece.
+    In the part's `Documents`, `ids`, `samples` and `num_supervised` refer to whole documents. The other fields refer to
+    pieces: runs of tokens of one document.
+
+    Each piece attends to its document up to the piece's last token. `boundaries`, `lengths` and `longest` here describe
+    the tokens that the pieces attend to, piece by piece.
     """
 
     whole: Documents
@@ -83,21 +84,21 @@ class Part(Protocol):
     longest: int
 
     def attended(self, *tensors: Tensor) -> list[Tensor]:
-        """What pieces attend to, `[1, sum of lengths, heads, size]`, of `[1, seq, heads, size]` of all parts."""
+        """The values that pieces attend to, `[1, sum of lengths, heads, size]`, from `[1, seq, heads, size]`."""
 
     def sums(self, values: Tensor, ids: Tensor) -> Tensor:
-        """Those of `Documents.sums`: of the part's `values`, whose documents are `ids`, and of the rest."""
+        """The sums of `Documents.sums` over the whole batch, from the part's `values` of documents `ids`."""
 
 
 @dataclass(slots=True, eq=False)
 class Repeats:
-    """The `Part` without the tokens that documents begin with as others do: each piece is the end of a document."""
+    """A `Part` without repeated prefixes of documents: each piece is the end of a document."""
 
     whole: Documents
     boundaries: Tensor
     lengths: tuple[int, ...]
     longest: int
-    index: Tensor  # int64 [tokens of the batch]: which token of the part each of them is
+    index: Tensor  # int64 [tokens of the batch]: the token of the part for each token of the batch
 
     def attended(self, *tensors: Tensor) -> list[Tensor]:
         return [tensor.index_select(1, self.index) for tensor in tensors]
@@ -108,34 +109,34 @@ class Repeats:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shared:
-    """The tokens of a batch and their positions, `[1, seq]`, with what documents begin with alike once."""
+    """The tokens of a batch and their positions, `[1, seq]`, with shared prefixes of documents only once."""
 
     tokens: Tensor
     positions: Tensor
     documents: Documents  # with `part`
 
     def of_batch(self, values: Tensor) -> Tensor:
-        """`values` `[1, seq, ...]` for all tokens of the batch."""
+        """Expand `values` `[1, seq, ...]` to all tokens of the batch."""
         assert self.documents.part is not None
         return self.documents.part.attended(values)[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """The input of a forward and a loss. It is computed on the host, so that neither synchronises with the device."""
+    """The input of a forward and a loss, computed on the host so that neither synchronizes with the device."""
 
     tokens: Tensor  # int64 [rows, seq]
     labels: Tensor  # int64 [rows, seq], -100 where nothing is supervised
     positions: Tensor  # int64 [rows, seq]: restart at 0 in each document
     documents: Documents
     supervised: Tensor  # int64 [num_supervised]: ascending indices into the flattened batch
-    supervised_on_host: np.ndarray  # the same
+    supervised_on_host: np.ndarray  # the same indices
     columns: dict[str, Tensor]  # `[rows, seq, ...]` or `[documents]`; 0 for padding
-    pairs: Tensor  # int64 [2, pairs]: documents to compare, the first answer of each group with each of the others
+    pairs: Tensor  # int64 [2, pairs]: documents to compare: the first answer of each group with each of the others
     num_tokens: int  # without padding
     num_supervised: int
-    shared: Shared | None = None  # what a causal model needs to compute of it; None: all
-    # Of the optimizer step that it is a part of, see `in_step`.
+    shared: Shared | None = None  # the tokens that a causal model needs to compute; None: all
+    # The optimizer step that the batch belongs to, see `in_step`.
     step_seed: int | None = None
     supervised_in_step: int | None = None
     weights: Tensor | None = None  # fp32 [rows, seq]: how much the loss of each token counts; None: 1
@@ -153,38 +154,37 @@ class Batch:
         *,
         shifted: bool = True,
     ) -> "Batch":
-        """From `tokens` `[rows, seq]`: lists, an array or a tensor on the host, as all others here.
+        """Make a batch from lists, arrays or tensors on the host.
 
         Args:
-            tokens: ids, int.
-            labels: `[rows, seq]`, the id to predict at each position, -100 where none is. By default nothing is
-                supervised.
+            tokens: `[rows, seq]`, integer ids.
+            labels: `[rows, seq]`, the id to predict at each position, or -100. By default nothing is supervised.
             documents: `[rows, seq]`; a run of equal numbers in a row is a document. By default each row is one.
             samples: the index of each document's sample in its dataset.
-            columns: further values by name, `[rows, seq, ...]` or in the order of the documents, `[documents]`.
+            columns: further values by name, `[rows, seq, ...]` or, in the order of the documents, `[documents]`.
             num_tokens: without padding; by default all.
-            weights: `[rows, seq]`, how much the loss at each position counts; by default 1. Losses that are a sum over
-                supervised tokens weigh it so; the caller divides by what it wants the mean of.
-            shifted: whether `labels[i]` is the target of position i, the id of token i + 1. With False it is the id of
-                token i, as in Hugging Face's batches, and the labels are shifted here (`shift_labels`).
+            weights: `[rows, seq]`, the weight of the loss at each position; by default 1. Losses that are sums over
+                supervised tokens apply it; the caller chooses the divisor.
+            shifted: True if `labels[i]` is the target of position i, the id of token i + 1. False if it is the id of
+                token i, as in Hugging Face's batches; the labels are then shifted here (`shift_labels`).
 
         Raises:
-            TuneError: shapes do not fit, ids are no integers, or negative ones other than -100, or weights are negative
-                or not finite.
+            TuneError: shapes do not match, ids are not integers, labels are negative but not -100, or weights are
+                negative or not finite.
         """
         tokens = _ids("tokens", tokens)
         if tokens.ndim != 2 or not tokens.size:
-            raise TuneError(f"tokens: their shape is {[*tokens.shape]}; it must be [rows, seq], of one token at least")
+            raise TuneError(f"tokens: the shape is {[*tokens.shape]}; it must be [rows, seq] with at least one token")
         labels = np.full_like(tokens, IGNORE) if labels is None else _ids("labels", labels)
         documents = None if documents is None else _host("documents", documents)
         weights = None if weights is None else _host("weights", weights).astype(np.float32)
         for name, values in (("labels", labels), ("documents", documents), ("weights", weights)):
             if values is not None and values.shape != tokens.shape:
-                raise TuneError(f"{name}: their shape is {[*values.shape]}, and that of tokens {[*tokens.shape]}")
+                raise TuneError(f"{name}: the shape is {[*values.shape]}; it must be {[*tokens.shape]} as for tokens")
         if len(wrong := labels[(labels < 0) & (labels != IGNORE)]):
-            raise TuneError(f"labels: {wrong[0]} is no id; {IGNORE} marks a position that is not supervised")
+            raise TuneError(f"labels: {wrong[0]} is not a token id; {IGNORE} marks positions that are not supervised")
         if weights is not None and not ((weights >= 0) & np.isfinite(weights)).all():
-            raise TuneError("weights: one is negative or not finite; they must be 0 or above")
+            raise TuneError("weights: found a negative or non-finite weight; weights must be 0 or above")
         if not shifted:
             labels = shift_labels(torch.from_numpy(labels), documents).numpy()
         starts = np.ones_like(tokens, dtype=bool)
@@ -198,12 +198,12 @@ class Batch:
                     f"value per token, or be [{len(begins)}], one per document"
                 )
         if samples is not None and len(samples) != len(begins):
-            raise TuneError(f"samples: there are {len(samples)} of them, and {len(begins)} documents")
+            raise TuneError(f"samples: found {len(samples)} indices for {len(begins)} documents")
         lengths = np.diff(begins, append=tokens.size)
         positions = np.arange(tokens.size) - begins.repeat(lengths)
         supervised = labels.ravel() != IGNORE
         places = np.flatnonzero(supervised)
-        answers = np.asarray(columns.get("answer", []), dtype=np.int64)  # its number in the group
+        answers = np.asarray(columns.get("answer", []), dtype=np.int64)  # number within the group
         others = np.flatnonzero(answers)
         return cls(
             torch.from_numpy(tokens),
@@ -227,21 +227,21 @@ class Batch:
         )
 
     def in_step(self, seed: int, step: int, num_supervised: int) -> "Batch":
-        """This batch as a part of optimizer step `step`, which has `num_supervised` supervised tokens over all ranks.
+        """The batch as a part of optimizer step `step`, which has `num_supervised` supervised tokens over all ranks.
 
-        Dropout of adapters is then a function of (`seed`, step, sample, position), and the load-balancing loss of
-        experts is divided by `num_supervised`. Without it, the generator of torch draws the dropout, and the divisor
-        is the batch's own number of supervised tokens.
+        Adapter dropout then is a function of (`seed`, step, sample, position), and the experts' load-balancing loss is
+        divided by `num_supervised`. Without this call, torch's generator draws the dropout, and the divisor is the
+        batch's own number of supervised tokens.
         """
         step_seed = zlib.crc32(f"{seed} {step}".encode())
         return replace(self, step_seed=step_seed, supervised_in_step=num_supervised)
 
     def reweighed(self, scale: float) -> "Batch":
-        """The same with all weights multiplied by `scale`."""
+        """A copy with all weights multiplied by `scale`."""
         if scale == 1:
             return self
         weights = torch.ones(self.tokens.shape) if self.weights is None else self.weights
-        return replace(self, weights=(weights.double() * scale).float())  # both may be beyond fp32
+        return replace(self, weights=(weights.double() * scale).float())  # both factors may exceed fp32's range
 
     def to(self, device: torch.device | str) -> "Batch":
         return _each_tensor(self, lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()))
@@ -251,9 +251,10 @@ class Batch:
 
 
 def shift_labels(labels: Tensor, documents: Any = None) -> Tensor:
-    """Labels as the losses here take them, of labels as Hugging Face has them: `labels[..., i]` becomes the id of token
-    i + 1 and was that of token i. The last token of a row has -100, and so has that of a document, by `documents`
-    `[rows, seq]`, the number of each token's.
+    """Shift Hugging Face labels for the losses here: `labels[..., i]` becomes the id of token i + 1 instead of i.
+
+    The last token of a row gets -100, and so does the last token of each document, if `documents` `[rows, seq]` gives
+    the document number of each token.
 
     `labels` `[..., seq]` -> a new tensor of the same shape.
     """
@@ -270,13 +271,13 @@ def collate(
     pad_to: int | None = None,
     columns: Mapping[str, np.ndarray] | None = None,
 ) -> Batch:
-    """A batch `[len(rows), pad_to]`, or with `pad_to=None` all rows joined into one, `[1, total]`, without padding.
+    """Make a batch `[len(rows), pad_to]`, or with `pad_to=None` join all rows into one, `[1, total]`, without padding.
 
-    A row is a document or a list of documents. It may be empty, to fill up a batch. `columns` has an example of each
-    column by name, for batches without any document; by default, the columns are those of the first document. In joined
-    rows, documents share what they begin with alike: compiled blocks want the shape that they are given.
+    A row is a document or a list of documents. It may be empty, to fill up a batch. `columns` has an example value of
+    each column, for batches without any document; the default are the columns of the first document. Joined rows
+    compute shared prefixes of documents once; padded rows do not, since compiled blocks need a fixed shape.
 
-    It is a `collate_fn` of torch.utils.data.DataLoader.
+    Can be the `collate_fn` of torch.utils.data.DataLoader.
     """
     joined = pad_to is None
     lists = [[row] if isinstance(row, Sample) else [*row] for row in rows]
@@ -314,11 +315,11 @@ def collate(
 
 
 def _shared(batch: Batch) -> Shared | None:
-    """`batch` without the tokens before a document's first supervised one that are those of another document."""
+    """The batch without prefixes that repeat another document's; a prefix ends before the first supervised token."""
     documents, tokens, supervised = batch.documents, batch.tokens[0].numpy(), batch.supervised_on_host
     bounds = documents.boundaries.numpy()
     index, kept = np.arange(tokens.size), np.ones(tokens.size, dtype=bool)
-    known, before = np.arange(0), tokens[:0]  # where the document before in the order of their tokens is, and these
+    known, before = np.arange(0), tokens[:0]  # index and tokens of the previous document, in the order of tokens
     for start, end in sorted(itertools.pairwise(bounds.tolist()), key=lambda each: tokens[slice(*each)].tolist()):
         first = supervised[np.searchsorted(supervised, start) :][:1].tolist()
         most = min(len(before), min([end - 1, *first]) - start)
@@ -347,18 +348,18 @@ def _shared(batch: Batch) -> Shared | None:
 def _host(name: str, values: Any) -> np.ndarray:
     """`values` as an array."""
     if isinstance(values, Tensor) and values.device.type != "cpu":
-        raise TuneError(f"{name}: they are on {values.device}. Make the Batch on the host, then batch.to(device)")
+        raise TuneError(f"{name}: found a tensor on {values.device}. Make the Batch on the host, then batch.to(device)")
     try:
         return np.asarray(values.detach() if isinstance(values, Tensor) else values)
     except (ValueError, TypeError) as error:
-        raise TuneError(f"{name}: they are no array ({error}). Pad rows to one length, or use collate") from error
+        raise TuneError(f"{name}: not an array ({error}). Pad rows to one length, or use collate") from error
 
 
 def _ids(name: str, values: Any) -> np.ndarray:
     """`values` as int64."""
     array = _host(name, values)
     if array.dtype.kind not in "iu":
-        raise TuneError(f"{name}: they are {array.dtype}; ids are integers")
+        raise TuneError(f"{name}: found {array.dtype}; ids must be integers")
     return array.astype(np.int64, copy=False)
 
 

@@ -1,4 +1,4 @@
-"""Rows of samples -> the arguments of a model of transformers."""
+"""Collate rows of samples into the arguments of a transformers model."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,19 +11,20 @@ from tune.errors import TuneError
 
 
 def collate_inputs(rows: Sequence[Sample | Sequence[Sample]], pad_id: int = 0) -> dict[str, Any]:
-    """`input_ids` and `labels`, int64 `[rows, seq]`, as models of transformers take them: `model(**inputs)`. There, a
-    label stands at its own token, and the model shifts them.
+    """Return `input_ids` and `labels`, int64 `[rows, seq]`, for a transformers model: `model(**inputs)`.
 
-    Rows of one document are padded with `pad_id` to the longest; `attention_mask` is 0 for padding. If a row has
-    several documents, all rows are joined into one without padding, `[1, total]`, and `position_ids` restart in each
-    document: transformers separates documents by these where it has neither mask nor cache, so that `use_cache` is
-    False. Columns are left out. Raises TuneError for samples with weights, which these models do not know.
+    Labels are not shifted: the model shifts them.
+
+    Rows of one document are padded with `pad_id` to the longest; `attention_mask` is 0 for padding. If any row has
+    several documents, all rows are joined into one, `[1, total]`, without padding, and `position_ids` restart in each
+    document. transformers separates documents by positions only without mask and cache, so `use_cache` is False.
+    Columns are left out. Raises TuneError for samples with weights, which these models do not support.
     """
     documents = [[row] if isinstance(row, Sample) else list(row) for row in rows]
     if any(document.weights is not None for row in documents for document in row):
         raise TuneError(
-            "weights: models of transformers compute their loss without weights of messages or tokens. Leave these out "
-            "of the rows, or take tune.collators.collate and a loss of tune.losses"
+            "weights: transformers models do not support weights of messages or tokens in their loss. Remove the "
+            "weights, or use tune.collators.collate and a loss of tune.losses"
         )
     if any(len(row) > 1 for row in documents):
         return _joined([_unshifted(document) for row in documents for document in row])
@@ -50,7 +51,7 @@ def _joined(pairs: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
 
 
 def _unshifted(sample: Sample) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens, and the label of each at its own place. A piece of a longer text also predicts the token after it."""
+    """Tokens and unshifted labels. If the last label is supervised (a piece of a longer text), appends its token."""
     tokens, labels = np.asarray(sample.tokens), np.asarray(sample.labels)
     if labels[-1] != IGNORE:
         tokens, labels = np.append(tokens, labels[-1]), np.append(labels, IGNORE)

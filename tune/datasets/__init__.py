@@ -1,32 +1,32 @@
-"""Data files to tokenised, packed and counted samples, and their order in training.
+"""Turn data files into tokenized, packed and counted samples, and order them for training.
 
-The way of a row is a pipe of four steps, each a function in a file or folder of its name:
+A row passes through four steps, each a function in a file or folder of the same name:
 
-1. `read` (path) gives rows, each with its place for messages
-2. `parse` (row) gives what a row says: a conversation, a text, tokens, or several answers to compare
-3. `render` (content, tokenizer) gives tokens and labels
-4. `fit` (examples, max_len) gives the samples that fit, or the reason why there are none
+1. `read(path)` yields rows, each with its place (file and line) for messages
+2. `parse(row)` returns the row's content: a conversation, a text, tokens, or several answers to compare
+3. `render(content, tokenizer)` returns tokens and labels
+4. `fit(examples, max_len)` returns the samples that fit, or the reason why the row is dropped
 
-`RowReader` takes rows through steps 2 to 4, 64 at a time; `accounting` counts what came out. `load` puts it all
-together: the cache keeps the samples as flat arrays (`Samples`), a `Dataset` packs them, and a `DataLoader` draws its
-training rows. Prompts, to which a model answers, go the same way in `prompts`.
+`RowReader` takes rows through steps 2 to 4, 64 at a time, and `accounting` counts the results. `load` combines all
+steps. The cache keeps the samples as flat arrays (`Samples`), a `Dataset` packs them, and a `DataLoader` draws the
+training rows. Prompts, which a model answers, follow the same steps in `prompts`.
 
 - row: one object of a source, such as a line of a JSONL file
-- sample: token ids and labels of a row, or of a piece of one that is too long
-- training row: one sample, or several that are packed; `Dataset.row`, and a row of a batch
+- sample: token ids and labels of a row, or of a piece of a row that is too long
+- training row: one sample, or several packed samples; `Dataset.row`, and a row of a batch
 - document: a sample in its place in a training row
 - part: one of the datasets of a mixture
 
-Where a new one goes:
+Where to add:
 
-- a type of file: a function in `read/readers.py`, and its suffix in `read/data_files.py`
+- a file type: a function in `read/readers.py`, and its suffix in `read/data_files.py`
 - a conversation format: a function and its `Format` in `parse/formats.py`
-- a rule of what is learned: `render.py`
-- what becomes of long rows: `fit.py`
+- a rule about which tokens are supervised: `render.py`
+- a way to handle long rows: `fit.py`
 - a way to pack: `dataset.py`
 - a way to mix: `mix.py`
 
-Who changes what a step makes of the same rows raises `FORMAT_VERSION` in `cache.py`.
+If a step gives other samples for the same rows, raise `FORMAT_VERSION` in `cache.py`.
 """
 
 from tune.collators import Sample, collate, collate_inputs
@@ -45,7 +45,7 @@ from tune.datasets.user_functions import called
 from tune.datasets.warnings import beyond_positions, warnings_about
 from tune.files import cache_folder
 
-# Other names are for the packages of `tune` alone.
+# The other imported names are for the packages of `tune` only.
 __all__ = [
     "DataLoader",
     "Dataset",

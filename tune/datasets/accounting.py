@@ -1,7 +1,7 @@
-"""The statistics of a dataset: counts of its rows, kept and dropped, and of its samples and tokens.
+"""The statistics of a dataset: counts of rows kept and dropped, of samples and of tokens.
 
-All counting is here, of what the steps return; an `Accounting` never changes. `of_rows` counts the outcomes of rows,
-`+` adds other rows, and `with_samples` and `with_training_rows` add what is known of all of them together.
+All counting is done here, from the results of the steps. An `Accounting` is immutable: `of_rows` counts the outcomes of
+rows, `+` adds other rows, `with_samples` and `with_training_rows` add the figures of the whole dataset.
 """
 
 import time
@@ -24,7 +24,7 @@ SUMS = (
 
 @dataclass(frozen=True)
 class Accounting:
-    """What became of a dataset's rows. `rows == kept + sum(dropped.values())`."""
+    """Counts of a dataset's rows. `rows == kept + sum(dropped.values())`."""
 
     source: str = "the dataset"
     format: str | None = None
@@ -32,30 +32,30 @@ class Accounting:
     ignored_columns: list[str] = field(default_factory=list)
     rows: int = 0
     dropped: Counter[str] = field(default_factory=Counter)  # by reason
-    mistakes: list[str] = field(default_factory=list)  # of the first rows that cannot be used
+    mistakes: list[str] = field(default_factory=list)  # messages of the first unusable rows
     kept: int = 0
-    truncated: int = 0  # kept, or fully masked after it
-    cut_tokens: int = 0  # of these rows
-    clipped: int = 0  # kept, but cut inside what is learned
-    split: int = 0  # kept, as several samples
-    shortest_prompt: int | None = None  # tokens, of the rows whose answer was cut off
-    endless: int = 0  # kept, but without an end-of-turn token to learn
-    remarks: Counter[str] = field(default_factory=Counter)  # kept, but probably not what was meant, by remark
+    truncated: int = 0  # rows kept, or fully masked after truncation
+    cut_tokens: int = 0  # tokens cut off from the truncated rows
+    clipped: int = 0  # rows kept, but cut inside an answer
+    split: int = 0  # rows kept as several samples
+    shortest_prompt: int | None = None  # tokens; of the rows whose answer was cut off
+    endless: int = 0  # rows kept without a supervised end-of-turn token
+    remarks: Counter[str] = field(default_factory=Counter)  # rows kept but suspicious, by remark
     samples: int = 0
     tokens: int = 0
     supervised_tokens: int = 0
-    supervised_weight: float | None = None  # of these tokens together; None: each counts 1
+    supervised_weight: float | None = None  # sum over these tokens; None: each counts 1
     lengths: dict[str, int] = field(default_factory=dict)  # tokens of the samples: p50, p90, p99, max
     training_rows: int = 0
-    row_capacity: int | None = None  # of a packed row
-    prepared: float | None = field(default=None, compare=False)  # seconds since 1970; None: by this run
-    prepared_in: str | None = field(default=None, compare=False)  # the folder of what an earlier run prepared
+    row_capacity: int | None = None  # tokens in a packed row
+    prepared: float | None = field(default=None, compare=False)  # seconds since 1970; None: prepared by this run
+    prepared_in: str | None = field(default=None, compare=False)  # cache folder that an earlier run wrote
 
     @classmethod
     def of_rows(
         cls, outcomes: Sequence[Outcome], format: str | None = None, ignored_columns: Sequence[str] = ()
     ) -> "Accounting":
-        """Counts what became of rows, which were read in `format` without the `ignored_columns`."""
+        """Count the outcomes of rows, which were read in `format` without the `ignored_columns`."""
         dropped = [outcome for outcome in outcomes if outcome.dropped is not None]
         kept = [outcome for outcome in outcomes if outcome.dropped is None]
         return cls(
@@ -76,12 +76,12 @@ class Accounting:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Accounting":
-        """What `vars` of another one gives, also from JSON."""
+        """Build from the result of `vars` of an `Accounting`, which may have been stored as JSON."""
         counters = {name: Counter(values[name]) for name in ("dropped", "remarks")}
         return cls(**{**values, **counters})
 
     def __add__(self, other: "Accounting") -> "Accounting":
-        """Counts what became of other rows too. Names and lengths are those of these rows, if they have any."""
+        """Add the counts of other rows. Source and lengths are taken from `self`."""
         sums = {name: getattr(self, name) + getattr(other, name) for name in SUMS}
         prompts = filter(None, (self.shortest_prompt, other.shortest_prompt))
         whole = {name: getattr(self, name) for name in ("source", "ignored_files", "lengths", "row_capacity")}
@@ -96,14 +96,16 @@ class Accounting:
         )
 
     def with_source(self, name: str, ignored_files: Iterable[str] = ()) -> "Accounting":
-        """The same, of rows of the source with this name; a URL may have a password, which is left out."""
+        """Return a copy with the name of the source, without the password that a URL may contain."""
         return replace(self, source=without_secrets(name), ignored_files=[*ignored_files])
 
     def with_samples(
         self, lengths: np.ndarray, supervised: np.ndarray, weight: np.ndarray | None = None
     ) -> "Accounting":
-        """The same, of rows that gave samples with so many tokens and supervised tokens each, and with the weight that
-        the latter have together, unless all count alike."""
+        """Return a copy with the figures of all samples: tokens, supervised tokens, and the weight of the latter.
+
+        Each array has a value per sample; `weight` is None if every token counts 1.
+        """
         percentiles = np.percentile(lengths, [50, 90, 99, 100], method="higher")
         return replace(
             self,
@@ -115,15 +117,15 @@ class Accounting:
         )
 
     def with_training_rows(self, count: int, capacity: int | None) -> "Accounting":
-        """The same, of samples that make so many training rows, each of `capacity` tokens if they are packed."""
+        """Return a copy with the number of training rows, and the tokens of a packed row (None: not packed)."""
         return replace(self, training_rows=count, row_capacity=capacity)
 
     def from_cache(self, folder: str, modified: float) -> "Accounting":
-        """The same, of samples that an earlier run prepared in a folder, so many seconds after 1970."""
+        """Return a copy that notes the cache folder and when an earlier run wrote it, in seconds since 1970."""
         return replace(self, prepared=modified, prepared_in=folder)
 
     def with_remark(self, remark: str, count: int) -> "Accounting":
-        """The same with another remark, on so many rows."""
+        """Return a copy with `remark` added for `count` rows."""
         return replace(self, remarks=self.remarks + Counter({remark: count}))
 
     @property
@@ -132,12 +134,12 @@ class Accounting:
 
     @property
     def is_weighted(self) -> bool:
-        """Whether some tokens count less than others."""
+        """Whether some supervised tokens count less than others."""
         return self.supervised_weight is not None
 
     @property
     def weight(self) -> float:
-        """Of all supervised tokens; each has 1 unless rows say otherwise."""
+        """The sum of the weights of all supervised tokens, 1 each by default."""
         return self.supervised_tokens if self.supervised_weight is None else self.supervised_weight
 
     @property
@@ -146,7 +148,7 @@ class Accounting:
 
     @property
     def packing_efficiency(self) -> float | None:
-        """The share of the packed rows that is not padding; None if not packed."""
+        """The share of tokens in packed rows that is not padding; None if not packed."""
         return self.tokens / (self.training_rows * self.row_capacity) if self.row_capacity else None
 
     def as_dict(self) -> dict[str, Any]:
@@ -175,7 +177,7 @@ class Accounting:
         if self.split:
             lines.append(("  split", f"{self.split:,} ({self.samples:,} samples in all)"))
         if self.endless:
-            lines.append(("  without an end of turn", f"{self.endless:,} (the model does not learn to stop there)"))
+            lines.append(("  without an end of turn", f"{self.endless:,} (they do not teach the model to stop)"))
         return lines + [(f"  {remark}", f"{count:,}") for remark, count in self.remarks.most_common(NAMES_SHOWN)]
 
     def _lines_of_samples(self) -> list[tuple[str, str]]:
@@ -195,7 +197,7 @@ class Accounting:
                 lines.append((f"{what} ignored", ", ".join(names[:NAMES_SHOWN]) + more))
         if self.prepared:
             age = _age(time.time() - self.prepared)
-            lines.append(("prepared", f"{age} ago; delete {self.prepared_in} to do it anew"))
+            lines.append(("prepared", f"{age} ago; delete {self.prepared_in} to prepare it again"))
         return lines
 
 

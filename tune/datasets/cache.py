@@ -1,8 +1,8 @@
-"""Samples that were prepared once, in files that all processes map.
+"""Cache prepared samples in files that all processes map.
 
-A folder of the cache is named by a hash of all that decides its content: see `key_of`. The process that holds its lock
-writes it under a temporary name and renames it when it is complete; the others wait for the lock. The lock is the
-kernel's: it ends with the process, however that ends.
+The name of a cache folder is a hash of everything that determines its content: see `key_of`. The process that holds the
+lock writes the folder under a temporary name and renames it when it is complete; the others wait for the lock. It is a
+kernel lock, which is released when the process ends in any way.
 """
 
 import fcntl
@@ -29,27 +29,29 @@ from tune.secrets import without_secrets
 
 ARRAYS = ("tokens", "labels", *OF_SAMPLES)
 FORMAT_VERSION = 2
-"""Raise it when the same rows give other samples or counts: tests/datasets/test_format_version.py fails then."""
-TELL = 10.0  # seconds between lines on how far it is
+"""Raise it if the same rows give other samples or counts; tests/datasets/test_format_version.py then fails."""
+TELL = 10.0  # seconds between progress lines
 
 # Names of the fields in a remote file's info that change with its content (ETag, Last-Modified, CRC).
 CHANGES = re.compile("etag|modif|mtime|created|updated|md5|crc|sha|digest|checksum|hex|blob_id|generation", re.I)
 
 
 def hash_of(*contents: Any) -> str:
-    """Equal for equal values of JSON."""
+    """A hash that is equal for equal JSON values."""
     return hashlib.blake2b(json.dumps(contents, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def key_of(*contents: Any) -> str:
-    """The name of the folder for what these values decide, and the library's format version with them."""
+    """The name of the cache folder for these values and the format version."""
     return hash_of(FORMAT_VERSION, *contents)
 
 
 def content_of(files: Iterable[File], folder: Path) -> list[str]:
-    """A hash of each file's bytes, behind how they are read; `folder` remembers that of a large file until the file
-    changes. For a remote file it is a hash of the path, the size and the fields of `CHANGES`, if its file system has
-    any."""
+    """For each file, its suffixes and a hash of its bytes.
+
+    `folder` stores the hash of a large file until the file changes. The hash of a remote file covers its path, size and
+    the fields that match `CHANGES`, if its file system has any, else its bytes.
+    """
     return [
         f"{file.suffixes} {content_digest(Path(file.path), folder / 'files') if file.is_local else _elsewhere(file)}"
         for file in files
@@ -59,8 +61,9 @@ def content_of(files: Iterable[File], folder: Path) -> list[str]:
 def prepared(
     chunks: Iterable[Samples], key: str, folder: Path, source: str = "the dataset", ignored_files: Iterable[str] = ()
 ) -> Samples:
-    """The samples of this key, mapped from files that are made of `chunks` if they are not there. Raises TuneError for
-    what `chunks` finds, and if the folder cannot be written.
+    """The samples with this key, mapped from cache files, which are first written from `chunks` if missing.
+
+    Raises TuneError if `chunks` does, or if the folder cannot be written.
     """
     final, source = folder / key, without_secrets(source)
     try:
@@ -75,8 +78,8 @@ def prepared(
                     _write(chunks, unfinished, source)
     except OSError as error:
         raise TuneError(
-            f"{error.filename or folder}: {error.strerror}. {source} is prepared in files there: set "
-            "cache_dir (or TUNE_CACHE in the environment) to a folder with room that you may write to"
+            f"{error.filename or folder}: {error.strerror}. The prepared samples of {source} are stored there. Set "
+            "cache_dir (or TUNE_CACHE in the environment) to a writable folder with free space"
         ) from error
     samples = _read(final)
     assert samples is not None
@@ -100,7 +103,7 @@ def _write(chunks: Iterable[Samples], folder: Path, source: str) -> None:
 
 @contextmanager
 def _array(folder: Path, name: str, dtype: str) -> Iterator[BinaryIO]:
-    """A flat .npy file that is as long as what has been written when it is closed, and then on the disk."""
+    """Open a flat .npy file for appending; on exit, its header gets the final length and the file is synced to disk."""
     header: dict[str, Any] = {"descr": dtype, "fortran_order": False}
     with (folder / f"{name}.npy").open("wb") as file:
         np.lib.format.write_array_header_1_0(file, {**header, "shape": (0,)})
@@ -115,16 +118,16 @@ def _array(folder: Path, name: str, dtype: str) -> Iterator[BinaryIO]:
 
 
 def _read(folder: Path) -> Samples | None:
-    """None if the folder is not there, or damaged."""
+    """The samples in a folder; None if it is missing or damaged."""
     try:
         about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
         names = [*ARRAYS, *["weights"] * about.pop("is_weighted"), *(f"column-{name}" for name in about["columns"])]
         arrays = {name: _mapped(folder / f"{name}.npy") for name in names}
     except FileNotFoundError:
         return None
-    except OSError:  # whose advice is another one
+    except OSError:  # reported with other advice
         raise
-    except Exception:  # a damaged header is anything to NumPy: a zip file, a number that is too large
+    except Exception:  # NumPy raises many errors for a damaged header: a bad zip file, a number that is too large
         return None
     columns = {name: arrays.pop(f"column-{name}") for name in about.pop("columns")}
     accounting = Accounting.from_dict(about.pop("accounting"))
@@ -133,7 +136,7 @@ def _read(folder: Path) -> Samples | None:
 
 
 def _mapped(file: Path) -> np.ndarray:
-    """Raises ValueError if the file is not as long as its header says."""
+    """Map an array. Raises ValueError if the file does not have the length in its header."""
     values = np.load(file, mmap_mode="c")
     if values.offset + values.nbytes != file.stat().st_size:
         raise ValueError(f"{file} is damaged")
@@ -142,8 +145,10 @@ def _mapped(file: Path) -> np.ndarray:
 
 @contextmanager
 def _locked(file: Path, source: str) -> Iterator[None]:
-    """Hold the lock, which is this process's alone: flock's would live on in processes that are forked from it. What
-    its holder finds wrong is raised here too, where that was waited for."""
+    """Hold a lock that belongs to this process alone; an flock lock would survive in forked processes.
+
+    A process that waited for the lock raises the TuneError of its previous holder.
+    """
     line = f"waiting for another process to prepare {source}"
     line_later = Timer(TELL, print, [line], {"file": sys.stderr, "flush": True})
     with file.open("a+", encoding="utf-8") as lock:
@@ -168,7 +173,7 @@ def _locked(file: Path, source: str) -> Iterator[None]:
 
 
 def _elsewhere(file: File) -> str:
-    # Not the file system's own `ukey`: for https it is a hash of the URL, and for archives of their path.
+    # The file system's own `ukey` does not detect changes: over https it hashes the URL, in archives the path.
     about = file.filesystem.info(file.path)
     if changing := {name: str(value) for name, value in about.items() if value and CHANGES.search(name)}:
         return hash_of(file.path, about.get("size"), changing)

@@ -1,4 +1,4 @@
-"""Tokenised samples as the rows that training draws."""
+"""Tokenized samples, packed into training rows."""
 
 import hashlib
 import itertools
@@ -17,34 +17,35 @@ from tune.errors import TuneError
 
 
 class Dataset:
-    """Tokenised samples, and the rows that training draws: one sample each, or packed.
+    """Tokenized samples, and the training rows made of them: one sample each, or packed.
 
-    Neighbours with equal values of the column `group` (a pair, the answers to a prompt) are together in one row.
-    `row_tokens` and `row_supervised` count the tokens of each row, `row_weights` is the weight of what is learned in it
-    (as many, unless rows have weights), `row_pairs` its pairs: the first sample of a
-    group with each of the others. `lengths` and `supervised` count the tokens and the learned tokens of each sample,
-    `digests` (uint64) are equal for equal tokens. `validation` is what was held out of the source.
+    Neighboring samples with the same value in the column `group` (a pair, the answers to a prompt) share a row.
 
-    `dataset[index]` is a row, of `len(dataset)`: torch.utils.data.DataLoader takes it with `collate_fn=collate`, or
-    `collate_inputs` for models of transformers.
+    - per row: `row_tokens` and `row_supervised` count tokens. `row_weights` sums the weights of the supervised tokens,
+      1 each by default. `row_pairs` counts pairs: the first sample of a group with each of the others.
+    - per sample: `lengths` and `supervised` count tokens. `digests` (uint64) are equal for equal tokens.
+    - `validation`: the rows held out of the source.
+
+    `dataset[index]` is one of `len(dataset)` rows: pass the dataset to torch.utils.data.DataLoader with
+    `collate_fn=collate`, or `collate_inputs` for transformers models.
     """
 
     validation: "Dataset | None" = None
 
     def __init__(self, samples: Samples, pack_to: int | None = None) -> None:
-        """`pack_to` fills rows of so many tokens with several samples."""
+        """`pack_to` packs samples into rows of this many tokens; None: one sample a row."""
         self._samples = samples
         self.lengths, self.supervised, self.digests = samples.lengths, samples.supervised, samples.digests
         groups = samples.columns.get("group", np.arange(len(samples)))
-        units = np.flatnonzero(np.append(True, groups[1:] != groups[:-1]))  # of one sample each, or of those of a group
+        units = np.flatnonzero(np.append(True, groups[1:] != groups[:-1]))  # where each sample or group begins
         self._unit_starts = units
         order, row_starts = np.arange(len(units)), np.arange(len(units) + 1)
         if pack_to:
             lengths = np.add.reduceat(samples.lengths, units)
             if (longest := int(lengths.max())) > pack_to:
                 raise TuneError(
-                    f"{samples.accounting.source}: a group of samples has {longest:,} tokens together, more than a row "
-                    f"of max_seq_len={pack_to}. Set max_seq_len to {longest} or more, or packed=false"
+                    f"{samples.accounting.source}: a group of samples has {longest:,} tokens, more than "
+                    f"max_seq_len={pack_to}. Set max_seq_len to {longest} or more, or packed=false"
                 )
             order, row_starts = pack(lengths, pack_to)
         sizes = np.diff(units, append=len(samples))[order]
@@ -60,15 +61,15 @@ class Dataset:
 
     @property
     def name(self) -> str:
-        """Where the rows are from."""
+        """The source of the rows."""
         return self.accounting.source
 
     @classmethod
     def from_samples(cls, samples: Iterable[Sample], max_seq_len: int, packed: bool = False) -> "Dataset":
-        """Truncates samples to `max_seq_len`, drops those without a supervised token, and counts both.
+        """Truncate samples to `max_seq_len`, drop samples without a supervised token, and count both.
 
-        `packed` fills rows of `max_seq_len` tokens with several samples. A group of which a sample is dropped goes as a
-        whole. Raises TuneError if no sample is left.
+        `packed` packs samples into rows of `max_seq_len` tokens. If one sample of a group is dropped, the whole group
+        is. Raises TuneError if no sample is left.
         """
         outcomes = []
         for _, unit in itertools.groupby(enumerate(samples), lambda item: item[1].columns.get("group", -1 - item[0])):
@@ -80,8 +81,10 @@ class Dataset:
         return len(self._row_starts) - 1
 
     def __getitem__(self, index: int) -> Sample | list[Sample]:
-        """The sample of a row, or the list of those of a packed row or of a group, as torch.utils.data.DataLoader asks
-        for them. Raises IndexError behind the last row."""
+        """The sample of a row, or a list of samples if rows are packed or hold groups, for torch.utils.data.DataLoader.
+
+        Raises IndexError if there is no such row.
+        """
         place = operator.index(index)
         if not -len(self) <= place < len(self):
             raise IndexError(f"row {place} of a dataset of {len(self)}")
@@ -89,7 +92,7 @@ class Dataset:
         return documents if self._has_lists else documents[0]
 
     def order(self, seed: int, epoch: int) -> np.ndarray:
-        """The rows of an epoch in the order of training."""
+        """The row numbers of an epoch in training order."""
         return permuted(len(self), seed, epoch)
 
     def row(self, index: int) -> list[Sample]:
@@ -98,12 +101,12 @@ class Dataset:
 
     @property
     def parts(self) -> "dict[str, Dataset]":
-        """Itself: it is no mixture."""
+        """The dataset itself, as the only part."""
         return {"": self}
 
     @property
     def samples(self) -> list[Sample]:
-        """All samples in the order of the source, as views."""
+        """All samples in source order, as views."""
         return list(self)
 
     def __iter__(self) -> Iterator[Sample]:
@@ -111,32 +114,32 @@ class Dataset:
 
     @property
     def columns(self) -> dict[str, np.ndarray]:
-        """The samples' columns by name, each with an example: an array if it has values per token."""
+        """Column names with an example value each: an array if the column has a value per token."""
         return {name: np.asarray(value) for name, value in self._samples.columns_of(0, slice(0, 1)).items()}
 
     def add_column(self, name: str, values: np.ndarray) -> None:
-        """Another column, with a value for each sample."""
+        """Add a column with a value for each sample, or for each token."""
         self._samples = replace(self._samples, columns={**self._samples.columns, name: values})
 
     @property
     def copies(self) -> int:
-        """Samples whose tokens are those of an earlier one; the mismatched ones of labelled answers do not count."""
+        """The number of samples with the same tokens as an earlier one, without mismatched answers of labeled rows."""
         digests, columns = self.digests, self._samples.columns
         if {"label", "answer"} <= columns.keys():
             digests = digests[columns["answer"] == 0]
         return len(digests) - len(np.unique(digests))
 
     def learns_any(self, tokens: Sequence[int]) -> bool:
-        """Whether one of these tokens is learned anywhere."""
+        """Whether any of these tokens is supervised anywhere."""
         labels, block = self._samples.labels, 2**20
         return any(np.isin(labels[start : start + block], tokens).any() for start in range(0, len(labels), block))
 
     def require_vocabulary(self, size: int) -> None:
-        """Raises TuneError if a token is not one of a model's `size`."""
+        """Raise TuneError if a token id is not below a model's vocabulary `size`."""
         if self._samples.largest_token >= size:
             raise TuneError(
-                f"{self.accounting.source}: the tokenizer made token {self._samples.largest_token}, but the model's "
-                f"vocab_size is {size}: take the tokenizer and the model from the same checkpoint"
+                f"{self.accounting.source}: the tokenizer produced token {self._samples.largest_token}, but the "
+                f"model's vocab_size is {size}. Use the tokenizer and the model of the same checkpoint"
             )
 
     @cached_property
@@ -156,37 +159,37 @@ class Dataset:
 
 
 def permuted(items: int | np.ndarray, *seeds: int) -> np.ndarray:
-    """The `items` (or the numbers below) in an order that is a function of the seeds alone."""
+    """The `items` (or the integers below) in an order that depends on the seeds alone."""
     return np.random.Generator(np.random.PCG64([*seeds])).permutation(items)
 
 
 def drawn_places(size: int, start: int, stop: int, *seeds: int) -> np.ndarray:
-    """Places [start, stop) of one permutation of the numbers below `size` after the other."""
+    """Positions [start, stop) of an endless sequence of permutations of the integers below `size`."""
     first = start // size
     passes = [permuted(size, *seeds, number) for number in range(first, -(-stop // size))]
     return np.concatenate([np.empty(0, np.int64), *passes])[start - first * size : stop - first * size]
 
 
 def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Distribute documents over rows of `capacity` tokens: best-fit decreasing over the whole set, deterministic.
+    """Pack documents into rows of `capacity` tokens by best-fit decreasing over the whole set; deterministic.
 
     Returns `(order, starts)`, int64: row i holds the documents `order[starts[i]:starts[i + 1]]`, in ascending order,
     and rows are ordered by their first document. No length may exceed `capacity`.
 
-    All documents of one length are placed together: into the rows with the least space that holds it, as many into
-    each as fit, which is where best fit would put them one by one.
+    All documents of one length are placed together, in the rows with the least space that fits them. Best fit would put
+    them in the same rows one by one.
     """
     decreasing = np.argsort(-lengths, kind="stable")
     distinct, counts = np.unique(lengths, return_counts=True)
     row_of = np.empty(len(lengths), dtype=np.int64)  # by rank in `decreasing`
-    open_rows: dict[int, list[int]] = {}  # by the space that is left in them
+    open_rows: dict[int, list[int]] = {}  # by the space left in them
     spaces: list[int] = []  # the keys of open_rows, sorted
     num_rows = placed = 0
     for length, count in zip(distinct[::-1].tolist(), counts[::-1].tolist(), strict=True):
         while count:
             at = bisect_left(spaces, length)
             space = spaces[at] if at < len(spaces) else capacity
-            in_each = min(space // length, count)  # documents into every one of `rows`
+            in_each = min(space // length, count)  # documents placed in each of `rows`
             if at < len(spaces):
                 rows = open_rows[space][-(count // in_each) :]
                 del open_rows[space][-len(rows) :]
@@ -213,7 +216,7 @@ def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def renumbered(sample: Sample, first: int) -> Sample:
-    """A sample where `first` others, and at most as many groups, come before those of its dataset."""
+    """A sample with its index and group shifted by `first`, the number of samples before its dataset."""
     columns = dict(sample.columns)
     if "group" in columns:
         columns["group"] += first

@@ -1,4 +1,4 @@
-"""A dataset for people to look at before training: its text with the learned tokens, its lengths."""
+"""Show a dataset before training: its text with the supervised tokens marked, and its lengths."""
 
 import re
 from dataclasses import dataclass
@@ -13,36 +13,38 @@ from tune.datasets.mix import Mixture
 from tune.datasets.stream import Stream
 from tune.tokenizers import Tokenizer
 
-MARKS = "⟦⟧"  # around what is learned, in plain text
-STRETCHES, CHARACTERS = 12, 240  # that `marked` shows of a document, and of each stretch of it, in short
+MARKS = "⟦⟧"  # around supervised text
+STRETCHES, CHARACTERS = 12, 240  # `marked(short=True)` shows this many stretches, and characters of each
 
-# A carriage return that is not meant should be seen, and a row must not steer the terminal.
+# A stray carriage return should be visible, and a row must not control the terminal.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True)
 class Document:
-    """A sample, and of each token the text that it adds (that of a character of several tokens is the last one's), and
-    whether it is learned."""
+    """A sample and, for each token, the text that it adds and whether it is supervised.
+
+    A character of several tokens is the text of the last one.
+    """
 
     sample: Sample
     tokens: list[tuple[str, bool]]
 
 
 def parts_of(dataset: Dataset | Mixture | Stream | None, name: str) -> dict[str, Dataset]:
-    """A mixture's sources as name/source, of a stream its first window, or the dataset itself."""
+    """The sources of a mixture as name/source, the first window of a stream, or the dataset itself."""
     parts = dataset.parts if dataset else {}
     return {f"{name}/{source}" if source else name: part for source, part in parts.items()}
 
 
 def first_rows(dataset: Dataset | Mixture | Stream, tokenizer: Tokenizer, number: int = 1) -> list[list[Document]]:
-    """The documents of each of the first rows of what will be trained on, not in the order of training."""
+    """The documents of the first training rows, in source order."""
     part = next(iter(dataset.parts.values()))
     return [[document(each, tokenizer) for each in part.row(index)] for index in range(min(number, len(part)))]
 
 
 def document(sample: Sample, tokenizer: Tokenizer) -> Document:
-    """A sample as it reads, token by token, with control characters written out."""
+    """A sample as text, token by token, with control characters escaped."""
     stream = tokenizer.stream()
     texts = [stream.add(token) for token in sample.tokens.tolist()]
     texts[-1] += stream.finish()
@@ -52,7 +54,7 @@ def document(sample: Sample, tokenizer: Tokenizer) -> Document:
 
 
 def marked(document: Document, short: bool = False) -> str:
-    """A document as plain text with marks around what is learned; `short` leaves out the middle of long ones."""
+    """A document as plain text with `MARKS` around supervised text; `short` abbreviates long documents."""
     stretches = [
         (is_learned, "".join(text for text, _ in tokens))
         for is_learned, tokens in groupby(document.tokens, key=itemgetter(1))
@@ -70,7 +72,7 @@ def marked(document: Document, short: bool = False) -> str:
 
 
 def histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
-    """Samples by length, each range twice as wide as the one before it: (first, last, samples)."""
+    """Count samples by length in ranges that double: (first, last, samples)."""
     exponents = np.ceil(np.log2(lengths)).astype(int)
     counts = np.bincount(exponents)
     return [

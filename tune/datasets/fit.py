@@ -1,7 +1,7 @@
-"""Step 4: `fit(examples, max_len, ...)` gives the samples of a row that fit, or the reason why it is dropped.
+"""Step 4: `fit(examples, max_len, ...)` returns the samples of a row that fit, or the reason why it is dropped.
 
-A conversation that is too long ends behind a message, as the chat template writes it there: `again` renders it so. That
-is the only step back on the way of a row.
+A conversation that is too long is cut after a message, and `again` renders the shorter conversation. This is the only
+place where a row goes back to an earlier step.
 """
 
 import hashlib
@@ -17,44 +17,45 @@ from tune.datasets.parse.content import Chat, Content, Dropped, Plain
 from tune.datasets.render import Example
 from tune.errors import TuneError
 
-# Why rows are dropped, beside what `Dropped` says of a format's rows.
+# Why rows are dropped, in addition to the reasons that a format gives with `Dropped`.
 CANNOT_BE_USED = "cannot be used"
 FULLY_MASKED = "fully masked"
 TOO_LONG = "longer than max_seq_len"
 HELD_OUT = "held out for validation"
 FOR_TRAINING = "left for training"
-LEFT_OUT = "left out by "  # a function of the user's
+LEFT_OUT = "left out by "  # followed by the user's function
 
 TooLong = Literal["truncate", "drop", "split", "error"]
 Render = Callable[[Chat], Sample]
-"""Gives the tokens and labels of a conversation, however long."""
+"""Returns the tokens and labels of a conversation of any length."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one row: samples, or the reason why it was dropped. `mistake` says why it cannot be used."""
+    """The result for one row: samples, or the reason why it was dropped. `mistake`: why the row cannot be used."""
 
     samples: Sequence[Sample] = ()
     dropped: str | None = None
     mistake: str | None = None
     cut: int = 0  # tokens that were cut off
-    clipped: bool = False  # inside what is learned: the end of an answer is missing
-    ends: bool = True  # the token that ends a turn or a text is learned
-    remarks: Sequence[str] = ()  # no mistakes, but seldom meant
-    needs: int = 0  # tokens before the first learned one, where all of these were cut off
+    clipped: bool = False  # cut inside an answer, whose end is missing
+    ends: bool = True  # the token that ends the turn or text is supervised
+    remarks: Sequence[str] = ()  # valid, but seldom intended
+    needs: int = 0  # tokens up to the first supervised one, if all supervised tokens were cut off
 
 
 def fit(
     examples: Sequence[Example], max_len: int, too_long: TooLong | None, again: Render, prefix: list[int], place: str
 ) -> Outcome:
-    """What becomes of a row: its one example, or its answers to one prompt.
+    """Fit a row into `max_len` tokens: its one example, or its answers to one prompt.
 
-    Answers are a group, named by the row's `place`, which has `max_len` tokens together: if it is longer, its longest
-    samples are cut to one length, and if one of them is of no use the row is dropped. `too_long` None splits texts and
-    truncates all else. `prefix` begins each piece of a text that begins with it.
+    Answers form a group, identified by the row's `place`, with at most `max_len` tokens in total. If the group is
+    longer, its longest samples are cut to a common length. If one of them has no supervised token left, the row is
+    dropped. `too_long=None` splits texts and truncates everything else. If a text begins with `prefix`, so does each of
+    its pieces.
 
     Raises:
-        Dropped: the row is of no use.
+        Dropped: the row cannot be trained on.
         TuneError: the row is too long, and `too_long` is "error".
     """
     lengths = [len(example.sample.tokens) for example in examples]
@@ -63,7 +64,7 @@ def fit(
         if too_long == "drop":
             raise Dropped(TOO_LONG)
         if too_long == "error":
-            raise TuneError(f"the row has {total:,} tokens, which is more than max_seq_len={max_len}")
+            raise TuneError(f"the row has {total:,} tokens, more than max_seq_len={max_len}")
         limit = _shared_limit(lengths, max_len)
     outcomes = [_fit_one(example, limit, too_long, again, prefix) for example in examples]
     return outcomes[0] if len(outcomes) == 1 else _group(outcomes, place)
@@ -72,12 +73,12 @@ def fit(
 def fit_turns(
     examples: Sequence[Example], max_len: int, too_long: TooLong | None, again: Render, prefix: list[int], place: str
 ) -> Outcome:
-    """What becomes of a row whose answers are learned one by one, in the context that each is asked in: what becomes
-    of a row of each alone. Arguments and errors are those of `fit`.
+    """Fit a row whose answers are learned one by one, each in the context in which the model is asked for it.
 
-    Where a context is what an earlier answer was learned in, and goes on behind it, one sample has both. The samples
-    that are left are groups of `max_len` tokens together, so that one micro-batch has them and computes once what they
-    begin with alike.
+    Each answer is treated like a row of its own. Arguments and errors are those of `fit`.
+
+    If a sample begins with an earlier one, the two become one sample. The remaining samples form groups of at most
+    `max_len` tokens: a group is in one micro-batch, which computes a shared prefix once.
     """
     outcomes = []
     for example in examples:
@@ -106,9 +107,9 @@ def fit_turns(
 
 
 def _continued(sample: Sample, longer: Sample) -> Sample | None:
-    """`longer` with the labels of `sample` too, if it begins with all that is read and learned there, and does not
-    learn of it itself."""
-    end = int(np.flatnonzero(sample.labels != IGNORE)[-1]) + 2  # behind the last target
+    """`longer` with the labels of `sample` added, if `longer` begins with the tokens of `sample` up to its last target
+    and supervises none of them. None otherwise."""
+    end = int(np.flatnonzero(sample.labels != IGNORE)[-1]) + 2  # after the last target
     if len(sample.tokens) < end or not np.array_equal(sample.tokens[:end], longer.tokens[:end]):
         return None
     if (longer.labels[: end - 1] != IGNORE).any():
@@ -121,12 +122,12 @@ def _continued(sample: Sample, longer: Sample) -> Sample | None:
 
 
 def fit_sample(sample: Sample, max_len: int) -> Outcome:
-    """A ready sample, cut at its end if it is longer than `max_len`; dropped if nothing is learned in it then."""
+    """Truncate a finished sample to `max_len` tokens; drop it if no supervised token is left."""
     return _learned(_start(sample, max_len) if len(sample.tokens) > max_len else Outcome([sample]), sample)
 
 
 def fit_group(samples: Sequence[Sample], limits: Sequence[int]) -> list[Outcome]:
-    """What becomes of the ready samples of a group, each with its limit: if one is dropped, all are."""
+    """Truncate the finished samples of a group, each to its limit. If one is dropped, all are."""
     outcomes = [fit_sample(sample, limit) for sample, limit in zip(samples, limits, strict=True)]
     reason = next((outcome.dropped for outcome in outcomes if outcome.dropped), None)
     if reason is None or len(outcomes) == 1:
@@ -136,7 +137,7 @@ def fit_group(samples: Sequence[Sample], limits: Sequence[int]) -> list[Outcome]
 
 
 def _shared_limit(lengths: Sequence[int], max_len: int) -> int:
-    """The length to which the longest of a group are cut, so that all have `max_len` together."""
+    """The length to which the longest samples of a group are cut, so that the group has `max_len` tokens."""
     left, limit = max_len, 0
     for number, length in enumerate(sorted(lengths)):
         limit = left // (len(lengths) - number)
@@ -145,7 +146,7 @@ def _shared_limit(lengths: Sequence[int], max_len: int) -> int:
 
 
 def _group(outcomes: list[Outcome], place: str) -> Outcome:
-    """What becomes of a row of several answers, which are compared."""
+    """The outcome of a row with several answers to compare."""
     if dropped := [outcome for outcome in outcomes if outcome.dropped]:
         return replace(dropped[0], needs=len(outcomes) * dropped[0].needs)
     samples = [outcome.samples[0] for outcome in outcomes]
@@ -179,8 +180,7 @@ def _fit_one(example: Example, max_len: int, too_long: TooLong | None, again: Re
 
 
 def _truncated(content: Content, whole: Sample, max_len: int, again: Render) -> Outcome:
-    """What fits: a conversation up to its last learned message that does, if there is one, anything else up to the last
-    token."""
+    """Truncate: a conversation after the last supervised message that fits; otherwise after `max_len` tokens."""
     if isinstance(content, Chat):
         ends = [end for end, message in enumerate(content.messages, 1) if message["train"]]
         if sample := _longest(content, 0, 0, ends, max_len, again)[1]:
@@ -189,7 +189,7 @@ def _truncated(content: Content, whole: Sample, max_len: int, again: Render) -> 
 
 
 def _split_between_turns(chat: Chat, max_len: int, again: Render) -> Outcome:
-    """Pieces that fit, each behind the system message, or the prompt. A turn that is too long alone is truncated."""
+    """Split into pieces that fit, each after the system message or the prompt. Turns that do not fit are truncated."""
     roles = [message["role"] for message in chat.messages]
     head = chat.prompt or int(roles[0] == "system")
     borders = [end for end in range(head + 1, len(roles)) if roles[end] == "user"] + [len(roles)]
@@ -206,10 +206,11 @@ def _split_between_turns(chat: Chat, max_len: int, again: Render) -> Outcome:
 
 
 def _split_anywhere(whole: Sample, max_len: int, prefix: list[int]) -> Outcome:
-    """Pieces that fit, whose last label is the next one's first token.
+    """Split into pieces that fit. The last label of a piece is the first token of the next.
 
-    Models that begin with BOS are far worse without: where the whole begins with the `prefix`, each piece does. What
-    stands behind it is learned in the piece before."""
+    Models trained with BOS are far worse without it: if the whole begins with `prefix`, so does each piece. The token
+    after the prefix is then supervised as the last label of the previous piece.
+    """
     if len(prefix) >= max_len or list(whole.tokens[: len(prefix)]) != prefix:
         prefix = []
     bos, no_labels = (np.array(ids, dtype=np.int32) for ids in (prefix, [IGNORE] * len(prefix)))
@@ -229,8 +230,10 @@ def _split_anywhere(whole: Sample, max_len: int, prefix: list[int]) -> Outcome:
 def _longest(
     chat: Chat, head: int, start: int, ends: list[int], max_len: int, again: Render
 ) -> tuple[int, Sample | None]:
-    """The last of the `ends` up to which the messages from `start` on, behind the first `head` ones, fit, and these as
-    a sample; None if not even those up to the first end do."""
+    """The last of `ends` for which the first `head` messages and messages [start, end) fit, and their sample.
+
+    Returns `(start, None)` if not even the first end fits.
+    """
     samples: dict[int, Sample] = {}
 
     def length(end: int) -> int:
@@ -257,7 +260,7 @@ def _start(sample: Sample, max_len: int) -> Outcome:
 
 
 def _joined(outcomes: Sequence[Outcome]) -> Outcome:
-    """What became of a row of which these are parts."""
+    """The outcome of a row from the outcomes of its parts."""
     return Outcome(
         [sample for outcome in outcomes for sample in outcome.samples],
         cut=sum(outcome.cut for outcome in outcomes),
@@ -268,7 +271,7 @@ def _joined(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 def _learned(pieces: Outcome, whole: Sample) -> Outcome:
-    """The pieces of the whole sample in which something is learned."""
+    """The pieces of the whole sample that have a supervised token; dropped if there are none."""
     kept = [sample for sample in pieces.samples if (np.asarray(sample.labels) != IGNORE).any()]
     if kept:
         return replace(pieces, samples=kept)

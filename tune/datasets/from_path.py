@@ -1,4 +1,4 @@
-"""The dataset that a config's `dataset` describes."""
+"""Load the dataset that a config's `dataset` describes."""
 
 import hashlib
 import os
@@ -30,8 +30,8 @@ from tune.lookup import did_you_mean
 from tune.tokenizers import Tokenizer, require_ours
 from tune.types import Fraction, NonNegativeInt, PositiveInt, checked
 
-Chunks = Callable[[int], Iterator[Samples]]  # the samples behind the first so many rows
-WINDOW = 8192  # rows of a stream that are shuffled together
+Chunks = Callable[[int], Iterator[Samples]]  # n -> the samples after the first n rows
+WINDOW = 8192  # stream rows that are shuffled together
 
 
 @checked
@@ -64,30 +64,41 @@ def load(
     streaming: bool | Literal["ray"] = False,
     shuffle_buffer: PositiveInt | None = None,
 ) -> Dataset | Stream:
-    """Tokenises a dataset: a file, a folder, a glob, a URL of these, a name on the hub, or a generator function.
+    """Tokenize a dataset: a file, folder, glob, a URL of these, a dataset on the hub, or a generator function.
 
-    A generator function is given as `python:my_data.rows`. Rows of `kind` preferences have better and worse answers, or
-    labelled ones: the answers to a prompt are a group of samples, which has `max_seq_len` tokens together. `format` is
-    the name of a format or the dotted path of a function from a row to a row of one; None recognises it by its columns.
-    `columns` gives the data's names for the columns of a format ({"prompt": "question", "completion": "answer"}).
-    `subset` is one of a hub dataset's configurations; `take` reads only the first rows; `filter`, a dotted path, is
-    a function from a row to whether it stays. `train_on` is `assistant`, `all`, `last` (the assistant's last turn)
-    or a list of roles. `turns` is `together` (a conversation is rendered once) or `as_seen`: each of its answers is
-    learned in the rendering that the model is asked with. Rows longer than `max_seq_len` are cut at its end (a
-    conversation behind a message), dropped, split, or an error; None splits texts and truncates the others.
-    `bos_in_pieces`: of a text that begins with BOS, each piece does. `ignore` names columns, or `<image>`, to leave
-    out although they change what a row says. `extra_columns` go with their samples into the batches: numbers, or
-    for rows of `input_ids` a number for each of them. `validation_fraction` of the rows goes into `.validation`
-    instead.
+    Args:
+        path: `python:my_data.rows` names a generator function.
+        max_seq_len: tokens; see `too_long` for longer rows.
+        packed: pack several samples into rows of `max_seq_len` tokens.
+        kind: `supervised` rows have one answer or text. `preferences` have better and worse answers to a prompt,
+            `graded` also a margin. `labelled` answers are good or bad. The answers to a prompt form a group of samples
+            with `max_seq_len` tokens in total.
+        format: the name of a format, or the dotted path of a function that converts a row to one. None: recognized by
+            the columns.
+        columns: the data's names for the columns of a format, as {"prompt": "question", "completion": "answer"}.
+        subset: a configuration of a hub dataset.
+        take: read only this many rows.
+        filter: dotted path of a function that returns whether to keep a row.
+        train_on: `assistant`, `all`, `last` (the assistant's last turn), or a list of roles.
+        turns: `together` renders a conversation once. `as_seen` renders it for each answer, as the model is asked for
+            this answer.
+        too_long: `truncate` (a conversation after a message), `drop`, `split`, or `error`. None splits texts and
+            truncates everything else.
+        bos_in_pieces: if a text begins with BOS, so does each piece of it.
+        ignore: columns, or `<image>`, to leave out although they change the meaning of a row.
+        extra_columns: columns that go with the samples into the batches: a number, or for rows of `input_ids` a
+            number per token.
+        on_bad_row: `error` raises TuneError with the places of invalid rows. `skip` drops and counts them, unless
+            their share exceeds `max_bad_share`.
+        validation_fraction: the share of rows that goes into `.validation` instead.
+        cache_dir: folder for the prepared samples (default: $TUNE_CACHE or ~/.cache/tune). They are reused for the same
+            content, tokenizer and options.
+        workers: tokenizing processes; None: one per core.
+        streaming: tokenize while reading, and store nothing. Each process reads all rows; with "ray", Ray Data
+            tokenizes once for all processes.
+        shuffle_buffer: stream rows that are shuffled and packed together (default: 8,192).
 
-    Mistaken rows raise TuneError with their places; with `on_bad_row="skip"` they are dropped and counted, unless they
-    are more than `max_bad_share` of the rows. Rows of no use are dropped and counted in `.accounting`.
-
-    What it makes is kept in `cache_dir` (default: $TUNE_CACHE or ~/.cache/tune) and used again for the same content,
-    tokenizer and options. `workers` is the number of processes that tokenise; None: one for each core.
-
-    `streaming` keeps nothing: rows are tokenised while they are read, and shuffled and packed among `shuffle_buffer` of
-    them (default: 8,192). Each process does all of that; with "ray", Ray Data tokenises once for all processes.
+    Rows that cannot be trained on are dropped and counted in `.accounting`.
     """
     if rehearsal.planning():
         return full_rows(kind, max_seq_len, packed, extra_columns)
@@ -96,7 +107,10 @@ def load(
     require_ours(tokenizer)
     if kind != "supervised":
         if train_on != "assistant" or too_long == "split":
-            raise TuneError(f"{kind} rows: answers are learned, and not split: leave out train_on and too_long=split")
+            raise TuneError(
+                f"{kind} rows train on whole answers: remove train_on and too_long=split "
+                f"(found train_on={train_on}, too_long={too_long})"
+            )
         too_long = too_long or "truncate"
     if turns == "as_seen":
         _require_turns(kind, train_on, too_long, extra_columns)
@@ -106,7 +120,7 @@ def load(
         extra_columns=extra_columns, max_bad_share=max_bad_share if on_bad_row == "skip" else 0.0, kind=kind,
     )  # fmt: skip
     if "group" in extra_columns and (streaming or validation_fraction):
-        raise TuneError("extra_columns: streaming and validation_fraction could part the rows of a group")
+        raise TuneError("extra_columns: streaming and validation_fraction could separate the rows of a group")
     source = source.rehearsed()
     pack_to = max_seq_len if packed else None
     if streaming == "ray" and rehearsal.current():  # no cluster is started for so few rows
@@ -114,10 +128,10 @@ def load(
         streaming = True
     if streaming:
         if kind == "labelled":
-            raise TuneError("streaming: labelled answers are compared with those to other prompts; set streaming=false")
+            raise TuneError("streaming: labelled rows are compared with answers to other prompts; set streaming=false")
         return _stream(source, reader, pack_to, workers, shuffle_buffer or WINDOW, streaming == "ray")
     if shuffle_buffer:
-        raise TuneError("shuffle_buffer: without streaming=true all rows are shuffled together; remove it")
+        raise TuneError("shuffle_buffer needs streaming=true; without it, all rows are shuffled together. Remove it")
     folder = cache_folder(cache_dir)
     content = content_of(source.files, folder) if source.files else _content_of_rows(source)
 
@@ -137,23 +151,26 @@ def load(
 
 
 def _require_turns(kind: Kind, train_on: TrainOn, too_long: TooLong | None, extra_columns: Sequence[str]) -> None:
-    """Raises TuneError for what does not go with `turns="as_seen"`."""
+    """Raise TuneError for settings that are incompatible with `turns="as_seen"`."""
     if kind != "supervised":
-        raise TuneError(f"turns: of {kind} rows the last answer is learned, which is as seen. Leave out turns=as_seen")
+        raise TuneError(f"turns: {kind} rows train on the last answer, which is always as seen. Remove turns=as_seen")
     if train_on not in ("assistant", "last", ["assistant"]):
-        raise TuneError(f"turns: as_seen learns answers, and train_on is {train_on}. Set train_on=assistant or last")
+        raise TuneError(f"turns: as_seen trains on answers, but train_on is {train_on}. Set train_on=assistant or last")
     if too_long == "split":
         raise TuneError(
-            "turns: too_long=split takes a turn out of its conversation, and is not for turns=as_seen. "
+            "turns: too_long=split separates a turn from its conversation, which is incompatible with turns=as_seen. "
             "Set too_long to truncate or drop"
         )
     if "group" in extra_columns:
-        raise TuneError("extra_columns: with turns=as_seen, group is the conversation of an answer. Leave group out")
+        raise TuneError("extra_columns: turns=as_seen sets the column group itself. Remove group")
 
 
 def ray(tokenizer: Tokenizer, path: str, split: str = "train", **options: Any) -> Dataset | Stream:
-    """A stream as `load` with `streaming=true` gives it, the same rows in the same order, that Ray Data reads and
-    tokenises on the CPUs of a cluster, once for all processes. A checkpoint of one continues with the other."""
+    """Stream like `load` with `streaming=true`, the same rows in the same order, tokenized by Ray Data.
+
+    Ray Data reads and tokenizes on the CPUs of a cluster, once for all processes. A checkpoint of either can be resumed
+    with the other.
+    """
     return load(tokenizer, path, split, **options, streaming="ray")
 
 
@@ -171,8 +188,8 @@ def _stream(
     source: Source, reader: RowReader, pack_to: int | None, workers: int | None, window: int, by_ray: bool
 ) -> Stream:
     if reader.validation_fraction:
-        raise TuneError("validation_fraction: a stream holds no rows out; give validation_dataset.path")
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # processes of this machine that read the same
+        raise TuneError("validation_fraction: a stream cannot hold out rows; set validation_dataset.path instead")
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # processes on this machine that read the same rows
     workers = workers if workers or by_ray else max(1, available_cores() // here)
     names = [file.name for file in source.files]
     fingerprint = hash_of(names, reader.tokenizer.fingerprint, _settings(reader), bool(pack_to), window)
@@ -182,20 +199,20 @@ def _stream(
 
 
 def _named(format: str | None, kind: Kind) -> Format | str | None:
-    """The format of this name, or the dotted path of the user's function."""
+    """The format with this name, or the dotted path of the user's function."""
     if format is None or "." in format:
         return format
     known = {format.name: format for format in FORMATS[kind]}
     if format not in known:
         raise TuneError(
-            f"format={format} is no format of {kind} rows.{did_you_mean(format, known)} There are {', '.join(known)}, "
-            "and functions of your own: format=my_data.to_messages"
+            f"format={format} is not a format of {kind} rows.{did_you_mean(format, known)} Known formats: "
+            f"{', '.join(known)}. For your own function, give its path: format=my_data.to_messages"
         )
     return known[format]
 
 
 def _settings(reader: RowReader) -> dict[str, Any]:
-    """All that decides what a row becomes, but for the tokenizer."""
+    """Everything that determines a row's samples, except the tokenizer."""
     given = {field.name: getattr(reader, field.name) for field in fields(reader) if field.name != "tokenizer"}
     named = {"filter": reader.filter, "format": reader.format}
     functions = [sources_of(path, setting) for setting, path in named.items() if isinstance(path, str)]

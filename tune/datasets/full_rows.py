@@ -1,4 +1,4 @@
-"""Rows that are as long as they may be, of which a plan is made: the data need not be there."""
+"""Rows of the maximum length, from which `tune plan` measures a step without the data."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,8 +13,11 @@ from tune.datasets.samples import flat, joined
 
 
 def full_rows(kind: Kind, max_seq_len: int, packed: bool, extra_columns: Sequence[str] = ()) -> Dataset:
-    """A row of `max_seq_len` tokens, all supervised. Where answers are compared, it has two of one length that share no
-    token. A labelled answer and the mismatched one have `max_seq_len` tokens each, unless they are packed."""
+    """One row of `max_seq_len` tokens, all supervised.
+
+    Kinds that compare answers get two answers of equal length without a shared token. A labeled answer and its
+    mismatched answer have `max_seq_len` tokens each, unless they are packed.
+    """
     answers = 1 if kind == "supervised" else 2
     length = max_seq_len if kind == "labelled" and not packed else max(1, max_seq_len // answers)
     samples = []

@@ -1,4 +1,4 @@
-"""The order of the rows in training, and each rank's part of an optimizer step."""
+"""The order of rows in training, and each rank's part of an optimizer step."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -19,15 +19,15 @@ from tune.datasets.workers import ahead
 from tune.errors import TuneError
 from tune.types import Epochs, NonNegativeInt, PositiveInt
 
-if TYPE_CHECKING:  # FSDP and pipelines, of which reading data needs nothing
+if TYPE_CHECKING:  # reading data needs no FSDP and no pipelines
     from tune.distributed import World
 
 
 @dataclass(frozen=True, slots=True)
 class GlobalBatch:
-    """The rows of one optimizer step and this rank's micro-batches of them; the counts are those of all ranks.
+    """The rows of one optimizer step and this rank's micro-batches. The counts are over all ranks.
 
-    Iterating gives each micro-batch on the `device`, and whether it is the last one.
+    Iterating yields each micro-batch on the `device`, and whether it is the last one.
     """
 
     rows: list[int]
@@ -35,8 +35,8 @@ class GlobalBatch:
     device: torch.device
     num_tokens: int
     num_supervised: int
-    num_pairs: int  # of answers to compare: the first of a group with each of the others
-    num_without_room: int | None = None  # documents that the student could not answer, where it was to
+    num_pairs: int  # answers to compare: the first of a group with each of the others
+    num_without_room: int | None = None  # documents without room for the student's answer, if it had to answer
 
     def __iter__(self) -> Iterator[tuple[Batch, bool]]:
         for number, micro_batch in enumerate(self.micro_batches, 1):
@@ -44,13 +44,15 @@ class GlobalBatch:
 
 
 class DataLoader:
-    """Iterates over the optimizer steps of a run: `for step, batch in data`, with `step` from 1 to `len(data)`.
+    """Iterate over the optimizer steps of a run: `for step, batch in data`, with `step` from 1 to `len(data)`.
 
-    The rows of a step are a function of (seed, epoch) alone; ranks and micro-batches only divide them. The rows of one
-    step are sorted by length so that those of a micro-batch are alike; the last step of an epoch may have fewer rows,
-    but every rank gets the same number of micro-batches. A stream has no epochs: it needs `max_steps`. A fraction of an
-    epoch is its first steps. `pad_to` is that of `collate`. A batch is made while the one before it is used. Of `world`
-    `data_rank`, `data_size` and `device` are read; None is `tune.distributed.current_world()`.
+    The rows of a step are a function of (seed, epoch) alone; ranks and micro-batches only divide them. Within a step,
+    rows are sorted by length, so that a micro-batch has rows of similar length. The last step of an epoch may have
+    fewer rows, but every rank gets the same number of micro-batches. A fraction of an epoch is its first steps. A
+    stream has no epochs and needs `max_steps`.
+
+    `pad_to` goes to `collate`. A thread makes the next batch while the current one is used. `world` needs `data_rank`,
+    `data_size` and `device`; None is `tune.distributed.current_world()`.
     """
 
     def __init__(
@@ -66,16 +68,16 @@ class DataLoader:
         self.steps_per_epoch: int | None = None
         if isinstance(dataset, Stream):
             if max_steps is None or epochs != 1:
-                missing = "max_steps is missing" if max_steps is None else f"epochs={epochs} must be left out"
-                raise TuneError(f"{missing}: {dataset.name} is streamed, and read until max_steps")
+                missing = "set max_steps" if max_steps is None else f"remove epochs={epochs}"
+                raise TuneError(f"{missing}: {dataset.name} is streamed, and a stream is read until max_steps")
             self._steps = max_steps
         else:
             if len(dataset) < world.data_size and not rehearsal.is_cut():
                 accounting = dataset.accounting
                 instead = f", or packed=false ({accounting.samples} rows)" if accounting.row_capacity else ""
                 raise TuneError(
-                    f"{accounting.source} has {len(dataset)} rows for {world.data_size} data-parallel processes: "
-                    f"use at most {len(dataset)}{instead}"
+                    f"{accounting.source} has {len(dataset)} rows, too few for {world.data_size} data-parallel "
+                    f"processes. Use at most {len(dataset)}{instead}"
                 )
             self.steps_per_epoch = -(-len(dataset) // global_batch_size)
             whole = steps_of(epochs, self.steps_per_epoch) if not rehearsal.is_cut() else rehearsal.UNKNOWN
@@ -84,7 +86,7 @@ class DataLoader:
         self._step, self._position = 0, Position()
 
     def __len__(self) -> int:
-        """Optimizer steps of the whole run."""
+        """The number of optimizer steps of the whole run."""
         return self._steps
 
     def __iter__(self) -> Iterator[tuple[int, GlobalBatch]]:
@@ -100,7 +102,7 @@ class DataLoader:
             epoch, position = divmod(step, -(-len(dataset) // self.global_batch_size))
             if step == first or not position:
                 order = checked_order(dataset, self.seed, epoch)
-                if rehearsal.is_cut():  # as if there were enough of them
+                if rehearsal.is_cut():  # repeat the rows that were read up to a whole batch
                     order = np.resize(order, self.global_batch_size)
             rows = order[position * self.global_batch_size : (position + 1) * self.global_batch_size]
             yield self._batch(dataset, rows, rows.tolist(), step + 1), self._position
@@ -113,18 +115,18 @@ class DataLoader:
             yield self._batch(rows, indices, names, step + 1), position
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the step that was given last."""
+        """The position after the last step that was yielded."""
         return {"step": self._step, "position": asdict(self._position), **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue behind a saved step. Raises TuneError if the data, their order or their batches are others, or if
-        the run ends before that step."""
+        """Continue after a saved step. Raises TuneError if the data, their order or the batch size differ, or if the
+        run ends before that step."""
         require_continuable(state, self._identity(), self._steps, "max_seq_len, packed")
         self._step, self._position = state["step"], Position(**state["position"])
 
     def _batch(self, data: Dataset | Mixture | DrawnRows, rows: np.ndarray, names: list[int], step: int) -> GlobalBatch:
         size = self.micro_batch_size
-        if planning := rehearsal.planning():  # of the longest row, as many as it wants
+        if planning := rehearsal.planning():  # the longest row, as often as the plan asks for
             size = planning.take_rows(self.global_batch_size, size, self.max_steps)
             rows = np.resize(rows[data.row_tokens[rows].argmax()], size)
             names = [0]
@@ -134,7 +136,7 @@ class DataLoader:
         scale = weight_scale(data, rows)
         parts = _micro_batches(data, rows, self.world, size, self.pad_to)
         micro_batches = [part.in_step(self.seed, step, supervised).reweighed(scale) for part in parts]
-        if torch.cuda.is_initialized():  # from pinned memory it is copied while the GPU computes
+        if torch.cuda.is_initialized():  # copies from pinned memory overlap with computation
             micro_batches = [batch.pin_memory() for batch in micro_batches]
         return GlobalBatch(names, micro_batches, self.world.device, tokens, supervised, pairs)
 
@@ -143,42 +145,49 @@ class DataLoader:
 
 
 def checked_order(dataset: Dataset | Mixture, seed: int, epoch: int) -> np.ndarray:
-    """The rows of an epoch as `dataset.order` gives them, which may be a function of your own. Raises TuneError if they
-    are not as many row numbers as an epoch has rows: steps would be empty."""
+    """The row numbers of an epoch from `dataset.order`, which users may replace.
+
+    Raises TuneError if the order has another length than the epoch, which would leave steps empty, or if a number is
+    not a row.
+    """
     order = np.asarray(dataset.order(seed, epoch))
     rows = dataset.parts.values() if isinstance(dataset, Mixture) else [dataset]
     known = sum(len(part) for part in rows)
     what = f"dataset.order(seed={seed}, epoch={epoch}): "
     if order.shape != (len(dataset),):
         raise TuneError(
-            f"{what}an epoch has {len(dataset)} rows, and the order has the shape {order.shape}. Give one row number "
-            "for each; rows may be repeated, so for fewer of them repeat those you keep (np.resize)"
+            f"{what}an epoch has {len(dataset)} rows, but the order has shape {order.shape}. Return {len(dataset)} row "
+            "numbers; to use fewer rows, repeat the ones you keep (np.resize)"
         )
     if order.dtype.kind not in "iu" or order.min() < 0 or order.max() >= known:
         found = f"{order.dtype}" if order.dtype.kind not in "iu" else f"{order.min()} to {order.max()}"
-        raise TuneError(f"{what}found {found}. Give integers from 0 to {known - 1}")
+        raise TuneError(f"{what}found {found}. Return integers from 0 to {known - 1}")
     return order
 
 
 def steps_of(epochs: float, steps_per_epoch: int) -> int:
-    """The optimizer steps of a number of epochs, which may be a fraction: rounded up, as in other libraries, from the
-    decimal that was written (1.1 epochs of 10 steps are 11, though 1.1 * 10 is above 11 in floating point)."""
+    """The optimizer steps of `epochs`, which may be fractional, rounded up as in other libraries.
+
+    Computed from the decimal value: 1.1 epochs of 10 steps are 11, although 1.1 * 10 is above 11 in floating point.
+    """
     return math.ceil(Fraction(str(epochs)) * steps_per_epoch)
 
 
 def require_continuable(state: Mapping[str, Any], now: Mapping[str, Any], steps: int, length: str) -> None:
-    """Raises TuneError if a saved state is one of other data than those of `now`, or of a step behind the last one.
-    `length` names the settings by which rows are cut."""
+    """Raise TuneError if a saved state belongs to other data than `now`, or to a step after the last one.
+
+    `length` names the settings that limit the length of rows.
+    """
     changed = [f"{name} was {state[name]} and is now {now[name]}" for name in now if state[name] != now[name]]
     if changed:
         raise TuneError(
             f"the checkpoint was made with other data: {'; '.join(changed)}. Restore these settings (fingerprint: "
-            f"the dataset, tokenizer, {length}), or start anew with resume=never and another output_dir"
+            f"the dataset, tokenizer, {length}), or start over with resume=never and another output_dir"
         )
     if state["step"] > steps:
         raise TuneError(
-            f"resume: the checkpoint is that of step {state['step']}, and this run ends with step {steps}. "
-            "Raise max_steps or epochs, or start anew with resume=never and another output_dir"
+            f"resume: the checkpoint is of step {state['step']}, but this run ends at step {steps}. "
+            "Raise max_steps or epochs, or start over with resume=never and another output_dir"
         )
 
 
@@ -188,9 +197,9 @@ def validation_batches(
     micro_batch_size: int = 1,
     pad_to: int | None = None,
 ) -> Iterator[tuple[tuple[str, ...], Batch]]:
-    """Every row once over all ranks, and the same number of batches on each, on the device.
+    """Yield every row once over all ranks, in the same number of batches on each rank, on the device.
 
-    A batch comes with the metrics that its loss belongs to: `validation_loss`, and that of its source in a mixture.
+    Each batch comes with the names of its metrics: `validation_loss`, and `validation_loss/SOURCE` in a mixture.
     `world=None` is `tune.distributed.current_world()`.
     """
     world = _world(world)
@@ -201,20 +210,24 @@ def validation_batches(
         scale = weight_scale(part, rows)
         for batch in _micro_batches(part, rows, world, micro_batch_size, pad_to):
             yield names, batch.reweighed(scale).to(world.device)
-            if rehearsal.current():  # one stands for all
+            if rehearsal.current():  # one batch is enough
                 break
 
 
 def weight_scale(data: Dataset | Mixture | DrawnRows, rows: np.ndarray) -> float:
-    """What the weights of these rows are multiplied by, so that those of supervised tokens are 1 on average: a loss
-    divided by the number of these tokens is then the weighted mean."""
+    """The factor that makes the mean weight of the rows' supervised tokens 1.
+
+    A weighted loss divided by the number of supervised tokens is then the weighted mean.
+    """
     weight = float(data.row_weights[rows].sum())
     return int(data.row_supervised[rows].sum()) / weight if weight else 1.0
 
 
 def _world(world: "World | None") -> "World":
     if isinstance(world, int):
-        raise TuneError(f"world: {world} is no World. Name the sizes: global_batch_size={world}, micro_batch_size=1")
+        raise TuneError(
+            f"world: expected a World, found {world}. Pass sizes by name: global_batch_size={world}, micro_batch_size=1"
+        )
     if world is not None:
         return world
     from tune.distributed import current_world
@@ -234,14 +247,16 @@ def _micro_batches(
 
 
 def require_batches(global_batch_size: PositiveInt, micro_batch_size: PositiveInt, ranks: int, stages: int = 1) -> None:
-    """Raises TuneError if a global batch is not a number of micro-batches on each of the data-parallel `ranks`, or if
-    there are fewer of them than `stages` of a pipeline."""
+    """Raise TuneError if `ranks` data-parallel ranks cannot split a global batch into whole micro-batches.
+
+    Also raises it if a step has fewer micro-batches than the pipeline has `stages`.
+    """
     together = ranks * micro_batch_size
     if stages * together > global_batch_size and global_batch_size % together == 0:
         raise TuneError(
-            f"parallel.pp: {stages} stages take turns, and a step has {global_batch_size // together} micro-batch(es): "
-            f"some always wait. Set global_batch_size to {stages * together} or more, or parallel.pp or "
-            "micro_batch_size lower"
+            f"parallel.pp: a step has {global_batch_size // together} micro-batch(es) for {stages} pipeline stages, so "
+            f"some stages always wait. Set global_batch_size to {stages * together} or more, or lower parallel.pp or "
+            "micro_batch_size"
         )
     if global_batch_size % together == 0:
         return

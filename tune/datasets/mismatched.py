@@ -1,4 +1,4 @@
-"""Labelled answers, each with the answer to another prompt: what KTO measures its constant on."""
+"""Pair each labeled answer with the answer to another prompt, from which KTO estimates its reference point."""
 
 from dataclasses import replace
 
@@ -13,16 +13,18 @@ NO_ROOM = "an answer is left out, as a mismatched one has no room beside it"
 
 
 def with_mismatched(samples: Samples, max_seq_len: int, capacity: int | None) -> Samples:
-    """Each labelled answer in a group with another: its prompt with the answer of the next row that has another prompt,
-    whose log-probs tell how far the policy is from the reference (KTO). Of pairs, the chosen answer is good and the
-    rejected one bad. A sample has `max_seq_len` tokens at most, and a group `capacity` if rows are packed. Raises
-    TuneError if there is only one prompt."""
+    """Group each labeled answer with a mismatched one: the same prompt with the answer of the next other prompt.
+
+    KTO measures the distance of the policy from the reference on the log-probs of mismatched answers. In pairs, the
+    chosen answer is labeled good and the rejected one bad. A sample has at most `max_seq_len` tokens, and a group at
+    most `capacity` if rows are packed. Raises TuneError if there is only one prompt.
+    """
     answers, source = [*samples], samples.accounting.source
     prompts = [hash(sample.tokens[: _last_of_prompt(sample) + 1].tobytes()) for sample in answers]
     if len({*prompts}) == 1 < len(prompts):
         raise TuneError(
-            f"{source}: all {len(answers):,} answers are to one prompt. KTO compares each with an "
-            "answer to another prompt: add rows with other prompts, or use a loss of pairs such as tune.losses.DPO"
+            f"{source}: all {len(answers):,} answers belong to one prompt, but KTO compares each with an answer to "
+            "another prompt. Add rows with other prompts, or use a pairwise loss such as tune.losses.DPO"
         )
     outcomes = []
     for index, (sample, other) in enumerate(zip(answers, _others(prompts), strict=True)):
@@ -41,7 +43,7 @@ def with_mismatched(samples: Samples, max_seq_len: int, capacity: int | None) ->
 
 
 def _others(prompts: list[int]) -> list[int]:
-    """For each answer the next one, around the end, that is to another prompt."""
+    """For each answer, the index of the next answer to another prompt, wrapping around at the end."""
     others = [*range(len(prompts))]
     for index in [*reversed(others)] * 2:
         following = (index + 1) % len(prompts)
@@ -50,7 +52,7 @@ def _others(prompts: list[int]) -> list[int]:
 
 
 def _answering(sample: Sample, other: Sample) -> Sample:
-    """A sample's prompt with another's answer."""
+    """The prompt of `sample` with the answer of `other`."""
     first, others_first = _last_of_prompt(sample), _last_of_prompt(other)
     tokens = np.concatenate([sample.tokens[: first + 1], other.tokens[others_first + 1 :]])
     return Sample(tokens, np.concatenate([sample.labels[:first], other.labels[others_first:]]))

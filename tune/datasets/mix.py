@@ -1,4 +1,4 @@
-"""Several sources as one dataset, by weights."""
+"""Mix several sources into one dataset, by weight."""
 
 import hashlib
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from tune.lookup import did_you_mean
 from tune.tokenizers import Tokenizer, require_ours
 from tune.types import PositiveFloat, PositiveInt, checked, mismatch
 
-# Settings of the whole mixture, and those of streams, which cannot be mixed.
+# Settings of the whole mixture, and of streams, which cannot be mixed.
 NOT_OF_A_SOURCE = ("tokenizer", "max_seq_len", "packed", "kind", "streaming", "shuffle_buffer", "return")
 
 EpochEnds = PositiveInt | Literal["all_exhausted", "first_exhausted"]
@@ -34,10 +34,10 @@ def mix(
     weigh_by: Literal["rows", "tokens"] = "rows",
     epoch_ends: EpochEnds = "all_exhausted",
 ) -> "Mixture":
-    """Each source has the arguments of `tune.datasets.load`, and a `weight`: its part in the data's rows, or tokens.
+    """Mix sources. Each takes the arguments of `tune.datasets.load` and a `weight`: its share of the rows or tokens.
 
-    An epoch ends when every source has been read at least once, when the first one has been, or after so many training
-    rows. Without weights a source counts by its size. Raises TuneError for invalid sources or weights.
+    An epoch ends when every source has been read at least once, when the first source has been read, or after a given
+    number of training rows. Without weights, shares follow the sizes. Raises TuneError for invalid sources or weights.
     """
     require_ours(tokenizer)
     _check(sources)
@@ -53,11 +53,10 @@ def mix(
 
 
 class Mixture:
-    """Datasets as one: its rows are theirs, one dataset's behind the other's, and an epoch draws from each by weight.
+    """Several datasets as one. Its rows are the rows of all parts in order; an epoch draws from each part by weight.
 
-    A dataset that an epoch reads in part goes on where the epoch before ended, each time through it in another order:
-    after any number of epochs its rows have been read equally often, or some of them once more. `len` counts the rows
-    of an epoch.
+    If an epoch reads only a part of a dataset, the next epoch continues there. Each pass has another order. After any
+    number of epochs, the read counts of a dataset's rows differ by at most one. `len` counts the rows of an epoch.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Mixture:
         datasets = list(self.parts.values())
         names = {name: sorted(part.columns) for name, part in self.parts.items()}
         if any(each != sorted(self.columns) for each in names.values()):
-            raise TuneError(f"sources: all must have the same extra_columns, and the same turns; found {names}")
+            raise TuneError(f"sources: all must have the same extra_columns and the same turns; found columns {names}")
         sizes = np.array([len(part) for part in datasets])
         if weights:
             units = [part.accounting.kept if weigh_by == "rows" else part.accounting.tokens for part in datasets]
@@ -81,8 +80,8 @@ class Mixture:
         self.drawn = _rows_of_an_epoch(shares / shares.sum(), sizes, epoch_ends)
         if len(unread := [name for name, rows in zip(self.parts, self.drawn, strict=True) if not rows]):
             raise TuneError(
-                f"sources.{unread[0]}.weight is so low that no row of it is read in an epoch of "
-                f"{self.drawn.sum():,} rows: raise it, or leave the source out"
+                f"sources.{unread[0]}.weight is too low: an epoch of {self.drawn.sum():,} rows reads no row of this "
+                "source. Raise the weight, or remove the source"
             )
         self.row_tokens = np.concatenate([part.row_tokens for part in datasets])
         self.row_supervised = np.concatenate([part.row_supervised for part in datasets])
@@ -97,17 +96,17 @@ class Mixture:
 
     @property
     def name(self) -> str:
-        """Where the rows are from."""
+        """The names of the sources."""
         return self.accounting.source
 
     @property
     def columns(self) -> dict[str, np.ndarray]:
-        """Those of all of them, each with an example."""
+        """Column names of all parts with an example value each."""
         return next(iter(self.parts.values())).columns
 
     @property
     def validation(self) -> "Mixture | None":
-        """What was held out of the sources."""
+        """The rows held out of the sources."""
         held_out = {name: part.validation for name, part in self.parts.items() if part.validation}
         return Mixture(held_out) if held_out else None
 
@@ -115,7 +114,7 @@ class Mixture:
         return int(self.drawn.sum())
 
     def order(self, seed: int, epoch: int) -> np.ndarray:
-        """The rows of an epoch in the order of training."""
+        """The row numbers of an epoch in training order."""
         sources = enumerate(zip(self._row_starts, self.parts.values(), self.drawn.tolist(), strict=False))
         rows = [
             start + drawn_places(len(part), epoch * number, (epoch + 1) * number, seed, index)
@@ -131,19 +130,19 @@ class Mixture:
         return [renumbered(each, first) for each in documents]
 
     def require_vocabulary(self, size: int) -> None:
-        """Raises TuneError if a token is not one of a model's `size`."""
+        """Raise TuneError if a token id is not below a model's vocabulary `size`."""
         for part in self.parts.values():
             part.require_vocabulary(size)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for equal training data in equal parts."""
+        """A hash that is equal for equal training data in equal shares."""
         contents = [(part.fingerprint, int(drawn)) for part, drawn in zip(self.parts.values(), self.drawn, strict=True)]
         return hashlib.blake2b(repr(contents).encode(), digest_size=16).hexdigest()
 
 
 class MixtureAccounting(Accounting):
-    """What became of the rows of all sources, and how many training rows of each make an epoch."""
+    """The statistics of all sources together, and the number of training rows an epoch draws from each."""
 
     def __init__(self, parts: dict[str, Accounting], drawn: dict[str, int]) -> None:
         first, *others = parts.values()
@@ -154,7 +153,7 @@ class MixtureAccounting(Accounting):
         self.parts, self.drawn = parts, drawn
 
     def epoch(self) -> dict[str, dict[str, float]]:
-        """Of each source: its training rows in an epoch, how often that reads it, its share of the epoch's tokens."""
+        """For each source: its training rows in an epoch, passes over it, and its share of the epoch's tokens."""
         times = {name: drawn / self.parts[name].training_rows for name, drawn in self.drawn.items()}
         tokens = {name: self.parts[name].tokens * times[name] for name in times}
         return {
@@ -177,7 +176,7 @@ class MixtureAccounting(Accounting):
 
 
 def _rows_of_an_epoch(shares: np.ndarray, sizes: np.ndarray, ends: EpochEnds) -> np.ndarray:
-    """How many rows of each source an epoch has: as the `shares` say, to the nearest row."""
+    """The rows an epoch draws from each source: its share, to the nearest row."""
     if isinstance(ends, int):
         exact = shares * ends
         rows = np.floor(exact).astype(np.int64)
@@ -192,16 +191,16 @@ def _check(sources: Mapping[str, Mapping[str, Any]]) -> None:
     kinds = get_type_hints(load, include_extras=True) | {"weight": PositiveFloat}
     known = [name for name in kinds if name not in NOT_OF_A_SOURCE]
     if not sources:
-        raise TuneError("sources has none: name them, each with its path: {chats: {path: chats.jsonl, weight: 2}}")
+        raise TuneError("sources is empty. Give each source a name and a path: {chats: {path: chats.jsonl, weight: 2}}")
     for name, source in sources.items():
         if not isinstance(source, Mapping) or "path" not in source:
-            raise TuneError(f"sources.{name} has no path: {name}: {{path: {name}.jsonl}}")
+            raise TuneError(f"sources.{name} has no path. Write {name}: {{path: {name}.jsonl}}")
         for key, value in source.items():
             if key not in known:
-                hint = did_you_mean(str(key), known) or f" It may have: {', '.join(known)}."
+                hint = did_you_mean(str(key), known) or f" Known settings: {', '.join(known)}."
                 raise TuneError(f"sources.{name}.{key} is not a setting of a source.{hint}")
             if problem := mismatch(value, kinds[key]):
                 raise TuneError(f"sources.{name}.{key}: {problem}")
     without = [name for name, source in sources.items() if "weight" not in source]
     if 0 < len(without) < len(sources):
-        raise TuneError(f"sources.{without[0]} has no weight, but others have: give one to each source, or to none")
+        raise TuneError(f"sources.{without[0]} has no weight, but others have. Give every source a weight, or none")

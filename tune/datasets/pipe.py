@@ -1,4 +1,4 @@
-"""All rows of a source through the four steps, 64 rows a chunk."""
+"""Take all rows of a source through the four steps, in chunks of 64 rows."""
 
 import sys
 import time
@@ -22,17 +22,17 @@ from tune.datasets.workers import map_chunks
 from tune.errors import TuneError
 from tune.secrets import without_secrets
 
-TRUSTED = 1000  # rows from which on the share of bad ones is trusted
+TRUSTED = 1000  # rows after which the share of bad rows is reliable
 
 
 def chunks_of(
     source: Source, reader: RowReader, workers: int | None, start: int | None = None, by_ray: bool = False
 ) -> Iterator[Samples]:
-    """The samples of the source's rows, of a stream of those behind the first `start`.
+    """Yield the samples of a source's rows; a stream passes `start` to skip its first rows.
 
-    The very first row decides the format where none is given. Raises TuneError when too many rows cannot be used: of
-    all, or of those read so far from 1,000 on. If none may be so, five of them are enough, or the first one in a
-    stream.
+    If no format is given, the first row decides it. Raises TuneError if too many rows are unusable: at the end, or as
+    soon as the limit is exceeded after 1,000 rows. If no row may be unusable, stops at five of them, or at the first in
+    a stream.
     """
     rows, peeked = iter(source), []
     ignored_columns: list[str] = []
@@ -57,7 +57,7 @@ def chunks_of(
 
 
 def announced(chunks: Iterable[Samples], source: str) -> Iterator[Samples]:
-    """Prints the number of rows every ten seconds."""
+    """Print the number of rows every ten seconds."""
     rows, start = 0, time.monotonic()
     last = start
     for chunk in chunks:
@@ -78,11 +78,11 @@ def _require_few_bad_rows(counted: Accounting, max_bad_share: float, name: str, 
 
 
 def _for_rows_like(row: dict[str, Any], place: str, reader: RowReader) -> tuple[RowReader, list[str]]:
-    """The reader for the format that a row has, and the columns of the row that it does not read."""
+    """The reader for the format of a row, and the columns of the row that the format does not read."""
     if isinstance(reader.format, str):
         load_function(reader.format, "format")
         if reader.columns:
-            raise TuneError(f"columns: {reader.format} gives the columns of a format itself; remove columns")
+            raise TuneError(f"columns: {reader.format} must itself return the columns of a format; remove columns")
         return reader, []
     format = recognise(row, reader.columns, place, (reader.format,) if reader.format else FORMATS[reader.kind])
     if format.is_chat:

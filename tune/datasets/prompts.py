@@ -1,4 +1,4 @@
-"""Prompts to sample answers to, and their order."""
+"""Prompts for sampling answers, and their order."""
 
 import os
 import sys
@@ -24,14 +24,17 @@ from tune.tokenizers import Message, Tokenizer
 from tune.types import Epochs, NonNegativeInt, PositiveInt
 
 COLUMNS = ("prompt", "messages", "conversations", "instruction", "input", "system", "tools")
-DIFFERENT = 256  # prompts of a plan
-FOR_REWARDS = ("chosen", "rejected", "label")  # columns that say nothing else of the prompt
+DIFFERENT = 256  # number of prompts in a plan
+FOR_REWARDS = ("chosen", "rejected", "label")  # columns that do not change the meaning of the prompt
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """The start of a conversation or a text, as tokens; `row` is the whole row of the data, which rewards read, and
-    `position` that of the prompt in the order of a run, where it may be drawn several times."""
+    """The start of a conversation or a text, as tokens.
+
+    `row` is the whole row of the data, which rewards read. `position` is the place in the order of a run, which may
+    draw a prompt several times.
+    """
 
     index: int
     tokens: list[int]
@@ -42,7 +45,7 @@ class Prompt:
 
 
 class Prompts:
-    """The prompts of a dataset; `dropped` counts rows by the reason why they are not among them."""
+    """The prompts of a dataset; `dropped` counts the other rows by reason."""
 
     def __init__(self, name: str, prompts: list[Prompt], dropped: Mapping[str, int]) -> None:
         self.name, self.prompts, self.dropped = name, prompts, dict(dropped)
@@ -53,12 +56,12 @@ class Prompts:
         return len(self.prompts)
 
     def table(self) -> str:
-        """What there is, in a line."""
+        """A summary in one line."""
         dropped = "".join(f", {count:,} dropped: {reason}" for reason, count in self.dropped.items())
         return f"{self.name}: {len(self):,} prompts of {min(self.lengths)} to {max(self.lengths)} tokens{dropped}"
 
     def as_dict(self) -> dict[str, Any]:
-        """The same, named as what a training learns from is (`Accounting.as_dict`)."""
+        """The summary with the keys of `Accounting.as_dict`."""
         return {
             "source": self.name, "format": "prompts", "rows": len(self) + sum(self.dropped.values()),
             "dropped": self.dropped, "kept": len(self), "remarks": {}, "tokens": sum(self.lengths),
@@ -71,16 +74,21 @@ def load_prompts(
     columns: Mapping[str, str] | None = None, filter: str | None = None, ignore: Sequence[str] = (),
     subset: str | None = None, take: PositiveInt | None = None,
 ) -> Prompts:  # fmt: skip
-    """Reads the prompts of a dataset, which is opened as by `tune.datasets.load`.
+    """Read the prompts of a dataset, which is opened as in `tune.datasets.load`.
 
-    A row has `messages` or `conversations` (answers at their end are left out), or `prompt` (a list of messages, or a
-    string: plain text), or `instruction` (a string: a chat of one turn; `input` is put behind it); optional `system`
-    and `tools`. `columns` gives the data's names for these; `filter` names a function of yours from a row to whether it
-    is wanted. A prompt of more than `max_prompt_len` tokens is dropped and counted.
+    A row has one of:
+
+    - `messages` or `conversations`; answers at the end are left out
+    - `prompt`: a list of messages, or a string (plain text)
+    - `instruction`: a string, as a chat of one turn; an optional `input` is appended to it
+
+    `system` and `tools` are optional. `columns` maps these names to the names in the data. `filter` is the dotted path
+    of a function that returns whether to keep a row. Prompts of more than `max_prompt_len` tokens are dropped and
+    counted.
 
     Raises:
-        TuneError: a row has none of these columns, or they are not as they must be; or it has what a model of text does
-            not see, images or `<image>`, and `ignore` does not name that; or no prompt is left.
+        TuneError: a row has none of these columns, or an invalid value; a row has images or `<image>`, which a text
+            model does not see, and `ignore` does not list them; or no prompt is left.
     """
     if rehearsal.planning():
         return full_prompts(tokenizer.vocab_size, max_prompt_len)
@@ -98,31 +106,33 @@ def load_prompts(
         else:
             prompts.append(prompt)
     if not prompts:
-        raise TuneError(f"{path}: no prompt is left of {dropped.total():,} rows: {dict(dropped) or 'there are none'}")
+        raise TuneError(f"{path}: no prompt is left of {dropped.total():,} rows. Dropped: {dict(dropped) or 'none'}")
     return Prompts(path, prompts, dropped)
 
 
 def full_prompts(vocab_size: int, max_prompt_len: int) -> Prompts:
-    """Prompts of `max_prompt_len` tokens that share none, of which a plan is made."""
+    """Prompts of `max_prompt_len` tokens without a common prefix, from which `tune plan` measures a step."""
     texts = [[first, *[0] * (max_prompt_len - 1)] for first in range(min(DIFFERENT, vocab_size))]
-    chat: list[Message] = [{"role": "user", "content": ""}]  # as environments want them
+    chat: list[Message] = [{"role": "user", "content": ""}]  # environments need messages
     return Prompts("full prompts", [Prompt(index, tokens, {}, chat) for index, tokens in enumerate(texts)], {})
 
 
 def placed_rows(path: str | None, setting: str) -> list[tuple[str, Any]]:
-    """The rows of a file with prompts, and their places: a `.txt` has a prompt in each line. None: of standard input,
-    where these lines may be JSON. `setting` is what names the file."""
+    """The rows of a file of prompts, with their places. A `.txt` file has one prompt per line.
+
+    With `path=None`, reads lines of text or JSON from standard input. `setting` is the option that names the file.
+    """
     name = path or "standard input"
     path = path and os.path.expanduser(path)
     if path and not Path(path).is_file():
-        what = "it is a folder; name a file in it" if Path(path).is_dir() else "there is no such file"
+        what = "this is a folder; give a file" if Path(path).is_dir() else "there is no such file"
         raise TuneError(f"{setting} {path}: {what}")
     if path and not path.lower().endswith(".txt"):
         rows = list(read(path))
     else:
         with explained(f"{name} cannot be read", ValueError):
             text = Path(path).read_text(encoding="utf-8") if path else sys.stdin.read()
-            lines = text.removeprefix("\ufeff").split("\n")  # splitlines() would also end one at U+2028 and the like
+            lines = text.removeprefix("\ufeff").split("\n")  # splitlines() also splits at U+2028 and the like
             is_json = not path and lines[0].startswith("{")
             rows = [
                 (f"{name}:{number}", json_row(line) if is_json else {"prompt": line})
@@ -130,24 +140,27 @@ def placed_rows(path: str | None, setting: str) -> list[tuple[str, Any]]:
                 if line.strip()
             ]
     if not rows:
-        raise TuneError(f"{name} has no prompt")
+        raise TuneError(f"{name} contains no prompt")
     return rows
 
 
 def open_prompts(
     tokenizer: Tokenizer, rows: Iterable[tuple[str, Any]], *, system: str | None = None, raw: bool = False
 ) -> list[Prompt]:
-    """The prompts of rows as `load_prompts` reads them, but that a text is the first message of a chat if the tokenizer
-    has a chat template, unless `raw`. `system` is the system message of chats."""
+    """The prompts of rows, as `load_prompts` reads them, with one difference.
+
+    A text becomes the first message of a chat if the tokenizer has a chat template, unless `raw` is set. `system` is
+    the system message of chats.
+    """
     prompts: list[Prompt] = []
     is_chat = not raw and tokenizer.chat_template is not None
     for place, row in rows:
         text = row.get("prompt") if isinstance(row, dict) else None
         with explained(place):
             if system and (raw or (isinstance(text, str) and not is_chat)):
-                raise TuneError("a system message needs a chat template, and a text as it is has none")
+                raise TuneError("a system message needs a chat template; raw text does not use one")
             if raw and isinstance(row, dict) and not isinstance(text, str):
-                raise TuneError("a text as it is must be in the column prompt")
+                raise TuneError("raw text must be a string in the column prompt")
             asked = {**row, "prompt": None, "instruction": text} if isinstance(text, str) and is_chat else row
             asked = {**asked, "system": system} if system and isinstance(row, dict) else asked
             content = _parse(asked, None, FOR_REWARDS)
@@ -156,8 +169,10 @@ def open_prompts(
 
 
 def _parse(row: Any, columns: Mapping[str, str] | None, ignore: Sequence[str], is_first: bool = False) -> Chat | Plain:
-    """The conversation without the answers at its end, or the text, of a row. `columns` is None where no setting gives
-    them; they are checked against the first row."""
+    """The conversation of a row, without the answers at its end, or its text.
+
+    `columns` is None if there is no such setting. It is checked against the first row.
+    """
     if isinstance(row, TuneError):  # a malformed line
         raise row
     if not isinstance(row, dict):
@@ -176,33 +191,33 @@ def _parse(row: Any, columns: Mapping[str, str] | None, ignore: Sequence[str], i
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:
-        raise TuneError(f"{column} has only answers")
+        raise TuneError(f"{column} contains only answers, no prompt")
     content = Chat(messages)
     require_meaning(row, [column], content, ignore)
     return replace(content, tools=checked_tools(named.get("tools")))
 
 
 def _column_of_messages(named: Row, row: Row, columns: Mapping[str, str] | None) -> str:
-    """The column that holds a conversation. Raises TuneError if there is none."""
+    """The name of the column with a conversation. Raises TuneError if there is none."""
     known = ("prompt", "messages", "conversations")
     if column := next((name for name in known if named.get(name)), None):
         return column
     if empty := next((name for name in (*known, "instruction") if name in row), None):
         raise TuneError(f"{empty} is null or empty; it must be a text or messages")
     theirs = next((name for name in row if name.lower() in QUESTIONS), "its_name")
-    setting = f"say so: 'dataset.columns={{instruction: {theirs}}}' (a chat), or prompt (plain text)"
-    advice = "rename it: to prompt" if columns is None else setting
+    setting = f"set 'dataset.columns={{instruction: {theirs}}}' (a chat), or prompt instead (plain text)"
+    advice = "rename it to prompt" if columns is None else setting
     raise TuneError(
-        f"there is no messages, conversations, prompt or instruction; it has {', '.join(row)}. If one has "
+        f"no column messages, conversations, prompt or instruction; the row has {', '.join(row)}. If the prompt has "
         f"another name, {advice}"
     )
 
 
 def _render(content: Chat | Plain, tokenizer: Tokenizer, row: Row, index: int) -> Prompt:
-    """The tokens to which a model answers."""
+    """The prompt with the tokens that the model continues."""
     if isinstance(content, Plain):
         if not (tokens := [*tokenizer.prefix_ids, *tokenizer.encode(content.prompt)]):
-            raise TuneError("prompt is empty, and the tokenizer writes no BOS before it")
+            raise TuneError("prompt is empty, and the tokenizer adds no BOS")
         return Prompt(index, tokens, row)
     tokenizer.require_chat_template()
     text = tokenizer.apply_chat_template(content.messages, tools=content.tools, add_generation_prompt=True)
@@ -210,10 +225,10 @@ def _render(content: Chat | Plain, tokenizer: Tokenizer, row: Row, index: int) -
 
 
 class PromptLoader:
-    """Iterates over the steps of a run: `for step, prompts in data`, with `step` from 1 to `len(data)`.
+    """Iterate over the steps of a run: `for step, prompts in data`, with `step` from 1 to `len(data)`.
 
-    The order is a function of (seed, epoch); every process gets all prompts of a step. `draw` gives more of them, for
-    steps that want others in the place of some.
+    The order is a function of (seed, epoch). Every process gets all prompts of a step. `draw` returns further prompts,
+    for steps that replace some.
     """
 
     def __init__(
@@ -224,7 +239,7 @@ class PromptLoader:
         self.epochs, self.max_steps, self.steps_per_epoch = epochs, max_steps, len(dataset) // prompts_per_step
         if prompts_per_step > len(dataset) and not rehearsal.is_cut():
             raise TuneError(
-                f"prompts_per_step={prompts_per_step} is more than the {len(dataset)} of {dataset.name}: lower it"
+                f"prompts_per_step={prompts_per_step} exceeds the {len(dataset)} prompts of {dataset.name}. Lower it"
             )
         whole = steps_of(epochs, self.steps_per_epoch) if not rehearsal.is_cut() else rehearsal.UNKNOWN
         self.steps = whole if max_steps is None else min(whole, max_steps)
@@ -239,17 +254,17 @@ class PromptLoader:
             yield self.step, self.draw(self.prompts_per_step)
 
     def draw(self, count: int) -> list[Prompt]:
-        """The next prompts, in epoch after epoch. More than those of the steps may be drawn: `len` stays."""
+        """The next `count` prompts, epoch after epoch. Extra draws do not change `len`."""
         start, self.position = self.position, self.position + count
         indices = drawn_places(len(self.dataset), start, self.position, self.seed)
         return [replace(self.dataset.prompts[index], position=at) for at, index in enumerate(indices.tolist(), start)]
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the step that was given last."""
+        """The position after the last step that was yielded."""
         return {"step": self.step, "position": self.position, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue behind a saved step. Raises TuneError if the prompts or their order are others."""
+        """Continue after a saved step. Raises TuneError if the prompts or their order differ."""
         require_continuable(state, self._identity(), self.steps, "max_prompt_len")
         self.step, self.position = state["step"], state["position"]
 

@@ -1,4 +1,4 @@
-"""Rows to samples by Ray Data, on the nodes of a cluster, once for all processes of a run."""
+"""Turn rows into samples with Ray Data, on the nodes of a cluster, once for all processes of a run."""
 
 import os
 import pickle
@@ -17,15 +17,17 @@ from tune.errors import TuneError
 from tune.lookup import needs
 from tune.ray_cluster import connect
 
-BLOCK = 2**20  # bytes of rows that a task gets
+BLOCK = 2**20  # bytes of rows per task
 IN_FLIGHT = 2**28  # bytes that Ray Data may hold between reading and training, so that memory stays constant
 
 
 def map_by_ray(
     function: Callable[[list[Any]], Samples], rows: Callable[[], Iterator[Any]], workers: int | None
 ) -> Iterator[Samples]:
-    """`function` of 64 of the `rows` at a time, in order; by `workers` tasks of Ray Data (None: one for each free
-    CPU). They reserve none: the process that waits for their rows may have taken it, and both would wait for ever."""
+    """Apply `function` to 64 `rows` at a time in `workers` Ray Data tasks (None: one per free CPU); results in order.
+
+    The tasks reserve no CPU: if the process that waits for their rows has reserved the last one, both would deadlock.
+    """
     import ray
     from ray import data
 
@@ -42,7 +44,7 @@ def map_by_ray(
         try:
             for chunk in iter(lambda: list(islice(chunks, CHUNK)), []):
                 yield {"rows": [pickle.dumps(chunk)]}
-        except TuneError as error:  # in its place, behind the rows before it
+        except TuneError as error:  # in its place, after the earlier rows
             yield {"rows": [pickle.dumps(error)]}
 
     def work(block: dict[str, Any]) -> dict[str, list[bytes]]:
@@ -60,9 +62,9 @@ def map_by_ray(
 
 
 def require_ray() -> None:
-    """Raises TuneError if Ray is not installed."""
+    """Raise TuneError if Ray is not installed."""
     with needs("ray", "Ray"):
-        metadata.version("ray")  # without an import, which takes long
+        metadata.version("ray")  # importing ray is slow
 
 
 def _result(function: Callable[[list[Any]], Samples], rows: list[Any] | TuneError) -> Samples | TuneError:
@@ -73,25 +75,26 @@ def _result(function: Callable[[list[Any]], Samples], rows: list[Any] | TuneErro
 
 
 def for_all_processes(chunks: Callable[[int], Iterator[Samples]], name: str) -> Callable[[int], Iterator[Samples]]:
-    """`chunks` as an actor of Ray runs them, once for all processes of the process group: each gets all chunks, in one
-    order. It ends with the process that makes it. All processes must call this.
+    """Run `chunks` in a Ray actor, once for all processes of the process group. Each gets all chunks in the same order.
+
+    The actor ends with the process that creates it. All processes must call this.
 
     Raises:
-        TuneError: as `chunks` does; Ray is not installed, or not reached; or the actor or a task is lost for good.
+        TuneError: `chunks` raises it; Ray is not installed or cannot be reached; or the actor or a task is lost.
     """
     ray, _ = connect(None, 0)
     rank, processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if not ray.is_initialized():
         if processes > 1 and "RAY_ADDRESS" not in os.environ:
             raise TuneError(
-                "tune.datasets.ray: several processes need one cluster: start them by `tune run --launcher ray`, or "
-                "give its address in the environment variable RAY_ADDRESS"
+                "tune.datasets.ray: several processes need one cluster. Start them with `tune run --launcher ray`, or "
+                "set the environment variable RAY_ADDRESS to the cluster's address"
             )
         connect(None, 1)
     label = [uuid.uuid4().hex]
     if processes > 1:
         dist.broadcast_object_list(label)
-    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)  # of functions that the settings name
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)  # to import functions that settings name
     kind = ray.remote(_Passes).options(
         name=f"tune-data-{label[0]}", namespace="tune", get_if_exists=True, num_cpus=0,
         runtime_env={"env_vars": {"PYTHONPATH": paths}},
@@ -110,22 +113,22 @@ def for_all_processes(chunks: Callable[[int], Iterator[Samples]], name: str) -> 
                 yield result
         except ray.exceptions.RayError as error:
             why = str(error).strip().splitlines()[-1]
-            raise TuneError(f"{name}: Ray Data has failed: {why} The run continues from its checkpoint") from error
+            raise TuneError(f"{name}: Ray Data failed: {why} The run can continue from its checkpoint") from error
 
     return read
 
 
 class _Passes:
-    """An actor that reads the source, again for each pass, and keeps a chunk until all processes have it."""
+    """An actor that reads the source once per pass and keeps each chunk until all processes have it."""
 
     def __init__(self, chunks: Callable[[int], Iterator[Samples]], folder: str, processes: int):
         os.chdir(folder)
         self.chunks, self.processes = chunks, processes
-        self.asked: dict[int, tuple[int, int]] = {}  # by rank the pass and the chunk
+        self.asked: dict[int, tuple[int, int]] = {}  # rank -> (pass, chunk)
         self.passes: dict[int, tuple[Iterator[Samples], dict[int, Any]]] = {}
 
     def chunk(self, rank: int, number: int, start: int, index: int) -> tuple[Any]:
-        """A reference to the chunk, or to the TuneError in its place; to None behind the last one."""
+        """A reference to the chunk or to the TuneError in its place; None after the last chunk."""
         import ray
 
         self.asked[rank] = number, index

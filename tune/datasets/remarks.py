@@ -1,4 +1,4 @@
-"""Remarks on rows that are valid, but probably not what was meant."""
+"""Remarks on rows that are valid but probably not intended."""
 
 import json
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ SHARED_TOKEN = "prompt and answer share a token"
 
 
 def remarks(content: Content, text: str, tokenizer: Tokenizer) -> list[str]:
-    """On a content and its rendering: what the chat template leaves out, what is seldom meant in a conversation, and
-    columns of text that are neither read nor in the rendering."""
+    """Remarks on a content and its rendering: parts that the chat template leaves out, unusual conversations, and
+    columns with text that is neither read nor rendered."""
     of_chat = _of_chat(content, text, tokenizer) if isinstance(content, Chat) else []
     if not text:  # tokens
         return of_chat
@@ -26,8 +26,11 @@ def remarks(content: Content, text: str, tokenizer: Tokenizer) -> list[str]:
 
 
 def _of_chat(chat: Chat, text: str, tokenizer: Tokenizer) -> list[str]:
-    """On what the template leaves out (messages, parts of answers, tools), special tokens spelled out in messages (the
-    model reads them as these tokens), answers without content, and answers that follow one another."""
+    """Remarks on a conversation.
+
+    They cover parts that the template leaves out (messages, parts of answers, tools), special tokens spelled out in
+    messages (the model reads them as special tokens), empty answers, and consecutive answers.
+    """
     notes = [
         f"{message['role']} {LOST}"
         for message in chat.messages
@@ -51,10 +54,10 @@ def _of_chat(chat: Chat, text: str, tokenizer: Tokenizer) -> list[str]:
 
 
 def _lost(message: Message, text: str) -> Iterator[str]:
-    """Names of the parts of an assistant's message that are not in its rendering."""
+    """Yield the names of the parts of an assistant message that are missing from its rendering."""
     thought, end, answer = (message.get("content") or "").rpartition("</think>")
     parts = [("a part of an answer", answer)]
-    if message["train"]:  # without it the model is asked for what follows, too
+    if message["train"]:  # in mere context, generation has no reasoning either
         parts += [("reasoning", message.get(name)) for name in REASONING]
         parts.append(("reasoning", thought.partition("<think>")[2] if end else ""))
     others = {"role", "content", "train", "tool_calls", *REASONING}
@@ -66,7 +69,10 @@ def _lost(message: Message, text: str) -> Iterator[str]:
 
 
 def _is_in(content: str, text: str) -> bool:
-    """Whether it is there, or its longest line, also as JSON has it: templates trim, and quote what tools say."""
+    """Whether `text` contains the content or its longest line, possibly JSON-escaped.
+
+    Templates trim text, and quote the results of tools.
+    """
     if content.strip() in text:
         return True
     line = max(map(str.strip, content.splitlines()), key=len, default="")

@@ -1,6 +1,6 @@
-"""Step 3: `render(conversation, tokenizer, ...)` gives tokens and labels.
+"""Step 3: `render(conversation, tokenizer, ...)` returns tokens and labels.
 
-A content becomes text with the spans that are learned (`as_text`), and that becomes tokens with labels (`labelled`).
+`as_text` renders a content as text with its supervised spans, and `labelled` turns the text into tokens with labels.
 Between the two, the texts of many rows are tokenized together.
 """
 
@@ -27,7 +27,7 @@ Turns = Literal["together", "as_seen"]
 
 
 class Learned(NamedTuple):
-    """The characters of a text that are learned, from the first to the one behind the last, and how much they count."""
+    """A supervised span of a text: characters [start, end), and how much they count."""
 
     start: int
     end: int
@@ -36,7 +36,7 @@ class Learned(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A content as one sample, however long; `ends` says whether its last learned message ends a turn."""
+    """A content as one sample of any length; `ends`: whether its last supervised message ends a turn."""
 
     content: Content
     sample: Sample
@@ -45,7 +45,7 @@ class Example:
 
 
 def learned_roles(train_on: TrainOn) -> Iterable[str]:
-    """The roles whose messages are learned; a plain text is the assistant's, and its prompt is the user's."""
+    """The roles whose messages are supervised. A plain text has the role assistant, and its prompt the role user."""
     if isinstance(train_on, list):
         return train_on
     return ROLES if train_on == "all" else ("assistant",)
@@ -60,11 +60,12 @@ def tokenize_conversation(
     train_on: TrainOn = "assistant",
     train_on_end_of_turn: bool = True,
 ) -> Sample:
-    """The tokens and labels of a conversation, of any length: `labels[i]` is `tokens[i + 1]` where that is learned, or
-    -100. `messages` are as in the rows of a dataset, `tools` JSON schemas; `train_on` is that of `tune.datasets.load`.
+    """Tokenize a conversation of any length: `labels[i]` is `tokens[i + 1]` where that token is supervised, else -100.
+
+    `messages` have the form of a dataset's rows, `tools` are JSON schemas. See `tune.datasets.load` for `train_on`.
 
     Raises:
-        TuneError: a message is none, the tokenizer has no chat template, or its template does not take them.
+        TuneError: a message is invalid, the tokenizer has no chat template, or the template rejects the messages.
     """
     require_ours(tokenizer)
     tokenizer.require_chat_template()
@@ -74,7 +75,7 @@ def tokenize_conversation(
 
 
 def render(content: Content, tokenizer: Tokenizer, train_on: TrainOn, train_on_end_of_turn: bool) -> Sample:
-    """The tokens and labels of one content, however long."""
+    """The tokens and labels of one content of any length."""
     content = flagged(content, train_on)
     text, learned = as_text(content, tokenizer, train_on)
     (encoding,) = tokenizer.encode_with_offsets([text])
@@ -82,8 +83,11 @@ def render(content: Content, tokenizer: Tokenizer, train_on: TrainOn, train_on_e
 
 
 def flagged(content: Content, train_on: TrainOn) -> Content:
-    """A conversation with `train` in every message: the message's own, or what `train_on` says. An answer without
-    content is not learned unless the message, or `all`, says so: the model would learn to say nothing."""
+    """A conversation with `train` in every message: the message's own value, else the one that follows from `train_on`.
+
+    An empty answer is only supervised if the message itself or `train_on=all` asks for it: the model would learn to
+    answer nothing.
+    """
     if not isinstance(content, Chat):
         return content
     roles = learned_roles(train_on)
@@ -98,7 +102,7 @@ def flagged(content: Content, train_on: TrainOn) -> Content:
 
 
 def require_learned(content: Content) -> None:
-    """Raises Dropped if no message of a flagged conversation is learned."""
+    """Raise Dropped if no message of a flagged conversation is supervised."""
     if not isinstance(content, Chat) or any(message["train"] for message in content.messages):
         return
     answers = [message for message in content.messages[content.prompt :] if message["role"] == "assistant"]
@@ -108,20 +112,21 @@ def require_learned(content: Content) -> None:
 
 
 def require_whole_answers(content: Content, kind: Kind) -> None:
-    """Raises TuneError if a message or token counts in part where answers are compared as a whole."""
+    """Raise TuneError if a message or token has a fractional weight although whole answers are compared."""
     parts = [each["train"] for each in content.messages] if isinstance(content, Chat) else []
     weights = content.weights if isinstance(content, Tokens) else parts
     if kind != "supervised" and (weight := next((each for each in weights or () if 0 < each < 1), None)):
         raise TuneError(
-            f"a message counts {weight} (its weight or train); {kind} rows compare whole answers. Remove it, or set 0 "
-            "or 1"
+            f"a message has weight (or train) {weight}, but {kind} rows compare whole answers. Remove it, or set 0 or 1"
         )
 
 
 def turns_of(content: Content) -> list[Content]:
-    """A flagged conversation up to each learned answer, which alone is learned there: what the template writes for the
-    model that is to give it. Anything else is one turn. Raises TuneError if another message than an answer is
-    learned."""
+    """A conversation for each supervised answer, which ends with it and supervises it alone.
+
+    The template then renders the context as it does when the model is asked for this answer. Other contents are
+    one turn. Raises TuneError if a message of another role than assistant is supervised.
+    """
     if not isinstance(content, Chat):
         return [content]
     masked = [{**message, "train": False} for message in content.messages]
@@ -129,15 +134,14 @@ def turns_of(content: Content) -> list[Content]:
     for index in learned:
         if (role := content.messages[index]["role"]) != "assistant":
             raise TuneError(
-                f"message {index + 1} ({role}) has train: true, and with turns=as_seen only answers are learned, "
-                "each as the model is asked for it. Remove its train, or set dataset.turns=together"
+                f"message {index + 1} ({role}) has train: true, but with turns=as_seen only answers of the assistant "
+                "are trained on. Remove train from the message, or set dataset.turns=together"
             )
     return [replace(content, messages=[*masked[:index], content.messages[index]]) for index in learned]
 
 
 def as_text(content: Content, tokenizer: Tokenizer, train_on: TrainOn) -> tuple[str, list[Learned]]:
-    """The text of a flagged content, and what is learned of it. Raises TuneError for text that is no
-    Unicode."""
+    """The text of a flagged content and its supervised spans. Raises TuneError for text that is not valid Unicode."""
     if isinstance(content, Chat):
         text, learned = learned_text(content, tokenizer, whole=train_on == "all")
     elif isinstance(content, Plain):
@@ -155,13 +159,13 @@ def labelled(
     content: Content, text: str, learned: Sequence[Learned], encoding: Encoding, tokenizer: Tokenizer,
     train_on_end_of_turn: bool,
 ) -> Sample:  # fmt: skip
-    """The tokens of a text, which are `encoding`, with the labels of what is learned; a plain text gets BOS and EOS."""
+    """The tokens of a text (`encoding`) with labels for its `learned` spans. A plain text gets BOS and EOS."""
     if isinstance(content, Tokens):
         tokens, targets = (np.array(ids, dtype=np.int32) for ids in (content.ids, content.labels))
         weights = None if content.weights is None else np.array([*content.weights[1:], 1], dtype=np.float32)
         return _weighed(Sample(tokens, np.append(targets[1:], np.int32(IGNORE)), weights=weights))
     ids, prefix, places = encoding.ids, [], range(len(encoding))
-    # Few are asked for, and `offsets`, which are all of them, take as long as rendering the text.
+    # Only a few spans are needed; `offsets`, which lists all of them, takes as long as rendering the text.
     span = cast(Callable[[int], Span], encoding.token_to_chars)
     is_plain = isinstance(content, Plain)
     if is_plain:
@@ -185,7 +189,7 @@ def labelled(
 
 
 def _weighed(sample: Sample) -> Sample:
-    """The sample without its weights if all that is learned has 1; nothing is learned where the weight is 0."""
+    """The sample without weights if all supervised tokens have weight 1. Tokens of weight 0 are not supervised."""
     if sample.weights is None:
         return sample
     labels = np.where(sample.weights > 0, sample.labels, np.int32(IGNORE))
@@ -198,15 +202,17 @@ def _with_eos(ids: list[int], tokenizer: Tokenizer) -> list[int]:
         return ids
     if tokenizer.eos_id is None:
         raise TuneError(
-            f"the tokenizer in {tokenizer.path} names no eos_token, and a model learns from it where a text "
-            "ends: set eos_token in tokenizer_config.json"
+            f"the tokenizer in {tokenizer.path} has no eos_token, which teaches a model where a text ends. "
+            "Set eos_token in tokenizer_config.json"
         )
     return [*ids, tokenizer.eos_id]
 
 
 def shares_a_token(content: Content, encoding: Encoding) -> bool:
-    """Whether a plain prompt ends inside the token that the answer begins with. The model then learns the answer after
-    other tokens than those of the prompt alone, which it is asked with."""
+    """Whether a plain prompt ends inside the first token of the answer.
+
+    In training, other tokens then precede the answer than in generation, where the prompt is tokenized alone.
+    """
     if not isinstance(content, Plain) or not content.prompt or not content.text:
         return False
     border = len(content.prompt)
@@ -216,7 +222,7 @@ def shares_a_token(content: Content, encoding: Encoding) -> bool:
 
 
 def _before_end_of_turn(tokens: np.ndarray, first: int, last: int, tokenizer: Tokenizer) -> int:
-    """Where the tokens [first, last) end without those that end a turn and the blanks behind and between them."""
+    """The end of tokens [first, last) without trailing end-of-turn tokens and the blanks between and after them."""
     end = last
     for at in range(last - 1, first - 1, -1):
         if int(tokens[at]) in tokenizer.stop_ids:
@@ -227,17 +233,17 @@ def _before_end_of_turn(tokens: np.ndarray, first: int, last: int, tokenizer: To
 
 
 def learned_text(chat: Chat, tokenizer: Tokenizer, whole: bool = False) -> tuple[str, list[Learned]]:
-    """A flagged conversation as the template renders it, and the learned messages in it with their ends of turn.
+    """A flagged conversation as the template renders it, with the spans of supervised messages and their ends of turn.
 
-    `whole` learns what the template writes around them too. Raises TuneError where the template does not tell where a
-    message is, or leaves out a tool call.
+    `whole` also supervises the template's own text around the messages. Raises TuneError if a message cannot be located
+    in the rendered text, or if the template leaves out a tool call.
     """
     if not whole:
         return _rendered(chat, tokenizer)
     if weight := next((each["train"] for each in chat.messages if 0 < each["train"] < 1), None):
         raise TuneError(
-            f"a message counts {weight} (its weight or train), and with train_on=all every token counts alike. Remove "
-            "it, or set train_on=[system, user, assistant]"
+            f"a message has weight (or train) {weight}, but with train_on=all every token counts alike. Remove it, or "
+            "set train_on=[system, user, assistant]"
         )
     others = [{**message, "train": not message["train"]} for message in chat.messages]
     text, masked = _rendered(replace(chat, messages=others), tokenizer)
@@ -252,13 +258,13 @@ def _rendered(chat: Chat, tokenizer: Tokenizer) -> tuple[str, list[Learned]]:
     except TuneError as refusal:
         if not calls:
             raise
-        # Nearly all templates want a call's arguments as an object; a few (DeepSeek V3) refuse it and want its JSON.
+        # Nearly all templates expect a call's arguments as an object; a few (DeepSeek V3) expect a JSON string.
         try:
             text, parts = _learned([*map(_with_arguments_as_json, chat.messages)], chat.tools, tokenizer)
         except TuneError:
             raise refusal from None
     if lost := [name for name in calls if name not in text]:
-        raise TuneError(f"the chat template leaves out the call of the tool {lost[0]}: it knows no tool calls")
+        raise TuneError(f"the chat template leaves out the call of the tool {lost[0]}: it does not support tool calls")
     return text, parts
 
 
@@ -289,12 +295,12 @@ def _learned(messages: list[Message], tools: list | None, tokenizer: Tokenizer) 
 
 
 def _span_of(index: int, messages: list[Message], tools: list | None, text: str, tokenizer: Tokenizer) -> Span:
-    """Where the content of a message of another role stands, with the end of turn behind it."""
+    """The span of a message whose role is not assistant, including the end of turn after it."""
     around = around_content(lambda probed: _render(probed, tools, tokenizer), messages, index)
     if not around or not (text.startswith(around[0]) and text.endswith(around[1])):
         raise TuneError(
-            f"the chat template does not tell where message {index + 1} ({messages[index]['role']}) stands in the "
-            "text: its role cannot be in train_on"
+            f"message {index + 1} ({messages[index]['role']}) cannot be located in the text of the chat template: "
+            "remove its role from train_on"
         )
     before, behind = around
     end = len(text) - len(behind)

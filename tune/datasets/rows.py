@@ -1,4 +1,4 @@
-"""Rows to samples: parse, render and fit, for a few rows at a time."""
+"""Turn rows into samples: parse, render and fit, for a few rows at a time."""
 
 import hashlib
 import json
@@ -35,15 +35,16 @@ from tune.errors import TuneError
 from tune.tokenizers import Tokenizer
 
 Text = tuple[Content, str, list[Learned]]
-"""A content, its text, and what is learned of that."""
+"""A content, its text, and the supervised spans of the text."""
 
 
 @dataclass(frozen=True)
 class RowReader:
-    """Rows to what becomes of them: a pure function of each row, which may run in any process.
+    """Turn rows into outcomes. A pure function of each row, so it can run in any process.
 
-    `format` is a known format, or the dotted path of a function from a row to a row of a known one (or to None: the row
-    is left out); None recognises each row by itself. The other settings are those of `tune.datasets.load`.
+    `format` is a known format, or the dotted path of a function that converts a row to a known format, or to None to
+    leave it out. With `format=None`, each row's format is recognized by its columns. The other settings are those of
+    `tune.datasets.load`.
     """
 
     tokenizer: Tokenizer
@@ -57,20 +58,19 @@ class RowReader:
     too_long: TooLong | None = None
     validation_fraction: float = 0.0
     validation_seed: int = 0
-    validation: bool = False  # read the rows that are held out, and not the others
+    validation: bool = False  # read the held-out rows instead of the training rows
     bos_in_pieces: bool = True
     ignore: Sequence[str] = ()
     extra_columns: Sequence[str] = ()
     kind: Kind = "supervised"
-    max_bad_share: float = 0.0  # of the rows; more that cannot be used are an error
+    max_bad_share: float = 0.0  # a larger share of unusable rows is an error
 
     def __call__(self, rows: Sequence[tuple[str, Any]]) -> list[Outcome]:
-        """What becomes of each of the rows, which come with their places; a TuneError in the stead of one is its
-        mistake. They are tokenised together."""
+        """The outcome of each (place, row). A TuneError stands for an unreadable row. Rows are tokenized together."""
         places = [place for place, _ in rows]
 
         def each_row(step: Callable[..., Any], *values: Sequence[Any]) -> list[Any]:
-            """What a step gives for each row. The outcome of a row that an earlier step dropped stays."""
+            """The result of a step for each row. A row that an earlier step dropped keeps its outcome."""
             return [
                 of_row[-1] if isinstance(of_row[-1], Outcome) else _attempted(place, step, *of_row)
                 for place, *of_row in zip(places, *values, strict=True)
@@ -82,12 +82,12 @@ class RowReader:
         return each_row(self._fit, rows, examples)
 
     def samples(self, rows: Sequence[tuple[str, Any]], ignored_columns: Sequence[str] = ()) -> Samples:
-        """The samples of the rows together, with the count of what became of the rows."""
+        """The samples of all rows, with the accounting of the rows."""
         format = self.format.name if isinstance(self.format, Format) else self.format
         return flat(self(rows), format, ignored_columns)
 
     def _parse(self, row: Any) -> list[Content]:
-        """What a row says. Raises Dropped if it is not wanted here, or of no use."""
+        """The contents of a row. Raises Dropped if the row is filtered out, held out or cannot be trained on."""
         if isinstance(row, TuneError):
             raise row
         if not isinstance(row, dict):
@@ -98,13 +98,13 @@ class RowReader:
             raise Dropped(LEFT_OUT + self.filter)
         if isinstance(self.format, str):
             row = self._formatted(row, self.format)
-            format = recognise(row, {}, f"what {self.format} gives", FORMATS[self.kind])
+            format = recognise(row, {}, f"the row from {self.format}", FORMATS[self.kind])
         else:
             format = self.format or recognise(row, self.columns, "the row", FORMATS[self.kind])
         return parse(row, format, self.columns, (*self.ignore, *self.extra_columns))
 
     def _render(self, contents: list[Content]) -> list[Text]:
-        """The texts of a row. Raises Dropped if a conversation has nothing to learn."""
+        """The texts of a row. Raises Dropped if a conversation has no supervised message."""
         texts = []
         for content in contents:
             content = flagged(content, self.train_on)
@@ -115,13 +115,13 @@ class RowReader:
         return texts
 
     def _encodings(self, texts: Sequence[list[Text] | Outcome]) -> list[list[Encoding]]:
-        """The tokens of all texts of all rows, none of a row that was dropped."""
+        """The tokens of all texts of all rows; an empty list for a dropped row."""
         of_rows = [[] if isinstance(of_row, Outcome) else [text for _, text, _ in of_row] for of_row in texts]
         encodings = iter(self.tokenizer.encode_with_offsets([text for of_row in of_rows for text in of_row]))
         return [[next(encodings) for _ in of_row] for of_row in of_rows]
 
     def _label(self, encodings: list[Encoding], texts: list[Text]) -> list[Example]:
-        """The tokens and labels of a row's texts, and what is remarkable of these."""
+        """The tokens and labels of a row's texts, with remarks."""
         examples = []
         for (content, text, learned), encoding in zip(texts, encodings, strict=True):
             sample = labelled(content, text, learned, encoding, self.tokenizer, self.train_on_end_of_turn)
@@ -132,7 +132,7 @@ class RowReader:
         return examples
 
     def _ends(self, content: Content, text: str, learned: list[Learned]) -> bool:
-        """Whether the last learned message ends a turn, where that is to be learned; a text always ends."""
+        """Whether the last supervised message ends a turn. True for texts, and if ends of turns are not supervised."""
         if not self.train_on_end_of_turn or not learned or not isinstance(content, Chat):
             return True
         return self.tokenizer.ends_turn(text[learned[-1].start : learned[-1].end])
@@ -148,16 +148,16 @@ class RowReader:
         return self._with_columns(columns, outcome) if self.extra_columns else outcome
 
     def _formatted(self, row: Row, function: str) -> Row:
-        """What the user's function makes of a row. Raises Dropped if that is None."""
+        """The row that the user's function returns. Raises Dropped if it returns None."""
         made = applied(function, "format", row)
         if made is None:
             raise Dropped(LEFT_OUT + function)
         if not isinstance(made, dict):
-            raise TuneError(f"{function} gives {shown(made)}; it must give a row, or None to leave it out")
+            raise TuneError(f"{function} returned {shown(made)}; it must return a row, or None to leave it out")
         return made
 
     def _with_columns(self, row: Row, outcome: Outcome) -> Outcome:
-        """The samples with the row's `extra_columns`: a number is one of each sample, a list has one for each token."""
+        """Add the row's `extra_columns` to its samples: a number applies to each sample, a list has one per token."""
         samples, columns = outcome.samples, {}
         for name in self.extra_columns if samples else ():
             value = np.asarray(row.get(name, "absent"))
@@ -166,8 +166,8 @@ class RowReader:
                 raise TuneError(f"{name} is {shown(row.get(name))}; extra_columns must be numbers, or lists of numbers")
             if value.ndim and (len(samples) > 1 or len(value) != whole):
                 raise TuneError(
-                    f"{name} has {len(value)} numbers for a row of {whole} tokens, which must be in one piece: a list "
-                    "of extra_columns has one for each of the input_ids, and is not for too_long=split"
+                    f"{name} has {len(value)} numbers for a row of {whole} tokens. A list in extra_columns needs a "
+                    "number for each of the input_ids, and cannot be used with too_long=split"
                 )
             value = value.astype(np.float32)
             columns[name] = value[: len(samples[0].tokens)] if value.ndim else value
@@ -175,7 +175,7 @@ class RowReader:
         return replace(outcome, samples=samples)
 
     def _is_held_out(self, row: Row) -> bool:
-        """Decided by what is in the row, so that equal rows are on one side and a row stays there as others come."""
+        """Decide by the row's content: equal rows are on the same side, and a row stays there when others are added."""
         if not self.validation_fraction:
             return False
         text = f"{self.validation_seed} {json.dumps(row, default=str)}"
@@ -184,8 +184,10 @@ class RowReader:
 
 
 def _attempted(place: str, step: Callable[..., Any], *values: Any) -> Any:
-    """What the step gives, or what became of the row instead. A row that says something else than its format is an
-    error at once: all rows are likely to do so."""
+    """The result of a step, or the outcome of a row that the step rejects.
+
+    OtherMeaning is raised at once: what a format misreads in one row, it probably misreads in all.
+    """
     try:
         return step(*values)
     except Dropped as reason:

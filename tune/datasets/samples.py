@@ -1,4 +1,4 @@
-"""Tokenised samples by the million: flat arrays, in memory or mapped from files."""
+"""Millions of tokenized samples as flat arrays, in memory or mapped from files."""
 
 import hashlib
 import io
@@ -16,16 +16,16 @@ from tune.datasets.fit import Outcome
 from tune.errors import TuneError
 
 OF_SAMPLES = ("lengths", "supervised", "supervised_weight", "digests")
-"""The arrays of `Samples` that have a value for each sample."""
+"""The arrays of `Samples` with a value for each sample."""
 NONE = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """One behind the other (int32), sample i of `lengths[i]` tokens, `supervised[i]` of them learned.
+    """Concatenated samples (int32): sample i has `lengths[i]` tokens, of which `supervised[i]` are supervised.
 
     `digests` (uint64) are equal for equal tokens. A column has a value for each sample, or for each token.
-    `accounting` says what became of the rows that they are made of. The samples of a few rows have no fingerprint.
+    `accounting` counts the source rows. Only a whole dataset has a `fingerprint`, not the samples of a few rows.
     """
 
     tokens: np.ndarray
@@ -35,10 +35,10 @@ class Samples:
     digests: np.ndarray
     columns: dict[str, np.ndarray]
     accounting: Accounting
-    weights: np.ndarray | None = None  # fp32, of each token; None: 1
+    weights: np.ndarray | None = None  # fp32, per token; None: 1
     supervised_weight: np.ndarray = field(
         default_factory=lambda: np.empty(0)
-    )  # fp64, of each sample, of what is learned
+    )  # fp64, per sample: sum over its supervised tokens
     fingerprint: str = ""  # equal for equal tokens, labels and columns
     largest_token: int = 0
 
@@ -50,22 +50,22 @@ class Samples:
 
     @cached_property
     def starts(self) -> np.ndarray:
-        """Where each sample begins in `tokens`, and where the last one ends."""
+        """The position in `tokens` where each sample begins, and the end of the last sample."""
         return np.concatenate([[0], np.cumsum(self.lengths)])
 
     def sample(self, index: int) -> Sample:
-        """One of them, as a view."""
+        """One sample, as a view."""
         span = slice(self.starts[index], self.starts[index + 1])
         weights = None if self.weights is None else self.weights[span]
         return Sample(self.tokens[span], self.labels[span], index, self.columns_of(index, span), weights)
 
     def columns_of(self, index: int, tokens: slice) -> dict[str, Any]:
-        """The columns of one sample, which lies at `tokens`."""
+        """The columns of one sample; `tokens` is its slice of the token arrays."""
         return {name: values[index if len(values) == len(self) else tokens] for name, values in self.columns.items()}
 
 
 def flat(outcomes: Sequence[Outcome], format: str | None = None, ignored_columns: Sequence[str] = ()) -> Samples:
-    """The samples of a few rows, which were read in `format` without the `ignored_columns`."""
+    """The samples of a few rows as arrays. `format` and `ignored_columns` go into their accounting."""
     samples = [sample for outcome in outcomes for sample in outcome.samples]
     tokens = [np.asarray(sample.tokens, dtype=np.int32) for sample in samples]
     labels = [np.asarray(sample.labels, dtype=np.int32) for sample in samples]
@@ -88,13 +88,13 @@ def flat(outcomes: Sequence[Outcome], format: str | None = None, ignored_columns
 
 
 def _weight_of(sample: Sample) -> float:
-    """Of all that is learned."""
+    """The sum of the weights of a sample's supervised tokens."""
     is_learned = np.asarray(sample.labels) != IGNORE
     return float(is_learned.sum() if sample.weights is None else sample.weights[is_learned].sum(dtype=np.float64))
 
 
 def joined(chunks: Iterable[Samples], source: str) -> Samples:
-    """All of them, in memory. Raises TuneError, which names the source, if no sample is left."""
+    """All chunks as one, in memory. Raises TuneError, which names the source, if no sample is left."""
     tokens, labels = io.BytesIO(), io.BytesIO()
     others = write(chunks, source, tokens, labels)
     tokens_array, labels_array = (np.frombuffer(file.getbuffer(), dtype=np.int32) for file in (tokens, labels))
@@ -102,7 +102,7 @@ def joined(chunks: Iterable[Samples], source: str) -> Samples:
 
 
 def write(chunks: Iterable[Samples], source: str, tokens: BinaryIO, labels: BinaryIO) -> dict[str, Any]:
-    """Writes the tokens and labels of all chunks; returns the other fields of their `Samples`."""
+    """Write the tokens and labels of all chunks, and return the other fields of their `Samples`."""
     arrays: dict[str, list[np.ndarray]] = defaultdict(list)
     columns: dict[str, list[np.ndarray]] = defaultdict(list)
     weights, is_weighted = list[np.ndarray](), False
@@ -145,8 +145,8 @@ def _require_values_of_all(columns: dict[str, np.ndarray], lengths: np.ndarray, 
     for name, values in columns.items():
         if len(values) not in (len(lengths), lengths.sum()):
             raise TuneError(
-                f"{source}: column {name} has {len(values):,} values for {len(lengths):,} samples of "
-                f"{lengths.sum():,} tokens; each sample must have one, or each token"
+                f"{source}: column {name} has {len(values):,} values for {len(lengths):,} samples with "
+                f"{lengths.sum():,} tokens; it must have one value for each sample or for each token"
             )
 
 
@@ -154,8 +154,8 @@ def _nothing_left(accounting: Accounting) -> TuneError:
     if accounting.rows == 0:
         return TuneError(f"{accounting.source} has no rows")
     reasons = ", ".join(f"{reason} ({count:,})" for reason, count in accounting.dropped.most_common())
-    message = f"{accounting.source}: none of the {accounting.rows:,} rows can be learned from: {reasons}"
+    message = f"{accounting.source}: none of the {accounting.rows:,} rows can be used: {reasons}"
     if shortest := accounting.shortest_prompt:
         message += f". max_seq_len cuts off every answer: the shortest prompt has {shortest} tokens. "
-        message += "Set max_seq_len to more than that"
+        message += "Set max_seq_len to a larger value"
     return TuneError(message)

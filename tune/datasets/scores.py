@@ -1,4 +1,4 @@
-"""A column that a model computes once, before the training: log-probs of a reference, rewards."""
+"""Add a column that a model computes once before training, such as log-probs of a reference or rewards."""
 
 import hashlib
 import sys
@@ -27,10 +27,10 @@ SUMMED = 1 << 16  # rows at a time
 
 
 def require_kept(name: str, *parts: Any) -> None:
-    """Raises TuneError if one of `parts` is a stream, of which nothing can be computed before the training."""
+    """Raise TuneError if one of `parts` is a stream, whose rows are not available before training."""
     for stream in (part for part in parts if isinstance(part, Stream)):
         raise TuneError(
-            f"{name}: the rows of {stream.name} are streamed, and not there before the training. Set streaming=false"
+            f"{name} is computed before training, but the rows of {stream.name} are streamed. Set streaming=false"
         )
 
 
@@ -46,16 +46,18 @@ def add_scores(
     folder: Path,
     made_of: Any,
 ) -> None:
-    """Adds the column `name`: what `score` gives, in fp32, for each document of a batch, `[documents]`, or for each of
-    its supervised tokens, `[num_supervised, values]`; others have zeros.
+    """Add the column `name` with the results of `score` on each batch, in fp32.
 
-    The values are kept in `folder` under a hash of the data and of `made_of`, all that decides them (values of JSON),
-    and read again where they are there. All processes take part. Raises TuneError for a stream.
+    `score` returns a value for each document, `[documents]`, or values for each supervised token,
+    `[num_supervised, values]`; other tokens get zeros.
+
+    The values are stored in `folder` under a hash of the data and of `made_of`, JSON values that determine the scores,
+    and reused. All processes must call this. Raises TuneError for a stream.
     """
     require_kept(name, dataset)
 
     def values_of(part: Dataset) -> np.ndarray:
-        values = torch.zeros(())  # on the host: those of a teacher are tens of GB
+        values = torch.zeros(())  # on the host: scores of a teacher can be tens of GB
         starts = torch.from_numpy(np.cumsum(part.lengths) - part.lengths).to(world.device)
         last, done = time.monotonic(), 0
         for _, batch in validation_batches(part, world, micro_batch_size, pad_to):
@@ -91,7 +93,7 @@ def add_scores(
 def _rehearsed(
     part: Dataset, score: Callable[[Batch], torch.Tensor], world: "World", micro_batch_size: int, pad_to: int | None
 ) -> np.ndarray:
-    """Zeros in the shape of the scores, of which those of one batch are computed."""
+    """Zeros in the shape of the scores; `score` runs on one batch only."""
     for _, batch in validation_batches(part, world, micro_batch_size, pad_to):
         scores = score(batch)
         count = len(part.lengths) if scores.ndim == 1 else int(part.lengths.sum())
@@ -100,7 +102,7 @@ def _rehearsed(
 
 
 def _kept(file: Path) -> np.ndarray | None:
-    """What is kept in a file. What cannot be read, or is not as it was written, is computed again, on all processes."""
+    """The values in a file; None if it is missing, unreadable or damaged, so that they are computed again."""
     try:
         with file.open("rb") as stream:
             values = np.load(stream)
@@ -109,13 +111,13 @@ def _kept(file: Path) -> np.ndarray | None:
             return values
     except FileNotFoundError:
         return None
-    except Exception as error:  # a damaged header is anything to NumPy: a zip file, an array larger than memory
-        print(f"warning: {file} is damaged ({error}): what it kept is computed again", file=sys.stderr, flush=True)
+    except Exception as error:  # NumPy raises many errors for a damaged header: a bad zip file, a huge array
+        print(f"warning: {file} is damaged ({error}): computing its values again", file=sys.stderr, flush=True)
         return None
 
 
 def _digest(values: np.ndarray) -> bytes:
-    """Stands after the array in its file."""
+    """The digest that follows the array in its file."""
     digest = hashlib.sha256(f"{values.dtype.str} {values.shape}".encode())
     digest.update(np.ascontiguousarray(values).data)
     return digest.digest()

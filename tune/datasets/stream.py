@@ -1,4 +1,4 @@
-"""Sets larger than the disk: tokenised, shuffled and packed while they are read."""
+"""Datasets larger than the disk: tokenized, shuffled and packed while they are read."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -16,22 +16,22 @@ from tune.errors import TuneError
 
 @dataclass(frozen=True)
 class Position:
-    """How far a stream has been read: `drawn` training rows of the window that begins with row `row` of the source."""
+    """The position in a stream: `drawn` training rows of the window that begins at row `row` of the source."""
 
     epoch: int = 0
     row: int = 0
-    samples: int = 0  # in the windows before it
+    samples: int = 0  # in earlier windows of the epoch
     drawn: int = 0
-    fingerprint: str | None = None  # of the window, once something is drawn from it
+    fingerprint: str | None = None  # of the window, once a row is drawn from it
 
 
 Window = tuple[Position, Dataset]
-"""The beginning of a window, and its rows, which are shuffled and packed together."""
+"""The position where a window begins, and its rows, which are shuffled and packed together."""
 
 
 @dataclass(frozen=True)
 class DrawnRows:
-    """Training rows that were drawn from a stream."""
+    """Training rows drawn from a stream."""
 
     documents: list[list[Sample]]
     columns: dict[str, np.ndarray]
@@ -45,10 +45,10 @@ class DrawnRows:
 
 
 class Stream:
-    """A source that is read from its beginning to its end and then again, a window of rows at a time.
+    """A source that is read again and again from beginning to end, one window of rows at a time.
 
-    The rows of a window are shuffled, and packed, among themselves: their order is a function of (seed, epoch, window)
-    alone. Every process reads all of them. `accounting` is that of the first window; `seen` counts all that were read.
+    The rows of a window are shuffled and packed among themselves. Their order is a function of (seed, epoch, window)
+    alone. Every process reads all rows. `accounting` counts the first window; `seen` counts all rows read so far.
     """
 
     validation = None  # nothing is held out
@@ -57,8 +57,8 @@ class Stream:
         self, chunks: Callable[[int], Iterator[Samples]], name: str, max_seq_len: int, pack_to: int | None, window: int,
         fingerprint: str,
     ) -> None:  # fmt: skip
-        """`chunks(n)` gives the samples of the source behind its first n rows, 64 rows a chunk; a window has so many
-        rows (rounded up to whole chunks). Raises TuneError for what the first window finds."""
+        """`chunks(n)` yields the samples after the first n rows of the source, in chunks of 64 rows. `window` is a
+        number of rows, rounded up to whole chunks. Raises TuneError for mistakes in the first window."""
         self.chunks, self.name, self.fingerprint = chunks, name, fingerprint
         self.max_seq_len, self.pack_to = max_seq_len, pack_to
         self.chunks_of_window = -(-window // CHUNK)
@@ -69,21 +69,21 @@ class Stream:
         self.accounting = self._first[1].accounting
 
     def require_vocabulary(self, size: int) -> None:
-        """Raises TuneError, now or when it is read, if a token is not one of a model's `size`."""
+        """Raise TuneError if a token id is not below a model's vocabulary `size`, also when a later window is read."""
         self.vocab_size = size
         if self._first:
             self._first[1].require_vocabulary(size)
 
     @property
     def parts(self) -> dict[str, Dataset]:
-        """The first window, until something is drawn."""
+        """The first window, as long as nothing has been drawn."""
         assert self._first
         return {"": self._first[1]}
 
     def draw(self, seed: int, number: int, start: Position) -> Iterator[tuple[DrawnRows, Position]]:
-        """Training rows, so many at a time, with the position behind them; without end."""
+        """Yield `number` training rows at a time, with the position after them, without end."""
         windows = self._passes(start)
-        if start == Position() and self._first:  # it is here already
+        if start == Position() and self._first:  # already read
             windows, self._first = chain([self._first], self._windows), None
         rows = list[tuple[list[Sample], *tuple[np.number, ...]]]()
         for window, data in ahead(windows):
@@ -93,8 +93,8 @@ class Stream:
                 drawn = start.drawn
                 if data.fingerprint != start.fingerprint:
                     raise TuneError(
-                        f"{self.name}: the checkpoint was made with other data: row {start.row:,} and those behind it "
-                        "have changed. Restore them, or start anew with resume=never and another output_dir"
+                        f"{self.name}: the checkpoint was made with other data: rows after row {start.row:,} have "
+                        "changed. Restore them, or start over with resume=never and another output_dir"
                     )
             order = permuted(len(data), seed, window.epoch, window.row)
             for at, index in enumerate(order[drawn:].tolist(), drawn + 1):
@@ -108,13 +108,13 @@ class Stream:
                     rows = []
 
     def windows(self, start: Position | None = None) -> Iterator[Window]:
-        """Those from the one at `start` to the end of the source."""
+        """Yield the windows from the one at `start` to the end of the source."""
         start = start or Position()
         row, samples = start.row, start.samples
         chunks = self.chunks(row)
         while (window := self._next_chunks(chunks)) or not row:
             if row and not any(map(len, window)):
-                return  # the end of the source, and nothing to learn from in it
+                return  # the end of the source, without a usable row
             rows = f", streamed: rows {row + 1:,} to {row + CHUNK * len(window):,}" if window else ""
             data = Dataset(joined(window, f"{self.name}{rows}"), self.pack_to)
             if self.vocab_size:
@@ -123,13 +123,13 @@ class Stream:
             row, samples = row + CHUNK * len(window), samples + data.accounting.samples
 
     def _passes(self, start: Position) -> Iterator[Window]:
-        """The same without end."""
+        """Yield windows without end, pass after pass."""
         while True:
             yield from self.windows(start)
             start = Position(start.epoch + 1)
 
     def _next_chunks(self, chunks: Iterator[Samples]) -> list[Samples]:
-        """Those of a window; of more rows if there is nothing in them to learn from."""
+        """Read the chunks of a window; read on if none of its rows is usable."""
         window: list[Samples] = []
         while more := list(islice(chunks, self.chunks_of_window)):
             window += more

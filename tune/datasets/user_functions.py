@@ -1,4 +1,4 @@
-"""Functions that a config names by their dotted path."""
+"""Call functions that a config names by their dotted path."""
 
 import ast
 import hashlib
@@ -21,16 +21,18 @@ INSTALLED = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "p
 
 
 def load_function(path: str, asked: str) -> Callable[..., Any]:
-    """The user's function with this dotted path; `asked` is the setting that names it, for messages."""
+    """Import the user's function with this dotted path; `asked` is the setting that names it, for messages."""
     with explained(asked):
         return locate(path)
 
 
 def sources_of(path: str, asked: str) -> dict[str, str]:
-    """A hash of the source file of each module that the function needs: its own, those that it imports, and so on.
-    Installed packages are not followed: they change with their version. What else it reads, its attribute `depends_on`
-    names: files, also relative to its own, and `$NAME` for a variable of the environment. Raises TuneError if such a
-    file is not there."""
+    """A hash of the source file of each module that the function needs, including indirect imports.
+
+    Imports of installed packages are not followed; their version counts instead. The function's attribute `depends_on`
+    lists other inputs: files, which may be relative to the function's own file, and `$NAME` for environment variables.
+    Raises TuneError if such a file does not exist.
+    """
     function = inspect.unwrap(load_function(path, asked))
     depends_on = [str(each) for each in getattr(function, "depends_on", ())]
     folder = Path(inspect.getfile(function)).parent if depends_on else Path()
@@ -40,7 +42,7 @@ def sources_of(path: str, asked: str) -> dict[str, str]:
         name = waiting.popleft()
         try:
             spec = find_spec(name) if name and name not in found else None
-        except (ImportError, ValueError):  # it is a name in a module
+        except (ImportError, ValueError):  # not a module, but a name in one
             continue
         if spec is None or not spec.has_location:
             continue
@@ -59,11 +61,11 @@ def _dependency(name: str, folder: Path, asked: str) -> str:
     for file in (Path(name).expanduser(), folder / name):
         if file.is_file():
             return hashlib.blake2b(file.read_bytes()).hexdigest()
-    raise TuneError(f"{asked}: depends_on names {name}, and there is no such file here or in {folder}")
+    raise TuneError(f"{asked}: depends_on lists {name}, but there is no such file here or in {folder}")
 
 
 def _imported(source: bytes, package: str) -> Iterator[str]:
-    """The modules that it imports, the packages they are in, and the names it imports from these, modules or not."""
+    """The modules that `source` imports, their packages, and the imported names, which may be modules themselves."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names = [each.name for each in node.names]
@@ -77,12 +79,12 @@ def _imported(source: bytes, package: str) -> Iterator[str]:
 
 
 def applied(path: str, setting: str, row: dict[str, Any]) -> Any:
-    """What the user's function of this path gives for a row."""
+    """The result of the user's function with this path for a row."""
     return called(f"{path} fails on this row", load_function(path, setting), row)
 
 
 def called(what: str, function: Callable[..., Any], *given: Any) -> Any:
-    """What the user's function gives. Raises TuneError if it raises, which says that `what` fails and where."""
+    """Call the user's function. If it raises, raises a TuneError that begins with `what` and names the line."""
     try:
         found = function(*given)
     except TuneError:
@@ -94,5 +96,5 @@ def called(what: str, function: Callable[..., Any], *given: Any) -> Any:
         raise TuneError(f"{what}: {type(error).__name__}: {error}{place}") from error
     if inspect.iscoroutine(found):
         found.close()
-        raise TuneError(f"{what}: it is async, and nothing awaits it; call asyncio.run in it")
+        raise TuneError(f"{what}: the function is async, but is not awaited. Call asyncio.run inside it")
     return found

@@ -1,4 +1,4 @@
-"""A function over many items in several processes, results in order; and items that are made ahead in a thread."""
+"""Map a function over items in several processes, in order; prepare items ahead in a thread."""
 
 import os
 import signal
@@ -18,24 +18,24 @@ from tune.errors import TuneError
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-CHUNK = 64  # items that a process gets at a time
-ALONE = 256  # items before it is worth to start processes
+CHUNK = 64  # items per task
+ALONE = 256  # items below which starting processes does not pay
 
-_function: Callable[[list[Any]], Any]  # of a process that _start has made a worker
+_function: Callable[[list[Any]], Any]  # set by _start in each worker process
 
 
 def available_cores() -> int:
-    """Cores that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def map_chunks(
     function: Callable[[list[Item]], Result], items: Iterable[Item], workers: int | None = None
 ) -> Iterator[Result]:
-    """`function` of 64 items at a time, in order. `workers=None`: as many processes as there are cores.
+    """Apply `function` to 64 items at a time and yield the results in order. `workers=None`: one process per core.
 
-    No more than a few chunks a process are read ahead, so memory stays constant. What `items` raises is raised behind
-    the results of what came before it. Raises TuneError if a process is killed.
+    Only a few chunks per process are read ahead, so memory stays constant. A TuneError from `items` is raised after the
+    results of the items before it. Raises TuneError if a process is killed.
     """
     workers = workers or available_cores()
     failures: list[TuneError] = []
@@ -49,8 +49,8 @@ def map_chunks(
     source = readable()
     chunks = iter(lambda: list(islice(source, CHUNK)), [])
     yield from map(function, islice(chunks, ALONE // CHUNK))
-    # Forking is what makes processes cheap here; macOS has libraries that do not stand it.
-    ray = sys.modules.get("ray")  # where a process is connected, a fork may take the answer to its next question
+    # Processes are cheap here because they are forked; on macOS, some libraries crash after a fork.
+    ray = sys.modules.get("ray")  # a fork of a connected process could receive the parent's next answer
     if workers > 1 and sys.platform == "linux" and not (ray and ray.is_initialized()):
         yield from _in_processes(function, chunks, workers)
     else:
@@ -60,7 +60,7 @@ def map_chunks(
 
 
 def ahead(items: Iterator[Item]) -> Iterator[Item]:
-    """Each item is made, in a thread, while the one before it is used."""
+    """Make each item in a thread while the previous one is used."""
     with ThreadPoolExecutor(1) as thread:
         upcoming = thread.submit(next, items, None)
         while (item := upcoming.result()) is not None:
@@ -75,7 +75,7 @@ def _in_processes(
     pool = ProcessPoolExecutor(workers, get_context("fork"), _start, (function, os.getpid()))
     try:
         for chunk in chunks:
-            # The threads of the tokenizers library do not survive a fork, and would be too many in each process.
+            # The tokenizers library's threads do not survive a fork, and would oversubscribe the cores.
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
             pending.append(pool.submit(_call, chunk))
             if len(pending) > 4 * workers:
@@ -84,15 +84,15 @@ def _in_processes(
             yield pending.popleft().result()
     except BrokenProcessPool as error:
         raise TuneError(
-            "a process that tokenises was killed, usually because the machine ran out of memory: "
-            f"set dataset.workers to less than {workers}"
+            "a tokenizing process was killed, usually because the machine ran out of memory. "
+            f"Set dataset.workers to less than {workers}"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def _start(function: Callable[[list[Any]], Any], parent: int) -> None:
-    """In a new process: it keeps the function that it was forked with, leaves Ctrl-C to its parent and dies with it."""
+    """Set up a worker process: keep the function, leave Ctrl-C to the parent, and exit when the parent does."""
     global _function
     _function = function
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,11 +1,11 @@
-"""Files and folders: written whole or not at all, known by a hash of what is in them, and locked.
+"""Write files and folders atomically, hash their contents, and lock run folders.
 
-`lock` is a module of its own name: `lock.hold(folder)`.
+`lock` is used as a module: `lock.hold(folder)`.
 """
 
 from tune.files import lock
 from tune.files.atomic import CHECKPOINT, INDEX, exported, require_replaceable, written_aside
 from tune.files.contents import cache_folder, content_digest
 
-# Other names are for the packages of `tune` alone.
+# The imported names are for the packages of `tune` only.
 __all__ = []

@@ -1,4 +1,4 @@
-"""Files and folders that appear at their path only when they are complete."""
+"""Write files and folders that appear at their path only when they are complete."""
 
 import glob
 import hashlib
@@ -11,16 +11,18 @@ from pathlib import Path
 
 from tune.errors import TuneError
 
-INDEX = "written.json"  # in an exported folder: its files, so that others in it are not lost when it is written again
-HASHED_BYTES = 2**20  # larger files are known by their size
-CHECKPOINT = "step-" + 8 * "[0-9]"  # names of complete checkpoints; other names are the user's own
+INDEX = "written.json"  # lists the files of an exported folder, so that a new export does not delete others
+HASHED_BYTES = 2**20  # larger files are compared by size
+CHECKPOINT = "step-" + 8 * "[0-9]"  # names of complete checkpoints; other names belong to the user
 
 
 @contextmanager
 def written_aside(path: Path, folder: bool = False) -> Iterator[Path]:
-    """A place beside `path` to write a file to, or files in a new folder; it is renamed to `path`, and replaces what is
-    there, when the block ends. If the block raises, nothing stays. One process at a time may write a folder: what a
-    killed one left of it is removed first."""
+    """Yield a temporary path next to `path` for a file, or for the files of a new folder.
+
+    When the block ends, it is renamed to `path` and replaces what is there. If the block raises, it is deleted. Only
+    one process at a time may write a folder: leftovers of killed processes are deleted first.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.unfinished")
     if folder:
@@ -30,7 +32,7 @@ def written_aside(path: Path, folder: bool = False) -> Iterator[Path]:
     try:
         yield unfinished
         if folder:
-            for file in unfinished.iterdir():  # safetensors makes files that only their owner may read
+            for file in unfinished.iterdir():  # safetensors creates files that only their owner can read
                 file.chmod(unfinished.stat().st_mode & (0o777 if file.is_dir() else 0o666))
             shutil.rmtree(path, ignore_errors=True)
         unfinished.replace(path)
@@ -43,7 +45,7 @@ def written_aside(path: Path, folder: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def exported(folder: Path) -> Iterator[Path]:
-    """As `written_aside`, for a folder that a user names: it replaces only what was written there in this way.
+    """Like `written_aside`, for a folder that a user names: only replaces files that an earlier export wrote.
 
     Raises:
         TuneError: see `require_replaceable`.
@@ -56,12 +58,11 @@ def exported(folder: Path) -> Iterator[Path]:
 
 
 def require_replaceable(folder: Path) -> None:
-    """Raises TuneError if an export to `folder` would delete a file that `exported` did not write, or that was changed
-    since."""
+    """Raise TuneError if an export to `folder` would delete a file that `exported` did not write, or a changed file."""
     if not folder.exists():
         return
     if not folder.is_dir():
-        raise TuneError(f"{folder} is a file. Name a folder that is absent or empty, or move the file")
+        raise TuneError(f"{folder} is a file. Choose a new or empty folder, or move the file")
     try:
         written = json.loads((folder / INDEX).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -70,13 +71,13 @@ def require_replaceable(folder: Path) -> None:
     if others := [name for name, state in _states(folder).items() if known.get(name) != state]:
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
         raise TuneError(
-            f"{folder} holds files that an export did not write, or that were changed since, and they would be lost: "
-            f"{', '.join(others[:3])}{more}. Move them or the folder, or name another one"
+            f"{folder} contains files that no export wrote, or that have changed since, and they would be lost: "
+            f"{', '.join(others[:3])}{more}. Move them or the folder, or choose another folder"
         )
 
 
 def _states(folder: Path) -> dict[str, str]:
-    """Size and digest of each file in a folder, and each folder without files, by relative path."""
+    """The size and digest of each file in a folder, and its empty folders, by relative path."""
     states = {}
     for each in sorted(folder.rglob("*")):
         name = str(each.relative_to(folder))
@@ -84,7 +85,7 @@ def _states(folder: Path) -> dict[str, str]:
             if not any(each.iterdir()):
                 states[name] = "empty folder"
         elif name != INDEX:
-            size = each.stat().st_size if each.exists() else -1  # -1: a link to nothing
+            size = each.stat().st_size if each.exists() else -1  # -1: a broken link
             digest = hashlib.sha256(each.read_bytes()).hexdigest() if 0 <= size <= HASHED_BYTES else ""
             states[name] = f"{size} {digest}"
     return states

@@ -1,4 +1,4 @@
-"""What is in a file, known by a hash of all of its bytes, which is made once."""
+"""Hash all bytes of a file, once."""
 
 import hashlib
 import json
@@ -12,8 +12,8 @@ import xxhash
 from tune.files.atomic import written_aside
 from tune.lookup import local_path
 
-LARGE = 2**24  # bytes of a file whose hash is remembered
-_known: dict[str, str] = {}  # by the state of a file
+LARGE = 2**24  # bytes from which on a file's hash is stored
+_known: dict[str, str] = {}  # file state -> hash
 
 
 def cache_folder(given: str | None) -> Path:
@@ -22,10 +22,10 @@ def cache_folder(given: str | None) -> Path:
 
 
 def content_digest(file: Path, memory: Path | None = None) -> str:
-    """A hash of all bytes of a file. That of a large file is remembered, in this process and in the folder `memory` (by
-    default in the cache), until the file changes."""
+    """A hash of all bytes of a file. The hash of a large file is stored until the file changes, in this process and in
+    the folder `memory` (default: the cache)."""
     status = file.stat()
-    # Whoever writes to a file changes its ctime, which nobody can set back.
+    # Writing to a file changes its ctime, which cannot be set back.
     state = [str(file.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev]
     key = xxhash.xxh3_128_hexdigest(json.dumps(state).encode())
     if key in _known:
@@ -36,7 +36,7 @@ def content_digest(file: Path, memory: Path | None = None) -> str:
             return _known.setdefault(key, text)
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
-    # A file that is being written can change twice in one tick of the clock.
+    # A file that is being written can change twice within one clock tick.
     if status.st_size >= LARGE and time.time() - status.st_ctime > 2:
         _known[key] = digest
         with suppress(OSError), written_aside(kept) as unfinished:

@@ -1,7 +1,7 @@
-"""The lock of a run folder: one process at a time writes there.
+"""Lock a run folder, so that only one process at a time writes to it.
 
-It is a POSIX lock. Processes that are forked from its holder do not have it. It goes when the holder closes any
-descriptor of the file, so it is on a file that nothing else opens: not on one that is uploaded or read.
+It is a POSIX lock, which forked processes do not inherit. It is released when its holder closes any descriptor of the
+file, so it is on a file of its own that nothing else reads or uploads.
 """
 
 import contextlib
@@ -15,20 +15,23 @@ from typing import Any, TextIO
 from tune.errors import TuneError
 
 FILE = ".lock"
-BEATS = 25.0  # seconds in which a run that goes on writes its heartbeat twice
-_held: dict[Path, TextIO] = {}  # by this process
+BEATS = 25.0  # seconds in which an active run writes its heartbeat twice
+_held: dict[Path, TextIO] = {}  # locks of this process
 
 
 def hold(folder: Path, make: bool = False) -> None:
-    """Lock a run folder until `release` or the end of this process. Without `make`, a folder in which no run has begun
-    stays as it is. Where the file system has no locks, look whether the heartbeat of a run there goes on, which takes
-    `BEATS` seconds if that has not ended. Raises TuneError if another process is writing there."""
+    """Lock a run folder until `release` or the end of this process.
+
+    Without `make`, a folder in which no run has started is left unchanged. If the file system does not support locks,
+    checks for a heartbeat of an active run instead, for up to `BEATS` seconds. Raises TuneError if another process is
+    writing to the folder.
+    """
     path = folder.resolve() / FILE
     if is_held_here(folder):
         return
     try:
         file = path.open("a" if make else "r+", encoding="utf-8")
-    except OSError:  # there is none, or nobody may write there, as whoever wants to is told
+    except OSError:  # missing, or not writable, which is reported when something is written
         if make:
             raise
         return
@@ -42,25 +45,26 @@ def hold(folder: Path, make: bool = False) -> None:
     if not is_free:
         file.close()
         raise TuneError(
-            f"output_dir: another run is writing into {folder}. Wait for its end, or give another output_dir"
+            f"output_dir: another run is writing to {folder}. Wait until it ends, or set another output_dir"
         )
     _held[path] = file
 
 
 def release(folder: Path) -> None:
+    """Release the lock of a folder, if this process holds it."""
     if file := _held.pop(folder.resolve() / FILE, None):
         file.close()
 
 
 def is_held_here(folder: Path) -> bool:
-    """Whether this process has the lock of a folder, which may have been removed and made again."""
+    """Whether this process holds the lock of a folder; False if the folder was deleted and created again."""
     path = folder.resolve() / FILE
     return path in _held and path.exists() and os.path.samestat(os.fstat(_held[path].fileno()), path.stat())
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a process has the lock of a folder; where the file system has no locks, True."""
-    if is_held_here(folder):  # to open the file would end the lock
+    """Whether any process holds the lock of a folder; True if the file system does not support locks."""
+    if is_held_here(folder):  # opening the file here would release the lock
         return True
     try:
         with (folder / FILE).open(encoding="utf-8") as file:
@@ -73,7 +77,7 @@ def is_held(folder: Path) -> bool:
 
 
 def _beats(folder: Path) -> bool:
-    """Whether somebody writes heartbeat.json now. Clocks of two machines are not compared."""
+    """Whether heartbeat.json is being written. Does not compare clocks of two machines."""
     beat, began = _content(folder / "heartbeat.json"), time.monotonic()
     if not beat or _state(folder / "run.json") != "running":
         return False

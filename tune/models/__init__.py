@@ -1,5 +1,5 @@
-"""Models, built from config.json. One decoder for all families; families/ has how each config.json is read; hf.py
-wraps any other causal language model of transformers."""
+"""Build models from config.json: one decoder for all native families (families/ reads each config.json), and hf.py,
+which wraps any other causal language model of transformers."""
 
 from tune.models.attention import Choice, capability
 from tune.models.build import as_reward_model, build, prepare_scores, set_pad
@@ -11,7 +11,7 @@ from tune.models.moe import Dispatch, ExpertLinear, ExpertsConfig, grouped_produ
 from tune.models.names import Names, OnDisk, disk_names, disk_parts, own_name, peft_name, stored_tensors, without_names
 from tune.models.rope import SCALINGS, RopeConfig
 
-# Other names are for the packages of `tune` alone.
+# The other imported names are for the packages of `tune` only.
 __all__ = [
     "Decoder",
     "DecoderConfig",

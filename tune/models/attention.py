@@ -1,4 +1,4 @@
-"""Causal attention within documents, by the fastest kernel that supports the case; `attend_masked` is the reference."""
+"""Causal attention within documents by the fastest kernel that supports the case; `attend_masked` is the reference."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
@@ -20,11 +20,11 @@ Capability: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True)
 class Scoring:
-    """How attention scores are computed.
+    """The computation of attention scores.
 
-    A token attends to itself and the `window - 1` tokens before it (None: to all before it). Scores are multiplied by
-    `scale` (None: 1 / sqrt(head_dim)), then bounded to (-softcap, softcap) by tanh. `sinks` `[heads]` are the scores of
-    one more key, without a value.
+    A token attends to itself and the `window - 1` tokens before it (None: all tokens before it). Scores are multiplied
+    by `scale` (None: 1 / sqrt(head_dim)), then bounded to (-softcap, softcap) by tanh. `sinks` `[heads]` are the scores
+    of one more key without a value.
     """
 
     window: int | None = None
@@ -34,7 +34,7 @@ class Scoring:
 
     @property
     def is_plain(self) -> bool:
-        """Whether SDPA computes it."""
+        """Whether SDPA can compute these scores."""
         return self.softcap is None and self.sinks is None
 
 
@@ -43,48 +43,50 @@ PLAIN = Scoring()
 
 class Choice(NamedTuple):
     path: Path
-    because: str = ""  # where it is not the fastest
+    because: str = ""  # why it is not the fastest path
 
 
 def choose(
     capability: Capability | None, dtype: torch.dtype, query_size: int, value_size: int, *, softcap: bool = False,
     sinks: bool = False,
 ) -> Choice:  # fmt: skip
-    """How a device computes attention of heads of these sizes: all that decides about it.
+    """Choose how a device computes attention with heads of these sizes. This is the only place that decides it.
 
-    `flash`: FlashAttention. `flex`: FlexAttention, compiled. `efficient`: other fused kernels of PyTorch, those of CPUs
-    among them. `math`: matrix products, with the scores in memory.
+    - `flash`: FlashAttention
+    - `flex`: FlexAttention, compiled
+    - `efficient`: other fused kernels of PyTorch, including those for CPUs
+    - `math`: matrix products, with the scores in memory
 
-    `capability` is that of a CUDA device, None for other devices.
+    `capability` is the compute capability of a CUDA device, None for other devices.
     """
     is_plain, sizes = not (softcap or sinks), (query_size, value_size)
     if capability is None:
         return Choice("efficient") if is_plain else Choice("math", "only GPUs have kernels for soft caps and sinks")
     if capability < (8, 0):
-        because = f"fast kernels need compute capability 8.0, and this GPU has {capability[0]}.{capability[1]}"
+        because = f"fast kernels need compute capability 8.0, but this GPU has {capability[0]}.{capability[1]}"
         return Choice("efficient" if is_plain and dtype != torch.bfloat16 else "math", because)
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return Choice("math", f"no kernel computes in {str(dtype).removeprefix('torch.')}")
+        return Choice("math", f"no kernel supports {str(dtype).removeprefix('torch.')}")
     because = ""
     if softcap:
-        because = "FlashAttention has no soft caps"
+        because = "FlashAttention does not support soft caps"
     elif sinks and torch.version.hip:
-        because = "FlashAttention of ROCm has no log-sums for sinks"
+        because = "FlashAttention on ROCm does not return the log-sums that sinks need"
     elif dtype == torch.float32:
-        because = "FlashAttention computes in bf16 and fp16 only"
+        because = "FlashAttention only supports bf16 and fp16"
     elif not value_size <= query_size <= 256:
-        because = f"FlashAttention has heads of up to 256, and values as large, and this model has {sizes}"
+        because = f"FlashAttention supports heads of up to 256, with values no larger, but this model has {sizes}"
     if not because:
         return Choice("flash")
     if is_plain:
         return Choice("efficient", because)
     if min(sizes) >= 16 and max(sizes) <= 256:
         return Choice("flex", because)
-    return Choice("math", f"FlexAttention has heads of 16 to 256, and those of this model have {query_size}")
+    return Choice("math", f"FlexAttention supports heads of 16 to 256, but the heads of this model have {query_size}")
 
 
 def capability(device: torch.device) -> Capability | None:
-    """The compute capability of a CUDA device, None for other devices."""
+    """The compute capability of a CUDA device; None for other devices."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
@@ -94,9 +96,9 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """Causal attention of `query` `[batch, seq, heads, head_dim]` to `key`, `value` `[batch, seq, kv_heads, head_dim]`.
 
-    `documents=None` means one document per row. The head size of values, and so of the result, may differ. `mask` is
-    that of FlexAttention (`tune.models.flex.block_mask`), without which it is not used. All paths compute what
-    `attend_masked` computes.
+    `documents=None` means one document per row. Values, and so the result, may have another head size. `mask` is for
+    FlexAttention (`tune.models.flex.block_mask`), which is not used without it. All paths compute the same as
+    `attend_masked`.
     """
     attended: Documents | Part | None = documents
     if documents is not None and documents.part is not None:
@@ -114,7 +116,8 @@ def attend(
     if kernel == "flex" and mask is not None:
         output = flex(*_flat(query, key, value), mask, scoring.scale, scoring.softcap, scoring.sinks)
         return output.unflatten(0, query.shape[:2])
-    is_known = found is not None and not torch.version.hip and not torch.compiler.is_compiling()  # nor its gradients
+    # Compilers do not know this kernel's gradients.
+    is_known = found is not None and not torch.version.hip and not torch.compiler.is_compiling()
     if kernel == "efficient" and is_known and scoring.window is None:
         output = efficient(*_flat(query, key, value), _spans(query, documents, attended), scoring.scale)
         return output.unflatten(0, query.shape[:2])
@@ -122,7 +125,7 @@ def attend(
         return _document(query, key, value, scoring)
     if torch.compiler.is_compiling():  # a loop over documents would be recompiled for every batch
         return attend_masked(query, key, value, documents, scoring)
-    # One document at a time: no work on masked pairs of tokens, and no mask in memory.
+    # One document at a time: no work for masked pairs of tokens, and no mask in memory.
     lengths = documents.lengths, attended.lengths, attended.lengths
     split = [heads.split(each) for heads, each in zip(_flat(query, key, value), lengths, strict=True)]
     outputs = [_document(q[None], k[None], v[None], scoring)[0] for q, k, v in zip(*split, strict=True)]
@@ -130,12 +133,12 @@ def attend(
 
 
 def _flat(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of all rows one."""
+    """Flatten all rows into one."""
     return query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
 
 
 def _spans(query: Tensor, documents: Documents | None, attended: Documents | Part | None) -> Spans:
-    """Those of the flattened batch. The lengths have a bound of 2 at least, as for 1 the kernel takes another form."""
+    """The spans of the flattened batch. Bounds of lengths are at least 2, since the kernel has another form for 1."""
     if documents is None or attended is None:
         rows, seq = query.shape[:2]
         bounds = torch.arange(0, (rows + 1) * seq, seq, dtype=torch.int32, device=query.device)
@@ -145,13 +148,15 @@ def _spans(query: Tensor, documents: Documents | None, attended: Documents | Par
 
 
 def attend_masked(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scoring: Scoring = PLAIN) -> Tensor:
-    """Attention with the full mask `[batch, seq, seq]`: the reference for the other paths. In a part of a batch, `key`
-    and `value` are what its pieces attend to."""
+    """Attention with the full mask `[batch, seq, seq]`, the reference for the other paths.
+
+    For a part of a batch, `key` and `value` are those that its pieces attend to.
+    """
     order = torch.arange(query.shape[1], device=query.device)
     if documents.part is None:
         same_document = documents.ids[:, :, None] == documents.ids[:, None, :]
         return _masked(query, key, value, same_document & _visible(order, order, scoring), scoring)
-    # A piece and what it attends to end with the same token.
+    # A piece and the tokens that it attends to end with the same token.
     keys = torch.arange(key.shape[1], device=key.device)
     query_ends, key_ends = documents.boundaries[1:], documents.part.boundaries[1:]
     of_query = torch.searchsorted(query_ends, order, right=True)
@@ -162,13 +167,13 @@ def attend_masked(query: Tensor, key: Tensor, value: Tensor, documents: Document
 
 def attend_cached(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scoring: Scoring = PLAIN) -> Tensor:
     """Attention of new tokens, `query` `[rows, seq, heads, head_dim]`, to `key`, `value`
-    `[rows, kv_heads, slots, head_dim]`. `bias` `[rows, seq, slots]` is 0 where they attend, else -inf, in fp32.
+    `[rows, kv_heads, slots, head_dim]`. `bias` `[rows, seq, slots]`, fp32, is 0 where they attend, else -inf.
 
-    On a GPU by two products: kernels of attention gain nothing for one query, and cuDNN's plans its execution anew for
-    every number of slots, which takes longer than the step.
+    On a GPU, this is two matrix products: attention kernels gain nothing for one query, and cuDNN makes a new execution
+    plan for every number of slots, which takes longer than the step.
     """
     groups = query.shape[2] // key.shape[1]
-    # The heads that share a key become its queries: keys and values are not repeated.
+    # Heads that share a key become several queries of one head, so that keys and values are not repeated.
     shared = (
         query.unflatten(2, (-1, groups)).permute(0, 2, 1, 3, 4).flatten(2, 3)
     )  # [rows, kv_heads, seq * groups, dim]
@@ -185,7 +190,7 @@ def attend_cached(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scori
 
 
 def _scores(query: Tensor, key: Tensor, bias: Tensor, scoring: Scoring) -> Tensor:
-    """Scores in fp32, `[rows, heads, queries, keys]`, without a copy of the keys in fp32."""
+    """Scores in fp32, `[rows, heads, queries, keys]`, without an fp32 copy of the keys."""
     flat = query.flatten(0, 1), key.flatten(0, 1).mT
     if query.is_cuda and query.dtype != torch.float32:
         scores = torch.bmm(*flat, out_dtype=torch.float32)
@@ -199,11 +204,11 @@ def _scores(query: Tensor, key: Tensor, bias: Tensor, scoring: Scoring) -> Tenso
 
 
 def _document(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """Attention in rows that are one document each, or that have the queries of the last tokens of one."""
+    """Attention in rows of one document each; the queries may be the last tokens only."""
     length, before = query.shape[1], key.shape[1] - query.shape[1]
     if not before and scoring.is_plain and (scoring.window is None or length <= scoring.window):
         return _sdpa(query, key, value, scoring.scale, is_causal=True)
-    # By chunks of queries as long as the window: no work on keys outside of it, and the mask stays small.
+    # In chunks of queries as long as the window: no work for keys outside of it, and a small mask.
     order = torch.arange(key.shape[1], device=query.device)
     step = scoring.window or length
     outputs = []
@@ -223,7 +228,7 @@ def _visible(query_positions: Tensor, key_positions: Tensor, scoring: Scoring) -
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
-    """By SDPA; or with softcap or sinks, which it does not support, by matrix products with the scores in memory."""
+    """Attention with a mask, by SDPA; softcap and sinks need matrix products, with the scores in memory."""
     mask = mask.unsqueeze(-3)  # for all heads
     if scoring.is_plain:
         return _sdpa(query, key, value, scoring.scale, mask)
@@ -244,12 +249,13 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: Sc
 def _sdpa(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, mask: Tensor | None = None, is_causal: bool = False
 ) -> Tensor:
-    on_gpu = capability(query.device) is not None  # or this is a plan for one
+    on_gpu = capability(query.device) is not None  # also when planning for a GPU
     on_cpu = query.device.type == "cpu" and not on_gpu
-    slow = on_cpu and query.requires_grad and query.dtype == torch.bfloat16  # its backward, four times as fp32
+    # The backward in bf16 takes four times as long as in fp32.
+    slow = on_cpu and query.requires_grad and query.dtype == torch.bfloat16
     q, k, v = (each.transpose(1, 2).to(torch.float32 if slow else each.dtype) for each in (query, key, value))
     grouped = key.shape[2] != query.shape[2]
-    if grouped and on_gpu:  # where the kernel for masks knows no groups, and matrix products would take its place
+    if grouped and on_gpu:  # the masked kernel has no groups there: torch would use matrix products
         k, v = (heads.repeat_interleave(query.shape[2] // key.shape[2], dim=1) for heads in (k, v))
         grouped = False
     output = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=grouped)

@@ -1,7 +1,7 @@
-"""Kernels for GPUs, in Triton: elementwise chains of a block in one pass each, and products of groups of rows.
+"""Triton kernels for GPUs: chains of elementwise operations in one pass, and products of groups of rows.
 
-The chains round where the plain operations round, so that a GPU computes the same with and without them. A compiler
-fuses them by itself: where `tune.fused` does not fit, the plain operations run.
+The kernels round where the plain operations round, so that a GPU computes the same with and without them. Plain
+operations run where `tune.fused.fits` is false; a compiler fuses them itself.
 """
 
 from typing import Any
@@ -13,14 +13,14 @@ from torch import Tensor
 from tune import fused
 
 PROGRAMS = "tune.models.block_programs"
-HEADS = 4  # of a token, rotated together
-BLOCK = 1024  # elements of a program
-ROUNDED = {"enable_fp_fusion": False}  # a product is rounded before something is added to it
+HEADS = 4  # heads of a token that are rotated together
+BLOCK = 1024  # elements per program
+ROUNDED = {"enable_fp_fusion": False}  # round a product before an addition
 
 
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate pairs (i, i + size / 2) of `query` `[batch, seq, heads, size]` and `key` `[batch, seq, kv_heads, size]`
-    by the angles of `cos` and `sin` `[batch, seq, 1, size]`, which hold each angle twice."""
+    by the angles of `cos` and `sin` `[batch, seq, 1, size]`, which contain each angle twice."""
     if not fused.fits(query) or query.shape[-1] != cos.shape[-1] or query.shape[-1] not in (32, 64, 128, 256):
         return rotated(query, cos, sin), rotated(key, cos, sin)
     return _Rotate.apply(query, key, cos, sin)
@@ -33,7 +33,7 @@ def rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def silu_product(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, of tensors of one shape. Only these two are kept for backward."""
+    """silu(gate) * up for tensors of the same shape. Only these two are saved for backward."""
     return _SiluProduct.apply(gate, up) if fused.fits(gate) else F.silu(gate) * up
 
 
@@ -81,18 +81,18 @@ class _SiluProduct(torch.autograd.Function):
 
 
 def has_products(rows: Tensor) -> bool:
-    """Whether `grouped_product` runs on the device of `rows`, in their type."""
+    """Whether `grouped_product` runs on the device of `rows`, in their dtype."""
     return fused.fits(rows) and (bool(torch.version.hip) or torch.cuda.get_device_capability(rows.device) >= (8, 0))
 
 
 def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """`tune.models.moe.grouped_product` of any sizes, for all groups at once and without a wait for the device."""
+    """`tune.models.moe.grouped_product` of any sizes, for all groups at once, without waiting for the device."""
     (count, inputs), (groups, _, outputs) = rows.shape, weight.shape
     output = rows.new_empty(count, outputs)
     if not count:
         return output
     blocks = _blocks(rows, count // groups, outputs, inputs)
-    # Each group has at most one block that it does not fill.
+    # Each group has at most one block that is not full.
     grid = min(count, count // blocks["ROWS"] + groups) * -(-outputs // blocks["COLUMNS"])
     tensors = rows.contiguous(), weight, output, ends
     sizes = groups, *weight.stride(), inputs, outputs, power_of_two(groups)
@@ -113,8 +113,8 @@ def grouped_product_weight(rows: Tensor, gradient: Tensor, ends: Tensor) -> Tens
 
 
 def _blocks(rows: Tensor, lines: int, columns: int, depth: int) -> dict[str, Any]:
-    """What a program computes of a product `[lines, depth]` x `[depth, columns]`, and how."""
-    is_wide = rows.itemsize == 4  # without tensor cores, unless TF32 is allowed
+    """The block sizes and launch options of programs for a product `[lines, depth]` x `[depth, columns]`."""
+    is_wide = rows.itemsize == 4  # no tensor cores, unless TF32 is allowed
     most = 64 if is_wide else 128
     lines, columns = (min(most, max(16, power_of_two(size))) for size in (lines, columns))
     precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
@@ -124,10 +124,10 @@ def _blocks(rows: Tensor, lines: int, columns: int, depth: int) -> dict[str, Any
         "DEPTH": min(32 if is_wide else 64, max(16, power_of_two(depth))),
         "PRECISION": precision,
         "num_warps": 8 if lines * columns > 64 * 64 else 4,
-        "num_stages": 3,  # with blocks as large as these, what GPUs of 8.6 and later have of shared memory
+        "num_stages": 3,  # with these block sizes, fits the shared memory of GPUs of 8.6 and later
     }
 
 
 def power_of_two(number: int) -> int:
-    """The least that is not smaller."""
+    """The smallest power of two that is not below the number."""
     return 1 << max(0, number - 1).bit_length()

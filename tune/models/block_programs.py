@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, import-not-found"
-"""The programs of `tune.models.block_kernels`. Imported only where Triton is installed."""
+"""The programs of `tune.models.block_kernels`. Imported only if Triton is installed."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ def rotation(
     query, key, query_output, key_output, cos, sin, heads, kv_heads, query_groups,
     HALF: tl.constexpr, HEADS: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """One token and HEADS of its heads: of its queries, or from program `query_groups` on of its keys."""
+    """Rotate HEADS heads of one token: query heads, or from program `query_groups` on key heads."""
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     half = tl.arange(0, HALF)
     turn = token * 2 * HALF + half
@@ -70,8 +70,8 @@ def grouped_product(
     INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, GROUPS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """COLUMNS outputs of ROWS rows of one group. Each program finds its rows by itself, as the host does not know where
-    groups end; the last programs may have none."""
+    """Compute COLUMNS outputs of ROWS rows of one group. Each program finds its rows itself, since the host does not
+    know where groups end; the last programs may have no rows."""
     columns_of_rows = tl.cdiv(OUTPUTS, COLUMNS)
     block, column = tl.program_id(0) // columns_of_rows, tl.program_id(0) % columns_of_rows
     group = tl.arange(0, GROUPS)
@@ -107,7 +107,7 @@ def grouped_product_weight(
     INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
     LINES: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """LINES x COLUMNS of the gradient of one group's matrix, from all rows of the group."""
+    """Compute LINES x COLUMNS of the gradient of one group's matrix, from all rows of the group."""
     columns_of_group = tl.cdiv(OUTPUTS, COLUMNS)
     blocks_of_group = tl.cdiv(INPUTS, LINES) * columns_of_group
     group, block = tl.program_id(0) // blocks_of_group, tl.program_id(0) % blocks_of_group

@@ -1,4 +1,4 @@
-"""Builds the model that a checkpoint's config.json describes."""
+"""Build the model that a checkpoint's config.json describes."""
 
 import re
 from dataclasses import replace
@@ -18,18 +18,19 @@ from tune.types import NonNegativeFloat
 def build(
     path: str, router_loss: NonNegativeFloat | None = None, head: Literal["tokens", "score"] = "tokens"
 ) -> Decoder | HuggingFaceModel:
-    """The model that `path`/config.json describes: a `Decoder` for the families that are native, see
-    `tune.models.families`, and transformers' own model for any other (`hf`). Under `torch.device("meta")` it takes no
-    memory.
+    """Build the model that `path`/config.json describes.
 
-    `router_loss` is the weight of the load-balancing loss of experts (see `RoutingStats`); None: the file's
-    `router_aux_loss_coef` if its `output_router_logits` is true, else 0. With the head `score`, one output takes the
-    place of the vocabulary's: a reward model (transformers' `...ForSequenceClassification` with one label).
+    Native families (`tune.models.families`) become a `Decoder`, all others transformers' own model (`hf`). Under
+    `torch.device("meta")`, the model takes no memory.
+
+    `router_loss` is the weight of the experts' load-balancing loss (see `RoutingStats`). None takes
+    `router_aux_loss_coef` from the file if its `output_router_logits` is true, else 0. With `head="score"`, one output
+    replaces the vocabulary: a reward model (transformers' `...ForSequenceClassification` with one label).
 
     Raises:
-        TuneError: the folder does not exist, config.json is unreadable or has an unsupported architecture or field, or
-            there is a `router_loss` for a model without experts, or the model scores several labels; of a family that
-            is not native: transformers is not installed or cannot make it, or there is a `router_loss`.
+        TuneError: the folder does not exist; config.json is unreadable or has an unsupported architecture or field;
+            `router_loss` is set for a model without experts; or the model scores several labels. If the family is not
+            native: transformers is not installed or cannot build it, or `router_loss` is set.
     """
     file = ConfigFile(Path(path))
     model_type = file.get("model_type", "(none)")
@@ -46,7 +47,7 @@ def build(
         config = replace(config, router_loss=router_loss)
     model = Decoder(config)
     if config.router_loss and model.routing is None:
-        raise TuneError(f"router_loss: {path} has no experts to balance; leave it out")
+        raise TuneError(f"router_loss: {path} has no experts to balance. Remove router_loss")
     tensors = [*model.named_parameters(), *model.named_buffers()]
     lm_head = str(architecture.disk_name("head.weight", 0))
     model.names = Names(
@@ -63,9 +64,9 @@ def build(
 def _of_transformers(
     path: str, model_type: str, router_loss: float | None, head: Literal["tokens", "score"]
 ) -> HuggingFaceModel:
-    known = f"model_type '{model_type}' is not native; these are: {', '.join(supported())}"
+    known = f"model_type '{model_type}' is not native. Native families: {', '.join(supported())}"
     if router_loss is not None:
-        raise TuneError(f"router_loss: {known}. Models of transformers have no router_loss")
+        raise TuneError(f"router_loss: {known}. Models loaded through transformers do not support router_loss")
     try:
         return hf(path, head=head)
     except TuneError as error:
@@ -78,16 +79,16 @@ def _with_scores(config: DecoderConfig, file: ConfigFile) -> DecoderConfig:
 
 
 def prepare_scores(model: Any, tokenizer: Tokenizer) -> None:
-    """Have a reward model that was a language model pass over a pad token that ends no text (`Tokenizer.choose_pad`).
-    Raises TuneError for a model without a head that scores."""
+    """Make a reward model built from a language model skip a pad token that does not end texts
+    (`Tokenizer.choose_pad`). Raises TuneError for a model without a scoring head."""
     if not getattr(model.config, "scores", False):
-        raise TuneError("model: it has no head that scores: take model._component_=tune.models.build, model.head=score")
+        raise TuneError("model has no scoring head. Set model._component_=tune.models.build and model.head=score")
     if model.config.pad_id is None:
         set_pad(model, tokenizer.choose_pad())
 
 
 def set_pad(model: Any, pad_id: int | None) -> None:
-    """Have a reward model pass over this token, see `tune.losses.LastTokenScores`."""
+    """Make a reward model skip this token; see `tune.losses.LastTokenScores`."""
     if isinstance(model, HuggingFaceModel):
         model.config.pad_id = pad_id
     else:
@@ -95,7 +96,7 @@ def set_pad(model: Any, pad_id: int | None) -> None:
 
 
 def as_reward_model(fields: dict[str, Any], pad_id: int | None) -> dict[str, Any]:
-    """config.json for transformers' `AutoModelForSequenceClassification`, from that of the model it was made of."""
+    """The config.json for transformers' `AutoModelForSequenceClassification`, from that of the original model."""
     is_text = str(fields.get("model_type")).endswith("_text")
     kind = "TextForSequenceClassification" if is_text else "ForSequenceClassification"
     names = [re.sub(r"(Text)?For[A-Z]\w+$", kind, name) for name in fields.get("architectures") or []]

@@ -1,4 +1,4 @@
-"""A reader of config.json that refuses fields nobody has read."""
+"""Read config.json, and reject fields that no reader has used."""
 
 import copy
 import re
@@ -12,34 +12,34 @@ from tune.lookup import absent, did_you_mean, in_shell, is_on_the_hub
 from tune.tokenizers import mapping_in
 
 T = TypeVar("T")
-# Fields without effect on what the model computes in training.
+# Fields that do not affect the model's computation in training.
 HARMLESS = {
     "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "use_cache",
     "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "output_attentions", "output_hidden_states",
     "return_dict", "torchscript", "id2label", "label2id", "problem_type", "is_llama_config",
     "transformers.js_config", "cache_implementation", "auto_map", "task_specific_params", "chunk_size_feed_forward",
     "temperature", "top_p", "top_k", "max_length", "max_sequence_length", "unsloth_fixed", "unsloth_version",
-    "quantization_config",  # of the weights, which are read dequantized
+    "quantization_config",  # weights are dequantized when read
 }  # fmt: skip
 
 
 def read_json(file: Path, setting: str = "path") -> dict[str, Any]:
-    """The mapping in a file of the folder that `setting` names. Raises TuneError if there is none."""
+    """The mapping in a JSON file of the folder that `setting` names. Raises TuneError if the file does not exist."""
     if not file.exists():
         folder, place = file.parent, in_shell(file.parent)
         if (folder / "config.yaml").exists() and not file.name.startswith("adapter"):
             adapter = in_shell(folder / "adapter")
-            both = f"adapter.path={adapter} on its base, or as one: tune export {place} --to hf --out FOLDER"
+            both = f"adapter.path={adapter} on its base, or merge both: tune export {place} --to hf --out FOLDER"
             ways = {"model": f"{folder}/model", "adapter": both}
-            made = next((f"Use what it made: {ways[each]}. " for each in ways if (folder / each).is_dir()), "")
+            made = next((f"Use its result: {ways[each]}. " for each in ways if (folder / each).is_dir()), "")
             raise TuneError(
-                f"{setting}: {folder} is the folder of a run. {made}To continue the run itself, give the command that "
-                f"began it with output_dir={place}"
+                f"{setting}: {folder} is a run folder. {made}To continue the run itself, repeat the command that "
+                f"started it with output_dir={place}"
             )
         if (folder / "adapter_config.json").exists():
             raise TuneError(
-                f"{setting}: {folder} is an adapter. Give the model that it was trained on, with "
-                f"adapter.path={place} to train it on; or make one model of both: tune merge BASE {place} OUT"
+                f"{setting}: {folder} is an adapter. Give the model that it was trained on, with adapter.path={place} "
+                f"to continue training it; or merge both into one model: tune merge BASE {place} OUT"
             )
         found = ", ".join(sorted(child.name for child in file.parent.glob("*"))[:8]) or "nothing"
         raise TuneError(f"{setting}: {file.parent} has no {file.name}; found {found}")
@@ -51,7 +51,7 @@ def is_positive(value: Any) -> bool:
 
 
 class ConfigFile:
-    """config.json of a checkpoint folder. `finish` refuses the fields that were not read."""
+    """The config.json of a checkpoint folder. `finish` rejects fields that were not read."""
 
     def __init__(self, folder: Path, setting: str = "path"):
         self.path, self.setting = folder / "config.json", setting
@@ -61,37 +61,39 @@ class ConfigFile:
             to_download = f". To download it from the Hugging Face hub: `tune download {folder}`"
             hint = to_download if is_on_the_hub(str(folder)) else near and f".{near}"
             if folder.suffix == ".gguf" and folder.is_file():
-                hint = ". `tune convert` makes one of a GGUF file"
-            if re.match(r"\w+:/", str(folder)):  # Path has taken the other slash
-                hint = ". A URL is not read: copy what is there to a disk of each node, and give the path of the copy"
+                hint = ". `tune convert` converts a GGUF file"
+            if re.match(r"\w+:/", str(folder)):  # Path has removed the other slash
+                hint = ". URLs are not supported: copy the folder to a disk of each node, and give the path of the copy"
             raise TuneError(f"{setting}: {folder} {what}; it must be a folder with config.json and *.safetensors{hint}")
         self.fields = read_json(self.path, setting)
         self.scores = "SequenceClassification" in str(self.fields.get("architectures"))  # a reward model
         self._read, self._sections = set[str](), list[ConfigFile]()
 
     def require_texts(self) -> None:
-        """Raises TuneError for a reward model."""
+        """Raise TuneError for a reward model."""
         if self.scores:
-            what = f"{self.setting}: {self.path.parent} is a reward model: it scores texts and writes none"
-            raise TuneError(f"{what}. Train it with reward_finetune, or name it as reward.path of a RewardModel")
+            what = f"{self.setting}: {self.path.parent} is a reward model: it scores texts and cannot generate them"
+            raise TuneError(f"{what}. Train it with reward_finetune, or use it as reward.path of a RewardModel")
 
     def require_one_label(self) -> None:
-        """Raises TuneError for a model that scores several labels."""
+        """Raise TuneError for a model that scores several labels."""
         labels = self.get("num_labels") or len(self.get("id2label", ("two", "by default")))
         if self.scores and labels != 1:
-            raise TuneError(f"{self.path}: the model scores {labels} labels, and a reward is one number: take another")
+            raise TuneError(
+                f"{self.path}: the model scores {labels} labels, but a reward is one number. Use another model"
+            )
 
     @property
     def scored_pad_id(self) -> int | None:
-        """The pad token of a reward model, which ends no text there; None for a model that is to become one."""
+        """The pad token of a reward model, which does not end texts; None for a language model."""
         return (self.mapping("text_config") or self.fields).get("pad_token_id") if self.scores else None
 
     def set_defaults(self, **fields: Any) -> None:
-        """Defaults of fields that the file leaves out. A field that is null stays null."""
+        """Set defaults of fields that are missing in the file. A field that is null stays null."""
         self.fields = fields | self.fields
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A field; null counts as absent."""
+        """A field's value; null counts as missing."""
         self._read.add(name)
         value = self.fields.get(name)
         return default if value is None else value
@@ -104,7 +106,7 @@ class ConfigFile:
         return self._checked(name, default, is_positive, "a positive number")
 
     def optional(self, name: str, read: Callable[[str], T]) -> T | None:
-        """What `read` gives for a field; None if that is absent."""
+        """The result of `read` for a field; None if the field is missing."""
         return None if self.get(name) is None else read(name)
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -114,11 +116,11 @@ class ConfigFile:
         return self._checked(name, default, lambda value: isinstance(value, list), "a list")
 
     def mapping(self, name: str) -> dict[str, Any]:
-        """Empty if absent."""
+        """A mapping; empty if it is missing."""
         return dict(self._checked(name, {}, lambda value: isinstance(value, dict), "a mapping"))
 
     def section(self, name: str) -> "ConfigFile":
-        """The mapping in a field, as a file of its own; `finish` includes it."""
+        """The mapping in a field as a `ConfigFile`, which `finish` includes."""
         section = copy.copy(self)
         section.path = self.path / name  # for messages
         section.fields, section._read, section._sections = self.mapping(name), set(), []
@@ -140,24 +142,24 @@ class ConfigFile:
         return value
 
     def expect(self, **supported: Any) -> None:
-        """Raises TuneError if one of these fields has another value than the given one."""
+        """Raise TuneError if one of these fields does not have the given value."""
         for name, only in supported.items():
             value = self.get(name, only)
             if value != only:
                 raise TuneError(f"{self.path}: {name}={value!r} is not supported; supported: {only!r}")
 
     def ignore(self, *names: str) -> None:
-        """Accept fields that have no effect on what the model computes."""
+        """Accept fields that do not affect the model's computation."""
         self._read.update(names)
 
     def without_dropout(self, *names: str) -> None:
         """Warn that these dropouts of the original training are not applied."""
         for name in names:
             if rate := self.get(name, 0):
-                warnings.warn(f"{self.path}: {name}={rate} is not applied: tune trains without it", stacklevel=2)
+                warnings.warn(f"{self.path}: {name}={rate} is ignored: tune trains without this dropout", stacklevel=2)
 
     def finish(self) -> None:
-        """Raises TuneError for fields that were not read, unless they are `HARMLESS`, null, false or empty."""
+        """Raise TuneError for fields that were not read, unless they are `HARMLESS`, null, false or empty."""
         for section in self._sections:
             section.finish()
         unread = {
@@ -170,6 +172,6 @@ class ConfigFile:
             kind = f" for model_type '{self.fields['model_type']}'" if "model_type" in self.fields else ""
             raise TuneError(
                 f"{self.path}: not supported{kind}: {listing}. Supported: "
-                f"{', '.join(sorted(self._read))}. If a field has no effect on this model, remove it from the file; "
-                "otherwise train transformers' own model with model._component_=tune.models.hf"
+                f"{', '.join(sorted(self._read))}. If a field does not affect this model, remove it from the file. "
+                "Otherwise, train transformers' own model with model._component_=tune.models.hf"
             )

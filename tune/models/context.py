@@ -1,4 +1,4 @@
-"""What a block gets beside hidden states: rotation, documents, positions and cache."""
+"""The context of a block in addition to hidden states: rotation, documents, positions and cache."""
 
 import functools
 import math
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the tokens of a forward belong in a layer's cache: written are those in `kept` (None: all), to `written`.
+    """The place of a forward's tokens in a layer's cache: tokens `kept` (None: all) are written to `written`.
 
-    With new tokens after those of each row, `read` is what they attend to, with `bias` `[rows, seq, slots]` added to
-    the scores: 0, or -inf for what they do not see.
+    When decoding, new tokens attend to `read`, with `bias` `[rows, seq, slots]` added to the scores: 0 for visible
+    tokens, else -inf.
     """
 
     written: tuple[Any, ...]
@@ -33,8 +33,10 @@ class Place:
 
 
 class LayerCache:
-    """Keys and values of one layer `[rows, heads, slots, size]`, with position j of a document in slot j % `slots`; or
-    with `slots=None` the states of a recurrent layer, `[rows, ...]`."""
+    """Keys and values of one layer `[rows, heads, slots, size]`; position j of a document is in slot j % `slots`.
+
+    With `slots=None`, the states of a recurrent layer, `[rows, ...]`.
+    """
 
     place: Place
 
@@ -43,7 +45,7 @@ class LayerCache:
         self.storage: tuple[Tensor, ...] = ()
 
     def write(self, *new: Tensor) -> None:
-        """Keys and values of all tokens `[batch, seq, heads, size]`, or the states after each document
+        """Write keys and values of all tokens `[batch, seq, heads, size]`, or the states after each document
         `[documents, ...]`."""
         if not self.storage:
             self.storage = tuple(tensor.new_zeros(self._shape(tensor)) for tensor in new)
@@ -63,30 +65,32 @@ class LayerCache:
 
 
 class KeyValueCache:
-    """What the layers keep of `rows` documents of at most `capacity` tokens.
+    """The cache of all layers for `rows` documents of at most `capacity` tokens.
 
-    `windows` are those of the layers: `capacity` where all tokens are attended to, None for recurrent layers. Each
-    forward is preceded by `start` or `extend`, which say what its tokens are.
+    `windows` has the window of each layer: `capacity` if it attends to all tokens, None if it is recurrent. Call
+    `start` or `extend` before each forward, to announce its tokens.
     """
 
     def __init__(self, windows: Sequence[int | None], rows: int, capacity: int):
         self.layers = [LayerCache(rows, None if window is None else min(window, capacity)) for window in windows]
 
     def start(self, rows: list[int], batch: Batch, device: torch.device) -> None:
-        """Next are the documents of `batch`, which is one row on the host: each becomes one of `rows`."""
+        """Announce the documents of `batch`, which is one row on the host. Each document becomes one of `rows`."""
         lengths = np.array(batch.documents.lengths)
         row, position, ends = np.repeat(rows, lengths), batch.positions[0].numpy(), np.repeat(lengths, lengths)
 
         def place(slots: int) -> Place:
-            kept = np.flatnonzero(position >= ends - slots)  # the last ones of each document
+            kept = np.flatnonzero(position >= ends - slots)  # the last tokens of each document
             tokens, *written = (torch.from_numpy(each).to(device) for each in (kept, row[kept], position[kept] % slots))
             return Place(tuple(written), tokens)
 
         self._set_places(Place((torch.tensor(rows, device=device),)), place)
 
     def extend(self, positions: Tensor, length: int) -> None:
-        """Next are tokens at `positions` `[rows, seq]` of rows 0, 1, ..., see `together`. No row is longer than
-        `length` then. Positions are not looked at: this works without a wait for the device."""
+        """Announce tokens at `positions` `[rows, seq]` of rows 0, 1, ...; see `together`.
+
+        No row may be longer than `length` afterwards. Does not wait for the device, since it does not read positions.
+        """
         count, device = len(positions), positions.device
         row = torch.arange(count, device=device).repeat_interleave(positions.shape[1])
 
@@ -100,20 +104,22 @@ class KeyValueCache:
         self._set_places(Place((slice(count),), read=(slice(count),)), place)
 
     def _set_places(self, of_states: Place, of_slots: Callable[[int], Place]) -> None:
-        of_slots = functools.cache(of_slots)  # most layers have as many
+        of_slots = functools.cache(of_slots)  # most layers have equally many slots
         for layer in self.layers:
             layer.place = of_states if layer.slots is None else of_slots(layer.slots)
 
     def together(self, start: int) -> int:
-        """How many tokens from position `start` on can come together: as long as no window loses what they read."""
+        """The number of tokens from position `start` on that fit in one forward, before a window drops tokens that they
+        attend to."""
         return max(1, min((layer.slots for layer in self.layers if layer.slots is not None), default=start) - start)
 
     def keeps_all(self, length: int) -> bool:
-        """Whether the end of a document of `length` tokens can be replaced: no window and no state has lost a token."""
+        """Whether the end of a document of `length` tokens can be replaced, since no window or state has dropped a
+        token."""
         return all(layer.slots is not None and length <= layer.slots for layer in self.layers)
 
     def copy(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Give the second row of each of `moves` what the first has."""
+        """Copy rows: `moves` has pairs (source, target)."""
         if moves:
             source, target = (list(rows) for rows in zip(*moves, strict=True))
             for stored in (stored for layer in self.layers for stored in layer.storage):
@@ -121,14 +127,14 @@ class KeyValueCache:
 
 
 class Masks:
-    """The masks that FlexAttention needs in a forward of `rows` x `seq` tokens, each made once for all layers."""
+    """The masks for FlexAttention in a forward of `rows` x `seq` tokens, each made once for all layers."""
 
     def __init__(self, documents: Documents | None, shape: torch.Size, device: torch.device, dtype: torch.dtype):
         self.documents, self.shape, self.device, self.dtype = documents, shape, device, dtype
         self.made: dict[int | None, BlockMask] = {}
 
     def of(self, config: Any) -> "BlockMask | None":
-        """That of a layer whose attention has this config; None where it is computed in another way."""
+        """The mask for a layer with this attention config; None if FlexAttention does not compute it."""
         choose = getattr(config, "path", None)
         if choose is None or choose(attention.capability(self.device), self.dtype).path != "flex":
             return None
@@ -141,8 +147,8 @@ class Masks:
 
 @dataclass(frozen=True)
 class Context:
-    """`rotation`, `cache` and `mask`, that of FlexAttention, belong to the block, the rest is the same for all.
-    `documents=None`: one per row."""
+    """`rotation`, `cache` and `mask` (for FlexAttention) belong to the block; the rest is the same for all blocks.
+    `documents=None` means one document per row."""
 
     rotation: Rotation | None
     documents: Documents | None

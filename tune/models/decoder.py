@@ -24,7 +24,7 @@ from tune.quantization import NF4Weight
 class LayerConfig:
     """A block: its two parts, and whether they have norms on their inputs, on their outputs or both.
 
-    `parallel` gives both parts the same input. `residual_multiplier` multiplies outputs before they are added.
+    `parallel` gives both parts the same input. `residual_multiplier` multiplies their outputs before the addition.
     """
 
     attention: AttentionPartConfig
@@ -37,10 +37,10 @@ class LayerConfig:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """The shape of a decoder. Logits are multiplied by `logit_scale`, then bounded by `logit_softcap` with tanh.
+    """The architecture of a decoder. Logits are multiplied by `logit_scale`, then bounded by `logit_softcap` with tanh.
 
-    `router_loss` is the weight of the load-balancing loss, averaged over the layers with experts. With `scores` the
-    head has one output: a document's score is the one at its last token that is not `pad_id`.
+    `router_loss` is the weight of the load-balancing loss, averaged over the layers with experts. With `scores`, the
+    head has one output: the score of a document is the output at its last token that is not `pad_id`.
     """
 
     vocab_size: int
@@ -57,28 +57,28 @@ class DecoderConfig:
     pad_id: int | None = None
 
     def attention_paths(self, capability: Capability | None, dtype: torch.dtype) -> list[Choice | None]:
-        """How a device of this compute capability (None: no CUDA device) computes the attention of each layer; None for
-        layers without any. See `tune.models.attention.choose`."""
+        """The way in which a device of this compute capability (None: not CUDA) computes the attention of each layer;
+        None for layers without attention. See `tune.models.attention.choose`."""
         parts: list[Any] = [layer.attention for layer in self.layers]
         return [part.path(capability, dtype) if hasattr(part, "path") else None for part in parts]
 
 
 class Head(Protocol):
-    """A function in place of the output projection: returns a scalar loss, or values per token.
+    """A function that replaces the output projection and returns a scalar loss, or values per token.
 
-    Its arguments are hidden states `[rows, seq, hidden]`, the output weight `[vocab, hidden]` and the batch; for models
-    that bound their logits also `softcap`: logits become softcap * tanh(logits / softcap).
+    Its arguments are hidden states `[rows, seq, hidden]`, the output weight `[vocab, hidden]` and the batch. Models
+    that bound their logits also pass `softcap`: logits become softcap * tanh(logits / softcap).
     """
 
     def __call__(self, hidden: Tensor, weight: Tensor, batch: Batch, *, softcap: float | None = None) -> Any: ...
 
 
 class TrainableModel(Protocol):
-    """The interface of models for recipes, checkpointers, adapters and exporters: `Decoder` and `HuggingFaceModel`
-    implement all of it.
+    """The interface of models for recipes, checkpointers, adapters and exporters, which `Decoder` and
+    `HuggingFaceModel` implement.
 
-    A module of your own needs `config.vocab_size`, `__call__` and an `nn.ModuleList` of blocks. Without `names`, names
-    on disk are those of `state_dict()`; without `max_positions`, documents may have any length; without `routing`, no
+    Your own module needs `config.vocab_size`, `__call__` and an `nn.ModuleList` of blocks. Without `names`, names on
+    disk are those of `state_dict()`. Without `max_positions`, documents may have any length. Without `routing`, no
     statistics of experts are logged.
     """
 
@@ -110,7 +110,7 @@ class Block(nn.Module):
         self.mlp_output_norm = norm_if(config.norm_after)
 
     def forward(self, hidden: Tensor, context: Context) -> tuple[Tensor, RoutingStats | None]:
-        """The new hidden states, and in training of a layer with experts the statistics of its router."""
+        """The new hidden states and, in training, the statistics of the router if the layer has experts."""
         normed = self.attention_norm(hidden)
         hidden = self._add(hidden, self.attention_output_norm(self.attention(normed, context)))
         output = self.mlp(normed if self.config.parallel else self.mlp_norm(hidden), context)
@@ -126,14 +126,14 @@ class Decoder(nn.Module):
     """A causal language model: embedding, blocks, output.
 
     The input is a `Batch`, or `tokens` `[rows, seq]` with one document per row. The output is logits
-    `[rows, seq, vocab]`, or the result of `head`, which is called inside the forward, where FSDP has the output weight
-    gathered, so that full logits never exist. The load-balancing loss of experts is not in that result: in training
-    its gradient is added in the backward (`RoutingSums.charge`).
+    `[rows, seq, vocab]`, or the result of `head`. The head is called inside the forward, where FSDP has gathered the
+    output weight, so that full logits never exist. The result does not include the load-balancing loss of experts,
+    whose gradient is added in the backward (`RoutingSums.charge`).
     """
 
-    attends_to_parts = True  # of batches: see `tune.collators.Part`
-    has_dropout = False  # of adapters, in training
-    token_peers: Peers | None = None  # with tensor parallelism: processes that share the tokens between parts of blocks
+    attends_to_parts = True  # supports parts of batches: see `tune.collators.Part`
+    has_dropout = False  # whether adapters have dropout in training
+    token_peers: Peers | None = None  # with tensor parallelism: processes that share tokens between the parts of blocks
     names: Names  # set by `build`
     routing: RoutingSums | None  # statistics of routers in training; None without experts
 
@@ -141,20 +141,20 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.routing = RoutingSums() if any(isinstance(layer.mlp, ExpertsConfig) for layer in config.layers) else None
-        # A recurrent layer has one state for a row, which documents pass on.
+        # A recurrent layer has one state per row, so documents cannot share a prefix.
         self.shares_prefixes = all(layer.attention.pair_width for layer in config.layers)
         self.ropes = {rope: Rope(rope) for layer in config.layers if (rope := layer.attention.rope)}
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(Block(layer, config.norm, config.hidden_size) for layer in config.layers)
         self.norm = config.norm.build(config.hidden_size)
-        self.stages: Iterable[Stage] = [Stage.whole(len(config.layers))]  # what a forward computes, one after the other
+        self.stages: Iterable[Stage] = [Stage.whole(len(config.layers))]  # computed by a forward, in this order
         # A tied head has no module of its own: one parameter, one name, one gradient.
         outputs = 1 if config.scores else config.vocab_size
         self.head = None if config.tied_head else nn.Linear(config.hidden_size, outputs, bias=False)
 
     @property
     def head_module(self) -> nn.Module:
-        """The head, or the embedding whose weight it shares; None in a stage of a pipeline that has neither."""
+        """The head, or the embedding whose weight it shares; None in a pipeline stage with neither."""
         return self.embedding if self.config.tied_head else self.head  # type: ignore[return-value]
 
     @property
@@ -164,13 +164,15 @@ class Decoder(nn.Module):
 
     @property
     def max_generated(self) -> int | None:
-        """The length of documents that can be generated with a cache; None without rotary embeddings."""
+        """The maximum length of documents generated with a cache; None without rotary embeddings."""
         return min((rope.config.cached_length for rope in self.ropes.values()), default=None)
 
     def costs(self, length: int = 1) -> list[float]:
-        """FLOPs of forward and backward for a token in each block, then in the head, on average of a document of
-        `length`: `weight_flops`, and 6 for each pair of tokens and dimension of queries and values, of the pairs that a
-        causal mask and the window leave. To look up an embedding costs nothing."""
+        """FLOPs of forward and backward per token in each block and the head, on average over a document of `length`.
+
+        They are `weight_flops`, plus 6 for each pair of tokens and dimension of queries and values. Pairs are those
+        that the causal mask and the window leave. Embedding lookups cost nothing.
+        """
         costs = [weight_flops(part) for part in (*self.blocks, self.head_module)]
         for index, attention in enumerate(layer.attention for layer in self.config.layers):
             seen = min(length, getattr(attention, "window", None) or length)
@@ -178,8 +180,8 @@ class Decoder(nn.Module):
         return costs
 
     def keep_stages(self, stages: Sequence[Stage]) -> None:
-        """Delete all parameters that are not part of these stages of a pipeline. The first stage has the embedding too,
-        the last one the norm and the head. Names stay."""
+        """Delete all parameters that are not part of these pipeline stages. The first stage also has the embedding, the
+        last one the norm and the head. Names do not change."""
         is_first, is_last = stages[0].is_first, stages[-1].is_last
         for index in {*range(len(self.blocks))} - {block for stage in stages for block in stage.blocks}:
             self.blocks[index] = nn.Identity()
@@ -197,9 +199,11 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Any:
-        """For generation, a `cache` knows what comes: documents in one row, of which each gets the logits of its
-        last token `[documents, 1, vocab]`, or more tokens for each row of the cache, at `positions` `[rows, seq]`, of
-        which the last get theirs.
+        """Compute logits or the result of `head`; see the class.
+
+        With a `cache`, for generation: prefill (documents packed in one row, with logits of each document's last token,
+        `[documents, 1, vocab]`), or decode (new tokens at `positions` `[rows, seq]` for each row of the cache, with
+        logits of the last token of each row).
         """
         for stage in self.stages:
             output = self._compute(stage, batch, head, positions, cache)
@@ -218,7 +222,7 @@ class Decoder(nn.Module):
             tokens, documents = batch, None
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        first = self.embed if stage.is_first else stage.receive  # its result is not kept here while blocks run
+        first = self.embed if stage.is_first else stage.receive  # no reference to its result is kept while blocks run
         hidden = self.run_blocks(first(tokens), positions, documents, cache, stage.blocks)
         if self.routing is not None and isinstance(batch, Batch):
             in_step = batch.supervised_in_step
@@ -238,15 +242,17 @@ class Decoder(nn.Module):
         return function(hidden, weight, batch, **{"softcap": softcap} if softcap else {})
 
     def _can_share(self, documents: Documents) -> bool:
-        """Whether a token of `documents` depends on nothing but the tokens before it, all of which are at hand. With
-        dropout it would have the mask of one of the documents that share it."""
+        """Whether `documents` may share prefixes: a token must depend only on the tokens before it, all present here.
+
+        With dropout, a shared token would have the mask of only one of its documents.
+        """
         drops = self.has_dropout and self.training
         fits = max(documents.lengths) <= (self.max_generated or max(documents.lengths))
         return self.shares_prefixes and not drops and fits
 
     @staticmethod
     def logits(hidden: Tensor, weight: Tensor, batch: Batch | Tensor, *, softcap: float | None = None) -> Tensor:
-        """The head that gives the logits of all tokens, `[rows, seq, vocab]`."""
+        """The head that returns the logits of all tokens, `[rows, seq, vocab]`."""
         logits = F.linear(hidden, weight)
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
@@ -257,9 +263,9 @@ class Decoder(nn.Module):
         return KeyValueCache(windows, rows, capacity)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """`[rows, seq]` -> `[rows, seq, hidden]`."""
+        """Embed tokens: `[rows, seq]` -> `[rows, seq, hidden]`."""
         hidden = self.embedding(tokens)
-        if self.config.embedding_multiplier != 1:  # rounded to the type of computation, as Gemma was trained
+        if self.config.embedding_multiplier != 1:  # rounded to the dtype of the computation, as in Gemma's training
             hidden = hidden * torch.tensor(self.config.embedding_multiplier, dtype=hidden.dtype)
         return hidden
 
@@ -269,9 +275,9 @@ class Decoder(nn.Module):
     ) -> Tensor:  # fmt: skip
         """The hidden states after the blocks with these `indices` (None: all)."""
         rotations = {config: rope(positions, documents, hidden.dtype) for config, rope in self.ropes.items()}
-        peers = self.token_peers if cache is None else None  # what is generated is a token a row
+        peers = self.token_peers if cache is None else None  # generation has one token per row
         if peers is not None:
-            hidden = peers.own_tokens(hidden)  # in its place: all tokens are not kept while blocks run
+            hidden = peers.own_tokens(hidden)  # reassigned, so that all tokens are not kept while blocks run
         is_decoded = cache is not None and documents is None
         masks = None if is_decoded else Masks(documents, positions.shape, hidden.device, hidden.dtype)
         stats = []
@@ -291,7 +297,7 @@ class Decoder(nn.Module):
         return hidden if peers is None else peers.all_tokens(hidden, positions.shape)
 
     def output_operands(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Final norm; then inputs and weight whose product is the logits."""
+        """Apply the final norm, and return inputs and weight whose product is the logits."""
         hidden = self.norm(hidden)
         if self.config.logit_scale != 1:
             hidden = hidden * self.config.logit_scale
@@ -299,20 +305,23 @@ class Decoder(nn.Module):
 
 
 def weight_flops(model: nn.Module, without: Collection[Tensor] = ()) -> float:
-    """FLOPs of forward and backward for a token, by the weights that it uses, but for those `without`: 6 for a trained
-    one (2 forward, 4 backward), 4 for a frozen one (no gradient of its own). Recomputation is left out."""
+    """FLOPs of forward and backward per token, by the weights that it uses, except those in `without`.
+
+    6 for a trained weight (2 forward, 4 backward), 4 for a frozen weight (no gradient of its own). Recomputation is not
+    included.
+    """
     total = 0.0
     for module in model.modules():
-        share = getattr(module, "activated_share", 1.0)  # of experts that a token uses
+        share = getattr(module, "activated_share", 1.0)  # share of experts that a token uses
         for name, parameter in module.named_parameters(recurse=False):
             if isinstance(module, NF4Weight):
-                share = 2 if name == "codes" else 0  # weights in a byte
+                share = 2 if name == "codes" else 0  # weights per byte
             if parameter not in without:
                 total += (6 if parameter.requires_grad else 4) * parameter.numel() * share
     return total
 
 
 def head_operands(head: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Inputs and weight whose product is the logits: an adapted head concatenates its own to both."""
+    """Inputs and weight whose product is the logits; an adapted head concatenates its factors to both."""
     operands = getattr(head, "operands", None)
     return (hidden, head.weight) if operands is None else operands(hidden)  # type: ignore[return-value]

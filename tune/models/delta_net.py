@@ -1,4 +1,4 @@
-"""Gated DeltaNet (Yang et al., 2024): linear attention with one state matrix per head."""
+"""Gated DeltaNet (Yang et al., 2024): linear attention with a state matrix per head."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from tune.distributed import cumsum
 from tune.models.context import Context
 from tune.models.layers import NormConfig
 
-CHUNK = 64  # tokens that are computed in parallel, as in the paper
-SPAN = 8  # chunks, and groups of them, that pass a memory on one by one
+CHUNK = 64  # tokens computed in parallel, as in the paper
+SPAN = 8  # chunks, or groups of chunks, that pass the memory on one by one
 
 
 @dataclass(frozen=True)
 class DeltaNetConfig:
-    """`num_key_heads` queries and keys of `key_dim`, each for several of the `num_value_heads` values of `value_dim`.
+    """`num_key_heads` queries and keys of size `key_dim`, each for several of `num_value_heads` values of `value_dim`.
 
-    All are convolved over `kernel` tokens. `norm` is applied to the output of each head.
+    All are convolved over `kernel` tokens. `norm` applies to the output of each head.
     """
 
     num_key_heads: int
@@ -43,7 +43,7 @@ class DeltaNet(nn.Module):
         **dict.fromkeys(("strength", "step", "step_bias", "log_rate", "gate"), ("num_value_heads",)),
     }
     rows = ("readout",)
-    # Initial values of parameters that are not normal.
+    # Parameters whose initial values are not normal.
     initializers: ClassVar[dict[str, Callable[[Tensor, Generator], Tensor]]] = {
         "log_rate": lambda empty, generator: empty.uniform_(0.01, 16, generator=generator).log_(),
         "step_bias": lambda empty, generator: empty.fill_(1),
@@ -82,7 +82,7 @@ class DeltaNet(nn.Module):
         output, memory = gated_delta_rule(
             query * config.key_dim**-0.5, key, value, log_decay, strength, documents, memory, ends
         )
-        if cache is not None:  # and the last tokens that were convolved
+        if cache is not None:  # includes the last inputs of the convolution
             last = mixed.unfold(1, config.kernel - 1, 1).mT
             cache.write(last[:, -1] if ends is None else last[0][ends + 1], memory)
         gate = F.silu(self.gate(hidden).float()).view_as(output)
@@ -110,41 +110,43 @@ def gated_delta_rule(
     memory: Tensor | None = None,
     ends: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs `[batch, seq, heads, value_dim]` and the last memory `[batch, heads, key_dim, value_dim]`, or in a batch
-    of one the memories after the tokens at `ends` `[documents]`.
+    """Outputs `[batch, seq, heads, value_dim]` and the last memory `[batch, heads, key_dim, value_dim]`.
+
+    If `ends` `[documents]` is given, the batch has one row, and the memories after these tokens are returned instead of
+    the last one.
 
     Each token updates the memory M to d M + s k (v - d Mᵀ k)ᵀ and outputs Mᵀ q, with d = exp(`log_decay`) and
-    s = `strength`, both `[batch, seq, heads]`; `query`, `key` are `[batch, seq, key_heads, key_dim]`, each for several
-    of the heads of `value`. All is computed in the type of `key`. M restarts at zero in each document: `documents`
-    `[batch, seq]` are ascending ids. `memory` is the start of id 0.
+    s = `strength`, both `[batch, seq, heads]`. `query` and `key` are `[batch, seq, key_heads, key_dim]`, each for
+    several heads of `value`. The computation is in the dtype of `key`. M restarts at zero in each document; `documents`
+    `[batch, seq]` are ascending ids. `memory` is the initial memory of id 0.
     """
     (batch, length, heads, _), key_dim = value.shape, key.shape[3]
     chunk = min(CHUNK, length)
     count = (length + chunk - 1) // chunk
     inputs, padding = [query, key, value.to(key.dtype), log_decay, strength], count * chunk - length
-    if padding or torch.compiler.is_compiling():  # with strength 0 and decay 1: it does not change the memory
+    if padding or torch.compiler.is_compiling():  # padding has strength 0 and decay 1, and does not change the memory
         inputs = [F.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, padding)) for tensor in inputs]
         documents = torch.cat([documents, documents[:, -1:].expand(-1, padding)], dim=1)
     query, key, value, log_decay, strength = (tensor.unflatten(1, (count, chunk)).movedim(3, 1) for tensor in inputs)
     # [batch, heads, chunks, chunk, ...]
     documents = documents.view(batch, 1, count, chunk)
     last = documents[..., -1:]
-    before = F.pad(last[:, :, :-1], (0, 0, 1, 0))  # the document at the end of the chunk before
+    before = F.pad(last[:, :, :-1], (0, 0, 1, 0))  # the document at the end of the previous chunk
 
-    # Decay between each pair of tokens. Logarithms are summed for each pair: differences of cumulative sums from the
-    # start of the chunk would lose the gradient to rounding where decay is fast.
+    # Decay between each pair of tokens. Logarithms are summed per pair, since differences of cumulative sums from the
+    # start of the chunk would lose the gradient to rounding if decay is fast.
     same = (documents[..., :, None] == documents[..., None, :]).tril()
     between = log_decay[..., None].expand(*log_decay.shape, chunk).tril(-1)
     between = cumsum(between, -2)
     between = between.masked_fill(~same, float("-inf")).exp()
-    staying = between[..., -1, :, None]  # until the end of the chunk
-    arriving = (cumsum(log_decay, -1).exp() * (documents == before))[..., None]  # from the memory before the chunk
+    staying = between[..., -1, :, None]  # decay until the end of the chunk
+    arriving = (cumsum(log_decay, -1).exp() * (documents == before))[..., None]  # decay of the memory before the chunk
 
     def shared(keys: Tensor, factors: Tensor) -> Tensor:
-        """The product, for each head, of `keys` that several heads share."""
+        """The product of `keys`, which several heads share, with the `factors` of each head."""
         return (keys[:, :, None] * factors.unflatten(1, (keys.shape[1], -1))).flatten(1, 2)
 
-    # What a token writes depends on what those before it in the chunk wrote: solve (1 + L) written = wanted.
+    # A token's write depends on the writes of earlier tokens in the chunk: solve (1 + L) written = wanted.
     strength = strength[..., None]
     mixing = shared(key @ key.mT, between * strength)
     wanted = torch.cat([value * strength, shared(key, -strength * arriving)], dim=-1)
@@ -153,7 +155,7 @@ def gated_delta_rule(
 
     memory = key.new_zeros(batch, heads, key_dim, value.shape[-1]) if memory is None else memory
     left = arriving[..., -1:, :]
-    pass_on = Recurrence.apply if count > 1 else _passed_on  # with one, autograd leaves out what nobody needs
+    pass_on = Recurrence.apply if count > 1 else _passed_on  # with one chunk, autograd skips what is not needed
     memories, written, memory = pass_on(memory, written, known, shared(key, staying), left)
     output = shared(query, arriving) @ memories + shared(query @ key.mT, between) @ written
     output = output.movedim(1, 3).flatten(1, 2)[:, :length]
@@ -166,8 +168,11 @@ def gated_delta_rule(
 
 
 class Recurrence(torch.autograd.Function):
-    """`_passed_on`. Gradients are passed on as memories are, from the last chunk to the first, with `keys` and `known`
-    in each other's places: nothing is saved of what that computes in between."""
+    """`_passed_on` with its own backward.
+
+    Gradients are passed on like memories, from the last chunk to the first, with `keys` and `known` exchanged. No
+    intermediate results are saved.
+    """
 
     @staticmethod
     def forward(context: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -190,21 +195,21 @@ def _passed_on(
     memory: Tensor, written: Tensor, known: Tensor, keys: Tensor | None, left: Tensor, added: Tensor | None = None,
     reverse: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The memories before each chunk, what each chunk writes, and the last memory.
+    """The memories before each chunk, the writes of each chunk, and the last memory.
 
-    With the memory M `[batch, heads, key_dim, width]` a chunk writes W = `written` + `known` M, and the next one gets
-    `left` M + `keys`ᵀ W + `added`. These are `[batch, heads, chunks, ...]`; without `keys`, W itself is added.
+    With the memory M `[batch, heads, key_dim, width]`, a chunk writes W = `written` + `known` M, and the next chunk
+    gets `left` M + `keys`ᵀ W + `added`. These are `[batch, heads, chunks, ...]`; without `keys`, W itself is added.
 
-    Chunk after chunk, thousands of small products would be launched. As each chunk is an affine map of the memory,
-    groups of some compute side by side what they make of zero and of the identity. These maps pass the memory on from
-    group to group, in the same way, and then it goes from chunk to chunk in all groups at once.
+    Going from chunk to chunk would launch thousands of small products. Each chunk is an affine map of the memory, so
+    groups of chunks compute their maps in parallel, by applying them to zero and to the identity. The maps pass the
+    memory on from group to group, in the same way. Then all groups pass it from chunk to chunk at once.
     """
     batch, heads, count = known.shape[:3]
     span = _span(count, known.device)
     groups = -(-count // span)
     parts: list[Any] = []
     for part in (written, known, keys, left, added):
-        if part is not None and count % span:  # filled up with chunks that leave a memory as it is
+        if part is not None and count % span:  # padded with chunks that do not change the memory
             part = F.pad(part, (0, 0, 0, 0, 0, groups * span - count), value=int(part is left))
         parts.append(part if part is None else part.reshape(batch * heads * groups, span, *part.shape[3:]))
     last = None
@@ -228,7 +233,7 @@ def _passed_on_whole(
     memory: Tensor, written: Tensor, known: Tensor, keys: Tensor, left: Tensor, added: Tensor | None = None,
     reverse: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """To the compiler one operation for any number of chunks: it would unroll the loop for each of them."""
+    """`_passed_on` as one operation, since a compiler would unroll its loop for each number of chunks."""
     memories, writings, last = _passed_on(memory, written, known, keys, left, added, reverse)
     return memories.contiguous(), writings.contiguous(), last.contiguous()
 
@@ -240,12 +245,12 @@ def _(memory: Tensor, written: Tensor, known: Tensor, *others: Any) -> tuple[Ten
 
 
 def _span(count: int, device: torch.device) -> int:
-    """How many chunks pass a memory on one by one. A CPU has nothing to launch: groups only give it more to compute."""
+    """The number of chunks that pass the memory on one by one. A CPU launches no kernels, so groups only add work."""
     return count if device.type == "cpu" else min(SPAN, count)
 
 
 def _from_group_to_group(memory: Tensor, parts: list[Any], reverse: bool) -> tuple[Tensor, Tensor]:
-    """The memories before each group of chunks, and the last, see `_passed_on`."""
+    """The memories before each group of chunks, and the last memory; see `_passed_on`."""
     size, width = memory.shape[-2:]
     wide = [
         F.pad(part, (0, size)) if part is not None and index in (0, 4) else part for index, part in enumerate(parts)
@@ -260,7 +265,7 @@ def _from_group_to_group(memory: Tensor, parts: list[Any], reverse: bool) -> tup
 
 
 def _in_turn(parts: list[Any], reverse: bool) -> list[Any]:
-    """For each chunk its parts, from `[groups, chunks, ...]`."""
+    """The parts of each chunk, from `[groups, chunks, ...]`."""
     count = parts[0].shape[1]
     chunks = list(zip(*([None] * count if part is None else part.unbind(1) for part in parts), strict=True))
     return chunks[::-1] if reverse else chunks
@@ -269,7 +274,7 @@ def _in_turn(parts: list[Any], reverse: bool) -> list[Any]:
 def _next(
     memory: Tensor, written: Tensor, known: Tensor, keys: Tensor | None, left: Tensor, added: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The memory `[groups, key_dim, width]` after a chunk, and what the chunk writes."""
+    """The memory `[groups, key_dim, width]` after a chunk, and the chunk's writes."""
     written = torch.baddbmm(written, known, memory)
     if keys is None:
         return torch.addcmul(written, left, memory), written

@@ -1,7 +1,7 @@
-"""FlashAttention of packed documents, with sinks too, and the memory-efficient kernel for what it does not compute.
+"""FlashAttention for packed documents, also with sinks, and the memory-efficient kernel for other cases.
 
-Both are PyTorch's own kernels. A batch is one run of tokens, and `Spans` say where its documents begin: no lengths are
-padded, no scores are in memory, and new lengths need no new execution plans, as those of cuDNN do.
+Both are PyTorch's own kernels. A batch is one run of tokens, and `Spans` has the starts of its documents. Nothing is
+padded, no scores are in memory, and new lengths do not need new execution plans, as cuDNN's kernels do.
 """
 
 from typing import Any, NamedTuple
@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 class Spans(NamedTuple):
-    """Where documents begin in the queries and in the keys, int32 `[documents + 1]`, and upper bounds of their lengths.
+    """The starts of documents in queries and in keys, int32 `[documents + 1]`, and upper bounds of their lengths.
 
-    Where a document has fewer queries than keys, its last query attends to its last key. `key_bounds=None`: the same;
-    compilers take no tensor twice.
+    If a document has fewer queries than keys, its last query attends to its last key. `key_bounds=None` is equal to
+    `query_bounds`; compilers do not accept a tensor twice.
     """
 
     query_bounds: Tensor
@@ -25,7 +25,7 @@ class Spans(NamedTuple):
 
     @property
     def arguments(self) -> tuple[Tensor, Tensor, int, int]:
-        """As the kernels take them."""
+        """The arguments of the kernels."""
         key_bounds = self.query_bounds if self.key_bounds is None else self.key_bounds
         return self.query_bounds, key_bounds, self.most_queries, self.most_keys
 
@@ -36,8 +36,8 @@ def flash(
 ) -> Tensor:  # fmt: skip
     """`query` `[tokens, heads, size]`, `key`, `value` `[keys, kv_heads, size]` -> `[tokens, heads, value size]`.
 
-    Heads that share keys are not repeated. The kernel wants heads of one size, a multiple of 8: smaller ones are filled
-    up with zeros.
+    Heads that share keys are not repeated. The kernel needs one head size, a multiple of 8: smaller heads are padded
+    with zeros.
     """
     width, size = value.shape[-1], _aligned(query.shape[-1], query.dtype)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -50,10 +50,10 @@ def flash(
 
 
 def with_sinks(output: Tensor, log_sum: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention with one more key, which has a score and no value, from that without it.
+    """Add to the result of attention one more key, which has a score but no value.
 
-    With `log_sum`, the logarithm of the sum of the exponentials of a query's scores, the weight of each key becomes
-    exp(log_sum) / (exp(log_sum) + exp(sink)) of what it was.
+    `log_sum` is the logarithm of the sum of the exponentials of a query's scores. The weight of each key is multiplied
+    by exp(log_sum) / (exp(log_sum) + exp(sink)).
 
     `output` `[tokens, heads, size]`, `log_sum` fp32 `[heads, tokens]`, `sinks` `[heads]` -> output and log_sum.
     """
@@ -62,11 +62,11 @@ def with_sinks(output: Tensor, log_sum: Tensor, sinks: Tensor) -> tuple[Tensor, 
 
 
 class FlashWithSinks(torch.autograd.Function):
-    """Exact, by the kernels that know no sinks.
+    """Exact attention with sinks, using kernels that do not support sinks.
 
-    The backward of FlashAttention computes the weights P = exp(scores - log_sum) anew, and with D = sum(gradient *
-    output) the gradients of the scores, P * (gradient @ value - D). Given the output and the log_sum of attention with
-    sinks, both are those of attention with one more key. That key's score gets -P * D, as it has no value.
+    The backward of FlashAttention recomputes the weights P = exp(scores - log_sum), and with D = sum(gradient * output)
+    the gradients of the scores, P * (gradient @ value - D). Given the output and log_sum of attention with sinks, both
+    are right for attention with one more key. The gradient of that key's score is -P * D, since it has no value.
     """
 
     @staticmethod
@@ -95,17 +95,17 @@ class FlashWithSinks(torch.autograd.Function):
 
 
 def efficient(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float | None = None) -> Tensor:
-    """Like `flash`, for all types, sizes and GPUs, but about half as fast, and without windows: PyTorch leaves the
-    window out of its gradients."""
+    """Like `flash`, for all dtypes, sizes and GPUs, but about half as fast, and without windows, which PyTorch ignores
+    in gradients."""
     groups, width = query.shape[1] // key.shape[1], value.shape[-1]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if groups > 1:  # which this kernel does not know
+    if groups > 1:  # this kernel does not support groups
         key, value = (heads.repeat_interleave(groups, dim=1) for heads in (key, value))
     query, key, value = (_filled(heads, _aligned(heads.shape[-1], heads.dtype)) for heads in (query, key, value))
     from_last = 2  # causal, where the last query of a document attends to its last key
     spans = spans._replace(
         most_queries=min(spans.most_queries, len(query)), most_keys=min(spans.most_keys, len(key))
-    )  # its backward refuses more
+    )  # its backward rejects larger bounds
     output, *_ = torch.ops.aten._efficient_attention_forward(
         query[None], key[None], value[None], None, *spans.arguments, 0.0, from_last, True, scale=scale
     )
@@ -113,24 +113,24 @@ def efficient(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: fl
 
 
 def _aligned(size: int, dtype: torch.dtype) -> int:
-    """The size rounded up to 16 bytes, which is what kernels read at once: they refuse heads of other sizes."""
+    """The size rounded up to 16 bytes, which kernels read at once; they reject other head sizes."""
     return size + -size % (16 // dtype.itemsize)
 
 
 def _filled(heads: Tensor, size: int) -> Tensor:
-    """`heads` filled up with zeros to `size`, which changes no score and adds zeros to the output."""
+    """`heads` padded with zeros to `size`, which does not change scores and adds zeros to the output."""
     return heads if heads.shape[-1] == size else F.pad(heads, (0, size - heads.shape[-1]))
 
 
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float | None, window: int | None
 ) -> tuple[Tensor, ...]:
-    """The output, log_sum `[heads, tokens]`, and three tensors that are for dropout and for tests of the kernel."""
+    """The output, log_sum `[heads, tokens]`, and three tensors for dropout and for tests of the kernel."""
     return torch.ops.aten._flash_attention_forward(
         query, key, value, *spans.arguments, 0.0, window is None, False, scale=scale, **_window(window)
     )
 
 
 def _window(window: int | None) -> dict[str, int]:
-    """How many keys before and after its own a query sees; -1: all."""
+    """The number of keys that a query sees before and after its own; -1: all."""
     return {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}

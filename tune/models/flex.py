@@ -1,7 +1,7 @@
 """FlexAttention: attention with bounded scores on GPUs, compiled by torch for a model's heads.
 
-It skips the blocks of 128 x 128 scores of which nothing is visible, by a mask that is made once for all layers of a
-forward, in time and memory that do not grow with the square of the length.
+It skips blocks of 128 x 128 scores in which nothing is visible. The mask is made once for all layers of a forward; its
+time and memory do not grow with the square of the length.
 """
 
 import functools
@@ -19,14 +19,14 @@ from tune.models.flash import with_sinks
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-BLOCK = 128  # queries, and keys, of a block
-KINDS = 64  # of calls that the compiler may specialize for; torch's own limit is 8
+BLOCK = 128  # queries and keys per block
+KINDS = 64  # kinds of calls that the compiler may specialize for; torch's own limit is 8
 
 
 def block_mask(documents: Documents | None, window: int | None, shape: torch.Size, device: torch.device) -> "BlockMask":
-    """Which blocks of queries and keys have something visible, or nothing else, in a batch of `shape` `[rows, seq]`.
+    """The blocks of queries and keys that are partly or fully visible, in a batch of `shape` `[rows, seq]`.
 
-    Each query sees keys without a gap, the first and last of which grow with the query. So the first and the last
+    Each query sees a contiguous range of keys, whose first and last key grow with the query. So the first and the last
     query of a block decide.
     """
     from torch.nn.attention.flex_attention import BlockMask
@@ -38,7 +38,7 @@ def block_mask(documents: Documents | None, window: int | None, shape: torch.Siz
     keys = torch.arange(0, num_keys, BLOCK, device=device)
     is_touched = (keys <= last[ends, None]) & (keys + BLOCK > first[begins, None])
     is_full = (keys >= first[ends, None]) & (keys + BLOCK <= last[begins, None] + 1)
-    is_full &= begins[:, None] + BLOCK <= num_queries  # the rest of the last block has a mask
+    is_full &= begins[:, None] + BLOCK <= num_queries  # a last block that is not full needs the mask
 
     def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key >= first[query]) & (key <= last[query])
@@ -52,8 +52,8 @@ def block_mask(documents: Documents | None, window: int | None, shape: torch.Siz
 def visible_keys(
     documents: Documents | None, window: int | None, shape: torch.Size, device: torch.device
 ) -> tuple[Tensor, Tensor, int]:
-    """The first and the last key, int32 `[tokens]`, that each query of the flattened batch sees, and how many keys the
-    batch has."""
+    """The first and the last key that each query of the flattened batch sees, int32 `[tokens]`, and the number of keys
+    of the batch."""
     num_queries = num_keys = shape.numel()
     order = torch.arange(num_queries, dtype=torch.int32, device=device)
     if documents is None:
@@ -70,7 +70,7 @@ def visible_keys(
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of keys there are for each of queries, and which, those first; both with batch and heads of 1."""
+    """The number of key blocks for each query block, and their indices, those first; both with batch and heads of 1."""
     which = blocks.int().argsort(dim=1, descending=True, stable=True)
     return blocks.sum(1, dtype=torch.int32)[None, None], which.int()[None, None]
 
@@ -79,8 +79,8 @@ def flex(
     query: Tensor, key: Tensor, value: Tensor, mask: "BlockMask", scale: float | None, softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """`query` `[tokens, heads, size]`, `key`, `value` `[keys, kv_heads, size]` -> `[tokens, heads, value size]`, where
-    `mask` is that of the flattened batch."""
+    """`query` `[tokens, heads, size]`, `key`, `value` `[keys, kv_heads, size]` -> `[tokens, heads, value size]`.
+    `mask` is for the flattened batch."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     function: Any = flex_attention if torch.compiler.is_compiling() else _run
@@ -90,7 +90,7 @@ def flex(
         block_mask=mask,
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
-        kernel_options={"FORCE_USE_FLEX_ATTENTION": True},  # not that of decoding, also for few queries
+        kernel_options={"FORCE_USE_FLEX_ATTENTION": True},  # not the decoding kernel, even for few queries
         return_aux=None if sinks is None else AuxRequest(lse=True),
     )
     if sinks is None:
@@ -100,8 +100,8 @@ def flex(
 
 
 def _run(*heads: Tensor, **options: Any) -> Any:
-    """Compiled also where nothing else may be: without gradients, and in selective recomputation, in whose mode of
-    dispatch it would run without a kernel."""
+    """Run compiled where compilation is otherwise off: without gradients, and in selective recomputation, whose
+    dispatch mode would run it without a kernel."""
     with torch.compiler.set_stance("default"), _disable_current_modes():
         return _compiled()(*heads, **options)
 
@@ -121,13 +121,15 @@ def _capped(softcap: float) -> Callable[..., Tensor]:
     return capped
 
 
-RUNS: dict[Any, bool] = {}  # whether the device computes attention of a kind, as tried at its first use
+RUNS: dict[Any, bool] = {}  # kind of attention -> whether the device can compute it, tried at first use
 
 
 def runs(mask: "BlockMask", config: Any, dtype: torch.dtype) -> bool:
-    """Whether the device of `mask` computes attention of this config, forward and backward: it needs a compiler, and
-    kernels may want more shared memory than it has. That is tried once, on zeros of the shape of the batch, so that
-    what is compiled is what the model will use."""
+    """Whether the device of `mask` can compute attention of this config, forward and backward.
+
+    It needs a compiler, and kernels may need more shared memory than the device has. This is tried once, on zeros with
+    the shape of the batch, so that the model uses the same compiled code.
+    """
     device = mask.kv_num_blocks.device
     kind = config, device, dtype, torch.is_grad_enabled()
     if kind not in RUNS:
@@ -142,11 +144,11 @@ def runs(mask: "BlockMask", config: Any, dtype: torch.dtype) -> bool:
             if output.requires_grad:
                 output.sum().backward()
             RUNS[kind] = True
-        except Exception as error:  # of the compiler, of Triton, of the driver: all of them mean a slower path
+        except Exception as error:  # any error of the compiler, Triton or the driver means the slower path
             reason = str(error).strip().splitlines()[0][:300] if str(error) else type(error).__name__
             warnings.warn(
-                f"FlexAttention does not run here ({reason}): attention of this model computes with its scores in "
-                "memory, which takes more time and memory",
+                f"FlexAttention does not run here ({reason}): attention of this model keeps its scores in memory, "
+                "which takes more time and memory",
                 stacklevel=2,
             )
             RUNS[kind] = False

@@ -1,4 +1,4 @@
-"""Any causal language model of transformers, wrapped for recipes: `model._component_: tune.models.hf`."""
+"""Wrap any causal language model of transformers for recipes: `model._component_: tune.models.hf`."""
 
 import contextlib
 import copy
@@ -23,32 +23,35 @@ from tune.models.config_file import ConfigFile
 from tune.models.decoder import Decoder, Head, head_operands
 from tune.models.names import Names, OnDisk, own_name
 
-# If padding all documents to the longest multiplies the tokens by at most this, each gets a row of its own: plainly
+# If padding all documents to the longest multiplies the tokens by at most this factor, each gets its own row: plain
 # causal attention has faster kernels.
 MAX_PADDING = 1.25
 MODEL_CLASS = "transformers.modeling_utils.PreTrainedModel"
-# How a forward calls what it keeps of a text.
+# Names that forward() uses for its cache.
 STATES = ("past_key_values", "cache_params", "state")
 
 
 def hf(
     path: str | Path | nn.Module, trust_remote_code: bool = False, head: Literal["tokens", "score"] = "tokens"
 ) -> "HuggingFaceModel":
-    """The model that transformers builds from `path`/config.json, with parameters on the meta device; or `path` itself,
-    a causal language model of transformers in memory, which shares its parameters with the result and stays whole.
+    """Wrap a causal language model of transformers, for architectures that `tune.models.build` does not have.
 
-    For architectures that `tune.models.build` does not have. Code in the folder runs only with `trust_remote_code`. A
-    model in memory keeps its own dropout. If it was made on the meta device, buffers that no checkpoint has get their
-    values. With the head `score` one output takes the place of the vocabulary's, as in `tune.models.build`.
+    `path` is a folder, or a transformers model in memory. From a folder, transformers builds the model from
+    config.json, with parameters on the meta device. A model in memory shares its parameters with the result and is not
+    changed; it keeps its own dropout. If it was made on the meta device, buffers that are in no checkpoint get their
+    values.
+
+    Code in the folder only runs with `trust_remote_code`. With `head="score"`, one output replaces the vocabulary, as
+    in `tune.models.build`.
 
     Raises:
-        TuneError: transformers cannot build it as a causal language model, or it cannot be trained here; it scores
-            several labels; the model in memory is none of transformers, quantized, sharded, or has adapters of the
-            library peft, or is to score.
+        TuneError: transformers cannot build the folder as a causal language model, or the model cannot be trained here,
+            or it scores several labels. Also if the model in memory is not a transformers model, is quantized or
+            sharded, has adapters of the library peft, or is given with `head="score"`.
     """
     if isinstance(path, nn.Module):
         if head == "score":
-            raise TuneError("head: a model in memory keeps the head that it has. Give the folder of one")
+            raise TuneError("head: a model in memory keeps its own head. Give the folder of a model instead")
         return _in_memory(path)
     path = str(path)
     file = ConfigFile(Path(path))
@@ -62,14 +65,14 @@ def hf(
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         for part in (config, config.get_text_config()):
-            vars(part).pop("quantization_config", None)  # weights are dequantized while they are read
-        # The model's own dropout and router noise would depend on how rows are distributed over devices.
+            vars(part).pop("quantization_config", None)  # weights are dequantized when read
+        # The model's own dropout and router noise would depend on the distribution of rows over devices.
         for part in {id(part): part for part in (config, config.get_text_config())}.values():
             part.use_cache = False
             for name, value in vars(part).items():
                 if re.search("drop|jitter", name) and isinstance(value, float):
                     setattr(part, name, 0.0)
-        # Buffers get their values: most are in no checkpoint.
+        # Buffers get their values, since most are in no checkpoint.
         with torch.device("cpu"), accelerate.init_empty_weights(include_buffers=False):
             model = transformers.AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, trust_remote_code=trust_remote_code
@@ -79,18 +82,20 @@ def hf(
             width = model.get_output_embeddings().in_features
             with torch.device("meta"):
                 model.set_output_embeddings(nn.Linear(width, 1, bias=False))
-    except Exception as error:  # hundreds of constructors raise different ones
-        raise TuneError(f"{file.path}: transformers {transformers.__version__} cannot make a model: {error}") from error
+    except Exception as error:  # hundreds of constructors raise different errors
+        raise TuneError(
+            f"{file.path}: transformers {transformers.__version__} cannot build a model: {error}"
+        ) from error
     wrapped = HuggingFaceModel(model)
     if head == "score":
         wrapped.score_with(file.scored_pad_id)
-    if model.config.model_type != config.model_type:  # it is the language model of a larger one
+    if model.config.model_type != config.model_type:  # the language model of a larger model
         wrapped.names.ignored += (r"^(?!.*\blanguage_model\.)(?!lm_head\.)",)
     return wrapped
 
 
 def is_transformers_model(model: Any) -> bool:
-    """Whether it is a model of transformers, which need not be imported to know it."""
+    """Whether `model` is a transformers model; does not import transformers."""
     return any(f"{kind.__module__}.{kind.__name__}" == MODEL_CLASS for kind in type(model).__mro__)
 
 
@@ -100,11 +105,11 @@ def _in_memory(model: Any) -> "HuggingFaceModel":
     if isinstance(model, HuggingFaceModel):
         return model
     if not is_transformers_model(model):
-        raise TuneError(f"model: {name} is no model of transformers. Give one, or the folder of one")
+        raise TuneError(f"model: {name} is not a transformers model. Give a transformers model or its folder")
     if getattr(model, "hf_quantizer", None) is not None:
         raise TuneError(f"model: the weights of {name} are quantized by transformers. Load the original checkpoint")
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise TuneError(f"model: {name} is sharded already. Wrap it with tune.models.hf first, and shard the result")
+        raise TuneError(f"model: {name} is already sharded. Wrap it with tune.models.hf first, then shard the result")
     persistent = model.state_dict().keys()
     lost = [each for each, buffer in model.named_buffers() if buffer.is_meta and each not in persistent]
     if lost:
@@ -119,11 +124,12 @@ def _in_memory(model: Any) -> "HuggingFaceModel":
 
 
 class HuggingFaceModel(nn.Module):
-    """A causal language model of transformers, split into `body` and output `head` (None if tied to the embedding), so
-    that head and loss are computed by chunks, where FSDP has the weight gathered. The given model stays whole: `body`
-    shares all of its modules but those around the head.
+    """A transformers model split into `body` and output `head` (None if tied to the embedding).
 
-    Called as `tune.models.Decoder`.
+    Head and loss can then be computed in chunks, where FSDP has gathered the weight. The given model is not changed:
+    `body` shares all of its modules except those around the head.
+
+    It is called like `tune.models.Decoder`.
     """
 
     def __init__(self, model: Any):
@@ -131,7 +137,7 @@ class HuggingFaceModel(nn.Module):
         name, tensors = type(model).__name__, model.state_dict(keep_vars=True)
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear) or model.config.is_encoder_decoder:
-            raise TuneError(f"model: {name} has no linear output head over a decoder: it cannot be trained here")
+            raise TuneError(f"model: {name} is not supported: it is not a decoder with a linear output head")
         on_disk = {each: (id(tensor), _on_disk(model, each, tensor.detach())) for each, tensor in tensors.items()}
         self.config = model.config.get_text_config()
         self.routing = None
@@ -141,15 +147,15 @@ class HuggingFaceModel(nn.Module):
         self.takes_use_cache = "use_cache" in arguments
         self.state = next((each for each in STATES if each in arguments), None)
         self.max_positions = getattr(self.config, "max_position_embeddings", None)
-        self.max_generated, self.beyond = _longest(model, self.config)  # nor can longer documents be trained on
+        self.max_generated, self.beyond = _longest(model, self.config)  # also the limit for training
         self.checks_logits = False
-        self.separates_documents = False  # in one row, by their positions; `check` finds out
+        self.separates_documents = False  # whether positions separate documents in a row; set by `check`
         self.scale, self.softcap = _logit_transform(self.config)
-        self.scores = False  # one output, of which scale and softcap are none
+        self.scores = False  # one output, without scale and softcap
 
         for each, module in model.named_modules():
             stack = next(module.parameters(recurse=False), None) if "experts" in each else None
-            if stack is not None and stack.ndim == 3:  # of which a token uses some
+            if stack is not None and stack.ndim == 3:  # a token uses some of the experts
                 module.activated_share = getattr(self.config, "num_experts_per_tok", len(stack)) / len(stack)
         head_name = next(each for each, module in model.named_modules() if module is head)
         self.head_input = _HeadInput(self)
@@ -157,7 +163,7 @@ class HuggingFaceModel(nn.Module):
         self.training = model.training
         self.tied = next((f"body.{each}" for each, weight in self.body.named_parameters() if weight is head.weight), "")
         if self.tied and head.bias is not None:
-            raise TuneError(f"model: {name} has an output bias beside tied weights: it cannot be trained here")
+            raise TuneError(f"model: {name} is not supported: it has an output bias and tied weights")
         self.head = None if self.tied else head
         ours = {id(tensor): each for each, tensor in [*self.named_parameters(), *self.named_buffers()]}
         self.names = Names({}, ignored=(*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"))
@@ -176,7 +182,7 @@ class HuggingFaceModel(nn.Module):
         positions: Tensor | None = None,
         cache: "TransformersCache | None" = None,
     ) -> Any:
-        """As `tune.models.Decoder.forward`."""
+        """See `tune.models.Decoder.forward`."""
         if cache is not None:
             hidden = self._go_on(batch, positions, cache)
         else:
@@ -185,7 +191,7 @@ class HuggingFaceModel(nn.Module):
             hidden = hidden * self.scale
         hidden, weight = head_operands(self.head_module, hidden)
         bias = None if self.head is None else self.head.bias
-        if bias is not None:  # as the weight of one more input, which is 1
+        if bias is not None:  # the weight of one more input with value 1
             hidden = torch.cat([hidden, hidden.new_full((*hidden.shape[:-1], 1), self.scale)], dim=-1)
             weight = torch.cat([weight, bias[:, None]], dim=1)
         function: Any = head or self.logits
@@ -194,8 +200,11 @@ class HuggingFaceModel(nn.Module):
     logits = staticmethod(Decoder.logits)
 
     def score_with(self, pad_id: int | None) -> None:
-        """Name the head, which has one output, as transformers' `...ForSequenceClassification` does. It replaces the
-        vocabulary's, which a checkpoint may have. `config` gets the fields that a `DecoderConfig` has for it."""
+        """Name the head, which has one output, as in transformers' `...ForSequenceClassification`.
+
+        It replaces the vocabulary's head, which a checkpoint may have. `config` gets the corresponding fields of
+        `DecoderConfig`.
+        """
         replaced = str(self.names.on_disk["head.weight"])
         self.names.on_disk["head.weight"] = "score.weight"
         del self.names.alternatives["head.weight"]
@@ -205,7 +214,7 @@ class HuggingFaceModel(nn.Module):
 
     @property
     def cost(self) -> str:
-        """In words, what it costs that the model is not native."""
+        """A sentence on the cost of a model that is not native."""
         return (
             f"{self.config.model_type} is computed by transformers, slower than a family of tune.models.families, and "
             "without parallel.cp, pp and ep"
@@ -218,11 +227,11 @@ class HuggingFaceModel(nn.Module):
     def _run(
         self, tokens: Tensor, positions: Tensor | None = None, cache: "TransformersCache | None" = None, row: int = 0
     ) -> Tensor:
-        """The input of the head, `[batch, seq, hidden]`; with a `cache` behind what it keeps of `row`."""
+        """The input of the head, `[batch, seq, hidden]`; with a `cache`, `tokens` follow the cached ones of `row`."""
         arguments: dict[str, Any] = {"use_cache": False} if self.takes_use_cache else {}
         if cache is not None:
             state = cache.states[row]
-            if isinstance(state, Tensor):  # the tokens, which are read again
+            if isinstance(state, Tensor):  # the earlier tokens, which are computed again
                 tokens, positions, state = torch.cat([state, tokens], dim=1), None, None
             arguments |= {self.state: state, "use_cache": True} if self.state else {}
         if positions is None:
@@ -234,7 +243,9 @@ class HuggingFaceModel(nn.Module):
             cache.states[row] = output.get(self.state, tokens)
         logits, hidden = output.logits, self.head_input.take()
         if self.checks_logits and not _close(logits, self._softcapped(hidden * self.scale), tolerance=1e-2):
-            raise TuneError(f"model: {type(self.body).__name__} changes its logits: it cannot be trained here")
+            raise TuneError(
+                f"model: {type(self.body).__name__} is not supported: its logits are not the output of its head"
+            )
         return hidden
 
     @property
@@ -257,7 +268,7 @@ class HuggingFaceModel(nn.Module):
             raise TuneError(f"max_seq_len: {longest} exceeds {most}, where this model {self.beyond}. Lower it")
         if self.separates_documents and len(documents.lengths) * longest > MAX_PADDING * tokens.numel():
             return self._run(tokens, batch.positions)
-        # One document per row. Tokens after its end do not affect it (attention is causal) and are dropped afterwards.
+        # One document per row. Tokens after its end do not affect it, since attention is causal, and are dropped later.
         offsets = torch.arange(longest, device=tokens.device)
         index = (documents.boundaries[:-1, None].long() + offsets).clamp(max=tokens.numel() - 1)
         for module in self.modules():  # adapters
@@ -280,11 +291,13 @@ class HuggingFaceModel(nn.Module):
 
     @torch.no_grad()
     def check(self) -> None:
-        """Test with a few tokens that head and loss can be computed outside of the model, that attention is causal, and
-        whether positions separate the documents of a row. Call it on all processes, after weights are loaded.
+        """Check with a few tokens that the head can be computed outside of the model, and that attention is causal.
+
+        Also finds out whether positions separate the documents of a row. Call it on all processes, after weights are
+        loaded.
 
         Raises:
-            TuneError: the logits are not those of the head, or a token attends to later ones.
+            TuneError: the logits are not the output of the head, or a token attends to later tokens.
         """
         training, device = self.training, next(self.parameters()).device
         self.eval()
@@ -296,22 +309,24 @@ class HuggingFaceModel(nn.Module):
         tolerance = 1e-3 if alone.dtype == torch.float32 else 5e-2
         if not _close(followed[:, :10], alone, tolerance):
             raise TuneError(
-                f"model: in {type(self.body).__name__} a token sees those that follow it, so that it would be given "
-                "the answer that it should learn. If config.json has is_decoder=false, the model is an encoder"
+                f"model: in {type(self.body).__name__}, tokens attend to later tokens, so they would see the answers "
+                "that they should learn. If config.json has is_decoder=false, the model is an encoder"
             )
         self.separates_documents = self.takes_positions
         together = self(Batch.of(tokens[None].cpu(), documents=[[0] * 2 + [1] * 10]).to(device))
         self.separates_documents = self.takes_positions and _close(together[:, 2:], alone, tolerance)
         for module in self.modules():
-            if isinstance(module, FSDPModule):  # gathered parameters are not those that an optimizer must get
+            if isinstance(module, FSDPModule):  # an optimizer must get the sharded parameters
                 module.reshard()
         self.train(training)
 
 
 class TransformersCache:
-    """What transformers keeps of each document, or the tokens of those whose models keep nothing, or keep it inside.
-    Each is read alone: not all models know padding, nor can all read several tokens behind others. Used as
-    `KeyValueCache`."""
+    """The cache of transformers for each document, or its tokens if the model has no cache, or an internal one.
+
+    Each document is computed alone, since some models do not support padding, or several new tokens after a cache. It
+    is used like `KeyValueCache`.
+    """
 
     def __init__(self, rows: int):
         self.states: list[Any] = [None] * rows
@@ -337,16 +352,16 @@ class TransformersCache:
 
 
 class _HeadInput(nn.Module):
-    """In place of the head: keeps its input."""
+    """Replaces the head, and stores its input."""
 
     def __init__(self, owner: HuggingFaceModel) -> None:
         super().__init__()
-        self.owner = [owner]  # in a list, so as not to be its parent
+        self.owner = [owner]  # in a list, so that it does not become a submodule
         self.hidden: Tensor | None = None
 
     @property
     def weight(self) -> Tensor:
-        """Some models read its dtype."""
+        """The weight of the head, whose dtype some models read."""
         return self.owner[0].head_module.weight  # type: ignore[return-value]
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -360,8 +375,10 @@ class _HeadInput(nn.Module):
 
 
 def _with_submodule(module: Any, name: str, replacement: nn.Module) -> Any:
-    """A copy of `module` that has `replacement` in place of its submodule `name`, and shares all else with it: its own
-    parameters and buffers, and the modules that `name` is not a part of."""
+    """A copy of `module` with `replacement` instead of its submodule `name`.
+
+    It shares everything else: its own parameters and buffers, and the modules that do not contain `name`.
+    """
     child, _, rest = name.partition(".")
     other = copy.copy(module)
     vars(other).update({key: value.copy() for key, value in vars(module).items() if key.endswith("_hooks")})
@@ -371,7 +388,7 @@ def _with_submodule(module: Any, name: str, replacement: nn.Module) -> Any:
 
 
 def _logit_transform(config: Any) -> tuple[float, float | None]:
-    """The factor and the softcap of logits, from the fields that configs of transformers have for them."""
+    """The factor and the softcap of logits, from the fields in configs of transformers."""
     scale = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1.0
     if scaling := getattr(config, "logits_scaling", None):
         scale /= scaling
@@ -379,17 +396,17 @@ def _logit_transform(config: Any) -> tuple[float, float | None]:
 
 
 def _longest(model: Any, config: Any) -> tuple[int | None, str]:
-    """The maximal length of documents, if any, and what the model does beyond it."""
+    """The maximum length of documents, if any, and a phrase on what the model does beyond it."""
     trained = getattr(config, "max_position_embeddings", None)
     for each in model.modules():
         is_table = isinstance(each, nn.Embedding) and each is not model.get_input_embeddings()
         if is_table and trained and trained <= each.num_embeddings <= trained + 2:  # two may be for padding
-            return trained, "has no embeddings of positions"
+            return trained, "has no position embeddings"
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in [ropes] if "rope_type" in ropes else ropes.values():
         if rope.get("rope_type") in ("dynamic", "longrope"):
             longest = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-            return longest, "changes its rope scaling for all that is in a batch"
+            return longest, "changes its rope scaling for the whole batch"
     return None, ""
 
 
@@ -399,10 +416,10 @@ def _close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
 
 
 def _on_disk(model: Any, name: str, whole: Tensor) -> OnDisk:
-    """The names on disk of a tensor that transformers saves. Raises TuneError if it is stored in a way that `OnDisk`
-    cannot say.
+    """The names on disk of a tensor that transformers saves. Raises TuneError if `OnDisk` cannot describe them.
 
-    transformers tells it only by what it would save, so a small tensor of distinct values is converted and compared.
+    transformers only shows the conversion by its result, so a small tensor of distinct values is converted and
+    compared.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -421,24 +438,24 @@ def _on_disk(model: Any, name: str, whole: Tensor) -> OnDisk:
             if all(torch.equal(found[each], part) for each, part in zip(names, expected, strict=True)):
                 return names if parts == 1 else [names[start : start + parts] for start in range(0, len(names), parts)]
     raise TuneError(
-        f"model: how transformers converts {name} of {type(model).__name__} is not supported. Use tune.models.build if "
-        "it has this architecture"
+        f"model: the conversion of {name} in transformers' {type(model).__name__} is not supported. Use "
+        "tune.models.build if it has this architecture"
     )
 
 
 def require_no_peft(model: nn.Module) -> None:
-    """Raises TuneError if `model` has adapters of the library peft."""
+    """Raise TuneError if `model` has adapters of the library peft."""
     for name, module in model.named_modules():
         if type(module).__module__.partition(".")[0] == "peft":
             where = f" ({name})" if name else ""
             raise TuneError(
-                f"the model has a {type(module).__name__}{where} of the library peft, whose adapters are not known "
-                "here. Merge them first, model = model.merge_and_unload(), or add adapters with tune.peft.add_adapters"
+                f"the model has a {type(module).__name__}{where} of the library peft, whose adapters are not supported "
+                "here. Merge them first with model = model.merge_and_unload(), or use tune.peft.add_adapters"
             )
 
 
 def without_bars() -> AbstractContextManager:
-    """Around calls that have progress bars of tqdm which no setting turns off."""
+    """A context that turns off tqdm progress bars, for calls that have no setting for it."""
     from tqdm import tqdm
 
     return patch.object(tqdm, "__init__", partialmethod(tqdm.__init__, disable=True))

@@ -14,7 +14,7 @@ from tune.models.rope import RopeConfig, rotate
 
 @dataclass(frozen=True)
 class LatentAttentionConfig:
-    """Queries and keys have `plain_size` dimensions, and those that `rope` rotates; in keys all heads share the latter.
+    """Queries and keys have `plain_size` dimensions and the dimensions that `rope` rotates, which all key heads share.
 
     Keys and values are projected from `key_value_rank` dimensions, queries from `query_rank` (None: hidden states).
     """
@@ -34,7 +34,7 @@ class LatentAttentionConfig:
         return self.num_heads * (self.plain_size + self.rope.size + self.value_size)
 
     def path(self, capability: Capability | None, dtype: torch.dtype) -> Choice:
-        """How a device of this compute capability computes it."""
+        """The way in which a device of this compute capability computes this attention."""
         return choose(capability, dtype, self.plain_size + self.rope.size, self.value_size)
 
     def build(self, hidden_size: int) -> nn.Module:
@@ -77,7 +77,7 @@ class LatentAttention(nn.Module):
         if cache is not None:
             cache.write(torch.cat([latent[:, :, None], key_rotated], dim=-1))
         if cache is not None and cache.place.bias is not None:
-            # Not the latents of all tokens are projected up, but the query down: then they are the keys and values.
+            # Instead of projecting all latents up, project the query down: the latents then are keys and values.
             plain_up, value_up = self._up(latent).split([config.plain_size, config.value_size], dim=-1)
             query = torch.cat([torch.einsum("bshd,rhd->bshr", query_plain, plain_up), query_rotated], dim=-1)
             (key,) = cache.read()
@@ -90,7 +90,7 @@ class LatentAttention(nn.Module):
         return self.output(attend(query, key, value, context.documents, scoring).flatten(-2))
 
     def _up(self, like: Tensor) -> Tensor:
-        """What `key_value_up` multiplies latents by, `[rank, heads, size]`, be it adapted or quantised."""
+        """The matrix of `key_value_up`, `[rank, heads, size]`, also if it is adapted or quantized."""
         up, config = self.key_value_up, self.config
         matrix = up.weight.mT if type(up) is nn.Linear else up(torch.eye(up.in_features).to(like))
         return matrix.unflatten(-1, (-1, config.plain_size + config.value_size))

@@ -1,4 +1,4 @@
-"""Norms, attention and feed-forward: each config builds its module, which is called with (hidden, context)."""
+"""Norms, attention and feed-forward. Each config builds its module, which is called with (hidden, context)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def project(hidden: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
-    """The outputs of linear `layers` for one input. A kind of layer with `outputs` computes those of all at once."""
+    """The outputs of linear `layers` for one input. If a layer's class has `outputs`, it computes all at once."""
     kinds: list[Any] = [type(layer) for layer in layers]
     outputs = next((kind.outputs for kind in kinds if hasattr(kind, "outputs")), None)
     return [layer(hidden) for layer in layers] if outputs is None else outputs(hidden, layers)
@@ -42,7 +42,7 @@ class AttentionPartConfig(PartConfig, Protocol):
 
     @property
     def pair_width(self) -> int:
-        """Multiplications for a pair of tokens: of query and key, and of weight and value."""
+        """Multiplications per pair of tokens: query with key, and weight with value."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class NormConfig:
 
 
 class OffsetRMSNorm(nn.RMSNorm):
-    """RMSNorm that multiplies by 1 + weight, in fp32, as Gemma does."""
+    """RMSNorm that multiplies by 1 + weight in fp32, like Gemma's."""
 
     initial_weight = 0.0
 
@@ -71,11 +71,11 @@ class OffsetRMSNorm(nn.RMSNorm):
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Attention to `num_kv_heads` keys and values; see `Scoring` for window, scale, softcap and sinks.
+    """Attention with `num_kv_heads` heads of keys and values; see `Scoring` for window, scale, softcap and sinks.
 
-    `fused` joins the query, key and value projections, to which `bias` applies. `rope=None`: no positions. `gated`
-    multiplies the output of each head by a sigmoid gate from the query projection. `query_key_norm` normalises each
-    head, or with `norm_all_heads` all heads together.
+    `fused` joins the query, key and value projections, to which `bias` applies. `rope=None` does not use positions.
+    `gated` multiplies the output of each head by a sigmoid gate from the query projection. `query_key_norm` normalizes
+    each head, or with `norm_all_heads` all heads together.
     """
 
     num_heads: int
@@ -98,7 +98,7 @@ class AttentionConfig:
         return 2 * self.num_heads * self.head_dim
 
     def path(self, capability: Capability | None, dtype: torch.dtype) -> Choice:
-        """How a device of this compute capability computes it."""
+        """The way in which a device of this compute capability computes this attention."""
         size, capped = self.head_dim, self.softcap is not None
         return choose(capability, dtype, size, size, softcap=capped, sinks=self.sinks)
 

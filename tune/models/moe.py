@@ -17,11 +17,11 @@ from tune.models.routing import Router, RouterConfig, RoutingStats
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """Experts of width `size`, chosen by `router`, and a shared expert of width `shared`, if any.
+    """Experts of width `size`, chosen by `router`, and an optional shared expert of width `shared`.
 
-    `fused` joins gate and up: as the first and second half of outputs, or as even and odd ones. `transposed` weights
-    are `[experts, in, out]`. `clamp` is (alpha, limit) of gpt-oss's activation. `shared_gate` weights the shared expert
-    by a sigmoid.
+    `fused` joins gate and up as the first and second half of the outputs, or as even and odd outputs. `transposed`
+    weights are `[experts, in, out]`. `clamp` is (alpha, limit) of gpt-oss's activation. `shared_gate` weights the
+    shared expert by a sigmoid.
     """
 
     router: RouterConfig
@@ -49,7 +49,7 @@ class MixtureOfExperts(nn.Module):
         self.shared_gate = nn.Linear(hidden_size, 1, bias=False) if config.shared_gate else None
 
     def forward(self, hidden: Tensor, context: Context) -> tuple[Tensor, RoutingStats | None]:
-        """`hidden` `[batch, seq, dim]` -> the same shape, and in training the statistics of the router."""
+        """`hidden` `[batch, seq, dim]` -> the same shape and, in training, the statistics of the router."""
         tokens = hidden.flatten(0, 1)
         routing = self.router(tokens)
         plan = Dispatch.of(routing.experts, self.router.config.num_experts)
@@ -68,8 +68,8 @@ class MixtureOfExperts(nn.Module):
 class Dispatch(NamedTuple):
     """The rows of experts: the choices `[tokens * chosen]` of all tokens, sorted by expert.
 
-    Row i is choice `order[i]`, choice j is row `places[j]` and of token j // `chosen`. The rows of expert e end before
-    `ends[e]`. The experts of a process are those from `first` on; `moved` says where its rows come from.
+    Row i is choice `order[i]`. Choice j is row `places[j]` and belongs to token j // `chosen`. The rows of expert e end
+    before `ends[e]`. The first expert of this process is `first`; `moved` describes where its rows come from.
     """
 
     order: Tensor
@@ -81,14 +81,14 @@ class Dispatch(NamedTuple):
 
     @classmethod
     def of(cls, experts: Tensor, num_experts: int) -> "Dispatch":
-        """For the `experts` `[tokens, chosen]` of each token."""
+        """Make the plan for the `experts` `[tokens, chosen]` of each token."""
         by_expert, order = experts.flatten().sort(stable=True)
         numbers = torch.arange(num_experts, device=experts.device)
-        ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)  # bincount would synchronise
+        ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)  # bincount would synchronize
         return cls(order, order.argsort(), ends, experts.shape[1])
 
     def of_tokens(self, values: Tensor) -> Tensor:
-        """For each row that of the `values` `[tokens]` of its token."""
+        """For each row, the value of its token, from `values` `[tokens]`."""
         if self.moved is not None:
             values = self.moved.there(self.moved.plan.of_tokens(values))
         return values[self.order // self.chosen]
@@ -100,7 +100,7 @@ class Dispatch(NamedTuple):
 
 
 def dispatch(tokens: Tensor, plan: Dispatch) -> Tensor:
-    """`tokens` `[tokens, dim]` -> rows `[tokens * chosen, dim]`, sorted by expert."""
+    """Copy `tokens` `[tokens, dim]` to rows `[tokens * chosen, dim]`, sorted by expert."""
     return _Reorder.apply(tokens, plan.order, plan.places, plan.chosen)
 
 
@@ -111,7 +111,7 @@ def combine(rows: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
 
 
 class Moved(NamedTuple):
-    """Rows of `plan` that go to other `peers`: how many are `sent` to each, and `received`."""
+    """Rows of `plan` that move to other `peers`: the number `sent` to each, and `received` from each."""
 
     plan: Dispatch
     sent: list[int]
@@ -124,13 +124,13 @@ class Moved(NamedTuple):
 
 @torch._disable_dynamo  # its sizes depend on the data; torch.compiler.disable would import the compiler here
 def on_processes(mesh: DeviceMesh, experts: nn.Module, rows: Tensor, plan: Dispatch) -> Tensor:
-    """What all experts make of the `rows` of `plan`, where each process of `mesh` has a part of them, `experts`."""
+    """The outputs of all experts for the `rows` of `plan`. Each process of `mesh` has a part of them, `experts`."""
     peers, count = Peers.of(mesh), len(plan.ends) // mesh.size()
     counts = plan.ends.diff(prepend=plan.ends.new_zeros(1))
     arriving = peers.sent(counts, [count] * peers.size, [count] * peers.size)
-    if hasattr(counts, "fake_mode"):  # it has no numbers: all processes get as many rows
+    if hasattr(counts, "fake_mode"):  # fake tensors have no values: all processes get equally many rows
         sent = received = [len(rows) // peers.size + (rank < len(rows) % peers.size) for rank in range(peers.size)]
-    else:  # the only wait for the device in a forward: the sizes of what is exchanged
+    else:  # the only wait for the device in a forward, for the sizes to exchange
         sent, received = torch.stack([counts, arriving]).view(2, peers.size, count).sum(dim=2).tolist()
     moved = Moved(plan, sent, received, peers)
     numbers = torch.arange(count, device=rows.device).repeat(peers.size)
@@ -141,7 +141,7 @@ def on_processes(mesh: DeviceMesh, experts: nn.Module, rows: Tensor, plan: Dispa
 
 
 class _Reorder(torch.autograd.Function):
-    """output[i] = rows[order[i] // copies]. Backward gathers, too: torch's would scatter, slowly or in random order."""
+    """output[i] = rows[order[i] // copies]. Backward gathers too; torch's would scatter, slowly or in random order."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, places: Tensor, copies: int) -> Tensor:
@@ -218,13 +218,13 @@ class ExpertLinear(nn.Module):
 
 
 def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """`rows` `[rows, in]` times `weight` `[groups, in, out]`: `[rows, out]`. Rows of group g end before `ends[g]`."""
+    """`rows` `[rows, in]` times `weight` `[groups, in, out]` -> `[rows, out]`. Rows of group g end before `ends[g]`."""
     return F.grouped_mm(rows, weight, offs=ends) if _fits(rows, weight) else product_by_group(rows, weight, ends)
 
 
 def _fits(rows: Tensor, weight: Tensor) -> bool:
-    """Whether torch has a kernel for it. On other GPUs its product is one for each group, with a wait for each."""
-    is_traced = torch.compiler.is_compiling() or hasattr(rows, "fake_mode")  # where torch knows bf16 alone
+    """Whether torch has a kernel for this product. On other GPUs, torch computes and waits for one group at a time."""
+    is_traced = torch.compiler.is_compiling() or hasattr(rows, "fake_mode")  # torch only supports bf16 there
     needs_bf16 = is_traced or rows.is_cuda
     aligned = all(size * rows.element_size() % 16 == 0 for size in weight.shape[1:])
     if not aligned or not len(rows) or (needs_bf16 and rows.dtype != torch.bfloat16):
@@ -234,10 +234,10 @@ def _fits(rows: Tensor, weight: Tensor) -> bool:
     return rows.device.type in ("cpu", "cuda")
 
 
-KERNELS = ((9, 0), (10, 0))  # compute capabilities for which torch has grouped products
+KERNELS = ((9, 0), (10, 0))  # compute capabilities with torch's grouped products
 
 
-# A custom operator, as the sizes of groups depend on the data: torch.compile must not trace it.
+# A custom operator, since the sizes of groups depend on the data and torch.compile must not trace them.
 @torch.library.custom_op("tune::product_by_group", mutates_args=())
 def product_by_group(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     if block_kernels.has_products(rows):

@@ -1,4 +1,4 @@
-"""Names of tensors and modules: ours, those in a checkpoint (on disk), and PEFT's."""
+"""Map the names of tensors and modules: ours, a checkpoint's (on disk), and PEFT's."""
 
 import re
 from collections.abc import Collection, Iterator
@@ -7,19 +7,21 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# The name on disk of one of our tensors; or if ours is a stack along a new first dimension, the names of its members;
-# or if each member is a concatenation of equal parts along its own first dimension, the names of the parts.
+# The name on disk of one of our tensors. If ours is a stack along a new first dimension, the names of its members. If
+# each member is a concatenation of equal parts along its own first dimension, the names of the parts.
 OnDisk = str | list[str] | list[list[str]]
 
 
 @dataclass
 class Names:
-    """The names of a model's tensors. "Name" alone means ours.
+    """The names of a model's tensors. "Name" without qualification means ours.
 
-    `on_disk` maps each parameter and persistent buffer to its names on disk, `alternatives` to those in some other
-    checkpoints. `copies` maps names on disk of tensors that repeat one of ours, such as a tied head, to ours. `ignored`
-    are patterns of tensors on disk that the model does not use. `replaced` has tensors of ours that a checkpoint may be
-    without, to be initialised then, and the pattern of what they replace on disk, which is neither loaded nor exported.
+    - `on_disk` maps each parameter and persistent buffer to its names on disk, `alternatives` to its names in some
+      other checkpoints.
+    - `copies` maps names on disk of tensors that repeat one of ours, such as a tied head, to our name.
+    - `ignored` has patterns of tensors on disk that the model does not use.
+    - `replaced` maps tensors of ours that a checkpoint may lack, and that are then initialized, to the pattern of the
+      tensors on disk that they replace, which are neither loaded nor exported.
     """
 
     on_disk: dict[str, OnDisk]
@@ -30,13 +32,13 @@ class Names:
 
     @classmethod
     def of(cls, model: nn.Module) -> "Names":
-        """`model.names`; a module without them has the same names on disk."""
+        """`model.names`. For a module without `names`, the names on disk are its own."""
         names = getattr(model, "names", None)
         return names if isinstance(names, cls) else cls({name: name for name in stored_tensors(model)})
 
     def in_checkpoint(self, found: Collection[str]) -> dict[str, OnDisk]:
-        """`on_disk` for a checkpoint with the tensors `found`, which may be of this model, of its body alone (without
-        `model.`), or of a larger model that contains it."""
+        """`on_disk` for a checkpoint with the tensors `found`: of this model, of its body alone (without `model.`), or
+        of a larger model that contains it."""
         by_own = {own_name(name): name for name in found}
 
         def there(on_disk: Any) -> Any:
@@ -58,19 +60,19 @@ class Names:
         return any(re.search(pattern, on_disk) for pattern in self.replaced.values())
 
     def module(self, name: str) -> str:
-        """The name on disk of the module `name`; `name` itself if it is a stack, or not on disk."""
+        """The name on disk of the module `name`; `name` itself if it is a stack or not on disk."""
         on_disk = self.on_disk.get(f"{name}.weight")
         return on_disk.removesuffix(".weight") if isinstance(on_disk, str) else name
 
     def members(self, name: str) -> list[str]:
-        """The names on disk of the module `name`: one, or if it is a stack of experts, that of each."""
+        """The names on disk of the module `name`: one name, or one for each expert of a stack."""
         on_disk = self.on_disk.get(f"{name}.weight")
         if not isinstance(on_disk, list):
             return [self.module(name)]
         return [each.removesuffix(".weight") for each in on_disk if isinstance(each, str)]
 
     def is_joined(self, name: str) -> bool:
-        """Whether the experts `name` are one tensor on disk that, as in transformers, is no module's weight."""
+        """Whether the experts `name` are one tensor on disk that is not a module's weight, as in transformers."""
         on_disk = self.on_disk.get(f"{name}.weight")
         return isinstance(on_disk, str) and not on_disk.endswith(".weight")
 
@@ -80,13 +82,15 @@ class Names:
         return {name.removesuffix(".weight") for stack in stacks for name in disk_names(stack)}
 
     def spellings(self, name: str) -> list[str]:
-        """All names of the module `name` in settings: ours, on disk, PEFT's; for experts, of each."""
+        """All names of the module `name` that settings accept: ours, on disk, PEFT's; for experts, of each expert."""
         return [name, *(spelling for known in self.members(name) for spelling in spellings(known))]
 
 
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of `model` in a checkpoint: parameters, tied ones once, and persistent buffers. Without those that
-    adapters have added to a module, which it names in `added`."""
+    """The tensors of `model` in a checkpoint: parameters (tied ones once) and persistent buffers.
+
+    Tensors that adapters have added to a module, listed in its `added`, are left out.
+    """
     persistent = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     added = {f"{name}.{each}" for name, module in model.named_modules() for each in getattr(module, "added", ())}
@@ -95,8 +99,7 @@ def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def without_names(model: nn.Module) -> list[str]:
-    """The trained parameters of `model` that have no name on disk, such as a head of your own: exports leave them
-    out."""
+    """The trained parameters of `model` without a name on disk, such as your own head, which exports leave out."""
     known = Names.of(model).on_disk
     return [name for name, each in stored_tensors(model).items() if each.requires_grad and name not in known]
 
@@ -107,7 +110,7 @@ def disk_names(on_disk: Any) -> list[str]:
 
 
 def disk_parts(on_disk: OnDisk, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """(name on disk, view of `tensor`) of each of its parts."""
+    """Yield (name on disk, view of `tensor`) for each part."""
     if isinstance(on_disk, str):
         yield on_disk, tensor
         return

@@ -1,7 +1,7 @@
-"""Rotary position embedding (Su et al., 2021) with the frequency scalings that published checkpoints use.
+"""Rotary position embeddings (Su et al., 2021) with the frequency scalings of published checkpoints.
 
-Frequencies match `transformers.modeling_rope_utils`; pairs are laid out as in the checkpoint, so weights load without
-permutation.
+Frequencies match `transformers.modeling_rope_utils`. Pairs are laid out as in the checkpoint, so that weights load
+without permutation.
 """
 
 import math
@@ -19,11 +19,11 @@ from tune.models import block_kernels
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotation of the first `size` dimensions of a head. Pairs are dimensions i and i + size / 2, as in Hugging Face's
-    Llama, or if `interleaved` 2i and 2i + 1.
+    """Rotation of the first `size` dimensions of a head.
 
-    `scaling` are the fields of config.json's `rope_scaling` (or `rope_parameters`) for `kind`. Queries are multiplied
-    by 1 + `query_growth` * log(1 + position // original_max_position_embeddings).
+    Pairs are dimensions i and i + size / 2, as in Hugging Face's Llama, or 2i and 2i + 1 if `interleaved`. `scaling`
+    has the fields of config.json's `rope_scaling` (or `rope_parameters`) for `kind`. Queries are multiplied by
+    1 + `query_growth` * log(1 + position // original_max_position_embeddings).
     """
 
     size: int
@@ -36,20 +36,20 @@ class RopeConfig:
 
     @property
     def trained_length(self) -> int:
-        """The number of positions that the model was trained for, as its config says."""
+        """The number of positions that the model was trained for, from its config."""
         stretched = self.scaling.get("original_max_position_embeddings", 0) * (self.scaling.get("factor") or 1)
         return max(self.max_positions, int(stretched))
 
     @property
     def cached_length(self) -> int:
-        """The number of tokens up to which the rotation of a token does not depend on those that follow it."""
+        """The number of tokens up to which the rotation of a token does not depend on later tokens."""
         if self.kind == "longrope":
             return self.scaling["original_max_position_embeddings"]
         return self.max_positions if self.kind == "dynamic" else self.trained_length
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines `[batch, seq, 1, size]`, and the factor of queries `[batch, seq, 1, 1]`."""
+    """Cosines and sines `[batch, seq, 1, size]`, and the factor for queries `[batch, seq, 1, 1]`."""
 
     cos: Tensor
     sin: Tensor
@@ -58,7 +58,7 @@ class Rotation(NamedTuple):
 
 
 class Rope:
-    """Computes rotations from positions. Not a module: it has no weights or buffers."""
+    """Computes rotations from positions. Not a module, since it has no weights or buffers."""
 
     def __init__(self, config: RopeConfig):
         if config.kind not in SCALINGS:
@@ -67,7 +67,7 @@ class Rope:
         self._frequencies: dict[torch.device, tuple[Tensor, float]] = {}
 
     def __call__(self, positions: Tensor, documents: Documents | None, dtype: torch.dtype) -> Rotation:
-        """For tokens at `positions` `[batch, seq]`. Raises TuneError if the rotation would depend on the rest of the
+        """The rotation of tokens at `positions` `[batch, seq]`. Raises TuneError if it would depend on the rest of the
         batch."""
         if positions.device not in self._frequencies:
             # Computed on the CPU, so that the bits are the same for every device.
@@ -77,9 +77,9 @@ class Rope:
         longest = positions.shape[1] if documents is None else max(documents.whole.lengths)
         if self.config.kind == "dynamic" and longest > self.config.max_positions:
             raise TuneError(
-                f"max_seq_len: a document of {longest} tokens is longer than the {self.config.max_positions} "
-                "this model was trained for, and its 'dynamic' rope scaling would make the loss depend on what else is "
-                "in the batch. Lower max_seq_len, or set rope_scaling in config.json to 'linear' or 'yarn'."
+                f"max_seq_len: a document has {longest} tokens, more than the {self.config.max_positions} that this "
+                "model was trained for. With its 'dynamic' rope scaling, the loss would depend on the rest of the "
+                "batch. Lower max_seq_len, or set rope_scaling in config.json to 'linear' or 'yarn'."
             )
         if self.config.kind == "longrope" and documents is None:  # short or long factors, by the length of the document
             frequencies = frequencies[int(longest > self._original)]
@@ -101,14 +101,14 @@ class Rope:
 
 
 def rotate_both(query: Tensor, key: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-    """As `rotate`, of both in one kernel where there is one."""
+    """`rotate` for both, in one kernel if possible."""
     if rotation.interleaved or rotation.cos.shape[-1] < query.shape[-1]:
         return rotate(query, rotation), rotate(key, rotation)
     return block_kernels.rotate(query, key, rotation.cos, rotation.sin)
 
 
 def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate `[batch, seq, heads, head_dim]`, or the part of each head that `rotation` is for."""
+    """Rotate `[batch, seq, heads, head_dim]`, or the first part of each head if `rotation` is smaller."""
     size = rotation.cos.shape[-1]
     if size < heads.shape[-1]:
         rotated, rest = heads.split([size, heads.shape[-1] - size], dim=-1)
@@ -125,7 +125,7 @@ def _plain(config: RopeConfig) -> Tensor:
 
 
 def _llama3(config: RopeConfig) -> tuple[Tensor, float]:
-    """Llama 3.1: low frequencies are divided by the factor, high ones kept, those between interpolated."""
+    """Llama 3.1: low frequencies are divided by the factor, high frequencies kept, the rest interpolated."""
     scaling, frequencies = config.scaling, _plain(config)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
@@ -171,8 +171,8 @@ def _longrope(config: RopeConfig) -> tuple[Tensor, float]:
     return _plain(config) / factors, magnitude
 
 
-# `dynamic` NTK scaling equals `default` up to the trained length. Beyond it angles depend on the longest document in
-# the batch: `Rope` refuses it.
+# `dynamic` NTK scaling equals `default` up to the trained length. Beyond it, angles depend on the longest document in
+# the batch, which `Rope` rejects.
 SCALINGS: dict[str, Callable[[RopeConfig], tuple[Tensor, float]]] = {
     "default": lambda config: (_plain(config), 1.0),
     "linear": lambda config: (_plain(config) / config.scaling["factor"], 1.0),

@@ -1,4 +1,4 @@
-"""Routers of experts, their statistics, and the load-balancing loss."""
+"""Expert routers, their statistics, and the load-balancing loss."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from tune.collators import Documents
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """How `chosen` of `num_experts` and their weights are computed for a token.
+    """A router that selects `chosen` of `num_experts` for a token, with weights.
 
-    `scores` are the softmax or the sigmoid of the logits, or the softmax over the `chosen` alone. `normalized` weights
-    sum to one; then they are multiplied by `scale`. As in DeepSeek-V3, `correction`, a buffer, is added to the scores
-    for the choice only, and experts are chosen from the `kept_groups` of `num_groups` groups with the largest sums of
-    their two best scores.
+    `scores` are the softmax or the sigmoid of the logits, or the softmax over the `chosen` experts alone. `normalized`
+    weights sum to one before they are multiplied by `scale`. As in DeepSeek-V3, the buffer `correction` is added to the
+    scores for the choice only. Experts are chosen from `kept_groups` of `num_groups` groups, those with the largest
+    sums of their two best scores.
     """
 
     num_experts: int
@@ -33,7 +33,8 @@ class RouterConfig:
 
 
 class Routing(NamedTuple):
-    """`weights` (fp32) and `experts` `[tokens, chosen]`; `probabilities` (fp32) `[tokens, num_experts]`, of sum one."""
+    """`weights` (fp32) and `experts` `[tokens, chosen]`; `probabilities` (fp32) `[tokens, num_experts]`, which sum to
+    one."""
 
     weights: Tensor
     experts: Tensor
@@ -51,7 +52,7 @@ class Router(nn.Module):
         self.register_buffer("correction", torch.empty(config.num_experts) if config.correction else None)
 
     def forward(self, tokens: Tensor) -> Routing:
-        """For `tokens` `[tokens, dim]`."""
+        """The routing of `tokens` `[tokens, dim]`."""
         config = self.config
         if config.scores == "sigmoid":
             scores = F.linear(tokens.float(), self.weight.float()).sigmoid()
@@ -81,7 +82,7 @@ class Router(nn.Module):
         return scores.topk(config.chosen).indices
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Router":
-        """Called by `to` and `to_empty`. The correction stays in fp32: rounded, it would choose other experts."""
+        """Called by `to` and `to_empty`. Keeps the correction in fp32, since rounding would change the choices."""
         correction = self.correction
         super()._apply(fn, recurse)
         if correction is not None and self.correction is not None:
@@ -92,8 +93,8 @@ class Router(nn.Module):
 
 
 class RoutingStats(NamedTuple):
-    """Sums over the documents with supervised tokens: tokens of each expert `[num_experts]`, entropy of probabilities
-    over tokens, and the load-balancing loss of each document times its supervised tokens."""
+    """Sums over documents with supervised tokens: tokens per expert `[num_experts]`, entropy of the tokens'
+    probabilities, and each document's load-balancing loss times its supervised tokens."""
 
     load: Tensor
     entropy: Tensor
@@ -101,12 +102,13 @@ class RoutingStats(NamedTuple):
 
     @classmethod
     def of(cls, routing: Routing, documents: Documents) -> "RoutingStats":
-        """The load-balancing loss of the Switch Transformer (Fedus et al., 2021), for each document:
-        num_experts * sum over experts of (choices per token) * (mean probability).
+        """The statistics of a routing, with the load-balancing loss of the Switch Transformer (Fedus et al., 2021).
 
-        transformers' `load_balancing_loss_func` computes it over all tokens of a batch, so that training depends on how
-        documents are batched, and over all layers as if they had the same experts; for one document and one layer the
-        two are equal. Divide the sum by the supervised tokens of the step, as for the loss. Only the probabilities have
+        For each document it is num_experts * sum over experts of (choices per token) * (mean probability).
+
+        transformers' `load_balancing_loss_func` computes it over all tokens of a batch, so that training depends on the
+        batching of documents, and over all layers as if they shared their experts. For one document and one layer, both
+        are equal. Divide the sum by the supervised tokens of the step, like the loss. Only the probabilities have
         gradients.
         """
         whole = documents.whole
@@ -118,17 +120,17 @@ class RoutingStats(NamedTuple):
         load, probability, entropies = documents.sums(tokens).split([num_experts, num_experts, 1], dim=1)
         balance = num_experts * (load * probability).sum(dim=1) / lengths.float().square()
         trained = (supervised > 0).float()
-        # Not `trained @ load`: it works in place, which selective checkpointing does not allow for a saved tensor.
+        # Not `trained @ load`, which works in place: selective checkpointing does not allow that for a saved tensor.
         return cls((trained[:, None] * load).sum(dim=0), trained @ entropies[:, 0], supervised.float() @ balance)
 
 
 class RoutingSums:
-    """Accumulates the statistics of forwards in training, on the device, until they are taken."""
+    """Accumulates the statistics of training forwards on the device, until `take`."""
 
     def __init__(self) -> None:
         self.rows: Tensor | None = None
         self.balance: Tensor | None = None  # of the last forward in training
-        self.loss_scale: Callable[[Tensor], Tensor] | None = None  # of gradients in fp16
+        self.loss_scale: Callable[[Tensor], Tensor] | None = None  # scales gradients in fp16
 
     def add(self, layers: list[RoutingStats], documents: Documents) -> None:
         trained = (documents.boundaries.diff() * (documents.num_supervised > 0)).sum()
@@ -138,8 +140,11 @@ class RoutingSums:
         self.balance = torch.stack([stats.balance for stats in layers]).mean()
 
     def charge(self, hidden: Tensor, weight: float, supervised: Tensor | int) -> Tensor:
-        """`hidden` as it is; its backward adds the gradient of the last forward's load-balancing loss, times `weight`
-        and divided by the number of `supervised` tokens: the loss that a recipe reports stays the cross-entropy."""
+        """Return `hidden` unchanged, but add the gradient of the last forward's load-balancing loss in its backward.
+
+        The gradient is multiplied by `weight` and divided by the number of `supervised` tokens. The loss that a recipe
+        reports remains the cross-entropy.
+        """
         balance, self.balance = self.balance, None
         if not weight or balance is None or not torch.is_grad_enabled():
             return hidden
@@ -149,14 +154,15 @@ class RoutingSums:
         return charged
 
     def take(self) -> Tensor:
-        """One row per layer: tokens of each expert, entropy, load-balancing loss, tokens, supervised tokens."""
+        """Return and reset one row per layer: tokens per expert, entropy, load-balancing loss, tokens, supervised
+        tokens."""
         assert self.rows is not None, "no forward in training since the last call"
         rows, self.rows = self.rows, None
         return rows
 
 
 class _Charged(torch.autograd.Function):
-    """The first operand; in backward the second, a scalar loss, gets the gradient 1."""
+    """Return the first operand; in backward, the second, a scalar loss, gets the gradient 1."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, loss: Tensor) -> Tensor:

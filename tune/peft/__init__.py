@@ -1,6 +1,6 @@
-"""Adapters: small trainable additions to the layers of any frozen `nn.Module`.
+"""Add adapters, small trainable weights, to the layers of any frozen `nn.Module`.
 
-A new kind of adapter is a class beside `LoRALinear`; `adding.py` chooses the layers, and `files.py` reads and writes
+A new kind of adapter is a class like `LoRALinear`; `adding.py` chooses the layers, and `files.py` reads and writes
 PEFT's format.
 """
 
@@ -26,7 +26,7 @@ from tune.peft.opened import OpenedModel, open_model
 from tune.peft.reference import Reference
 from tune.peft.tokens import untrained_tokens
 
-# Other names are for the packages of `tune` alone.
+# The other imported names are for the packages of `tune` only.
 __all__ = [
     "LoRA",
     "LoRALinear",

@@ -1,6 +1,6 @@
-"""Kernels of adapters for GPUs, in Triton: what plain operations would do in many passes over a layer's activations.
+"""Triton kernels for adapters, which replace many passes over a layer's activations.
 
-Where `tune.fused` does not fit, the plain operations run.
+Plain operations run where `tune.fused.fits` is false.
 """
 
 import torch
@@ -9,8 +9,8 @@ from torch import Tensor
 from tune import fused
 
 PROGRAMS = "tune.peft.adapter_programs"
-ROWS, COLUMNS = 32, 128  # of a program
-SHARE = 256  # rows that a program sums up
+ROWS, COLUMNS = 32, 128  # per program
+SHARE = 256  # rows that a program sums
 
 
 def masked(input: Tensor, keys: Tensor, features: Tensor, threshold: int, scale: float) -> Tensor:
@@ -26,7 +26,7 @@ def masked(input: Tensor, keys: Tensor, features: Tensor, threshold: int, scale:
 def add_masked_product(
     total: Tensor, narrow: Tensor, matrix: Tensor, keys: Tensor, features: Tensor, threshold: int, scale: float
 ) -> None:
-    """Add `masked(narrow @ matrix)` to `total` `[rows, width]`, which is contiguous."""
+    """Add `masked(narrow @ matrix)` to the contiguous `total` `[rows, width]`, in place."""
     (rows, width), (rank, _) = total.shape, matrix.shape
     narrow = narrow if narrow.stride(1) == 1 else narrow.contiguous()
     tensors = total, narrow, matrix.contiguous(), keys.contiguous(), features
@@ -49,7 +49,7 @@ def scaled_gradient(gradient: Tensor, output: Tensor, factors: Tensor) -> tuple[
 
 
 def squared_norms(weight: Tensor, left: Tensor, right: Tensor, scaling: float) -> Tensor:
-    """The sum of the squares of each row of `weight` `[rows, columns]` plus `scaling` times that of left * right
+    """For each row, the sum of squares of `weight` `[rows, columns]` plus `scaling` times the sum of left * right
     `[rows, rank]`, in fp32."""
     tensors = weight.contiguous(), left.contiguous(), right.contiguous()
     squares = torch.empty(len(weight), dtype=torch.float32, device=weight.device)

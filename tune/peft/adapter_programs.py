@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The programs of `tune.peft.adapter_kernels`. Imported only where Triton is installed."""
+"""The programs of `tune.peft.adapter_kernels`. Imported only if Triton is installed."""
 
 import triton
 import triton.language as tl
@@ -7,7 +7,7 @@ import triton.language as tl
 
 @triton.jit
 def _keeps(keys, features, threshold):
-    """`tune.peft.dropout.mix(keys ^ features) >= threshold`. A shift of unsigned numbers needs no mask."""
+    """`tune.peft.dropout.mix(keys ^ features) >= threshold`. Shifts of unsigned integers need no mask."""
     bits = (keys[:, None] ^ features[None, :]).to(tl.uint32, bitcast=True)
     bits = (bits ^ (bits >> 16)) * tl.full((), 0x7FEB352D, tl.uint32)
     bits = (bits ^ (bits >> 15)) * tl.full((), 0x846CA68B, tl.uint32)
@@ -60,8 +60,8 @@ def add_masked_product(
 def scaled_gradient(
     gradient, output, factors, scaled, sums, rows, width, share, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """scaled = gradient * factors, `[rows, width]`, and in `sums` `[programs, width]` of gradient * output over the
-    `share` rows of a program."""
+    """scaled = gradient * factors, `[rows, width]`; sums, `[programs, width]`, of gradient * output over the `share`
+    rows of each program."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     factor = tl.load(factors + column, mask=column < width, other=0)
     first = tl.program_id(1) * share
@@ -81,7 +81,7 @@ def scaled_gradient(
 def squared_norms(
     weight, left, right, squares, columns, rank, scaling, COLUMNS: tl.constexpr, RANK: tl.constexpr
 ):  # fmt: skip
-    """squares = |w|^2 + scaling * the sum of left * right, of a row of each: `[columns]`, `[rank]`, `[rank]`."""
+    """squares = |w|^2 + scaling * sum(left * right) for a row of each: `[columns]`, `[rank]`, `[rank]`."""
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros((COLUMNS,), tl.float32)
     for start in range(0, columns, COLUMNS):

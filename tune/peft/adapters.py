@@ -1,4 +1,4 @@
-"""The adapters of a model: finding, initializing and switching them off."""
+"""Find, initialize and switch off the adapters of a model."""
 
 import zlib
 from collections.abc import Collection, Iterator
@@ -13,18 +13,20 @@ from tune.distributed import local_shard
 from tune.peft.lora import LowRank
 from tune.peft.tokens import TokenRows
 
-# Both have `PARTS` (their trained parameters, with the ends of the names in PEFT's files) and `initial_values`.
+# Both have `PARTS` (trained parameters -> end of their names in PEFT's files) and `initial_values`.
 Adapter: TypeAlias = LowRank | TokenRows
 
 
 def adapted_modules(model: nn.Module) -> dict[str, Adapter]:
-    """The modules that have an adapter, by name."""
+    """The modules with an adapter, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Adapter)}
 
 
 def initialize(model: nn.Module, seed: int, earlier: Collection[str] = ()) -> None:
-    """Initialize the adapters of `model`, without those of the modules named in `earlier`, with the same values in any
-    layout. The base must be loaded; all processes must call."""
+    """Initialize the adapters of `model`, except on the modules in `earlier`, with the same values in any layout.
+
+    The base must be loaded. All processes must call this.
+    """
     if rehearsal.current():
         return
     with torch.no_grad():
@@ -39,7 +41,8 @@ def initialize(model: nn.Module, seed: int, earlier: Collection[str] = ()) -> No
 
 @contextmanager
 def switched_off(model: nn.Module) -> Iterator[None]:
-    """The model computes what its base does, in evaluation. Parameters that are trained in full stay as they are."""
+    """A context in which the model computes like its base, in evaluation mode. Parameters that are trained in full keep
+    their values."""
     layers = [layer for layer in adapted_modules(model).values() if isinstance(layer, LowRank)]
     was_training = model.training
     model.eval()
@@ -54,7 +57,7 @@ def switched_off(model: nn.Module) -> Iterator[None]:
 
 
 def is_tied(model: nn.Module, layer: nn.Module) -> bool:
-    """Whether embedding and head share the weight of `layer`, which is one of them."""
+    """Whether `layer`, the embedding or the head, shares its weight with the other."""
     if isinstance(layer, nn.Embedding) and getattr(getattr(model, "config", None), "tied_head", False):
         return True
     sharing = [module for module in model.modules() if getattr(module, "weight", None) is layer.weight]

@@ -1,4 +1,4 @@
-"""Adding adapters to a model: which modules the settings name, which are refused, and what is made of the others."""
+"""Add adapters to a model: select the modules that the settings name, check them, and adapt them."""
 
 import re
 import sys
@@ -24,9 +24,11 @@ HEADS = ("lm_head", "head", "output")
 
 @dataclass(frozen=True)
 class Adapted:
-    """The result of `add_adapters`: by name, adapted modules and those trained in full; numbers of parameters.
+    """The result of `add_adapters`: adapted modules (`layers`) and modules trained in full (`whole`), by name, and the
+    numbers of parameters.
 
-    In a model with experts, `left_out` has the linear layers that `all-linear` does not adapt, and `hint` how to.
+    In a model with experts, `left_out` has the linear layers that `all-linear` does not adapt; `hint` says how to adapt
+    them.
     """
 
     layers: dict[str, Adapter]
@@ -49,19 +51,21 @@ class Adapted:
 
 
 def add_adapters(model: nn.Module, lora: LoRA) -> Adapted:
-    """Freeze `model`, any module, and give the layers that `lora` targets an adapter, in place.
+    """Freeze `model`, any module, and add an adapter to the layers that `lora` targets, in place.
 
-    On the meta device the adapters are undefined until `initialize`; elsewhere they are initialized here, and the model
-    computes what it did before. A layer narrower than the rank gets the largest rank that fits. Adapters that the model
-    has already on other layers stay as they are, and are trained too.
+    On the meta device, adapters are undefined until `initialize`. Elsewhere they are initialized here, and the model
+    computes the same as before. A layer narrower than the rank gets the largest rank that fits. Existing adapters on
+    other layers are kept and trained too.
 
     Raises:
-        TuneError: a name matches no layer, or one that cannot be adapted or is adapted already; the model is sharded,
-            or has adapters of the library peft.
+        TuneError: a name matches no layer, or a layer that cannot be adapted or already is; or the model is sharded, or
+            has adapters of the library peft.
     """
     require_no_peft(model)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise TuneError("adapter: the model is sharded already: FSDP would not train new parameters. Add them before")
+        raise TuneError(
+            "adapter: the model is already sharded, and FSDP would not train new parameters. Add them first"
+        )
     names, earlier = Names.of(model), adapted_modules(model)
     try:
         targets = adapted_layers(model, lora)
@@ -70,8 +74,9 @@ def add_adapters(model: nn.Module, lora: LoRA) -> Adapted:
     except TuneError as error:
         if lora.path is None:
             raise
-        reason = str(error).partition(". ")[0].removeprefix("adapter.")  # the rest is for whoever chose the targets
-        instead = "Take the model that it was trained on, or another adapter"
+        # The rest of the message is advice for people who choose targets.
+        reason = str(error).partition(". ")[0].removeprefix("adapter.")
+        instead = "Use the model that it was trained on, or another adapter"
         raise TuneError(f"adapter.path: {lora.path} does not fit this model: {reason}. {instead}") from error
     if not earlier:
         model.requires_grad_(False)
@@ -83,8 +88,8 @@ def add_adapters(model: nn.Module, lora: LoRA) -> Adapted:
         if largest < rank and lora.path is None:
             if not rank == lora.rank <= widest:
                 raise TuneError(
-                    f"adapter.rank: {rank} is more than the width of {name} ({largest}); lower it, or the rank of such "
-                    f"layers alone: adapter.rank_pattern={{{name.rpartition('.')[2]}: {largest}}}"
+                    f"adapter.rank: {rank} is more than the width of {name} ({largest}). Lower it, or lower the rank "
+                    f"of these layers: adapter.rank_pattern={{{name.rpartition('.')[2]}: {largest}}}"
                 )
             alpha *= lora.scaling(rank, 1) / lora.scaling(largest, 1)  # keeps the scaling of the other layers
             rank = largest
@@ -103,7 +108,7 @@ def add_adapters(model: nn.Module, lora: LoRA) -> Adapted:
     if not next(model.parameters()).is_meta:
         initialize(model, seed=0, earlier=earlier)
     elif lora.path:
-        load_adapter(model, lora.path)  # its names and shapes alone
+        load_adapter(model, lora.path)  # checks names and shapes
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     adapted = adapted_modules(model)
     left_out = _left_out(model, lora, {**adapted, **whole})
@@ -120,7 +125,7 @@ def _left_out(model: nn.Module, lora: LoRA, chosen: Mapping[str, nn.Module]) -> 
 
 
 def _hint(names: Names, lora: LoRA, targets: Mapping[str, nn.Module], left_out: Mapping[str, nn.Module]) -> str:
-    """How to adapt the experts that are `left_out`, or why they cannot be."""
+    """How to adapt the experts in `left_out`, or why they cannot be adapted."""
     experts = {name: layer for name, layer in left_out.items() if isinstance(layer, ExpertLinear)}
     for name, layer in experts.items():
         if reason := _unsupported(name, layer, {**targets, **experts}, names, lora):
@@ -136,7 +141,7 @@ def _hint(names: Names, lora: LoRA, targets: Mapping[str, nn.Module], left_out: 
 
 
 def _largest_rank(layer: nn.Module) -> int:
-    """Of a linear layer, its width; embeddings and experts take any rank."""
+    """The width of a linear layer; embeddings and experts take any rank."""
     return min(layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else sys.maxsize
 
 
@@ -151,13 +156,13 @@ def _how(layer: Any) -> str:
 
 
 def adapted_layers(model: nn.Module, lora: LoRA) -> dict[str, Any]:
-    """The layers that `lora.target_modules` names. Raises TuneError if it names none, or one that cannot be adapted."""
+    """The layers that `lora.target_modules` names. Raises TuneError if there are none, or if one cannot be adapted."""
     names, wanted = Names.of(model), lora.target_modules
     layers: dict[str, Any] = {name: each for name, each in model.named_modules() if isinstance(each, tuple(KINDS))}
     of_experts = {_last(name) for name in names.stacked_modules()}
     if wanted == "all-linear":
-        # Not a gate with one output. Not what has the name of an expert's projection either: PEFT would take its
-        # adapter for one of an expert.
+        # Skip gates with one output, and layers with the name of an expert's projection, whose adapters PEFT would
+        # apply to experts.
         chosen: dict[str, Any] = {
             name: layer
             for name, layer in block_linears(model).items()
@@ -179,15 +184,15 @@ def adapted_layers(model: nn.Module, lora: LoRA) -> dict[str, Any]:
             raise _tied(names.module(name), names.module(name))
         reason = _unsupported(name, layer, chosen, names, lora)
         if not isinstance(layer, ExpertLinear) and _last(names.module(name)) in of_experts:
-            reason = "has the name of an expert's projection, and PEFT would take its adapter for one of an expert. To "
-            reason += r"adapt experts alone give a regular expression: '.*(q_proj|v_proj|experts\.\d+\.\w+)'"
+            reason = "has the name of an expert's projection, so PEFT would apply its adapter to an expert. To adapt "
+            reason += r"only experts, give a regular expression: '.*(q_proj|v_proj|experts\.\d+\.\w+)'"
         is_head = hasattr(model, "head_input") and layer is model.head
-        if lora.dropout and is_head:  # its body drops padding, its head not
-            reason = "is the head of a model of transformers, which goes without dropout. Set adapter.dropout=0"
+        if lora.dropout and is_head:  # the body drops padding, the head does not
+            reason = "is the head of a transformers model, which does not support dropout. Set adapter.dropout=0"
         if layer in uncalled:
-            reason = "is never called: torch's attention reads its weight. Leave it out"
+            reason = "is never called, since torch's attention reads its weight. Leave it out"
         if isinstance(layer, Adapter):
-            reason = "has an adapter already. Name other layers, or merge it first (tune.peft.merge_in_place)"
+            reason = "already has an adapter. Choose other layers, or merge it first (tune.peft.merge_in_place)"
         if reason:
             raise TuneError(f"adapter.target_modules: {names.module(name)} {reason}")
     known = {spelling for name in chosen for spelling in names.spellings(name)}
@@ -196,13 +201,13 @@ def adapted_layers(model: nn.Module, lora: LoRA) -> dict[str, Any]:
             if not any(matches(key, name) for name in known):
                 ends = ", ".join(sorted(set(map(_last, known))))
                 raise TuneError(
-                    f"adapter.{setting}: no adapted layer's name ends with '{key}' or matches it; they end with {ends}"
+                    f"adapter.{setting}: no adapted layer's name ends with or matches '{key}'; names end with {ends}"
                 )
     return chosen
 
 
 def _unsupported(name: str, layer: nn.Module, chosen: Collection[str], names: Names, lora: LoRA) -> str | None:
-    """Why the layer `name` cannot be adapted together with all that are `chosen`."""
+    """Why the layer `name` cannot be adapted together with the other `chosen` layers; None if it can."""
     kind = f"init={lora.init}" if lora.init != "default" else ""
     if lora.dora:
         kind = "dora=true"
@@ -215,34 +220,34 @@ def _unsupported(name: str, layer: nn.Module, chosen: Collection[str], names: Na
         return f"is a layer of experts, which {kind} does not support; leave it out"
     if names.is_joined(name):
         return None
-    # PEFT finds experts by the last part of their name in transformers, adapts gate and up together, and has one rank
-    # for all of them.
+    # PEFT finds experts by the last part of their name in transformers, adapts gate and up together, and supports one
+    # rank for all experts.
     if not isinstance(names.on_disk[f"{name}.weight"], list):
-        return "has another name in transformers than in a checkpoint, and PEFT finds experts by the former; omit it"
+        return "has another name in transformers, by which PEFT finds experts, than in a checkpoint; leave it out"
     parent, _, last = name.rpartition(".")
     if (other := {"gate": "up", "up": "gate"}.get(last)) and f"{parent}.{other}" not in chosen:
-        return f"is a layer of experts: PEFT adapts their gate and up together; name {other} too"
+        return f"is a layer of experts, of which PEFT adapts gate and up together; include {other}"
     if lora.at(*names.spellings(name)) != (lora.rank, lora.alpha):
-        return "is a layer of experts, and experts take adapter.rank and adapter.alpha; leave it out of the patterns"
+        return "is a layer of experts, which must have adapter.rank and adapter.alpha; leave it out of the patterns"
     return None
 
 
 def modules_to_save(model: nn.Module, lora: LoRA, targets: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """The modules that are trained in full, a reward model's head always. Raises TuneError if a name matches none, or
-    one that cannot be."""
-    quantised = {name for name, module in model.named_modules() if isinstance(getattr(module, "weight", 0), NF4Weight)}
+    """The modules to train in full, always including a reward model's head. Raises TuneError if a name matches none, or
+    a module that cannot be trained in full."""
+    quantized = {name for name, module in model.named_modules() if isinstance(getattr(module, "weight", 0), NF4Weight)}
     candidates = {
         name: module
         for name, module in model.named_modules()
-        if name in quantised or any(True for _ in module.parameters(recurse=False))
+        if name in quantized or any(True for _ in module.parameters(recurse=False))
     }
     wanted = [*lora.modules_to_save]
     if getattr(getattr(model, "config", None), "scores", False):
         wanted.append("score")
     chosen = _named(model, "modules_to_save", wanted, candidates, any_end=True)
     for names, reason in (
-        (chosen.keys() & {*targets, *adapted_modules(model)}, "has an adapter too (target_modules); choose one"),
-        (chosen.keys() & quantised, "is quantised and cannot be trained; leave it out"),
+        (chosen.keys() & {*targets, *adapted_modules(model)}, "also has an adapter (target_modules); choose one"),
+        (chosen.keys() & quantized, "is quantized and cannot be trained; leave it out"),
         ({name for name in chosen if isinstance(chosen[name], ExpertLinear)}, "are experts, which PEFT cannot save"),
     ):
         if names:
@@ -251,8 +256,8 @@ def modules_to_save(model: nn.Module, lora: LoRA, targets: Mapping[str, nn.Modul
 
 
 def token_modules(model: nn.Module, lora: LoRA, others: Mapping[str, nn.Module]) -> dict[nn.Module, list[int]]:
-    """The modules of which rows are trained, and these rows: the embedding, and the head if it is a module of its own,
-    or those of the two that are named."""
+    """The modules with trained rows, and the rows: the embedding and, if it is a separate module, the head, or only the
+    modules that the setting names."""
     if not lora.trainable_tokens:
         return {}
     embeddings = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
@@ -265,31 +270,31 @@ def token_modules(model: nn.Module, lora: LoRA, others: Mapping[str, nn.Module])
     }
     tokens_of = _tokens_of(model, lora.trainable_tokens, {name: embedding, **heads})
     if clash := tokens_of.keys() & {*others, *adapted_modules(model)}:
-        raise TuneError(f"adapter.trainable_tokens: {clash.pop()} is trained already in another way; choose one")
+        raise TuneError(f"adapter.trainable_tokens: {clash.pop()} is already trained in another way; choose one")
     if name in tokens_of and type(embedding) is not nn.Embedding:
         raise TuneError(f"adapter.trainable_tokens: {name} is a {type(embedding).__name__}, which is not supported")
     tokens = [token for rows in tokens_of.values() for token in rows]
     if outside := [token for token in tokens if not 0 <= token < size]:
         raise TuneError(
-            f"adapter.trainable_tokens: {outside[0]} is no row of the embedding, which has {size}. To add tokens to "
-            "the base first: tune add-tokens"
+            f"adapter.trainable_tokens: {outside[0]} is not a row of the embedding, which has {size} rows. To add "
+            "tokens to the base, use tune add-tokens"
         )
     if any(len(set(rows)) < len(rows) for rows in tokens_of.values()):
-        raise TuneError("adapter.trainable_tokens: a token is named twice")
+        raise TuneError("adapter.trainable_tokens: a token is listed twice")
     return {model.get_submodule(name): rows for name, rows in tokens_of.items()}
 
 
 def _tokens_of(
     model: nn.Module, wanted: list[int] | Mapping[str, list[int]], candidates: Mapping[str, Any]
 ) -> dict[str, list[int]]:
-    """The rows that are trained of each of the `candidates`, the embedding first. Of a tied embedding these are also
-    those of the head, as in PEFT. Raises TuneError if a name matches none of them, or a tied head has other rows."""
+    """The trained rows of each of the `candidates`, the embedding first. A tied head has the rows of the embedding, as
+    in PEFT. Raises TuneError if a name matches no candidate, or if a tied head is given other rows."""
     embedding = next(iter(candidates))
     is_shared = is_tied(model, candidates[embedding])
     if not isinstance(wanted, Mapping):
         return dict.fromkeys(candidates, wanted)
     found: dict[str, list[int]] = {}
-    others: list[list[int]] = []  # of a tied head that is no module of its own
+    others: list[list[int]] = []  # of a tied head that is not a module of its own
     for each, tokens in wanted.items():
         if is_shared and each.rpartition(".")[2] in HEADS:
             others.append(tokens)
@@ -301,7 +306,7 @@ def _tokens_of(
         raise _tied(next(iter(wanted)), Names.of(model).module(embedding))
     if any(tokens != found[embedding] for tokens in [*others, *found.values()]):
         raise TuneError(
-            "adapter.trainable_tokens: embedding and head share their rows in this model; give both the same"
+            "adapter.trainable_tokens: embedding and head share their rows in this model; give both the same rows"
         )
     return dict.fromkeys(candidates, found[embedding])
 
@@ -309,8 +314,11 @@ def _tokens_of(
 def _named(
     model: nn.Module, setting: str, wanted: Iterable[str], candidates: Mapping[str, nn.Module], any_end: bool = False
 ) -> dict[str, nn.Module]:
-    """The `candidates` whose name in any spelling is one of the `wanted`, or ends with `.wanted`. With `any_end` also
-    those whose name in transformers ends with it anywhere, as PEFT has it for modules_to_save."""
+    """The `candidates` of which any spelling of the name is one of `wanted`, or ends with `.wanted`.
+
+    With `any_end`, also candidates whose name in transformers ends with `wanted` at any character, as PEFT matches
+    modules_to_save.
+    """
     names = Names.of(model)
     spellings = {name: names.spellings(name) for name in candidates}
     found: dict[str, nn.Module] = {}
@@ -335,15 +343,15 @@ def _no_match(model: nn.Module, setting: str, wanted: str, candidates: Mapping[s
     known = sorted({_last(name) for candidate in candidates for name in names.spellings(candidate)})
     hint = did_you_mean(wanted, known)
     if setting == "target_modules":
-        hint += " A list names layers; a string is a regular expression that matches their whole name."
-        hint += " Modules of other kinds are trained in full by adapter.modules_to_save."
-    return TuneError(f"adapter.{setting}: '{wanted}' matches no layer.{hint} There are {', '.join(known)}")
+        hint += " A list has names of layers; a string is a regular expression for whole names."
+        hint += " To train other kinds of modules in full, use adapter.modules_to_save."
+    return TuneError(f"adapter.{setting}: '{wanted}' matches no layer.{hint} Known names: {', '.join(known)}")
 
 
 def _tied(wanted: str, embedding: str) -> TuneError:
     return TuneError(
-        f"adapter: {wanted} is both embedding and output head in this model: an adapter would change only one of the "
-        f"two. Train it in full, adapter.modules_to_save=[{embedding}], or some rows, adapter.trainable_tokens=[...]"
+        f"adapter: {wanted} is both embedding and output head in this model, and an adapter would change only one of "
+        f"them. Train it in full, adapter.modules_to_save=[{embedding}], or some rows, adapter.trainable_tokens=[...]"
     )
 
 

@@ -1,4 +1,4 @@
-"""Dropout whose mask is a function of (seed, step, sample, position), so that no layout of the training changes it."""
+"""Dropout whose mask is a function of (seed, step, sample, position), so that it does not depend on the layout."""
 
 import zlib
 from typing import Any, NamedTuple
@@ -11,12 +11,12 @@ from tune.collators import Batch
 from tune.distributed import own_part
 from tune.peft import adapter_kernels
 
-# Multipliers of 32-bit mixing functions with low bias (C. Wellons, hash-prospector); as signed numbers.
+# Multipliers of 32-bit mixing functions with low bias (C. Wellons, hash-prospector), as signed integers.
 FIRST, SECOND, THIRD = 0x7FEB352D, 0x846CA68B - 2**32, 0x9E3779B1 - 2**32
 
 
 class Mask(NamedTuple):
-    """Dropout with `probability`, by random bits of each row, `keys` `[rows]`, and of each feature, `[in]`."""
+    """Dropout with `probability`, from random bits per row, `keys` `[rows]`, and per feature, `features` `[in]`."""
 
     probability: float
     keys: Tensor
@@ -24,10 +24,9 @@ class Mask(NamedTuple):
 
 
 def dropout(input: Tensor, probability: float, keys: Tensor, features: Tensor) -> Tensor:
-    """Set elements of `input` `[..., dim]` to zero with `probability` and scale up the others.
+    """Set elements of `input` `[..., dim]` to zero with `probability`, and scale up the others.
 
-    `keys` `[...]` are random bits of each token, `features` `[dim]` those of each feature, which give each layer its
-    own mask.
+    `keys` `[...]` are random bits per token, `features` `[dim]` random bits per feature, which differ between layers.
     """
     if torch.compiler.is_compiling():
         return masked(input, probability, keys, features)
@@ -35,7 +34,7 @@ def dropout(input: Tensor, probability: float, keys: Tensor, features: Tensor) -
 
 
 class _Dropout(torch.autograd.Function):
-    """Keeps no mask: backward computes it again."""
+    """Dropout that does not store its mask: backward computes it again."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, probability: float, keys: Tensor, features: Tensor) -> Tensor:
@@ -58,7 +57,7 @@ def masked(input: Tensor, probability: float, keys: Tensor, features: Tensor) ->
 def add_masked_product(
     total: Tensor, left: Tensor, right: Tensor, probability: float, keys: Tensor, features: Tensor
 ) -> None:
-    """Add left @ right to `total` `[rows, dim]` in place, with the dropout of `masked`."""
+    """Add left @ right, with the dropout of `masked`, to `total` `[rows, dim]` in place."""
     if fused.fits(total) and total.is_contiguous():
         scale = 1 / (1 - probability)
         adapter_kernels.add_masked_product(total, left, right, keys, features, _threshold(probability), scale)
@@ -67,7 +66,7 @@ def add_masked_product(
 
 
 def prepare_dropout(layer: nn.Module, name: str, probability: float, width: int) -> None:
-    """Set the dropout of the adapted `layer` called `name`, whose inputs have `width` features."""
+    """Set the dropout of the adapted layer `name`, whose inputs have `width` features."""
     layer.dropout, layer.dropout_keys = probability, None  # type: ignore[assignment]
     if probability:
         numbers = torch.arange(width, dtype=torch.int32, device="cpu")
@@ -76,9 +75,11 @@ def prepare_dropout(layer: nn.Module, name: str, probability: float, width: int)
 
 
 def set_dropout_keys(model: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Before a forward of `model`: give its adapters random bits for each token of the batch, which depend on the
-    step's seed, the token's sample and its position there. Without a batch in a step (`Batch.in_step`) they have
-    none, and torch's generator draws the dropout."""
+    """Give the adapters of `model` random bits for each token of the batch, before a forward.
+
+    The bits depend on the step's seed, the token's sample and its position in it. If the batch is not part of a step
+    (`Batch.in_step`), torch's generator draws the dropout instead.
+    """
     batch = inputs[0] if inputs else None
     keys = None
     if isinstance(batch, Batch) and batch.step_seed is not None:
@@ -91,7 +92,7 @@ def set_dropout_keys(model: nn.Module, inputs: tuple[Any, ...]) -> None:
 
 
 def mix(bits: Tensor) -> Tensor:
-    """int32 to int32, each output bit depending on all input bits."""
+    """Mix int32 bits: each output bit depends on all input bits."""
     bits = bits ^ (bits >> 16 & 0xFFFF)
     bits = bits * FIRST
     bits = bits ^ (bits >> 15 & 0x1FFFF)
@@ -100,7 +101,7 @@ def mix(bits: Tensor) -> Tensor:
 
 
 def _threshold(probability: float) -> int:
-    """The number below which a share `probability` of all 32-bit numbers lies."""
+    """The signed 32-bit integer that the share `probability` of all 32-bit integers is below."""
     return _signed(round(probability * 2**32) - 2**31 + 2**32 & 0xFFFFFFFF)
 
 

@@ -1,4 +1,4 @@
-"""Adapters on disk, in PEFT's layout: adapter_config.json and adapter_model.safetensors."""
+"""Read and write adapters in PEFT's layout: adapter_config.json and adapter_model.safetensors."""
 
 import inspect
 import json
@@ -37,12 +37,12 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 GENERATION = "generation_config.json"
 PREFIX, BASE_COPY = "base_model.model.", ".base_layer.weight"
 HEAD = "lm_head.weight"
-SCORES = "SEQ_CLS"  # the task of models with a head that scores
-FIELDS = {  # of LoRA, and their names in PEFT's config
+SCORES = "SEQ_CLS"  # PEFT's task type of models with a scoring head
+FIELDS = {  # field of LoRA -> its name in PEFT's config
     "rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "rank_stabilized": "use_rslora", "dora": "use_dora",
     "rank_pattern": "rank_pattern", "alpha_pattern": "alpha_pattern", "modules_to_save": "modules_to_save",
 }  # fmt: skip
-BESIDE_THE_BASE = (None, True, False, "gaussian", "orthogonal", "eva", "mica")  # these do not change the base
+BESIDE_THE_BASE = (None, True, False, "gaussian", "orthogonal", "eva", "mica")  # init_lora_weights that keep the base
 UNSUPPORTED = (
     "bias", "fan_in_fan_out", "layers_to_transform", "layer_replication", "lora_bias", "use_qalora", "use_bdlora",
     "arrow_config", "alora_invocation_tokens", "kasa_config", "monteclora_config",
@@ -53,19 +53,20 @@ def adapter(path: str | None = None, **settings: Any) -> LoRA:
     """The adapter in the folder `path`, or without `path` a new one with `settings`, the other fields of `LoRA`.
 
     Raises:
-        TuneError: both are given, apart from the dropout: an existing adapter has its own rank, targets and kind.
+        TuneError: `settings` contradict the adapter in `path`, which has its own rank, targets and kind. Only its
+            dropout may be changed.
     """
     if path is None:
         return LoRA(**settings)
     existing, unset = read_adapter(path), LoRA()
     clashes = [
-        f"{name}={value!r} (there it is {getattr(existing, name)!r})"
+        f"{name}={value!r} (the adapter has {getattr(existing, name)!r})"
         for name, value in settings.items()
         if name != "dropout" and value not in (getattr(unset, name), getattr(existing, name))
     ]
     if clashes:
-        raise TuneError(f"adapter.path: {path} has these settings of its own; leave out {', '.join(clashes)}")
-    # PEFT's files of experts cannot have a dropout.
+        raise TuneError(f"adapter.path: {path} has its own settings. Remove {', '.join(clashes)}")
+    # PEFT's files for experts cannot have a dropout.
     return replace(existing, dropout=settings.get("dropout") or existing.dropout)
 
 
@@ -73,41 +74,42 @@ adapter.__signature__ = inspect.signature(LoRA)  # type: ignore[attr-defined]  #
 
 
 def read_adapter(path: str | Path) -> LoRA:
-    """The settings of the adapter in the folder `path`. Raises TuneError if there is none, or it is of a kind or has an
-    option that is not supported."""
+    """The settings of the adapter in the folder `path`. Raises TuneError if there is none, or if its kind or one of its
+    options is not supported."""
     file = Path(path) / CONFIG
     settings = read_json(file, "adapter.path")
     if settings.get("peft_type") != "LORA":
         raise TuneError(f"{file}: peft_type is {settings.get('peft_type')!r}; only LORA is supported")
     for name in UNSUPPORTED:
         if settings.get(name) not in (None, False, "none", [], {}):
-            raise TuneError(f"{file}: {name}={settings[name]!r} is not supported; only the default of PEFT is")
+            raise TuneError(f"{file}: {name}={settings[name]!r} is not supported, only PEFT's default")
     targets = "target_parameters" if settings.get("target_parameters") else "target_modules"
     if missing := [name for name in ("r", "lora_alpha", targets) if not settings.get(name)]:
-        raise TuneError(f"{file} has no {' and no '.join(missing)}; PEFT's save_pretrained writes it")
+        raise TuneError(f"{file} has no {' and no '.join(missing)}. Save the adapter with PEFT's save_pretrained")
     if (init := settings.get("init_lora_weights")) not in BESIDE_THE_BASE:
         raise TuneError(
-            f"{file}: init_lora_weights={init!r} took the adapter's start out of the base, and it does not fit the "
-            "original one. Have PEFT write it for that: save_pretrained(path_initial_model_for_weight_conversion=...)"
+            f"{file}: init_lora_weights={init!r} subtracted the adapter's start from the base, so the adapter does not "
+            "match the original base. Have PEFT convert it: "
+            "save_pretrained(path_initial_model_for_weight_conversion=...)"
         )
     tokens = settings.get("trainable_token_indices") or []
-    if isinstance(tokens, list) and tokens:  # of the embedding, whatever its name
+    if isinstance(tokens, list) and tokens:  # a list is for the embedding, whatever its name
         tokens = dict.fromkeys(_on_disk(Path(path) / WEIGHTS, f".{TokenRows.PARTS['rows']}"), tokens)
     modules, parameters = settings.get("target_modules") or [], settings.get("target_parameters") or []
-    if isinstance(modules, str):  # a regular expression; both are modules here
+    if isinstance(modules, str):  # a regular expression; modules and parameters are modules here
         target_modules: Any = "|".join([f"({modules})", *(rf"(.*\.)?{re.escape(name)}" for name in parameters)])
     else:
         target_modules = [*modules, *parameters]
-    if settings.get("exclude_modules"):  # what is left of the targets has tensors
+    if settings.get("exclude_modules"):  # the remaining targets are those with tensors
         target_modules = _on_disk(Path(path) / WEIGHTS, ".lora_")
-    if settings.get("task_type") == SCORES:  # PEFT's names of heads that score, of which models here have one
+    if settings.get("task_type") == SCORES:  # PEFT saves several names of scoring heads; models here have one
         settings["modules_to_save"] = [*({*(settings.get("modules_to_save") or ()), "score"} - {"classifier"})]
     fields = {ours: settings[theirs] for ours, theirs in FIELDS.items() if settings.get(theirs)}
     return LoRA(path=str(path), target_modules=target_modules, trainable_tokens=tokens, **fields)
 
 
 def _on_disk(file: Path, part: str) -> list[str]:
-    """The names of the modules that have tensors with `part` in their names in an adapter's file."""
+    """The names of the modules with tensors in an adapter's file whose names contain `part`."""
     if not file.exists():
         raise TuneError(f"adapter.path: {file.parent} has no {WEIGHTS}")
     names = [tensor.name.removeprefix(PREFIX) for tensor in headers(file)]
@@ -118,21 +120,21 @@ def load_adapter(model: nn.Module, path: str | Path) -> None:
     """Load the trained parameters of `model` from the folder `path`. Each process reads its own slices.
 
     Raises:
-        TuneError: names or shapes do not fit, with all of them, or the adapter in the folder has another scaling
-            (alpha, rank, rsLoRA) or kind (DoRA) than that of a layer.
+        TuneError: names or shapes do not match (the message lists all), or the adapter's scaling (alpha, rank, rsLoRA)
+            or kind (DoRA) differs from that of a layer.
     """
     load_parameters(model, path, read_adapter(path))
 
 
 def _require_same_kind(model: nn.Module, theirs: LoRA) -> None:
-    """Raises TuneError if only one of the adapters of `model` and `theirs` is DoRA."""
+    """Raise TuneError if either the adapters of `model` or `theirs` is DoRA, but not both."""
     for name, layer in adapted_modules(uncut(model)).items():
         if isinstance(layer, LoRALinear) and (layer.magnitude is not None) != theirs.dora:
             raise _other_settings(name, theirs, f"dora={theirs.dora}", f"dora={not theirs.dora}")
 
 
 def _require_same_scaling(model: nn.Module, theirs: LoRA) -> None:
-    """Raises TuneError if a layer of `model` scales the product of its matrices by another factor than `theirs`."""
+    """Raise TuneError if a layer of `model` has another scaling factor than `theirs`."""
     whole = uncut(model)
     names = Names.of(whole)
     for name, layer in adapted_modules(whole).items():
@@ -147,13 +149,13 @@ def _require_same_scaling(model: nn.Module, theirs: LoRA) -> None:
 
 def _other_settings(layer: str, theirs: LoRA, there: str, here: str) -> TuneError:
     return TuneError(
-        f"adapter.path: {theirs.path} was trained with {there} in {layer}, and the model has {here}. Add the adapter "
-        "of the file: add_adapters(model, read_adapter(path))"
+        f"adapter.path: {theirs.path} was trained with {there} in {layer}, but the model has {here}. Add the adapter "
+        "with the settings of the file: add_adapters(model, read_adapter(path))"
     )
 
 
 def load_parameters(model: nn.Module, path: str | Path, theirs: LoRA | None = None) -> None:
-    """As `load_adapter`; without `theirs`, the settings of the adapter in the folder, whatever its scaling and kind."""
+    """Like `load_adapter`, with the folder's settings `theirs`; with None, scaling and kind are not checked."""
     if theirs is not None:
         _require_same_kind(model, theirs)
     file, parts = Path(path) / WEIGHTS, _parts(model)
@@ -162,7 +164,7 @@ def load_parameters(model: nn.Module, path: str | Path, theirs: LoRA | None = No
     tied, settings = _trains_tied_embedding(model), read_json(Path(path) / CONFIG, "adapter.path")
     if tied and not settings.get("ensure_weight_tying"):
         raise TuneError(
-            f"adapter.path: in {path} the embedding was trained apart from the output head, which model.path ties to it"
+            f"adapter.path: {path} trained the embedding separately from the output head, but model.path ties them"
         )
     if not file.exists():
         raise TuneError(f"adapter.path: {path} has no {WEIGHTS}")
@@ -174,10 +176,10 @@ def load_parameters(model: nn.Module, path: str | Path, theirs: LoRA | None = No
     if differences := shape_differences(shapes, needed, "this model needs") or _other_type(base, model):
         source = getattr(model, "source", "this one")
         if base == source:
-            cause = f"its {CONFIG} and its weights do not fit (r, rank_pattern, target_modules). Take both anew"
+            cause = f"its {CONFIG} does not match its weights (r, rank_pattern, target_modules). Copy both again"
         else:
-            cause = f"it was trained on {base}, not on {source}. Take that one, or another adapter"
-        raise TuneError(f"adapter.path: {path} is for another model: {cause}. What does not fit:\n  {differences}")
+            cause = f"it was trained on {base}, not on {source}. Use that model, or another adapter"
+        raise TuneError(f"adapter.path: {path} is for another model: {cause}. Differences:\n  {differences}")
     require_floats([found[name] for name in needed], "adapter.path")
     if theirs is not None:
         _require_same_scaling(model, theirs)
@@ -189,7 +191,8 @@ def load_parameters(model: nn.Module, path: str | Path, theirs: LoRA | None = No
 
 
 def _other_type(base: str | None, model: Any) -> str:
-    """In words, that `base` is of another type than `model`: layers of the same shapes are something else then."""
+    """The difference if `base` has another model type than `model`, whose layers then differ despite equal shapes; else
+    ""."""
     files = (Path(each, "config.json") for each in (base, getattr(model, "source", None)) if each)
     read = map(read_json, filter(Path.is_file, files))
     types = [(each.get("text_config") or each).get("model_type") for each in read]
@@ -197,13 +200,13 @@ def _other_type(base: str | None, model: Any) -> str:
 
 
 def _require_equal(model: nn.Module, name: str, copy: DiskTensor, path: str | Path) -> None:
-    """PEFT saves an adapted embedding or head beside its adapter: it must be equal to that of `model`."""
+    """Raise TuneError if an embedding or head that PEFT saved with its adapter differs from that of `model`."""
     names, here = Names.of(model), dict(model.named_modules())
     adapted = adapted_modules(uncut(model))
     modules = {own_name(names.module(ours)): here.get(ours, module) for ours, module in adapted.items()}
     module = modules.get(name.removeprefix(PREFIX).removesuffix(BASE_COPY))
     if isinstance(weight := getattr(module, "weight", None), torch.Tensor):
-        if weight.is_meta or rehearsal.current():  # as in `merge`, where only the adapter is loaded
+        if weight.is_meta or rehearsal.current():  # only the adapter is loaded, as in `merge`
             return
         shard, where = local_shard(weight)
         if copy.shape == list(weight.shape) and torch.equal(shard, copy.read(where).to(shard)):
@@ -214,14 +217,14 @@ def _require_equal(model: nn.Module, name: str, copy: DiskTensor, path: str | Pa
 def adapter_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """The trained parameters of `model` by their names in PEFT's files, in full, in fp32, on the CPU.
 
-    It is what peft's `get_peft_model_state_dict` returns for the same adapter, apart from types. All processes must
-    call it, and have all of them.
+    Apart from dtypes, the result equals that of peft's `get_peft_model_state_dict`. All processes must call this, and
+    all get the full result.
     """
     return {name: tensor for full in _full_parts(model) for name, tensor in full.items()}
 
 
 def _full_parts(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors of `adapter_state_dict`, one of the trained parameters after the other."""
+    """Yield the tensors of `adapter_state_dict`, one trained parameter at a time."""
     is_tied = _trains_tied_embedding(model)
     for part in _parts(model):
         is_here = not part.parameter.is_meta
@@ -243,18 +246,17 @@ def export_adapter(
     task_type: str | None = None,
     card: str = "",
 ) -> None:
-    """Write the adapters of `model`, any module, as PEFT, transformers and vLLM load them on top of the model `base`.
+    """Write the adapters of `model`, any module, for PEFT, transformers and vLLM to load on top of the model `base`.
 
-    The settings are those that the adapters were made with. `base` is named in the file; by default it is the folder
-    or name that the model was loaded from, if that is known. With a `tokenizer` the folder has it too, and the
-    generation config of `base`. `task_type` is PEFT's; by default "CAUSAL_LM" for language models, "SEQ_CLS" for those
-    that score, and null, with which PEFT calls the model as it is, for any other. All processes take part. The folder
-    appears when it is complete.
+    The config has the settings that the adapters were made with. `base` goes into the config; the default is the folder
+    or name that the model was loaded from, if known. `tokenizer` is saved too, with the generation config of `base`.
+    `task_type` is PEFT's: by default "CAUSAL_LM" for language models, "SEQ_CLS" for models that score, and null for
+    any other, which PEFT then calls as it is. All processes must call this. The folder appears when it is complete.
 
     Raises:
-        TuneError: the model has no adapter, or several with settings that PEFT has once; a value is not finite, on all
-            processes; the folder is `base`, or holds files that an export did not write. What was in the folder stays
-            as it is.
+        TuneError: the model has no adapter, or adapters with settings of which PEFT has only one; a value is not finite
+            (raised on all processes); the folder is `base`, or contains files that no export wrote. The folder is then
+            unchanged.
     """
     world, folder = current_world(world), Path(folder)
     base = str(base) or _name_of_base(model)
@@ -276,7 +278,7 @@ def export_adapter(
             if card:
                 (unfinished / "README.md").write_text(card, encoding="utf-8")
             if tokenizer is not None:
-                generation = Path(base or folder) / GENERATION  # into which the tokenizer writes where to stop
+                generation = Path(base or folder) / GENERATION  # the tokenizer adds its stop tokens to it
                 (unfinished / GENERATION).write_text(
                     generation.read_text(encoding="utf-8") if generation.exists() else "{}\n", encoding="utf-8"
                 )
@@ -285,19 +287,19 @@ def export_adapter(
 
 
 def _require_other_folder(folder: Path, base: str) -> None:
-    """Raises TuneError if an adapter of `base` cannot be written to `folder`."""
+    """Raise TuneError if an adapter of `base` cannot be written to `folder`."""
     if base and folder.resolve() == Path(base).resolve():
-        raise TuneError(f"{folder} is the base of the adapter: it would be written over. Give another folder")
+        raise TuneError(f"{folder} is the base of the adapter and would be overwritten. Choose another folder")
     require_replaceable(folder)
 
 
 def _name_of_base(model: Any) -> str:
-    """The folder or the name on the hub that `model` was loaded from, as far as it knows."""
+    """The folder or hub name that `model` was loaded from, if known, else ""."""
     return getattr(model, "source", None) or getattr(getattr(model, "config", None), "_name_or_path", None) or ""
 
 
 def start(model: nn.Module, lora: LoRA | None, seed: int) -> None:
-    """Load the adapter's files, or initialize a new one; without an adapter nothing happens."""
+    """Load the adapter's files, or initialize a new adapter. Does nothing without an adapter."""
     if lora and lora.path:
         load_adapter(model, lora.path)
     else:
@@ -305,7 +307,7 @@ def start(model: nn.Module, lora: LoRA | None, seed: int) -> None:
 
 
 def digest(lora: LoRA | None) -> str:
-    """Of the adapter's files; empty for a new one, which changes nothing before it is trained."""
+    """A digest of the adapter's files; empty for a new adapter, which does not change the model before training."""
     return " ".join(content_digest(Path(lora.path) / name) for name in (WEIGHTS, CONFIG)) if lora and lora.path else ""
 
 
@@ -313,8 +315,10 @@ def export_trained(
     model: nn.Module, lora: LoRA | None, folder: Path, world: World, *, base: Pretrained, tokenizer: Tokenizer,
     card: str = "", merge: bool = False,
 ) -> str:  # fmt: skip
-    """Write what was trained: the adapter to `folder`/adapter, and with `merge`, or without an adapter, the model to
-    `folder`/model. Returns where it is, in words. All processes take part."""
+    """Write the adapter to `folder`/adapter, and with `merge`, or without an adapter, the model to `folder`/model.
+
+    Returns a sentence with the folders. All processes must call this.
+    """
     written = []
     if lora:
         export_adapter(model, folder / "adapter", world=world, base=base.path, tokenizer=tokenizer, card=card)
@@ -365,25 +369,25 @@ def _config(model: nn.Module, base: str, task_type: str | None) -> dict[str, Any
 
 
 def _common_settings(settings: list[LoRA]) -> LoRA:
-    """The first of `settings`. Raises TuneError if there is none, or others differ in what PEFT has one of."""
+    """The first of `settings`. Raises TuneError if there are none, or if they differ where PEFT has only one value."""
     if not settings:
-        raise TuneError("the model has no adapter to export: add_adapters(model, LoRA(...)) adds one")
+        raise TuneError("the model has no adapter to export. Add one with add_adapters(model, LoRA(...))")
     for name in ("rank_stabilized", "dora", "init", "dropout"):
         if len(values := {getattr(each, name) for each in settings}) > 1:
-            raise TuneError(f"PEFT has one {name} for all layers, and those of the model have {sorted(values)}")
+            raise TuneError(f"PEFT supports one {name} for all layers, but this model's layers have {sorted(values)}")
     return settings[0]
 
 
 def _task_of(model: Any) -> str | None:
-    """PEFT's task of a language model: it asks for what generates. None for any other module."""
+    """PEFT's task type of a language model, which must be able to generate. None for any other module."""
     generates = isinstance(model, Decoder | HuggingFaceModel) or hasattr(model, "prepare_inputs_for_generation")
     return "CAUSAL_LM" if generates and not getattr(model.config, "is_encoder_decoder", False) else None
 
 
 def _shortest(model: nn.Module, adapted: set[str]) -> list[str]:
-    """The last parts of the names if these match no other layer, otherwise the full names.
+    """The last parts of the names if they match no other layer, otherwise the full names.
 
-    A part of a larger model has full names: other parts may have layers of the same kinds.
+    A part of a larger model keeps full names, since other parts may have layers of the same kinds.
     """
     names = Names.of(model)
     kinds = {name.rpartition(".")[2] for name in adapted}
@@ -395,8 +399,8 @@ def _shortest(model: nn.Module, adapted: set[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Part:
-    """A trained parameter in PEFT's file: of experts, a tensor for each or, if `is_joined`, one for all: A of
-    `[experts * rank, in]`, B of `[out, rank * experts]`."""
+    """A trained parameter in PEFT's file. Experts have a tensor each or, if `is_joined`, one tensor for all: A is
+    `[experts * rank, in]`, B is `[out, rank * experts]`."""
 
     on_disk: OnDisk
     module: nn.Module
@@ -430,7 +434,7 @@ class _Part:
 
 
 def _parts(model: nn.Module) -> list[_Part]:
-    """All trained parameters; those of other stages of a pipeline are on the meta device."""
+    """All trained parameters; parameters of other pipeline stages are on the meta device."""
     here, model = dict(model.named_modules()), uncut(model)
     names, experts = Names.of(model), _joined_experts(model)
     parts: dict[nn.Parameter, _Part] = {}
@@ -441,7 +445,7 @@ def _parts(model: nn.Module) -> list[_Part]:
                 tensors = [f"{PREFIX}{each}.{ending}" for each in modules]
                 is_stack = isinstance(module, LoRAExperts) and name not in experts
                 part = _Part(tensors if is_stack else tensors[0], here.get(name, module), kind, name in experts)
-                parts.setdefault(parameter, part)  # the rows of a tied head are those of the embedding
+                parts.setdefault(parameter, part)  # a tied head shares the embedding's rows
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter not in parts:
             owner, _, kind = name.rpartition(".")
@@ -451,8 +455,10 @@ def _parts(model: nn.Module) -> list[_Part]:
 
 
 def _joined_experts(model: nn.Module) -> dict[str, str]:
-    """The adapted experts that are one tensor on disk, and the names of their adapters in PEFT's files: PEFT wraps the
-    module that has the tensors once for each of them, the last outermost."""
+    """Adapted experts that are one tensor on disk -> the names of their adapters in PEFT's files.
+
+    PEFT wraps the module that owns the tensors once for each of them, the last outermost.
+    """
     names = Names.of(model)
     found: dict[str, str] = {}
     for name, layer in reversed(adapted_modules(model).items()):

@@ -1,4 +1,4 @@
-"""LoRA (Hu et al., 2021), rsLoRA (Kalajdzievski, 2023) and DoRA (Liu et al., 2024), computed as PEFT computes them."""
+"""LoRA (Hu et al., 2021), rsLoRA (Kalajdzievski, 2023) and DoRA (Liu et al., 2024), computed like in PEFT."""
 
 import math
 import re
@@ -26,18 +26,19 @@ from tune.types import Fraction, PositiveFloat, PositiveInt, checked
 @checked
 @dataclass(frozen=True)
 class LoRA:
-    """Which layers get an adapter, of what kind, and which other parameters are trained.
+    """The layers that get an adapter, its kind, and further trained parameters.
 
     `target_modules` is `all-linear` (all but the head and, in a model with experts, the feed-forward layers), a list of
     names, or a regular expression that must match a layer's whole name. Linear layers, experts and embeddings can be
     adapted. Names are ours (`query`) or the checkpoint's (`q_proj`). `rank_pattern` and `alpha_pattern` set the rank
-    and alpha of the layers whose name ends with a key or matches it. The modules named in `modules_to_save` are trained
-    in full, and the rows of `trainable_tokens` in embedding and head, or in the modules that it names, as
+    and alpha of layers whose name ends with a key or matches it. The modules in `modules_to_save` are trained in full.
+    The rows of `trainable_tokens` are trained in embedding and head, or in the modules that it names, as
     `{embed_tokens: [5, 6]}`.
 
-    `init` sets the initial values: `pissa` (Meng et al., 2024) those of the weight's largest singular vectors, `olora`
-    (Büyükakyüz, 2024) of the first columns of its QR decomposition. A frozen copy of them is subtracted, so that the
-    model computes at first what it does without an adapter. An exported adapter includes that copy, at twice the rank.
+    `init` sets the initial values: `pissa` (Meng et al., 2024) takes them from the weight's largest singular vectors,
+    `olora` (Büyükakyüz, 2024) from the first columns of its QR decomposition. A frozen copy of them is subtracted, so
+    that the model first computes the same as without an adapter. An exported adapter includes the copy, at twice the
+    rank.
     """
 
     rank: PositiveInt = 16
@@ -46,15 +47,15 @@ class LoRA:
     target_modules: list[str] | str = "all-linear"
     rank_pattern: dict[str, PositiveInt] = field(default_factory=dict)
     alpha_pattern: dict[str, PositiveFloat] = field(default_factory=dict)
-    rank_stabilized: bool = False  # scale by alpha / sqrt(rank) and not alpha / rank
-    dora: bool = False  # learn the magnitude of the weight's rows apart from their direction
+    rank_stabilized: bool = False  # scale by alpha / sqrt(rank) instead of alpha / rank
+    dora: bool = False  # learn the magnitude of the weight's rows separately from their direction
     init: Literal["default", "pissa", "olora"] = "default"
     modules_to_save: list[str] = field(default_factory=list)
     trainable_tokens: list[int] | dict[str, list[int]] = field(default_factory=list)
-    path: str | None = None  # the folder that all is read from; its ranks are neither changed nor refused
+    path: str | None = None  # folder of an existing adapter, whose ranks are neither changed nor checked
 
     def at(self, *names: str) -> tuple[int, float]:
-        """Rank and alpha of the layer of these names: of the first pattern that matches one, as in PEFT."""
+        """The rank and alpha of a layer with these names, by the first pattern that matches one, as in PEFT."""
 
         def first(patterns: dict[str, Any], default: Any) -> Any:
             return next((patterns[each] for each in patterns if any(matches(each, name) for name in names)), default)
@@ -62,6 +63,7 @@ class LoRA:
         return first(self.rank_pattern, self.rank), first(self.alpha_pattern, self.alpha)
 
     def scaling(self, rank: int, alpha: float) -> float:
+        """The adapter's scaling factor."""
         return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
 
     def state_dict(self) -> dict[str, Any]:
@@ -70,23 +72,23 @@ class LoRA:
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores nothing. Raises TuneError if the state is that of another adapter."""
+        """Check the settings; restores nothing. Raises TuneError if the state belongs to another adapter."""
         now = self.state_dict()
         changed = [f"{name} was {state[name]} and is now {now[name]}" for name in now if state[name] != now[name]]
         if changed:
             raise TuneError(
                 f"resume: the checkpoint was made with another adapter: {'; '.join(changed)}. Restore these settings, "
-                "or start anew with resume=never and another output_dir"
+                "or start over with resume=never and another output_dir"
             )
 
 
 class LowRank(nn.Module):
     """A layer with an adapter: scaling * B @ A is added to its weight, where A is `lora_a` and B is `lora_b`.
 
-    Made from a layer in place: the layer keeps its name, its weight and its place in the model.
+    A layer is adapted in place and keeps its name, its weight and its place in the model.
     """
 
-    # The trained parameters, and the ends of their names in PEFT's files.
+    # Trained parameters -> end of their names in PEFT's files.
     PARTS: ClassVar = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
     added: ClassVar = (
         "lora_a",
@@ -95,17 +97,17 @@ class LowRank(nn.Module):
         "start_b",
         "magnitude",
         "dropout_features",
-    )  # to the layer's tensors
+    )  # tensors added to the layer
     casts_parameters: ClassVar = True
-    is_off = False  # computes without the adapter
-    first_input = 0  # of the inputs that this process has
-    input_group: str | None = None  # the processes that share them
+    is_off = False  # compute without the adapter
+    first_input = 0  # first input feature of this process
+    input_group: str | None = None  # the processes that share the input features
 
-    base: type[nn.Module]  # the kind of layer that has the adapter
+    base: type[nn.Module]  # the class of the layer without adapter
     in_features: int
     lora_a: nn.Parameter
     lora_b: nn.Parameter
-    settings: LoRA  # that it was made with; its own rank and alpha may be others
+    settings: LoRA  # of the adapter; the layer's own rank and alpha may differ
     rank: int
     alpha: float
     scaling: float
@@ -115,11 +117,11 @@ class LowRank(nn.Module):
 
     @classmethod
     def adapt(cls, layer: Any, name: str, rank: int, alpha: float, lora: LoRA) -> None:
-        """Give the `layer` called `name` an adapter, whose parameters are undefined until they are initialized."""
+        """Add an adapter to the layer `name`. Its parameters are undefined until they are initialized."""
         layer.base, layer.__class__ = type(layer), cls
         layer.settings = lora
         layer.rank, layer.alpha, layer.scaling = rank, alpha, lora.scaling(rank, alpha)
-        is_embedding = isinstance(layer, nn.Embedding)  # which goes without
+        is_embedding = isinstance(layer, nn.Embedding)  # without dropout
         prepare_dropout(layer, name, 0.0 if is_embedding else lora.dropout, 0 if is_embedding else layer.in_features)
         layer.add_parameters(lora)
 
@@ -127,7 +129,7 @@ class LowRank(nn.Module):
         raise NotImplementedError
 
     def remove(self) -> None:
-        """Become the layer again that was adapted, with the weight that it has now."""
+        """Become the original layer again, with its current weight."""
         for name in (*self.added, "dropout_keys", "settings"):
             if hasattr(self, name):
                 delattr(self, name)
@@ -140,12 +142,14 @@ class LowRank(nn.Module):
         return {"lora_a": a, "lora_b": torch.zeros(self.lora_b.shape)}
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """A and B, in their own type, with the frozen start included: their product is zero before training."""
+        """A and B in their own dtype, including the frozen start: their product is zero before training."""
         return self.lora_a, self.lora_b
 
     def _dropped(self, input: Tensor, keys_of: Callable[[Tensor], Tensor]) -> Tensor:
-        """`input` with dropout; `keys_of` gives the random bits of its rows, of those of the batch's tokens. Without
-        such bits it is torch's dropout, by torch's generator."""
+        """`input` with dropout. `keys_of` maps the random bits of the batch's tokens to those of the rows of `input`.
+
+        Without these bits, torch's generator draws the dropout.
+        """
         if not self._drops:
             return input
         if self.dropout_keys is None:
@@ -157,19 +161,19 @@ class LowRank(nn.Module):
         return self.dropout > 0 and self.training
 
     def _features(self, input: Tensor) -> Tensor:
-        """The random bits of the features that `input` has: with tensor parallelism a share of them."""
+        """The random bits of the features of `input`, which with tensor parallelism are a part of all features."""
         return self.dropout_features[self.first_input : self.first_input + input.shape[-1]]
 
     def full_factors(self, device: torch.device) -> list[Tensor]:
-        """`factors`, in full and in fp32: all processes must call it."""
+        """`factors` in full, in fp32. All processes must call this."""
         return [full_tensor(factor.detach()).to(device, torch.float32) for factor in self.factors()]
 
 
 class LoRALinear(LowRank, nn.Linear):
-    """A linear layer whose weight W is used as W + scaling * B @ A, or with `magnitude`, as that scaled to row norms m.
+    """A linear layer that uses W + scaling * B @ A as its weight; `magnitude`, if any, sets the norms of its rows.
 
-    `lora_a` is `[rank, in_features]`, `lora_b` `[out_features, rank]`. If there are `start_a` and `start_b`, of these
-    shapes and frozen, their product is subtracted from B @ A.
+    `lora_a` is `[rank, in_features]`, `lora_b` `[out_features, rank]`. If there are `start_a` and `start_b`, frozen and
+    of the same shapes, their product is subtracted from B @ A.
     """
 
     PARTS: ClassVar = {**LowRank.PARTS, "magnitude": "lora_magnitude_vector"}
@@ -178,14 +182,14 @@ class LoRALinear(LowRank, nn.Linear):
     start_a: nn.Parameter | None
     start_b: nn.Parameter | None
     magnitude: nn.Parameter | None
-    rounding: Rounding | None = None  # of the weight with the adapter merged in
-    trains_in_fp32: bool  # in bf16 a magnitude moves in steps of 0.4 to 0.8%
+    rounding: Rounding | None = None  # applied to the weight with the adapter merged in
+    trains_in_fp32: bool  # in bf16, a magnitude changes in steps of 0.4 to 0.8%
     init: str
 
     def add_parameters(self, lora: LoRA) -> None:
-        is_quantised = isinstance(self.weight, NF4Weight)
+        is_quantized = isinstance(self.weight, NF4Weight)
         like = self.weight.scales if isinstance(self.weight, NF4Weight) else self.weight
-        dtype = torch.float32 if is_quantised or lora.dora else like.dtype
+        dtype = torch.float32 if is_quantized or lora.dora else like.dtype
 
         def parameter(*shape: int, trained: bool = True) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=like.device, dtype=dtype), requires_grad=trained)
@@ -198,12 +202,12 @@ class LoRALinear(LowRank, nn.Linear):
         self.trains_in_fp32, self.init = lora.dora, lora.init
 
     def initial_values(self, generator: torch.Generator) -> dict[str, Tensor]:
-        """As `LowRank.initial_values`, or as `init` says; the magnitude is that of the weight."""
+        """The initial values of `LowRank`, or those of `init`; the magnitude is the norm of the weight's rows."""
         if self.start_a is None:
             start = super().initial_values(generator)
         else:
             b, a = FACTORS[self.init](self._full_weight().cpu(), self.rank, self.scaling, generator)
-            a, b = (factor.to(self.start_a.dtype) for factor in (a, b))  # so that both are equal in their own types
+            a, b = (factor.to(self.start_a.dtype) for factor in (a, b))  # so that both are equal in their own dtype
             start = {"lora_a": a, "lora_b": b, "start_a": a, "start_b": b}
         return start if self.magnitude is None else start | {"magnitude": self._full_weight().norm(dim=1)}
 
@@ -220,7 +224,7 @@ class LoRALinear(LowRank, nn.Linear):
 
     @staticmethod
     def outputs(input: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
-        """The outputs of `layers`, which all read `input`; of the adapted ones in one go, if nothing observes them."""
+        """The outputs of `layers`, which all read `input`. Adapted layers are computed together unless observed."""
         if torch.compiler.is_compiling() or products.is_watched() or _has_any_global_hook():
             return [layer(input) for layer in layers]
         joined = [each for each in layers if isinstance(each, LoRALinear) and each._is_plain and not each._is_observed]
@@ -231,7 +235,7 @@ class LoRALinear(LowRank, nn.Linear):
 
     @property
     def _is_plain(self) -> bool:
-        """Whether `products.outputs_of` computes what this layer does."""
+        """Whether `products.outputs_of` can compute this layer."""
         weight, drops = self.weight, self._drops
         if (
             self.is_off
@@ -264,8 +268,8 @@ class LoRALinear(LowRank, nn.Linear):
         return found
 
     def _by_operations(self, input: Tensor) -> Tensor:
-        """For a compiler, or where operations are watched. The magnitude scales what dropout leaves, and the base has
-        all of the input, as in PEFT."""
+        """Compute by plain operations, for compilers and observed operations. As in PEFT, the magnitude scales the
+        input after dropout, and the base uses the whole input."""
         dropped = self._dropped(input, lambda keys: keys.view(input.shape[:-1]))
         a, b = (factor.to(input.dtype) for factor in self.factors())
         base, low_rank = self._base(input), F.linear(dropped, a) * self.scaling
@@ -278,7 +282,7 @@ class LoRALinear(LowRank, nn.Linear):
         return (base + (ratio - 1) * direction + ratio * F.linear(low_rank, b)).to(base.dtype)
 
     def operands(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs and weight whose product is `forward`, for a loss that computes it in chunks. Without bias."""
+        """Inputs and weight whose product is `forward` without bias, for a loss that computes it in chunks."""
         assert isinstance(self.weight, Tensor)
         if self.is_off:
             return hidden, self.weight
@@ -303,8 +307,10 @@ class LoRALinear(LowRank, nn.Linear):
 
     @torch.no_grad()
     def _norm(self, a: Tensor, b: Tensor) -> Tensor:
-        """The norm of each row of W + scaling * B @ A, in fp32, without that matrix: |w + s bA|^2 for a row w of W and
-        b of B is |w|^2 + s b (2 A w + s A A^T b)."""
+        """The norm of each row of W + scaling * B @ A, in fp32, without computing this matrix.
+
+        For a row w of W and b of B, |w + s bA|^2 is |w|^2 + s b (2 A w + s A A^T b).
+        """
         weight = self.weight.dequantize(a.dtype) if isinstance(self.weight, NF4Weight) else self.weight
         crossed, gram, b = _precise_product(weight, a.T), _precise_product(a, a.T), b.to(_precise(b))
         crossed = torch.addmm(crossed, b, gram, beta=2, alpha=self.scaling)
@@ -316,12 +322,12 @@ class LoRALinear(LowRank, nn.Linear):
         return (square if self.input_group is None else summed(square, self.input_group)).sqrt()
 
     def _ratio(self, magnitude: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """The magnitude divided by the norm of each row of W + scaling * B @ A, in fp32. The norm counts as a constant
-        in backward (section 4.3 of the paper)."""
+        """The magnitude divided by the norm of each row of W + scaling * B @ A, in fp32. The norm is a constant in
+        backward (section 4.3 of the paper)."""
         return magnitude.float() / self._norm(a, b)
 
     def merged(self, weight: Tensor) -> Tensor:
-        """`weight`, the full base weight, with the adapter merged in, in fp32: all processes must call it."""
+        """`weight`, the full base weight, with the adapter merged in, in fp32. All processes must call this."""
         magnitude = None if self.magnitude is None else full_tensor(self.magnitude.detach()).to(weight.device)
         a, b = self.full_factors(weight.device)
         return self._merged(weight, a, b, magnitude)
@@ -331,12 +337,12 @@ class LoRALinear(LowRank, nn.Linear):
         return merged if magnitude is None else merged * (magnitude.float() / merged.detach().norm(dim=1))[:, None]
 
     def _full_weight(self) -> Tensor:
-        """The full base weight in fp32: all processes must call it."""
+        """The full base weight in fp32. All processes must call this."""
         return self.weight.full() if isinstance(self.weight, NF4Weight) else full_tensor(self.weight).float()
 
 
 def _precise_product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right in fp32, or fp64; on a GPU without a copy of either in that type."""
+    """left @ right in fp32 or fp64; on a GPU without a copy of either in this dtype."""
     precise = _precise(left)
     if left.is_cuda and left.dtype == right.dtype != precise:
         return torch.mm(left, right, out_dtype=precise)
@@ -362,7 +368,7 @@ class LoRAEmbedding(LowRank, nn.Embedding):
         return {"lora_a": torch.zeros(self.lora_a.shape), "lora_b": b}
 
     def merged(self, weight: Tensor) -> Tensor:
-        """As `LoRALinear.merged`."""
+        """See `LoRALinear.merged`."""
         a, b = self.full_factors(weight.device)
         return torch.addmm(weight.float(), a.T, b.T, alpha=self.scaling)
 
@@ -374,9 +380,9 @@ class LoRAEmbedding(LowRank, nn.Embedding):
 
 
 class LoRAExperts(LowRank, ExpertLinear):
-    """A linear layer for each expert, whose weight W is used as W + scaling * B @ A, with a B and an A of its own.
+    """A linear layer for each expert that uses W + scaling * B @ A as its weight, with its own A and B.
 
-    `lora_a` is `[experts, rank, in]`, `lora_b` `[experts, out, rank]`, also where W is transposed.
+    `lora_a` is `[experts, rank, in]`, `lora_b` `[experts, out, rank]`, also if W is transposed.
     """
 
     def add_parameters(self, lora: LoRA) -> None:
@@ -384,10 +390,10 @@ class LoRAExperts(LowRank, ExpertLinear):
         self.lora_b = nn.Parameter(self.weight.new_empty(self.num_experts, self.out_features, self.rank))
 
     def merged(self, weight: Tensor) -> Tensor:
-        """`weight`, that of all experts, with their adapters merged in, in its type: all processes must call it."""
+        """`weight`, of all experts, with their adapters merged in, in its own dtype. All processes must call this."""
         a, b = self.full_factors(weight.device)
         merged = torch.empty_like(weight)
-        for into, base, its_a, its_b in zip(merged, weight, a, b, strict=True):  # all in fp32 would be large
+        for into, base, its_a, its_b in zip(merged, weight, a, b, strict=True):  # all experts in fp32 would be large
             added = self.scaling * (its_b @ its_a)
             into.copy_(base.float() + (added.T if self.transposed else added))
         return merged
@@ -396,7 +402,7 @@ class LoRAExperts(LowRank, ExpertLinear):
         if self.is_off:
             return super().forward(rows, plan)
         a, b = (factor.to(rows.dtype).mT for factor in (self.lora_a, self.lora_b))
-        # The random bits depend on the token and the expert, not on where their row is.
+        # The random bits depend on token and expert, not on the place of the row.
         dropped = self._dropped(
             rows, lambda keys: mix(plan.of_tokens(keys.flatten()) ^ ((plan.first + plan.experts.int()) * THIRD))
         )
@@ -409,7 +415,7 @@ KINDS: dict[Any, type[LowRank]] = {nn.Linear: LoRALinear, nn.Embedding: LoRAEmbe
 
 
 def _pissa(weight: Tensor, rank: int, scaling: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """B and A with scaling * B @ A nearest to `weight`, by subspace iteration (Halko et al., 2011)."""
+    """The B and A with scaling * B @ A closest to `weight`, by subspace iteration (Halko et al., 2011)."""
     width = min(2 * rank + 16, *weight.shape)
     basis = torch.linalg.qr(weight @ torch.randn(weight.shape[1], width, generator=generator))[0]
     for _ in range(16):
@@ -428,5 +434,5 @@ FACTORS = {"pissa": _pissa, "olora": _olora}
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether `pattern`, a key of `rank_pattern` or `alpha_pattern`, means the layer `name`, as in PEFT."""
+    """Whether `pattern`, a key of `rank_pattern` or `alpha_pattern`, matches the layer `name`, as in PEFT."""
     return re.match(rf"(.*\.)?({pattern})$", name) is not None

@@ -1,4 +1,4 @@
-"""Models written with what was trained merged in: adapters, or the mean of several checkpoints."""
+"""Write models with adapters merged in, or with the mean weights of several checkpoints."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,16 +16,16 @@ def merge(
     base: str | Path, adapter: str | Path | Sequence[str | Path], out: str | Path, packed: bool = False,
     **combination: Any,
 ) -> None:  # fmt: skip
-    """Write to `out` the model `base` with `adapter` merged in, with the names and types of the base.
+    """Write the model `base` with `adapter` merged in to `out`, with the base's tensor names and dtypes.
 
-    The tokenizer is that of the adapter's folder, if it has one. The adapter and one tensor of the base are in
-    memory. Adapters are merged in fp32. Several become one first, see `load_combined` for the `combination`. `out`
-    appears, or is replaced, when it is complete. A quantized base is dequantized; with `packed`, what the adapters do
-    not change stays as it is.
+    The tokenizer is the one in the adapter's folder, if any. Only the adapter and one tensor of the base are in memory
+    at a time. Adapters are merged in fp32. Several adapters are combined first; see `load_combined` for `combination`.
+    `out` appears, or is replaced, when it is complete. A quantized base is dequantized; with `packed`, tensors that the
+    adapters do not change stay quantized.
 
     Raises:
-        TuneError: layers or shapes of the adapter do not fit the base; the base is no model folder, or not quantized
-            and `packed`.
+        TuneError: layers or shapes of the adapter do not match the base; the base is not a model folder, or not
+            quantized although `packed` is set.
     """
     adapters = [Path(each) for each in ([adapter] if isinstance(adapter, str | Path) else adapter)]
     ConfigFile(Path(base))  # neither an adapter nor a run
@@ -37,18 +37,19 @@ def merge(
 
 
 def average(run: str | Path, out: str | Path, steps: Sequence[int] | None = None) -> None:
-    """Write to `out` the model whose weights, adapters merged, are the means of those of the checkpoints of `run` after
-    these `steps` (None: all it has), in fp32.
+    """Write the model with the mean weights, adapters merged, of the checkpoints of `run` after `steps` to `out`.
+
+    Means are computed in fp32. `steps=None` averages all checkpoints.
 
     Raises:
-        TuneError: there are no two checkpoints of these steps, or one cannot be opened (`open_model`).
+        TuneError: there are fewer than two checkpoints of these steps, or one cannot be opened (`open_model`).
     """
     run = Path(run)
     steps = sorted(set(steps or steps_of(run)))
     if len(steps) < 2:
         kept = ", ".join(map(str, steps)) or "none"
         raise TuneError(
-            f"{run}: averaging needs at least two checkpoints; found {kept}. Keep more of them: checkpointer.keep=9"
+            f"{run}: averaging needs at least two checkpoints; found {kept}. To keep more, set checkpointer.keep=9"
         )
     means: dict[str, Any] = {}
     for count, step in enumerate(steps, 1):

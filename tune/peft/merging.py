@@ -1,4 +1,4 @@
-"""Adapters merged into the weights of a model in memory. Several adapters become one as in PEFT."""
+"""Merge adapters into the weights of a model in memory, and combine several adapters as PEFT does."""
 
 import math
 from collections.abc import Sequence
@@ -18,21 +18,22 @@ from tune.peft.lora import LoRALinear
 
 @torch.no_grad()
 def merge_in_place(model: nn.Module) -> None:
-    """Merge the adapters of `model` into its weights in memory, in fp32 and one at a time. The adapted modules are the
-    plain ones again; nothing of the model requires a gradient that did not before.
+    """Merge the adapters of `model` into its weights in memory, in fp32 and one at a time.
+
+    Adapted modules become plain modules again. No further parameter requires a gradient.
 
     Raises:
-        TuneError: it has no adapter, or adapted weights that are quantized or sharded: `export` with the original
-            weights as `base`, or `merge` of files, can merge these. The model is unchanged.
+        TuneError: the model has no adapter, or adapted weights are quantized or sharded, which only `export` with the
+            original weights as `base`, or `merge` of files, can merge. The model is then unchanged.
     """
     layers: dict[str, Any] = dict(adapted_modules(model))
     if not layers:
         raise TuneError("the model has no adapter to merge")
     for name, layer in layers.items():
         if not isinstance(layer.weight, Tensor):
-            raise TuneError(f"{name} is quantized, and a merged weight would be rounded. Merge into the original model")
+            raise TuneError(f"{name} is quantized, so a merged weight would be rounded. Merge into the original model")
         if isinstance(layer.weight, DTensor):
-            raise TuneError(f"{name} is sharded: its adapter cannot be taken off. tune.checkpointers.export merges it")
+            raise TuneError(f"{name} is sharded, so its adapter cannot be removed. Use tune.checkpointers.export")
     for layer in layers.values():
         layer.weight.copy_(layer.merged(layer.weight))
         layer.remove()
@@ -41,12 +42,14 @@ def merge_in_place(model: nn.Module) -> None:
 
 @torch.no_grad()
 def take_off(model: nn.Module, changes: dict[str, Tensor]) -> None:
-    """Make the layers of `model` plain ones again, and add to `changes`, by layer, what its adapters made of their
-    weights. Each is made of the base's weights, as in PEFT: DoRA's norms depend on them."""
+    """Remove the adapters of `model`, and add their changes of the weights to `changes`, by layer.
+
+    Each change is computed from the base's weights, as in PEFT: DoRA's norms depend on them.
+    """
     layer: Any
     for name, layer in adapted_modules(model).items():
         change = layer.merged(layer.weight).float() - layer.weight.float()
-        if name in changes:  # DoRA scales the rows of all that came before it
+        if name in changes:  # DoRA also scales the rows of earlier changes
             magnitude = getattr(layer, "magnitude", None)
             before = changes[name]
             if magnitude is not None:
@@ -70,28 +73,30 @@ def give_memory(model: nn.Module) -> None:
 def load_combined(
     model: Any, adapters: list[Path], method: str, weights: Sequence[float] = (), density: float = 0.5, seed: int = 0
 ) -> None:
-    """Load into `model`, which has the layers of the first of the `adapters`, what they make together. For each layer,
-    its A matrices and its B matrices are summed, times the root of weight and scaling (`linear`).
+    """Combine `adapters` into one, and load it into `model`, which has the layers of the first adapter.
 
-    `ties` (Yadav et al., 2023) keeps of each matrix only the share `density` of largest values, and of each element the
-    mean of those that have the sign of their sum; `dare_linear` and `dare_ties` (Yu et al., 2024) keep a share by
-    chance, divided by it. Weights are one by default.
+    - `linear` sums the A matrices and the B matrices of each layer, each times the root of weight and scaling.
+    - `ties` (Yadav et al., 2023) keeps the share `density` of the largest values of each matrix. Each element is the
+      mean of the values that have the sign of their sum.
+    - `dare_linear` and `dare_ties` (Yu et al., 2024) keep the share `density` at random, divided by it.
+
+    Weights are 1 by default.
 
     Raises:
         TuneError: the adapters differ in layers or ranks, or have more than low-rank matrices of linear layers.
     """
     layers: dict[str, Any] = dict(adapted_modules(model))
     if weights and len(weights) != len(adapters):
-        raise TuneError(f"there are {len(weights)} weights for {len(adapters)} adapters: give one for each")
+        raise TuneError(f"found {len(weights)} weights for {len(adapters)} adapters. Give one weight per adapter")
     if not all(map(math.isfinite, weights)):
         raise TuneError(f"the weights {', '.join(map(str, weights))} are not all finite")
     if not 0 < density <= 1:
-        raise TuneError(f"a density of {density} is no share: it is above 0 and at most 1")
+        raise TuneError(f"density {density} is out of range; it must be above 0 and at most 1")
     factors: dict[str, list[tuple[Tensor, Tensor, float]]] = {name: [] for name in layers}
     for folder, weight in zip(adapters, weights or [1.0] * len(adapters), strict=True):
         lora = read_adapter(str(folder))
         if lora.dora or lora.modules_to_save or not all(isinstance(layer, LoRALinear) for layer in layers.values()):
-            raise TuneError(f"{folder} has more than LoRA's matrices of linear layers: it cannot be one of several")
+            raise TuneError(f"{folder} has more than LoRA matrices of linear layers, which cannot be combined")
         load_parameters(model, folder)
         for name, layer in layers.items():
             _, alpha = lora.at(*Names.of(model).spellings(name))

@@ -1,4 +1,4 @@
-"""The folders of what a user names: a model folder, an adapter folder, a run folder, a checkpoint of a run."""
+"""Resolve a path that a user gives to its folders: a model, an adapter, a run, or a checkpoint of a run."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -15,7 +15,7 @@ from tune.peft.files import CONFIG
 
 @dataclass(frozen=True)
 class Resolved:
-    """The folders of a model: its base, the adapters on it, and the one with the tokenizer that it was trained with."""
+    """The folders of a model: its base, its adapters, and the tokenizer that it was trained with."""
 
     base: Path
     adapters: tuple[Path, ...]
@@ -23,22 +23,24 @@ class Resolved:
 
     @property
     def title(self) -> str:
-        """What the merged model is, for its card."""
+        """A description of the merged model for its card."""
         merged = (f" with the adapter `{'/'.join(folder.parts[-2:])}` merged in" for folder in self.adapters)
         return f"`{self.base.name}`{''.join(merged)}"
 
 
 def resolve_model(path: str | Path, adapters: Sequence[str | Path] = (), setting: str = "") -> Resolved:
-    """The folders of what `path` names: a model in Hugging Face layout, an adapter in PEFT's (its base is the one that
-    its config names), or a run folder (its model/, else its adapter/); with more `adapters`, or runs that have one.
+    """Resolve `path`: a model in Hugging Face layout, an adapter in PEFT layout, or a run folder.
+
+    The base of an adapter is the one in its config. A run stands for its model/, else its adapter/. `adapters` are
+    further adapters, or runs that have one.
 
     Raises:
-        TuneError: a path is none of these, or the base of an adapter is not where its config says. It blames `setting`,
-            if given.
+        TuneError: a path is none of these, or the base of an adapter is not where its config says. The message begins
+            with `setting`, if given.
     """
     place = local_path(path)
     if not place.is_dir():
-        ConfigFile(place, setting or "model.path")  # says what it could mean
+        ConfigFile(place, setting or "model.path")  # raises with suggestions
     with explained(setting) if setting else nullcontext():
         return _resolved(place, adapters)
 
@@ -53,26 +55,25 @@ def _resolved(place: Path, adapters: Sequence[str | Path]) -> Resolved:
         base = local_path(named)
         if not named or not base.is_dir():
             raise TuneError(
-                f"{folder} is an adapter of {named or 'a base that it does not name'}, which is no folder here. Name "
-                f"the base and the adapter: BASE --adapter {in_shell(folder)} (`tune download` gets a model from the "
-                "hub)"
+                f"{folder} is an adapter of {named or 'a base that it does not name'}, which is not a folder here. "
+                f"Give the base and the adapter: BASE --adapter {in_shell(folder)} (`tune download` gets a model from "
+                "the hub)"
             )
     folders = [folder for folder in reversed(on_it) if (folder / "tokenizer.json").exists()]
     return Resolved(base, tuple(on_it), folders[0] if folders else base)
 
 
 def adapter_folder(path: str | Path) -> Path:
-    """The adapter that `path` is or, if it is a run, has exported. Raises TuneError if there is none."""
+    """The adapter folder `path`, or the adapter that the run `path` has exported. Raises TuneError if there is none."""
     given = local_path(path)
     folder = exported_folder(given, "adapter") if given.is_dir() else given
     if not (folder / CONFIG).exists():
-        raise TuneError(f"{folder} is no adapter: it has no {CONFIG}. Name a folder in PEFT's layout, or a run of one")
+        raise TuneError(f"{folder} is not an adapter: it has no {CONFIG}. Give a folder in PEFT layout, or its run")
     return folder
 
 
 def exported_folder(path: Path, first: Literal["model", "adapter"] = "model") -> Path:
-    """A model or an adapter folder: what the run in `path` has exported, `first` if it has both, or if that is no run,
-    `path` itself."""
+    """The model or adapter folder of `path`: the export of a run, `first` if it has both, or `path` itself."""
     second = "adapter" if first == "model" else "model"
     is_run = any((path / name).is_file() for name in ("run.json", "metrics.jsonl"))  # also one in a model's folder
     for folder in (*([] if is_run else [path]), path / first, path / second):
@@ -82,19 +83,19 @@ def exported_folder(path: Path, first: Literal["model", "adapter"] = "model") ->
     run = next((place for place in places if (place / "config.yaml").exists()), path if is_run else None)
     if run and run != path and any((run / name).is_dir() for name in ("model", "adapter")):
         raise TuneError(
-            f"{path} is a checkpoint to continue from. `tune export {in_shell(run)} --step N` makes a model of one"
+            f"{path} is a checkpoint to resume from. `tune export {in_shell(run)} --step N` turns it into a model"
         )
     if run:
         steps = (
             ", ".join(folder.name for folder in sorted(run.glob(f"checkpoints/{CHECKPOINT}"))) or "no checkpoint either"
         )
         raise TuneError(
-            f"{path}: this run has exported nothing yet: it has neither model/ nor adapter/, but {steps}. Let it come "
-            f"to its end (the command that began it, with output_dir={in_shell(run)}, continues after its last "
-            f"checkpoint), or make a model of a checkpoint: `tune export {in_shell(run)} --step N --to hf --out FOLDER`"
+            f"{path}: this run has not exported anything yet: it has neither model/ nor adapter/, but {steps}. Let it "
+            f"finish (the command that started it, with output_dir={in_shell(run)}, continues after its last "
+            f"checkpoint), or export a checkpoint: `tune export {in_shell(run)} --step N --to hf --out FOLDER`"
         )
     if not path.is_dir():
-        ConfigFile(path, "model.path")  # says what it could mean
+        ConfigFile(path, "model.path")  # raises with suggestions
     content = ", ".join(sorted(child.name for child in path.iterdir())[:8]) or "nothing"
     raise TuneError(
         f"{path} is neither a model (config.json), nor an adapter ({CONFIG}), nor a run (config.yaml); it has {content}"
@@ -102,7 +103,7 @@ def exported_folder(path: Path, first: Literal["model", "adapter"] = "model") ->
 
 
 def step_of(path: str | Path, step: int | None = None) -> tuple[Path, int | None]:
-    """The run and the step of a checkpoint, which `path` may name itself: RUN/checkpoints/step-N."""
+    """The run and the step of a checkpoint; `path` may be the checkpoint itself, RUN/checkpoints/step-N."""
     place = local_path(path)
     if step is None and place.parent.name == "checkpoints" and place.match(CHECKPOINT):
         return place.parent.parent, int(place.name.removeprefix("step-"))
@@ -110,19 +111,19 @@ def step_of(path: str | Path, step: int | None = None) -> tuple[Path, int | None
 
 
 def steps_of(run: Path) -> dict[int, Path]:
-    """The checkpoints of a run, by step. Raises TuneError if it has no folder of them."""
+    """The checkpoints of a run, by step. Raises TuneError if it has no checkpoints folder."""
     if not (run / "checkpoints").is_dir():
-        raise TuneError(f"{run} is no run folder: it has no checkpoints")
+        raise TuneError(f"{run} is not a run folder: it has no checkpoints")
     folders = sorted(run.glob(f"checkpoints/{CHECKPOINT}"))
     return {int(folder.name.removeprefix("step-")): folder for folder in folders}
 
 
 def checkpoint_of(run: Path, step: int) -> tuple[Path, Path]:
-    """The checkpoint of `run` after `step`, and the file with the run's settings, the newest. Raises TuneError if one
-    of them is not there."""
+    """The checkpoint of `run` after `step`, and the newest file with the run's settings. Raises TuneError if one of
+    them does not exist."""
     settings = sorted(run.glob("config*.yaml"), key=lambda file: (len(file.name), file.name))
     checkpoints = steps_of(run) if (run / "checkpoints").is_dir() else {}
     if step not in checkpoints or not settings:
         steps = ", ".join(map(str, checkpoints)) or "none"
-        raise TuneError(f"{run} has no checkpoint of step {step}; it has {steps}. Name a run and one of its steps")
+        raise TuneError(f"{run} has no checkpoint of step {step}; it has {steps}. Give a run and one of its steps")
     return checkpoints[step], settings[-1]

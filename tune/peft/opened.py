@@ -1,4 +1,4 @@
-"""One way to open a model that a path names: its shape without memory, what is put on it, then its weights."""
+"""Open the model at a path: its architecture on the meta device, quantization and adapters, then its weights."""
 
 import functools
 import os
@@ -49,7 +49,7 @@ from tune.peft.named import Resolved, checkpoint_of, resolve_model, step_of
 from tune.quantization import Compressor, quantised_linears, quantize_linears
 from tune.tokenizers import Tokenizer
 
-# What the settings of a run may name. They can come from another person, and a component can be any function.
+# The components that a run's settings may name. Settings may come from others, and a component can be any function.
 COMPONENTS: dict[str, dict[str, Callable[..., Any]]] = {
     "model": {"tune.models.build": build, "tune.models.hf": hf},
     "adapter": {"tune.peft.adapter": adapter, "tune.peft.LoRA": LoRA},
@@ -59,20 +59,20 @@ COMPONENTS: dict[str, dict[str, Callable[..., Any]]] = {
 
 @dataclass(frozen=True)
 class NamedAdapter:
-    """An adapter, and what loads its parameters into a model that has its layers."""
+    """An adapter, and a function that loads its parameters into a model with its layers."""
 
     lora: LoRA
     load: Callable[[nn.Module], None]
     digest: Callable[[], Any]
-    folder: Path | None = None  # None: it is in a training state
+    folder: Path | None = None  # None: in a training state
 
 
 @dataclass
 class OpenedModel:
-    """A model that a path names. `model` is on the meta device; one of `load`, `shard` and `on_disk` gives it weights.
+    """An opened model. `model` is on the meta device until one of `load`, `shard` and `on_disk` gives it weights.
 
-    `weights` are those of its base, or of a run that trained all parameters; `folders` where the parts are. `title`
-    says in words what the merged model is.
+    `weights` belong to its base, or to a run that trained all parameters. `folders` has the locations of its parts.
+    `title` describes the merged model.
     """
 
     folders: Resolved
@@ -81,7 +81,7 @@ class OpenedModel:
     adapters: Sequence[NamedAdapter]
     title: str
     setting: str = "model.path"
-    tokenizer_settings: dict[str, Any] | None = None  # of a training state: those of its run
+    tokenizer_settings: dict[str, Any] | None = None  # of the run, for a training state
 
     @property
     def base(self) -> Pretrained | None:
@@ -89,17 +89,17 @@ class OpenedModel:
         return self.weights if isinstance(self.weights, Pretrained) else None
 
     def tokenizer(self, chat_template: str | None = None, **settings: Any) -> Tokenizer:
-        """The tokenizer that the model was trained with, with another `chat_template` if one is given; `settings` are
-        further arguments of `Tokenizer`."""
+        """The tokenizer that the model was trained with, or with another `chat_template`; `settings` are further
+        arguments of `Tokenizer`."""
         settings = (self.tokenizer_settings or {"path": str(self.folders.tokenizer)}) | settings
         return Tokenizer(**(settings | ({"chat_template": chat_template} if chat_template else {})))
 
     def require_same_vocabulary(self, tokenizer: Tokenizer) -> None:
-        """Raises TuneError if the model's tokenizer has other ids, or the model lacks rows for some of them."""
+        """Raise TuneError if the model's tokenizer has different ids, or if the model has no rows for some ids."""
         require_same_vocabulary(self.setting, str(self.folders.tokenizer), self.model, tokenizer)
 
     def digest(self) -> dict[str, Any]:
-        """What the model is, as `Pretrained.digest` says it, with its adapters."""
+        """A digest of the model, like `Pretrained.digest`, including its adapters."""
         adapters = [named.digest() for named in self.adapters]
         return self.weights.digest() | ({"adapters": adapters} if adapters else {})
 
@@ -111,20 +111,21 @@ class OpenedModel:
         quantization: Literal["nf4"] | None = None,
         peers: DeviceMesh | None = None,
     ) -> Any:
-        """The model for use on one device, in evaluation. The processes of `peers` (`world.mesh["tp"]`) share its
-        layers, if they are several: each has a part on its device.
+        """Load the model for use on one device, in evaluation mode.
 
-        Without a `dtype` it is fp32 on a CPU, elsewhere that of the file. What several adapters change of the base adds
-        up, as in PEFT: it is merged into the weights.
+        If `peers` (`world.mesh["tp"]`) has several processes, they share the layers: each has a part on its device.
+
+        The default `dtype` is fp32 on a CPU, elsewhere the dtype in the file. Several adapters are merged into the
+        weights: their changes add up, as in PEFT.
 
         Raises:
-            TuneError: the model cannot be shared by so many, or several adapters are to be merged into quantised or
-                shared weights.
+            TuneError: the model cannot be divided among `peers`, or several adapters would have to be merged into
+                quantized or shared weights.
         """
         model, device = self.model, torch.device(device)
         is_shared = peers is not None and peers.size() > 1
         if quantization or is_shared:
-            self._require_one_adapter("quantised weights" if quantization else "weights that several processes share")
+            self._require_one_adapter("quantized weights" if quantization else "weights shared by several processes")
         if rehearsal.current():
             raise rehearsal.RehearsalEnded
         self._tell_cost()
@@ -149,8 +150,10 @@ class OpenedModel:
     def shard(
         self, world: World | None = None, dtype: Dtype = "fp32", quantization: Literal["nf4"] | None = None
     ) -> Any:
-        """The model next to the one that is trained: sharded as that is, frozen and without dropout, such as a
-        reference, a teacher or a reward model. Raises TuneError if it has several adapters, or the layout does not fit.
+        """Load the model next to a trained one: sharded in the same way, frozen, without dropout.
+
+        For a reference, a teacher or a reward model. Raises TuneError if it has several adapters, or if the layout does
+        not fit.
         """
         model = self.model
         self._require_one_adapter("sharded weights")
@@ -162,7 +165,7 @@ class OpenedModel:
         of_adapters = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         parallelize(model.requires_grad_(False).eval(), world, dtype=dtype)
         self.weights.load(model)
-        for named in self.adapters:  # their files have what is trained
+        for named in self.adapters:  # adapter files have the trained parameters
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(name in of_adapters)
             named.load(model)
@@ -171,8 +174,10 @@ class OpenedModel:
         return model
 
     def on_disk(self, **combination: Any) -> Any:
-        """The model with memory for what was trained alone; the rest stays on disk, in `base`. Several adapters become
-        one, see `load_combined` for the `combination`. Raises TuneError if an adapter has values that are not finite.
+        """Load only the trained parameters; the rest stays on disk, in `base`.
+
+        Several adapters are combined into one; see `load_combined` for `combination`. Raises TuneError if an adapter
+        has non-finite values.
         """
         model = self.model
         self._tell_cost()
@@ -191,13 +196,15 @@ class OpenedModel:
         for name, parameter in model.named_parameters():
             if not parameter.is_meta and not parameter.isfinite().all():
                 where = first.folder or self.title
-                raise TuneError(f"{where} has values that are not finite in {name}: its training failed")
+                raise TuneError(f"{where} has non-finite values in {name}: its training failed")
         return model
 
     def export(self, out: Path, what: str, compressor: Compressor | None = None, packed: bool = False) -> None:
-        """Write the model that `on_disk` has opened to `out` in Hugging Face layout, adapters merged, one tensor at a
-        time, with a card that says `what` it is. With `packed`, weights that are quantized stay so where no adapter
-        changes them (`tune.checkpointers.export`)."""
+        """Write the model from `on_disk` to `out` in Hugging Face layout, adapters merged, one tensor at a time.
+
+        `what` is the description on its card. With `packed`, quantized weights that no adapter changes stay quantized
+        (`tune.checkpointers.export`).
+        """
         source, tokenizer = self.folders.base, self.exported_tokenizer()
         if tokenizer and getattr(self.model.config, "scores", False) and self.model.config.pad_id is None:
             set_pad(self.model, tokenizer.pad_id)
@@ -207,8 +214,10 @@ class OpenedModel:
         )  # fmt: skip
 
     def compressor(self, kind: str, dynamic: bool = False) -> Compressor:
-        """What quantizes the linear layers in the model's blocks when it is exported. Raises TuneError if there are
-        experts or no linear layers, or their widths do not fit the `kind`."""
+        """The compressor that quantizes the linear layers in the model's blocks during export.
+
+        Raises TuneError if the model has experts or no linear layers, or if a width does not fit the `kind`.
+        """
         base = self.folders.base
         names = Names.of(self.model).in_checkpoint(plain_tensors(base) if has_weights(base) else {})
         layers = quantised_linears(self.model)
@@ -216,7 +225,7 @@ class OpenedModel:
         return Compressor(kind, columns, dynamic)
 
     def exported_tokenizer(self) -> Tokenizer | None:
-        """The tokenizer to write with the merged model: of the run or of the first adapter, if that has one."""
+        """The tokenizer to write with the merged model: the run's, or the first adapter's, if it has one."""
         if self.tokenizer_settings:
             return self.tokenizer()
         folder = next((named.folder for named in self.adapters), None)
@@ -228,21 +237,19 @@ class OpenedModel:
         return tokenizer
 
     def _tell_cost(self) -> None:
-        """Say once what it costs that transformers computes the model."""
+        """Print once what it costs that transformers computes the model."""
         if isinstance(self.model, HuggingFaceModel) and not rehearsal.current():
             _say_once(f"note: {self.folders.base}: {self.model.cost}")
 
     def _share(self, peers: DeviceMesh) -> None:
         if isinstance(self.model, HuggingFaceModel):
-            raise TuneError(
-                f"tp: {self.folders.base} is of a family that only transformers has, whose cache is not shared"
-            )
+            raise TuneError(f"tp: {self.folders.base} is loaded through transformers, whose cache cannot be shared")
         blocks = repeated_blocks(self.model)
         share(self.model, blocks, units_of(self.model, blocks), peers)
 
     @torch.no_grad()
     def _add_up(self) -> None:
-        """Merge what several adapters make of the weights into these; each is made of the base's weights."""
+        """Merge several adapters into the weights; each change is computed from the base's weights."""
         changes: dict[str, Tensor] = {}
         for named in self.adapters:
             add_adapters(self.model, named.lora)
@@ -254,10 +261,10 @@ class OpenedModel:
 
     def _require_one_adapter(self, what: str) -> None:
         if len(self.adapters) > 1:
-            raise TuneError(f"{what} take one adapter: merge the others into the base first (`tune merge`)")
+            raise TuneError(f"{what} support only one adapter. Merge the others into the base first (`tune merge`)")
 
     def _usual_dtype(self, device: torch.device) -> torch.dtype:
-        """fp32 on a CPU, elsewhere the type of the largest tensor in the file."""
+        """fp32 on a CPU, elsewhere the dtype of the largest tensor in the file."""
         if device.type == "cpu":
             return torch.float32
         types, sizes = exported_types(self.model, str(self.folders.base)), dict(self.model.named_parameters())
@@ -272,21 +279,22 @@ def open_model(
     head: Literal["tokens", "score"] | None = "tokens",
     setting: str = "",
 ) -> OpenedModel:
-    """The model that `path` names, see `resolve_model`: a model folder, an adapter, a run, or a run's checkpoint, that
-    after `step` or `path` itself (`RUN/checkpoints/step-N`). No weights are read.
+    """Open a model folder, an adapter, a run (see `resolve_model`), or a checkpoint of a run. No weights are read.
 
-    A family that is not native is computed by transformers (`tune.models.build`), and standard error says so when the
-    model is loaded. `head` is the one that is asked for: a language model's, a reward model's, or None: as it is.
+    A checkpoint is given by `step`, or by `path` itself (`RUN/checkpoints/step-N`).
+
+    A family that is not native is computed by transformers (`tune.models.build`), which is printed to standard error
+    when the model is loaded. `head` is the required head: of a language model, of a reward model, or None for any.
 
     Raises:
-        TuneError: which blames `setting`, if given: a folder is none of these, or its files do not fit each other; the
-            model has another head.
+        TuneError: the folder is none of these, its files do not match, or the model has another head. The message
+            begins with `setting`, if given.
     """
     run, step = step_of(path, step)
     if step is None:
         return _exported(path, adapters, head, setting)
     if adapters:
-        raise TuneError(f"{run}: a checkpoint takes no other adapter. Export the one after step {step} first")
+        raise TuneError(f"{run}: a checkpoint cannot be combined with other adapters. First export step {step}")
     with explained(setting) if setting else nullcontext():
         return _at_step(run, step, head, setting or "model.path")
 
@@ -311,11 +319,13 @@ def _exported(
 
 
 def _at_step(run: Path, step: int, head: Literal["tokens", "score"] | None, setting: str) -> OpenedModel:
-    """The model of a run at a checkpoint, by the settings of the run."""
+    """Open a checkpoint of a run, with the settings of the run."""
     checkpoint, file = checkpoint_of(run, step)
     settings: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
     if _component(settings, "model", file)[1].get("trust_remote_code"):
-        raise TuneError(f"{file}: model.trust_remote_code would run code. Export the result, without --step")
+        raise TuneError(
+            f"{file}: model.trust_remote_code would run code of the checkpoint. Export the result, without --step"
+        )
     with torch.device("meta"):
         model = _made(settings, "model", file)
     if head == "tokens" and getattr(model.config, "scores", False):
@@ -330,8 +340,8 @@ def _at_step(run: Path, step: int, head: Literal["tokens", "score"] | None, sett
     lora = _made(settings, "adapter", file)
     if lora.init != "default":
         raise TuneError(
-            f"{file}: adapter.init={lora.init} is relative to values that a checkpoint does not hold. Export the "
-            "result of the run, without --step"
+            f"{file}: adapter.init={lora.init} depends on values that a checkpoint does not contain. Export the result "
+            "of the run, without --step"
         )
     weights = Pretrained(str(base), model)
     adapters = [NamedAdapter(lora, state.load_trained, state.digest)]
@@ -340,25 +350,25 @@ def _at_step(run: Path, step: int, head: Literal["tokens", "score"] | None, sett
 
 def _made(settings: dict[str, Any], key: str, file: Path) -> Any:
     make, arguments = _component(settings, key, file)
-    with explained(f"{file}: {key}"), explained("its arguments do not fit", TypeError):
+    with explained(f"{file}: {key}"), explained("invalid arguments", TypeError):
         return make(**arguments)
 
 
 def _component(settings: dict[str, Any], key: str, file: Path) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The component that a run's settings name, and its arguments. Raises TuneError if it is none of `COMPONENTS`."""
+    """The component that a run's settings name, and its arguments. Raises TuneError if it is not in `COMPONENTS`."""
     values = dict(settings.get(key) or {})
     name, known = values.pop("_component_", None), COMPONENTS[key]
     if name not in known:
         raise TuneError(
-            f"{file}: {key}._component_ is {name}; --step takes {' or '.join(known)}, as others could be any code. "
-            "Export the result of the run, without --step"
+            f"{file}: {key}._component_ is {name}; --step only allows {' or '.join(known)}, since other components "
+            "could run any code. Export the result of the run, without --step"
         )
     return known[name], values
 
 
 @functools.cache
 def _say_once(text: str) -> None:
-    """On standard error, by one of all processes."""
+    """Print to standard error, once per process and only on rank 0."""
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
     if rank == 0:
         print(text, file=sys.stderr, flush=True)
@@ -366,11 +376,13 @@ def _say_once(text: str) -> None:
 
 def _writes_none(setting: str, path: str | Path) -> TuneError:
     where = f"{setting}: {path}" if setting else path
-    return TuneError(f"{where} is a reward model: it scores texts and writes none")
+    return TuneError(f"{where} is a reward model: it scores texts and cannot generate them")
 
 
 def _require_same_ids(base: Path, tokenizer: Tokenizer) -> None:
     theirs, ours = tokenizer.vocabulary, Tokenizer(str(base)).vocabulary
     if changed := sorted(token for token, index in theirs.items() if ours.get(token) != index):
         listing = ", ".join(f"{token!r} ({theirs[token]}, in the base {ours.get(token)})" for token in changed[:3])
-        raise TuneError(f"the adapter was trained with another vocabulary than {base} has: {listing}; give its base")
+        raise TuneError(
+            f"the adapter was trained with another vocabulary than that of {base}: {listing}. Give its base"
+        )

@@ -1,7 +1,7 @@
-"""Adapted linear layers in eager mode, with as few operations, and passes over activations, as they need.
+"""Compute adapted linear layers in eager mode with as few operations and passes over activations as possible.
 
-What is added is added by a matrix product (`addmm_`), forward and backward, and the layers that read one input are one
-node of autograd: small models wait for the host. A compiler does all this by itself.
+Sums are part of matrix products (`addmm_`), forward and backward. Layers with the same input are one autograd node,
+since small models wait for the host. A compiler does all this by itself.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,25 +21,26 @@ from tune.quantization import dequantize
 class AdaptedProduct(NamedTuple):
     """A layer with the output ratio * (input @ W.T + scaling * dropout(input) @ A.T @ B.T) + bias."""
 
-    weight: tuple[Any, ...]  # W, or what `_whole` makes it from
+    weight: tuple[Any, ...]  # W, or the tensors from which `_whole` computes it
     bias: Tensor | None
     a: Tensor
     b: Tensor
     scaling: float
     mask: Mask | None  # of dropout
-    magnitude: Tensor | None  # ratio is 1 without it, and else magnitude / norm(A, B)
+    magnitude: Tensor | None  # ratio is magnitude / norm(A, B), or 1 without a magnitude
     norm: Callable[[Tensor, Tensor], Tensor]
 
 
 def outputs_of(layers: Sequence[AdaptedProduct], input: Tensor) -> tuple[Tensor, ...]:
-    """The outputs of `layers` for one `input`, which get dropout all or none. Weights, biases and norms count as
+    """The outputs of `layers` for one `input`; dropout applies to all or none of them. Weights, biases and norms are
     constants in backward."""
     trained = [tensor for layer in layers for tensor in (layer.a, layer.b, layer.magnitude)]
     return _Outputs.apply(input, layers, *trained)
 
 
 def is_watched() -> bool:
-    """Whether a mode sees each operation. Selective checkpointing is one, and keeps results: none may change."""
+    """Whether a dispatch mode observes operations. Selective checkpointing does, and keeps results, which then must not
+    change in place."""
     return is_in_torch_dispatch_mode(include_infra_modes=False)
 
 
@@ -66,7 +67,7 @@ class _Outputs(torch.autograd.Function):
             saved += [b, *layer.weight, *(layer.mask[1:] if layer.mask else ())]
             if magnitude is not None:
                 ratio = magnitude.float() / layer.norm(its_a, b)
-                saved += [output.mul_(ratio), ratio, magnitude]  # the output: what follows mostly keeps it too
+                saved += [output.mul_(ratio), ratio, magnitude]  # later operations mostly keep the output, too
                 output = output if layer.bias is None else output + layer.bias
             outputs.append(output)
         ctx.save_for_backward(*saved)
@@ -121,7 +122,7 @@ def _parts(joined: Tensor, sizes: Sequence[int], dim: int) -> Sequence[Tensor]:
 
 
 def _whole(weight: Sequence[Any], dtype: torch.dtype) -> Tensor:
-    """The matrix, which in NF4 is dequantised at each use."""
+    """The weight matrix; an NF4 weight is dequantized at each use."""
     if len(weight) == 1:
         return weight[0]
     codes, scales, ranges, pairs = weight
@@ -129,7 +130,7 @@ def _whole(weight: Sequence[Any], dtype: torch.dtype) -> Tensor:
 
 
 def _scaled(gradient: Tensor, output: Tensor, ratio: Tensor, magnitude: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of what gave `output` `[..., out]` when it was multiplied by `ratio`, and of `magnitude`."""
+    """The gradients of the unscaled product, of which `output` `[..., out]` is `ratio` times, and of `magnitude`."""
     output = output.reshape(gradient.shape)
     if fused.fits(gradient):
         of_product, sums = adapter_kernels.scaled_gradient(gradient, output, ratio)

@@ -1,4 +1,4 @@
-"""The model before its first step, which methods with a reference compare with."""
+"""The reference model: the trained model as it was before its first step."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,10 +12,10 @@ from tune.peft.lora import LoRA, LowRank
 
 
 class Reference:
-    """An adapted `model` as it is now, to compute with later. Make it before the first step, and before a resume.
+    """The current state of an adapted `model`, to compute with later. Make it before the first step and a resume.
 
-    A new adapter changes nothing yet: it is switched off then. Of an adapter that goes on from files, and of
-    parameters that are trained in full, each process keeps a copy of its shards. Without `lora` nothing is kept.
+    A new adapter does not change the model, so the reference switches it off. If an adapter was loaded from files, or
+    other parameters are trained in full, each process keeps a copy of its shards. Without `lora` nothing is kept.
     """
 
     def __init__(self, model: nn.Module, lora: LoRA | None):
@@ -28,7 +28,8 @@ class Reference:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """The model computes what it did at the start, in evaluation. Wrap forwards without gradients in it."""
+        """A context in which the model computes as at the start, in evaluation mode. Use it for forwards without
+        gradients."""
         if not self.kept:
             with switched_off(self.model):
                 yield
@@ -44,7 +45,7 @@ class Reference:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        reshard(self.model)  # gathered weights would be those from before
+        reshard(self.model)  # gathered weights would be outdated
         for parameter, kept in self.kept:
             shard, _ = local_shard(parameter)
             other = shard.clone()

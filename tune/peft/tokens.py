@@ -1,4 +1,4 @@
-"""Training the rows of a few tokens in an embedding and an output head that are otherwise frozen."""
+"""Train the rows of a few tokens in an embedding and output head that are otherwise frozen."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -12,15 +12,15 @@ from tune.checkpointers import DiskTensor, plain_tensors
 from tune.distributed import full_tensor
 from tune.models import Names
 
-CHUNK = 16_384  # rows that are compared at one time
+CHUNK = 16_384  # rows compared at a time
 ALIKE, SMALL = 0.999, 0.1  # cosine similarity; share of the median norm
 
 
 class TokenRows(nn.Module):
-    """Mixin of both: `rows` `[len(tokens), dim]` replace the rows of `tokens` in the weight."""
+    """Mixin of both kinds: `rows` `[len(tokens), dim]` replace the rows of `tokens` in the weight."""
 
     PARTS: ClassVar = {"rows": "token_adapter.trainable_tokens_delta"}
-    added: ClassVar = ("rows", "token_ids")  # to the module's tensors
+    added: ClassVar = ("rows", "token_ids")  # tensors added to the module
     casts_parameters: ClassVar = True
 
     weight: Tensor
@@ -37,7 +37,7 @@ class TokenRows(nn.Module):
         return module
 
     def remove(self) -> None:
-        """Become the module again whose rows were trained, with the weight that it has now."""
+        """Become the original module again, with its current weight."""
         for name in (*self.added, "tokens"):
             delattr(self, name)
         self.__class__ = type(self).__bases__[-1]
@@ -47,12 +47,12 @@ class TokenRows(nn.Module):
         return {"rows": full_tensor(self.weight)[self.tokens]}
 
     def merged(self, weight: Tensor) -> Tensor:
-        """`weight`, the full base weight, with the trained rows: all processes must call it."""
+        """`weight`, the full base weight, with the trained rows. All processes must call this."""
         rows = full_tensor(self.rows.detach()).to(weight.device, torch.float32)
         return weight.float().index_copy(0, torch.tensor(self.tokens, device=weight.device), rows)
 
     def operands(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs and weight whose product is the logits, for a loss that computes it in chunks. Of a head."""
+        """For a head: inputs and weight whose product is the logits, for a loss that computes them in chunks."""
         return hidden, self.weight.index_copy(0, self.token_ids, self.rows.to(self.weight.dtype))
 
 
@@ -70,8 +70,8 @@ class TokenHead(TokenRows, nn.Linear):
 
 
 def untrained_tokens(model: nn.Module, path: str | Path, tokens: Collection[int]) -> list[int]:
-    """The `tokens` whose row in the embedding or head of the checkpoint `path` was never trained, to judge by its
-    values, and is frozen in the adapted `model`."""
+    """The `tokens` whose row in the checkpoint's embedding or head seems untrained, and is frozen in the adapted
+    `model`."""
     kinds = (nn.Embedding, TokenEmbedding, TokenHead)  # the other kinds train all rows
     frozen = {
         name: set(tokens).difference(getattr(module, "tokens", ()))
@@ -92,8 +92,8 @@ def untrained_tokens(model: nn.Module, path: str | Path, tokens: Collection[int]
 
 
 def _untrained_rows(weight: DiskTensor, tokens: list[int]) -> set[int]:
-    """Rows near zero (reserved ones of untied models), rows like another (those of tied models), and rows like the mean
-    of all (those of `tune add-tokens`)."""
+    """Rows near zero (reserved tokens of untied models), rows like another row (tied models), and rows like the mean of
+    all rows (`tune add-tokens`)."""
     rows = torch.cat([weight.read((slice(token, token + 1),)) for token in tokens]).float()
     norms, total, likest = [], torch.zeros(rows.shape[1]), torch.full((len(tokens),), -1.0)
     for start in range(0, weight.shape[0], CHUNK):

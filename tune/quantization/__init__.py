@@ -1,5 +1,4 @@
-"""Weights in few bits: NF4 for training on, the formats of vLLM and transformers for use, training that sees these; and
-products in float8."""
+"""Quantize weights: NF4 under adapters, formats of vLLM and transformers, quantization-aware training, and float8."""
 
 from tune.quantization.compressed import FP4, Compressor
 from tune.quantization.float8 import compute_in_float8

@@ -1,7 +1,7 @@
-"""Weights as vLLM and transformers load them: int8, int4, FP8 and MXFP4 as the library compressed-tensors stores them,
-NF4 as bitsandbytes does.
+"""Quantize weights in formats that vLLM and transformers load.
 
-`quantize` and `dequantize` are the pair of all but NF4: symmetric, a scale for each row, or for each group in a row.
+int8, int4, FP8 and MXFP4 are stored like the library compressed-tensors does, NF4 like bitsandbytes. `quantize` and
+`dequantize` are for all kinds but NF4: symmetric, with a scale for each row or for each group in a row.
 """
 
 import json
@@ -15,18 +15,21 @@ from torch import Tensor
 from tune.errors import TuneError
 from tune.quantization import nf4
 
-HEADS = ("lm_head", "score")  # of texts, of rewards: not quantised
-GROUPS = {"int4": (128, 64, 32), "mxfp4": (32,), "nf4": (nf4.BLOCK,)}  # weights with a scale: the first that fits
-HALF_RANGE = {"int8": 127.5, "int4": 7.5, "fp8": 448.0}  # of codes: the largest weight is this many scales
+HEADS = ("lm_head", "score")  # heads of language and reward models, which are not quantized
+GROUPS = {"int4": (128, 64, 32), "mxfp4": (32,), "nf4": (nf4.BLOCK,)}  # weights per scale: the first size that fits
+HALF_RANGE = {"int8": 127.5, "int4": 7.5, "fp8": 448.0}  # the largest weight of a group, in scales
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device="cpu")
-"""The magnitudes of E2M1, by their codes."""
-HALVES = (FP4[1:] + FP4[:-1]) / 2  # what lies there becomes the neighbour with an even code, as IEEE rounds
+"""The magnitudes of E2M1, by code."""
+HALVES = (FP4[1:] + FP4[:-1]) / 2  # ties round to the neighbor with an even code, as in IEEE
 HALVES[::2] = torch.nextafter(HALVES, FP4[1:])[::2]
 
 
 def quantize(weight: Tensor, kind: str, group: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Codes `[rows, columns]` (int8, float8_e4m3fn, of MXFP4 the numbers), scales `[rows, columns / group]` in `dtype`.
-    Those of MXFP4 are powers of two (OCP Microscaling, 2023), rounded as compressed-tensors does."""
+    """Codes `[rows, columns]` and scales `[rows, columns / group]` in `dtype`.
+
+    Codes are int8 or float8_e4m3fn; for MXFP4 they are the numbers. MXFP4's scales are powers of two (OCP Microscaling,
+    2023), rounded like in compressed-tensors.
+    """
     blocks = weight.float().unflatten(1, (-1, group))
     largest = blocks.abs().amax(dim=2)
     if kind == "mxfp4":
@@ -44,43 +47,50 @@ def quantize(weight: Tensor, kind: str, group: int, dtype: torch.dtype = torch.f
 
 
 def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
-    """The weight `[rows, columns]`, in the type of the scales."""
+    """The weight `[rows, columns]`, in the dtype of the scales."""
     blocks = codes.to(scales.dtype).unflatten(1, (scales.shape[1], -1))
     return (blocks * scales[..., None]).flatten(1)
 
 
 def group_size(kind: str, columns: Mapping[str, int]) -> int | None:
-    """How many weights share a scale, for layers of so many `columns`; None: those of a row. Raises TuneError."""
+    """The number of weights that share a scale, for layers with these numbers of `columns`; None: a whole row.
+
+    Raises TuneError if no group size divides the columns of all layers.
+    """
     for group in GROUPS.get(kind, ()):
         if not (others := [name for name in columns if columns[name] % group]):
             return group
     if kind not in GROUPS:
         return None
     groups = " or ".join(map(str, GROUPS[kind]))
-    raise TuneError(f"{kind}: rows of {columns[others[0]]} weights ({others[0]}) are no groups of {groups}: take int8")
+    raise TuneError(
+        f"{kind}: rows of {columns[others[0]]} weights ({others[0]}) do not divide into groups of {groups}. Use int8"
+    )
 
 
 @dataclass(frozen=True)
 class Compressor:
-    """Quantises the linear layers whose weights have these `names` on disk. With `dynamic` their inputs are quantised
-    too, to the kind's 8 bits, when the model runs: each token has a scale."""
+    """Quantizes the linear layers whose weights have these `names` on disk.
+
+    With `dynamic`, their inputs are also quantized to 8 bits when the model runs, with a scale per token.
+    """
 
     kind: str
-    names: dict[str, int]  # and their columns
+    names: dict[str, int]  # name -> columns
     dynamic: bool = False
 
     def __post_init__(self) -> None:
         if self.dynamic and self.kind in GROUPS:
-            raise TuneError(f"--dynamic: {self.kind} weights go with inputs as they are: take int8 or fp8")
+            raise TuneError(f"--dynamic: {self.kind} weights do not support quantized inputs. Use int8 or fp8")
         group_size(self.kind, self.names)
 
     @property
     def group(self) -> int | None:
-        """None: a scale for each row."""
+        """The number of weights that share a scale; None: a whole row."""
         return group_size(self.kind, self.names)
 
     def tensors(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """What is stored for the tensor `name`."""
+        """Yield the names and tensors that are stored for the tensor `name`."""
         if name not in self.names:
             yield name, tensor
             return
@@ -109,7 +119,7 @@ class Compressor:
         yield f"{name}_scale", scales
 
     def config(self, dtype: str) -> dict[str, Any]:
-        """`quantization_config` of config.json, of a model whose other weights are in `dtype`."""
+        """The `quantization_config` in config.json of a model whose other weights are in `dtype`."""
         if self.kind == "nf4":
             return {
                 "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
@@ -135,7 +145,7 @@ class Compressor:
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
-    """Codes, lowest first, in words of 32 bits `[rows, columns * bits / 32]`; the last is filled with zeros."""
+    """Pack codes into 32-bit words `[rows, columns * bits / 32]`, lowest bits first; the last word is zero-padded."""
     each = 32 // bits
     padded = torch.nn.functional.pad(codes.long() + (1 << (bits - 1)), (0, -codes.shape[1] % each))
     words = (padded.unflatten(1, (-1, each)) << (torch.arange(each) * bits)).sum(dim=2)

@@ -1,8 +1,8 @@
 """NF4 (Dettmers et al., QLoRA, 2023): 4-bit codes of normal quantiles, one scale for every block of 64 weights.
 
-The codes are those of torchao and bitsandbytes. Blocks lie within a row of the weight, so that a shard of rows is
-quantised as in the whole weight, and FSDP shards codes and scales as plain tensors. (torchao's NF4Tensor needs
-multiples of 16,384 elements and takes the mean of a shard's scales, so that a sharded weight differs from the whole.)
+Codes are the same as in torchao and bitsandbytes. A block lies within a row of the weight. A shard of rows is therefore
+quantized like the whole weight, and FSDP shards codes and scales as plain tensors. (torchao's NF4Tensor needs multiples
+of 16,384 elements and uses the mean of a shard's scales, so that a sharded weight differs from the whole.)
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from tune.distributed import full_tensor, local_shard
 from tune.errors import TuneError
 
 BLOCK = 64
-BLOCKS = 64  # that a program of the kernel dequantises
+BLOCKS = 64  # blocks per program of the kernel
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -27,20 +27,20 @@ LEVELS = (
 )  # fmt: skip
 # The two levels of each byte, `[256, 2]`.
 PAIRS = torch.tensor([[LEVELS[byte >> 4], LEVELS[byte & 15]] for byte in range(256)], device="cpu")
-LOADED = 2**24  # weights quantised at a time: intermediate results take ten times the bytes of a weight
-CPU_CODES = 2**16  # dequantised at a time on a CPU, so that intermediate results fit into its cache
+LOADED = 2**24  # weights quantized at a time: intermediate results take ten times the bytes of a weight
+CPU_CODES = 2**16  # codes dequantized at a time on a CPU, so that intermediate results fit into its cache
 
 
 class NF4Weight(nn.Module):
     """A frozen `[rows, columns]` weight: `codes`, two per byte, and `scales`, one per block.
 
-    `double` quantises the scales to 8 bits, with their mean and range per row in `ranges`: 0.52 instead of 0.56 bytes a
-    weight. All are bytes, which FSDP's mixed precision does not cast.
+    `double` quantizes the scales to 8 bits, with their mean and range per row in `ranges`: 0.52 instead of 0.56 bytes a
+    weight. All tensors are bytes, which FSDP's mixed precision does not cast.
     """
 
     pairs: Tensor
     block: ClassVar = BLOCK
-    keeps = False  # the dequantised weight, `whole`, from its first use on
+    keeps = False  # keep the dequantized weight in `whole` from its first use on
     whole: Tensor | None = None
 
     def __init__(self, rows: int, columns: int, double: bool, device: torch.device):
@@ -52,21 +52,22 @@ class NF4Weight(nn.Module):
         self.register_buffer("pairs", PAIRS, persistent=False)  # shared by all weights
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The dequantized weight `[rows, columns]` in `dtype`."""
         return dequantize(self.codes, self.scales, self.ranges, dtype, self.pairs)
 
     def full(self) -> Tensor:
-        """The whole weight in fp32, gathered from all processes. A collective: all must call it."""
+        """The whole weight in fp32, gathered from all processes. A collective: all processes must call it."""
         ranges = None if self.ranges is None else full_tensor(self.ranges)
         return dequantize(full_tensor(self.codes), full_tensor(self.scales), ranges, torch.float32, self.pairs)
 
     def tensors(self, dtype: torch.dtype) -> tuple[Any, ...]:
-        """The dequantised weight alone if it is kept (`whole_weights`), and else what it is made from."""
+        """The dequantized weight alone if it is kept (`whole_weights`), else the tensors it is computed from."""
         if self.keeps and self.whole is None:
             self.whole = self.dequantize(dtype)
         return (self.codes, self.scales, self.ranges, self.pairs) if self.whole is None else (self.whole,)
 
     def linear(self, input: Tensor, bias: Tensor | None) -> Tensor:
-        """`input @ weight.T + bias`; the dequantised weight exists only within the call, and again in backward, unless
+        """`input @ weight.T + bias`. The dequantized weight only exists during the call, and again in backward, unless
         it is kept."""
         tensors = self.tensors(input.dtype)
         if len(tensors) == 1:
@@ -79,7 +80,7 @@ class NF4Weight(nn.Module):
         return local_shard(self.codes)[1][0]
 
     def load(self, weight: Tensor) -> None:
-        """Quantise `weight`, which are the `local_rows`, on this weight's device."""
+        """Quantize `weight`, the `local_rows`, on this module's device."""
         shards = [local_shard(stored) for stored in (self.codes, self.scales, self.ranges) if stored is not None]
         step = max(1, LOADED // max(1, weight.shape[1]))
         for start in range(0, len(weight), step):
@@ -110,9 +111,9 @@ def quantize(weight: Tensor, double: bool = False) -> tuple[Tensor, Tensor, Tens
 def dequantize(
     codes: Tensor, scales: Tensor, ranges: Tensor | None, dtype: torch.dtype, pairs: Tensor = PAIRS
 ) -> Tensor:
-    """The weight `[rows, columns]`: by one kernel on a GPU (`tune.fused`), on a CPU by chunks of rows.
+    """The weight `[rows, columns]`, computed by one kernel on a GPU (`tune.fused`), on a CPU in chunks of rows.
 
-    `pairs` are `PAIRS`, on the device of the codes if the caller has them there.
+    `pairs` is `PAIRS`, which the caller may already have on the device of the codes.
     """
     pairs = pairs.to(codes.device)
     if torch.compiler.is_compiling():
@@ -143,9 +144,9 @@ def _by_kernel(codes: Tensor, scales: Tensor, ranges: Tensor | None, dtype: torc
     weight = torch.empty(len(codes), 2 * codes.shape[1], dtype=dtype, device=codes.device)
     is_double = ranges is not None
     scales = scales.view(torch.int8 if is_double else torch.float32)
-    ranges = ranges.contiguous().view(torch.float32) if ranges is not None else scales  # which is not read
+    ranges = ranges.contiguous().view(torch.float32) if ranges is not None else scales  # not read if not double
     grid, sizes = (-(-scales.numel() // BLOCKS),), (scales.numel(), scales.shape[1], is_double, BLOCKS)
-    # Without fusion a product is rounded before something is added to it, as elsewhere.
+    # Without fused multiply-add, a product is rounded before the addition, as on other devices.
     tensors = codes, scales, ranges, pairs, weight
     fused.launch("tune.quantization.nf4_programs", "dequantize", grid, *tensors, *sizes, enable_fp_fusion=False)
     return weight
@@ -153,8 +154,10 @@ def _by_kernel(codes: Tensor, scales: Tensor, ranges: Tensor | None, dtype: torc
 
 @contextmanager
 def whole_weights(model: nn.Module) -> Iterator[None]:
-    """A context for forwards without gradients, in which the NF4 weights of `model` on a GPU are dequantised once, at
-    their first use, if they fit into half of the memory that is free."""
+    """A context for forwards without gradients: NF4 weights of `model` on a GPU are dequantized once, at first use.
+
+    It has no effect if the dequantized weights need more than half of the free memory.
+    """
     weights = [module for module in model.modules() if isinstance(module, NF4Weight) and module.codes.is_cuda]
     needed = sum(2 * weight.codes.numel() * 2 for weight in weights)  # in 16 bits
     if weights and needed <= torch.cuda.mem_get_info(weights[0].codes.device)[0] / 2:
@@ -168,14 +171,14 @@ def whole_weights(model: nn.Module) -> Iterator[None]:
 
 
 def quantize_linears(model: nn.Module, kind: Literal["nf4"] = "nf4", *, double: bool = False) -> int:
-    """Replace the weights of the linear layers inside the blocks of `model` by an `NF4Weight`, in place.
+    """Replace the weights of the linear layers in the blocks of `model` with `NF4Weight`, in place.
 
-    Weights are quantized where they are, one at a time. Those on the meta device stay there, to be loaded from a
-    checkpoint. Embeddings, norms and head stay as they are. Returns the number of quantized weights.
+    Weights are quantized on their device, one at a time. Weights on the meta device stay there, to be loaded from a
+    checkpoint. Embeddings, norms and head are not changed. Returns the number of quantized weights.
 
     Raises:
-        TuneError: there is no such layer, or one is quantized, adapted or sharded already, or computes in another way
-            than `nn.Linear`, or its width is no multiple of 64. The model is unchanged.
+        TuneError: there is no such layer; or a layer is already quantized, adapted or sharded, computes differently
+            from `nn.Linear`, or has a width that is not a multiple of 64. The model is then unchanged.
     """
     linears = block_linears(model)
     if not linears:
@@ -195,7 +198,7 @@ def quantize_linears(model: nn.Module, kind: Literal["nf4"] = "nf4", *, double: 
 
 
 def block_linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers inside the modules of `model`, by name. Without the head, which is a child of `model` itself,
+    """The linear layers inside the modules of `model`, by name, without the head, which is a child of `model` itself,
     and without `uncalled_linears`."""
     uncalled = uncalled_linears(model)
     return {
@@ -206,35 +209,33 @@ def block_linears(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def uncalled_linears(model: nn.Module) -> set[nn.Module]:
-    """The output projections of every `nn.MultiheadAttention`, whose forward reads their weights and calls none."""
+    """The output projection of every `nn.MultiheadAttention`, whose forward uses its weight without calling it."""
     return {module.out_proj for module in model.modules() if isinstance(module, nn.MultiheadAttention)}
 
 
 def call_all_layers(model: nn.Module) -> None:
-    """Have every `nn.TransformerEncoderLayer` call its linear layers: in evaluation torch would compute with their
-    plain weights instead, without adapters."""
+    """Make every `nn.TransformerEncoderLayer` call its linear layers. In evaluation, torch's fast path would otherwise
+    use their plain weights, without adapters."""
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
-            module.activation_relu_or_gelu = 0  # which is only read to choose that way
+            module.activation_relu_or_gelu = 0  # only read to choose the fast path
 
 
 def _require_quantizable(name: str, linear: nn.Linear) -> None:
-    """Raises TuneError if the weight of `linear`, a layer called `name`, cannot be quantized."""
+    """Raise TuneError if the weight of `linear`, the layer `name`, cannot be quantized."""
     if type(linear).forward is not nn.Linear.forward:
         raise TuneError(
-            f"quantization: {name} is a {type(linear).__name__}, which computes in its own way. Quantize a model once, "
-            "and before adapters are added"
+            f"quantization: {name} is a {type(linear).__name__}, not a plain nn.Linear. Quantize a model only once, "
+            "and before adding adapters"
         )
     if isinstance(linear.weight, DTensor):
-        raise TuneError(f"quantization: {name} is sharded already. Quantize the model before it is sharded")
+        raise TuneError(f"quantization: {name} is already sharded. Quantize the model before sharding it")
     if linear.in_features % BLOCK:
-        raise TuneError(
-            f"quantization: {name} has {linear.in_features} columns, which cannot be cut into blocks of {BLOCK}"
-        )
+        raise TuneError(f"quantization: {name} has {linear.in_features} columns, which is not a multiple of {BLOCK}")
 
 
 def count_parameters(model: nn.Module) -> int:
-    """The number of parameters of `model`; of a quantised weight its numbers, and not the bytes that hold them."""
+    """The number of parameters of `model`. A quantized weight counts its numbers, not the bytes that store them."""
     of_bytes = {
         parameter for module in model.modules() if isinstance(module, NF4Weight) for parameter in module.parameters()
     }
@@ -243,7 +244,7 @@ def count_parameters(model: nn.Module) -> int:
 
 
 class NF4Linear(nn.Linear):
-    """A linear layer with a quantised weight."""
+    """A linear layer with a quantized weight."""
 
     weight: NF4Weight  # type: ignore[assignment]
 

@@ -1,6 +1,6 @@
-"""Quantisation-aware training: each forward sees the weights that `tune quantize` will make of those that are trained.
+"""Quantization-aware training: each forward uses the trained weights as `tune quantize` will round them.
 
-Gradients pass straight through the rounding (Bengio et al., 2013), at the ends of the range too.
+Gradients pass straight through the rounding (Bengio et al., 2013), also at the ends of the range.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from tune.quantization.nf4 import block_linears
 
 @torch.library.custom_op("tune::rounded", mutates_args=())
 def _rounded(weight: Tensor, kind: str, group: int, dtype: torch.dtype) -> Tensor:
-    """An operation of its own, as compilers keep more digits between the steps of what they compile."""
+    """Quantize and dequantize, as an operation of its own: compiled code keeps more digits between the steps."""
     return dequantize(*quantize(weight.to(dtype), kind, group, dtype)).to(weight.dtype)
 
 
@@ -29,7 +29,7 @@ _rounded.register_autograd(lambda _, gradient: (gradient, None, None, None))
 
 @dataclass(frozen=True)
 class Rounding:
-    """What is made of a weight `[rows, columns]` that is exported as `dtype` and then quantised."""
+    """Round a weight `[rows, columns]` as if it were exported as `dtype` and then quantized."""
 
     kind: str
     group: int | None
@@ -40,7 +40,7 @@ class Rounding:
 
 
 class RoundedLinear(nn.Linear):
-    """A linear layer that computes with its weight rounded."""
+    """A linear layer that computes with its rounded weight."""
 
     rounding: Rounding
 
@@ -51,22 +51,22 @@ class RoundedLinear(nn.Linear):
 def round_linears(
     model: nn.Module, kind: Literal["int8", "int4", "fp8", "mxfp4"], exported: Mapping[str, torch.dtype], dtype: Dtype
 ) -> None:
-    """Have the linear layers of the blocks of `model`, adapters merged, compute with weights quantised to `kind`.
+    """Make the linear layers in the blocks of `model` compute with weights (adapters merged) quantized to `kind`.
 
-    `exported` has the types in which weights are exported, by their names; `dtype` is that of the computation. Call it
-    after adapters are added, and before the model is sharded: weights are rounded when they are gathered.
+    `exported` maps names of weights to the dtypes of the export; `dtype` is the dtype of the computation. Call it after
+    adding adapters and before sharding the model: weights are rounded when they are gathered.
     """
     linears = quantised_linears(model)
     group = group_size(kind, {name: linear.in_features for name, linear in linears.items()})
     for name, linear in linears.items():
         if not isinstance(linear.weight, Tensor):
-            raise TuneError(f"quantization.qat: {name} is quantised already. Set quantization.weights=null")
+            raise TuneError(f"quantization.qat: {name} is already quantized. Set quantization.weights=null")
         stored = exported[f"{name}.weight"]
         if torch.promote_types(stored, as_dtype(dtype)) != as_dtype(dtype):
             kept = str(stored).removeprefix("torch.")
             raise TuneError(
-                f"quantization.qat: {name} is exported as {kept}, of which dtype={dtype} sees too little to round as "
-                "`tune quantize` does. Set dtype=fp32, or export.dtype=bf16 if all parameters are trained"
+                f"quantization.qat: {name} is exported as {kept}, but dtype={dtype} is not precise enough to round it "
+                "as `tune quantize` does. Set dtype=fp32, or export.dtype=bf16 if all parameters are trained"
             )
         if type(linear) is nn.Linear:
             linear.__class__ = RoundedLinear
@@ -74,10 +74,13 @@ def round_linears(
 
 
 def quantised_linears(model: Any) -> dict[str, nn.Linear]:
-    """The layers that are quantised, by name: those in blocks. Raises TuneError if there are experts, or no layers."""
+    """The layers to quantize, by name: the linear layers in blocks. Raises TuneError for models with experts or without
+    such layers."""
     linears = block_linears(model)
     if getattr(model, "routing", None) or any(hasattr(module, "activated_share") for module in model.modules()):
-        raise TuneError("only dense models are quantised: this one has experts, which each reader stores otherwise")
+        raise TuneError(
+            "only dense models can be quantized, but this one has experts, for which readers use different formats"
+        )
     if not linears:
-        raise TuneError("only linear layers are quantised, and this model has none in its blocks")
+        raise TuneError("only linear layers can be quantized, but this model has none in its blocks")
     return linears

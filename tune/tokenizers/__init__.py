@@ -1,4 +1,4 @@
-"""Text to tokens and conversations to supervised text, as the model's own tokenizer files say."""
+"""Tokenize text and render conversations, with supervised spans, by the files of a model's own tokenizer."""
 
 from tune.tokenizers.chat_template import ChatTemplate, Message, Span
 from tune.tokenizers.folder import mapping_in
@@ -6,7 +6,7 @@ from tune.tokenizers.ranks import LLAMA3_WORDS, QWEN_WORDS
 from tune.tokenizers.supervision import PROBE, around_content, common_prefix, supervised_spans
 from tune.tokenizers.tokenizer import Tokenizer, require_ours, require_unicode
 
-# Other names are for the packages of `tune` alone.
+# The other imported names are for the packages of `tune` only.
 __all__ = [
     "ChatTemplate",
     "Message",

@@ -1,4 +1,4 @@
-"""Jinja chat templates, rendered as transformers' `apply_chat_template` renders them, and those of the library."""
+"""Render Jinja chat templates like transformers' `apply_chat_template`, and list the library's own templates."""
 
 import json
 import re
@@ -21,24 +21,24 @@ from tune.errors import TuneError, explained
 from tune.lookup import did_you_mean, local_path
 
 Message = dict[str, Any]
-"""`role`, `content` and more, as OpenAI and Hugging Face have it."""
+"""A message with `role`, `content` and more, in the form of OpenAI and Hugging Face."""
 Span = tuple[int, int]
-"""The first character and the one behind the last."""
+"""A span of characters [start, end)."""
 
-# These stand around the text of a `{% generation %}` block until they are removed again. They are random in every
-# process, so that no text in a dataset can contain them.
+# These marks enclose the text of a `{% generation %}` block until they are removed. They are random in every process,
+# so that no text in a dataset can contain them.
 _OPEN, _CLOSE = (f"\ufdd0{secrets.token_hex(8)}{bracket}\ufdd1" for bracket in "[]")
 _MARK = re.compile(f"({re.escape(_OPEN)}|{re.escape(_CLOSE)})")
 
 _FOLDER = Path(__file__).parent / "templates"
 _MARKER = re.compile(r"<\|[^|<>\s]+\|>|<\w+_of_turn>")
-# The templates that come with the library, and the tokens that they need. They write no BOS: the tokenizer says whether
-# one stands before a text. All but Mistral's and the plain one are those of the families they are named for.
+# The library's templates, and the tokens that they need. They write no BOS, since the tokenizer decides whether a text
+# begins with it. All but Mistral's and the plain one are the templates of the families they are named after.
 SHIPPED = {file.stem: {*_MARKER.findall(file.read_text(encoding="utf-8"))} for file in sorted(_FOLDER.glob("*.jinja"))}
 
 
 class ChatTemplate:
-    """A compiled, sandboxed chat template. `variables` are what every rendering sees: `bos_token`, `eos_token`, ..."""
+    """A compiled, sandboxed chat template. `variables` are defined in every rendering: `bos_token`, `eos_token`, ..."""
 
     def __init__(self, source: str, variables: dict[str, Any] | None = None, origin: str = "the chat template") -> None:
         self.source = source
@@ -51,7 +51,7 @@ class ChatTemplate:
             raise TuneError(f"{origin} is not a valid Jinja template: line {error.lineno}: {error.message}") from error
 
     def render(self, messages: list[Message], add_generation_prompt: bool = False, **variables: Any) -> str:
-        """The conversation as the text the model sees. Raises TuneError where the template refuses it."""
+        """The conversation as the text that the model sees. Raises TuneError if the template rejects it."""
         return self.render_with_spans(messages, add_generation_prompt, **variables)[0]
 
     def render_with_spans(
@@ -62,10 +62,10 @@ class ChatTemplate:
         documents: list | None = None,
         **variables: Any,
     ) -> tuple[str, list[Span]]:
-        """The text, and the character spans that the template's `{% generation %}` blocks rendered to."""
+        """The text, and the character spans of the template's `{% generation %}` blocks."""
         calls = any(message.get("tool_calls") and not message.get("content") for message in messages)
-        hint = ' (a message has tool calls and no text: try "content": "", or a template that knows tool calls)'
-        # A template is a program: anything can go wrong in it.
+        hint = ' (a message has tool calls and no text: try "content": "", or a template that supports tool calls)'
+        # A template is a program and can raise any error.
         with (
             explained(f"{self.origin} fails on the conversation", Exception),
             explained(f"{self.origin} refuses the conversation{hint if calls else ''}", jinja2.TemplateError),
@@ -91,7 +91,7 @@ class ChatTemplate:
 
 
 def chosen_template(name: str) -> str:
-    """The source of a template of the library, or of a file. Raises TuneError if there is no such thing."""
+    """The source of a template of the library, or of a file. Raises TuneError if there is neither."""
     file = _FOLDER / f"{name}.jinja" if name in SHIPPED else local_path(name)
     try:
         return file.read_text(encoding="utf-8")
@@ -103,23 +103,23 @@ def chosen_template(name: str) -> str:
 
 
 def markers(template: ChatTemplate) -> list[str]:
-    """What looks like special tokens in a short conversation as the template renders it."""
+    """Strings that look like special tokens in a short conversation rendered by the template."""
     try:
         text = template.render([{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}])
-    except TuneError:  # a template for other conversations than this one
+    except TuneError:  # the template needs another kind of conversation
         return []
     return list(dict.fromkeys(_MARKER.findall(text)))
 
 
 def _plain_message(message: Message) -> Message:
-    """Without keys that hold None (templates print them), and with reasoning under each name that templates read."""
+    """The message without None values, which templates print, and with reasoning under all names templates read."""
     plain = {key: _plain(value) for key, value in message.items() if value is not None}
     reasoning = next((plain[key] for key in ("reasoning_content", "thinking", "reasoning") if key in plain), None)
     return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
 
 
 def _plain(value: Any) -> Any:
-    """Lists and dicts of strings, numbers and truth values. Anything else becomes the name of its type, as `<date>`."""
+    """Reduce a value to lists and dicts of strings, numbers and booleans. Other types become their name: `<date>`."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
@@ -131,7 +131,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}`: renders its body between the marks."""
+    """`{% generation %} ... {% endgeneration %}`: render the body between the marks."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja's own interface)
 
@@ -148,7 +148,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
-    # Jinja's own filter escapes HTML characters and sorts keys; chat templates are written for this one.
+    # Jinja's own filter escapes HTML characters and sorts keys; chat templates expect this one.
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
@@ -158,7 +158,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _Dict:
-    """`dict` for templates: the class itself would give them access to other classes."""
+    """`dict` for templates, since the class itself gives access to other classes."""
 
     def __call__(self, *arguments: Any, **items: Any) -> dict:
         return dict(*arguments, **items)
@@ -168,7 +168,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """Jinja's namespace, without attributes that begin with underscores: they give access to Python's internals."""
+    """Jinja's namespace without attributes that begin with an underscore, which give access to Python's internals."""
 
     def __init__(self, *arguments: Any, **attributes: Any) -> None:
         super().__init__(*arguments, **attributes)

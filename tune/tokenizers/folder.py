@@ -1,4 +1,4 @@
-"""The vocabulary of a checkpoint folder: which file is read, and what the others add to it."""
+"""Read the vocabulary of a checkpoint folder, and the special tokens that its other files add."""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from tune.lookup import absent
 from tune.tokenizers import ranks, sentencepiece
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# Each of these holds a whole vocabulary.
+# Each of these files contains a whole vocabulary.
 SOURCES = ("tekken.json", "tokenizer.model", "*.tiktoken")
 
 SpecialTokens = dict[str, str]
@@ -23,16 +23,16 @@ SpecialTokens = dict[str, str]
 
 
 def read_vocabulary(folder: Path) -> tuple[Path, tokenizers.Tokenizer, SpecialTokens]:
-    """The file it was read from, the tokenizer, and its special tokens.
+    """The file that was read, the tokenizer, and its special tokens.
 
-    Reads tokenizer.json, or else tekken.json, tokenizer.model (sentencepiece's or Llama 3's) or Qwen's *.tiktoken.
-    tokenizer_config.json, special_tokens_map.json and added_tokens.json add special tokens. Raises TuneError where
-    there is no such file, or it cannot be read, or the files contradict each other.
+    Reads tokenizer.json, else tekken.json, tokenizer.model (sentencepiece or Llama 3) or Qwen's *.tiktoken.
+    tokenizer_config.json, special_tokens_map.json and added_tokens.json add special tokens. Raises TuneError if there
+    is no such file, if it cannot be read, or if the files contradict each other.
     """
     config = mapping_in(folder / "tokenizer_config.json")
     named = {**mapping_in(folder / "special_tokens_map.json"), **config}
     given = {name: _text(named[name]) for name in SPECIAL_TOKENS if named.get(name)}
-    extra = named.get("extra_special_tokens") or []  # these have no name of `SPECIAL_TOKENS`
+    extra = named.get("extra_special_tokens") or []  # special tokens without a name in `SPECIAL_TOKENS`
     others = [*(named.get("additional_special_tokens") or []), *(extra.values() if isinstance(extra, dict) else extra)]
     special = [*given.values(), *map(_text, others)]
     if rehearsal.planning() and not _sources(folder):
@@ -44,7 +44,7 @@ def read_vocabulary(folder: Path) -> tuple[Path, tokenizers.Tokenizer, SpecialTo
     if file.name != "tokenizer.json":
         tokenizer = _rename(tokenizer, configured)
     _add(tokenizer, file, configured, special, names)
-    if file.name != "tokenizer.json":  # which says itself what it puts around a text
+    if file.name != "tokenizer.json":  # it defines BOS and EOS itself
         begin = names.get("bos_token") if config.get("add_bos_token", "bos_token" in own) else None
         end = names.get("eos_token") if config.get("add_eos_token") else None
         around = [(token, tokenizer.token_to_id(token)) for token in dict.fromkeys((begin, end)) if token]
@@ -54,18 +54,18 @@ def read_vocabulary(folder: Path) -> tuple[Path, tokenizers.Tokenizer, SpecialTo
 
 
 def mapping_in(file: Path) -> dict[str, Any]:
-    """What a JSON file holds; empty if there is no such file. Raises TuneError if it is no mapping."""
+    """The content of a JSON file; empty if there is no such file. Raises TuneError if it is not a mapping."""
     if not file.is_file():
         return {}
     with explained(f"{file} is not valid JSON", ValueError):
         content = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(content, dict):
-        raise TuneError(f"{file} must hold a mapping; found {type(content).__name__}")
+        raise TuneError(f"{file} must contain a mapping; found {type(content).__name__}")
     return content
 
 
 def _stand_in(folder: Path) -> tuple[Path, tokenizers.Tokenizer, SpecialTokens]:
-    """For a plan, as many tokens as the model's config.json says."""
+    """A vocabulary for `tune plan`, with the size in the model's config.json."""
     fields = mapping_in(folder / "config.json")
     size = fields.get("vocab_size") or fields.get("text_config", {}).get("vocab_size", 1)
     vocabulary = {f"<{number}>": number for number in range(size)}
@@ -82,22 +82,22 @@ def _source(folder: Path) -> Path:
     found = _sources(folder)
     if len(found) > 1:
         raise TuneError(
-            f"{folder} has several vocabularies, {', '.join(file.name for file in found)}, and no tokenizer.json that "
-            "decides: remove those that are not the model's"
+            f"{folder} has several vocabularies ({', '.join(file.name for file in found)}) and no tokenizer.json. "
+            "Remove the files that do not belong to the model"
         )
     if not found:
         there = ", ".join(sorted(entry.name for entry in folder.iterdir())) or "nothing" if folder.is_dir() else None
         raise TuneError(
-            f"no tokenizer in {folder} ({f'found: {there}' if there else absent(folder)}): it must have a "
-            f"tokenizer.json, {', '.join(SOURCES)}, as it comes with the model's files"
+            f"no tokenizer in {folder} ({f'found: {there}' if there else absent(folder)}). It must have one of "
+            f"tokenizer.json, {', '.join(SOURCES)} from the model's files"
         )
     return found[0]
 
 
 def _read(file: Path, legacy: bool) -> tuple[tokenizers.Tokenizer, SpecialTokens]:
-    """The tokenizer in a file, with the special tokens that the file itself names."""
+    """The tokenizer in a file, with the special tokens that the file itself defines."""
     data = file.read_bytes()
-    unreadable = f"{file} is not a tokenizer that can be read"
+    unreadable = f"{file} is not a readable tokenizer"
     if file.name == "tokenizer.json":
         with explained(unreadable, Exception):  # the library raises nothing narrower
             tokenizer = tokenizers.Tokenizer.from_str(data.decode())
@@ -116,7 +116,7 @@ def _read(file: Path, legacy: bool) -> tuple[tokenizers.Tokenizer, SpecialTokens
 
 
 def _configured(folder: Path, config: Mapping[str, Any], special: list[str]) -> dict[int, AddedToken]:
-    """The added tokens that the config, or else added_tokens.json, gives ids to, in their order."""
+    """The added tokens in the config, else in added_tokens.json, in the order of their ids."""
     if "added_tokens_decoder" not in config:
         listed = sorted((index, token) for token, index in mapping_in(folder / "added_tokens.json").items())
         return {
@@ -125,7 +125,7 @@ def _configured(folder: Path, config: Mapping[str, Any], special: list[str]) -> 
         }
     flags = ("special", "normalized", "lstrip", "rstrip", "single_word")
     place = f"added_tokens_decoder in {folder / 'tokenizer_config.json'}"
-    with explained(f"{place} must give a token with content to each id; it cannot be read", Exception):
+    with explained(f"{place} cannot be read; it must map each id to a token with content", Exception):
         entries = sorted((int(index), token) for index, token in config["added_tokens_decoder"].items())
         return {
             index: AddedToken(token["content"], **{name: token[name] for name in flags if name in token})
@@ -137,8 +137,10 @@ def _add(
     tokenizer: tokenizers.Tokenizer, file: Path, configured: dict[int, AddedToken], special: list[str],
     names: SpecialTokens,
 ) -> None:  # fmt: skip
-    """Adds the configured tokens, and makes `special` those that are ordinary tokens. Raises TuneError if a token has
-    another id than configured, or if BOS, EOS or padding is missing."""
+    """Add the configured tokens, and make ordinary tokens that are listed in `special` special.
+
+    Raises TuneError if a token does not have the configured id, or if BOS, EOS or the pad token is missing.
+    """
     present = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     tokenizer.add_tokens([token for token in configured.values() if token.content not in present])
     present |= {token.content for token in configured.values()}
@@ -147,19 +149,19 @@ def _add(
     for index, token in configured.items():
         if (actual := tokenizer.token_to_id(token.content)) != index:
             raise TuneError(
-                f"{file.parent}: its configuration gives token {token.content!r} the id {index}, but it is {actual} "
-                f"after {file.name}: take all files from the same checkpoint"
+                f"{file.parent}: the configuration gives token {token.content!r} id {index}, but with {file.name} it "
+                f"has id {actual}. Take all files from the same checkpoint"
             )
     for name in ("bos_token", "eos_token", "pad_token"):
         if name in names and tokenizer.token_to_id(names[name]) is None:
             raise TuneError(
-                f"{file.parent}: its configuration names {names[name]!r} as {name}, but {file.name} has no such token: "
-                "take both files from the same checkpoint"
+                f"{file.parent}: the configuration has {name} {names[name]!r}, but {file.name} has no such token. Take "
+                "both files from the same checkpoint"
             )
 
 
 def _rename(tokenizer: tokenizers.Tokenizer, tokens: dict[int, AddedToken]) -> tokenizers.Tokenizer:
-    """Vocabularies have placeholders for tokens that a checkpoint names in its config (`<unused7>`, `[control_8]`)."""
+    """Rename placeholders of the vocabulary (`<unused7>`, `[control_8]`) to the tokens that the config defines."""
     names = {tokenizer.id_to_token(index): token.content for index, token in tokens.items()}
     names = {old: new for old, new in names.items() if old and old != new and tokenizer.token_to_id(new) is None}
     if not names:
@@ -174,5 +176,5 @@ def _rename(tokenizer: tokenizers.Tokenizer, tokens: dict[int, AddedToken]) -> t
 def _text(token: Any) -> str:
     text = token.get("content") if isinstance(token, dict) else token
     if not isinstance(text, str):
-        raise TuneError(f"the tokenizer's configuration has the special token {token!r}, which is no text")
+        raise TuneError(f"the tokenizer's configuration has the special token {token!r}, which is not a string")
     return text

@@ -1,4 +1,4 @@
-"""Vocabularies that rank byte strings, tiktoken files and Mistral's tekken.json, as a `tokenizers.Tokenizer`."""
+"""Convert vocabularies of ranked byte strings (tiktoken files, Mistral's tekken.json) to a `tokenizers.Tokenizer`."""
 
 import base64
 import hashlib
@@ -15,7 +15,7 @@ from tune.lookup import needs
 
 Piece = TypeVar("Piece", str, bytes)
 
-# Llama 3 and Qwen split text into words alike, but for digits.
+# Llama 3 and Qwen split text into words in the same way, except for digits.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -27,12 +27,12 @@ _LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\s")
 
 
 def is_tiktoken(data: bytes) -> bool:
-    """Whether a `tokenizer.model` has lines of a token in base64 and its rank; sentencepiece's have the same name."""
+    """Whether a `tokenizer.model` has lines of a base64 token and its rank; sentencepiece files have the same name."""
     return _LINE.match(data) is not None
 
 
 def llama3(file: Path) -> tokenizers.Tokenizer:
-    """Llama 3's `tokenizer.model`, with the special tokens of 3.1 and later. Raises ValueError if it is another."""
+    """Read Llama 3's `tokenizer.model`, with special tokens of 3.1 and later. Raises ValueError for another file."""
     names = {0: "begin_of_text", 1: "end_of_text", 4: "finetune_right_pad_id", 5: "step_id", 6: "start_header_id"}
     names |= {7: "end_header_id", 8: "eom_id", 9: "eot_id", 10: "python_tag", 11: "image"}
     reserved = (f"reserved_special_token_{index}" for index in range(256))
@@ -41,7 +41,7 @@ def llama3(file: Path) -> tokenizers.Tokenizer:
 
 
 def qwen(file: Path) -> tokenizers.Tokenizer:
-    """Qwen's `qwen.tiktoken`. Raises ValueError if it is another file."""
+    """Read Qwen's `qwen.tiktoken`. Raises ValueError for another file."""
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{index}|>" for index in range(205))]
     tokenizer = _convert(_tiktoken(file, QWEN_TOKENS, "Qwen's"), QWEN_WORDS, special, first_special=QWEN_TOKENS)
     tokenizer.normalizer = normalizers.NFC()
@@ -49,15 +49,15 @@ def qwen(file: Path) -> tokenizers.Tokenizer:
 
 
 def tekken(data: bytes) -> tokenizers.Tokenizer:
-    """Mistral's `tekken.json`: special tokens first. Raises ValueError if it is no such file, or of unknown version."""
+    """Read Mistral's `tekken.json`; special tokens come first. Raises ValueError for another file or version."""
     content = json.loads(data)
     try:
         config, vocabulary = content["config"], content["vocab"]
         version, count = config["version"], config["default_num_special_tokens"]
         if version not in TEKKEN_VERSIONS:
-            raise ValueError(f"it has version {version!r}; known are {', '.join(TEKKEN_VERSIONS)}")
+            raise ValueError(f"it has version {version!r}; supported: {', '.join(TEKKEN_VERSIONS)}")
         if content.get("special_tokens") is None and version not in ("v1", "v2", "v3", "v7"):
-            raise ValueError(f"it lists no special_tokens, as version {version} must")
+            raise ValueError(f"it lists no special_tokens, which version {version} must have")
         named = {token["rank"]: token["token_str"] for token in content.get("special_tokens") or []}
         named = named or dict(enumerate(_TEKKEN_SPECIAL))
         special = [named.get(index, f"<SPECIAL_{index}>") for index in range(count)]
@@ -65,7 +65,7 @@ def tekken(data: bytes) -> tokenizers.Tokenizer:
         ranks = {base64.b64decode(token["token_bytes"]): count + token["rank"] for token in used}
         return _convert(ranks, config["pattern"], special, first_special=0)
     except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"it lacks {error}") from error
+        raise ValueError(f"it has unexpected content ({type(error).__name__}: {error})") from error
 
 
 _TEKKEN_SPECIAL = [
@@ -76,9 +76,9 @@ _TEKKEN_SPECIAL = [
 
 
 def merges(ranks: Mapping[Piece, float]) -> list[tuple[Piece, Piece]]:
-    """All pairs of pieces that make a piece, lowest rank first.
+    """All pairs of pieces that form a piece, lowest rank first.
 
-    tiktoken and sentencepiece join the neighbours that make the piece of the lowest rank; `tokenizers` needs the pairs.
+    tiktoken and sentencepiece merge the neighbors that form the piece of the lowest rank; `tokenizers` needs the pairs.
     """
     pairs: list[tuple[Piece, Piece]] = []
     for piece in sorted(ranks, key=ranks.__getitem__):
@@ -91,11 +91,11 @@ def merges(ranks: Mapping[Piece, float]) -> list[tuple[Piece, Piece]]:
 def _tiktoken(file: Path, size: int, whose: str) -> dict[bytes, int]:
     with needs("tiktoken", str(file)):
         from tiktoken.load import load_tiktoken_bpe
-    # The library keeps a copy of each file by its path: without the hash it would read that when the file has changed.
+    # The library caches each file by its path; without the hash it would read an outdated copy of a changed file.
     ranks = load_tiktoken_bpe(str(file), hashlib.sha256(file.read_bytes()).hexdigest())
     if sorted(ranks.values()) != list(range(size)):
         raise ValueError(
-            f"it ranks {len(ranks):,} tokens, and {whose} {size:,}: put the tokenizer.json of the model beside it"
+            f"it ranks {len(ranks):,} tokens, but {whose} ranks {size:,}. Put the model's tokenizer.json next to it"
         )
     return ranks
 
@@ -122,7 +122,7 @@ def _convert(ranks: dict[bytes, int], words: str, special: list[str], first_spec
 
 
 def _byte_characters() -> list[str]:
-    """The character that stands for each byte in a byte-level vocabulary: itself if printable, else one from 256 on."""
+    """The character of each byte in a byte-level vocabulary: itself if printable, else a character from 256 on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

@@ -1,4 +1,4 @@
-"""A sentencepiece `tokenizer.model` as a `tokenizers.Tokenizer` that gives the same ids."""
+"""Convert a sentencepiece `tokenizer.model` to a `tokenizers.Tokenizer` with the same ids."""
 
 import re
 from typing import Any
@@ -17,8 +17,8 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 def convert(data: bytes, legacy: bool) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     """The tokenizer, and its special tokens by name (`bos_token`, ...).
 
-    The dummy prefix is put before every text between special tokens (`legacy`), or before a text's beginning. Raises
-    ValueError if `data` is no such file, or of a kind that cannot be converted.
+    The dummy prefix precedes each stretch of text between special tokens (`legacy`), or only the beginning of the text.
+    Raises ValueError if `data` is not a sentencepiece model, or of a kind that cannot be converted.
     """
     model = _parse(data)
     trainer, spec = model.trainer_spec, model.normalizer_spec
@@ -27,15 +27,15 @@ def convert(data: bytes, legacy: bool) -> tuple[tokenizers.Tokenizer, dict[str, 
     symbols = [piece.piece for piece in model.pieces if piece.type == USER_DEFINED]
     steps = _normalizer(spec, symbols)
     if spec.add_dummy_prefix and legacy and symbols and not unigram:
-        # A symbol is found in the normalized text by what it is when it is normalized alone: without the prefix.
+        # A symbol is searched in the normalized text in the form that it has when normalized alone, without the prefix.
         alone = "|".join(map(re.escape, symbols))
         steps.append(normalizers.Replace(Regex(rf"\A(?!({alone})\z)(?=[\s\S])"), SPACE))
     elif spec.add_dummy_prefix and legacy:
         steps.append(normalizers.Prepend(SPACE))
     tokenizer.normalizer = normalizers.Sequence(steps)
     if spec.add_dummy_prefix and not legacy:
-        # The first puts a space before a text that begins with one too, as the normalizer left none; the second
-        # writes it as the piece.
+        # The first also adds a space to a text that begins with one; the normalizer has left none. The second writes
+        # spaces as the piece.
         once = pre_tokenizers.Metaspace(" ", prepend_scheme="first", split=False)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [once, pre_tokenizers.Metaspace(SPACE, prepend_scheme="never", split=False)]
@@ -65,20 +65,20 @@ def _parse(data: bytes) -> Any:
     try:
         model.ParseFromString(data)
     except DecodeError as error:
-        raise ValueError(f"it is cut off, or no sentencepiece model: {error}") from error
+        raise ValueError(f"it is truncated, or not a sentencepiece model: {error}") from error
     kinds = {piece.type for piece in model.pieces}
     if UNKNOWN not in kinds or not model.HasField("trainer_spec"):
-        raise ValueError("it holds no complete vocabulary")
+        raise ValueError("it has no complete vocabulary")
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
     unusual = {
         "a model of whole words": trainer.model_type not in (UNIGRAM, BPE, CHARACTERS),
         "BPE with unused pieces": trainer.model_type == BPE and UNUSED in kinds,
-        "spaces that stand behind words": trainer.treat_whitespace_as_suffix,
-        "spaces that are not escaped": not normalizer.escape_whitespaces,
-        "a text that is changed when it is decoded": bool(model.denormalizer_spec.precompiled_charsmap),
+        "spaces after words": trainer.treat_whitespace_as_suffix,
+        "unescaped spaces": not normalizer.escape_whitespaces,
+        "a denormalizer": bool(model.denormalizer_spec.precompiled_charsmap),
     }
     if found := [what for what, there in unusual.items() if there]:
-        raise ValueError(f"it has {' and '.join(found)}: put a tokenizer.json beside it")
+        raise ValueError(f"it has {' and '.join(found)}, which is not supported. Put a tokenizer.json next to it")
     return model
 
 
@@ -94,7 +94,7 @@ def _bpe(model: Any) -> models.BPE:
 
 
 def _unigram(model: Any) -> models.Unigram:
-    # `tokenizers` finds every piece in a text; those that sentencepiece does not look for get a score that never wins.
+    # `tokenizers` matches every piece. Pieces that sentencepiece does not match get a score that never wins.
     never = min(piece.score for piece in model.pieces) - 1e4
     looked_for = (NORMAL, USER_DEFINED)
     scores = [(piece.piece, piece.score if piece.type in looked_for else never) for piece in model.pieces]
@@ -102,11 +102,11 @@ def _unigram(model: Any) -> models.Unigram:
 
 
 def _normalizer(spec: Any, symbols: list[str]) -> list[normalizers.Normalizer]:
-    """What sentencepiece does to a text before it looks for pieces, but for `symbols`, which it leaves as they are."""
+    """The steps of sentencepiece's normalization, which leaves `symbols` unchanged."""
     steps: list[normalizers.Normalizer] = []
     if spec.precompiled_charsmap:
-        # `tokenizers` looks up the first entry that a grapheme begins with, sentencepiece the longest at each place: so
-        # what consists of several characters is composed before and after, and the grapheme "\r\n" is replaced.
+        # `tokenizers` applies the first entry that a grapheme begins with, sentencepiece the longest match at each
+        # position. So composite characters are composed before and after, and the grapheme "\r\n" is replaced.
         table = normalizers.Precompiled(spec.precompiled_charsmap)
         lines = normalizers.Replace("\r\n", table.normalize_str("\r") + table.normalize_str("\n"))
         compose = [normalizers.NFC()] if "nfkc" in spec.name else []
@@ -115,7 +115,7 @@ def _normalizer(spec: Any, symbols: list[str]) -> list[normalizers.Normalizer]:
         steps += [normalizers.Replace(Regex(r"\A +|(?<=[^ ▁])[ ▁]+\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     normalize = normalizers.Sequence(steps).normalize_str
     changed = sorted((symbol for symbol in symbols if normalize(symbol) != symbol), key=len, reverse=True)
-    stand_ins = {symbol: chr(0xF0000 + index) for index, symbol in enumerate(changed)}  # characters of private use
+    stand_ins = {symbol: chr(0xF0000 + index) for index, symbol in enumerate(changed)}  # private-use characters
     steps = [normalizers.Replace(symbol, character) for symbol, character in stand_ins.items()] + steps
     steps += [normalizers.Replace(character, symbol) for symbol, character in stand_ins.items()]
     steps += [normalizers.Replace(" ", SPACE)]

@@ -1,4 +1,4 @@
-"""Which characters of a rendered conversation are the assistant's."""
+"""Find the characters of a rendered conversation that the assistant wrote."""
 
 import re
 import secrets
@@ -9,10 +9,10 @@ from typing import Any
 from tune.errors import TuneError
 from tune.tokenizers.chat_template import ChatTemplate, Message, Span
 
-# Stands in for an assistant's content to see what the template writes around it; no dataset can contain it.
+# Replaces a message's content, to find the text that the template writes around it. No dataset can contain it.
 PROBE = f"\ufdd2{secrets.token_hex(8)}\ufdd3"
-# What a generation prompt of a reasoning model ends with: <think>, <|START_THINKING|>, [THINK], <think></think>, and
-# Gemma 4's <|channel>thought <channel|>.
+# The end of a reasoning model's generation prompt: <think>, <|START_THINKING|>, [THINK], <think></think>, and Gemma 4's
+# <|channel>thought <channel|>.
 _REASONING = re.compile(
     r"(([<\[][^<>\[\]\s]*think[^<>\[\]\s]*[>\]]\s*){1,2}|<\|channel>thought\s*<channel\|>\s*)$", re.IGNORECASE
 )
@@ -28,9 +28,9 @@ def supervised_spans(
 ) -> tuple[str, list[Span]]:
     """The rendered conversation, and the character spans of the assistant's turns with their end-of-turn token.
 
-    The template's `{% generation %}` blocks decide where it has them, as in transformers. Otherwise the turn of
-    message i is what the rendering of `messages[:i + 1]` adds to that of `messages[:i]` with the generation prompt.
-    A message with `train: false` is left out. Raises TuneError where the template gives no such span.
+    If the template has `{% generation %}` blocks, they are the spans, as in transformers. Otherwise the turn of message
+    i is the text that `messages[:i + 1]` renders in addition to `messages[:i]` with the generation prompt. Messages
+    with `train: false` are left out. Raises TuneError if the template does not allow to find the spans.
     """
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     trained = [index for index in turns if messages[index].get("train", True)]
@@ -46,8 +46,8 @@ def supervised_spans(
         def render_asked(messages: list[Message], **options: Any) -> str:
             return render([*messages[:first], {"role": "user", "content": "Hello"}, *messages[first:]], **options)
 
-        # Many templates cannot render what stands before the first answer where that is nothing. Behind a question the
-        # same text stands, as far from the end.
+        # Many templates cannot render a conversation without messages before the first answer. With a question added
+        # before it, the answer has the same text and the same distance from the end.
         asked = render_asked(messages)
         spans = [_turn_span(render_asked, messages, index, asked, special_tokens) for index in trained]
         if spans and not text.endswith(tail := asked[spans[0][0] :]):
@@ -59,16 +59,16 @@ def supervised_spans(
     if len(spans) != len(turns):
         raise TuneError(
             f"train: false needs one generation block per assistant message, but {template.origin} has {len(spans)} "
-            f"for {len(turns)} messages: remove `train`"
+            f"for {len(turns)} messages. Remove `train`"
         )
     return text, [span for span, index in zip(spans, turns, strict=True) if index in trained]
 
 
 def end_of_turn(render: Callable[[list[Message]], str], special_tokens: re.Pattern[str]) -> str | None:
-    """The special token that the template writes behind an answer, if it does."""
+    """The special token that the template writes after an answer, or None."""
     try:
         text = render([{"role": "user", "content": "Hello"}, {"role": "assistant", "content": PROBE}])
-    except TuneError:  # no template, or one for other conversations than this one
+    except TuneError:  # no template, or one for another kind of conversation
         return None
     match = special_tokens.search(text.partition(PROBE)[2])
     return match[0] if match else None
@@ -77,27 +77,27 @@ def end_of_turn(render: Callable[[list[Message]], str], special_tokens: re.Patte
 def _turn_span(
     render: Callable[..., str], messages: list[Message], index: int, text: str, special_tokens: re.Pattern[str]
 ) -> Span:
-    """Where the assistant's message `index` stands in `text`, the rendering of all messages."""
+    """The span of assistant message `index` in `text`, the rendering of all messages."""
     start = _turn_start(render, messages, index, text)
     up_to_here = text if index == len(messages) - 1 else render(messages[: index + 1])
     if text.startswith(up_to_here):
         return start, _end_of_turn(up_to_here, start, special_tokens)
 
-    # The template writes this turn differently when it is the last one (Qwen3 adds an empty <think> block). Where the
-    # turn ends then follows from the text behind its content, which must not depend on what the content is.
+    # The template writes this turn differently if it is the last one (Qwen3 adds an empty <think> block). The end of
+    # the turn then follows from the text after its content, which must not depend on the content.
     last, inside = (around_content(render, messages[:end], index) for end in (index + 1, len(messages)))
     if messages[index + 1]["role"] == "tool":
         result = around_content(render, messages, index + 1)
         if result and inside and len(result[0]) < len(inside[0]):
             raise _refusal(
-                f"writes the tool's result (message {index + 2}) into the turn of message {index + 1}: what is learned "
-                "there would hold it. Leave words and reasoning out of messages that call tools, or mark"
+                f"writes the tool's result (message {index + 2}) into the turn of message {index + 1}, where it would "
+                "be trained on. Leave text and reasoning out of messages that call tools, or mark"
             )
     if last and inside and text.endswith(inside[1]):
         specials = list(special_tokens.finditer(inside[1], 0, common_prefix(inside[1], last[1])))
         end = len(text) - len(inside[1]) + (specials[-1].end() if specials else 0)
-        # Where a turn inside the conversation ends with another token than the last one (gpt-oss), or only the next
-        # one's beginning ends it (GLM), the model is not to write that: only the words are learned.
+        # If an inner turn ends with another token than the last turn (gpt-oss), or only with the start of the next turn
+        # (GLM), the model must not write that ending: only the content is supervised.
         behind = last[1].lstrip()
         others = special_tokens.match(inside[1].lstrip()) and (not behind or special_tokens.match(behind))
         if (specials or others) and end >= start:
@@ -109,26 +109,27 @@ def _turn_start(render: Callable[..., str], messages: list[Message], index: int,
     before = messages[:index]
     prompt = render(before, add_generation_prompt=True)
     if text.startswith(prompt):
-        # DiffusionGemma opens a turn behind a tool's result, but its prompt does not: the model is not to write that.
+        # DiffusionGemma opens a turn after a tool's result, but its generation prompt does not. The model must not
+        # write this header.
         header = _header(render, before) if before and before[-1]["role"] == "tool" else ""
         written = text.startswith(header, len(prompt)) and not prompt.endswith(header)
         return len(prompt) + (len(header) if written else 0)
-    # A template that opens a block of reasoning for the model may have a switch for answers without, or closes it.
+    # A template that opens a reasoning block may have a switch that turns reasoning off or closes the block.
     for switch in _SWITCHES:
         switched = render(before, add_generation_prompt=True, **switch)
         if text.startswith(switched):
             return len(switched)
     opened = _REASONING.search(prompt)
     if opened and text.startswith(prompt[: opened.start()]):
-        # Of answers before the last question the template keeps no reasoning.
+        # The template drops reasoning from answers before the last question.
         if any(message["role"] == "user" for message in messages[index + 1 :]):
             return opened.start()
         opening, answer = prompt[opened.start() :], text[opened.start() :]
         raise _refusal(
-            f"gives the model {opening!r} to go on from, but writes message {index + 1} without it ({answer[:30]!r}). "
-            f"Take {opening.strip()} out of the generation prompt, let the answers keep their reasoning, or mark"
+            f"ends the generation prompt with {opening!r}, but writes message {index + 1} without it "
+            f"({answer[:30]!r}). Remove {opening.strip()} from the prompt, keep the reasoning of answers, or mark"
         )
-    # What stands before may depend on what follows (Mistral writes the system message into the last question).
+    # Earlier text may depend on later messages (Mistral writes the system message into the last question).
     inside = around_content(render, messages, index)
     if inside and text.startswith(inside[0]) and inside[0].endswith(prompt[len(render(before)) :]):
         return len(inside[0])
@@ -136,7 +137,7 @@ def _turn_start(render: Callable[..., str], messages: list[Message], index: int,
 
 
 def _header(render: Callable[..., str], messages: list[Message]) -> str:
-    """What the generation prompt adds behind the last message that is neither an answer nor a tool's result."""
+    """The text that the generation prompt adds after the last message that is neither an answer nor a tool's result."""
     asked = [index for index, message in enumerate(messages) if message["role"] not in ("assistant", "tool")]
     question = messages[: asked[-1] + 1] if asked else []
     return render(question, add_generation_prompt=True).removeprefix(render(question))
@@ -145,21 +146,21 @@ def _header(render: Callable[..., str], messages: list[Message]) -> str:
 def around_content(
     render: Callable[[list[Message]], str], messages: list[Message], index: int
 ) -> tuple[str, str] | None:
-    """What the template writes before and behind the content of message `index`; None if it does not write it once."""
+    """The text before and after the content of message `index`; None if it is not rendered exactly once."""
     probe = {**messages[index], "content": PROBE}
     before, *behind = render([*messages[:index], probe, *messages[index + 1 :]]).split(PROBE)
     return (before, behind[0]) if len(behind) == 1 else None
 
 
 def _end_of_turn(text: str, start: int, special_tokens: re.Pattern[str]) -> int:
-    """The end of `text` without the whitespace behind a special token: the model stops at the token."""
+    """The end of `text`, or of its last special token if only whitespace follows: the model stops at the token."""
     end = start + len(text[start:].rstrip())
     closed = any(match.end() == end for match in special_tokens.finditer(text, start))
     return end if closed else len(text)
 
 
 def common_prefix(*sequences: Sequence[Any]) -> int:
-    """How many characters, or items, all of them begin with."""
+    """The length of the common prefix of all sequences."""
     together = enumerate(zip(*sequences, strict=False))
     differing = (at for at, (first, *others) in together if any(each != first for each in others))
     return next(differing, min(map(len, sequences)))
@@ -169,13 +170,13 @@ def _disagreement(index: int, what: str, part: str, whole: str) -> TuneError:
     at = common_prefix(part, whole)
     window = slice(max(0, at - 20), at + 30)
     return _refusal(
-        f"does not tell which text is the assistant's: message {index + 1} starts or ends elsewhere when {what} are "
-        f"rendered alone ({part[window]!r}) than in the whole conversation ({whole[window]!r}). Mark"
+        f"does not show which text is the assistant's: rendered alone, {what} give another text "
+        f"({part[window]!r}) than in the whole conversation ({whole[window]!r}), at message {index + 1}. Mark"
     )
 
 
 def _refusal(what: str) -> TuneError:
     return TuneError(
-        f"the chat template {what} the assistant's text with {{% generation %}} ... {{% endgeneration %}}. Change a "
-        "copy of it, chat_template.jinja. A message with train: false is not learned"
+        f"the chat template {what} the assistant's text with {{% generation %}} ... {{% endgeneration %}} in a copy, "
+        "chat_template.jinja. Messages with train: false are not trained on"
     )

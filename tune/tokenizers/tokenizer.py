@@ -27,14 +27,14 @@ FILES = (
 
 
 class Tokenizer:
-    """The tokenizer and chat template of a checkpoint folder, giving the ids and texts that transformers gives.
+    """The tokenizer and chat template of a checkpoint folder. Ids and texts are the same as in transformers.
 
-    `bos_id`, `eos_id` and `pad_id` are None where the folder names no such token. Special tokens written out in a
-    text are encoded as those tokens. Raises TuneError for a folder without a readable vocabulary, of which
-    docs/tokenizers.md lists the kinds.
+    `bos_id`, `eos_id` and `pad_id` are None if the folder defines no such token. Special tokens spelled out in a text
+    are encoded as special tokens. Raises TuneError for a folder without a readable vocabulary; docs/tokenizers.md lists
+    the supported kinds.
 
-    `chat_template` (a name of `SHIPPED`, or a file) and `eos_token` take the place of the folder's own, and are saved.
-    `date` is what templates print as today's; with None it is today's, and texts change from one day to the next.
+    `chat_template` (a name of `SHIPPED`, or a file) and `eos_token` replace the folder's own, and are saved. `date` is
+    the date that templates print as today; None is the current date, with which texts change from day to day.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class Tokenizer:
         path: str | Path,
         chat_template: str | None = None,
         eos_token: str | None = None,
-        date: str | None = "2024-07-26",  # transformers' templates print it where they are given no clock
+        date: str | None = "2024-07-26",  # transformers' templates print it if they are given no clock
     ) -> None:
         if not isinstance(path, str | Path):
             raise TuneError(
-                f"path: {type(path).__name__} is not a folder. Tokenizer.of(...) takes a tokenizer of transformers"
+                f"path: {type(path).__name__} is not a folder. For a transformers tokenizer, use Tokenizer.of(...)"
             )
         self.path = local_path(path)
         with explained(f"tokenizer.date={date} is not a date such as 2024-07-26", ValueError):
@@ -59,7 +59,7 @@ class Tokenizer:
         if "eos_token" not in self.special_tokens and self._generation_eos:
             configured = self._tokenizer.id_to_token(self._generation_eos[0])
             self.special_tokens |= {"eos_token": configured} if configured else {}
-        self._chosen: dict[str, str] = {}  # what of the settings is to be saved
+        self._chosen: dict[str, str] = {}  # chosen settings, which are saved
         if eos_token is not None:
             self._make_special([eos_token], f"tokenizer.eos_token={eos_token}")
             self._chosen["eos_token"] = self.special_tokens["eos_token"] = eos_token
@@ -73,15 +73,16 @@ class Tokenizer:
 
     @classmethod
     def of(cls, tokenizer: Any, **options: Any) -> "Tokenizer":
-        """One of transformers as it is in memory, with its added tokens and its chat template. It is written to a
-        temporary folder, which is read and lasts as long as the result. `options` are arguments of `Tokenizer`.
+        """Convert a transformers tokenizer, with its added tokens and chat template.
+
+        It is saved to a temporary folder, which exists as long as the result. `options` are arguments of `Tokenizer`.
 
         Raises:
-            TuneError: it is no tokenizer of transformers, or one of which no vocabulary can be read.
+            TuneError: `tokenizer` is not a transformers tokenizer, or its vocabulary cannot be read.
         """
         if not hasattr(tokenizer, "save_pretrained"):
-            instead = " A folder is read by Tokenizer(path)" if isinstance(tokenizer, str | Path) else ""
-            raise TuneError(f"Tokenizer.of: {type(tokenizer).__name__} is no tokenizer of transformers.{instead}")
+            instead = " For a folder, use Tokenizer(path)" if isinstance(tokenizer, str | Path) else ""
+            raise TuneError(f"Tokenizer.of: {type(tokenizer).__name__} is not a transformers tokenizer.{instead}")
         folder = tempfile.TemporaryDirectory(prefix="tokenizer-")
         tokenizer.save_pretrained(folder.name)
         made = cls(folder.name, **options)
@@ -89,13 +90,12 @@ class Tokenizer:
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the compiled templates, which cannot be pickled, and without the temporary folder, which is of one
-        process."""
+        """The state without compiled templates, which cannot be pickled, and the temporary folder of this process."""
         return {name: value for name, value in vars(self).items() if name not in ("_compiled", "_folder")}
 
     @property
     def vocab_size(self) -> int:
-        """The rows that an embedding needs: the highest id and one."""
+        """The number of rows that an embedding needs: the highest id plus one."""
         return max(self.vocabulary.values()) + 1
 
     @property
@@ -104,24 +104,23 @@ class Tokenizer:
         return self._tokenizer.get_vocab(with_added_tokens=True)
 
     def require_same_ids(self, other: "Tokenizer", setting: str) -> None:
-        """Raises TuneError, which blames `setting`, if an id is another token of `other`."""
+        """Raise TuneError, which names `setting`, if an id is a different token in `other`."""
         ours, theirs = ({index: token for token, index in each.vocabulary.items()} for each in (self, other))
         if differing := sorted(index for index in ours.keys() | theirs if ours.get(index) != theirs.get(index)):
             examples = ", ".join(f"{at} ({ours.get(at)!r} and {theirs.get(at)!r})" for at in differing[:3])
             raise TuneError(
-                f"{setting}: {other.path} has another tokenizer than {self.path}: {len(differing):,} ids are not the "
-                f"same token, such as {examples}. Only predictions of the same tokens can be compared: take models of "
-                "one family"
+                f"{setting}: {other.path} has a different tokenizer from {self.path}: {len(differing):,} ids differ, "
+                f"such as {examples}. Only predictions over the same tokens can be compared. Use models of one family"
             )
 
     @property
     def definition(self) -> dict[str, Any]:
-        """What tokenizer.json says of it."""
+        """The content of its tokenizer.json."""
         return json.loads(self._tokenizer.to_str())
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of all that decides its ids, the text of conversations and where an answer ends."""
+        """A hash of everything that determines ids, the text of conversations and where an answer ends."""
         ends = sorted(self._generation_eos)
         contents = [tokenizers.__version__, self._tokenizer.to_str(), self.special_tokens, self._templates, ends]
         if any("strftime_now" in template for template in self._templates.values()):
@@ -130,7 +129,7 @@ class Tokenizer:
 
     @cached_property
     def stop_ids(self) -> set[int]:
-        """Tokens that end a generated answer: EOS, generation_config.json's, and the chat template's end-of-turn."""
+        """Tokens that end an answer: EOS, those of generation_config.json, and the chat template's end of turn."""
         ids = set(self._generation_eos)
         if self.eos_id is not None:
             ids.add(self.eos_id)
@@ -138,8 +137,11 @@ class Tokenizer:
         return ids | set(self.encode(token)) if token else ids
 
     def choose_pad(self) -> int:
-        """The id of a pad token that ends no text, which becomes the folder's when it is saved: its own, or if that is
-        none or ends texts, another special token. transformers scores a text at its last token that is no pad token."""
+        """Choose a pad token that does not end texts, and return its id; `save` writes it.
+
+        It is the folder's own pad token, or another special token if there is none or if it ends texts: transformers
+        scores a text at its last token that is not a pad token.
+        """
         end = end_of_turn(self.apply_chat_template, self._special_pattern) if self.chat_template else None
         ends = {self.eos_id, *(self.encode(end) if end else [])}
         if self.pad_id is None or self.pad_id in ends:
@@ -147,8 +149,8 @@ class Tokenizer:
             if not others:
                 command = f"tune add-tokens {in_shell(self.path)} OUT '<|pad|>'"
                 raise TuneError(
-                    f"the tokenizer in {self.path} has no special token but its end: none can pad texts. Add one, and "
-                    f"train that model: {command}"
+                    f"the tokenizer in {self.path} has no special token for padding, only tokens that end texts. Add "
+                    f"one, and train the resulting model: {command}"
                 )
             self.pad_id = min(others, key=lambda index: ("pad" not in self.special_ids[index].lower(), index))
         self._chosen["pad_token"] = str(self._tokenizer.id_to_token(self.pad_id))
@@ -156,14 +158,14 @@ class Tokenizer:
 
     @cached_property
     def prefix_ids(self) -> list[int]:
-        """What the tokenizer puts before a plain text: the BOS token, or nothing."""
+        """The tokens that precede a plain text: BOS, or none."""
         bare, full = self.encode("a"), self.encode("a", add_special_tokens=True)
         return next(full[:at] for at in range(len(full)) if full[at : at + len(bare)] == bare)
 
     def encode(self, text: str, add_special_tokens: bool = False, parse_special_tokens: bool = True) -> list[int]:
-        """`add_special_tokens` puts BOS (and EOS) around the text as the folder says.
+        """Encode a text. `add_special_tokens` adds BOS (and EOS) as the folder configures.
 
-        Without `parse_special_tokens`, special tokens that a text spells out are text: it cannot end a turn, say.
+        With `parse_special_tokens=False`, spelled-out special tokens are plain text, so a text cannot end a turn.
         """
         require_unicode(text)
         self._tokenizer.encode_special_tokens = not parse_special_tokens
@@ -173,26 +175,26 @@ class Tokenizer:
             self._tokenizer.encode_special_tokens = False
 
     def encode_with_offsets(self, texts: list[str]) -> list[tokenizers.Encoding]:
-        """A batch of texts on all cores, without the special tokens that `prefix_ids` names."""
+        """Encode a batch of texts on all cores, without `prefix_ids`."""
         return self._tokenizer.encode_batch(texts, add_special_tokens=False)
 
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def stream(self, skip_special_tokens: bool = False) -> "TextStream":
-        """Decodes tokens one by one as they are generated."""
+        """Return a decoder for tokens that are generated one by one."""
         return TextStream(partial(self.decode, skip_special_tokens=skip_special_tokens))
 
     def add_tokens(self, tokens: Iterable[str], special: bool = True) -> list[int]:
-        """The ids of `tokens`, of which those that the vocabulary lacks are added behind it and saved with it.
+        """Add missing tokens at the end of the vocabulary, and return the ids of all `tokens`. `save` writes them.
 
-        A model needs `vocab_size` rows in its embedding and head afterwards. Special tokens are left out by
-        `decode(..., skip_special_tokens=True)`.
+        The model then needs `vocab_size` rows in its embedding and head. `decode(..., skip_special_tokens=True)` leaves
+        out special tokens.
         """
         ids = []
         for token in tokens:
             if not token.strip():
-                raise TuneError(f"{token!r} cannot be added to the tokenizer: a token must have more than spaces")
+                raise TuneError(f"{token!r} cannot be added to the tokenizer: a token cannot be blank")
             token_id = self._tokenizer.token_to_id(token)
             if token_id is None:
                 added = AddedToken(token, special=special, normalized=False)
@@ -210,38 +212,40 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: list[Message], add_generation_prompt: bool = False, tools: list | None = None, **variables: Any
     ) -> str:
-        """The conversation as text, by the template `tool_use` where there are tools and such a one, or the default.
-        `tools` are JSON schemas, `variables` the template's own, such as `documents` or `enable_thinking=False`."""
+        """Render a conversation as text, with the template `tool_use` if there is one and `tools` are given.
+
+        `tools` are JSON schemas. `variables` go to the template, such as `documents` or `enable_thinking=False`.
+        """
         return self._template(tools).render(messages, add_generation_prompt, tools=tools, **self._clock, **variables)
 
     def supervised_spans(
         self, messages: list[Message], tools: list | None = None, **variables: Any
     ) -> tuple[str, list[Span]]:
-        """The conversation as text and the character spans to learn from; see `tune.tokenizers.supervised_spans`."""
+        """The conversation as text and its supervised character spans; see `tune.tokenizers.supervised_spans`."""
         return supervised_spans(
             self._template(tools), messages, self._special_pattern, tools, **self._clock, **variables
         )
 
     @property
     def _clock(self) -> dict[str, Any]:
-        """What templates call for the date."""
+        """The function that templates call for the date."""
         return {"strftime_now": self._date.strftime} if self._date else {}
 
     def ends_turn(self, text: str) -> bool:
-        """Whether a special token stands at the end of `text`, apart from whitespace."""
+        """Whether `text` ends with a special token, apart from whitespace."""
         text = text.rstrip()
         return any(match.end() == len(text) for match in self._special_pattern.finditer(text))
 
     def special_tokens_in(self, text: str) -> list[str]:
-        """Special tokens that a text spells out."""
+        """Special tokens that are spelled out in a text."""
         return self._special_pattern.findall(text)
 
     def save(self, folder: str | Path) -> None:
-        """Copy the tokenizer's files, byte for byte but for added tokens and a chosen template, EOS or pad token.
+        """Copy the tokenizer's files byte for byte, except for added tokens and a chosen template, EOS or pad token.
 
-        A folder without tokenizer.json gets one, and its config says to use it: other vocabularies are read in
-        different ways by different versions of transformers. Where the folder has a model's config, or one for
-        generation, `stop_ids` join its `eos_token_id`: a base model that has learned to chat stops where turns end.
+        A folder without tokenizer.json gets one, and a config that uses it, since versions of transformers read other
+        vocabularies differently. If `folder` has config.json or generation_config.json, `stop_ids` are added to its
+        `eos_token_id`, so that a base model that has learned to chat stops at the end of a turn.
         """
         folder, chosen = Path(folder), self._chosen
         for file in (file for name in FILES for file in self.path.glob(name) if file.is_file()):
@@ -254,7 +258,7 @@ class Tokenizer:
             shutil.copyfile(file, target)
         if self._added or self._source.name != "tokenizer.json":
             content = self.definition
-            if self._source.name == "tokenizer.json":  # truncation and padding in it are off here
+            if self._source.name == "tokenizer.json":  # the loaded tokenizer has truncation and padding off
                 content = {**mapping_in(self._source), "added_tokens": content["added_tokens"]}
             _update(folder / "tokenizer.json", content)
         config = mapping_in(folder / "tokenizer_config.json")
@@ -300,13 +304,13 @@ class Tokenizer:
         return re.compile("|".join(map(re.escape, special)) or "(?!)")
 
     def require_chat_template(self) -> None:
-        """Raises TuneError if there is none."""
+        """Raise TuneError if there is no chat template."""
         if self.chat_template is None:
             raise TuneError(
-                f"the tokenizer in {self.path} has no chat template, and conversations need one: put the "
-                "chat_template.jinja of the model's chat version there (`tune generate --raw` needs none). In a "
-                f"recipe, you can set tokenizer.chat_template to {self._fitting()} (it has their tokens), or to such a "
-                "file; or use a dataset of prompt and completion"
+                f"the tokenizer in {self.path} has no chat template, which conversations need. Copy "
+                "chat_template.jinja from the model's chat version there (`tune generate --raw` needs none). In a "
+                f"recipe, you can also set tokenizer.chat_template to {self._fitting()} (whose tokens it has) or to a "
+                "template file, or use a dataset of prompt and completion"
             )
 
     def _fitting(self) -> str:
@@ -314,23 +318,23 @@ class Tokenizer:
         return ", ".join(name for name, needed in SHIPPED.items() if self.vocabulary.keys() >= needed)
 
     def _choose(self, name: str) -> str:
-        """The template that the setting names. Raises TuneError if it is none, or writes tokens that are not there."""
+        """The template that the setting names. Raises TuneError if it does not exist or needs missing tokens."""
         source, setting = chosen_template(name), f"tokenizer.chat_template={name}"
         if name in SHIPPED and self.bos_id is not None and self.prefix_ids == [self.bos_id]:
             source = "{{ bos_token }}" + source
         if "eos_token" in source and self.eos_id is None:
-            raise TuneError(f"{setting} writes an eos_token, and {self.path} names none: set tokenizer.eos_token")
+            raise TuneError(f"{setting} uses eos_token, but {self.path} defines none. Set tokenizer.eos_token")
         self._make_special(markers(ChatTemplate(source, self.special_tokens, setting)), setting)
         return source
 
     def _make_special(self, tokens: list[str], setting: str) -> None:
-        """Makes tokens of the vocabulary special. Raises TuneError for those that it lacks."""
+        """Make tokens of the vocabulary special. Raises TuneError for tokens that are missing from it."""
         if missing := [token for token in tokens if token not in self.vocabulary]:
             names = " ".join(map(repr, missing))
             raise TuneError(
-                f"{setting}: the tokenizer in {self.path} has no token {', '.join(map(repr, missing))}. Choose what it "
-                f"has (it has all that {self._fitting()} need), or make a base that has them: `tune add-tokens "
-                f"{self.path} OUT {names}`, and train their rows: in full, or with adapter.trainable_tokens"
+                f"{setting}: the tokenizer in {self.path} has no token {', '.join(map(repr, missing))}. Choose one of "
+                f"{self._fitting()}, whose tokens it has, or add the tokens to the base: `tune add-tokens {self.path} "
+                f"OUT {names}`. Then train their rows, in a full fine-tune or with adapter.trainable_tokens"
             )
         decoder = self._tokenizer.get_added_tokens_decoder()
         for index in (self.vocabulary[token] for token in tokens):
@@ -351,7 +355,7 @@ class Tokenizer:
         files = {file.stem: file for file in sorted(self.path.glob("additional_chat_templates/*.jinja"))}
         if (file := self.path / "chat_template.jinja").is_file():
             files["default"] = file
-        meant = "must be a text, or a list of texts with names"
+        meant = "must be a text, or a list of named texts"
         with explained(f"the chat template in {self.path} {meant}; it cannot be read", Exception):
             if files:
                 return {name: file.read_text(encoding="utf-8") for name, file in files.items()}
@@ -364,18 +368,18 @@ class Tokenizer:
 
 
 class TextStream:
-    """Text from tokens as they come: `add` gives what is complete, never a part of a character; `finish` the rest."""
+    """Decode tokens as they arrive: `add` returns new text in complete characters, `finish` the rest."""
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
         self._ids: list[int] = []
-        self._start = 0  # of the tokens given last: what decodes differently at a text's beginning needs them before it
+        self._start = 0  # of the last `add`: context for tokens that decode differently at the start of a text
         self._given = 0
 
     def add(self, token_id: int) -> str:
         self._ids.append(token_id)
         text = self._rest()
-        if text.endswith("\ufffd"):  # a character of several tokens, not all of them here
+        if text.endswith("\ufffd"):  # an incomplete character of several tokens
             return ""
         self._start, self._given = self._given, len(self._ids)
         return text
@@ -391,13 +395,15 @@ class TextStream:
 
 
 def require_ours(tokenizer: Any) -> None:
-    """Raises TuneError for a tokenizer of transformers."""
+    """Raise TuneError for a transformers tokenizer."""
     if hasattr(tokenizer, "save_pretrained"):
-        raise TuneError(f"tokenizer: {type(tokenizer).__name__} is transformers'. Give Tokenizer.of(tokenizer)")
+        raise TuneError(
+            f"tokenizer: {type(tokenizer).__name__} is a transformers tokenizer. Pass Tokenizer.of(tokenizer)"
+        )
 
 
 def require_unicode(text: str) -> None:
-    """Raises TuneError for what no file in UTF-8 can hold."""
+    """Raise TuneError for text that UTF-8 cannot encode."""
     what = "the text holds half of a character pair (a lone \\ud800-\\udfff escape), or bytes that are not UTF-8"
     with explained(what, UnicodeEncodeError):
         text.encode()
@@ -410,6 +416,6 @@ def _listed(ids: int | list[int] | None) -> list[int]:
 
 
 def _update(file: Path, content: dict[str, Any]) -> None:
-    """Write the file, unless it says this already: what was copied stays as it is, byte for byte."""
+    """Write the file unless it already has this content, so that a copied file stays as it is, byte for byte."""
     if content != mapping_in(file):
         file.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")

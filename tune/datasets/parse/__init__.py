@@ -1,1 +1,1 @@
-"""Step 2: `parse(row, ...)` gives what a row says: a conversation, a text or tokens, or several answers to compare."""
+"""Step 2: `parse(row, ...)` returns a row's content: a conversation, text or tokens, or several answers to compare."""

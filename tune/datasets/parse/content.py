@@ -1,4 +1,4 @@
-"""What a row can say: a conversation, a text, or tokens."""
+"""The contents of rows: a conversation, a text, or tokens."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,13 +9,13 @@ from tune.errors import TuneError
 from tune.tokenizers import Message
 
 Row = dict[str, Any]
-"""A row of a file: values by column."""
+"""A row of a file: column -> value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Said:
-    """What a content has whatever it is: the `columns` by which a method compares answers, and by its name the `unread`
-    texts of each column that the format does not read."""
+    """The fields of every content: `columns` with which a method compares answers, and the texts of `unread` columns,
+    which the format does not read."""
 
     columns: Mapping[str, float] = field(default_factory=dict)
     unread: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -23,8 +23,10 @@ class _Said:
 
 @dataclass(frozen=True, slots=True)
 class Chat(_Said):
-    """A conversation; its first `prompt` messages are read and not learned, as are those with `train: false`. A number
-    between 0 and 1 in `train` is how much the message counts."""
+    """A conversation. Its first `prompt` messages are not supervised, nor are messages with `train: false`.
+
+    A number between 0 and 1 in `train` is the weight of the message.
+    """
 
     messages: list[Message]
     tools: list | None = None
@@ -33,7 +35,7 @@ class Chat(_Said):
 
 @dataclass(frozen=True, slots=True)
 class Plain(_Said):
-    """A text that continues a prompt, which may be empty, without BOS and EOS. The text is learned."""
+    """A supervised text that continues a prompt, which may be empty; both without BOS and EOS."""
 
     prompt: str
     text: str
@@ -41,7 +43,7 @@ class Plain(_Said):
 
 @dataclass(frozen=True, slots=True)
 class Tokens(_Said):
-    """Token ids, and for each the same id if it is learned or -100, and how much it counts; None: all alike."""
+    """Token ids with labels (the same id where supervised, else -100; not shifted) and weights (None: all 1)."""
 
     ids: list[int]
     labels: list[int]
@@ -49,27 +51,27 @@ class Tokens(_Said):
 
 
 class Dropped(Exception):
-    """A row is of no use; the message says why. It is dropped and counted."""
+    """A row cannot be trained on, for the reason in the message. It is dropped and counted."""
 
 
 Content = Chat | Plain | Tokens
-"""What is read and learned as one sample."""
+"""The content of one sample."""
 
 
 def require(is_right: bool, place: str, value: Any, kind: str) -> None:
-    """Raises TuneError unless it `is_right`: the value there must be of this kind."""
+    """Raise TuneError unless `is_right`: the value at `place` must be of this `kind`."""
     if not is_right:
         raise TuneError(f"{place} is {shown(value)}; it must be {kind}")
 
 
 def require_weight(weight: Any, place: str) -> None:
-    """Raises TuneError unless the weight there is a number from 0 to 1."""
+    """Raise TuneError unless the weight at `place` is a number from 0 to 1."""
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-    require(is_number and 0 <= weight <= 1, place, weight, "a number from 0 (not learned) to 1")
+    require(is_number and 0 <= weight <= 1, place, weight, "a number from 0 (not trained on) to 1")
 
 
 def shown(value: Any) -> str:
-    """A value for a message."""
+    """A value as short text for a message."""
     if value is None:
         return "missing"
     text = json.dumps(value, ensure_ascii=False, default=str)

@@ -1,6 +1,6 @@
-"""The formats of rows, each one function from a row to what it says.
+"""The formats of rows: each is a function that parses a row into its contents.
 
-A function raises Dropped for a row of no use, and TuneError where the row is a mistake.
+A function raises Dropped for a row that cannot be trained on, and TuneError for an invalid row.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def sharegpt(row: Row) -> list[Content]:
 
 
 def alpaca(row: Row) -> list[Content]:
-    """`instruction` and `output`, optional `input` (put behind the instruction) and `system`: a chat of one turn."""
+    """`instruction` and `output`, optional `input` (appended to the instruction) and `system`: a chat of one turn."""
     require(isinstance(row["output"], str | None), "output", row["output"], "a string")
     question = question_of(row)
     if not (question and row["output"]):
@@ -47,13 +47,13 @@ def prompt_completion(row: Row) -> list[Content]:
             raise Dropped("empty completion")
         return [Chat(before + behind, checked_tools(row.get("tools")), prompt=len(before))]
     for name, value in (("prompt", prompt), ("completion", answer)):
-        kind = "a string, as prompt and completion are two strings or two lists of messages"
+        kind = "a string: prompt and completion are two strings or two lists of messages"
         require(isinstance(value, str), name, value, kind)
     return [Plain(prompt, answer)]
 
 
 def text(row: Row) -> list[Content]:
-    """`text`: one string, learned from beginning to end."""
+    """`text`: one string, supervised from beginning to end."""
     require(isinstance(row["text"], str | None), "text", row["text"], "a string")
     if not row["text"]:
         raise Dropped("empty text")
@@ -61,9 +61,13 @@ def text(row: Row) -> list[Content]:
 
 
 def tokens(row: Row) -> list[Content]:
-    """`input_ids` with `labels` (the same ids, -100 where nothing is learned: not shifted), or with masks of 1 and 0:
-    `completion_mask`, `assistant_masks`; alone they are learned throughout. `attention_mask` 0 is padding. `weights`
-    from 0 to 1 say how much each token counts; with 0 it is not learned."""
+    """`input_ids` with optional columns of the same length; alone, all tokens are supervised.
+
+    - `labels`: the same ids, not shifted, or -100 for tokens that are not supervised
+    - `completion_mask`, `assistant_masks`: 1 for supervised tokens, else 0
+    - `attention_mask`: 0 for padding, which is removed
+    - `weights`: from 0 (not supervised) to 1
+    """
     ids = _ids(row, "input_ids")
     if not ids:
         raise Dropped("empty input_ids")
@@ -74,12 +78,12 @@ def tokens(row: Row) -> list[Content]:
         if name != "labels" and not {*values} <= {0, 1}:
             raise TuneError(f"{name} holds {shown(sorted({*values} - {0, 1})[0])}; it must hold 1 and 0")
     if min(ids) < 0 or max(ids) >= 2**31:
-        raise TuneError(f"input_ids holds {min(ids) if min(ids) < 0 else max(ids)}, which is no token")
+        raise TuneError(f"input_ids holds {min(ids) if min(ids) < 0 else max(ids)}, which is not a token id")
     labels = columns.get("labels", ids)
     if wrong := next((pair for pair in zip(ids, labels, strict=True) if pair[1] not in (IGNORE, pair[0])), None):
         raise TuneError(
-            f"labels has {wrong[1]} where input_ids has {wrong[0]}; it must have the same token (not the next one) "
-            f"or {IGNORE}"
+            f"labels has {wrong[1]} where input_ids has {wrong[0]}; it must have the same token (not the next) or "
+            f"{IGNORE}"
         )
     for mask in (columns[name] for name in LEARNED if name in columns):
         labels = [label if on else IGNORE for label, on in zip(labels, mask, strict=True)]
@@ -98,7 +102,7 @@ MASKS = ("attention_mask", *LEARNED)
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """`parse` wants the `columns`, and looks into the `optional` ones. It gives one content, or one for each answer."""
+    """A format: `parse` needs `columns`, reads `optional` ones, and returns one content, or one for each answer."""
 
     name: str
     parse: Callable[[Row], list[Content]]
@@ -108,7 +112,7 @@ class Format:
 
 
 Kind = Literal["supervised", "preferences", "graded", "labelled"]
-"""What is learned of rows: what they say, which of several answers is better, or by how much, or if one is good."""
+"""What rows teach: their text, which of several answers is better, by how much, or whether an answer is good."""
 
 SUPERVISED = (
     Format("chat", chat, ("messages",), ("tools", "system"), is_chat=True),
@@ -132,9 +136,9 @@ FORMATS = {
     "supervised": SUPERVISED,
     "preferences": PREFERENCES,
     "graded": GRADED,
-    "labelled": (*LABELLED, *PREFERENCES),  # of a pair, the chosen answer is a good one and the rejected a bad one
+    "labelled": (*LABELLED, *PREFERENCES),  # in a pair, the chosen answer is good and the rejected one bad
 }
-"""The formats that `dataset.format` can name, by kind, in the order in which they are recognised."""
+"""The formats that `dataset.format` can name, by kind, in the order in which they are tried."""
 
 
 def _ids(row: Row, column: str) -> list[int]:
@@ -154,12 +158,12 @@ def _weights(values: Any, length: int) -> list[float]:
 
 
 def _without_padding(mask: list[int]) -> slice:
-    """Where the tokens are that are no padding."""
+    """The slice of tokens that are not padding."""
     if 1 not in mask:
-        raise TuneError("attention_mask is 0 throughout: the row is all padding")
+        raise TuneError("attention_mask is 0 everywhere: the row is all padding")
     start, end = mask.index(1), len(mask) - mask[::-1].index(1)
     if 0 in mask[start:end]:
         raise TuneError(
-            f"attention_mask[{start + mask[start:end].index(0)}] is 0 between tokens; padding is at the ends"
+            f"attention_mask[{start + mask[start:end].index(0)}] is 0 between tokens; padding must be at the ends"
         )
     return slice(start, end)

@@ -1,4 +1,4 @@
-"""Messages in the spellings that datasets have, in the one that chat templates are written for."""
+"""Convert messages from the spellings in datasets to the form that chat templates expect."""
 
 import json
 from collections.abc import Collection
@@ -22,40 +22,42 @@ SHARE_GPT_ROLES = {
 
 
 def conversation(row: Row, column: str) -> list[Message]:
-    """The messages in a column, behind the system message that may stand in the row's column `system`."""
+    """The messages in a column, after the system message in the row's column `system`, if any."""
     messages = row[column]
     if isinstance(messages, str) and messages.lstrip().startswith("["):
-        messages = _parsed(messages, column)  # all that CSV can hold
+        messages = _parsed(messages, column)  # CSV can only hold strings
     messages = checked_messages(messages, column)
     system = row.get("system")
     require(isinstance(system, str | None), "system", system, "a string")
     if not system or messages[0] == {"role": "system", "content": system}:
         return messages
     if messages[0]["role"] == "system":
-        raise TuneError(f"the column system and {column}[0] are two system messages; there can be one")
+        raise TuneError(f"system and {column}[0] are both system messages; remove one")
     return [{"role": "system", "content": system}, *messages]
 
 
 def checked_messages(messages: Any, column: str) -> list[Message]:
+    """The messages in the form of chat templates. Raises TuneError, which names the column, if one is invalid."""
     wanted = "a text or a list of messages" if column == "prompt" else "a list of messages"
     require(isinstance(messages, list) and len(messages) > 0, column, messages, wanted)
     return [_checked(message, f"{column}[{index}]") for index, message in enumerate(messages)]
 
 
 def question_of(row: Row) -> str:
-    """A row's `instruction`, with its `input` behind, if it has one."""
+    """A row's `instruction`, followed by its `input`, if any."""
     for name in ("instruction", "input"):
         require(isinstance(row.get(name), str | None), name, row.get(name), "a string")
     return "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
 
 
 def is_empty_answer(message: Message) -> bool:
-    """Whether the assistant neither says, nor thinks, nor calls anything."""
+    """Whether an assistant message has no content, no reasoning and no tool calls."""
     return message["role"] == "assistant" and not any(map(message.get, ("content", "tool_calls", *REASONING)))
 
 
 def checked_tools(tools: Any) -> list | None:
-    """A list of JSON schemas, also as a string (a Parquet column cannot hold schemas of several shapes otherwise)."""
+    """A list of JSON schemas, or None. A JSON string is parsed, since a Parquet column cannot mix schemas of several
+    shapes."""
     if isinstance(tools, str):
         tools = _parsed(tools, "tools") if tools.strip() else None
     is_right = tools is None or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools))
@@ -87,7 +89,7 @@ def _checked(message: Any, place: str) -> Message:
     require(is_number, f"{place}.train", train, "true or false, or a number from 0 to 1")
     if train in (0, 1) and "train" in message:
         message["train"] = bool(train)
-    if "weight" in message:  # as OpenAI's files have it
+    if "weight" in message:  # OpenAI's files
         message = _weighed(message, f"{place}.weight")
     return message
 
@@ -98,12 +100,12 @@ def _weighed(message: Message, place: str) -> Message:
     require_weight(weight, place)
     if weight and message["role"] != "assistant":
         raise TuneError(
-            f"{place} is {weight}, and the message is of the role {message['role']}; only answers of the assistant "
-            "have a weight. To learn other messages, set dataset.train_on, or train: true in them"
+            f"{place} is {weight}, but the message has the role {message['role']}; only assistant messages can have "
+            "a weight. To train on other messages, set dataset.train_on, or train: true in them"
         )
     message = {key: value for key, value in message.items() if key != "weight"}
     if not message.get("train", True) or ("train" in message and weight == 0):
-        return message  # its own `train` decides
+        return message  # its own `train` takes precedence
     return {**message, "train": weight if 0 < weight < 1 else bool(weight)}
 
 
@@ -114,7 +116,7 @@ def _require_one_of(known: Collection[str], value: Any, place: str) -> None:
 
 
 def _from_share_gpt(message: Message, place: str) -> Message:
-    """`from` and `value` as `role` and `content`."""
+    """Convert `from` and `value` to `role` and `content`."""
     name: Any = message["from"]
     value: Any = message.get("value")
     _require_one_of(SHARE_GPT_ROLES, name, f"{place}.from")
@@ -127,7 +129,7 @@ def _from_share_gpt(message: Message, place: str) -> Message:
 
 
 def _without_thinking_parts(message: Message, place: str) -> Message:
-    """Parts of the type `thinking` (Mistral, Anthropic) as the message's reasoning."""
+    """Move content parts of the type `thinking` (Mistral, Anthropic) to the message's `reasoning_content`."""
     content = message.get("content")
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         return message
@@ -135,7 +137,7 @@ def _without_thinking_parts(message: Message, place: str) -> Message:
     if not thoughts:
         return message
     if known := next((name for name in REASONING if message.get(name)), None):
-        raise TuneError(f"{place}[{thoughts[0][0]}].type is thinking, and the message has {known} too: leave one out")
+        raise TuneError(f"{place}[{thoughts[0][0]}].type is thinking, but the message also has {known}; remove one")
     texts = []
     for index, part in thoughts:
         inside = part.get("thinking")  # a text, or parts of text
@@ -147,24 +149,23 @@ def _without_thinking_parts(message: Message, place: str) -> Message:
 
 
 def _joined(content: Any, place: str) -> Any:
-    """Content in parts as one text, joined without anything between them, as the templates that take parts do."""
+    """Join content parts into one text without separator, as templates that take parts do."""
     if not isinstance(content, list) or not content or not all(isinstance(part, dict) for part in content):
         return content
     for index, part in enumerate(content):
         if part.get("type") != "text":
-            raise TuneError(
-                f"{place}[{index}].type is {shown(part.get('type'))}; only text and thinking can be learned"
-            )
+            raise TuneError(f"{place}[{index}].type is {shown(part.get('type'))}; only text and thinking are supported")
         require(isinstance(part.get("text"), str), f"{place}[{index}].text", part.get("text"), "a string")
     return "".join(part["text"] for part in content)
 
 
 def _tool_calls(calls: Any, role: str, place: str) -> list[dict[str, Any]]:
-    """As `{"type": "function", "function": {"name": ..., "arguments": {...}}}`, which all templates read."""
+    """Convert calls to `{"type": "function", "function": {"name": ..., "arguments": {...}}}`, which all templates
+    read."""
     is_right = isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
     require(is_right, place, calls, "a list of calls")
     if calls and role != "assistant":
-        raise TuneError(f"{place}: the message is of the role {role}; only the assistant calls tools")
+        raise TuneError(f"{place}: the message has the role {role}, but only the assistant can call tools")
     return [_tool_call(call, f"{place}[{index}]") for index, call in enumerate(calls)]
 
 
@@ -177,7 +178,7 @@ def _tool_call(call: dict[str, Any], place: str) -> dict[str, Any]:
         function = {key: call[key] for key in keys if key in call}
         rest = {key: value for key, value in call.items() if key not in keys}
     name = function.get("name") if isinstance(function, dict) else None
-    require(isinstance(name, str) and name != "", f"{place}.name", name, "the name of the tool, which a call needs")
+    require(isinstance(name, str) and name != "", f"{place}.name", name, "the name of a tool")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         arguments = _parsed(arguments, f"{place}.arguments") if arguments.strip() else None

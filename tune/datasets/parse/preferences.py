@@ -15,9 +15,9 @@ QUESTIONS = ("question", "instruction", "query", "problem", "input")
 
 
 def preference(row: Row) -> list[Content]:
-    """`chosen` and `rejected`: two strings, messages or lists of messages; `rejected` may be a list of several of them.
+    """`chosen` and `rejected`: strings, messages, or lists of messages. `rejected` may be a list of several answers.
 
-    `prompt` (a string or messages) comes before the answers. Without it, what both begin with is the prompt.
+    `prompt` (a string or messages) precedes the answers. Without it, their common beginning is the prompt.
     """
     chosen, rejected = row["chosen"], row["rejected"]
     several = isinstance(rejected, list) and (not rejected or not isinstance(rejected[0], dict))
@@ -37,8 +37,10 @@ def preference(row: Row) -> list[Content]:
 
 
 def instructed(row: Row) -> list[Content]:
-    """`instruction`, `chosen` and `rejected`: strings, as a chat of one turn; optional `input` (put behind the
-    instruction) and `system`."""
+    """`instruction`, `chosen` and `rejected`: strings, as a chat of one turn.
+
+    `input` (appended to the instruction) and `system` are optional.
+    """
     question, rejected = question_of(row), row["rejected"]
     require(question != "", "instruction", row["instruction"], "a string")
     several = rejected if isinstance(rejected, list) else [rejected]
@@ -49,7 +51,7 @@ def instructed(row: Row) -> list[Content]:
 
 
 def graded(parse: Callable[[Row], list[Content]]) -> Callable[[Row], list[Content]]:
-    """A format of pairs with an optional `margin`: by how much the better answer is better."""
+    """Add to a format of pairs an optional `margin`: by how much the chosen answer is better."""
 
     def parse_graded(row: Row) -> list[Content]:
         margin = row.get("margin")
@@ -62,7 +64,7 @@ def graded(parse: Callable[[Row], list[Content]]) -> Callable[[Row], list[Conten
 
 
 def labelled(parse: Callable[[Row], list[Content]]) -> Callable[[Row], list[Content]]:
-    """A format with a `label`: true or 1 for a good answer, false or 0 for a bad one (KTO)."""
+    """Add a `label` to a format: true or 1 for a good answer, false or 0 for a bad one (KTO)."""
 
     def parse_labelled(row: Row) -> list[Content]:
         label, (content,) = row["label"], parse(row)
@@ -81,13 +83,13 @@ def _texts(row: Row, answers: list[str]) -> list[Plain]:
     if prompt is None:
         if asked := next((name for name, value in row.items() if value and name.lower() in QUESTIONS), None):
             raise TuneError(
-                f"chosen and rejected answer {asked}, which would not be read. Say which it is: "
+                f"chosen and rejected answer {asked}, which would not be read. Set "
                 f"'dataset.columns={{instruction: {asked}}}' (a chat), or 'dataset.columns={{prompt: {asked}}}' (text)"
             )
-        # What all begin with, up to the last blank, so that no word is parted.
+        # The common beginning up to its last blank, so that no word is split.
         shared = re.match(r"(.*)\s", answers[0][: common_prefix(*answers)], re.DOTALL)
         if not shared:
-            raise TuneError("there is no prompt: chosen and rejected begin with nothing in common. Add a column prompt")
+            raise TuneError("no prompt: chosen and rejected have no common beginning. Add a column prompt")
         prompt = shared[1]
         answers = [answer[len(prompt) :] for answer in answers]
     return [Plain(prompt, answer) for answer in answers]
@@ -98,25 +100,25 @@ def _chats(row: Row, answers: list[list[Any]]) -> list[Content]:
     if isinstance(prompt, str) and prompt:
         prompt = [{"role": "user", "content": prompt}]
     before = checked_messages(prompt, "prompt") if prompt else []
-    # Many sets repeat the prompt in the answers.
+    # Many datasets repeat the prompt in the answers.
     chats = [answer if answer[: len(before)] == before else [*before, *answer] for answer in answers]
     chats = [conversation({"messages": chat, "system": row.get("system")}, "messages") for chat in chats]
     tools = checked_tools(row.get("tools"))
     shared = common_prefix(*chats)
     contents = [_answered(Chat(chat, tools, shared), "chosen and rejected") for chat in chats]
     if all(message["role"] == "system" for message in chats[0][:shared]):
-        raise TuneError("chosen and rejected answer different prompts: they begin with no message in common")
+        raise TuneError("chosen and rejected answer different prompts: their first messages differ")
     return _compared(contents)
 
 
 def _answered(chat: Chat, place: str) -> Chat:
-    """The conversation with its prompt: at the most all but the last message, which is an answer."""
+    """Set the length of the prompt: at most all messages but the last, which must be an answer."""
     last = len(chat.messages) - 1
     if chat.messages[last]["role"] != "assistant":
-        raise TuneError(f"{place} must end with an answer of the assistant, not with {chat.messages[last]['role']}")
+        raise TuneError(f"{place} must end with an assistant message, not with {chat.messages[last]['role']}")
     return Chat(chat.messages, chat.tools, min(chat.prompt or last, last))
 
 
 def _compared(contents: Sequence[Chat | Plain]) -> list[Content]:
-    """Answers to one prompt, numbered: the better one is the first."""
+    """Number the answers to one prompt; the first is the best."""
     return [replace(content, columns={"answer": index}) for index, content in enumerate(contents)]

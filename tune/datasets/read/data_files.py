@@ -1,4 +1,4 @@
-"""Which files a path stands for, on this machine or wherever fsspec reads."""
+"""Find the data files of a path, local or on any file system of fsspec."""
 
 import bz2
 import glob
@@ -20,11 +20,11 @@ from tune.errors import TuneError, explained
 from tune.lookup import absent, did_you_mean, local_path
 
 KINDS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
-SEEKABLE = (".parquet", ".arrow")  # they have a compression of their own
-RUN = "run.json"  # in the folder of a run
+SEEKABLE = (".parquet", ".arrow")  # compressed internally
+RUN = "run.json"  # marks the folder of a run
 NOT_DATA = ("dataset_info.json", "dataset_infos.json")
 
-# The words by which files of a split are known, as the Hugging Face hub knows them.
+# The words in file names that mark a split, as on the Hugging Face hub.
 SPLITS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
@@ -43,8 +43,7 @@ DECOMPRESS: dict[str, Callable[[IO[bytes]], Any]] = {".gz": gzip.open, ".bz2": b
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file, a folder or a glob. `path` is as the file system knows it; `name` as the user wrote it, or below a folder
-    that was looked through."""
+    """A file, folder or glob. `path` is for the file system; `name` is what the user wrote, or relative to a folder."""
 
     filesystem: fsspec.AbstractFileSystem
     path: str
@@ -56,7 +55,7 @@ class File:
 
     @property
     def suffixes(self) -> str:
-        """Of the file type and the compression: the same bytes mean something else in a file of another type."""
+        """The suffixes of file type and compression, since the same bytes mean different things in other types."""
         return self.kind + _suffix(self.path)
 
     @property
@@ -64,14 +63,16 @@ class File:
         return isinstance(self.filesystem, LocalFileSystem)
 
     def open(self) -> IO[bytes]:
-        """The bytes in it, decompressed."""
+        """Open the file for reading, decompressed."""
         stream = self.filesystem.open(self.path, "rb")
         decompress = DECOMPRESS.get(_suffix(self.path))
         return decompress(stream) if decompress else stream
 
     def below(self) -> "list[File]":
-        """All that is in the folder and in those below it, without hidden ones and the folders of runs. Links to
-        folders stay closed: they may lead in circles."""
+        """All files in the folder and its subfolders, except hidden files and folders of runs.
+
+        Symbolic links to folders are not followed, since they may form a cycle.
+        """
         root = self.path.rstrip("/")
         names = sorted(os.path.relpath(path, root) for path in self.filesystem.find(root))
         runs = tuple(f"{os.path.dirname(name)}/" for name in names if self._is_of_run(f"{root}/{name}"))
@@ -79,8 +80,7 @@ class File:
         return [File(self.filesystem, f"{root}/{name}", name) for name in shown]
 
     def matching(self) -> "list[File]":
-        """The files and folders that the path as a glob stands for, without those in folders of runs that the path does
-        not name."""
+        """The files and folders that match the glob, except in folders of runs that the path does not name."""
         found = glob.glob(self.path, recursive=True) if self.is_local else self.filesystem.glob(self.path)
         named = os.path.dirname(re.split(r"[*?\[]", self.path)[0])
         folders = {parent for path in found for parent in PurePath(path).parents if len(str(parent)) > len(named)}
@@ -88,7 +88,7 @@ class File:
         return [File(self.filesystem, path, path) for path in sorted(found) if not path.startswith(runs)]
 
     def _is_of_run(self, path: str) -> bool:
-        """Whether this is the file in which a run notes how it began."""
+        """Whether this is the file in which a run records its starts."""
         if os.path.basename(path) != RUN or not self.filesystem.isfile(path):
             return False
         try:
@@ -98,7 +98,7 @@ class File:
         return isinstance(noted, dict) and "starts" in noted
 
     def saved_split(self, split: str) -> str | None:
-        """The folder of this split if `datasets.save_to_disk` wrote this one."""
+        """The folder of this split, if `datasets.save_to_disk` wrote the folder."""
         if self.filesystem.isfile(f"{self.path}/dataset_dict.json"):
             splits = json.loads(self.filesystem.cat_file(f"{self.path}/dataset_dict.json"))["splits"]
             if split not in splits:
@@ -111,7 +111,7 @@ class File:
 
 
 def is_on_the_hub(path: str) -> bool:
-    """Whether a path that is not there can be the name of a dataset on the hub; raises TuneError if it cannot."""
+    """Whether a path is the name of a dataset on the hub. Raises TuneError if it neither exists nor can be one."""
     local = local_path(path)
     if "://" in path or os.path.lexists(local) or glob.has_magic(path):
         return False
@@ -125,28 +125,28 @@ def is_on_the_hub(path: str) -> bool:
 
 
 def place_at(path: str) -> File:
-    """Raises TuneError for a URL that fsspec cannot open, or a path that leads nowhere."""
+    """Open a path or URL. Raises TuneError if fsspec cannot open it, or if it does not exist."""
     absent_package = explained(f"{path} needs a package (pip install it)", ImportError)
-    with explained(f"{path} cannot be opened", Exception), absent_package:  # each file system has errors of its own
+    with explained(f"{path} cannot be opened", Exception), absent_package:  # each file system has its own errors
         if "://" in path:
             filesystem, root = fsspec.url_to_fs(path)
         else:
             filesystem, root = LocalFileSystem(), str(local_path(path))
         exists = filesystem.exists(root) or glob.has_magic(root)
     if not exists:
-        leads = f" is a link that leads nowhere ({os.readlink(root)})" if os.path.islink(root) else " does not exist"
+        leads = f" is a broken link (to {os.readlink(root)})" if os.path.islink(root) else " does not exist"
         raise TuneError(f"{path}{leads}")
     return File(filesystem, root, path)
 
 
 def choose_files(place: File, split: str) -> tuple[list[File], list[str]]:
-    """The data files, all of one kind, and the names of those that are left aside."""
+    """The data files, all of one kind, and the names of ignored files."""
     path, filesystem = place.name, place.filesystem
     if filesystem.isfile(place.path):
         require_train(path, split)
         if not _kind(path):
             suffix = "".join(Path(path).suffixes[-2:])
-            raise TuneError(f"{path}: cannot read {suffix or 'such'} files; known are {_known()}")
+            raise TuneError(f"{path}: cannot read {suffix or 'such'} files. Supported: {_known()}")
         return [File(filesystem, place.path, os.path.basename(place.path))], []
     is_folder = filesystem.isdir(place.path)
     found = place.below() if is_folder else place.matching()
@@ -169,7 +169,7 @@ def choose_files(place: File, split: str) -> tuple[list[File], list[str]]:
 
 
 def _of_split(folder: str, files: list[File], split: str) -> list[File]:
-    """The files whose path names the split, or all of them if none names any."""
+    """The files whose path names the split, or all files if none names a split."""
     by_split: dict[str, list[File]] = {}
     for file in files:
         words = re.split(r"[^a-z]+", file.name.lower())
@@ -182,19 +182,19 @@ def _of_split(folder: str, files: list[File], split: str) -> list[File]:
         names = {known: ", ".join(file.name for file in of_it[:5]) for known, of_it in by_split.items()}
         found = "; ".join(f"{known or 'no split'}: {listed}" for known, listed in names.items())
         raise TuneError(
-            f"{folder} has no files of the split {split!r}; by their names it has {found}. "
-            f"Set split to one of these, or name the files: {folder}/*{os.path.splitext(files[0].name)[1]}"
+            f"{folder} has no files of the split {split!r}. By their names, it has {found}. "
+            f"Set split to one of these, or give a glob: {folder}/*{os.path.splitext(files[0].name)[1]}"
         )
     return by_split[split]
 
 
 def require_train(path: str, split: str) -> None:
     if split != "train":
-        raise TuneError(f"{path} has no splits: all rows are the split `train`; found split={split}: remove it")
+        raise TuneError(f"{path} has no splits: all rows belong to `train`. Remove split={split}")
 
 
 def _kind(name: str) -> str:
-    """The suffix below that of the compression; empty if it is none that can be read."""
+    """The suffix of the file type, without compression; empty if the type is not supported."""
     suffix = _suffix(name)
     if suffix in DECOMPRESS:
         suffix = _suffix(os.path.splitext(name)[0])
@@ -203,7 +203,7 @@ def _kind(name: str) -> str:
 
 
 def _suffix(name: str) -> str:
-    """In lower case, as .JSONL is no other kind of file."""
+    """The last suffix, in lower case."""
     return os.path.splitext(name)[1].lower()
 
 

@@ -1,4 +1,4 @@
-"""Where rows come from: files, the Hugging Face hub, or a function."""
+"""Open a source of rows: files, the Hugging Face hub, or a function."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -16,9 +16,9 @@ FUNCTION = "python:"
 
 @dataclass(frozen=True)
 class Source:
-    """Rows, each with its place ("chats.jsonl:12") for messages, which are read anew each time it is iterated.
+    """Rows, each with its place ("chats.jsonl:12") for messages. Each iteration reads them again.
 
-    `take` reads only the first of them; `files` is empty for rows that come from elsewhere.
+    `take` limits the number of rows; `files` is empty if the rows do not come from files.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Source:
         return islice(self.rows(), self.take)
 
     def rehearsed(self) -> "Source":
-        """In a rehearsal, the first rows, of which it knows if they are not all."""
+        """In a rehearsal, the source cut to the first rows; the rehearsal notes whether there are more."""
         rehearsed = rehearsal.current()
         if rehearsed is None or rehearsed.rows is None or (self.take or 1 << 62) <= rehearsed.rows:
             return self
@@ -41,17 +41,17 @@ class Source:
 
 
 def read(path: str, split: str = "train", subset: str | None = None, take: int | None = None) -> Source:
-    """Rows of a file, a folder, a glob, a URL of these, a dataset on the hub, or `python:` and a generator function.
+    """Open a file, folder, glob, a URL of these, a dataset on the hub, or a generator function (`python:` + its path).
 
-    Raises TuneError if there is no such thing, or if it has no such split.
+    Raises TuneError if it does not exist or does not have the split.
     """
     is_function = path.startswith(FUNCTION)
     if not is_function and is_on_the_hub(path):
         asked = f"from the Hugging Face hub (subset={subset}, split={split})"
-        otherwise = f"is no file or folder here, and it cannot be loaded {asked}"
+        otherwise = f"is not a file or folder, and cannot be loaded {asked}"
         return Source(path, lambda: _by_datasets("load_dataset", otherwise, path, subset, split=split), take)
     if subset is not None:
-        raise TuneError(f"{path} is no dataset of the hub, which alone has subsets; found subset={subset}: remove it")
+        raise TuneError(f"{path} is not a hub dataset, and only these have subsets. Remove subset={subset}")
     if is_function:
         require_train(path, split)
         function = load_function(path.removeprefix(FUNCTION), path)
@@ -71,12 +71,12 @@ def _generated(function: Callable[[], Any], path: str) -> PlacedRows:
             yield f"{name}:row {number}", row
     except TuneError:
         raise
-    except Exception as error:  # whatever the user's function does
-        raise TuneError(f"{path} fails behind row {number}: {type(error).__name__}: {error}") from error
+    except Exception as error:  # a user's function can raise anything
+        raise TuneError(f"{path} fails after row {number}: {type(error).__name__}: {error}") from error
 
 
 def _by_datasets(function: str, otherwise: str, name: str, *arguments: Any, **options: Any) -> PlacedRows:
-    """Rows of what a function of Hugging Face's `datasets` opens: of the hub, or that `save_to_disk` wrote."""
+    """Yield rows of a dataset that a function of Hugging Face's `datasets` opens: from the hub or `save_to_disk`."""
     import datasets
 
     datasets.disable_progress_bars()

@@ -1,7 +1,7 @@
-"""Rows of one file, by its kind.
+"""Read the rows of one file, by its kind.
 
-Files are read here and not through `datasets`: a mistake is then told with its line, a column keeps the types it was
-written with (no row changes because of another one), nothing is written to a cache, and ranks may read together.
+Files are read here and not through `datasets` for four reasons. Errors name the line. Columns keep the types in the
+file, so that no row changes because of another. No cache is written. All ranks can read at once.
 """
 
 import csv
@@ -17,25 +17,25 @@ from tune.datasets.read.data_files import File
 from tune.errors import TuneError, explained
 
 PlacedRows = Iterator[tuple[str, Any]]
-"""Rows, each with its place. What is wrong with a row alone (a malformed line) is a TuneError in its stead."""
+"""Rows, each with its place. A TuneError takes the place of a malformed row."""
 
 GIT_POINTER = b"version https://git-lfs.github.com"
 BLANKS = b"\xef\xbb\xbf \t\r\n"
-WRAPPERS = ("data", "rows", "examples", "samples", "instances", "records", "items")  # of the list of rows in an object
+WRAPPERS = ("data", "rows", "examples", "samples", "instances", "records", "items")  # keys with the list of rows
 
 
 def rows_of(file: File) -> PlacedRows:
-    """The file's rows, each with its place. Raises TuneError, with the line where there are lines, if it is damaged."""
+    """Yield a file's rows with their places. Raises TuneError, with the line if there are lines, if it is damaged."""
     with explained(f"{file.path} cannot be read", OSError, EOFError, zlib.error, lzma.LZMAError):
         with file.filesystem.open(file.path, "rb") as stream:
             is_git_pointer = stream.read(len(GIT_POINTER)) == GIT_POINTER
-        if is_git_pointer:  # the file was left on a Git server
-            raise TuneError(f"{file.path} is a pointer of Git LFS and not the file itself: run git lfs pull")
+        if is_git_pointer:  # the content is still on the Git server
+            raise TuneError(f"{file.path} is a Git LFS pointer, not the file itself. Run git lfs pull")
         yield from READERS[file.kind](file)
 
 
 def numbered(name: str, tables: Iterable[Any]) -> PlacedRows:
-    """Rows of Arrow tables or record batches, without the nulls for keys that only other rows have."""
+    """Yield the rows of Arrow tables or record batches, without nulls for keys that only other rows have."""
     pieces = (table.slice(start, 1024) for table in tables for start in range(0, table.num_rows, 1024))
     rows = (row for piece in pieces for row in piece.to_pylist())
     for number, row in enumerate(rows, 1):
@@ -49,7 +49,7 @@ def _pruned(value: Any) -> Any:
 
 
 def _json(file: File) -> PlacedRows:
-    """A list of rows, an object that holds one (`{"data": [...]}`), or one row per line."""
+    """Read a list of rows, an object with such a list (`{"data": [...]}`), or one row per line."""
     if _has_lines(file):
         yield from _json_lines(file)
         return
@@ -66,7 +66,7 @@ def _json(file: File) -> PlacedRows:
 
 
 def _has_lines(file: File) -> bool:
-    """Whether there is a row on each line: no list, and no object that is alone or goes on on the next line."""
+    """Whether each line is a row: not a list, a single object, or an object over several lines."""
     with file.open() as stream:
         head = stream.read(4096).lstrip(BLANKS)
     if head.startswith(b"[") or not head:
@@ -92,20 +92,20 @@ def _json_lines(file: File) -> PlacedRows:
 
 
 def json_row(line: str | bytes, otherwise: str = "") -> Any:
-    """The row in a line of JSON, or the mistake in it."""
+    """The row in a line of JSON, or a TuneError if the line is malformed."""
     try:
         return json.loads(line, object_pairs_hook=_with_unique_keys)
     except (ValueError, RecursionError) as error:
-        return TuneError(f"{_malformed(error)}: {line[:60]!r}... Each line must be one whole row{otherwise}")
+        return TuneError(f"{_malformed(error)}: {line[:60]!r}... Each line must be one complete row{otherwise}")
 
 
 def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Python takes the last of several values."""
+    """Build a dict, but reject repeated keys, of which Python would silently keep the last."""
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} is there twice")
+        raise ValueError(f"the key {twice!r} appears twice")
     return found
 
 
@@ -121,7 +121,7 @@ def _csv(file: File) -> PlacedRows:
     try:
         lines = _text_lines(file)
         header = next(lines, "")
-        # Spreadsheets write CSV with semicolons or tabs where the comma is in numbers.
+        # Spreadsheets write CSV with semicolons or tabs in locales with a decimal comma.
         delimiter = "\t" if file.kind == ".tsv" else next((each for each in ",;\t" if each in header), ",")
         table = csv.DictReader(chain([header], lines), strict=True, delimiter=delimiter)
         names = table.fieldnames or ()
@@ -131,7 +131,7 @@ def _csv(file: File) -> PlacedRows:
             if None in row or None in row.values():
                 mistake = TuneError(
                     f"the row has {'more' if None in row else 'fewer'} cells than the header: "
-                    "a text with separators or line breaks needs quotes"
+                    "quote texts with separators or line breaks"
                 )
                 yield f"{file.name}:row {number}", mistake
             else:
@@ -150,7 +150,7 @@ def _text_lines(file: File) -> Iterator[str]:
 
 
 def _columnar(file: File) -> PlacedRows:
-    """Parquet, or Arrow as an IPC file or an IPC stream."""
+    """Read Parquet, or Arrow as an IPC file or an IPC stream."""
     import pyarrow
     import pyarrow.parquet
 
@@ -169,13 +169,13 @@ def _columnar(file: File) -> PlacedRows:
 
 
 def _text(file: File) -> PlacedRows:
-    """The file is one document."""
+    """Read the whole file as one document."""
     yield file.name, {"text": "".join(_text_lines(file))}
 
 
 def _not_text(error: UnicodeDecodeError) -> str:
     if error.object.startswith(b"\x1f\x8b"):
-        return "not UTF-8 text but gzip: its name must end with .gz"
+        return "gzip, not UTF-8 text: rename the file to end with .gz"
     return f"not UTF-8 text: {error.reason} at byte {error.start}. Save the file as UTF-8"
 
 

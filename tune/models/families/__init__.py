@@ -1,6 +1,6 @@
-"""A family is the models of one Hugging Face `model_type`: how config.json is read and how parameters are named.
+"""Model families: how the config.json of a Hugging Face `model_type` is read, and how its parameters are named.
 
-Each file in this folder registers those of one lineage; a file of your own can do so too.
+Each file in this folder registers the families of one lineage. Your own file can register families too.
 """
 
 import importlib
@@ -19,11 +19,13 @@ FAMILIES: dict[str, "Family"] = {}
 
 @dataclass(frozen=True)
 class Family:
-    """`names` maps modules, and parameters without a module of their own, from their names on disk to ours. `{}` is a
-    number; one more `{}` on disk than here means that our parameter is the stack of those tensors.
+    """The models of one `model_type`.
 
-    `ignored` are patterns of tensors on disk that the model does not use, such as the rotary frequencies of old
-    checkpoints. `{num_layers}` in them is the number of layers.
+    `names` maps names of modules, or of parameters without a module of their own, from disk to ours. `{}` stands for a
+    number. If the name on disk has one more `{}` than ours, our parameter is the stack of these tensors.
+
+    `ignored` has patterns of tensors on disk that the model does not use, such as the rotary frequencies of old
+    checkpoints. `{num_layers}` in a pattern stands for the number of layers.
     """
 
     read_config: Callable[[ConfigFile], DecoderConfig]
@@ -31,7 +33,7 @@ class Family:
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
 
     def disk_name(self, name: str, rows: int) -> OnDisk:
-        """The name on disk of our parameter `name`, or those of its `rows` if each is a tensor there."""
+        """The name on disk of our parameter `name`, or the names of its `rows` if each is a tensor on disk."""
         on_disk = {ours: theirs for theirs, ours in self.names.items()}
         numbers = re.findall(r"(?<=\.)\d+(?=\.)", name)
         pattern = re.sub(r"(?<=\.)\d+(?=\.)", "{}", name)
@@ -43,7 +45,7 @@ class Family:
 
 
 def register(model_type: str, family: Family) -> None:
-    """Make `build` read checkpoints of another `model_type`, or replace how it reads one."""
+    """Make `build` read checkpoints of another `model_type`, or replace the reader of a known one."""
     FAMILIES[model_type] = family
 
 
@@ -52,10 +54,10 @@ def supported() -> list[str]:
 
 
 def family(model_type: str) -> Family:
-    """The family of a `model_type`. Raises TuneError if it is not supported, with those that are."""
+    """The family of a `model_type`. Raises TuneError, which lists the native ones, if it is not native."""
     if found := FAMILIES.get(model_type):
         return found
-    raise TuneError(f"config.json: model_type '{model_type}' is not native; these are: {', '.join(supported())}")
+    raise TuneError(f"config.json: model_type '{model_type}' is not native. Native families: {', '.join(supported())}")
 
 
 for each in pkgutil.iter_modules(__path__):

@@ -1,4 +1,4 @@
-"""Command R, and R7B and A: attention and feed-forward read the same layer norm; neighbouring dimensions are pairs."""
+"""Command R, R7B and A: attention and feed-forward read the same layer norm; neighboring dimensions are pairs."""
 
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1, and models made like them: latent attention, experts chosen by corrected sigmoids."""
+"""DeepSeek-V3, R1 and models with the same design: latent attention, experts chosen by corrected sigmoids."""
 
 import math
 
@@ -37,7 +37,7 @@ def read_deepseek_v3(file: ConfigFile) -> DecoderConfig:
 
 
 def read_layers(file: ConfigFile, attention: AttentionPartConfig) -> list[LayerConfig]:
-    """The first ones dense, the others with experts."""
+    """The configs of all layers: the first ones dense, the others with experts."""
     mlp, experts, dense = read.mlp(file), _corrected_experts(file), file.integer("first_k_dense_replace", minimum=0)
     layers = range(file.integer("num_hidden_layers"))
     return [LayerConfig(attention, mlp if layer < dense else experts) for layer in layers]
@@ -77,5 +77,5 @@ def _corrected_experts(file: ConfigFile) -> ExpertsConfig:
     return read.experts(file, file.integer("n_routed_experts"), router=router, shared=shared)
 
 
-for model_type in ("deepseek_v3", "kimi_k2"):  # the latter with code of its own in the folder, which is the same
+for model_type in ("deepseek_v3", "kimi_k2"):  # kimi_k2 has its own code in the folder, which computes the same
     register(model_type, Family(read_deepseek_v3, NAMES, IGNORED))

@@ -22,7 +22,7 @@ def read_gemma(file: ConfigFile) -> DecoderConfig:
     file.set_defaults(head_dim=256, max_position_embeddings=8192, tie_word_embeddings=True)
     # Older files have both names of the activation.
     file.expect(use_bidirectional_attention=False, hidden_activation="gelu_pytorch_tanh")
-    if file.get("hidden_act", "gelu") == "gelu":  # the first releases say so, but use the approximation by tanh
+    if file.get("hidden_act", "gelu") == "gelu":  # the first releases have this value, but use the tanh approximation
         file.fields["hidden_act"] = "gelu_pytorch_tanh"
     attention = read.attention(file, read.rope(file), bias_field="attention_bias")
     return _decoder(file, LayerConfig(attention, read.mlp(file)))
@@ -40,8 +40,8 @@ def read_gemma2(file: ConfigFile) -> DecoderConfig:
 
 
 def read_gemma3_text(file: ConfigFile) -> DecoderConfig:
-    """Gemma 2 with normalised queries and keys, and a rotation of their own for sliding layers."""
-    file.set_defaults(  # files of the multimodal models leave most of these out
+    """Gemma 2 with normalized queries and keys, and a separate rotation for sliding layers."""
+    file.set_defaults(  # files of multimodal models omit most of these
         vocab_size=262208, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26, num_attention_heads=8,
         num_key_value_heads=4, head_dim=256, hidden_activation="gelu_pytorch_tanh", max_position_embeddings=131072,
         tie_word_embeddings=True, query_pre_attn_scalar=256, sliding_window=4096, rope_theta=1e6,
@@ -70,7 +70,7 @@ def _norm(file: ConfigFile) -> NormConfig:
 
 def _gemma2_layer(file: ConfigFile, rope: RopeConfig, **special: Any) -> LayerConfig:
     file.expect(use_bidirectional_attention=False)
-    file.ignore("hidden_act")  # older files have it beside hidden_activation, which is used
+    file.ignore("hidden_act")  # in older files, in addition to hidden_activation, which is used
     scale = file.number("query_pre_attn_scalar") ** -0.5
     attention = read.attention(file, rope, bias_field="attention_bias", scale=scale, **special)
     return LayerConfig(attention, read.mlp(file, "hidden_activation"), norm_after=True)

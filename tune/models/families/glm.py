@@ -1,4 +1,4 @@
-"""GLM-4: half of each head rotated. Dense: in neighbouring pairs, gate and up as one projection."""
+"""GLM-4: half of each head is rotated. Dense models rotate neighboring pairs, and fuse gate and up."""
 
 from functools import partial
 

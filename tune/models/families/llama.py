@@ -1,4 +1,4 @@
-"""Llama, and families that differ from it in little: Arcee AFM, ERNIE 4.5, Phi, Seed-OSS, SmolLM3, StarCoder2."""
+"""Llama and close relatives: Arcee AFM, ERNIE 4.5, Phi, Seed-OSS, SmolLM3, StarCoder2."""
 
 from dataclasses import replace
 
@@ -46,7 +46,7 @@ def read_arcee(file: ConfigFile) -> DecoderConfig:
 
 
 def read_ernie4_5(file: ConfigFile) -> DecoderConfig:
-    """Dense: Llama with neighbouring dimensions as rotated pairs."""
+    """Dense: Llama that rotates neighboring dimensions as pairs."""
     file.set_defaults(
         head_dim=128, num_key_value_heads=2, rope_theta=500000.0, max_position_embeddings=131072, rms_norm_eps=1e-5,
         tie_word_embeddings=True,
@@ -61,7 +61,7 @@ def read_phi3(file: ConfigFile) -> DecoderConfig:
     file.expect(attention_bias=False, mlp_bias=False, lm_head_bias=False, full_attn_mod=1, interpolate_factor=1)
     file.without_dropout("resid_pdrop", "embd_pdrop")
     scaling = read.rope_fields(file)
-    if "short_factor" in scaling:  # called su, and yarn, before it was called longrope
+    if "short_factor" in scaling:  # older files call longrope su or yarn
         scaling |= {"rope_type": "longrope"}
     attention = read.attention(file, read.rope(file, partial=True, fields=scaling), fused=True)
     layer = LayerConfig(attention, read.mlp(file, fused=True))

@@ -40,9 +40,9 @@ def read_ministral3(file: ConfigFile) -> DecoderConfig:
 
 
 def read_mistral3(file: ConfigFile) -> DecoderConfig:
-    """Mistral Small 3.1, Ministral 3 and kin that read images: the text model is trained, the rest kept unchanged."""
+    """Mistral Small 3.1, Ministral 3 and others that read images: only the text model is trained."""
     file.ignore("vision_config", "image_token_index", "multimodal_projector_bias", "projector_hidden_act")
-    file.ignore("spatial_merge_size", "vision_feature_layer", "tie_word_embeddings")  # the text model says whether
+    file.ignore("spatial_merge_size", "vision_feature_layer", "tie_word_embeddings")  # the text model has its own
     text = file.section("text_config")
     readers = {"mistral": read_mistral, "ministral3": read_ministral3}
     return readers[text.choice("model_type", readers)](text)

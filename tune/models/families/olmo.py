@@ -1,4 +1,4 @@
-"""OLMo 2, OLMo 3, OLMoE and EXAONE 4: norms of queries and keys; but for OLMoE, norms after the parts, not before."""
+"""OLMo 2, OLMo 3, OLMoE and EXAONE 4: norms of queries and keys; norms after the parts, but before them in OLMoE."""
 
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import DecoderConfig, LayerConfig
@@ -21,7 +21,7 @@ def read_olmo2(file: ConfigFile) -> DecoderConfig:
 
 
 def read_olmo3(file: ConfigFile) -> DecoderConfig:
-    """OLMo 2 with windows in three of four layers; a scaled rotation is for the others only."""
+    """OLMo 2 with windows in three of four layers; only the other layers use a scaled rotation."""
     file.set_defaults(rms_norm_eps=1e-5, sliding_window=4096, rope_theta=500000.0)
     full, sliding = read.two_ropes(file, sliding_theta=file.number("rope_theta"))
     windows = read.windows(file, lambda index: (index + 1) % 4 != 0)
@@ -39,7 +39,7 @@ def read_olmoe(file: ConfigFile) -> DecoderConfig:
 
 
 def read_exaone4(file: ConfigFile) -> DecoderConfig:
-    """Full layers do not rotate if others slide."""
+    """Full layers do not rotate if other layers slide."""
     file.set_defaults(sliding_window=4096, sliding_window_pattern=4, rms_norm_eps=1e-5)
     every = file.get("sliding_window_pattern")
     if isinstance(every, str):

@@ -27,13 +27,13 @@ def read_qwen2(file: ConfigFile) -> DecoderConfig:
 
 
 def read_qwen3(file: ConfigFile) -> DecoderConfig:
-    """Llama with normalised queries and keys, and a head size of its own."""
+    """Llama with normalized queries and keys, and an explicit head size."""
     file.set_defaults(head_dim=128, max_position_embeddings=32768)
     return read.decoder(file, _dense_layers(file, _qwen3_attention(file)))
 
 
 def read_qwen2_moe(file: ConfigFile) -> DecoderConfig:
-    """Qwen1.5-MoE and Qwen2 (57B-A14B): Qwen2 with experts in some layers or all, and a shared one behind a gate."""
+    """Qwen1.5-MoE and Qwen2 (57B-A14B): Qwen2 with experts in some or all layers, and a gated shared expert."""
     file.set_defaults(
         max_position_embeddings=32768, num_experts_per_tok=4,
         moe_intermediate_size=1408, shared_expert_intermediate_size=5632,
@@ -73,7 +73,7 @@ def _dense_layers(file: ConfigFile, attention: AttentionConfig) -> list[LayerCon
 def _decoder_with_experts(
     file: ConfigFile, layers: list[LayerConfig], num_experts: int, **special: Any
 ) -> DecoderConfig:
-    """Every `decoder_sparse_step`-th layer has experts, but for `mlp_only_layers`."""
+    """Every `decoder_sparse_step`-th layer has experts, except `mlp_only_layers`."""
     router = {"normalized": file.flag("norm_topk_prob")}
     experts = read.experts(file, read.num_experts(file, num_experts), router=router, **special)
     step, dense = file.integer("decoder_sparse_step", 1), file.entries("mlp_only_layers", [])

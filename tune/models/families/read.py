@@ -1,4 +1,4 @@
-"""Readers of the fields of config.json that most families share."""
+"""Read the fields of config.json that most families share."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -19,7 +19,7 @@ ACTIVATION_NAMES = {
     "relu2": "relu2",
 }  # fmt: skip
 
-# The fields that `rope_scaling` and `rope_parameters` may have, and the check of each.
+# The fields that `rope_scaling` and `rope_parameters` may have, with their checks.
 ROPE_FIELDS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"), is_positive),
     **dict.fromkeys(("attention_factor", "low_freq_factor", "high_freq_factor"), is_positive),
@@ -39,7 +39,7 @@ NEEDED = {
 def decoder(
     file: ConfigFile, layers: LayerConfig | Sequence[LayerConfig], norm: NormConfig | None = None, **special: Any
 ) -> DecoderConfig:
-    """`layers`: one config for all layers, or one for each. `norm=None`: `rms_norm`."""
+    """The decoder with `layers`: one config for all layers, or one for each. `norm=None` means `rms_norm`."""
     return DecoderConfig(
         vocab_size=file.integer("vocab_size"),
         hidden_size=file.integer("hidden_size"),
@@ -52,7 +52,7 @@ def decoder(
 
 
 def by_layer(file: ConfigFile, name: str, default: Callable[[int], T], known: Collection[T] = ()) -> list[T]:
-    """A list with an entry for each layer, of those that are `known`, if given."""
+    """A list with an entry for each layer; entries must be in `known`, if given."""
     count = file.integer("num_hidden_layers")
     found = file.entries(name, [default(layer) for layer in range(count)])
     if len(found) != count:
@@ -74,7 +74,7 @@ def head_dim(file: ConfigFile) -> int:
 def attention(
     file: ConfigFile, rope: RopeConfig | None, *, bias_field: str | None = None, **special: Any
 ) -> AttentionConfig:
-    """`bias_field` is the name of the flag that gives all four projections a bias."""
+    """The attention config. `bias_field` is the name of the flag that gives all four projections a bias."""
     file.without_dropout("attention_dropout")
     if bias_field:
         special["bias"] = special["output_bias"] = file.flag(bias_field)
@@ -88,7 +88,7 @@ def attention(
 
 
 def mlp(file: ConfigFile, activation: str = "hidden_act", **special: Any) -> MLPConfig:
-    """`activation` is the name of its field."""
+    """The feed-forward config. `activation` is the name of the activation's field."""
     file.set_defaults(**{activation: "silu"})
     name = ACTIVATION_NAMES[file.choice(activation, ACTIVATION_NAMES)]
     return MLPConfig(file.integer("intermediate_size"), name, **special)
@@ -101,7 +101,7 @@ def rms_norm(file: ConfigFile) -> NormConfig:
 def windows(
     file: ConfigFile, slides: Callable[[int], bool] = lambda layer: True, switch: str | None = None
 ) -> list[int | None]:
-    """Each layer's window: `sliding_window` where `layer_types` says so, or without that field `slides(layer)`.
+    """Each layer's window: `sliding_window` in sliding layers, by `layer_types` or, if it is missing, `slides(layer)`.
 
     `switch` is the name of the flag that turns windows on in this family.
     """
@@ -115,14 +115,14 @@ def windows(
 def with_windows(
     layer: LayerConfig, windows: list[int | None], sliding_rope: RopeConfig | None = None
 ) -> list[LayerConfig]:
-    """`layer` with each of the windows. Layers that have one rotate by `sliding_rope`, if given."""
+    """`layer` with each of the windows. Layers with a window use `sliding_rope`, if given."""
     assert isinstance(layer.attention, AttentionConfig)
     sliding = replace(layer.attention, rope=sliding_rope or layer.attention.rope)
     return [replace(layer, attention=replace(sliding, window=window)) if window else layer for window in windows]
 
 
 def rope_fields(file: ConfigFile) -> dict[str, Any]:
-    """As older files have them (`rope_scaling`, beside `rope_theta`) or newer ones (`rope_parameters`)."""
+    """The rope fields of older files (`rope_scaling`, next to `rope_theta`) or newer files (`rope_parameters`)."""
     return file.mapping("rope_scaling") | file.mapping("rope_parameters")
 
 
@@ -134,7 +134,7 @@ def rope(
     interleaved: bool = False,
     fields: dict[str, Any] | None = None,
 ) -> RopeConfig:
-    """The rotary embedding. `size` is that of a head by default; `partial` allows the family to rotate a part of it.
+    """The rotary embedding. `size` defaults to the head size; `partial` allows the family to rotate a part of it.
     `fields` replace `rope_fields(file)`.
     """
     fields = rope_fields(file) if fields is None else fields
@@ -144,7 +144,7 @@ def rope(
     max_positions = file.integer("max_position_embeddings", 2048)
     if original := file.get("original_max_position_embeddings"):
         fields["original_max_position_embeddings"] = original
-    if kind in ("llama3", "yarn", "longrope"):  # some exporters leave it out and mean the trained length
+    if kind in ("llama3", "yarn", "longrope"):  # some exporters omit it and mean the trained length
         fields.setdefault("original_max_position_embeddings", max_positions)
     fields.setdefault("rope_theta", file.number("rope_theta", 10000.0))
     fields.setdefault("partial_rotary_factor", file.number("partial_rotary_factor", 1.0))
@@ -153,7 +153,7 @@ def rope(
             raise TuneError(f"{file.path}: rope scaling '{kind}' has no '{name}'")
     for name, value in fields.items():
         if name not in ROPE_FIELDS or not ROPE_FIELDS[name](value):
-            raise TuneError(f"{file.path}: rope scaling '{kind}' has a field that is not supported: {name}={value!r}")
+            raise TuneError(f"{file.path}: rope scaling '{kind}' has an unsupported field: {name}={value!r}")
     theta, share = fields.pop("rope_theta"), fields.pop("partial_rotary_factor")
     if share != 1 and not partial:
         raise TuneError(f"{file.path}: partial_rotary_factor={share} is not supported in this family")
@@ -167,9 +167,9 @@ def rope(
 
 
 def two_ropes(file: ConfigFile, sliding_theta: float) -> tuple[RopeConfig, RopeConfig]:
-    """The rotations of full and of sliding layers. In older files `rope_scaling` is for full layers only."""
+    """The rotations of full and of sliding layers. In older files, `rope_scaling` is for full layers only."""
     types = file.section("rope_parameters")
-    file.integer("sliding_window")  # must be there: a layer with a window takes the second
+    file.integer("sliding_window")  # required: layers with a window use the second rotation
     full = file.mapping("rope_scaling") | types.mapping("full_attention")
     sliding = {"rope_theta": sliding_theta} | types.mapping("sliding_attention")
     return rope(file, fields=full), rope(file, fields=sliding)
@@ -188,7 +188,7 @@ EXPERT_NAMES = {
 
 
 def num_experts(file: ConfigFile, default: int) -> int:
-    """Exporters use either of two names."""
+    """The number of experts, for which exporters use two names."""
     older, newer = file.get("num_experts"), file.get("num_local_experts")
     if older is not None and newer is not None:
         file.expect(num_local_experts=older)
@@ -198,7 +198,8 @@ def num_experts(file: ConfigFile, default: int) -> int:
 def experts(
     file: ConfigFile, count: int, size: str = "moe_intermediate_size", *, router: dict[str, Any], **special: Any
 ) -> ExpertsConfig:
-    """`size` is the name of its field; `router` are the arguments of `RouterConfig` that differ from its defaults."""
+    """The experts' config. `size` is the name of its field; `router` has the arguments of `RouterConfig` that differ
+    from its defaults."""
     config = RouterConfig(count, file.integer("num_experts_per_tok"), **router)
     groups, kept = config.num_groups, config.kept_groups
     group = count // groups
@@ -211,6 +212,6 @@ def experts(
 
 
 def router_loss(file: ConfigFile) -> float:
-    """The weight of the load-balancing loss; 0 where `output_router_logits` is off."""
+    """The weight of the load-balancing loss; 0 if `output_router_logits` is off."""
     trained, coefficient = file.flag("output_router_logits"), file.get("router_aux_loss_coef", 0.001)
     return file.number("router_aux_loss_coef", 0.001) if trained and coefficient else 0.0
