@@ -250,7 +250,8 @@ TABLE = [
     Rule("a-beta-that-holds", WARNING, "loss.beta", "huggingface/trl#2382", "trl 0.5",
          "{} is outside of what DPO takes, 0.01 to 1: the usual ones are 0.1 to 0.5",
          "above, the policy stays at the reference; below, nothing keeps it from degenerating",
-         lambda run: run.asks("loss._component_", "losses.DPO") and not 0.005 <= run.number("loss.beta", 0.1) <= 2),
+         lambda run: run.asks("loss._component_", "losses.DPO") and not run("loss.length_normalized")
+         and not 0.005 <= run.number("loss.beta", 0.1) <= 2),
     Rule("answers-exchanged", ERROR, "loss.label_smoothing", "huggingface/trl#1035", "trl 0.7",
          "{} says that every second pair is the wrong way round. Lower it below 0.5",
          "at 0.5 nothing is learned, and above it the rejected answers",
