@@ -55,6 +55,24 @@ def test_norms_by_block_on_two_processes(mine: Copied) -> None:
         assert {name: other[name] for name in names} == pytest.approx({name: step[name] for name in names}, rel=1e-4)
 
 
+@pytest.mark.slow
+def test_noise_on_gradients_is_the_same_on_two_processes(mine: Copied) -> None:
+    (plain, *_) = mine.train("plain", *SETTINGS)
+    line = "            grad_norm = distributed.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)\n"
+    noise = (
+        "            draw = torch.Generator().manual_seed(step)\n"
+        "            for parameter in model.parameters():\n"
+        "                own, place = distributed.local_shard(parameter.grad)\n"
+        "                own += 0.1 * torch.randn(parameter.shape, generator=draw)[place].to(own)\n"
+    )
+    change(mine, line, noise + line)
+    one, two = (mine.train(f"on_{count}", *SETTINGS, processes=count) for count in (1, 2))
+    assert one[0]["grad_norm"] > 2 * plain["grad_norm"]
+    for step, other in zip(one, two, strict=True):
+        assert other["loss"] == pytest.approx(step["loss"], rel=1e-4)
+        assert other["grad_norm"] == pytest.approx(step["grad_norm"], rel=1e-4)
+
+
 MATRICES = "[group | {'params': [each for each in group['params'] if each.ndim > 1]} for group in groups]"
 SECOND = "    second = torch.optim.AdamW([each for each in model.parameters() if each.ndim == 1], lr=1e-3)\n"
 FIRST = f"    optimizer = instantiate(cfg.optimizer, {MATRICES})\n"

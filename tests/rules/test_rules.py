@@ -317,6 +317,11 @@ def test_the_rate_of_the_reinforcement_example_is_not_called_high(facts):
     assert [bool(BY_ID["rate-of-a-policy"].judge(each)) for each in found] == [False, True]
 
 
+def test_a_beta_of_means_over_tokens_is_larger(facts):
+    settings = ["loss.beta=5", "loss.length_normalized=true"]
+    assert BY_ID["a-beta-that-holds"].judge(facts(PAIRS, settings)) is None
+
+
 def test_halves_of_a_tied_weight_by_all_their_names(facts):
     """But for the head of a model of ours, where that is an error with another way out."""
     ours, theirs = [], ["model._component_=tune.models.hf"]

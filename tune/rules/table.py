@@ -249,7 +249,8 @@ TABLE = [
     Rule("a-beta-that-holds", WARNING, "loss.beta", "huggingface/trl#2382", "trl 0.5",
          "{} is outside the range for DPO, 0.01 to 1. Set it to 0.1 to 0.5",
          "above it, the policy stays at the reference; below it, nothing prevents degeneration",
-         lambda run: run.asks("loss._component_", "losses.DPO") and not 0.005 <= run.number("loss.beta", 0.1) <= 2),
+         lambda run: run.asks("loss._component_", "losses.DPO") and not run("loss.length_normalized")
+         and not 0.005 <= run.number("loss.beta", 0.1) <= 2),
     Rule("answers-exchanged", ERROR, "loss.label_smoothing", "huggingface/trl#1035", "trl 0.7",
          "{} means that at least half of the pairs are reversed. Lower it below 0.5",
          "at 0.5 nothing is learned, and above 0.5 the model learns the rejected answers",
