@@ -377,7 +377,7 @@ WRONG = {
         "score: fails fails on",
         "no such row",
     ),
-    "a score of rows": (["--data", "prompts.jsonl", "--score", "my_scores:alone"], "score: invalid arguments for alone"),
+    "a score of rows": (["--data", "prompts.jsonl", "--score", "my_scores:alone"], "score: invalid arguments for "),
     "no such score": (["--data", "prompts.jsonl", "--score", "my_scores:lenght"], "Did you mean 'length'?"),
     "another type": (["--tasks", "choice", "--dtype", "fp8"], "dtype: 'fp8' is not one of bf16, fp16, fp32"),
 }
