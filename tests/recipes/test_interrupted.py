@@ -318,7 +318,7 @@ def test_a_lost_process_where_no_launcher_tells_of_it(killing, tmp_path):
     launch.processes[0].kill()
     assert launch.processes[1].wait() == 1
     (told,) = [line for line in launch.text().splitlines() if line.startswith("error: ")]
-    assert told.startswith("error: [rank 1] the connection to another process of this run is lost")
+    assert told.startswith("error: [rank 1] lost the connection to another process of this run")
     assert "Traceback" not in launch.text()
 
 
