@@ -171,4 +171,4 @@ def test_weights_that_are_not_finite_or_integers(tmp_path, capsys, value):
 def test_another_folder(tmp_path, capsys):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "model.gguf").touch()
-    assert "found model.gguf. For a GGUF model name the file itself" in fails(tmp_path / "folder", capsys)
+    assert "found model.gguf. For a GGUF model, name the file itself" in fails(tmp_path / "folder", capsys)

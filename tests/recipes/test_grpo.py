@@ -427,7 +427,7 @@ WRONG = {
     "no component": (["reward={weight: 2}"], "a component with keys as reward._component_"),
     "twice": (
         [f"reward=[{HERE}.share_of_a, {HERE}.share_of_a]"],
-        "reward: there are two functions of the name share_of",
+        "reward: two functions have the name share_of",
     ),
     "weight": ([f"reward=[{{_component_: {HERE}.share_of_a, weight: much}}]"], "reward.weight: 'much' is not a number"),
     "weights of 0": (

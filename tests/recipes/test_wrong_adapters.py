@@ -98,7 +98,7 @@ def test_adapter_with_a_damaged_file(adapter, inputs, run_recipe, capfd, told):
 
 @pytest.mark.slow
 def test_continued_with_an_adapter_or_without_before_the_data_are_prepared(inputs, run_recipe, capfd, told):
-    says = "is of the recipe full_finetune, and this one is lora_finetune"
+    says = "is a run of the recipe full_finetune, not lora_finetune"
     for settings in ([], [f"resume={inputs.run}", f"output_dir={inputs.folder / 'new'}"]):
         assert says in told("lora_finetune", inputs.settings(*settings))
         assert run_recipe(inputs.settings(*settings), lora_finetune) == 2

@@ -274,6 +274,6 @@ def test_a_tokenizer_that_ends_nothing_is_told(recipe, checkpoint, settings, run
     )
     given = [*settings, *counts(recipe), f"model.path={folder}"]
     assert run_recipe(given, recipe) == 0
-    assert "warning: the tokenizer has no eos_token: nothing ends a completion" in capsys.readouterr().out
+    assert "warning: the tokenizer has no eos_token, so nothing ends a completion" in capsys.readouterr().out
     assert run_recipe([*given, f"output_dir={tmp_path / 'stopped'}", "sampling.stop_strings=[a]"], recipe) == 0
     assert "nothing ends" not in capsys.readouterr().out
