@@ -193,7 +193,7 @@ WRONG = {
 
 WRONG_STAGES = {
     "stages": (["--world-size", "4", "parallel.pp=4"], "4 stages cannot share 3 blocks"),
-    "batch of stages": (["--world-size", "2", "parallel.pp=2", "micro_batch_size=16"], "take turns"),
+    "batch of stages": (["--world-size", "2", "parallel.pp=2", "micro_batch_size=16"], "2 pipeline stages"),
     "schedule": (
         ["--world-size", "2", "parallel.pp=2", "parallel.pp_schedule=zero_bubble"],
         "does not support zero_bubble",

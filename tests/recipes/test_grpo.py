@@ -443,7 +443,7 @@ WRONG = {
     "negative KL": (["kl=-1"], "kl: -1 is below 0"),
     "no adapter": (["kl=0.1", "reference=adapter_off"], "Set reference=null"),
     "no reference": (["kl=0.1", "reference=./nowhere"], "nowhere"),
-    "too many prompts": (["prompts_per_step=400"], "prompts_per_step=400 is more than the 22"),
+    "too many prompts": (["prompts_per_step=400"], "prompts_per_step=400 exceeds the 22"),
     "too long": (["max_prompt_len=2"], "no prompt is left of 22 rows"),
     "nothing to validate on": (
         ["validate_every=1"],

@@ -161,7 +161,7 @@ BOTH = {
     "a reward and keys": (["reward.path=x"], f"reward: is given as '{HERE}.good' and by its keys (path)"),
     "no prompt wanted": ([f"dataset.filter={HERE}.unwanted"], "no prompt is left of 22 rows", "left out by"),
     "no prompt fits": (["max_prompt_len=2"], "no prompt is left of 22 rows", "longer than max_prompt_len"),
-    "too many prompts": (["prompts_per_step=99"], "prompts_per_step=99 is more than the 22 of"),
+    "too many prompts": (["prompts_per_step=99"], "prompts_per_step=99 exceeds the 22"),
     "no updates": (["updates=0"], "updates: 0 is below 1"),
     "another loss": (["loss._component_=tune.losses.DPO"], "tune.losses.DPO compares log-probs of answers"),
 }
