@@ -365,7 +365,7 @@ WRONG = {
     "misspelt option": (["--task", "choice"], "--task: is not an option. Did you mean '--tasks'?"),
     "no such column": (('output_type: multiple_choice\ndoc_to_text: "{{question}"\n',), "tasks: mine cannot be used: "),
     "beams": ((GENERATES % "num_beams: 4",), "generation_kwargs: num_beams is not supported"),
-    "too long an answer": ((GENERATES % "max_gen_toks: 512",), "a task generates 512 tokens, and max_length=512"),
+    "too long an answer": ((GENERATES % "max_gen_toks: 512",), "a task generates 512 tokens, but max_length=512"),
     "no template": (no_template, "has no chat template"),
     "too few examples": (["--tasks", "choice", "--num-fewshot", "13"], "tasks: choice cannot be used"),
     "out is a folder": (["--tasks", "choice", "--out", "."], "out: . cannot be written: it is a folder"),
@@ -410,7 +410,7 @@ def test_it_is_wrong_before_weights_are_read(more, checkpoint, folder, prompts, 
     ("body", "setting", "says"),
     [
         (GENERATES % "repetition_penalty: 1.1", "seed=0", "generation_kwargs: repetition_penalty is not supported"),
-        (GENERATES % "max_gen_toks: 512", "seed=0", "a task generates 512 tokens, and max_length=512"),
+        (GENERATES % "max_gen_toks: 512", "seed=0", "a task generates 512 tokens, but max_length=512"),
     ],
 )
 def test_it_is_wrong_before_the_training(body, setting, says, checkpoint, chats, tmp_path, run_recipe, capsys):

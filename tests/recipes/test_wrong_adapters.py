@@ -31,7 +31,7 @@ SETTINGS = {
     "adapter.modules_to_save=[embed_token]": "Did you mean 'embed_tokens'?",
     "adapter.trainable_tokens=[9999]": "adapter.trainable_tokens: 9999 is not a row of the embedding",
     "quantization.weights=int4": "quantization.weights: 'int4' is not nf4 or null",
-    "parameter_groups.lr_ratios={lora_c: 16}": "parameter_groups.lr_ratios: 'lora_c' is in the name of no trained",
+    "parameter_groups.lr_ratios={lora_c: 16}": "parameter_groups.lr_ratios: 'lora_c' matches no trained",
     "adapter.path=nowhere": "adapter.path: nowhere has no adapter_config.json",
     "from_scratch=true": "from_scratch: is not a setting. It is one of",
 }
@@ -147,7 +147,7 @@ def test_continued_with_other_settings(inputs, run_recipe, capfd, told):
 def test_merging_into_quantised_weights(adapter, inputs, capfd):
     inputs.change_json("config.json", quantization_config={"quant_method": "hqq", "bits": 4})
     assert fails(["merge", str(inputs.model), str(adapter), str(inputs.folder / "out")]) == 2
-    assert "quantised by hqq" in capfd.readouterr().err
+    assert "quantized by hqq" in capfd.readouterr().err
 
 
 def test_merging_into_a_base_with_another_vocabulary(adapter, inputs, capfd):
