@@ -19,6 +19,7 @@ Curve = list[tuple[int, float]]  # (step, value)
 Rows = list[dict[str, float]]  # lines of metrics.jsonl
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
+HOME = Path(__file__).parent / "home_commands"
 WIDTH, HEIGHT, ANSWERS = 720, 272, 88  # the last: below it, for answers
 LEFT, RIGHT, TOP, BOTTOM = 56, 430, 64, 232  # the plot of the curves
 BAR_LEFT, BAR_RIGHT = 480, 690
@@ -86,8 +87,29 @@ def reinforcement(folder: Path) -> Record:
     }
 
 
+def distillation(folder: Path) -> Record:
+    """The folder of examples/distillation/halve.py."""
+    held_out = len((HOME / "validation.jsonl").read_text(encoding="utf-8").splitlines())
+    right = {}
+    for name in ("teacher", "labels", "distilled"):
+        (scores,) = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))["results"].values()
+        right[name] = round(scores["exact_match,none"] * held_out)
+    return {
+        "title": "Loss over the optimizer steps",
+        "curves": {
+            "distilled: divergence": curve(metrics(folder / "distilled"), "loss"),
+            "labels: cross-entropy": curve(metrics(folder / "labels"), "loss"),
+        },
+        "counted": "Answers exactly right",
+        "results": {"teacher": right["teacher"], "labels alone": right["labels"], "distilled": right["distilled"]},
+        "of": held_out,
+        "answers": {},
+    }
+
+
 EXAMPLES: dict[str, Callable[[Path], Record]] = {
     "home_commands": home_commands,
+    "distillation": distillation,
     "preferences": preferences,
     "reinforcement": reinforcement,
 }

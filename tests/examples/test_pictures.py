@@ -51,16 +51,36 @@ def test_ticks(largest: float, values: list[float]) -> None:
     assert pictures.round_values(largest) == values
 
 
+def write(file: Path, rows: list[dict]) -> None:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def test_numbers_are_those_of_the_run_folder(tmp_path: Path) -> None:
-    steps = [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 1.25, "validation_loss": 1.5}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-    (tmp_path / "results.json").write_text('{"before": 0, "after": 2, "of": 3}')
+    write(tmp_path / "metrics.jsonl", [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 1.25, "validation_loss": 1.5}])
+    write(tmp_path / "results.json", [{"before": 0, "after": 2, "of": 3}])
     samples = [{"index": index, "prompt": f"{index}?", "text": f"{at}\n {index}"} for at in (0, 1) for index in (0, 1)]
-    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    write(tmp_path / "samples.jsonl", samples)
     record = pictures.home_commands(tmp_path)
     assert [*record["curves"].values()] == [[(1, 2.5), (2, 1.25)], [(2, 1.5)]]
     assert record["results"] == {"before": 0, "after": 2} and record["of"] == 3
     assert record["answers"] == {"request": "0?", "before": "0 0", "after": "1 0"}
+
+
+def test_rewards_are_those_of_the_run_folder(tmp_path: Path) -> None:
+    write(tmp_path / "run" / "metrics.jsonl", [{"step": 0, "validation_reward": 0.375}, {"step": 1, "reward": 0.5}])
+    record = pictures.reinforcement(tmp_path)
+    assert [*record["curves"].values()] == [[(1, 0.5)], [(0, 0.375)]]
+    assert record["results"] == {"before": 0.38, "after": 0.38}
+
+
+def test_right_answers_are_those_of_the_evaluations(tmp_path: Path) -> None:
+    for name, share in {"teacher": 58 / 60, "labels": 0.5, "distilled": 0.75}.items():
+        write(tmp_path / f"{name}.json", [{"results": {"validation": {"exact_match,none": share}}}])
+        write(tmp_path / name / "metrics.jsonl", [{"step": 1, "loss": share}])
+    record = pictures.distillation(tmp_path)
+    assert [*record["curves"].values()] == [[(1, 0.75)], [(1, 0.5)]]
+    assert record["results"] == {"teacher": 58, "labels alone": 30, "distilled": 45} and record["of"] == 60
 
 
 def recorded() -> list[dict[str, str]]:
