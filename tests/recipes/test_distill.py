@@ -252,7 +252,7 @@ def test_another_tokenizer(common, teacher, tmp_path):
         (["teacher.dtype=fp64"], "teacher.dtype"),
         (["teacher.quantization=int8"], "teacher.quantization"),
         (["teacher.top_k=0"], "teacher.top_k"),
-        (["teacher.top_k=8", "on_policy.share=0.5"], "teacher.top_k: answers that the student samples"),
+        (["teacher.top_k=8", "on_policy.share=0.5"], "teacher.top_k: the teacher cannot store predictions"),
         (["loss.temperature=0"], "loss.temperature"),
         (["loss.cross_entropy=1.5"], "loss.cross_entropy"),
         (["loss._component_=tune.losses.JensenShannon", "loss.beta=1"], "loss.beta"),
