@@ -132,7 +132,7 @@ def test_a_conversation(checkpoint, terminal, tmp_path):
     assert rows[1]["messages"][:2] == [system, user("a dog")] and len(rows) == 2
     assert "/retry   another answer" in chat.ask("/help")
     wrong = {
-        "/rset": "/rset is no command. Did you mean '/reset'?", "/save": "/save: name a file",
+        "/rset": "/rset is not a command. Did you mean '/reset'?", "/save": "/save: name a file",
         f"/save {tmp_path}/none/x": "it cannot be written: No such file",
     }  # fmt: skip
     (tmp_path / "array.json").write_text("[{}]")

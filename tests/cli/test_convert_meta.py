@@ -133,10 +133,10 @@ def fails(folder: Path, capsys) -> str:
     [
         (lambda folder: (folder / "consolidated.00.pth").unlink(), "found consolidated.01.pth"),
         (lambda folder: (folder / "consolidated.01.pth").unlink(), "Check for missing files"),
-        (lambda folder: (folder / "consolidated.01.pth").write_bytes(b"PK"), "consolidated.01.pth is damaged"),
+        (lambda folder: (folder / "consolidated.01.pth").write_bytes(b"PK"), "consolidated.01.pth cannot be read"),
         (lambda folder: (folder / "params.json").unlink(), "has no params.json"),
         (lambda folder: (folder / "params.json").write_text("{"), "params.json is not valid JSON"),
-        (lambda folder: (folder / "params.json").write_text("{}"), "has no dim, n_layers, n_heads, norm_eps"),
+        (lambda folder: (folder / "params.json").write_text("{}"), "lacks dim, n_layers, n_heads, norm_eps"),
         (
             lambda folder: (folder / "params.json").write_text(json.dumps(LLAMA3 | {"vision_chunk_size": 448})),
             "not a Llama 1, 2 or 3 text model: vision_chunk_size",
@@ -171,4 +171,4 @@ def test_weights_that_are_not_finite_or_integers(tmp_path, capsys, value):
 def test_another_folder(tmp_path, capsys):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "model.gguf").touch()
-    assert "found model.gguf. For a GGUF model name the file itself" in fails(tmp_path / "folder", capsys)
+    assert "found model.gguf. For a GGUF model, name the file itself" in fails(tmp_path / "folder", capsys)

@@ -127,8 +127,8 @@ def test_out_names_the_folder(tmp_path: Path, hub: str) -> None:
     [
         (["someone/tiny", "--revision", "missing"], "someone/tiny has no revision 'missing'"),
         (["someone/gated"], "someone/gated is gated"),
-        (["someone/unknown"], "someone/unknown is not on the hub, or is private"),
-        (["a/b/c"], "'a/b/c' is not the name of a model on the hub"),
+        (["someone/unknown"], "someone/unknown is not on the Hub, or is private"),
+        (["a/b/c"], "'a/b/c' is not a valid model id"),
     ],
 )
 def test_refusals_are_explained(tmp_path: Path, hub: str, arguments: list[str], explanation: str) -> None:
@@ -148,9 +148,9 @@ def test_a_plan_gets_the_shape_of_a_model_alone(
     assert found.returncode == 0, found.stderr
     assert json.loads(found.stdout)["fits"] and Hub.fetched == ["config.json"]
     missing = cli(tmp_path, hub, "plan", "full_finetune", "model.path=someone/unknown", *settings)
-    assert missing.returncode == 2 and "error: someone/unknown is not on the hub, or is private" in missing.stderr
+    assert missing.returncode == 2 and "error: someone/unknown is not on the Hub, or is private" in missing.stderr
     offline = cli(tmp_path / "..", "http://127.0.0.1:9", "plan", "full_finetune", "model.path=someone/other", *settings)
-    assert offline.returncode == 2 and "error: the hub did not answer as it should for someone/other" in offline.stderr
+    assert offline.returncode == 2 and "error: the request to the Hub for someone/other failed" in offline.stderr
 
 
 @pytest.mark.slow

@@ -173,12 +173,12 @@ def test_what_a_search_chooses_is_rehearsed(checkpoint, tmp_path):
 
 
 WRONG = {
-    "no run": (["--device", "cpu", "--calibrate", "docs"], "it is not the folder of a run"),
+    "no run": (["--device", "cpu", "--calibrate", "docs"], "docs is not a run folder"),
     "device": (["--device", "h10"], "Did you mean 'h100'?"),
     "file": (["--device", "pyproject.toml"], "--device: pyproject.toml must be"),
     "processes": (["--device", "h100", "--world-size", "3", "parallel.dp_replicate=2"], "--world-size 3"),
     "batch": (["--device", "h100", "--world-size", "3"], "global_batch_size=16 is not a multiple of 3"),
-    "batch of a search": (["--device", "h100", "--world-size", "3", "--search"], "powers of 2: set it to 15 or 18"),
+    "batch of a search": (["--device", "h100", "--world-size", "3", "--search"], "Set it to 15 or 18"),
     "a layout beside a search": (
         ["--device", "h100", "--world-size", "3", "--search", "parallel.tp=3", "seed=1"],
         "warning: parallel.tp=3: ",
@@ -193,8 +193,11 @@ WRONG = {
 
 WRONG_STAGES = {
     "stages": (["--world-size", "4", "parallel.pp=4"], "4 stages cannot share 3 blocks"),
-    "batch of stages": (["--world-size", "2", "parallel.pp=2", "micro_batch_size=16"], "take turns"),
-    "schedule": (["--world-size", "2", "parallel.pp=2", "parallel.pp_schedule=zero_bubble"], "zero_bubble is not plan"),
+    "batch of stages": (["--world-size", "2", "parallel.pp=2", "micro_batch_size=16"], "2 pipeline stages"),
+    "schedule": (
+        ["--world-size", "2", "parallel.pp=2", "parallel.pp_schedule=zero_bubble"],
+        "does not support zero_bubble",
+    ),
 }
 
 
@@ -248,7 +251,7 @@ class Other(Sampler):
 
 NOT_PLANNED = {
     "evaluate": ([], "evaluate"),
-    "full_finetune": (["quantization.float8=rowwise"], "a100 has no products in float8"),
+    "full_finetune": (["quantization.float8=rowwise"], "a100 does not support float8"),
 }
 
 

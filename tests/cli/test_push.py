@@ -121,11 +121,11 @@ def test_a_token_of_a_file(hub: str, run: Path, tmp_path: Path) -> None:
 
 WRONG = {
     "nothing there": (["absent", "someone/mine"], {}, "absent"),
-    "no card": (["BARE", "someone/mine"], {}, "has no model card: write"),
-    "no name": (["RUN", "a/b/c"], {"HF_TOKEN": ""}, "'a/b/c' is no name for a repository"),
+    "no card": (["BARE", "someone/mine"], {}, "has no model card. Write"),
+    "no name": (["RUN", "a/b/c"], {"HF_TOKEN": ""}, "'a/b/c' is not a repository name"),
     "not logged in": (["RUN", "someone/mine"], {"HF_TOKEN": ""}, "you are not logged in to the Hub"),
     "no such token": (["RUN", "someone/mine", "--token-file", "absent"], {}, "--token-file absent cannot be read"),
-    "another's": (["RUN", "stranger/mine"], {}, "does not let this login write stranger/mine"),
+    "another's": (["RUN", "stranger/mine"], {}, "this login may not write to stranger/mine"),
     "no network": (["RUN", "someone/mine"], {"HF_ENDPOINT": "http://127.0.0.1:9"}, "Check the network"),
     "offline": (["RUN", "someone/mine"], {"HF_HUB_OFFLINE": "1"}, "Check the network"),
 }

@@ -137,7 +137,9 @@ def test_a_metric_that_no_run_has(tmp_path: Path) -> None:
     (tmp_path / "defaults.yaml").write_text("lr: 1\nrank: 1\noutput_dir: null\n")
     command = [sys.executable, "-m", "tune.cli", "sweep", "mine.py", "--over", "lr=1,2", "--metric", "los"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=HANGS)
-    assert done.returncode == 2 and "--metric los: no run has it. Did you mean 'loss'? They have " in done.stderr
+    assert (
+        done.returncode == 2 and "--metric los: no run has this metric. Did you mean 'loss'? They have " in done.stderr
+    )
     assert "tune report " in done.stderr.splitlines()[-1]
 
 

@@ -204,7 +204,7 @@ def test_stop_tokens_that_gguf_has_no_place_for(
         shutil.copytree(checkpoint, folder)
         change_json(folder / "generation_config.json", eos_token_id=ends)
         main(["export", str(folder), "--to", "gguf", "--out", str(file)])
-        assert ("do not stop at H" in capsys.readouterr().out) == bool(code)
+        assert ("will not stop at H" in capsys.readouterr().out) == bool(code)
         found, checks = verified(capsys, file, "--against", folder)
         assert found == code and differing(checks) == ({"stop tokens"} if code else set())
 

@@ -148,9 +148,9 @@ def test_token_outside_the_vocabulary_is_found_when_it_comes(make):
 
 
 def test_length_must_be_given(make):
-    with pytest.raises(TuneError, match=r"set max_steps: rows\.jsonl is streamed"):
+    with pytest.raises(TuneError, match=r"max_steps must be set: rows\.jsonl is streamed"):
         DataLoader(stream(make, [2]), make.world(), 4, 1)
-    with pytest.raises(TuneError, match=r"remove epochs=2"):
+    with pytest.raises(TuneError, match=r"epochs=2 must be removed"):
         DataLoader(stream(make, [2]), make.world(), 4, 1, epochs=2, max_steps=9)
 
 
@@ -185,7 +185,7 @@ def test_streamed_file_that_breaks_off(folder, rows, make):
     ("settings", "message"),
     [
         ({"streaming": True, "validation_fraction": 0.1}, r"validation_fraction: a stream cannot hold out rows"),
-        ({"shuffle_buffer": 100}, r"shuffle_buffer needs streaming=true"),
+        ({"shuffle_buffer": 100}, r"shuffle_buffer: without streaming=true"),
     ],
 )
 def test_settings_that_do_not_go_together(folder, rows, settings, message):

@@ -80,7 +80,7 @@ def test_what_is_no_judge_of_these_ids_is_refused(judge, checkpoint, world):
         RewardModel(str(checkpoint)).scores([], Tokenizer(str(checkpoint)), world)
     other = Tokenizer(str(judge))
     other.add_tokens(["<new>"])
-    with pytest.raises(TuneError, match="another tokenizer"):
+    with pytest.raises(TuneError, match="different tokenizer"):
         RewardModel(str(judge)).scores([], other, world)
 
 

@@ -25,7 +25,7 @@ def test_a_launcher_is_one_more_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "mine.py").write_text("def launch(options, recipe, settings, folder):\n    print(options, *settings)\n")
     monkeypatch.setattr(launchers, "__path__", [*launchers.__path__, str(tmp_path)])
     assert launcher("mine").__module__ == "tune.launchers.mine"
-    with pytest.raises(TuneError, match="They are ray, slurm, torchrun, mine"):
+    with pytest.raises(TuneError, match="Available: ray, slurm, torchrun, mine"):
         launcher("other")
 
 

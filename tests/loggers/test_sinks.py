@@ -136,7 +136,7 @@ def test_a_sink_that_cannot_be_opened_warns(tmp_path):
             raise ConnectionError("no network")
 
     sink = NonFatal(Unavailable(), print)
-    with pytest.warns(UserWarning, match="Unavailable is off"):
+    with pytest.warns(UserWarning, match="Unavailable is turned off"):
         sink.open(tmp_path, {})
     sink.metrics(1, VALUES)
 

@@ -153,11 +153,11 @@ def test_rows_that_were_never_trained_are_named(base, settings, tmp_path, quanti
         return (run / "log.txt").read_text()
 
     told = log("frozen")
-    assert f"warning: the data have {reserved[0]} ({first})" in told and f"{reserved[-1]} ({last}), whose rows" in told
+    assert f"the data contain {reserved[0]} ({first})" in told and f"{reserved[-1]} ({last}), whose rows" in told
     assert f"adapter.trainable_tokens=[{first}, {last}]" in told
     assert "never trained" not in log("rows", f"adapter.trainable_tokens=[{first},{last}]")
     some = log("some", f"adapter.trainable_tokens=[{first}]")
-    assert f"the data have {reserved[-1]} ({last}), whose rows" in some
+    assert f"the data contain {reserved[-1]} ({last}), whose rows" in some
     assert "never trained" not in log("whole", "adapter.modules_to_save=[embed_tokens]")
     settings[0] = f"model.path={base[1]}"
     folder = base[1]

@@ -151,7 +151,7 @@ def test_a_run_that_has_stopped_stays_stopped_and_goes_on_to_the_bit(run):
     first = exported(folder)
     assert [line["step"] for line in logged(folder)] == [1, 2, 3, 4] == steps(folder)
     log = (folder / "log.txt").read_text()
-    assert "stopped: validation_loss, " in log and "at step 1; the last 3 values were no better" in log
+    assert "stopped: the best is validation_loss, " in log and "at step 1; the last 3 values were no better" in log
     run(*settings, "checkpointer.keep=null")
     assert [line["step"] for line in logged(folder)] == [1, 2, 3, 4]
     assert all(torch.equal(first[name], each) for name, each in exported(folder).items())

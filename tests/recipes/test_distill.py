@@ -240,7 +240,7 @@ def test_another_tokenizer(common, teacher, tmp_path):
     [
         (["teacher.path=nowhere"], "nowhere"),
         (["teacher.path=null"], "teacher.path: null is not a string"),
-        (["loss._component_=tune.losses.LinearCrossEntropy"], "is called with other values than tune.losses.ForwardKL"),
+        (["loss._component_=tune.losses.LinearCrossEntropy"], "takes other arguments than tune.losses.ForwardKL"),
         (["loss._component_=tune.losses.DPO"], "tune.losses.DPO compares log-probs of answers, unlike this recipe's"),
         (["on_policy.share=2"], "on_policy.share: 2 is not a number from 0 to 1"),
         (
@@ -259,7 +259,7 @@ def test_another_tokenizer(common, teacher, tmp_path):
         (["loss.beta=0.5"], "loss.beta"),
         (
             ["loss._component_=tune.losses.Divergence"],
-            "loss._component_: tune.losses.Divergence is what its kinds have in common. Take one of ForwardKL, Jensen",
+            "loss._component_: tune.losses.Divergence is an abstract class. Use one of ForwardKL, Jensen",
         ),
         (["quantization.weights=nf4"], "quantization.weights"),
     ],

@@ -329,7 +329,7 @@ def test_in_the_training_of_a_method(
     main(["generate", str(tmp_path / "run"), "--prompt", "the cat", "--max-new-tokens", "6", "--out", "out.jsonl"])
     assert json.loads(Path("out.jsonl").read_text())["completion"] == answered[-1]["text"]
     found = told(recipe.__name__, [*settings[:-3], "evaluate.tasks=[chioce]", "evaluate.prompts=none.txt"])
-    assert "evaluate.tasks: unknown task 'chioce'" in found and "none.txt: there is no such file" in found
+    assert "evaluate.tasks: there is no task 'chioce'" in found and "none.txt: there is no such file" in found
 
 
 def no_template(tmp_path, checkpoint):
@@ -351,21 +351,21 @@ def file_of(tmp_path, body):
 GENERATES = 'output_type: generate_until\ndoc_to_text: "{{q}}"\ndoc_to_target: "{{q}}"\ngeneration_kwargs: {%s}\n'
 ON_HUB = "task: far\ndataset_path: nobody/nothing\ntest_split: test\noutput_type: multiple_choice\n"
 WRONG = {
-    "unknown task": (["--tasks", "choise"], "unknown task 'choise'. Did you mean 'choice'?"),
+    "unknown task": (["--tasks", "choise"], "there is no task 'choise'. Did you mean 'choice'?"),
     "its data are on the hub": ("far", "tasks: far cannot be used", "run it once with network", "include_path"),
     "not installed": (not_installed, "pip install 'tune-recipes[eval]'"),
-    "a share of a file": (["--data", "prompts.jsonl", "--limit", "0.5"], "limit: 0.5 is a share"),
+    "a share of a file": (["--data", "prompts.jsonl", "--limit", "0.5"], "limit: 0.5 is a share, which tasks have"),
     "no rows": (["--tasks", "choice", "--limit", "0"], "limit: 0 is not a positive number"),
     "no examples": (["--tasks", "choice", "--num-fewshot", "-1"], "num_fewshot: -1 is not a non-negative integer"),
     "empty batches": (["--tasks", "choice", "--batch-size", "0"], "batch_size: 0 is not a positive integer"),
     "nothing": ([], "there is nothing to evaluate on", "--data FILE"),
-    "nothing to answer": (["--score", "my_scores:length"], "score: needs prompts"),
+    "nothing to answer": (["--score", "my_scores:length"], "score: it needs prompts"),
     "nowhere to write": (["--tasks", "choice", "--log-samples"], "log_samples", "out=results.json"),
-    "no folder of tasks": (["--tasks", "choice", "--include-path", "nowhere"], "include_path: nowhere is not a folder"),
+    "no folder of tasks": (["--tasks", "choice", "--include-path", "nowhere"], "include_path: nowhere is no folder"),
     "misspelt option": (["--task", "choice"], "--task: is not an option. Did you mean '--tasks'?"),
     "no such column": (('output_type: multiple_choice\ndoc_to_text: "{{question}"\n',), "tasks: mine cannot be used: "),
     "beams": ((GENERATES % "num_beams: 4",), "generation_kwargs: num_beams is not supported"),
-    "too long an answer": ((GENERATES % "max_gen_toks: 512",), "a task generates 512 tokens, and max_length=512"),
+    "too long an answer": ((GENERATES % "max_gen_toks: 512",), "a task generates 512 tokens, but max_length=512"),
     "no template": (no_template, "has no chat template"),
     "too few examples": (["--tasks", "choice", "--num-fewshot", "13"], "tasks: choice cannot be used"),
     "out is a folder": (["--tasks", "choice", "--out", "."], "out: . cannot be written: it is a folder"),
@@ -377,10 +377,7 @@ WRONG = {
         "score: fails fails on",
         "no such row",
     ),
-    "a score of rows": (
-        ["--data", "prompts.jsonl", "--score", "my_scores:alone"],
-        "score: invalid arguments for",
-    ),
+    "a score of rows": (["--data", "prompts.jsonl", "--score", "my_scores:alone"], "score: invalid arguments for "),
     "no such score": (["--data", "prompts.jsonl", "--score", "my_scores:lenght"], "Did you mean 'length'?"),
     "another type": (["--tasks", "choice", "--dtype", "fp8"], "dtype: 'fp8' is not one of bf16, fp16, fp32"),
 }
@@ -413,7 +410,7 @@ def test_it_is_wrong_before_weights_are_read(more, checkpoint, folder, prompts, 
     ("body", "setting", "says"),
     [
         (GENERATES % "repetition_penalty: 1.1", "seed=0", "generation_kwargs: repetition_penalty is not supported"),
-        (GENERATES % "max_gen_toks: 512", "seed=0", "a task generates 512 tokens, and max_length=512"),
+        (GENERATES % "max_gen_toks: 512", "seed=0", "a task generates 512 tokens, but max_length=512"),
     ],
 )
 def test_it_is_wrong_before_the_training(body, setting, says, checkpoint, chats, tmp_path, run_recipe, capsys):
@@ -423,7 +420,7 @@ def test_it_is_wrong_before_the_training(body, setting, says, checkpoint, chats,
         "device=cpu", "dtype=fp32", "max_seq_len=128", "evaluate.tasks=[mine]", f"evaluate.include_path={tmp_path}",
     ]  # fmt: skip
     assert run_recipe([*settings, "evaluate.include_path=nowhere"]) == 2
-    assert "evaluate.include_path: nowhere is not a folder" in capsys.readouterr().err
+    assert "evaluate.include_path: nowhere is no folder" in capsys.readouterr().err
     assert run_recipe([*settings, setting]) == 2
     assert f"evaluate.tasks: mine cannot be used: {says}" in capsys.readouterr().err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

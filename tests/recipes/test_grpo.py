@@ -427,7 +427,7 @@ WRONG = {
     "no component": (["reward={weight: 2}"], "a component with keys as reward._component_"),
     "twice": (
         [f"reward=[{HERE}.share_of_a, {HERE}.share_of_a]"],
-        "reward: there are two functions of the name share_of",
+        "reward: two functions have the name share_of",
     ),
     "weight": ([f"reward=[{{_component_: {HERE}.share_of_a, weight: much}}]"], "reward.weight: 'much' is not a number"),
     "weights of 0": (
@@ -443,7 +443,7 @@ WRONG = {
     "negative KL": (["kl=-1"], "kl: -1 is below 0"),
     "no adapter": (["kl=0.1", "reference=adapter_off"], "Set reference=null"),
     "no reference": (["kl=0.1", "reference=./nowhere"], "nowhere"),
-    "too many prompts": (["prompts_per_step=400"], "prompts_per_step=400 is more than the 22"),
+    "too many prompts": (["prompts_per_step=400"], "prompts_per_step=400 exceeds the 22"),
     "too long": (["max_prompt_len=2"], "no prompt is left of 22 rows"),
     "nothing to validate on": (
         ["validate_every=1"],

@@ -82,7 +82,7 @@ def test_disk_full_while_the_model_is_written(short, contents):
     assert f"run the same command with output_dir={run} to continue" in message
     assert contents(run / "model") == before
     assert not list(run.glob(".model*"))
-    assert f"the report is not written: {run / 'report.html'} cannot be written: File too large." in done.stdout
+    assert f"the report could not be written: {run / 'report.html'} cannot be written: File too large." in done.stdout
 
 
 @pytest.mark.slow
@@ -115,7 +115,7 @@ def test_a_disk_that_is_full_for_a_moment(inputs, run_recipe, monkeypatch, capsy
     assert run_recipe(settings) == 0
     told = capsys.readouterr().out
     assert told.count("1 lines of metrics.jsonl (File too large)") == 1 and "continues after step 1" in told
-    assert told.index("metrics.jsonl (File too large)") < told.index(f"{run} takes lines again")
+    assert told.index("metrics.jsonl (File too large)") < told.index(f"{run} accepts lines again")
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
     assert [line for line in told.splitlines() if line.startswith("warning: ")] == [
         line for line in (run / "log.txt").read_text().splitlines() if line.startswith("warning: ")
@@ -318,7 +318,7 @@ def test_a_lost_process_where_no_launcher_tells_of_it(killing, tmp_path):
     launch.processes[0].kill()
     assert launch.processes[1].wait() == 1
     (told,) = [line for line in launch.text().splitlines() if line.startswith("error: ")]
-    assert told.startswith("error: [rank 1] the connection to another process of this run is lost")
+    assert told.startswith("error: [rank 1] lost the connection to another process of this run")
     assert "Traceback" not in launch.text()
 
 

@@ -57,7 +57,7 @@ def test_the_folder_of_a_recipe_is_refused_to_a_copy_of_it(inputs, told, tmp_pat
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr("sys.argv", ["mine.py", *inputs.settings()])
         mine.main()
-    assert f"{inputs.run} is of the recipe full_finetune" in capsys.readouterr().err
+    assert f"{inputs.run} is a run of the recipe full_finetune" in capsys.readouterr().err
 
 
 @pytest.mark.slow

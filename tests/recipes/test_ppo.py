@@ -330,4 +330,4 @@ def test_a_reference_of_another_tokenizer_is_refused(run_recipe, common, tmp_pat
     file.write_text(file.read_text().replace("<|im_start|>", "<|turn|>"))
     settings = [*common, f"output_dir={tmp_path / 'run'}", f"reference={tmp_path / 'other'}"]
     assert run_recipe(settings, ppo_finetune) == 2
-    assert "another tokenizer" in capsys.readouterr().err
+    assert "different tokenizer" in capsys.readouterr().err

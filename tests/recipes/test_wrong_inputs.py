@@ -334,7 +334,7 @@ def nothing_supervised(inputs):
     return inputs.write_rows(chat(("user", "the cat")), chat(("user", "the dog")))
 
 
-@wrong("split=test", "no splits", "`train`", "remove it")
+@wrong("split=test", "no splits", "`train`", "Remove split=test")
 def split_of_a_file(inputs):
     return ["dataset.split=test"]
 

@@ -161,7 +161,7 @@ BOTH = {
     "a reward and keys": (["reward.path=x"], f"reward: is given as '{HERE}.good' and by its keys (path)"),
     "no prompt wanted": ([f"dataset.filter={HERE}.unwanted"], "no prompt is left of 22 rows", "left out by"),
     "no prompt fits": (["max_prompt_len=2"], "no prompt is left of 22 rows", "longer than max_prompt_len"),
-    "too many prompts": (["prompts_per_step=99"], "prompts_per_step=99 is more than the 22 of"),
+    "too many prompts": (["prompts_per_step=99"], "prompts_per_step=99 exceeds the 22"),
     "no updates": (["updates=0"], "updates: 0 is below 1"),
     "another loss": (["loss._component_=tune.losses.DPO"], "tune.losses.DPO compares log-probs of answers"),
 }
@@ -274,6 +274,6 @@ def test_a_tokenizer_that_ends_nothing_is_told(recipe, checkpoint, settings, run
     )
     given = [*settings, *counts(recipe), f"model.path={folder}"]
     assert run_recipe(given, recipe) == 0
-    assert "warning: the tokenizer has no eos_token: nothing ends a completion" in capsys.readouterr().out
+    assert "warning: the tokenizer has no eos_token, so nothing ends a completion" in capsys.readouterr().out
     assert run_recipe([*given, f"output_dir={tmp_path / 'stopped'}", "sampling.stop_strings=[a]"], recipe) == 0
     assert "nothing ends" not in capsys.readouterr().out

@@ -75,7 +75,7 @@ def test_the_folder_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert local_folder("s3://key:secret@bucket/../run?token=x") == Path("runs/bucket/run")
     with pytest.raises(TuneError, match=r"output_dir: file:// names no folder in its store"):
         local_folder("file://")
-    with pytest.raises(TuneError, match=r"output_dir: memory://run is gone when the process ends"):
+    with pytest.raises(TuneError, match=r"output_dir: memory://run is lost when the process ends"):
         local_folder("memory://run")
     monkeypatch.setenv("TUNE_LOCAL", "/scratch")
     assert local_folder("gs://bucket/run") == Path("/scratch/bucket/run")
@@ -267,7 +267,7 @@ class SecondNode:
 def test_nodes_must_not_share_the_disk(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")
     (tmp_path / ".store").write_text(b"the first one's".hex())
-    with pytest.raises(TuneError, match=r"each node writes to a disk of its own, and .* is shared\. Set TUNE_LOCAL"):
+    with pytest.raises(TuneError, match=r"each node writes to its own disk, but .* is shared\. Set TUNE_LOCAL"):
         Store(url, tmp_path, SecondNode())
 
 
@@ -360,7 +360,7 @@ def test_commands_say_where_the_folder_is(command: list[str], capsys: pytest.Cap
         main([*command, "s3://key:secret@bucket/run"])
     told = capsys.readouterr().err
     assert f"s3://bucket/run: tune {command[0]} reads local folders" in told
-    assert "is runs/bucket/run. Give that" in told
+    assert "writes to runs/bucket/run on its machine" in told
 
 
 @pytest.fixture

@@ -111,7 +111,7 @@ def test_a_step_that_learns_nothing_is_told(run, clock):
         clock.now += 1
         run.log(step, SimpleNamespace(num_tokens=10, num_supervised=supervised), metrics)
     assert told == [
-        "warning: nothing was learned in step 2: all groups are dead, or were cut",
+        "warning: nothing was learned in step 2: all groups are dead or were cut",
         "warning: nothing was learned in step 3: no token is supervised",
     ]
 
@@ -119,9 +119,9 @@ def test_a_step_that_learns_nothing_is_told(run, clock):
 @pytest.mark.parametrize(
     ("tp", "cp", "ep", "told"),
     [
-        (4, 1, 1, [("tp 4", "parallel.tp to what divides 2")]),
-        (1, 4, 1, [("cp 4", "parallel.cp to what divides 2")]),
-        (1, 1, 4, [("ep 4", "parallel.ep to what divides 2")]),
+        (4, 1, 1, [("tp 4", "parallel.tp to a divisor of 2")]),
+        (1, 4, 1, [("cp 4", "parallel.cp to a divisor of 2")]),
+        (1, 1, 4, [("ep 4", "parallel.ep to a divisor of 2")]),
         (2, 2, 1, [("cp 2", "it to 1")]),
         (2, 1, 2, [("ep 2", "it to 1")]),
         (1, 2, 1, []),
@@ -131,7 +131,7 @@ def test_a_step_that_learns_nothing_is_told(run, clock):
     ],
 )
 def test_axes_that_exchange_within_a_block_over_nodes_of_two(tp, cp, ep, told):
-    expected = [f"{axis} goes over nodes of 2 processes, whose links are slow. Set {most}" for axis, most in told]
+    expected = [f"{axis} spans nodes of 2 processes, whose links are slow. Set {most}" for axis, most in told]
     assert [*module.over_slow_links({"tp": tp, "cp": cp}, ep, here=2)] == expected
 
 

@@ -131,7 +131,7 @@ def load(
             raise TuneError("streaming: labelled rows are compared with answers to other prompts; set streaming=false")
         return _stream(source, reader, pack_to, workers, shuffle_buffer or WINDOW, streaming == "ray")
     if shuffle_buffer:
-        raise TuneError("shuffle_buffer needs streaming=true; without it, all rows are shuffled together. Remove it")
+        raise TuneError("shuffle_buffer: without streaming=true, all rows are shuffled together. Remove it")
     folder = cache_folder(cache_dir)
     content = content_of(source.files, folder) if source.files else _content_of_rows(source)
 

@@ -68,7 +68,7 @@ class DataLoader:
         self.steps_per_epoch: int | None = None
         if isinstance(dataset, Stream):
             if max_steps is None or epochs != 1:
-                missing = "set max_steps" if max_steps is None else f"remove epochs={epochs}"
+                missing = "max_steps must be set" if max_steps is None else f"epochs={epochs} must be removed"
                 raise TuneError(f"{missing}: {dataset.name} is streamed, and a stream is read until max_steps")
             self._steps = max_steps
         else:

@@ -30,7 +30,7 @@ def require_kept(name: str, *parts: Any) -> None:
     """Raise TuneError if one of `parts` is a stream, whose rows are not available before training."""
     for stream in (part for part in parts if isinstance(part, Stream)):
         raise TuneError(
-            f"{name} is computed before training, but the rows of {stream.name} are streamed. Set streaming=false"
+            f"{name}: the rows of {stream.name} are streamed and cannot be scored before training. Set streaming=false"
         )
 
 

@@ -82,7 +82,7 @@ def prepare_scores(model: Any, tokenizer: Tokenizer) -> None:
     """Make a reward model built from a language model skip a pad token that does not end texts
     (`Tokenizer.choose_pad`). Raises TuneError for a model without a scoring head."""
     if not getattr(model.config, "scores", False):
-        raise TuneError("model has no scoring head. Set model._component_=tune.models.build and model.head=score")
+        raise TuneError("model: no scoring head. Set model._component_=tune.models.build and model.head=score")
     if model.config.pad_id is None:
         set_pad(model, tokenizer.choose_pad())
 

@@ -1,15 +1,15 @@
 """The memory, the time and the best layout of a run, before it starts.
 
-They follow from what a recipe's own step (recording) computes of shortened models on fake tensors (trace), by moments
-(memory) and by the roofline (speed) of a device. `layout_of` takes the best one for the processes of a run
-(parallel=auto).
+It records a recipe's own step (recording), runs it for shortened models on fake tensors (trace), and derives memory at
+each moment (memory) and time by a device's roofline (speed). `layout_of` returns the best layout for the processes of
+a run (parallel=auto).
 """
 
 from tune.plan.layout import layout_of
 from tune.plan.memory import GIB
 from tune.plan.planning import Job, calibrate
 
-# Other names are for the packages of `tune` alone.
+# Other names are internal to `tune`.
 __all__ = [
     "Job",
     "calibrate",

@@ -1,4 +1,4 @@
-"""parallel=auto: the layout that `tune plan --search` puts first, for the processes that a run is started with."""
+"""parallel=auto: the best layout of `tune plan --search` for the processes of a run."""
 
 import os
 from concurrent.futures import ProcessPoolExecutor
@@ -19,9 +19,9 @@ from tune.rules import Facts
 
 
 def layout_of(run: Facts) -> dict[str, Any]:
-    """The settings of the fastest layout that fits, by their keys, and `parallel.auto` false.
+    """Return the settings of the fastest layout that fits, by key, and `parallel.auto` false.
 
-    Where the run starts, the first process plans, and the others get what it finds. Elsewhere no layout is searched.
+    At the start of a run, the first process plans, and the others get its result. Otherwise no layout is searched.
 
     Raises:
         TuneError: nothing fits, or the recipe, a setting or the device is not planned.
@@ -33,7 +33,7 @@ def layout_of(run: Facts) -> dict[str, Any]:
     if dist.get_rank() == 0:
         try:
             settings: Any = OmegaConf.to_container(run.cfg, resolve=True)
-            # In a process of its own: planning makes groups of processes that are not there.
+            # In a separate process, because planning creates groups of fake processes.
             with ProcessPoolExecutor(1, get_context("spawn")) as pool:
                 box = [pool.submit(best, settings, described(here), dist.get_world_size(), run.recipe).result()]
         except TuneError as error:
@@ -45,7 +45,7 @@ def layout_of(run: Facts) -> dict[str, Any]:
 
 
 def best(settings: dict[str, Any], device: Device, processes: int, recipe: Path) -> dict[str, Any]:
-    """The settings of the fastest layout of `recipe` that fits. Raises TuneError."""
+    """Return the settings of the fastest layout of `recipe` that fits. Raises TuneError."""
     plan = Job(OmegaConf.create(settings), device, processes, recipe).search()[0]
     if not plan.fits:
         raise TuneError(
@@ -56,8 +56,10 @@ def best(settings: dict[str, Any], device: Device, processes: int, recipe: Path)
 
 
 def described(here: torch.device) -> Device:
-    """What planning knows of the device of this process, with its memory. Processes of a node share the host's. Raises
-    TuneError if the device is not known."""
+    """Return the description of this process's device, with its memory. Processes of a node share host memory.
+
+    Raises TuneError for an unknown device.
+    """
     beside = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / beside / 2**30
     if here.type == "cpu":
@@ -65,8 +67,8 @@ def described(here: torch.device) -> Device:
     name = torch.cuda.get_device_name(here) if here.type == "cuda" else here.type
     if (known := named(name)) is None:
         raise TuneError(
-            f"the speed of {name} is not known; known are {', '.join(DEVICES)}. Set the layout that "
-            "`tune plan --search --device FILE` finds, with a description of the device"
+            f"the speed of {name} is unknown (known: {', '.join(DEVICES)}). Describe the device in a FILE, and set the "
+            "layout that `tune plan --search --device FILE` finds"
         )
     memory = torch.cuda.get_device_properties(here).total_memory / 2**30
     return replace(known, memory=memory, host_memory=host, per_node=beside)

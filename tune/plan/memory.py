@@ -1,4 +1,4 @@
-"""Memory of a process over a step, by part, from the trace of a shortened model: what is alive at each moment."""
+"""Memory of a process over a step, by part, from the trace of a shortened model: live bytes at each moment."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ PARTS = ("weights", "gradients", "optimizer", *IN_STEP, "frozen", "checkpoint", 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a step is spread, in the words of the settings; `micro_batches` are those of a process."""
+    """The layout of a step, in terms of the settings; `micro_batches` counts those of one process."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -34,22 +34,22 @@ class Layout:
 
     @property
     def data(self) -> int:
-        """Processes that read different rows."""
+        """Number of processes that read different rows."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def shards(self) -> int:
-        """Processes that FSDP shards over."""
+        """Number of processes that FSDP shards over."""
         return self.dp_shard * self.cp
 
     @property
     def units_stay_gathered(self) -> bool:
-        """As `tune.distributed.World` has it."""
+        """Same as in `tune.distributed.World`."""
         return self.pp > 1 or self.zero_stage in (1, 2)
 
     @property
     def reductions(self) -> int:
-        """How often a step reduces gradients."""
+        """Number of gradient reductions in a step."""
         return self.micro_batches if self.reduce_every_micro_batch and self.zero_stage != 1 else 1
 
     @property
@@ -57,13 +57,13 @@ class Layout:
         return self.data * self.cp * self.tp * self.pp
 
     def throughout(self, trace: Trace) -> float:
-        """Bytes that FSDP gathers once: the root, or all."""
+        """Return the bytes that FSDP gathers once: the root unit, or all units."""
         return trace.whole.gathered if self.units_stay_gathered else trace.others[-1].gathered
 
 
 class PlannedStage(NamedTuple):
-    """A stage of a pipeline, or without one the whole model: what a micro-batch takes, how many micro-batches are held
-    between forward and backward at one time, and the bytes on their way to other stages."""
+    """A pipeline stage, or the whole model without a pipeline: the trace of a micro-batch, the number of micro-batches
+    held between forward and backward, and the bytes on their way to other stages."""
 
     trace: Trace
     held: int = 1
@@ -74,10 +74,12 @@ def memory(
     stage: PlannedStage, layout: Layout, states: float, plain: bool, device: Device, copies: str = "",
     frozen: float = 0.0, in_head: float = 0.0,
 ) -> tuple[str, dict[str, float], float]:  # fmt: skip
-    """When memory is at its peak in a step (not the first one), the bytes of each part then, and the bytes in host
-    memory. `states` are the optimizer's bytes for a trained parameter. With `copies` a checkpoint is written from a
-    copy of trained parameters and states: only at the "end" of the run, or also "beside" later steps. A frozen model
-    takes `frozen` bytes throughout, and `in_head` more while it computes, which is before the head does."""
+    """Return the moment of peak memory in a step (not the first one), its bytes by part, and the bytes in host memory.
+
+    `states` are the optimizer's bytes per trained parameter. With `copies`, a checkpoint is written from a copy of
+    trained parameters and states: only at the "end" of the run, or also "beside" later steps. A frozen model takes
+    `frozen` bytes throughout, and `in_head` more bytes while it computes, which is before the head.
+    """
     trace, whole, shards = stage.trace, stage.trace.whole, layout.shards
     gradients = whole.master / shards if layout.micro_batches > 1 else 0.0
     held = {"weights": whole.stored / shards, "gradients": gradients, "optimizer": whole.trained * states / shards}
@@ -87,7 +89,7 @@ def memory(
         host += held["weights"] + held["optimizer"] + whole.master / shards
         held = dict.fromkeys(held, 0.0)
     at_end = held["gradients"]
-    if layout.reductions < layout.micro_batches and not plain:  # until the last one gradients are whole
+    if layout.reductions < layout.micro_batches and not plain:  # gradients are unsharded until the last reduction
         held["gradients"] = whole.reduced
     if layout.activation_offload:
         host += stage.held * trace.saved
@@ -109,8 +111,10 @@ def memory(
 
 
 def _moments(stage: PlannedStage, layout: Layout, plain: bool) -> Iterator[tuple[str, float, float, float, float]]:
-    """Moments of a step, and what is alive beside weights, states and the gradients of earlier micro-batches: in
-    activations, of head and loss, for communication, in gradients of this micro-batch."""
+    """Yield the moments of a step, with the live bytes in addition to weights, states and earlier gradients.
+
+    These are activations, head and loss, communication, and gradients of this micro-batch.
+    """
     trace, shards, stays = stage.trace, layout.shards, layout.units_stay_gathered
     throughout = layout.throughout(trace)
     beside = 0.0 if stays else max((each.gathered for each in trace.others[:-1]), default=0.0)
@@ -119,26 +123,26 @@ def _moments(stage: PlannedStage, layout: Layout, plain: bool) -> Iterator[tuple
     tail = trace.loss.live
     embedded = trace.embed.live + (stage.held - 1) * (trace.embed.live + kept + tail) + stage.sent
     everything = embedded + kept
-    # What FSDP reduced last it keeps until it reduces again, but at the end of the step.
+    # FSDP keeps its last reduction until the next one, or the end of the step.
     lingers = next((each.reduced for each in reversed(trace.others) if each.reduced), trace.blocks[0].unit.reduced)
     lingers = lingers if stays and layout.micro_batches > 1 else 0.0
-    several = 2 if shards > 1 else 1  # the next block beside this one
+    several = 2 if shards > 1 else 1  # this block and the next one
     several = 0 if stays else several
     last_gathered = max(kind.unit.gathered for kind in trace.blocks) if shards > 1 and not stays else 0.0
 
-    def gradients(unit: Unit) -> float:  # what is reduced over copies in fp32, FSDP keeps until backward ends
+    def gradients(unit: Unit) -> float:  # FSDP keeps fp32 reductions over copies until backward ends
         of_step, over_copies = adds * unit.master / shards, (layout.dp_replicate > 1) * REDUCED * unit.trained / shards
         return of_step if of_step == over_copies else of_step + over_copies
 
     of_blocks = sum(kind.number * gradients(kind.unit) for kind in trace.blocks)
 
-    def reducing(unit: Unit) -> float:  # gradients in fp32, and the result
+    def reducing(unit: Unit) -> float:  # fp32 gradients and their result
         return unit.reduced + (unit.reduced if shards == 1 else REDUCED * unit.trained / shards)
 
     yield "embedding", embedded - trace.embed.live + trace.embed.extra, 0.0, throughout + lingers + 2 * beside, 0.0
     for _, unit, forward, backward in trace.blocks:
         saved = 0.0 if layout.activation_offload else forward.live
-        # Copies of the block before go to the host during a forward. Those of the next one come back during a backward.
+        # A forward overlaps with copying the block before to the host, a backward with copying the next one back.
         moving = forward.live - saved
         gathered = throughout + unit.gathered * several
         one = gradients(unit)
@@ -148,11 +152,11 @@ def _moments(stage: PlannedStage, layout: Layout, plain: bool) -> Iterator[tuple
         waiting = gathered + unit.reduced  # until the block above is reduced
         alive = everything - saved + backward.extra + 2 * moving
         yield "backward of the block before the last", alive, tail, waiting, one
-        waiting += max(0.0, beside - unit.gathered) if several == 2 else 0.0  # the embedding is the next one
+        waiting += max(0.0, beside - unit.gathered) if several == 2 else 0.0  # the embedding is next
         yield "backward of the first block", embedded + forward.live + backward.extra, tail, waiting, above
         reduced = throughout + unit.gradients + reducing(unit)
         yield "reduction of the first block", embedded, tail, 0.0 if plain else reduced, above
-    if layout.activation_offload:  # what the last block saves stays until its backward
+    if layout.activation_offload:  # the last block keeps its activations until its backward
         everything += max(kind.forward.live for kind in trace.blocks)
     gathered = throughout + last_gathered + lingers  # until forward ends
     yield "head and loss", everything, trace.loss.extra, gathered, 0.0

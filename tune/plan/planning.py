@@ -30,22 +30,24 @@ from tune.types import as_given
 
 T = TypeVar("T")
 
-# The settings of a layout that a search chooses.
+# Settings of a layout that a search chooses.
 CHOSEN = (
     *(f"parallel.{axis}" for axis in ("dp_replicate", "dp_shard", "cp", "tp", "ep", "pp", "zero_stage")),
     "micro_batch_size",
     *("memory.activation_checkpointing", "memory.activation_offload", "memory.cpu_offload"),
 )
 INPUT = 7e-8  # seconds of a core for a token of a batch: 60 to 90 ns, in rows of 1,000 tokens and in packed ones
-LEAST_TOKENS = 4096  # of a row, on each device of cp: with fewer, gathering keys takes longer than what is saved
+LEAST_TOKENS = 4096  # tokens of a row per device of cp; below, gathering keys costs more time than cp saves
 IN_STEPS = tuple(key for key in CHOSEN if "parallel." not in key)
 KEPT = ("parallel.pp_schedule", "parallel.reduce_every_micro_batch")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A step of `tokens` tokens, each of so many `flops` without recomputation. `memory` are bytes by part at the
-    `moment` of the peak, `host` those in host memory, `seconds` are by what takes them."""
+    """The plan of a step with `tokens` tokens of `flops` each, without recomputation.
+
+    `memory` is bytes by part at the peak `moment`, `host` the bytes in host memory, and `seconds` the time by cause.
+    """
 
     layout: Layout
     device: Device
@@ -55,7 +57,7 @@ class Plan:
     seconds: dict[str, float]
     tokens: int
     flops: float
-    chosen: tuple[str, ...] = CHOSEN  # of these the recipe has settings
+    chosen: tuple[str, ...] = CHOSEN  # keys that the recipe has
 
     @property
     def peak(self) -> float:
@@ -71,7 +73,7 @@ class Plan:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Those of the layout."""
+        """The layout's settings."""
         return {key: getattr(self.layout, _field(key)) for key in self.chosen}
 
     @property
@@ -101,8 +103,8 @@ def _field(key: str) -> str:
 
 
 class Job:
-    """What the recipe in a file trains with these settings on such devices, in so many processes. The data need not
-    exist: all rows and completions are as long as they may be.
+    """A training run of a recipe with these settings, on `processes` devices. The data need not exist: all rows and
+    completions have their maximum length.
 
     Raises:
         TuneError: the recipe raises it, or does not train.
@@ -140,8 +142,8 @@ class Job:
         if (checkpointer := recorded.checkpointer) and checkpointer.asynchronous:
             every, last = checkpointer.every, recorded.max_steps
             self.copies = "beside" if every and not (last and last <= every) else "end"
-        # By rows, the sizes of (tp, cp, ep), checkpointing, whether FSDP has nothing to do for trained models and for
-        # frozen ones, and whether it accumulates.
+        # Keys: rows, sizes of (tp, cp, ep), checkpointing, whether FSDP has nothing to do for trained models and for
+        # frozen ones, and whether gradients accumulate.
         self.trace = functools.cache(self._trace)
         self.once = functools.cache(self._once)
         self.layers = len(repeated_blocks(models[0]))
@@ -151,11 +153,11 @@ class Job:
         self.chosen = tuple(self.keys.values())
 
     def _keys(self) -> dict[str, str]:
-        """The settings of a layout that the recipe has, by their names in it."""
+        """Return the recipe's keys for the settings of a layout, by name."""
         known, keys = [*flat(cast(Any, OmegaConf.to_container(self.cfg)))], dict[str, str]()
         for key in CHOSEN:
             name = _field(key)
-            renamed = [other for other in known if other.endswith(f".{name}")]  # its group may have another name
+            renamed = [other for other in known if other.endswith(f".{name}")]  # the group may have another name
             if "parallel." in key and name not in self.axes:
                 continue
             if key in known:
@@ -165,7 +167,7 @@ class Job:
         return keys
 
     def _given(self, names: Iterable[str]) -> Layout:
-        """What the recipe says of its layout."""
+        """Return the layout in the recipe's settings."""
         given: dict[str, Any] = {"reduce_every_micro_batch": False, "micro_batch_size": self.recorded.micro_batch_size}
         given |= self.axes | self.how
         return Layout(**{name: given[name] for name in names if given.get(name) is not None})
@@ -174,7 +176,7 @@ class Job:
         self, rows: int, axes: tuple[int, int, int], checkpointing: Any, plain: bool, accumulates: bool,
         alone: bool = True,
     ) -> StepTrace:  # fmt: skip
-        """A micro-batch of so many rows."""
+        """Trace a micro-batch of `rows` rows."""
         tracer = self._tracer(axes, checkpointing, plain, alone)
         with self.recorded.replayed():
             return tracer.step(lambda: self.recorded.loss(rows), 1 + accumulates)
@@ -185,7 +187,7 @@ class Job:
         return Tracer(self.subjects, sharing, self.device, self.recorded.weights)
 
     def _once(self, kind: str, number: int, rows: int, axes: tuple[int, int, int], plain: bool) -> Trace:
-        """A forward by itself: a lone one, or that of the prompts or of the last token of a sampling."""
+        """Trace a single forward: a lone one, or the prompts or the last token of a sampling."""
         if kind == "lone":
             lone = self.recorded.lone_forwards[number]
             batch = self.recorded.batch_of(lone, rows)
@@ -198,7 +200,7 @@ class Job:
         device = self.device if self.device.is_host else replace(self.device, launch=self.device.launch / 2)
         sharing = Sharing(meshes_of(*axes), loss_parallel=self.axes.get("loss_parallel", True), alone=plain)
         subjects = [subject._replace(model=frozen, compiled=False)]
-        tracer = Tracer(subjects, sharing, device, self.recorded.weights)  # on a GPU from a captured graph
+        tracer = Tracer(subjects, sharing, device, self.recorded.weights)  # a GPU replays a captured graph
         if kind == "prompts":
             prompts = math.ceil(rows * sampling.different / sampling.prompts)
             return tracer.forward(0, lambda model: read_prompts(sampler, model, rows, prompts, length))
@@ -208,7 +210,7 @@ class Job:
         return self.once("lone", number, rows, axes, plain)
 
     def layout(self) -> Layout:
-        """That of the settings."""
+        """Return the layout of the settings."""
         layout = self._given(_field(key) for key in (*CHOSEN, *KEPT))
         shards = layout.dp_shard
         if cast(Any, shards) == "auto" or "dp_shard" not in self.axes:
@@ -216,23 +218,21 @@ class Job:
                 layout, dp_shard=self.processes // (layout.dp_replicate * layout.cp * layout.tp * layout.pp)
             )
         if layout.pp_schedule not in ("1f1b", "gpipe"):
-            raise TuneError(
-                f"parallel.pp_schedule: {layout.pp_schedule} is not planned yet; planned are 1f1b and gpipe"
-            )
+            raise TuneError(f"parallel.pp_schedule: tune plan does not support {layout.pp_schedule}. Set 1f1b or gpipe")
         if layout.zero_stage == 0:
             layout = replace(layout, dp_replicate=layout.data, dp_shard=1)
         if layout.size != self.processes:
             raise TuneError(
                 f"parallel: dp_replicate={layout.dp_replicate} x dp_shard={shards} x cp={layout.cp} "
-                f"x tp={layout.tp} x pp={layout.pp} does not make --world-size {self.processes}"
+                f"x tp={layout.tp} x pp={layout.pp} does not equal --world-size {self.processes}"
             )
         if layout.shards % layout.ep:
-            raise TuneError(f"parallel.ep: {layout.ep} does not divide dp_shard x cp, which are {layout.shards}")
+            raise TuneError(f"parallel.ep: {layout.ep} does not divide dp_shard x cp ({layout.shards})")
         return layout
 
     def plan(self, layout: Layout, line: bool = False) -> Plan:
-        """With `line`, the trace is the straight line through those of one row and of two, or groups that share their
-        prompts."""
+        """Return the plan of a layout. With `line`, extrapolate linearly from traces of one and two rows, or of one and
+        two groups of rows that share a prompt."""
         micro, group = layout.micro_batch_size, self.rows // self.prompts if self.prompts else 1
         if self.prompts:
             mine = -(-self.prompts // layout.data) * group
@@ -240,7 +240,7 @@ class Job:
             require_batches(self.rows, micro, layout.data, layout.pp)
             mine = self.rows // layout.data
         layout = replace(layout, micro_batches=-(-mine // micro))
-        plain = layout.size == 1 and not self.casts and not layout.cpu_offload  # as `parallelize` has it
+        plain = layout.size == 1 and not self.casts and not layout.cpu_offload  # as in `parallelize`
         key = (
             (layout.tp, layout.cp, layout.ep), layout.activation_checkpointing, plain,
             plain and layout.micro_batches > 1, layout.size == 1,
@@ -255,7 +255,9 @@ class Job:
         step = traced(lambda rows: self.trace(rows, *key))
         hop = micro * self.row_tokens * self.hidden * as_dtype(self.dtype).itemsize / layout.cp
         if layout.pp > 1 and len(step.trained.blocks) > len(self.subjects[self.trained[0]].kinds):
-            raise TuneError("parallel.pp: stages of a step with several forwards are not planned. Set it to 1")
+            raise TuneError(
+                "parallel.pp: tune plan does not support stages in a step with several forwards. Set it to 1"
+            )
         stages = self._stages(step.trained, layout, hop) if layout.pp > 1 else [PlannedStage(step.trained)]
         hop = hop if layout.pp > 1 else 0.0
         spent = [seconds(stage, layout, self.states, plain, self.device, hop) for stage in stages]
@@ -275,7 +277,7 @@ class Job:
             sizes, more = self._sampled(number, step, layout, plain)
             longest["rollout"] += more
             needed.append(self._moment("rollout", self._held(step.trained, layout, others.frozen, False), sizes))
-        # A thread puts the next rows together beside the step.
+        # A thread assembles the next batch during the step.
         longest["input"] = max(0.0, mine * self.row_tokens * INPUT - sum(longest.values()))
         moment, parts, _ = max(needed, key=lambda moment: sum(moment[1].values()))
         return Plan(
@@ -284,7 +286,7 @@ class Job:
         )  # fmt: skip
 
     def _held(self, trained: Trace, layout: Layout, frozen: float, has_gradients: bool = True) -> dict[str, float]:
-        """Bytes by part that are there between the forwards of a step."""
+        """Return the bytes by part that are held between the forwards of a step."""
         whole, shards = trained.whole, layout.shards
         copied = whole.master + whole.trained * self.states if self.copies == "beside" and self.device.is_host else 0.0
         held = {
@@ -299,7 +301,7 @@ class Job:
         return dict.fromkeys(PARTS, 0.0) | held
 
     def _moment(self, name: str, held: dict[str, float], more: dict[str, float]) -> tuple[str, dict[str, float], float]:
-        """A moment at which there is `more` than what is held."""
+        """Return a moment with `more` bytes than the held ones."""
         sizes = held | {part: held[part] + size for part, size in more.items()}
         reserve = self.device.reserve * GIB + self.device.reserve_share * sum(sizes.values())
         return name, sizes | {"reserve": reserve}, 0.0
@@ -307,8 +309,10 @@ class Job:
     def _others(
         self, step: StepTrace, layout: Layout, hop: float, traced: Callable[[Callable[[int], Trace]], Trace]
     ) -> "Others":
-        """What forwards without gradients take, and the frozen models that stay. `traced` gives the trace of a
-        micro-batch, of a function of its rows."""
+        """Return the cost of forwards without gradients, and of frozen models that stay in memory.
+
+        `traced` returns the trace of a micro-batch from a function of its rows.
+        """
         alone, is_one = replace(layout, cpu_offload=False), layout.size == 1
         others = Others({}, [])
         axes = layout.tp, layout.cp, layout.ep
@@ -343,7 +347,7 @@ class Job:
         return others
 
     def _sampled(self, number: int, step: StepTrace, layout: Layout, plain: bool) -> tuple[dict[str, float], float]:
-        """Bytes by part and seconds of the completions of a step, which are all as long as they may be."""
+        """Return bytes by part and seconds for sampling a step's completions, all of maximum length."""
         sampling, axes = self.recorded.samplings[number], (layout.tp, layout.cp, layout.ep)
         sampler, share = sampling.sampler, sampling.prompts / sampling.different
         if self.prompts:  # of all prompts of a step
@@ -371,7 +375,7 @@ class Job:
         return sizes, spent
 
     def _packed(self, model: Any) -> float:
-        """Bytes of the copies in the order of a CPU's kernels, while completions are sampled."""
+        """Return the bytes of weight copies in the layout of CPU kernels, which exist while sampling."""
         tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
         looked_up = [] if getattr(model, "head", None) is None else tables
         of_products = {*model.parameters()}.difference(looked_up)
@@ -379,7 +383,7 @@ class Job:
         return large * as_dtype(self.dtype).itemsize * self.device.is_host
 
     def _stages(self, whole: Trace, layout: Layout, hop: float) -> list[PlannedStage]:
-        """Those that differ. What a stage has sent, it keeps until as much has followed."""
+        """Return the stages that differ. A stage keeps sent tensors until as many others have followed."""
         stages, different = self.blocks(layout.pp), dict[Any, PlannedStage]()
         places_of = self.subjects[self.trained[0]].kinds
         for number, blocks in enumerate(stages):
@@ -389,18 +393,18 @@ class Job:
             sent = (2 - sum(ends)) * min(layout.pp, layout.micro_batches) * hop
             different.setdefault(
                 (*ends, *kinds), PlannedStage(whole.stage(kinds, *ends), held, sent)
-            )  # the first holds most
+            )  # the first one holds most
         return list(different.values())
 
     def require(self, layout: Layout) -> None:
-        """Run the recipe up to where it shards a model in this layout. Raises the TuneError that it raises."""
+        """Run the recipe in this layout until it shards a model. Raises the recipe's TuneError."""
         cfg = copy.deepcopy(self.cfg)
         for name, key in self.keys.items():
             OmegaConf.update(cfg, key, getattr(layout, name))
         require_layout(self.recipe, cfg, self.processes)
 
     def search(self) -> list[Plan]:
-        """All layouts, the fastest that fit first, then the smallest, by docs/planning.md."""
+        """Return all layouts: fitting ones, fastest first, then the others, smallest first (docs/planning.md)."""
         plans: list[Plan] = []
         for axes in self._axes():
             try:
@@ -412,20 +416,20 @@ class Job:
             rows, size = self.rows, self.processes
             good = " or ".join(str(fits) for fits in (rows // size * size, -(-rows // size) * size) if fits)
             raise TuneError(
-                f"global_batch_size={rows} cannot be divided over {size} processes, of which parallel.tp, cp and pp "
-                f"may take powers of 2: set it to {good}"
+                f"global_batch_size={rows} cannot be divided over {size} processes, even with powers of 2 for "
+                f"parallel.tp, cp and pp. Set it to {good}"
             )
 
         def rank(plan: Plan) -> tuple[bool, float]:
             return not plan.fits, plan.step_seconds if plan.fits else plan.peak
 
         while (plans := sorted(plans, key=rank))[0] != (exact := self.plan(plans[0].layout)):
-            plans[0] = exact  # it was on a line through fewer rows
+            plans[0] = exact  # it was extrapolated from fewer rows
         self.require(plans[0].layout)
         return plans
 
     def _axes(self) -> Iterator[tuple[int, int, int, int]]:
-        """Sizes of tp, cp, ep and pp, the simplest first."""
+        """Yield sizes of tp, cp, ep and pp, the simplest first."""
         node = self.device.per_node
         sizes = {
             "pp": self.layers if "pp" in self.keys and self.axes.get("pp_schedule") in ("1f1b", "gpipe") else 1,
@@ -471,8 +475,8 @@ class Job:
 
 @dataclass
 class Others:
-    """What forwards without gradients take in a step: seconds, moments before it, the bytes of frozen models that stay,
-    and of activations within the head, or between steps of the trained model."""
+    """The cost of forwards without gradients: seconds in a step, moments before it, bytes of frozen models that stay,
+    and bytes of activations within the head or outside the trained model's forwards."""
 
     seconds: dict[str, float]
     moments: list[tuple[str, dict[str, float], float]]
@@ -482,26 +486,28 @@ class Others:
 
 
 def _powers(number: int, most: int) -> list[int]:
-    """The powers of 2 that divide a number, up to another."""
+    """Return the powers of 2 up to `most` that divide `number`."""
     return [2**n for n in range(most.bit_length()) if number % 2**n == 0]
 
 
 def calibrate(run: Path, device: Device, recipe: Path) -> Device:
-    """The device as it was in `run` of `recipe`, which is written there: with the speed, and the memory that is not for
-    tensors, at which it takes what was measured; of a CPU with the cores of this machine. Raises TuneError."""
+    """Fit the device's speed and reserved memory to the measurements in `run` of `recipe`, and write them there.
+
+    A CPU gets the cores of this machine. Raises TuneError.
+    """
     files = {name: run / name for name in ("run.json", "config.yaml", "metrics.jsonl")}
     if missing := [name for name, file in files.items() if not file.is_file()]:
-        raise TuneError(f"--calibrate: {run} has no {' and no '.join(missing)}: it is not the folder of a run")
+        raise TuneError(f"--calibrate: {run} is not a run folder: it has no {' and no '.join(missing)}")
     lines = [json.loads(line) for line in files["metrics.jsonl"].read_text(encoding="utf-8").splitlines()]
-    steps = [line for line in lines if "step_seconds" in line][1:]  # the first one warms up
+    steps = [line for line in lines if "step_seconds" in line][1:]  # the first step is a warm-up
     if not steps:
-        raise TuneError(f"--calibrate: {run} has not two steps to measure")
+        raise TuneError(f"--calibrate: {run} has fewer than two steps to measure")
     cfg = cast(DictConfig, OmegaConf.load(files["config.yaml"]))
     device = replace(device, cores=os.cpu_count() or 1) if device.is_host else device
     processes = json.loads(files["run.json"].read_text(encoding="utf-8"))["processes"]
     job = Job(cfg, device, processes, recipe)
     if job.recorded.samplings or "max_seq_len" not in cfg:
-        raise TuneError("--calibrate: what a run samples is of any length. Take a run of full_finetune")
+        raise TuneError("--calibrate: sampled completions vary in length. Use a run of full_finetune")
     mean = median(step["tokens"] for step in steps)
     cfg.max_seq_len = round(cfg.max_seq_len * mean / (job.rows * job.row_tokens))
     job = Job(cfg, device, processes, recipe)

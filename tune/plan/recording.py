@@ -1,4 +1,4 @@
-"""A recipe's own step, to be run as often as one likes: with full rows, and other models in the place of its own."""
+"""Record a recipe's own step, to run it repeatedly with full rows and replaced models."""
 
 import ast
 import copy
@@ -45,7 +45,7 @@ from tune.validate import (
     rehearsed,
 )
 
-FEW = 2  # rows of the first step, of which only its parts are noted
+FEW = 2  # rows of the first step, which only records its parts
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -54,7 +54,7 @@ def ignore(*_: Any) -> None:
 
 
 class Reached(RehearsalEnded):
-    """A loss whose gradients are asked for: there a step ends that is traced."""
+    """Carries a loss at its backward, where a traced step ends."""
 
     def __init__(self, loss: Tensor):
         self.loss = loss
@@ -68,7 +68,7 @@ class UntilBackward(TorchFunctionMode):
 
 
 class Steps:
-    """What `Run.steps` gives: the loop over it is the recipe's step."""
+    """The iterator of `Run.steps`; the loop over it is the recipe's step."""
 
     def __init__(self, data: Any, world: World):
         self.data, self.world = data, world
@@ -77,18 +77,18 @@ class Steps:
     def __iter__(self) -> "Steps":
         return self
 
-    def __next__(self) -> Any:  # of a loop that is not a statement of the recipe's own function
+    def __next__(self) -> Any:  # called by a loop outside the recipe's own function
         raise TuneError("plan: the loop over run.steps must be in the function that has @config.entrypoint")
 
     def draw(self) -> Any:
-        """A step's number and its rows, again and again."""
+        """Return a step's number and its rows; can be called repeatedly."""
         data = self.data if isinstance(self.data, Iterator) else copy.copy(self.data)
         self.item = next(iter(data), self.item)
         return self.item
 
 
 class Loop(Statements):
-    """Runs a recipe up to the loop over its steps, whose body is kept."""
+    """Runs a recipe up to the loop over its steps, and keeps the loop's body."""
 
     def _each(self, loop: ast.For, items: Any) -> None:
         if not isinstance(items, Steps):
@@ -98,7 +98,7 @@ class Loop(Statements):
         raise RehearsalEnded
 
     def step(self, item: Any) -> None:
-        """A step of the recipe."""
+        """Run a step of the recipe."""
         self.once(self.loop, item)
 
 
@@ -109,7 +109,7 @@ class PlannedWorld(RehearsedWorld):
 
 
 class PlannedRun(RehearsedRun):
-    """A `Run` that has no folder and reports nothing."""
+    """A `Run` without a folder or reports."""
 
     def _open_folder(self, chosen: str, resume: str) -> None:
         self.store, self.again, self.resume, self.path = None, "", "never", Path(chosen)
@@ -135,7 +135,7 @@ class PlannedRun(RehearsedRun):
 
 
 class PlannedCheckpointer(RehearsedCheckpointer):
-    """A `Checkpointer` that is noted."""
+    """A `Checkpointer` that is recorded."""
 
     def resume(self, resume: Any = "auto") -> int:
         note = rehearsal.planning()
@@ -146,7 +146,7 @@ class PlannedCheckpointer(RehearsedCheckpointer):
 
 @dataclass
 class Sampling:
-    """Completions that a step samples, one for each of `prompts`, of which `different` differ."""
+    """Completions that a step samples, one for each of `prompts`, of which `different` are distinct."""
 
     sampler: Sampler
     number: int  # of the model
@@ -157,8 +157,10 @@ class Sampling:
 
 @dataclass
 class LoneForward:
-    """A forward without gradients before the first step, or one that scores what a step has sampled (`in_step`): of
-    which model, with which batch, and whether the trained ones have weights already."""
+    """A forward without gradients before the first step, or one that scores a step's samples (`in_step`).
+
+    It has the model, the batch, and whether the trained models already have weights.
+    """
 
     number: int
     call: Callable[[Any, Any], Any]
@@ -169,7 +171,7 @@ class LoneForward:
 
 @contextmanager
 def fake_group() -> Iterator[Callable[[int], None]]:
-    """See `process_group`. A group that an earlier plan has made ends."""
+    """Like `process_group`, but ends the group of an earlier plan."""
     if dist.is_initialized() and dist.get_backend() == "fake":
         dist.destroy_process_group()
         meshes_of.cache_clear()
@@ -179,7 +181,7 @@ def fake_group() -> Iterator[Callable[[int], None]]:
 
 @functools.cache
 def meshes_of(tp: int, cp: int, ep: int) -> dict[str, DeviceMesh]:
-    """Those of the axes that are used, of processes that are not there."""
+    """Return meshes for the axes that are used, of fake processes."""
     grids = {("tp",): (tp,), ("cp", "tp"): (cp, tp), ("ep", "tp"): (ep, tp)}
     used = {names: torch.arange(math.prod(grid)).view(grid) for names, grid in grids.items() if grid[0] > 1}
     if used and not dist.is_initialized():
@@ -188,18 +190,18 @@ def meshes_of(tp: int, cp: int, ep: int) -> dict[str, DeviceMesh]:
 
 
 class Recording:
-    """The recipe in `file` with the settings `cfg`, run up to its first step, and that step.
+    """The recipe in `file` with the settings `cfg`, run through its first step.
 
     Raises:
-        TuneError: what the recipe raises, or that it is not planned.
+        TuneError: the recipe raises it, or cannot be planned.
     """
 
     def __init__(self, file: Path, cfg: DictConfig, device: Device):
         self.device, self.device_type = device, "cpu" if device.is_host else "cuda"
         self.recipe, self.weights = Recipe(file), FakeWeights()
-        self.rows: int | None = None  # of a micro-batch that is traced; None: as many as the recipe says
+        self.rows: int | None = None  # of the traced micro-batch; None: the recipe's number
         self.axes: dict[str, Any] = {}
-        self.models: list[nn.Module] = []  # as they are before they are sharded, on the meta device
+        self.models: list[nn.Module] = []  # before sharding, on the meta device
         self.how: list[dict[str, Any]] = []
         self.subjects: list[Subject] = []
         self.samplings: list[Sampling] = []
@@ -219,11 +221,11 @@ class Recording:
             with closing(self.weights):
                 self.loop.run(self.recipe.main)
             if not hasattr(self.loop, "steps"):
-                raise TuneError(f"plan: {file} has no loop over run.steps: only what trains is planned")
+                raise TuneError(f"plan: {file} has no loop over run.steps, and tune plan only plans training")
             self._first_step()
         self.stays = [subject.origin() is not None for subject in self.subjects]
 
-    # What the library notes, see `tune.rehearsal.Planning`.
+    # Callbacks of the library, see `tune.rehearsal.Planning`.
 
     def take_axes(self, axes: Mapping[str, Any]) -> bool:
         self.axes = {**axes}
@@ -232,7 +234,7 @@ class Recording:
     def take_model(self, model: Any, how: Mapping[str, Any]) -> None:
         has_float8 = any("Float8" in type(module).__name__ for module in model.modules())
         if has_float8 and not (self.device.is_host or self.device.float8):
-            raise TuneError(f"quantization.float8: {self.device.name} has no products in float8. Leave it out")
+            raise TuneError(f"quantization.float8: {self.device.name} does not support float8 products. Leave it out")
         self.models.append(copy.copy(model))
         dtype, master_dtype = (NAMES.get(how[name], how[name]) for name in ("dtype", "master_dtype"))
         self.how.append({**how, "dtype": dtype, "master_dtype": master_dtype})
@@ -260,11 +262,11 @@ class Recording:
     def take_sampling(self, sampler: Sampler, model: Any, prompts: list[Any]) -> None:
         if self.rows is None and prompts:
             if type(sampler).complete is not Sampler.complete:
-                raise TuneError("plan: of engines that sample only ours is planned: leave sampling._component_ out")
+                raise TuneError("plan: tune plan only supports tune.generation.Sampler. Leave sampling._component_ out")
             known = [number for number, subject in enumerate(self.subjects) if subject.origin() is model]
-            number = known[0] if known else 0  # one of transformers is wrapped
+            number = known[0] if known else 0  # a transformers model is wrapped
             longest = max(map(len, prompts))
-            different = len({*prompts}) if self.items else len(prompts)  # full rows of data are alike
+            different = len({*prompts}) if self.items else len(prompts)  # full rows are identical
             self.samplings.append(Sampling(sampler, number, len(prompts), different, longest))
 
     @contextmanager
@@ -290,12 +292,12 @@ class Recording:
             yield
 
     def _enter(self, change: int) -> None:
-        """Within forwards, all is fake."""
+        """Make all tensors fake within forwards."""
         self.depth += change
         self.weights.is_total = self.depth > 0
 
     def _forward(self, number: int, model: Any, args: Any, kwargs: Any) -> None:
-        """Note a forward of the first step, or one before."""
+        """Record a forward of the first step, or one before it."""
         if torch.is_grad_enabled() and is_trained(model):
             self.batch = args[0] if isinstance(args[0], Batch) else self.batch
             return
@@ -337,7 +339,7 @@ class Recording:
         self.states = [self._states_of(number) for number in range(len(self.subjects))]
 
     def _states_of(self, number: int) -> float:
-        """Bytes of the optimizer's states for a model, with all of its blocks."""
+        """Return the bytes of the optimizer's states for a model with all of its blocks."""
         model, subject = self.subjects[number].origin(), self.subjects[number]
         if model is None:
             return 0.0
@@ -350,10 +352,10 @@ class Recording:
         others = size(parameter for parameter in model.parameters() if parameter not in within)
         return others + sum(len(places) * size(blocks[at].parameters()) for at, places in subject.kinds)
 
-    # Steps that are traced.
+    # Traced steps.
 
     def batch_of(self, forward: LoneForward, rows: int) -> Any:
-        """Before the first step, a micro-batch of so many full rows, as the recipe's data are."""
+        """Return the batch of a forward: before the first step, `rows` full rows like the recipe's data."""
         if forward.in_step:
             return forward.batch
         with self._rehearsed():
@@ -364,19 +366,19 @@ class Recording:
         self.rows = rows
         step, drawn = self.loop.steps.draw()
         if isinstance(drawn, list) and self.samplings:
-            samples = self.samplings[0].prompts / len(drawn)  # of a prompt
+            samples = self.samplings[0].prompts / len(drawn)  # per prompt
             drawn = [drawn[at % len(drawn)] for at in range(math.ceil(rows / samples))]
         return step, drawn
 
     def loss(self, rows: int) -> Tensor:
-        """That of a micro-batch of so many rows, by the recipe's own lines."""
+        """Return the loss of a micro-batch of `rows` rows, by the recipe's own lines."""
         item = self._item(rows)
         try:
             with UntilBackward(), torch.enable_grad():
                 self.loop.step(item)
         except Reached as reached:
             return reached.loss
-        raise TuneError("plan: a step of the recipe computes no gradients by loss.backward()")
+        raise TuneError("plan: a step of the recipe does not call loss.backward()")
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
@@ -385,7 +387,7 @@ class Recording:
 
 
 class LayoutOnly(Recording):
-    """A recipe that is run in its layout, up to where it shards a model."""
+    """A recipe that runs in its layout until it shards a model."""
 
     def __init__(self, recipe: Recipe, cfg: DictConfig, processes: int):
         self.recipe, self.weights, self.rows, self.device_type = recipe, FakeWeights(), None, "cpu"
@@ -404,8 +406,10 @@ class LayoutOnly(Recording):
 
 
 def require_layout(file: Path, cfg: DictConfig, processes: int) -> None:
-    """Run the recipe in `file` up to where it shards a model. Raises the TuneError that it raises. A process that is
-    itself one of several is laid out already."""
+    """Run the recipe in `file` until it shards a model. Raises the recipe's TuneError.
+
+    A process that is one of several already has its layout.
+    """
     if dist.is_initialized() and dist.get_backend() != "fake":
         return
     LayoutOnly(Recipe(file), cfg, processes)
@@ -416,7 +420,7 @@ def is_trained(model: nn.Module) -> bool:
 
 
 def _size(tensor: Any) -> int:
-    """Bytes, of a tensor subclass those of the tensors it is made of."""
+    """Return the bytes of a tensor; for a subclass, the bytes of its inner tensors."""
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
     if hasattr(tensor, "__tensor_flatten__") and type(tensor) is not Tensor:

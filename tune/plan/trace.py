@@ -1,6 +1,7 @@
-"""What a forward and a backward of a process take, block by block, from fake tensors.
+"""Trace memory and time of a process's forward and backward, block by block, on fake tensors.
 
-A model with one block of each kind (and the first one) stands for the whole: blocks of a kind are alike.
+A model with one block of each kind (and the first block) stands for the whole model, because blocks of a kind are
+equal.
 """
 
 import copy
@@ -49,27 +50,28 @@ from tune.quantization import nf4
 from tune.validate import FakeWeights
 
 REDUCED = 4  # bytes of a gradient while FSDP reduces it: fp32
-FREE = ("empty", "detach", "lift", "alias", "_unsafe_view")  # operations that touch no element
-# Of their first argument these touch as many elements as they give or put there.
+FREE = ("empty", "detach", "lift", "alias", "_unsafe_view")  # operations that touch no elements
+# These touch only as many elements of their first argument as they return or write.
 INDEX = ("embedding", "gather", "index", "index_select", "index_put_", "scatter_", "scatter_add_", "index_add_")
 
 
 class Interval(NamedTuple):
-    """Between two marks: bytes alive at its end that were not at its beginning, above that beginning at its peak, and
-    what it takes in seconds."""
+    """The interval between two marks: live bytes added at its end and at its peak, and its seconds."""
 
     live: float = 0.0
     extra: float = 0.0
     compute: float = 0.0
-    products: float = 0.0  # of these, what products would take if memory were no limit
-    exchange: float = 0.0  # in collectives that wait for each other: those of tensor parallelism
+    products: float = 0.0  # seconds of matrix products without the memory limit
+    exchange: float = 0.0  # seconds of blocking collectives, such as tensor parallelism's
 
 
 class Unit(NamedTuple):
-    """What FSDP gathers at one time, of one process of a tensor-parallel group: bytes as gathered, and of the trained
-    parameters those of their gradients, in the type of computation and in that of their reduction. FSDP shards the
-    others: bytes as stored, and of the trained parameters their number and bytes as stored. They are those of all
-    experts, of which the process gathers a share."""
+    """A unit that FSDP gathers at one time, for one process of a tensor-parallel group.
+
+    Unsharded: bytes as gathered, and bytes of the trained parameters' gradients, in the type of computation and in the
+    type of the reduction. Sharded by FSDP: bytes as stored, and of the trained parameters the number and bytes as
+    stored. These count all experts, of which the process gathers a share.
+    """
 
     stored: float = 0.0
     gathered: float = 0.0
@@ -80,12 +82,12 @@ class Unit(NamedTuple):
 
 
 def total(units: Iterable[Unit]) -> Unit:
-    """All of them together."""
+    """Return the sum of units."""
     return Unit(*(sum(sizes) for sizes in zip(Unit(), *units, strict=True)))
 
 
 class Alike(NamedTuple):
-    """Blocks of one kind: how many, and what one of them takes."""
+    """Blocks of one kind: their number, and the cost of one block."""
 
     number: int
     unit: Unit
@@ -94,7 +96,7 @@ class Alike(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """In the order of a step; `rest` is the embedding's backward. `others` are units beside blocks, the root last."""
+    """The trace of a step, in order. `rest` is the embedding's backward; `others` are other units, root last."""
 
     embed: Interval
     blocks: list[Alike]
@@ -104,33 +106,37 @@ class Trace(NamedTuple):
 
     @property
     def whole(self) -> Unit:
-        """All units of a process."""
+        """The sum of all units of a process."""
         return total([*(kind.unit for kind in self.blocks for _ in range(kind.number)), *self.others])
 
     @property
     def saved(self) -> float:
-        """Bytes that all blocks keep for backward."""
+        """Bytes that all blocks save for backward."""
         return sum(kind.number * kind.forward.live for kind in self.blocks)
 
     def stage(self, numbers: list[int], is_first: bool, is_last: bool) -> "Trace":
-        """That of a stage of a pipeline which has so many blocks of each kind: the first has the embedding, the last
-        the head, and both a tied one."""
+        """Return the trace of a pipeline stage with these numbers of blocks of each kind.
+
+        The first stage has the embedding, the last one the head, and both have a tied weight.
+        """
         *embeddings, root = self.others
         kept = [kind._replace(number=number) for kind, number in zip(self.blocks, numbers, strict=True) if number]
         others = [*(embeddings if is_first else ()), root if is_last or (is_first and not embeddings) else Unit()]
         embed, loss, rest = self.embed, self.loss, self.rest
-        if not is_first:  # what it receives is as large as what is embedded
+        if not is_first:  # its input is as large as the embedded tokens
             embed, rest = Interval(embed.live, embed.live), Interval()
         return Trace(embed, kept, loss if is_last else Interval(), rest, others)
 
     def scaled(self, two: "Trace", rows: int) -> "Trace":
-        """The trace of so many rows, by the straight line through this one of one row and that of two."""
+        """Extrapolate linearly to `rows` from this trace of one row and a trace of two rows."""
         return tree_map(lambda one, other: one + (rows - 1) * (other - one), self, two)
 
 
 class Subject(NamedTuple):
-    """A model that a recipe shards, shortened, on the meta device. Each kind of blocks has its place in it, and the
-    places of all its blocks. `origin` is the recipe's own object."""
+    """A shortened copy, on the meta device, of a model that a recipe shards.
+
+    Each kind of blocks has its place in the copy, and the places of all its blocks. `origin` is the recipe's object.
+    """
 
     model: nn.Module
     kinds: list[tuple[int, list[int]]]
@@ -141,8 +147,10 @@ class Subject(NamedTuple):
 
 
 class Sharing(NamedTuple):
-    """How models are shared by the processes whose meshes (of the axes tp, cp and ep that are used) these are; `plain`
-    is whether FSDP neither gathers nor casts those that are trained, and `alone` the frozen ones."""
+    """How processes share models, by the meshes of the used axes tp, cp and ep.
+
+    With `plain`, FSDP neither gathers nor casts trained models; with `alone`, the same holds for frozen models.
+    """
 
     meshes: dict[str, DeviceMesh]
     plan: Any = None
@@ -153,7 +161,7 @@ class Sharing(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """A forward without gradients: of which model, and whether it is within a forward of a trained one."""
+    """A forward without gradients: its model, and whether it runs within a trained model's forward."""
 
     number: int
     is_within: bool
@@ -161,8 +169,8 @@ class Forward(NamedTuple):
 
 
 class StepTrace(NamedTuple):
-    """What a micro-batch takes: its forwards and backward, and its forwards without gradients; of each model all units,
-    and the root."""
+    """The trace of a micro-batch: its forwards and backward, its forwards without gradients, and each model's units and
+    root."""
 
     trained: Trace
     forwards: list[Forward]
@@ -179,45 +187,45 @@ class StepTrace(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):
-    """Counts the bytes of all storages that are alive, and the seconds of operations on `device` by its roofline."""
+    """Counts the bytes of live storages, and the seconds of operations on `device` by its roofline."""
 
     def __init__(self, device: Device, dtype: str, fused: bool):
         super().__init__()
         self.device, self.dtype, self.fused = device, dtype, fused
         self.live = self.peak = self.compute = self.products = self.exchange = 0.0
         self.storages: dict[int, Any] = {}
-        self.only_fake = False  # what is not fake is on the host
-        self.before_next: list[Any] = []  # called when an operation begins: what the one before took has been freed
+        self.only_fake = False  # tensors that are not fake are on the host
+        self.before_next: list[Any] = []  # called when the next operation begins, after temporaries were freed
 
     def ignore(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         self.storages[storage._cdata] = storage
 
     def flush(self) -> None:
-        """Call what waits for the next operation."""
+        """Call the functions that wait for the next operation."""
         while self.before_next:
             self.before_next.pop(0)()
 
     def mark(self) -> Interval:
-        """What is alive, and what has been since the mark before."""
+        """Record the live bytes, and the interval since the last mark."""
         interval = Interval(self.live, self.peak, self.compute, self.products, self.exchange)
         self.peak, self.compute, self.products, self.exchange = self.live, 0.0, 0.0, 0.0
         return interval
 
     @property
     def outer(self) -> Interval:
-        """What `resume` goes on from."""
+        """Return the state for `resume`."""
         return Interval(self.live, self.peak, self.compute, self.products, self.exchange)
 
     def resume(self, outer: Interval) -> None:
-        """Go on as if nothing had been computed since; what is alive of it stays."""
+        """Restore the state as if nothing had been computed since; live bytes stay."""
         self.peak = max(outer.extra, self.live)
         self.compute, self.products, self.exchange = outer[2:]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # its own operations come here one by one
-        if function is torch.ops.prim.device.default:  # autograd asks this of each tensor; nothing runs
+            return NotImplemented  # its inner operations arrive one by one
+        if function is torch.ops.prim.device.default:  # autograd asks this for each tensor; nothing runs
             return args[0].fake_device
         self.flush()
         output = function(*args, **(kwargs or {}))
@@ -225,7 +233,7 @@ class Recorder(TorchDispatchMode):
         if self.only_fake and not any(isinstance(tensor, FakeTensor) for tensor in outputs):
             return output  # on the host
         for tensor in outputs:
-            if tensor.device.type == "meta":  # takes no memory
+            if tensor.device.type == "meta":  # uses no memory
                 continue
             storage = tensor.untyped_storage()
             if (key := storage._cdata) not in self.storages:
@@ -251,7 +259,7 @@ class Recorder(TorchDispatchMode):
         sizes = [tensor.numel() * tensor.itemsize for tensor in tensors if plain not in INDEX or tensor is not args[0]]
         moved: float = sum(sizes) * (1 + (plain in INDEX))
         if name.startswith(("_c10d_functional::", "c10d::")):
-            if "wait" not in name:  # to sum over all is to reduce and to gather
+            if "wait" not in name:  # an all-reduce is a reduce plus a gather
                 rounds = 2 if name.endswith(("all_reduce", "allreduce_")) else 1
                 boxed = [given for given in args if isinstance(given, torch.ScriptObject)]
                 group = dist.ProcessGroup.unbox(boxed[0]) if len(boxed) else _resolve_process_group(args[-1])
@@ -261,7 +269,7 @@ class Recorder(TorchDispatchMode):
         attends = "attention" in name or "varlen_attn" in name
         flops = _flops(function, name, attends, args, kwargs, output)
         if self.fused and not flops:
-            moved /= 3  # a compiler reads and writes once what several operations in a row do
+            moved /= 3  # a compiler fuses consecutive operations into one read and write
         dtype = "fp8" if name == "aten::_scaled_mm" else self.dtype
         self.compute += self.device.seconds(flops, moved, dtype, attends)
         self.products += self.device.seconds(flops, 0, dtype, attends) if flops else 0
@@ -272,7 +280,8 @@ def _flops(function: Any, name: str, attends: bool, args: Any, kwargs: Any, outp
         backward = "backward" in name
         query, key = args[1:3] if backward else args[:2]
         longest = key.shape[-2] if query.dim() == 4 else min(len(key), args[9 if backward else 6])
-        return (5 if backward else 2) * query.numel() * longest  # two products, five in backward; half, as it is causal
+        # Two products, five in backward; half of each, because attention is causal.
+        return (5 if backward else 2) * query.numel() * longest
     if name.startswith(("tune::product_by_group", "aten::_grouped_mm")):
         return 2.0 * args[0].numel() * output.shape[-1]
     known = flop_registry.get(torch.ops.aten.addmm if name == "aten::addmm_" else function.overloadpacket)
@@ -280,9 +289,12 @@ def _flops(function: Any, name: str, attends: bool, args: Any, kwargs: Any, outp
 
 
 def shorten(model: nn.Module) -> tuple[nn.Module, list[tuple[int, list[int]]]]:
-    """A copy of `model`, on the meta device, with one block of each kind, and with the first one if not all is trained:
-    below it there may be nothing to do. Of each kind the place of its block in the copy, and the places of all in the
-    model. Blocks of a kind have parameters of the same shapes, types and settings."""
+    """Return a copy of `model` on the meta device with one block of each kind, and the places of each kind's blocks.
+
+    If not everything is trained, the copy also has the first block, below which there may be no backward. For each
+    kind, the result has the place of its block in the copy, and the places of all its blocks in the model. Blocks of
+    a kind have parameters of the same shapes, types and settings.
+    """
     layers = getattr(getattr(model, "config", None), "layers", None)
     kinds: dict[Any, list[int]] = defaultdict(list)
     for index, block in enumerate(repeated_blocks(model)):
@@ -293,9 +305,9 @@ def shorten(model: nn.Module) -> tuple[nn.Module, list[tuple[int, list[int]]]]:
     kept = sorted({*first, *chosen})
     try:
         short: Any = copy.deepcopy(model)
-    except RuntimeError as error:  # it holds fake tensors, which have no storage that could be copied
+    except RuntimeError as error:  # it holds fake tensors, whose storage cannot be copied
         raise TuneError(
-            "plan: a second model that transformers computes, such as a reference or a teacher, is not planned"
+            "plan: tune plan does not support a second transformers model, such as a reference or a teacher"
         ) from error
     blocks = next(m for m in short.modules() if isinstance(m, nn.ModuleList) and list(m) == repeated_blocks(short))
     for index in reversed(range(len(blocks))):
@@ -310,7 +322,7 @@ def shorten(model: nn.Module) -> tuple[nn.Module, list[tuple[int, list[int]]]]:
 
 
 class Tracer:
-    """Runs what a recipe computes of full rows, with models that take the place of its own."""
+    """Runs a recipe's computation on full rows, with replaced models."""
 
     def __init__(self, subjects: Sequence[Subject], sharing: Sharing, device: Device, weights: FakeWeights):
         self.subjects, self.sharing = subjects, sharing
@@ -319,12 +331,12 @@ class Tracer:
         self.recorder = Recorder(device, first.dtype, first.compiled)
         self.recorder.only_fake = True
         self.units: list[list[Unit]] = [[] for _ in subjects]
-        self.frames: list[_Frame] = []  # the step, and forwards without gradients that are going on
+        self.frames: list[_Frame] = []  # the step, and running forwards without gradients
         self.forwards: list[Forward] = []
-        self.depth, self.count = 0, 0  # forwards with gradients that are going on, and all so far
+        self.depth, self.count = 0, 0  # running forwards with gradients, and all so far
 
     def _prepare(self, number: int, model: nn.Module) -> None:
-        """Give a copy of a model fake parameters, and share it as the processes do."""
+        """Give a copy of a model fake parameters, and shard it as the processes do."""
         sharing = self.sharing
         is_plain = sharing.plain if _is_trained(model) else sharing.alone
         self.units[number] = _allocated(model, self.subjects[number], is_plain, sharing, self.weights.fake)
@@ -337,11 +349,11 @@ class Tracer:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The recipe's own models are those of this trace within, and operations are counted."""
+        """Replace the recipe's models by the traced ones in this context, and count operations."""
         with ExitStack() as stack:
             for number, subject in enumerate(self.subjects):
                 model = copy.deepcopy(subject.model)
-                if (origin := subject.origin()) is not None:  # before it is shared: functions refer to it then
+                if (origin := subject.origin()) is not None:  # before sharding, because functions refer to it
                     stack.enter_context(_exchanged(origin, model))
                     model = origin
                 self._prepare(number, model)
@@ -353,7 +365,7 @@ class Tracer:
             yield
 
     def step(self, run: Callable[[], Tensor], times: int = 1) -> StepTrace:
-        """`run` computes the loss of a micro-batch; its gradients are computed here. The last of so many `times`."""
+        """Trace the forward and backward of `times` micro-batches, whose loss `run` computes; return the last."""
         with self.in_place():
             for _ in range(times):
                 self.forwards, self.count = [], 0
@@ -368,7 +380,7 @@ class Tracer:
         return StepTrace(trained, self.forwards, self.wholes(), roots)
 
     def wholes(self) -> list[Unit]:
-        """All units of each model."""
+        """Return all units of each model."""
         wholes = []
         for subject, units in zip(self.subjects, self.units, strict=True):
             blocks = [units[at] for at, places in subject.kinds for _ in places]
@@ -376,7 +388,7 @@ class Tracer:
         return wholes
 
     def forward(self, number: int, run: Callable[[Any], Any]) -> Trace:
-        """What `run` computes without gradients of the model of this number; of its forwards the last."""
+        """Trace what `run` computes without gradients with model `number`; of its forwards, the last one."""
         subject = self.subjects[number]
         model = copy.deepcopy(subject.model)
         self._prepare(number, model)
@@ -440,11 +452,11 @@ class Tracer:
         return [*handles, blocks[-1].register_forward_hook(lambda _, args, output: at(None, output))]
 
 
-Label = tuple[int, int, int | None]  # of which forward, of which model, the place of the block; None: their end
+Label = tuple[int, int, int | None]  # forward, model, place of the block (None: the end)
 
 
 class _Frame:
-    """Marks at the beginning of each block, at the end of the last one, and back again."""
+    """Marks at the start of each block and the end of the last one, in forward and backward."""
 
     def __init__(self, begin: Interval, outer: Any = None):
         self.begin, self.outer = begin, outer
@@ -453,10 +465,10 @@ class _Frame:
         self.end = begin
 
     def trace(self, subjects: Sequence[Subject], units: list[list[Unit]], first: int = 0) -> Trace:
-        """`subjects` and `units` are those of the models from number `first` on. What is between two models counts as
-        a block without weights."""
+        """Return the trace. `subjects` and `units` start at model number `first`. Computation between two models counts
+        as a block without weights."""
         if not self.marks:
-            raise TuneError("plan: no forward of a model that parallelize was given is in a step")
+            raise TuneError("plan: a step runs no forward of a model that was given to parallelize")
         labels = [label for label, _ in self.marks]
         marks = [self.begin, *(mark for _, mark in self.marks)]
         behind = self.backward[0][1] if self.backward else self.end
@@ -494,7 +506,7 @@ def _is_trained(model: nn.Module) -> bool:
 
 @contextmanager
 def _exchanged(origin: nn.Module, model: nn.Module) -> Iterator[None]:
-    """`origin` is what `model` is, and the other way round, within."""
+    """Exchange the contents of `origin` and `model` in this context."""
 
     def exchange() -> None:
         mine, others = (vars(origin), type(origin)), (vars(model), type(model))
@@ -511,8 +523,11 @@ def _exchanged(origin: nn.Module, model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def kernels(device: Device, recorder: Recorder, checkpointing: Any) -> Iterator[None]:
-    """Attention, adapters and chunks of logits as on the device; weights of 4 bits become whole ones in one kernel; a
-    compiler reads twice what it casts to 8 bits; experts get as many tokens from each process."""
+    """Replace kernels to match the device in this context.
+
+    Attention, adapters and chunks of logits run as on the device. One kernel dequantizes 4-bit weights. A compiler
+    reads tensors twice that it casts to 8 bits. Experts get equally many tokens from each process.
+    """
     chunk_tokens, kind = chunks.default_chunk_tokens, "cpu" if device.is_host else "cuda"
 
     def launch(programs: str, name: str, grid: Any, *arguments: Any, **options: Any) -> None:
@@ -531,16 +546,17 @@ def kernels(device: Device, recorder: Recorder, checkpointing: Any) -> Iterator[
 
     def choose(*args: Any, **scoring: Any) -> attention.Choice:
         taken = of_device(*args, **scoring)
-        return attention.Choice("flash") if taken.path == "flex" else taken  # which keeps as much
+        return attention.Choice("flash") if taken.path == "flex" else taken  # it keeps as much
 
     of_device = attention.choose
-    linears = sys.modules.get("torchao.float8.float8_linear") if recorder.fused else None  # its layers are imported
+    # Imported only with its layers.
+    linears = sys.modules.get("torchao.float8.float8_linear") if recorder.fused else None
     name = "hp_tensor_to_float8_dynamic"
     with (
         mock.patch.object(linears, name, partial(cast, getattr(linears, name))) if linears else nullcontext(),
         mock.patch.object(attention, "capability", lambda _: device.attends_as),
         mock.patch.object(attention, "choose", choose),
-        mock.patch.object(attention, "efficient", flash.flash),  # which keeps as much, and whose backward torch plans
+        mock.patch.object(attention, "efficient", flash.flash),  # keeps as much, and torch can plan its backward
         mock.patch.object(layers, "choose", choose),
         mock.patch.object(nf4, "dequantize", whole),
         mock.patch.object(products, "dequantize", whole),
@@ -553,7 +569,7 @@ def kernels(device: Device, recorder: Recorder, checkpointing: Any) -> Iterator[
 
 
 def _allocated(model: nn.Module, subject: Subject, plain: bool, sharing: Sharing, fake: FakeTensorMode) -> list[Unit]:
-    """Give `model` fake parameters in the types that a forward sees; what each of its units has of its own."""
+    """Give `model` fake parameters in the types that a forward sees. Return its units."""
     types, meshes = (subject.dtype, subject.master_dtype), sharing.meshes
     plan = sharing.plan if _is_trained(model) else None
     taken: set[nn.Module] = set()

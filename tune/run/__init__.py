@@ -5,7 +5,7 @@ from tune.run.hardware import disk_note, planned_memory, size_in_words
 from tune.run.profiler import profile
 from tune.run.training_run import Run, seed_generators
 
-# Other names are for the packages of `tune` alone.
+# Other names are internal to `tune`.
 __all__ = [
     "Run",
     "flops_per_token",

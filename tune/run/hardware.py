@@ -1,4 +1,4 @@
-"""What a run needs of its device: memory, and space on its disk."""
+"""Device memory, disk space and attention kernels of a run."""
 
 import re
 import resource
@@ -17,10 +17,10 @@ from tune.models import Choice, Decoder, capability
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Peak memory of this process in GiB: allocated on its GPU, or resident on the host."""
+    """Return this process's peak memory in GiB: allocated on its GPU, or resident on the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    status = Path("/proc/self/status")  # Linux: getrusage begins with the peak of the process that started this
+    status = Path("/proc/self/status")  # Linux: getrusage starts from the peak of the parent process
     if status.exists() and (found := re.search(r"VmHWM:\s+(\d+) kB", status.read_text(encoding="utf-8"))):
         return int(found[1]) / 2**20
     unit = 1 if sys.platform == "darwin" else 2**10
@@ -30,10 +30,10 @@ def peak_memory_gib(device: torch.device) -> float:
 def planned_memory(
     model: nn.Module, dtype: str, master_dtype: str, shards: int, tp: int = 1, loss_parallel: bool = True
 ) -> dict[str, float]:
-    """GiB that each of `shards` processes will hold from the first step to the last; `model` may be on meta. Groups of
-    `tp` processes share the layers; an embedding or head that they do not share (see `undivided`) counts in full.
+    """Return the GiB that each of `shards` processes holds throughout training. `model` may be on the meta device.
 
-    `optimizer` is that of two states for each trained parameter, as AdamW has them.
+    Groups of `tp` processes share the layers; an embedding or head that they do not share (see `undivided`) counts in
+    full. `optimizer` counts two states for each trained parameter, as in AdamW.
     """
     stored: dict[nn.Parameter, int] = {}
     whole = [*undivided(model, repeated_blocks(model), tp, loss_parallel).values()] if tp > 1 else []
@@ -48,9 +48,11 @@ def planned_memory(
 
 
 def disk_note(folder: Path, model: nn.Module, master_dtype: str, keep: int | None, merged: str | None = None) -> str:
-    """A warning if the disk of `folder` is too small for the run, else "". It counts `keep` checkpoints and one that is
-    being written, each with two optimizer states for each trained parameter, and the export; with the folder of a base,
-    `merged`, also the model that adapters are merged into."""
+    """Return a warning if the disk of `folder` is too small for the run, else "".
+
+    It counts `keep` checkpoints and one being written, each with two optimizer states for each trained parameter, and
+    the export. With the folder of a base, `merged`, it also counts the merged model.
+    """
     there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     needed = trained * DTYPES[master_dtype].itemsize * (3 * (keep or 1) + 4)
@@ -64,7 +66,7 @@ def disk_note(folder: Path, model: nn.Module, master_dtype: str, keep: int | Non
 
 
 def size_in_words(size: float) -> str:
-    """Bytes in the unit in which they are a figure that says something."""
+    """Return bytes in a readable unit."""
     for unit in ("bytes", "KiB", "MiB"):
         if size < 1000:
             return f"{size:.4g} {unit}"
@@ -76,8 +78,10 @@ def attention_notes(
     model: nn.Module, device: torch.device, dtype: str, shape: tuple[int, int], longest: int, compile: bool,
     activation_checkpointing: str,
 ) -> list[str]:  # fmt: skip
-    """A line for each slow path by which a GPU computes attention of `model`: the reason, and what to do. `shape` is
-    the rows of a micro-batch and the tokens of a row; `longest` is the length of the longest document."""
+    """Return a line for each slow path of attention on a GPU: the reason, and what to do.
+
+    `shape` is the rows of a micro-batch and the tokens of a row; `longest` is the length of the longest document.
+    """
     if device.type in ("cpu", "meta") or not isinstance(model, Decoder):
         return []
     choices = model.config.attention_paths(capability(device), DTYPES[dtype])
@@ -102,10 +106,10 @@ def attention_notes(
 def score_bytes(
     parts: Sequence[Any], dtype: str, shape: tuple[int, int], longest: int, compile: bool, activation_checkpointing: str
 ) -> int:
-    """Bytes of the attention scores that backward needs of a micro-batch, in layers with these configs of attention.
+    """Return the bytes of attention scores that backward needs for a micro-batch, for layers with these configs.
 
-    For each pair of a query and a key that it may see, if there are soft caps or sinks: the result of softmax in fp32
-    and in bf16, of a soft cap too.
+    With soft caps or sinks, each pair of a query and a visible key stores the softmax result in fp32 and bf16, and the
+    soft cap's result too.
     """
     rows, row = shape
     sizes = []

@@ -1,4 +1,4 @@
-"""A trace of a few optimizer steps by torch.profiler: those of all ranks in one file."""
+"""Trace a few optimizer steps with torch.profiler, all ranks in one file."""
 
 import itertools
 import json
@@ -16,11 +16,11 @@ from tune.distributed import World
 from tune.types import PositiveInt
 
 T = TypeVar("T")
-QUESTIONS = 10  # about the time, of which the one with the quickest answer counts
+QUESTIONS = 10  # requests for the time; the one with the fastest answer counts
 
 
 class Clock(NamedTuple):
-    """A process's host, the microseconds by which its clock is behind rank 0's, and the largest error of these."""
+    """A process's host, the microseconds its clock is behind rank 0's, and their maximum error."""
 
     host: str
     behind: float = 0.0
@@ -41,9 +41,12 @@ def profile(
     start: PositiveInt | None = None,
     steps: PositiveInt = 3,
 ) -> Iterator[tuple[int, T]]:
-    """Iterate over `batches`, and trace optimizer steps `start` to `start + steps - 1` of all ranks into one file in
-    `folder` (for Perfetto or chrome://tracing); `start=None` traces nothing. Of a run that ends in the midst of these
-    steps by an error or an interruption each rank's own file stays, as the others may not come to its merging."""
+    """Iterate over `batches`, and trace optimizer steps `start` to `start + steps - 1` of all ranks.
+
+    The trace is one file in `folder` (for Perfetto or chrome://tracing). `start=None` traces nothing. If an error or an
+    interruption ends the run during these steps, each rank's own file stays, because other ranks may not reach the
+    merge.
+    """
     remaining = iter(batches)
     for step, batch in remaining:
         if start is None or not start <= step < start + steps:
@@ -51,7 +54,7 @@ def profile(
             continue
         file = folder / f"steps-{start}-to-{start + steps - 1}.json"
         parts = [file.with_suffix(f".rank-{rank:05d}.json") for rank in range(world.size)]
-        profiler = torch.profiler.profile(record_shapes=True)  # of the host, and of a GPU if there is one
+        profiler = torch.profiler.profile(record_shapes=True)  # of the host, and of a GPU if present
         try:
             with profiler:
                 yield step, batch
@@ -65,8 +68,11 @@ def profile(
 
 
 def _clock(world: World) -> Clock:
-    """All ranks call it. Processes of one kernel have one clock; others ask rank 0 for the time: it was read, to within
-    half of what the answer took, in the middle of that."""
+    """Return this process's clock. All ranks call it.
+
+    Processes of one kernel share a clock; others ask rank 0 for the time. Rank 0 is assumed to read it halfway through
+    the round trip, with an error of at most half the round trip.
+    """
     clock = Clock(socket.gethostname())
     hosts = world.all_gather(_kernel())
     told = torch.zeros((), dtype=torch.int64)
@@ -86,15 +92,17 @@ def _clock(world: World) -> Clock:
 
 
 def _kernel() -> str:
-    """What processes of one running kernel have in common."""
+    """Return an identifier that processes of one running kernel share."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")
     return socket.gethostname()
 
 
 def merge(parts: list[Path], clocks: list[Clock], file: Path) -> None:
-    """Put the traces of all ranks, in `parts`, which are removed, into one file in Chrome's format: a process is a
-    rank, its threads are those of the rank's host and the streams of its GPU. Times are by rank 0's clock."""
+    """Merge the traces of all ranks in `parts` into one file in Chrome's format, and remove `parts`.
+
+    Each process is a rank; its threads are the rank's host threads and GPU streams. Times follow rank 0's clock.
+    """
     base: Any = None
     with file.open("w", encoding="utf-8") as merged:
         for rank, (part, clock) in enumerate(zip(parts, clocks, strict=True)):
@@ -130,7 +138,7 @@ def _of_rank(
             label = f"{labels.get(place[0], place[0])}: {names.get(place, place[1])}"
             yield _name("thread_name", rank, rows[place], name=label)
         own = {"pid": rank, "tid": rows[place], "ts": event["ts"] + shift}
-        if isinstance(event.get("id"), int):  # of an arrow: one of another rank may have the same
+        if isinstance(event.get("id"), int):  # ids of arrows may repeat on other ranks
             own["id"] = event["id"] * size + rank
         yield event | own
 

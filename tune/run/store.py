@@ -1,8 +1,8 @@
 """A run folder in an object store: written on this machine, and uploaded in the background.
 
-At the URL lies what is in a run folder. A checkpoint there is complete when it has `digests.json`, which is uploaded
-last and removed first. In a complete one only `state.json` changes, as the run notes there which step is the best:
-`digests.json`, which has the digests of all its contents, is then uploaded before it.
+The URL holds the contents of the run folder. A checkpoint there is complete once it has `digests.json`, which is
+uploaded last and removed first. In a complete checkpoint only `state.json` changes, because the run records the best
+step there. Then `digests.json`, which has the digests of all contents, is uploaded before `state.json`.
 """
 
 import contextlib
@@ -25,19 +25,21 @@ from tune.errors import TuneError
 from tune.files import CHECKPOINT, written_aside
 from tune.secrets import without_secrets
 
-PAUSE = 2.0  # seconds between looks at what is new
-PATIENCE = 600.0  # seconds in which a run that has ended goes on trying to upload
+PAUSE = 2.0  # seconds between checks for new files
+PATIENCE = 600.0  # seconds that an ended run keeps trying to upload
 WITHOUT_FOLDERS = ("s3", "gs", "gcs", "az", "abfs", "abfss", "oci", "memory")  # s3fs would make a bucket
 TAKEN = "another run has begun to write there, and this one no longer does"
-LATE = 30.0  # seconds that the first node waits for the others with a checkpoint when there is a newer one
-OWNER, HELD = ".owner", ".uploading"  # in the store: who may write; the checkpoint that all nodes upload
+LATE = 30.0  # seconds that the first node waits for other nodes with a checkpoint when a newer one exists
+OWNER, HELD = ".owner", ".uploading"  # in the store: the owner; the checkpoint that all nodes upload
 STATE = "state.json"  # of a checkpoint
-MARK = ".part-"  # with a rank: all files of its node are there
+MARK = ".part-"  # with a rank: all files of its node are uploaded
 
 
 class Store:
-    """The copy of the run folder `folder` at `url`. On each node one process uploads what was written there; the first
-    of all says what is complete. Who begins last owns the store: others stop.
+    """The copy of the run folder `folder` at `url`.
+
+    On each node, one process uploads the node's files. The first process of all decides what is complete. The last run
+    to start owns the store; older runs stop uploading.
 
     Raises:
         TuneError: on all processes, the store cannot be read or written.
@@ -49,8 +51,8 @@ class Store:
         self.owner: bytes = world.broadcast(uuid.uuid4().bytes)
         first = int(os.environ.get("LOCAL_RANK", world.rank)) == 0
         self.nodes = [rank for rank, is_first in enumerate(world.all_gather(first)) if is_first]
-        self.held, self.since = "", 0.0  # the checkpoint at work, and since when
-        self.sent: dict[str, tuple[int, int, int]] = {}  # time and size of each file when it was uploaded
+        self.held, self.since = "", 0.0  # the checkpoint being uploaded, and since when
+        self.sent: dict[str, tuple[int, int, int]] = {}  # state of each file when it was uploaded
         self.there, self.next_files = set[str](), 0.0
         self.ended = threading.Event()
         self.thread: threading.Thread | None = None
@@ -67,9 +69,9 @@ class Store:
                 world.rank in self.nodes[1:] and mark.exists() and mark.read_text(encoding="utf-8") == mine
             )
         ):
-            raise TuneError(  # else each node would remove what the other writes
-                f"output_dir: with a URL each node writes to a disk of its own, and {folder} is shared. Set "
-                "TUNE_LOCAL to a folder on a disk of each node, or give a shared folder as output_dir itself"
+            raise TuneError(  # else nodes would remove each other's files
+                f"output_dir: with a URL, each node writes to its own disk, but {folder} is shared. Set TUNE_LOCAL to "
+                "a folder on each node's disk, or set output_dir to a shared folder"
             )
         self._on_each_node(lambda: self._fetch(url))
 
@@ -85,7 +87,7 @@ class Store:
             raise TuneError(f"output_dir: {self.name} cannot be used: {whys[0]}. {hint}")
 
     def _fetch(self, url: str) -> None:
-        """Bring the folder up to date. Checkpoints that are newer than those in the store are kept by a single node."""
+        """Update the folder from the store. A single node keeps checkpoints that are newer than the store's."""
         files, root = fsspec.url_to_fs(url)
         self.files, self.needs_folders = DirFileSystem(root, files), url.partition("://")[0] not in WITHOUT_FOLDERS
         self._make_parent(probe := f".access-{self.world.rank}")
@@ -123,21 +125,21 @@ class Store:
             for name in names:
                 self.files.get_file(name, str(unfinished / Path(name).name))
             if damage := found_damage(unfinished):
-                raise TuneError(f"checkpoints/{step} there is damaged: {damage}. Remove it there")
+                raise TuneError(f"checkpoints/{step} in the store is damaged: {damage}. Remove it from the store")
         return final
 
     def _listed(self, below: str = "") -> list[str]:
-        """The files below, as paths from the run folder."""
+        """Return the files below, as paths relative to the run folder."""
         self.files.invalidate_cache()
         found: list[str] = []
         with contextlib.suppress(FileNotFoundError):
             found = self.files.find(below)
         if outside := [name for name in found if name.startswith("/") or ".." in name.split("/")]:
-            raise TuneError(f"{outside[0]!r} there is the name of a file outside of a run folder. Remove it there")
+            raise TuneError(f"{outside[0]!r} in the store is a path outside the run folder. Remove it from the store")
         return found
 
     def _digests(self, step: str) -> tuple[dict[str, str], dict[str, str]]:
-        """Those of a complete checkpoint: on this disk, and in the store."""
+        """Return the digests of a complete checkpoint, on this disk and in the store."""
         name = f"checkpoints/{step}/{DIGESTS}"
         return json.loads((self.folder / name).read_text(encoding="utf-8")), json.loads(self.files.cat_file(name))
 
@@ -145,11 +147,11 @@ class Store:
         return {name.split("/")[1] for name in self._listed("checkpoints") if name.endswith(f"/{DIGESTS}")}
 
     def _steps(self) -> list[str]:
-        """The checkpoints on this disk, the newest first."""
+        """Return the checkpoints on this disk, newest first."""
         return sorted((path.name for path in self.folder.glob(f"checkpoints/{CHECKPOINT}")), reverse=True)
 
     def start(self, tell: Callable[[str], None], keep: int | None = None) -> None:
-        """Upload in a thread from here on, and keep the newest `keep` checkpoints there (None: all). All processes must
+        """Start the upload thread, and keep the newest `keep` checkpoints in the store (None: all). All processes must
         call it."""
         self.keep = keep
 
@@ -174,12 +176,12 @@ class Store:
             self.thread.start()
 
     def finish(self, error: BaseException | None) -> None:
-        """Upload what is left; after an `error`, try it only once. Raises TuneError if it fails for long."""
+        """Upload the rest; after an `error`, try only once. Raises TuneError if it keeps failing."""
         if self.thread is None:
             return
         self.ended.set()
         self.thread.join()
-        is_wanted = error is None or getattr(error, "code", None) == 130  # interrupted: it has saved
+        is_wanted = error is None or getattr(error, "code", None) == 130  # interrupted, with a saved checkpoint
         deadline, told = time.monotonic() + PATIENCE * is_wanted, ""
         while failure := self._try(is_last=True):
             behind = f"{self.name} is behind {self.folder}: {failure}"
@@ -194,7 +196,7 @@ class Store:
             time.sleep(1)
 
     def _try(self, is_last: bool = False) -> str:
-        """Upload what is new. Returns why something is missing in the store, or ""."""
+        """Upload new files. Return why the store is incomplete, or ""."""
         try:
             return self._upload(is_last)
         except Exception as error:  # each file system has its own
@@ -221,20 +223,25 @@ class Store:
         return f"{self.held} of another node is missing" if self.held and is_last else ""
 
     def _next(self) -> str:
-        """The newest checkpoint that is not in the store. With several nodes, which remove old ones each in its own
-        time, only one that is newer than all there."""
+        """Return the newest checkpoint that is not in the store.
+
+        With several nodes, it must be newer than all in the store, because nodes remove old ones at different times.
+        """
         least = max(self.there, default="") if len(self.nodes) > 1 else ""
         return next((step for step in self._steps() if step not in self.there and step > least), "")
 
     def _upload_part(self, step: str) -> bool:
-        """Upload a checkpoint, if it is here, but for the file that makes it complete. It is held until all of it is in
-        the store, whatever the run removes; the first node tells the others which one to upload."""
+        """Upload this node's part of a checkpoint, without the file that makes it complete.
+
+        The checkpoint is held until all of it is in the store, even if the run removes it. The first node chooses the
+        checkpoint.
+        """
         held, path = self.folder / HELD, self.folder / "checkpoints" / step
         if self.held != step:
             shutil.rmtree(held, ignore_errors=True)
             try:
                 shutil.copytree(path, held / step, copy_function=os.link)
-            except (shutil.Error, FileNotFoundError):  # perhaps it is removed right now
+            except (shutil.Error, FileNotFoundError):  # it may be being removed
                 if path.exists():
                     raise
                 return False
@@ -247,12 +254,12 @@ class Store:
         return True
 
     def _renew(self) -> None:
-        """Upload what the run has changed in complete checkpoints."""
+        """Upload the run's changes in complete checkpoints."""
         for step in self.there.intersection(self._steps()):
             digests = self.folder / "checkpoints" / step / DIGESTS
             notes = digests.with_name(STATE)
             try:
-                # Before they are read: what is changed meanwhile is seen the next time. The notes follow their digests.
+                # Noted before reading, so that later changes are seen the next time. The notes follow their digests.
                 seen = {f"checkpoints/{step}/{file.name}": _state_of(file) for file in (digests, notes)}
                 of_digests, of_notes = seen
                 if seen.items() <= self.sent.items():
@@ -263,15 +270,15 @@ class Store:
                     self._send(notes, of_notes)
                 self.sent |= seen
             except FileNotFoundError:
-                if digests.exists():  # else it is removed right now
+                if digests.exists():  # else it is being removed
                     raise
 
     def _is_over(self) -> bool:
-        """Whether the held checkpoint is now complete in the store, or is given up, as another node has removed it."""
+        """Return whether the held checkpoint is complete in the store, or given up because another node removed it."""
         folder = f"checkpoints/{self.held}"
         marks = {f"{folder}/{MARK}{rank}" for rank in self.nodes if rank}
         if marks <= {*self._listed(folder)}:
-            self._upload_files(is_due=True)  # first: what it continues must be there
+            self._upload_files(is_due=True)  # first, because a resumed run needs these files
             self._send(self.folder / HELD / self.held / DIGESTS, f"{folder}/{DIGESTS}")
             self.there.add(self.held)
             for mark in marks:
@@ -286,7 +293,7 @@ class Store:
         return True
 
     def _upload_files(self, is_due: bool) -> None:
-        """Upload all files but checkpoints, so seldom that it takes at most a twentieth of the time."""
+        """Upload all files except checkpoints, in at most a twentieth of the time."""
         began = time.monotonic()
         if is_due or began > self.next_files:
             for file in sorted(self.folder.rglob("*")):
@@ -303,7 +310,7 @@ class Store:
                 self.files.put_file(str(file), name)
                 self.sent[name] = state
         except FileNotFoundError:
-            if file.exists():  # else it was replaced while this ran
+            if file.exists():  # else it was replaced meanwhile
                 raise TuneError(f"{name} cannot be written") from None
 
     def _make_parent(self, name: str) -> None:
@@ -319,11 +326,11 @@ class Store:
 
 
 def _is_renewed(before: dict[str, str], after: dict[str, str]) -> bool:
-    """Whether these digests are of one checkpoint, `after` of the same time as `before` or later."""
+    """Return whether the digests belong to one checkpoint, with `after` not older than `before`."""
     old, new = before.get(STATE, "").split(), after.get(STATE, "").split()
     return before | {STATE: ""} == after | {STATE: ""} and new[: len(old)] == old
 
 
 def _state_of(file: Path) -> tuple[int, int, int]:
-    about = file.stat()  # of two replacements in a moment, times and sizes may be the same
+    about = file.stat()  # two quick replacements may have equal times and sizes
     return about.st_mtime_ns, about.st_size, about.st_ino

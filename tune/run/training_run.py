@@ -65,12 +65,12 @@ from tune.tokenizers import Tokenizer
 from tune.types import NonNegativeInt, PositiveInt
 
 T = TypeVar("T")
-FEW_STEPS = 10  # of which a model learns little
+FEW_STEPS = 10  # too few steps to learn much
 DType: TypeAlias = Literal["bf16", "fp16", "fp32"]
 
 
 class Counted(Protocol):
-    """What a step is logged with: how many tokens it has over all ranks, and how many of them are supervised."""
+    """Token counts that a step is logged with: all tokens over all ranks, and the supervised tokens."""
 
     @property
     def num_tokens(self) -> int: ...
@@ -80,8 +80,11 @@ class Counted(Protocol):
 
 
 class StepSize(NamedTuple):
-    """A step's work: the tokens of a `row` of a micro-batch, of the `longest` document and of a `mean` one; the `rows`
-    and about the `tokens` of a step; the rows of a micro-batch."""
+    """The size of a step.
+
+    Tokens in a `row` of a micro-batch, in the `longest` and in the `mean` document; the `rows` and approximate `tokens`
+    of a step; the rows of a micro-batch.
+    """
 
     row: int
     longest: int
@@ -95,10 +98,10 @@ class Run:
     """The run folder `output_dir` (default `runs/<recipe>-<time>`): config.yaml, run.json, data.json, first_row.txt,
     metrics.jsonl, log.txt, report.html.
 
-    `recipe` names a new folder, and a folder of another recipe's run is refused. `resume` is the setting; where a
-    launcher starts the processes again, the attribute is "auto".
+    `recipe` names a new folder; a folder of another recipe's run is refused. `resume` is the setting; after a
+    restart by the launcher, the attribute is "auto".
 
-    Nothing is written into it before `steps` is called: a wrong input leaves an earlier run there as it was.
+    Nothing is written before `steps` is called, so a wrong input does not change an earlier run.
 
     Raises:
         TuneError: the folder cannot be written, another run is writing there, or it holds another run's results and
@@ -118,37 +121,39 @@ class Run:
         wandb: WandbOptions = WANDB_OFF,
         trackers: Sequence[Any] = (),
     ):
-        """`settings` are all settings of the recipe, to be recorded in config.yaml and by trackers. `trackers` are
-        components that make a `tune.loggers.Sink`, or the dotted paths of such; `tensorboard` and `wandb` are short
-        for two of them."""
+        """Create a run.
+
+        `settings` are all settings of the recipe, recorded in config.yaml and by trackers. `trackers` are components
+        that return a `tune.loggers.Sink`, or their dotted paths; `tensorboard` and `wandb` are shortcuts for two.
+        """
         self.__class__ = rehearsal.stand_in(type(self))
         self.recipe, self.world, self.settings = recipe, world, settings
         self.trackers = _trackers(tensorboard, wandb, trackers)
         self._open_folder(run_folder.choose(output_dir, recipe, world), resume)
 
-        # What is to be shown and written. Messages of the set-up are kept until the training begins.
+        # Output. Messages of the setup are kept until training begins.
         self.sinks: list[Sink] = [Console(console_every)] if world.is_main else []
         self.messages: list[str] = []
-        self.files: Files | None = None  # of the first process, once the training has begun
-        self.unwritten: list[str] = []  # what the disk did not take
-        self.waits = False  # whether it does not take lines now
-        # What the data are: for data.json and first_row.txt.
+        self.files: Files | None = None  # on the first process, once training has begun
+        self.unwritten: list[str] = []  # outputs that could not be written
+        self.waits = False  # whether lines currently wait for disk space
+        # The data, for data.json and first_row.txt.
         self.data: dict[str, Any] = {}
         self.first_row = ""
         self.stream: Stream | None = None
-        # Where the training is.
-        self.step, self.total = 0, 0  # the last step that began, and that of the end
+        # Progress.
+        self.step, self.total = 0, 0  # the last started step, and the last step of the run
         self.has_begun = False  # on the first process
-        self.was_done = False  # whether it starts where an earlier start has ended, with all its results
+        self.was_done = False  # whether an earlier start already finished, with all results
         self.interrupt: Interrupt | None = None  # from the first step on
-        self.asked, self.interrupted = 0, False  # the step in which `is_interrupted` was asked last, and its answer
-        # How long a step takes, for its metrics.
+        self.asked, self.interrupted = 0, False  # the step of the last `is_interrupted`, and its answer
+        # Timings of a step.
         self.step_began = time.perf_counter()
         self.data_seconds, self.save_seconds, self.flops_per_token = 0.0, 0.0, 0.0
         self.timings: dict[str, float] = {}
 
         if self.store:
-            self.info(f"{self.path} is uploaded to {self.store.name} while the run goes on")
+            self.info(f"{self.path} is uploaded to {self.store.name} during the run")
         for note in config.notes(settings):
             self.info(note)
 
@@ -156,16 +161,16 @@ class Run:
         """Lock the run folder `chosen`, a path or a URL, and check that this run can use it."""
         world, is_url = self.world, "://" in chosen
         self.path = config.local_folder(chosen)
-        world.of_main(lambda: lock.hold(self.path))  # before anything in it is changed
+        world.of_main(lambda: lock.hold(self.path))  # before changing anything in it
         self.store = Store(chosen, self.path, world) if is_url else None
-        # The command that continues this run, in words.
+        # Describes the command that continues this run.
         self.again = f"the same command with output_dir={in_shell(chosen)}{'' if resume == 'auto' else ' resume=auto'}"
         self.resume = world.broadcast(run_folder.resumption(self.path, resume))
         mark = self.path / f".{world.broadcast(uuid.uuid4().hex)}"
         refusal = run_folder.refusal(self.path, self.resume, mark, self.recipe) if world.is_main else ""
         if refusal := world.broadcast(refusal):
             raise TuneError(refusal)
-        if is_url:  # each node has a folder of its own
+        if is_url:  # each node has its own folder
             mark.unlink(missing_ok=True)
         else:
             run_folder.require_shared(mark, world)
@@ -192,18 +197,20 @@ class Run:
             raise failure
 
     def _conclude(self, error: BaseException | None) -> TuneError | None:
-        """Note how the run has ended and write its report, whatever happens: nothing may hide `error`. Without one,
-        gives that of a run that has not written everything."""
+        """Record how the run ended and write its report, without hiding `error`.
+
+        Without an `error`, return the error of a run with unwritten outputs, if any.
+        """
         try:
             if self.stream and error is None:
                 data = self.data | self.stream.seen.as_dict() | {"steps_per_epoch": None}
                 (self.path / "data.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
             records.end(self.path, error or self._failure())
-            if not isinstance(error, KeyboardInterrupt):  # by which a user ends it at once
+            if not isinstance(error, KeyboardInterrupt):  # the user ends the run at once
                 records.write_report([self.path], self.path / "report.html")
         except Exception as problem:
             why = problem if isinstance(problem, TuneError) else repr(problem)
-            self.info(f"the report is not written: {why}")
+            self.info(f"the report could not be written: {why}")
             if isinstance(problem, TuneError | OSError):
                 self.unwritten.append(f"the report ({why})")
         failure = self._failure()
@@ -212,32 +219,31 @@ class Run:
         return None if error else failure
 
     def _failure(self) -> TuneError | None:
-        """The error of a run that ends without having written everything."""
+        """Return the error of a run with unwritten outputs, or None."""
         unwritten = [*self.unwritten, *filter(None, [self.files.unwritten() if self.files else ""])]
         if not unwritten:
             return None
         what = "; ".join(unwritten)
-        return TuneError(f"output_dir: {self.path} is not complete, without {what}. {self._way_back()}")
+        return TuneError(f"output_dir: {self.path} is incomplete: it lacks {what}. {self._way_back()}")
 
     def _way_back(self) -> str:
-        """What a user with a full disk can do, and where a rerun begins."""
+        """Return the advice for a full disk, and where a rerun starts."""
         saved = max(self.path.glob(f"checkpoints/{CHECKPOINT}"), default=None)
-        where = f"continues after step {int(saved.name.removeprefix('step-'))}" if saved else "begins anew"
-        return f"Make room: {self.again} {where}"
+        where = f"continues after step {int(saved.name.removeprefix('step-'))}" if saved else "starts over"
+        return f"Free some space: {self.again} {where}"
 
     def finish(self, checkpointer: Checkpointer | None = None, evaluator: Evaluator | None = None) -> None:
-        """Measure what the `evaluator` measures at the end; with `keep_best`, then load the weights of the best
-        checkpoint.
+        """Run the final measurements of the `evaluator`; with `keep_best`, then load the best checkpoint's weights.
 
-        After a signal in the meantime the process exits here with code 130, to be continued by the same command. After
-        this call a signal ends it at once, as everything is saved.
+        If a signal has arrived, the process exits here with code 130, and the same command continues it. After this
+        call, a signal ends the process at once, because everything is saved.
         """
         self._end_if_interrupted(checkpointer)
-        # What a run that is done measured, it need not measure again when it is started once more.
+        # A finished run that is started again does not repeat its measurements.
         metrics = evaluator.at_end(self.step) if evaluator and not self.was_done else {}
         if metrics:
             self.record(self.step, metrics)
-        # Data may end before the last step that was announced, which is then not saved yet.
+        # Data may end before the announced last step, so the last step may not be saved yet.
         if checkpointer and (metrics or checkpointer.wait() < self.step):
             checkpointer.step(self.step, metrics, now=True)
         if checkpointer:
@@ -253,7 +259,7 @@ class Run:
             self._exit(checkpointer)
 
     def _exit(self, checkpointer: Checkpointer | None) -> None:
-        """End an interrupted run, whose last step is saved."""
+        """End an interrupted run whose last step is saved."""
         if checkpointer:
             self.info(f"interrupted: step {checkpointer.wait()} is saved, {self.again} continues after it")
         else:
@@ -269,29 +275,28 @@ class Run:
         self._report_disk()
 
     def _report_disk(self) -> None:
-        """A full disk ends no run: lines wait. Say so once, and that they are written."""
+        """Report once that lines wait for disk space, and once that they were written. A full disk ends no run."""
         unwritten = self.files.unwritten() if self.files else ""
         if bool(unwritten) == self.waits:
             return
         self.waits = bool(unwritten)
         if self.waits:
             self.info(
-                f"warning: {self.path} does not take {unwritten}. They are kept, and written when there is room. "
-                f"{self._way_back()}, should the run end before"
+                f"warning: {self.path} does not accept {unwritten}. They are kept, and written when there is space. "
+                f"{self._way_back()} if the run ends before that"
             )
         else:
-            self.info(f"{self.path} takes lines again: nothing is missing")
+            self.info(f"{self.path} accepts lines again: nothing is missing")
 
     def describe_model(
         self, model: nn.Module, work: StepSize, *, dtype: DType, master_dtype: DType, compile: Any = False,
         activation_checkpointing: str = "none", activation_offload: bool = False, cpu_offload: bool = False,
         keep: int | None = None, merged: str | None = None,
     ) -> None:  # fmt: skip
-        """Report the processes, the model, its memory, and what processes send each other in a step of this `work`.
+        """Report the processes, the model, its memory, and the communication in a step of this `work`.
 
-        The types, `compile` and what is recomputed or offloaded are those of `tune.distributed.parallelize`. For the
-        room on the disk, `keep` is the number of checkpoints that are kept, and `merged` the folder of a base that
-        adapters are merged into.
+        Types, `compile`, checkpointing and offloading are the arguments of `tune.distributed.parallelize`. For the
+        check of disk space, `keep` is the number of kept checkpoints, and `merged` the base of merged adapters.
         """
         trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self.info(f"{self.path}: {self.world.size} process(es) on {self.world.device.type}, torch {torch.__version__}")
@@ -300,8 +305,8 @@ class Run:
             self.info(f"model: {model.cost}")
         if left_out := without_names(model):
             self.info(
-                f"warning: {', '.join(left_out)}: trained, and left out of the export, as the model on disk has no "
-                "such tensor. Save it next to the export"
+                f"warning: {', '.join(left_out)}: trained, but not exported, because the model on disk has no such "
+                "tensor. Save it next to the export"
             )
         tp = self.world.mesh["tp"].size()
         parts, shared = tp * self.world.num_stages, (tp, self.world.loss_parallel)
@@ -311,7 +316,7 @@ class Run:
         held = ", ".join(f"{name} {gib:.2f}" for name, gib in planned.items())
         where = "host memory" if cpu_offload else "memory"
         then = "activations in host memory" if activation_offload else "activations"
-        self.info(f"{where} of each process, GiB: {held} (if AdamW); then {then}")
+        self.info(f"{where} of each process, GiB: {held} (with AdamW); plus {then}")
         if self.world.size > 1:
             self._describe_mesh(model, work, dtype, master_dtype)
         folder = rehearsal.named(self.path)
@@ -328,14 +333,14 @@ class Run:
         rows, tokens = -(-work.rows // self.world.data_size), work.tokens / self.world.data_size
         axes = [f"{axis} {size}" for axis, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True) if size > 1]
         shared = f", of which ep {experts['ep'].size()} share the experts" if experts else ""
-        self.info(f"mesh: {' x '.join(axes)}{shared}; processes that follow each other share the last axis")
+        self.info(f"mesh: {' x '.join(axes)}{shared}; consecutive processes share the last axis")
         sent = bytes_sent(
             model, self.world, dtype, master_dtype, tokens=tokens, micro_batches=-(-rows // work.micro_batch_size)
         )
         sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         by_axis = ", ".join(f"{axis} {size / 2**20:,.1f}" for axis, size in sent.items())
-        by_axis += ", tp not counted, as the model has a plan" if sizes["tp"] > 1 and "tp" not in sent else ""
-        self.info(f"sent by each process in a step of {tokens:,.0f} tokens, MiB: {by_axis}")
+        by_axis += ", tp not counted, because the model has a plan" if sizes["tp"] > 1 and "tp" not in sent else ""
+        self.info(f"sent by each process per step of {tokens:,.0f} tokens, MiB: {by_axis}")
         if whole := undivided(model, repeated_blocks(model), sizes["tp"], loss_parallel=True):
             self.info(f"warning: tp={sizes['tp']} does not divide the rows of {', '.join(whole)}: each process has all")
         here = int(os.environ.get("LOCAL_WORLD_SIZE", self.world.size))
@@ -352,10 +357,12 @@ class Run:
         base: str | None = None,
         **how: Any,
     ) -> None:
-        """Report the model, which may be on the meta device, the data and warnings about them; data.json and
-        first_row.txt keep those of the data.
-        `base` is the folder that the weights are from, by which tokens are found whose frozen rows were never trained;
-        `how` are the arguments of `describe_model`. Raises TuneError if a process has other data."""
+        """Report the model, which may be on the meta device, the data, and warnings; data.json and first_row.txt keep
+        the report on the data.
+
+        `base` is the folder of the weights, used to find tokens whose frozen rows were never trained. `how` are the
+        arguments of `describe_model`. Raises TuneError if a process has other data.
+        """
         self._require_same_data(data.dataset, validation)
         accounting = data.dataset.accounting
         longest = data.dataset.max_seq_len if isinstance(data.dataset, Stream) else accounting.longest
@@ -370,14 +377,14 @@ class Run:
         (first,) = first_rows(data.dataset, tokenizer)
         self.first_row = "\n".join(map(marked, first))
         start = marked(first[0], short=True).rstrip()
-        self.info(f"the first row ({'what is learned'.join(MARKS)}; first_row.txt has all of it):\n{start}")
+        self.info(f"the first row ({'learned tokens'.join(MARKS)}; see first_row.txt for all of it):\n{start}")
         special = tokenizer.special_ids.keys() & first[0].sample.tokens.tolist()
         if self.world.is_main and base and (untrained := untrained_tokens(model, base, special)):
             names = ", ".join(f"{tokenizer.special_ids[each]} ({each})" for each in untrained)
             self.info(
-                f"warning: the data have {names}, whose rows of the embedding or the head were never trained, and stay "
-                "as they are: the model can hardly read or write them. Train them: "
-                f"adapter.trainable_tokens={untrained}, or all parameters with full_finetune"
+                f"warning: the data contain {names}, whose rows of the embedding or head were never trained and are "
+                "frozen: the model can hardly read or write these tokens. Train them with "
+                f"adapter.trainable_tokens={untrained}, or train all parameters with full_finetune"
             )
         self._describe_steps(data, "optimizer steps")
         self.data = accounting.as_dict() | {"steps_per_epoch": data.steps_per_epoch}
@@ -392,46 +399,49 @@ class Run:
         self, model: nn.Module, data: PromptLoader, sampler: Sampler, *, longest: int, samples: PositiveInt,
         micro_batch_size: PositiveInt, **how: Any,
     ) -> None:  # fmt: skip
-        """Report the model, the prompts, how often they are drawn, and if nothing ends what is sampled. A prompt gets
-        that many `samples`, with which it has up to `longest` tokens; `how` are the arguments of `describe_model`.
-        Raises TuneError if a process has other prompts."""
+        """Report the model, the prompts, the number of steps, and a warning if nothing ends completions.
+
+        A prompt gets `samples` completions, and has up to `longest` tokens with each. `how` are the arguments of
+        `describe_model`. Raises TuneError if a process has other prompts.
+        """
         self._require_same_data(data.dataset)
         rows = data.prompts_per_step * samples
         self.describe_model(model, StepSize(longest, longest, longest, rows, rows * longest, micro_batch_size), **how)
         self.info(data.dataset.table())
         if not (sampler.stop_ids or sampler.stop_strings):
-            self.info("warning: the tokenizer has no eos_token: nothing ends a completion. Set sampling.stop_strings")
+            self.info(
+                "warning: the tokenizer has no eos_token, so nothing ends a completion. Set sampling.stop_strings"
+            )
         self._describe_steps(data, "steps")
         self.data = data.dataset.as_dict()
 
     def _require_same_data(self, *parts: Any) -> None:
         found = self.world.all_gather([None if part is None else part.fingerprint for part in parts])
-        why = "Files differ, or the version of a dataset of the hub, or what a function of yours gives for the same row"
+        why = "Files, the version of a Hub dataset, or the results of your own functions differ"
         run_folder.require_same(found, self.world, "dataset: the rows", why)
 
     def _describe_steps(self, data: DataLoader | PromptLoader, what: str) -> None:
         an_epoch = f", {data.steps_per_epoch:,} an epoch" if data.steps_per_epoch else ""
-        few = ": few to learn from; more epochs, or fewer rows a step, give more" if len(data) < FEW_STEPS else ""
+        few = ": few to learn from; raise the epochs, or use fewer rows per step" if len(data) < FEW_STEPS else ""
         few = "" if data.max_steps else few
         self.info(f"{len(data):,} {what if len(data) > 1 else what.removesuffix('s')}{an_epoch}{few}")
         if (data.max_steps or 0) > len(data):
-            reached = f"max_steps={data.max_steps:,} is not reached: epochs={data.epochs} ends before"
+            reached = f"max_steps={data.max_steps:,} is not reached: epochs={data.epochs} ends earlier"
             self.info(f"warning: {reached}. Raise epochs")
 
     def steps(
         self, data: Iterable[tuple[int, T]], start: int = 0, checkpointer: Checkpointer | None = None, *,
         total: int | None = None, seed: NonNegativeInt = 0, profiler: ProfilerOptions | None = None,
     ) -> Iterator[tuple[int, T]]:  # fmt: skip
-        """Begin to write into the folder, in this call; then iterate over the optimizer steps of `data`, pairs of a
-        step and what it trains on: from the step after `start` to `total` (by default the length of `data`).
+        """Start writing to the folder in this call, and iterate over the optimizer steps of `data`.
 
-        The iteration ends after a step in which the `checkpointer` says that the training is over. After a first Ctrl-C
-        or SIGTERM on any rank `is_end` is true for the running step, in which the recipe saves a checkpoint; then the
-        process exits with code 130. Each step is timed, and how long it waits for data; `profiler` are arguments of
-        `profile`.
+        `data` yields pairs of a step and its batch. The iteration goes from the step after `start` to `total` (default:
+        the length of `data`), and ends when the `checkpointer` reports that training is over. After a first Ctrl-C or
+        SIGTERM on any rank, `is_end` is true for the running step, in which the recipe saves a checkpoint; then the
+        process exits with code 130. It measures each step and its wait for data. `profiler` are arguments of `profile`.
 
-        In each step the generators of torch, NumPy and `random` are a function of the `seed`, the step and the data
-        rank: what a recipe draws is the same when it is run again, also from a checkpoint.
+        In each step, the generators of torch, NumPy and `random` are seeded by `seed`, step and data rank. A recipe
+        thus draws the same numbers when it runs again, also from a checkpoint.
         """
         self._set_ends(data, start, total)
         self._begin(start)
@@ -446,24 +456,23 @@ class Run:
     def _set_ends(self, data: Iterable[Any], start: int, total: int | None) -> None:
         if total is None:
             if not isinstance(data, Sized):
-                raise TuneError(f"total: a {type(data).__name__} has no length. Give the number of optimizer steps")
+                raise TuneError(f"total: a {type(data).__name__} has no length. Pass the number of optimizer steps")
             total = len(data)
         self.step, self.total = start, total
 
     def is_interrupted(self, step: int) -> bool:
-        """Whether Ctrl-C or SIGTERM has come on any rank, as it was when this was first asked in this step. All
-        processes call it."""
+        """Return whether any rank got Ctrl-C or SIGTERM before the first call in this step. All processes call it."""
         if self.asked != step:
             self.asked = step
             self.interrupted = self.world.any(self.interrupt is not None and self.interrupt.requested)
         return self.interrupted
 
     def is_end(self, step: int) -> bool:
-        """Whether training ends with this step: it is the last one, or `is_interrupted`. All processes call it."""
+        """Return whether training ends with this step (the last one, or `is_interrupted`). All processes call it."""
         return self.is_interrupted(step) or step == self.total
 
     def _begin(self, start: int) -> None:
-        """Begin to write into the folder."""
+        """Start writing to the folder."""
         if self.world.is_main:
             self.path.mkdir(parents=True, exist_ok=True)
         self.world.of_main(lambda: lock.hold(self.path, make=True))
@@ -507,9 +516,9 @@ class Run:
                 seed_generators(seed, self.step, self.world.data_rank)
                 yield item
                 begin = time.perf_counter()
-                self.save_seconds = begin - self.step_began  # what comes behind a step's log is its checkpoint
+                self.save_seconds = begin - self.step_began  # after a step is logged, its checkpoint is saved
                 if self.is_interrupted(self.step):
-                    if checkpointer and checkpointer.wait() < self.step:  # `continue` in the loop went past the save
+                    if checkpointer and checkpointer.wait() < self.step:  # `continue` in the loop skipped the save
                         checkpointer.step(self.step, now=True)
                     self._exit(checkpointer)
         finally:
@@ -519,7 +528,7 @@ class Run:
         is_first = not (self.path / "config.yaml").exists()
         changed = config.save(self.settings, self.path)
         if start or not is_first:
-            said = [f"continued after step {start}" if start else "started anew: no checkpoint was complete"]
+            said = [f"continued after step {start}" if start else "started over: no checkpoint was complete"]
             if lost := [step for step in lines_after(self.path / "metrics.jsonl", start)[1] if step]:
                 which = f"step {lost[0]} was" if len(lost) == 1 else f"steps {lost[0]} to {lost[-1]} were"
                 said.append(f"{which} trained but not saved, and will be trained again")
@@ -527,21 +536,21 @@ class Run:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Exclude the time inside from the step's time."""
+        """Exclude the time in this context from the step's time."""
         begin = time.perf_counter()
         yield
         self.step_began += time.perf_counter() - begin
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Record the seconds inside as a metric of the step."""
+        """Record the seconds in this context as a metric of the step."""
         begin = time.perf_counter()
         yield
         self.timings[name] = time.perf_counter() - begin
 
     def log(self, step: int, batch: Counted, metrics: Mapping[str, float | None]) -> None:
-        """Record the metrics of an optimizer step (docs/runs.md says what each counts), with the tokens of all ranks in
-        its `batch`, and speeds; None or NaN leaves a metric out."""
+        """Record the metrics of an optimizer step (see docs/runs.md), with token counts of its `batch` over all ranks,
+        and speeds. None or NaN leaves a metric out."""
         tokens, supervised_tokens = batch.num_tokens, batch.num_supervised
         now = time.perf_counter()
         seconds, self.step_began = now - self.step_began, now
@@ -563,18 +572,18 @@ class Run:
             values["mfu"] = values["tokens_per_second"] * self.flops_per_token / peak
         self.record(step, values)
         if not supervised_tokens:
-            why = "all groups are dead, or were cut" if "dead_groups" in metrics else "no token is supervised"
+            why = "all groups are dead or were cut" if "dead_groups" in metrics else "no token is supervised"
             self.info(f"warning: nothing was learned in step {step}: {why}")
 
     def append(self, file: str, records: list[dict[str, Any]]) -> None:
-        """Add the `records` of all data ranks, as lines of JSON, to a file in the run folder."""
-        gathered = self.world.all_gather(records)[:: self.world.peers.size()]  # those beside them have the same
+        """Append the `records` of all data ranks, as JSON lines, to a file in the run folder."""
+        gathered = self.world.all_gather(records)[:: self.world.peers.size()]  # peers have the same records
         if self.files and any(gathered):
             self.files.append(file, *(json.dumps(record, ensure_ascii=False) for each in gathered for record in each))
             self._report_disk()
 
     def record(self, step: int, values: dict[str, float]) -> None:
-        """Send metrics that are finite to the sinks; those of a validation before the first step are step 0."""
+        """Send finite metrics to the sinks; a validation before the first step is step 0."""
         values = {name: value for name, value in values.items() if math.isfinite(value)}
         for sink in self.sinks:
             sink.metrics(step, values)
@@ -582,7 +591,7 @@ class Run:
 
 
 def _trackers(tensorboard: bool, wandb: WandbOptions, trackers: Sequence[Any]) -> list[Sink]:
-    """Those that the settings name. Raises TuneError for what makes none, and where a package is not installed."""
+    """Return the sinks that the settings name. Raises TuneError for other components, or a missing package."""
     made: list[Sink] = []
     if tensorboard:
         with explained("logger.tensorboard"):
@@ -595,13 +604,11 @@ def _trackers(tensorboard: bool, wandb: WandbOptions, trackers: Sequence[Any]) -
             node: Any = OmegaConf.to_container(tracker, resolve=True) if isinstance(tracker, DictConfig) else tracker
             node = {config.COMPONENT: node} if isinstance(node, str) else node
             if not isinstance(node, Mapping):
-                raise TuneError(
-                    f"{node} is neither the dotted path of a tracker, nor has it the key {config.COMPONENT}"
-                )
+                raise TuneError(f"{node} is neither the dotted path of a tracker nor a group with {config.COMPONENT}")
             sink = config.instantiate(node)
             if not isinstance(sink, Sink):
                 raise TuneError(
-                    f"{node[config.COMPONENT]} makes a {type(sink).__name__}; it must be a tune.loggers.Sink"
+                    f"{node[config.COMPONENT]} returns a {type(sink).__name__}. It must return a tune.loggers.Sink"
                 )
             made.append(sink)
     return made
@@ -616,8 +623,8 @@ def seed_generators(*numbers: int) -> None:
 
 
 def over_slow_links(sizes: dict[str, int], ep: int, here: int) -> Iterator[str]:
-    """What to say of each axis that exchanges within a block, and goes over nodes of `here` processes."""
+    """Yield a warning for each axis that communicates within blocks and spans nodes of `here` processes."""
     for axis, size, reach in (("tp", sizes["tp"], 1), ("cp", sizes["cp"], sizes["tp"]), ("ep", ep, sizes["tp"])):
         if size > 1 and here % (size * reach):
-            most = f"parallel.{axis} to what divides {here // reach}" if here > reach else "it to 1"
-            yield f"{axis} {size} goes over nodes of {here} processes, whose links are slow. Set {most}"
+            most = f"parallel.{axis} to a divisor of {here // reach}" if here > reach else "it to 1"
+            yield f"{axis} {size} spans nodes of {here} processes, whose links are slow. Set {most}"

@@ -1,4 +1,4 @@
-"""Says where each process is when a run has come to a stop without an error."""
+"""Report where each process is when a run hangs without an error."""
 
 import contextlib
 import faulthandler
@@ -17,17 +17,17 @@ from tune import records
 from tune.distributed import World
 from tune.files import CHECKPOINT, written_aside
 
-WAITING = ("torch/distributed/", "tune/distributed/world.py")  # frames of a process that waits for others
+WAITING = ("torch/distributed/", "tune/distributed/world.py")  # frames of a process that waits for other processes
 
 
 class Watchdog:
-    """A thread in each process. When no step has ended for half of `parallel.timeout`, it writes the stacks of its
-    process to `folder`/rank-00003.txt; the first process then tells which ones the others wait for.
+    """A thread in each process that writes stacks when the run hangs.
 
-    Every ten seconds the first process writes `heartbeat.json` beside that folder. With `apart`, each node has a folder
-    of its own, and one process of each tells of those that write there.
+    If no step has ended for half of `parallel.timeout`, it writes its process's stacks to `folder`/rank-00003.txt. The
+    first process then reports which processes the others wait for. Every ten seconds, the first process writes
+    `heartbeat.json` next to that folder. With `apart`, each node has its own folder, and one process per node reports.
 
-    A process that writes nothing is stopped, or hangs in a call that keeps Python's lock: its stacks then go to stderr,
+    A process that writes nothing is stopped, or hangs in a call that holds Python's lock. Its stacks then go to stderr,
     from a thread that does not need the lock.
     """
 
@@ -45,11 +45,11 @@ class Watchdog:
             self.seen = [rank for rank, place in enumerate(world.all_gather(here)) if place == here]
         if world.rank == self.seen[0]:
             shutil.rmtree(folder, ignore_errors=True)
-        self._postpone()  # here: the thread may come too late to say what keeps it from its first turn
+        self._postpone()  # here, because something may block the thread before its first turn
         threading.Thread(target=self._watch, daemon=True).start()
 
     def beat(self, step: int) -> None:
-        """A step begins."""
+        """Record the start of a step."""
         self.step, self.beaten, self.began = step, time.monotonic(), time.time()
 
     def end(self) -> None:
@@ -59,13 +59,13 @@ class Watchdog:
         told = 0.0
         self._write_heartbeat()
         while not self.ended.wait(self.pause):
-            self._postpone()  # this thread gets the lock
+            self._postpone()  # this thread has the lock
             self._write_heartbeat()
             if time.monotonic() - self.beaten > self.seconds and told != self.beaten:
                 told = self.beaten
                 with contextlib.suppress(OSError):  # a full disk
                     self._write()
-                    self.ended.wait(2 * self.pause)  # for the others
+                    self.ended.wait(2 * self.pause)  # for the other processes
                     found = read(self.folder)
                     if self.rank == min(found, default=self.rank) and told == self.beaten:
                         self.tell(
@@ -75,12 +75,14 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def _postpone(self) -> None:
-        """Stacks go to stderr if this is not called again in time."""
+        """Postpone the dump of stacks to stderr, which happens if this is not called again in time."""
         faulthandler.dump_traceback_later(self.seconds + self.pause, file=2)
 
     def _write_heartbeat(self) -> None:
-        """The first process's heartbeat.json, for who looks from outside: the step at work and since when, the newest
-        checkpoint, and the time now, which tells a living process in a long step from a dead one."""
+        """Write heartbeat.json for outside observers: current step, its start, newest checkpoint, and the time.
+
+        The time distinguishes a live process in a long step from a dead one.
+        """
         if self.rank == 0:
             run = self.folder.parent
             saved = max((path.name for path in run.glob(f"checkpoints/{CHECKPOINT}")), default=None)
@@ -95,26 +97,29 @@ class Watchdog:
         stacks = {names.get(ident, str(ident)): traceback.format_stack(frame) for ident, frame in frames.items()}
         self.folder.mkdir(parents=True, exist_ok=True)
         text = "\n".join(f"{name}:\n{''.join(lines)}" for name, lines in stacks.items())
-        with written_aside(self.folder / f"rank-{self.rank:05d}.txt") as unfinished:  # others may read it right now
+        # Other processes may be reading the file.
+        with written_aside(self.folder / f"rank-{self.rank:05d}.txt") as unfinished:
             unfinished.write_text(f"{json.dumps(head)}\n\n{text}", encoding="utf-8")
 
 
 def where(frame: FrameType) -> dict[str, object]:
-    """The innermost place of a stack, and whether it is a wait for other processes."""
+    """Return the innermost place of a stack, and whether it waits for other processes."""
     stack = traceback.extract_stack(frame)
     waits = any(mark in each.filename for each in stack[-4:] for mark in WAITING)
     return {"waits": waits, "place": f"{stack[-1].filename}:{stack[-1].lineno} in {stack[-1].name}"}
 
 
 def read(folder: Path) -> dict[int, dict[str, object]]:
-    """By rank what processes have written of themselves. Files that are not whole are left out."""
+    """Return the reports of processes by rank, without incomplete files."""
     heads = (records.json_object(file.read_bytes().partition(b"\n")[0]) for file in folder.glob("rank-*.txt"))
     return {int(head["rank"]): head for head in heads if "rank" in head}
 
 
 def waited_for(found: dict[int, dict[str, object]], seen: Collection[int], size: int) -> str:
-    """Which processes keep the others waiting, of the `seen` ones among `size`: those that say nothing, else those that
-    wait for nobody."""
+    """Name the processes that the others wait for, of the `seen` ranks among `size`.
+
+    These are the processes that wrote nothing, or else those that do not wait.
+    """
     some = "" if len(seen) == size else f"Of {size} processes, {', '.join(map(str, seen))} write to this node's disk. "
     if silent := sorted({*seen} - found.keys()):
         why = "stopped, or stuck outside of Python, which its stderr then shows"

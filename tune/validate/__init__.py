@@ -1,5 +1,5 @@
-"""What is wrong with a run, before it starts. A check is the function that the run itself calls; a rule goes to
-`tune.rules`."""
+"""Find the errors of a run before it starts, by rehearsing its recipe. Checks belong in the functions that the run
+itself calls, and rules in `tune.rules`."""
 
 from tune.validate.checks import validate
 from tune.validate.fake_tensors import FakeWeights
@@ -7,7 +7,7 @@ from tune.validate.rehearse import Recipe, Uninitialised, process_group, rehears
 from tune.validate.stand_ins import RehearsedCheckpointer, RehearsedRun, RehearsedWorld
 from tune.validate.statements import Statements
 
-# Other names are for the packages of `tune` alone.
+# Other names are internal to `tune`.
 __all__ = [
     "validate",
 ]

@@ -1,5 +1,4 @@
-"""What is wrong with a run, in one pass: its settings, the rules that these break, and what the recipe itself says of
-them when it is rehearsed."""
+"""Find the errors of a run in one pass: wrong settings, broken rules, and the errors of the rehearsed recipe."""
 
 import errno
 import functools
@@ -21,12 +20,12 @@ from tune.rules import Facts, Finding, Level, judge
 from tune.validate.rehearse import Recipe, described, is_limit, is_own, rehearse
 
 PLACE = re.compile(r"([\w./\[\]-]+(?::\d+)?): (.+)", re.DOTALL)
-LIMITED = "the first {:,} rows were read; `--all` reads all of them"
+LIMITED = "only the first {:,} rows were read; --all reads all rows"
 
 
 @dataclass
 class Findings:
-    """What is found, each thing once. `settings` are problems of the settings themselves."""
+    """The findings, without duplicates. `settings` are problems of the settings themselves."""
 
     settings: Sequence[str]
     all: list[Finding] = field(default_factory=list)
@@ -36,9 +35,11 @@ class Findings:
             self.add(problem, is_cause=True)
 
     def add(self, text: str, place: str = "", level: Level = Level.ERROR, is_cause: bool = False) -> None:
-        """Keep a message, which may begin with its place. The same error is kept once, at its first place, unless it
-        `is_cause`: a problem of the setting itself. One of a setting, or of a group with a setting, that has an error
-        already is left out: it follows from that."""
+        """Keep a message, which may begin with its place.
+
+        The same error is kept once, at its first place, unless it `is_cause`: a problem of the setting itself. An error
+        at a setting that already has one, or at its group, is dropped as a consequence.
+        """
         if match := PLACE.fullmatch(text):
             place, text = match.groups()
         is_once = level is Level.ERROR and not is_cause
@@ -50,19 +51,21 @@ class Findings:
             self.all.append(Finding(level, place, text))
 
     def add_error(self, error: Exception, file: Path) -> None:
-        """Keep what a rehearsal of `file` raises. After a first error, the library may fail in any way: what it raises
-        then that is no TuneError follows from that."""
+        """Keep an error that a rehearsal of `file` raises.
+
+        After a first error, other exceptions of the library than TuneError are dropped as consequences.
+        """
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-            self.add(f"'{error.filename}' is too long for the name of a file")
+            self.add(f"'{error.filename}' is too long for a file name")
         elif isinstance(error, TuneError):
             self.add(str(error))
         elif is_limit(error):
-            self.add(f"what follows is not rehearsed: {described(error, file)}", level=Level.INFO)
+            self.add(f"not rehearsed from here on: {described(error, file)}", level=Level.INFO)
         elif is_own(error, file) or not any(finding.level is Level.ERROR for finding in self.all):
             self.add(described(error, file))
 
     def add_note(self, message: str) -> None:
-        """Keep what a run would warn of."""
+        """Keep a warning of the run."""
         if message.startswith("warning: "):
             self.add(message.removeprefix("warning: "), level=Level.WARNING)
 
@@ -72,11 +75,10 @@ def validate(
     processes: int = 1, device: str | None = None, capability: tuple[int, int] | None = None, rows: int | None = 1000,
     strict: bool = False,
 ) -> list[Finding]:  # fmt: skip
-    """What is wrong with a run of the file `recipe` in so many `processes` on a `device` (None: this machine's), sorted
-    by place.
+    """Return the findings for a run of the file `recipe`, sorted by place.
 
-    `settings` are problems of `cfg` itself, `defaults` the values of the recipe's own YAML. Of the data the first
-    `rows` are read, or all of them (None).
+    The run has `processes` processes on a `device` (None: this machine's). `settings` are problems of `cfg` itself, and
+    `defaults` the values of the recipe's own YAML. The rehearsal reads the first `rows` of the data, or all (None).
     """
     wrong_device = ""
     try:
@@ -89,7 +91,7 @@ def validate(
     if wrong_device:
         findings.add(wrong_device, "device")
     if kind == "mps" and processes > 1:
-        findings.add(f"device: mps is one device; found {processes} processes. Start one process, or set device=cpu")
+        findings.add(f"device: mps has one device (got {processes} processes). Start one process, or set device=cpu")
     _require_versions(findings)
     try:
         found = Recipe(recipe)
@@ -111,7 +113,7 @@ def _version(package: str) -> str:
 
 
 def _require_versions(findings: Findings) -> None:
-    """Of the packages that are installed."""
+    """Report installed packages with unsupported versions."""
     with suppress(metadata.PackageNotFoundError):
         for wanted in map(Requirement, metadata.requires("tune-recipes") or ()):
             with suppress(metadata.PackageNotFoundError):

@@ -1,4 +1,4 @@
-"""Weights that have shapes alone. What a recipe computes with them has shapes alone too; all else is computed."""
+"""Weights with shapes but no values. Results computed with them have only shapes; everything else is computed."""
 
 import math
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-LARGE = 1 << 20  # numbers: a tensor of more is not made
+LARGE = 1 << 20  # elements: larger tensors are not allocated
 NUMBER = torch.ops.aten._local_scalar_dense.default
 DEVICE = torch.ops.prim.device.default
 PLAIN = {Tensor, torch.nn.Parameter, FakeTensor}
@@ -23,25 +23,25 @@ UNINITIALISED = {
 
 
 class FakeWeights(TorchDispatchMode):
-    """Operations on fake tensors give fake tensors, and operations on others are computed as ever: a number that is
-    known stays what it is. Memory without values is fake too, and so is a tensor that a fake one was written to.
+    """Operations on fake tensors return fake tensors; other operations are computed, so known numbers stay.
 
-    A number of a fake tensor is 1, or False for a condition. `asked` counts them.
-
-    It begins with the first fake tensors: files of weights are not read in such a mode. `close` ends it."""
+    Uninitialized memory is fake too, and so is a tensor that a fake one was written to. A number from a fake tensor is
+    1, or False for a condition; `asked` counts these numbers. The mode starts with the first fake tensors, because
+    weight files are not read in such a mode. `close` ends it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.written = WeakIdKeyDictionary()  # tensors that fake ones were written to
         self.asked = 0
-        self.is_total = False  # whether all operations give fake tensors
+        self.is_total = False  # whether all operations return fake tensors
         self.mode = ExitStack()
         self.has_begun = False
 
     @contextmanager
     def made(self) -> Iterator[None]:
-        """All tensors that are made within are fake."""
+        """Make all tensors created in this context fake."""
         if not self.has_begun:
             self.has_begun = True
             self.mode.enter_context(self)
@@ -55,7 +55,7 @@ class FakeWeights(TorchDispatchMode):
         if function is DEVICE and isinstance(args[0], FakeTensor):  # more than half of all calls
             return args[0].fake_device
         kwargs = kwargs or {}
-        if any(kind not in PLAIN for kind in types):  # a DTensor: it calls this again with its parts
+        if any(kind not in PLAIN for kind in types):  # a DTensor calls this again with its local tensors
             return NotImplemented
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         if self.is_total and function is not NUMBER and not any(each.is_meta for each in tensors):
@@ -76,7 +76,7 @@ class FakeWeights(TorchDispatchMode):
         return isinstance(tensor, FakeTensor) or tensor in self.written
 
     def _faked(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Of a fake condition, all places are chosen."""
+        """Run an operation on fake tensors. A fake condition selects all places."""
         with self.fake:
             if function.overloadpacket is torch.ops.aten.nonzero:
                 return torch.zeros(args[0].numel(), args[0].ndim, dtype=torch.long)
@@ -99,14 +99,14 @@ class FakeWeights(TorchDispatchMode):
 
 
 def _places(index: Tensor | None) -> list[Tensor | None]:
-    """The indices that a condition stands for, one for each of its dimensions."""
+    """Return the indices that a condition stands for, one for each of its dimensions."""
     if index is None or index.dtype not in (torch.bool, torch.uint8):
         return [index]
     return [torch.zeros(index.numel(), dtype=torch.long) for _ in range(index.ndim)]
 
 
 def _product_of_groups(a: Tensor, b: Tensor, offs: Tensor | None = None, **_: Any) -> Tensor:
-    """The shape of what `F.grouped_mm` gives, of which torch's own rule knows bf16 alone (2.13)."""
+    """Return a tensor with the shape of `F.grouped_mm`; torch's own rule only supports bf16 (2.13)."""
     groups = [len(offs)] if offs is not None and a.ndim == b.ndim == 2 else []
     groups = list(a.shape[:1]) if a.ndim == b.ndim == 3 else groups
     return torch.empty(*groups, a.shape[-2], b.shape[-1], dtype=a.dtype)
@@ -119,6 +119,6 @@ def _number(tensor: Tensor) -> bool | int | float:
 
 
 def _is_large(args: Any) -> bool:
-    """Whether a function without tensors that has these arguments makes a large one."""
+    """Return whether a function without tensor arguments creates a large tensor from these arguments."""
     sizes = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
     return all(isinstance(size, int) for size in sizes) and math.prod(sizes) > LARGE

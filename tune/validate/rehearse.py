@@ -1,4 +1,4 @@
-"""A recipe, any file, run to the end of its first optimizer step: without weights, other processes or results."""
+"""Run a recipe file to the end of its first optimizer step, without weights, other processes or results."""
 
 import ast
 import functools
@@ -40,7 +40,7 @@ from tune.validate.fake_tensors import FakeWeights
 from tune.validate.stand_ins import STAND_INS
 from tune.validate.statements import Missing, Statements, Unknown
 
-# What fails for want of numbers is no mistake.
+# Errors because a rehearsal lacks numbers are not the user's.
 LIMITS = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -53,8 +53,8 @@ MODULE = "__rehearsed__"
 
 
 class Uninitialised(TorchFunctionMode):
-    """Parameters on the meta device are not initialised: to do so there, torch imports its compiler, which takes as
-    long as all checks."""
+    """Skips the initialization of parameters on the meta device, for which torch would import its compiler: that takes
+    as long as all checks."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
@@ -65,10 +65,10 @@ class Uninitialised(TorchFunctionMode):
 
 
 class Recipe:
-    """The module that a recipe's file makes, and its function with `@config.entrypoint`.
+    """A recipe's file as a module, and its function with `@config.entrypoint`.
 
     Raises:
-        TuneError: it is no Python, it raises an error, or it has no such function.
+        TuneError: the file is not Python, raises an error, or has no such function.
     """
 
     def __init__(self, file: Path):
@@ -88,15 +88,15 @@ class Recipe:
         names = [inspect.unwrap(each).__name__ for each in functions]
         found = [each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name in names]
         if not found:
-            raise TuneError(f"{file}: no function of it has @config.entrypoint(...)")
+            raise TuneError(f"{file}: no function has @config.entrypoint(...). Add it to the recipe's main function")
         self.main = found[0]
 
     def explained(self, error: Exception) -> TuneError:
-        """An error of the recipe, with the line that it comes from."""
+        """Return an error of the recipe with its file and line."""
         return error if isinstance(error, TuneError) else TuneError(described(error, self.file))
 
     def namespace(self, cfg: DictConfig) -> dict[str, Any]:
-        """The names that the statements of the function see, without those that they make."""
+        """Return the names that the function's statements can read, without their own assignments."""
         return vars(self.module) | {self.main.args.args[0].arg: cfg.copy()}
 
 
@@ -104,9 +104,11 @@ def rehearse(
     recipe: Recipe, cfg: DictConfig, *, processes: int, rows: int | None, report: Callable[[Exception], None],
     note: Callable[[str], None],
 ) -> bool:  # fmt: skip
-    """Run `recipe` with the settings `cfg` as the first of so many processes, and where they are stages of a pipeline
-    as the last one too. Errors go to `report`, and what a run would say to `note`. Returns whether rows of the data
-    were left out."""
+    """Run `recipe` with the settings `cfg` as the first of `processes` processes, and with pipeline stages also as the
+    last one.
+
+    Errors go to `report`, and messages of the run to `note`. Returns whether rows of the data were skipped.
+    """
 
     def run(rank: int) -> tuple[bool, int]:
         weights = FakeWeights()
@@ -133,8 +135,10 @@ def rehearse(
 
 @contextmanager
 def rehearsed(begun: rehearsal.Rehearsal, file: Path) -> Iterator[None]:
-    """The recipe in `file` is rehearsed within. What its own lines save would replace what is there by tensors without
-    values: nothing is saved, nor compiled."""
+    """Rehearse the recipe in `file` in this context.
+
+    Nothing is saved or compiled: saving would replace files by tensors without values.
+    """
     not_saved, not_compiled = mock.patch("torch.save"), torch.compiler.set_stance("force_eager")
     with _told(begun.note, file), rehearsal.start(begun), not_saved, not_compiled, torch.enable_grad():
         yield
@@ -142,8 +146,10 @@ def rehearsed(begun: rehearsal.Rehearsal, file: Path) -> Iterator[None]:
 
 @contextmanager
 def process_group(rank: int) -> Iterator[Callable[[int], None]]:
-    """A function that makes a process group of so many processes, of which only this one is there. One that is there
-    already stays."""
+    """Yield a function that creates a process group of a given size in which only this process exists.
+
+    An existing process group stays.
+    """
     is_new = not dist.is_initialized()
 
     def end() -> None:
@@ -163,7 +169,7 @@ def process_group(rank: int) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def _told(note: Callable[[str], None], file: Path) -> Iterator[None]:
-    """Nothing is printed within; warnings of this library and of the user's code are notes."""
+    """Suppress output in this context; warnings of this library and of the user's code become notes."""
     with warnings.catch_warnings(record=True) as caught, redirect_stdout(io.StringIO()):
         yield
     for each in caught:
@@ -172,7 +178,7 @@ def _told(note: Callable[[str], None], file: Path) -> Iterator[None]:
 
 
 def described(error: Exception, file: Path) -> str:
-    """What an error that is no `TuneError` says, and the line of the user's code that it comes from."""
+    """Describe an error other than `TuneError`, with the line of the user's code that it comes from."""
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename, file)]
     place = f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else file.name
     if isinstance(error, ConfigAttributeError | ConfigKeyError):
@@ -182,7 +188,7 @@ def described(error: Exception, file: Path) -> str:
 
 
 def is_own(error: Exception, file: Path) -> bool:
-    """Whether the user's code raises an error itself."""
+    """Return whether the user's code itself raises the error."""
     if isinstance(error, ConfigAttributeError | ConfigKeyError):
         return True
     frames = traceback.extract_tb(error.__traceback__)
@@ -190,11 +196,11 @@ def is_own(error: Exception, file: Path) -> bool:
 
 
 def is_limit(error: Exception) -> bool:
-    """Whether an error says that numbers are needed which are not there in a rehearsal."""
+    """Return whether an error means that a rehearsal lacks numbers."""
     return isinstance(error, LIMITS) or any(text in str(error) for text in LIMITS_IN_WORDS)
 
 
 def _is_users(name: str, file: Path) -> bool:
-    """Whether a file is the recipe, or one of the user's own modules."""
+    """Return whether a file is the recipe or one of the user's own modules."""
     is_elsewhere = name.startswith((LIBRARY, sys.prefix, sys.base_prefix, "<")) or "site-packages" in name
     return name == str(file) or not is_elsewhere

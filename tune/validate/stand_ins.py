@@ -1,4 +1,4 @@
-"""What takes the place of the world, the run and the checkpointer in a rehearsal."""
+"""Stand-ins for the world, the run and the checkpointer in a rehearsal."""
 
 import json
 import os
@@ -34,8 +34,7 @@ T = TypeVar("T")
 
 
 class RehearsedWorld(Unconnected):
-    """The World of a rehearsal, in which the other processes are not there: they have what this one has. What is known
-    here stays what it is; of fake tensors nothing is known."""
+    """The World of a rehearsal. The other processes do not exist, and are assumed to have this process's values."""
 
     def sum(self, value: torch.Tensor | float) -> torch.Tensor:
         return self._fp64(value) * self.data_size
@@ -48,7 +47,7 @@ class RehearsedWorld(Unconnected):
 
 
 class RehearsedRun(Run):
-    """A `Run` with a temporary folder, which stands for the one that is named. Messages are notes of the rehearsal."""
+    """A `Run` with a temporary folder in place of its own. Messages become notes of the rehearsal."""
 
     def _open_folder(self, chosen: str, resume: str) -> None:
         self.store, self.again, self.resume = None, "", resume
@@ -91,7 +90,7 @@ class RehearsedRun(Run):
         self, data: Iterable[tuple[int, T]], start: int = 0, checkpointer: Any = None, *,
         total: int | None = None, seed: int = 0, profiler: Mapping[str, Any] | None = None,
     ) -> Iterator[tuple[int, T]]:  # fmt: skip
-        """The step after `start`, with its first micro-batches."""
+        """Return the step after `start`, with its first micro-batches."""
         self._set_ends(data, start, total)
         return self._first(data, seed)
 
@@ -103,7 +102,7 @@ class RehearsedRun(Run):
             return
 
     def _shortened(self, item: Any) -> Any:
-        """With two micro-batches, or as many as stages need; of other items, one for each data rank."""
+        """Return two micro-batches, or as many as stages need; for other items, one for each data rank."""
         if isinstance(item, GlobalBatch):
             most = max(2, self.world.num_stages * self.world.pp_virtual)
             return replace(item, micro_batches=item.micro_batches[:most])
@@ -111,7 +110,7 @@ class RehearsedRun(Run):
 
 
 def refused(folder: Path, resume: str, recipe: str | None) -> str:
-    """Why a run cannot use `folder`, or \"\"; what is made to find out is removed."""
+    """Return why a run cannot use `folder`, or \"\". Removes the files it creates for the check."""
     mark, made = folder / ".validate", [each for each in (folder, *folder.parents) if not os.path.exists(each)]
     found = run_folder.refusal(folder, resume, mark, recipe)
     with suppress(OSError):
@@ -122,7 +121,7 @@ def refused(folder: Path, resume: str, recipe: str | None) -> str:
 
 
 class RehearsedCheckpointer(Checkpointer):
-    """A `Checkpointer` by what a checkpoint says of itself. Errors are reported, and the rehearsal goes on."""
+    """A `Checkpointer` that reads only a checkpoint's metadata. It reports errors, and the rehearsal goes on."""
 
     def resume(self, resume: str | Path = "auto") -> int:
         rehearsed = rehearsal.current()
@@ -152,7 +151,7 @@ class RehearsedCheckpointer(Checkpointer):
         return int(state["step"])
 
     def _names_of_states(self) -> set[str]:
-        """Those that the optimizer keeps of a parameter, by a step: parameters have no values that it could change."""
+        """Return the names of the optimizer's states, by a step on parameters that have no values."""
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = torch.zeros_like(parameter)
@@ -163,19 +162,19 @@ class RehearsedCheckpointer(Checkpointer):
         return names
 
     def _found(self, folder: Path, resume: str | Path, rehearsed: rehearsal.Rehearsal) -> Path | None:
-        """The checkpoint to continue from, the newest intact one with `auto`."""
+        """Return the checkpoint to continue from; with `auto`, the newest intact one."""
         if resume == "never":
             return None
         if resume != "auto":
             found = checkpoint_at(Path(resume))
             if damage := cut_short(found):
-                raise TuneError(f"resume: {found} is damaged: {damage}. Give the checkpoint before it")
+                raise TuneError(f"resume: {found} is damaged: {damage}. Use an earlier checkpoint")
             return found
         for found in sorted(folder.glob(f"checkpoints/{CHECKPOINT}"), reverse=True):
             if not (damage := cut_short(found)):
                 return found
             rehearsed.note(
-                f"warning: resume: {found} is damaged: {damage}. The run takes the one before it, or starts anew"
+                f"warning: resume: {found} is damaged: {damage}. The run uses the checkpoint before it, or starts over"
             )
         return None
 

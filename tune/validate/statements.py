@@ -1,5 +1,4 @@
-"""Runs the body of a function statement by statement, and goes on after one that fails: so a single pass finds several
-mistakes."""
+"""Run the body of a function statement by statement, and go on after failures, so one pass finds several errors."""
 
 import ast
 from collections.abc import Callable, Sequence
@@ -11,12 +10,11 @@ from tune.rehearsal import RehearsalEnded
 
 
 class Unknown(Exception):
-    """What a statement that failed would have made is needed here."""
+    """Raised where the result of a failed statement is needed."""
 
 
 class Missing:
-    """Stands for what a statement that failed would have made: it is false, and so are its attributes; whatever else
-    needs it raises `Unknown`."""
+    """The missing result of a failed statement. It and its attributes are false; all other uses raise `Unknown`."""
 
     def __bool__(self) -> bool:
         return False
@@ -40,7 +38,7 @@ class Missing:
         pass
 
 
-Missing.__name__ = repr(Missing())  # in messages, by which what follows from it is told
+Missing.__name__ = repr(Missing())  # marks consequences in messages
 
 
 class _Break(Exception):
@@ -56,14 +54,16 @@ class _Return(Exception):
 
 
 class Statements:
-    """Runs statements of `file` with the names of `namespace`. `failed` takes what one raises, and whether it needed
-    something that is missing."""
+    """Runs statements of `file` with the names in `namespace`.
+
+    `failed` gets each exception, and whether the statement read a missing result.
+    """
 
     def __init__(self, file: str, namespace: dict[str, Any], failed: Callable[[Exception, bool], None]):
         self.file, self.namespace, self.failed = file, namespace, failed
 
     def run(self, function: ast.FunctionDef) -> None:
-        """The body of a function, whose arguments are among the names."""
+        """Run the body of a function, whose arguments are in the namespace."""
         with suppress(_Return, RehearsalEnded):
             self._all(function.body)
 
@@ -109,7 +109,7 @@ class Statements:
 
     def _for(self, loop: ast.For) -> None:
         items = self._tried(loop.iter, lambda: iter(self._value(loop.iter)))
-        if isinstance(items, Missing):  # once: the body may have mistakes of its own
+        if isinstance(items, Missing):  # run once, because the body may have its own errors
             self._forget(loop)
             items = iter([items])
         self._each(loop, items)
@@ -126,7 +126,7 @@ class Statements:
                     return
 
     def once(self, loop: ast.For, item: Any) -> None:
-        """The body of a loop, for one item."""
+        """Run the body of a loop for one item."""
         self._assign(loop.target, item)
         with suppress(_Break, _Continue, _Return):
             self._all(loop.body)
@@ -141,7 +141,7 @@ class Statements:
             self._tried(statement, lambda: self._execute(statement))
 
     def _tried(self, node: ast.AST, call: Callable[[], Any]) -> Any:
-        """What `call` gives. If it fails, the names that `node` would have bound are missing, and so is its value."""
+        """Return the result of `call`. If it fails, its value and the names that `node` binds are missing."""
         try:
             return call()
         except (_Return, _Break, _Continue, RehearsalEnded):
@@ -170,7 +170,7 @@ class Statements:
 
 
 class _Globals(ast.NodeTransformer):
-    """The names of the function are those of its module here."""
+    """Replaces nonlocal by global, because the function's names are in its module here."""
 
     def visit_Nonlocal(self, node: ast.Nonlocal) -> ast.Global:
         return ast.copy_location(ast.Global(node.names), node)
