@@ -116,14 +116,15 @@ EXAMPLES: dict[str, Callable[[Path], Record]] = {
 
 
 def pictures() -> dict[str, str]:
-    """All pictures by the names of their files: of each example, and the badges of the README."""
+    """All pictures by the names of their files: of each example that has numbers, and the badges of the README."""
     project = tomllib.loads((FOLDER.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     drawn = {
         "license.svg": badge("license", project["license"]),
         "python.svg": badge("python", project["requires-python"].replace(">=", "≥ ")),
     }
     for name in EXAMPLES:
-        drawn[f"{name}.svg"] = draw(json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8")))
+        if (numbers := FOLDER / f"{name}.json").exists():
+            drawn[f"{name}.svg"] = draw(json.loads(numbers.read_text(encoding="utf-8")))
     return drawn
 
 
@@ -176,6 +177,8 @@ def plot(title: str, curves: dict[str, Curve]) -> Iterator[str]:
     def y(value: float) -> float:
         return BOTTOM - (BOTTOM - TOP) * value / ticks[-1]
 
+    rises = all(points[0][1] < points[-1][1] for points in curves.values())
+    legend = BOTTOM - 20 * len(curves) if rises else TOP + 6  # where no curve is
     yield text(20, 30, title, "title")
     for value in ticks:
         yield f'<path class="grid" d="M{LEFT} {y(value):.1f}H{RIGHT}"/>'
@@ -190,8 +193,8 @@ def plot(title: str, curves: dict[str, Curve]) -> Iterator[str]:
             yield from (
                 f'<circle cx="{x(step):.1f}" cy="{y(value):.1f}" r="4" fill="{color}"/>' for step, value in points
             )
-        yield f'<path stroke="{color}" stroke-width="3" d="M{RIGHT - 150} {TOP + 6 + 20 * at}h18"/>'
-        yield text(RIGHT - 126, TOP + 10 + 20 * at, name)
+        yield f'<path stroke="{color}" stroke-width="3" d="M{RIGHT - 150} {legend + 20 * at}h18"/>'
+        yield text(RIGHT - 126, legend + 4 + 20 * at, name)
 
 
 def bars(title: str, results: dict[str, float], of: float) -> Iterator[str]:
