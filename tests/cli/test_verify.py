@@ -235,7 +235,7 @@ WRONG = {
     "nothing there": (["nothing", "--against", "RUN"], "nothing: "),
     "no GGUF": (["junk.gguf", "--against", "RUN"], "junk.gguf is "),
     "no model": (["empty", "--against", "RUN"], "empty has no config.json"),
-    "the run itself": (["RUN", "--against", "RUN"], "is the folder of a run"),
+    "the run itself": (["RUN", "--against", "RUN"], "a run folder"),
     "another program": (
         ["RUN/adapter", "--against", "RUN", "--with", "llama.cpp"],
         "can only be opened with peft or vllm",

