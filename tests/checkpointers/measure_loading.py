@@ -1,6 +1,6 @@
 """Prints how much the peak memory of this process grew by loading the folder `sys.argv[1]`, and what it holds: MB.
 
-With a second argument the linear layers are quantised to NF4 while they are read.
+With a second argument the linear layers are quantized to NF4 while they are read.
 """
 
 import resource

@@ -107,7 +107,7 @@ def test_other_weights_of_the_same_shapes_are_another_base(checkpoint, broken):
 
 
 @pytest.mark.slow
-def test_a_quantised_model_never_exists_in_full_precision(tmp_path):
+def test_a_quantized_model_never_exists_in_full_precision(tmp_path):
     """Well below the 470 MB of fp32: 1.5 times what is held, and one block of 59 MB."""
     save_checkpoint(tmp_path, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=16)
     script = Path(__file__).with_name("measure_loading.py")

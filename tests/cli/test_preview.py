@@ -62,7 +62,7 @@ def test_what_is_learned_in_part(preview, tmp_path):
     assert float(weight) == round(int(count) / 4, 1) and re.search(rf"their weight +{weight}", shown)
 
 
-def test_colours_in_a_terminal(preview, first, monkeypatch):
+def test_colors_in_a_terminal(preview, first, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     shown = preview("--rows", "1")

@@ -77,7 +77,7 @@ def test_groups_are_never_parted_and_columns_stay_with_their_documents(size, pac
     assert len(where) == 30 and all(len(batches) == 1 for batches in where.values())
 
 
-def test_neighbours_of_a_group_stand_in_one_row_in_their_order():
+def test_neighbors_of_a_group_stand_in_one_row_in_their_order():
     samples = pairs(20)
     data = Dataset.from_samples(samples, 64, packed=True)
     indices = [[sample.index for sample in data.row(row)] for row in range(len(data))]

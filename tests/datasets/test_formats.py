@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tune.datasets import RowReader
-from tune.datasets.parse.columns import recognise
+from tune.datasets.parse.columns import recognize
 from tune.datasets.parse.formats import FORMATS
 from tune.tokenizers import Tokenizer
 
@@ -78,7 +78,7 @@ def test_examples_of_the_docs(name, row, tokenizer, read):
         assert outcome.samples[0].tokens.tolist() == [72, 105, 33]
         assert outcome.samples[0].labels.tolist() == [105, 33, -100]
     else:
-        assert recognise(row, {}, "row", FORMATS["supervised"]).name == name
+        assert recognize(row, {}, "row", FORMATS["supervised"]).name == name
         assert read(row) in LEARNED[name]
 
 

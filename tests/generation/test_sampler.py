@@ -181,7 +181,7 @@ def test_adapters_and_their_dropout(model, adapter):
     check_adapted(model, LoRA(rank=4, dropout=0.5, **adapter))
 
 
-def test_quantised_base(tmp_path):
+def test_quantized_base(tmp_path):
     """Of latent attention, which reads weights in other ways than by calling the layer."""
     widths = {"intermediate_size": 64, "moe_intermediate_size": 64, "q_lora_rank": 64, "kv_lora_rank": 64}
     config = transformers.DeepseekV3Config(**SMALL | LATENT | widths | {"v_head_dim": 16})

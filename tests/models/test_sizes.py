@@ -132,7 +132,7 @@ def test_it_is_what_torch_counts(tmp_path, tied):
         assert flops_per_token(model, length) - 6 * norms == counter.get_total_flops() / length
 
 
-def test_adapters_and_quantised_weights(on_meta):
+def test_adapters_and_quantized_weights(on_meta):
     config, published = SIZES["Qwen3 0.6B"]
     full = flops_per_token(on_meta(config), 512)
     attention = full - 6 * published
@@ -140,11 +140,11 @@ def test_adapters_and_quantised_weights(on_meta):
     adapted = add_adapters(model, LoRA(rank=8))
     frozen = adapted.total - adapted.trainable
     assert flops_per_token(model, 512) == 4 * frozen + 6 * adapted.trainable + attention
-    quantised = on_meta(config)
-    quantize_linears(quantised.requires_grad_(False), double=True)
-    add_adapters(quantised, LoRA(rank=8))
-    assert flops_per_token(quantised, 512) == flops_per_token(model, 512)
-    assert quantised.costs(512) == model.costs(512)  # by which stages of a pipeline share blocks
+    quantized = on_meta(config)
+    quantize_linears(quantized.requires_grad_(False), double=True)
+    add_adapters(quantized, LoRA(rank=8))
+    assert flops_per_token(quantized, 512) == flops_per_token(model, 512)
+    assert quantized.costs(512) == model.costs(512)  # by which stages of a pipeline share blocks
 
 
 def test_heads_of_several_sizes(on_meta):

@@ -104,11 +104,11 @@ def test_gradients_are_there_before_a_backward_from_the_second_micro_batch_on(ch
 def test_four_bits(checkpoint):
     linears = [m for name, m in build(str(checkpoint)).named_modules() if isinstance(m, nn.Linear) and name != "head"]
     weights = sum(each.weight.numel() for each in linears)
-    whole, quantised = (
+    whole, quantized = (
         job(checkpoint, lora=True, nf4=nf4).trace(1, (1, 1, 1), "none", True, False).trained.whole.stored
         for nf4 in (False, True)
     )
-    assert 4 - (whole - quantised) / weights < 0.7  # half a byte, and the scales
+    assert 4 - (whole - quantized) / weights < 0.7  # half a byte, and the scales
 
 
 @pytest.mark.slow

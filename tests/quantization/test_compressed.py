@@ -1,4 +1,4 @@
-"""Quantised folders are what compressed-tensors makes of the same weights, and transformers computes what they say."""
+"""Quantized folders are what compressed-tensors makes of the same weights, and transformers computes what they say."""
 
 import json
 import math
@@ -33,7 +33,7 @@ REAL = Path(__file__).parents[2] / ".demo" / "smollm2-135m"
 
 
 def rounded(model: nn.Module, kind: str, group: int | None) -> nn.Module:
-    """`model` with the weights of its blocks quantised and dequantised."""
+    """`model` with the weights of its blocks quantized and dequantized."""
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and "." in name:
             weight = layer.weight.data
@@ -57,7 +57,7 @@ def test_transformers_loads_them(kind: str, family: str, tmp_path: Path) -> None
     assert Tokenizer(str(tmp_path / "out")).vocabulary == Tokenizer(str(folder)).vocabulary
 
 
-def test_the_head_of_a_reward_model_is_not_quantised(tmp_path: Path) -> None:
+def test_the_head_of_a_reward_model_is_not_quantized(tmp_path: Path) -> None:
     reward_model(tmp_path / "model")
     main(["quantize", str(tmp_path / "model"), "--to", "int8", "--out", str(tmp_path / "out")])
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", dtype=torch.float32)
@@ -107,7 +107,7 @@ def test_transformers_quantises_inputs_too(kind: str, checkpoint: Path, tmp_path
     inputs = QuantizationArgs(**group["input_activations"])
     plain, tokens = rounded(load_model(str(checkpoint)), kind, None), torch.arange(80).view(2, 40)
 
-    def quantised(layer: nn.Module, arguments: tuple[Tensor]) -> Tensor:
+    def quantized(layer: nn.Module, arguments: tuple[Tensor]) -> Tensor:
         scale, zero = calculate_qparams(
             arguments[0].amin(-1, keepdim=True), arguments[0].amax(-1, keepdim=True), inputs
         )
@@ -117,7 +117,7 @@ def test_transformers_quantises_inputs_too(kind: str, checkpoint: Path, tmp_path
         before = plain(tokens)
         for name, layer in plain.named_modules():
             if isinstance(layer, nn.Linear) and "." in name:
-                layer.register_forward_pre_hook(quantised)
+                layer.register_forward_pre_hook(quantized)
         expected, found = plain(tokens), theirs(tokens).logits
     assert (expected - before).abs().max() > 1e-3
     assert_close(found, expected, atol=1e-4, rtol=1e-4)

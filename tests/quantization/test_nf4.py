@@ -44,7 +44,7 @@ def test_as_exact_as_torchao():
     assert (back(weight, double=True) - weight).norm() <= reference
 
 
-def test_a_slice_of_rows_is_quantised_as_in_the_whole():
+def test_a_slice_of_rows_is_quantized_as_in_the_whole():
     weight = make_weight()
     for double in (False, True):
         assert torch.equal(back(weight[10:30], double), back(weight, double)[10:30])
@@ -91,7 +91,7 @@ def test_product_and_gradient():
 
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("cpu_offload", [False, True])  # without FSDP, and with it
-def test_a_quantised_model(checkpoint, double, cpu_offload):
+def test_a_quantized_model(checkpoint, double, cpu_offload):
     with torch.device("meta"):
         model = build(str(checkpoint))
     weights = Pretrained(str(checkpoint), model)
@@ -117,7 +117,7 @@ def test_columns_that_make_no_blocks():
 
 
 @pytest.mark.parametrize("double", [False, True])
-def test_a_quantised_model_has_as_many_parameters_as_before(checkpoint, chats, tmp_path, double, capsys):
+def test_a_quantized_model_has_as_many_parameters_as_before(checkpoint, chats, tmp_path, double, capsys):
     """As transformers counts them: neither the bytes of its codes nor its scales."""
     transformers = pytest.importorskip("transformers")
     base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint).num_parameters()
@@ -144,7 +144,7 @@ def test_a_quantised_model_has_as_many_parameters_as_before(checkpoint, chats, t
         assert f"{adapter:,} of {base + adapter:,} " in log
 
 
-def test_a_weight_that_is_kept_is_dequantised_once(monkeypatch):
+def test_a_weight_that_is_kept_is_dequantized_once(monkeypatch):
     model = nn.Sequential(nn.Sequential(nn.Linear(64, 8, bias=True)))
     quantize_linears(model)
     input = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))

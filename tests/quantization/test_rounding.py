@@ -1,4 +1,4 @@
-"""Training sees the weights that ship: those of the quantised folder, bit by bit, as compressed-tensors reads them."""
+"""Training sees the weights that ship: those of the quantized folder, bit by bit, as compressed-tensors reads them."""
 
 import importlib
 import json
@@ -35,7 +35,7 @@ def in_bf16(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def decompressed(folder: Path) -> dict[str, Tensor]:
-    """The quantised weights of a folder, as the library reads them."""
+    """The quantized weights of a folder, as the library reads them."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 

@@ -130,8 +130,8 @@ def test_an_eos_of_ones_own_ends_texts_too(settings, tmp_path, base):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantised", [[], ["quantization.weights=nf4"]], ids=["", "nf4"])
-def test_rows_that_were_never_trained_are_named(base, settings, tmp_path, quantised):
+@pytest.mark.parametrize("quantized", [[], ["quantization.weights=nf4"]], ids=["", "nf4"])
+def test_rows_that_were_never_trained_are_named(base, settings, tmp_path, quantized):
     """Zero as in Llama 3, or alike as after training with tied weights; but not those that are trained now."""
     from safetensors.torch import load_file, save_file
 
@@ -149,7 +149,7 @@ def test_rows_that_were_never_trained_are_named(base, settings, tmp_path, quanti
     def log(name, *more):
         run = tmp_path / name
         path = [f"model.path={folder}", f"output_dir={run}", "max_steps=1"]
-        lora_finetune.main(config.load("lora_finetune", [*settings, *path, *quantised, *more]))
+        lora_finetune.main(config.load("lora_finetune", [*settings, *path, *quantized, *more]))
         return (run / "log.txt").read_text()
 
     told = log("frozen")

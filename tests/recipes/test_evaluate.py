@@ -189,7 +189,7 @@ def test_an_adapter_and_a_run(checkpoint, chats, folder, tmp_path, run_recipe):
 
 
 @pytest.mark.slow
-def test_a_quantised_base(checkpoint, folder, tmp_path):
+def test_a_quantized_base(checkpoint, folder, tmp_path):
     out = tmp_path / "out.json"
     common = ["--tasks", "rolling", "--include-path", str(folder), "--out", str(out)]
     main(["eval", str(checkpoint), *common, "--quantization", "nf4"])

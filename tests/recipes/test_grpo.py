@@ -538,7 +538,7 @@ def test_a_continued_adapter_is_held_to_the_model_before_the_first_step(trained,
 
 
 @pytest.mark.slow
-def test_quantised_base(run, tmp_path):
+def test_quantized_base(run, tmp_path):
     steps = run("adapter.rank=4", "quantization.weights=nf4", "kl=0.1", "reference=adapter_off")
     assert steps[0]["kl"] == pytest.approx(0, abs=1e-6)
     assert all(abs(step["mismatch_kl"]) < 1e-5 for step in steps)

@@ -94,7 +94,7 @@ def test_the_curve_is_that_of_peft(kind, checkpoint, chats, common, tmp_path):
 
 
 def require_merged(run, base):
-    """What a run exports of its sharded, adapted and quantised model is the original base with its adapter merged."""
+    """What a run exports of its sharded, adapted and quantized model is the original base with its adapter merged."""
     lora_finetune.peft.merge(base, run / "adapter", run / "merged")
     exported, expected = (load_file(run / name / "model.safetensors") for name in ("model", "merged"))
     torch.testing.assert_close(exported, expected, rtol=1e-6, atol=1e-6)
@@ -179,7 +179,7 @@ def test_resume_is_exact(common, tmp_path):
         ("weights=nf4 quantization.double=true", "weights=nf4 quantization.double=false"),
     ],
 )
-def test_a_base_quantised_otherwise_is_refused(common, tmp_path, then, now):
+def test_a_base_quantized_otherwise_is_refused(common, tmp_path, then, now):
     then, now = (f"quantization.{each}" for each in (then, now))
     train(tmp_path, *common, *then.split(), "max_steps=1")
     with pytest.raises(TuneError, match=rf"with {then}; .* with {now} has other weights"):
@@ -189,12 +189,12 @@ def test_a_base_quantised_otherwise_is_refused(common, tmp_path, then, now):
 @pytest.mark.slow
 @pytest.mark.parametrize("double", ["true", "false"])
 def test_qlora(checkpoint, common, tmp_path, double):
-    """One curve for the quantised base on 1 and 2 processes; close to that of the base it stands for."""
+    """One curve for the quantized base on 1 and 2 processes; close to that of the base it stands for."""
     overrides = ["quantization.weights=nf4", f"quantization.double={double}", "export.merge=true"]
     alone = train(tmp_path / "alone", *common, *overrides)
-    variants = {"quantised": overrides}
+    variants = {"quantized": overrides}
     run_processes(RUN_VARIANTS, 2, "lora_finetune", str(tmp_path), json.dumps(common), json.dumps(variants))
-    assert losses(tmp_path / "quantised") == pytest.approx(alone, rel=1e-5)
-    require_merged(tmp_path / "quantised", checkpoint)
+    assert losses(tmp_path / "quantized") == pytest.approx(alone, rel=1e-5)
+    require_merged(tmp_path / "quantized", checkpoint)
     plain = train(tmp_path / "plain", *common)
     assert alone == pytest.approx(plain, rel=0.05) and alone != plain

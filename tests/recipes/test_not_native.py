@@ -83,7 +83,7 @@ def test_its_adapter(base, tmp_path):
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("fp8", 0.1), ("int4", 0.3))),
     ],
 )
-def test_quantised_as_transformers_reads_it(kind, within, base, tmp_path):
+def test_quantized_as_transformers_reads_it(kind, within, base, tmp_path):
     pytest.importorskip("compressed_tensors")
     main(["quantize", str(base), "--to", kind, "--out", str(tmp_path / "out")])
     expected = of_transformers(base)
@@ -91,7 +91,7 @@ def test_quantised_as_transformers_reads_it(kind, within, base, tmp_path):
     assert 0 < error < within
 
 
-def test_experts_of_transformers_are_not_quantised(tmp_path, capsys):
+def test_experts_of_transformers_are_not_quantized(tmp_path, capsys):
     fields = {"num_local_experts": 4, "num_experts_per_tok": 2}
     folder = save_checkpoint(tmp_path / "model", "PhimoeConfig", **fields)
     with pytest.raises(SystemExit):

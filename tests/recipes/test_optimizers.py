@@ -21,7 +21,7 @@ from tune.losses import LinearCrossEntropy
 
 RUN_VARIANTS = Path(__file__).with_name("run_variants.py")
 
-# What to give for each, and how far 1 and 2 processes may differ: low-bit states are quantised in blocks of what a
+# What to give for each, and how far 1 and 2 processes may differ: low-bit states are quantized in blocks of what a
 # process holds, and only where it holds at least 4,096 numbers; Muon multiplies in bf16.
 OPTIMIZERS = {
     "AdamW": ([], 1e-5),
@@ -57,7 +57,7 @@ def uncompiled():
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """Matrices of at least 8,192 numbers, so that low-bit states are quantised on two processes too."""
+    """Matrices of at least 8,192 numbers, so that low-bit states are quantized on two processes too."""
     return save_checkpoint(tmp_path_factory.mktemp("model"), hidden_size=128, num_hidden_layers=2)
 
 

@@ -271,7 +271,7 @@ def test_rows_held_out_and_mixtures(method, run, pairs, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reference", ["precomputed", "adapter_off"])
-def test_adapters_of_a_quantised_base(reference, run, tmp_path):
+def test_adapters_of_a_quantized_base(reference, run, tmp_path):
     steps = run(*LORA, "quantization.weights=nf4", f"reference={reference}", "micro_batch_size=4")
     assert steps[0]["loss"] == pytest.approx(log(2), abs=1e-6)
     assert steps[-1]["loss"] < steps[0]["loss"] - 1e-4

@@ -1,6 +1,6 @@
 """`tune validate` finds, in one pass and without weights, what a run refuses, and nothing where a run would work.
 
-That it tells the same as the run is asserted beside each wrong input: in test_wrong_inputs.py and its neighbours.
+That it tells the same as the run is asserted beside each wrong input: in test_wrong_inputs.py and its neighbors.
 """
 
 import json

@@ -139,7 +139,7 @@ def test_a_reward_model_is_served(tmp_path):
     ("kind", "how", "dtype", "within"),
     [("int8", ["--dynamic"], "float32", 1e-3), ("fp8", ["--dynamic"], "float32", 1e-3), ("int4", [], "bfloat16", 0.03)],
 )
-def test_quantised_weights_are_served(kind, how, dtype, within, tmp_path):
+def test_quantized_weights_are_served(kind, how, dtype, within, tmp_path):
     """Those for which vLLM has a kernel on a CPU: log-probs of a text are those of the weights, and inputs, rounded."""
     from quantization.test_compressed import rounded
     from vllm import SamplingParams
@@ -153,7 +153,7 @@ def test_quantised_weights_are_served(kind, how, dtype, within, tmp_path):
         with torch.no_grad():
             return model(text[None])[0, :-1].log_softmax(-1).gather(1, text[1:, None])[:, 0]
 
-    def quantised(layer, arguments):
+    def quantized(layer, arguments):
         scale = arguments[0].abs().amax(-1, keepdim=True) / {"int8": 127, "fp8": 448}[kind]
         codes = arguments[0] / scale
         return scale * (codes.round() if kind == "int8" else codes.to(torch.float8_e4m3fn).float())
@@ -161,7 +161,7 @@ def test_quantised_weights_are_served(kind, how, dtype, within, tmp_path):
     before = log_probs()
     for name, layer in rounded(model, kind, 128 if kind == "int4" else None).named_modules():
         if how and isinstance(layer, torch.nn.Linear) and "." in name:
-            layer.register_forward_pre_hook(quantised)
+            layer.register_forward_pre_hook(quantized)
     told = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     with serving(out, dtype=dtype) as engine:
         (answer,) = engine.generate([{"prompt_token_ids": text.tolist()}], told, use_tqdm=False)

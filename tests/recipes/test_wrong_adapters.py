@@ -58,7 +58,7 @@ def test_quantisation_of_what_is_trained(inputs, run_recipe, capfd, told):
 
 
 @pytest.mark.slow
-def test_quantised_modules_are_not_trained_whole(inputs, run_recipe, capfd, told):
+def test_quantized_modules_are_not_trained_whole(inputs, run_recipe, capfd, told):
     settings = ["quantization.weights=nf4", "adapter.modules_to_save=[q_proj]", "adapter.target_modules=[v_proj]"]
     settings = inputs.settings(*settings, f"output_dir={inputs.folder / 'new'}")
     assert "blocks.0.attention.query is quantized and cannot be trained" in told("lora_finetune", settings)
@@ -144,7 +144,7 @@ def test_continued_with_other_settings(inputs, run_recipe, capfd, told):
     assert run_recipe([*settings, "adapter.dropout=0.1"], lora_finetune) == 0
 
 
-def test_merging_into_quantised_weights(adapter, inputs, capfd):
+def test_merging_into_quantized_weights(adapter, inputs, capfd):
     inputs.change_json("config.json", quantization_config={"quant_method": "hqq", "bits": 4})
     assert fails(["merge", str(inputs.model), str(adapter), str(inputs.folder / "out")]) == 2
     assert "quantized by hqq" in capfd.readouterr().err

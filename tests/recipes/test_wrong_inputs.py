@@ -173,7 +173,7 @@ def unknown_rope_scaling(inputs):
 
 
 @wrong("config.json", "hqq", "dequantize=True")
-def quantised_checkpoint(inputs):
+def quantized_checkpoint(inputs):
     inputs.change_json("config.json", quantization_config={"quant_method": "hqq", "bits": 4})
 
 

@@ -160,7 +160,7 @@ TOGETHER = {
     "random-weights-of-transformers": (FULL, [HF, "from_scratch=true"], ["from_scratch=true"]),
     "two-backwards-of-compiled-blocks": (STAGES, [*TWICE, "compile=true"], TWICE),
     "two-backwards-of-recomputed-blocks": (STAGES, [*TWICE, *SELECTIVE], TWICE),
-    "quantised-weights-alone": (PAIRS, [NF4], [NF4, "adapter.rank=8"]),
+    "quantized-weights-alone": (PAIRS, [NF4], [NF4, "adapter.rank=8"]),
     "rounding-beside-dropout": (LORA, [QAT, "adapter.dropout=0.1"], [QAT]),
     "rounding-of-two-types": (
         LORA, [QAT, "adapter.modules_to_save=[norm]"], [QAT, "adapter.modules_to_save=[norm]", "dtype=fp32"]

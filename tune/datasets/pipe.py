@@ -11,7 +11,7 @@ from typing import Any
 from tune.datasets.accounting import NAMES_SHOWN, Accounting
 from tune.datasets.cache import TELL
 from tune.datasets.fit import CANNOT_BE_USED
-from tune.datasets.parse.columns import recognise
+from tune.datasets.parse.columns import recognize
 from tune.datasets.parse.formats import FORMATS
 from tune.datasets.ray_data import map_by_ray
 from tune.datasets.read.opening import Source
@@ -84,7 +84,7 @@ def _for_rows_like(row: dict[str, Any], place: str, reader: RowReader) -> tuple[
         if reader.columns:
             raise TuneError(f"columns: {reader.format} must itself return the columns of a format; remove columns")
         return reader, []
-    format = recognise(row, reader.columns, place, (reader.format,) if reader.format else FORMATS[reader.kind])
+    format = recognize(row, reader.columns, place, (reader.format,) if reader.format else FORMATS[reader.kind])
     if format.is_chat:
         reader.tokenizer.require_chat_template()
     used = {reader.columns.get(column, column) for column in (*format.columns, *format.optional)}

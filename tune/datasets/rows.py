@@ -11,7 +11,7 @@ import numpy as np
 from tokenizers import Encoding
 
 from tune.datasets.fit import CANNOT_BE_USED, FOR_TRAINING, HELD_OUT, LEFT_OUT, Outcome, TooLong, fit, fit_turns
-from tune.datasets.parse.columns import OtherMeaning, parse, recognise
+from tune.datasets.parse.columns import OtherMeaning, parse, recognize
 from tune.datasets.parse.content import Chat, Content, Dropped, Row, shown
 from tune.datasets.parse.formats import FORMATS, Format, Kind
 from tune.datasets.remarks import SHARED_TOKEN, remarks
@@ -98,9 +98,9 @@ class RowReader:
             raise Dropped(LEFT_OUT + self.filter)
         if isinstance(self.format, str):
             row = self._formatted(row, self.format)
-            format = recognise(row, {}, f"the row from {self.format}", FORMATS[self.kind])
+            format = recognize(row, {}, f"the row from {self.format}", FORMATS[self.kind])
         else:
-            format = self.format or recognise(row, self.columns, "the row", FORMATS[self.kind])
+            format = self.format or recognize(row, self.columns, "the row", FORMATS[self.kind])
         return parse(row, format, self.columns, (*self.ignore, *self.extra_columns))
 
     def _render(self, contents: list[Content]) -> list[Text]:

@@ -46,7 +46,7 @@ from tune.peft.files import adapter, digest, load_adapter, read_adapter
 from tune.peft.lora import LoRA
 from tune.peft.merging import give_memory, load_combined, take_off
 from tune.peft.named import Resolved, checkpoint_of, resolve_model, step_of
-from tune.quantization import Compressor, quantised_linears, quantize_linears
+from tune.quantization import Compressor, quantize_linears, quantized_linears
 from tune.tokenizers import Tokenizer
 
 # The components that a run's settings may name. Settings may come from others, and a component can be any function.
@@ -220,7 +220,7 @@ class OpenedModel:
         """
         base = self.folders.base
         names = Names.of(self.model).in_checkpoint(plain_tensors(base) if has_weights(base) else {})
-        layers = quantised_linears(self.model)
+        layers = quantized_linears(self.model)
         columns = {str(names[f"{name}.weight"]): layer.in_features for name, layer in layers.items()}
         return Compressor(kind, columns, dynamic)
 

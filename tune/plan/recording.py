@@ -40,7 +40,7 @@ from tune.validate import (
     RehearsedRun,
     RehearsedWorld,
     Statements,
-    Uninitialised,
+    Uninitialized,
     process_group,
     rehearsed,
 )
@@ -216,7 +216,7 @@ class Recording:
         self.is_in_step = self.is_scoring = False
         self.depth = self.items = 0
         self.loop = Loop(str(file), self.recipe.namespace(cfg), self._failed)
-        with fake_group() as start, Uninitialised(), self._rehearsed():
+        with fake_group() as start, Uninitialized(), self._rehearsed():
             start(1)
             with closing(self.weights):
                 self.loop.run(self.recipe.main)
@@ -391,7 +391,7 @@ class LayoutOnly(Recording):
 
     def __init__(self, recipe: Recipe, cfg: DictConfig, processes: int):
         self.recipe, self.weights, self.rows, self.device_type = recipe, FakeWeights(), None, "cpu"
-        with fake_group() as start, Uninitialised(), self._rehearsed(self._raise, start, RehearsedWorld):
+        with fake_group() as start, Uninitialized(), self._rehearsed(self._raise, start, RehearsedWorld):
             start(processes)
             Loop(str(recipe.file), recipe.namespace(cfg), self._failed).run(recipe.main)
 

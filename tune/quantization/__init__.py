@@ -14,4 +14,4 @@ from tune.quantization.nf4 import (
     uncalled_linears,
     whole_weights,
 )
-from tune.quantization.rounding import Rounding, quantised_linears, round_linears
+from tune.quantization.rounding import Rounding, quantized_linears, round_linears

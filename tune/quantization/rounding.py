@@ -56,7 +56,7 @@ def round_linears(
     `exported` maps names of weights to the dtypes of the export; `dtype` is the dtype of the computation. Call it after
     adding adapters and before sharding the model: weights are rounded when they are gathered.
     """
-    linears = quantised_linears(model)
+    linears = quantized_linears(model)
     group = group_size(kind, {name: linear.in_features for name, linear in linears.items()})
     for name, linear in linears.items():
         if not isinstance(linear.weight, Tensor):
@@ -73,7 +73,7 @@ def round_linears(
         linear.rounding = Rounding(kind, group, stored)  # type: ignore[assignment]
 
 
-def quantised_linears(model: Any) -> dict[str, nn.Linear]:
+def quantized_linears(model: Any) -> dict[str, nn.Linear]:
     """The layers to quantize, by name: the linear layers in blocks. Raises TuneError for models with experts or without
     such layers."""
     linears = block_linears(model)

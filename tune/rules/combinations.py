@@ -244,7 +244,7 @@ COMBINATIONS = [
     rule("two-backwards-of-recomputed-blocks", "memory.activation_checkpointing", ONE_BACKWARD,
          "selective checkpointing recomputes only once",
          lambda run: _has_two_backwards(run) and _is_selective(run)),
-    rule("quantised-weights-alone", "quantization.weights",
+    rule("quantized-weights-alone", "quantization.weights",
          "quantized weights are frozen, and the run has no adapter to train. Set adapter.rank=16",
          "there would be nothing to train",
          lambda run: run("quantization.weights") and "adapter" in run.cfg and not run("adapter")),

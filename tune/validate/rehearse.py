@@ -52,7 +52,7 @@ LIBRARY = str(Path(tune.__file__).parent)
 MODULE = "__rehearsed__"
 
 
-class Uninitialised(TorchFunctionMode):
+class Uninitialized(TorchFunctionMode):
     """Skips the initialization of parameters on the meta device, for which torch would import its compiler: that takes
     as long as all checks."""
 
@@ -119,7 +119,7 @@ def rehearse(
             if not follows and repr(Missing()) not in str(error):
                 report(error)
 
-        with process_group(rank) as start, Uninitialised(), closing(weights):
+        with process_group(rank) as start, Uninitialized(), closing(weights):
             start(processes)
             report_error = functools.partial(failed, needs_missing=False)
             begun = rehearsal.Rehearsal(report_error, note, rows, weights.made, start, STAND_INS)

@@ -44,7 +44,7 @@ class OtherMeaning(TuneError):
     """A format would leave out a column or mark that changes the meaning of a row."""
 
 
-def recognise(row: Row, columns: Mapping[str, str], place: str, formats: tuple[Format, ...]) -> Format:
+def recognize(row: Row, columns: Mapping[str, str], place: str, formats: tuple[Format, ...]) -> Format:
     """The first of `formats` whose columns are all in the row.
 
     `columns` maps a format's columns to the data's names; only formats that have all of its keys are considered.
