@@ -42,8 +42,8 @@ def run(folder, *only, limit=6000):
 
 PARTS = {
     "nf4 sample-1b": ["NF4, fp32 values to level x scale", "1B"],
-    "curve-moe lora-moe": ["curve-moe: gradient norm", "LoRA r16, MoE, 2 x 2 rows of 4,096"],
-    "attention sampler bf16-and-resume grpo-1b": ["GRPO, 1B, 8 x 8 completions of 128"],
+    "lora-moe": ["LoRA r16, MoE, 2 x 2 rows of 4,096"],
+    "attention sampler grpo-1b": ["GRPO, 1B, 8 x 8 completions of 128"],
     "layout-ep traffic-fsdp": ["layout-ep: gradient norm", "FSDP, 1B, 2 devices, 4 rows of 4,096 each"],
 }
 

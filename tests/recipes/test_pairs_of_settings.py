@@ -29,7 +29,6 @@ WHAT = {
         "lora, float8": ["adapter.rank=4", "quantization.float8=rowwise_with_gw_hp"],
         "lora": ["adapter.rank=4"],
         "dora": ["adapter.dora=true"],
-        "pissa": ["adapter.init=pissa"],
         "head": ["adapter.target_modules=[q_proj,lm_head,embed_tokens]"],
         "tokens": ["adapter.trainable_tokens=[2,30,7]", "adapter.modules_to_save=[norm]"],
         "distilled": ["adapter.rank=4", "loss.temperature=2", "loss.cross_entropy=0.3"],
@@ -45,7 +44,6 @@ WHAT = {
     },
     "optimizer": {
         "AdamW": [],
-        "SGD": ["optimizer._component_=torch.optim.SGD"],
         "Adafactor": ["optimizer._component_=tune.optimizers.Adafactor"],
         "Muon": ["optimizer._component_=tune.optimizers.Muon"],
         "AdamW8bit": ["optimizer._component_=torchao.optim.AdamW8bit"],
@@ -380,7 +378,7 @@ def wrong_on_any_machine(recipe, settings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("values", "message"), slow_but(REFUSED[:2], REFUSED))
+@pytest.mark.parametrize(("values", "message"), slow_but(REFUSED[:2], REFUSED[::2]))  # as the run does
 def test_tune_validate_refuses(values, message, settings_of, told):
     for number, row in enumerate(each_of(values)):
         recipe, settings = settings_of(USUAL | row)

@@ -183,7 +183,6 @@ def killed(killing, tmp_path_factory):
     ("recipe", "processes", "layouts", "saving", "kills"),
     [
         ("full_finetune", [1], [""], "sync", 1),
-        ("full_finetune", [2], [""], "async", 1),
         ("full_finetune", [2, 1], [""], "async", 1),
         ("pipeline_finetune", [4, 2], ["parallel.tp=2", "parallel.pp=2"], "async", 1),  # TP x FSDP, then PP
         ("preference_finetune", [2], [""], "async", 1),
