@@ -22,6 +22,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+import yaml
 from helpers import run_processes, save_checkpoint
 from packaging.requirements import Requirement
 
@@ -230,6 +231,9 @@ class Reader:
     def completed(self, arguments: list[str], is_run: bool = True) -> list[str]:
         """A tiny run: values for `...`, and settings that the command leaves open."""
         given = dict(argument.split("=", 1) for argument in arguments if "=" in argument and argument[0] != "-")
+        if "--config" in arguments and (file := self.folder / arguments[arguments.index("--config") + 1]).is_file():
+            data = (yaml.safe_load(file.read_text()).get("dataset") or {}).get("path", "")
+            given |= {"dataset.path": data} if (self.folder / data).is_file() else {}
         tiny = TINY | ({"output_dir": f"runs/{next(self.numbers)}"} if is_run else {})
         if given.get("model._component_") == "my_family.build":
             tiny["from_scratch"] = "true"

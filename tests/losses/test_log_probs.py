@@ -38,7 +38,7 @@ def test_values_and_gradients(chunk_tokens, softcap, temperature):
     assert_close(values.log_probs.double(), log_probs, rtol=1e-5, atol=1e-6)
     assert_close(values.entropies.double(), entropies.detach(), rtol=1e-5, atol=1e-6)
     assert torch.equal(values.is_argmax, is_argmax) and 5 <= is_argmax.sum() < 40
-    assert not values.entropies.requires_grad
+    assert not values.entropies.requires_grad and not values.log_probs._is_view()  # FSDP warns of views
     factors = weights_of(40)
     for ours, exact in zip(
         torch.autograd.grad((values.log_probs.exp() * factors).sum(), (hidden, weight)),

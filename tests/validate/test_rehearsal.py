@@ -173,6 +173,10 @@ def test_tasks_and_prompts_that_are_both_wrong(here):
     assert len(told) == 2 and "chioce" in " ".join(told) and "none.txt" in " ".join(told)
 
 
+def test_general_data_is_not_warned_of(here):
+    assert found("full_finetune", *SETTINGS, "evaluate.general=shipped") == []
+
+
 def test_prints_of_a_copy_are_not_in_what_it_prints(mine):
     mine("full_finetune", ("schedule.step()", "print('here'); schedule.step()"))
     assert errors("mine.py", *SETTINGS) == []

@@ -61,7 +61,8 @@ class _LogProbs(torch.autograd.Function):
         options: tuple[int | None, float | None, float],
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         gradients = Gradients(hidden, weight, of_hidden=ctx.needs_input_grad[0], of_weight=False)
-        log_probs, entropies = torch.empty(2, len(hidden), dtype=torch.float32, device=hidden.device)
+        log_probs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        entropies = torch.empty_like(log_probs)  # not a view of the same tensor, of which FSDP warns
         is_argmax = torch.empty_like(log_probs, dtype=torch.bool)
         log_normalizer = torch.empty_like(log_probs)[:, None]
         buffer = None
