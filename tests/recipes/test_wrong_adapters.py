@@ -116,10 +116,10 @@ def test_a_preference_run_is_not_continued_with_an_adapter(inputs, run_recipe, c
     assert run_recipe(settings, preference_finetune) == 0
     capfd.readouterr()
     found = told("preference_finetune", [*settings, "adapter.rank=4"])
-    assert "checkpoints/step-00000002 has a different" in found and "adapter" in found
+    assert "checkpoints/step-00000002" in found and "adapter" in found
     assert run_recipe([*settings, "adapter.rank=4"], preference_finetune) == 2
     found = capfd.readouterr().err
-    assert "checkpoints/step-00000002 has a different" in found and "adapter" in found
+    assert "checkpoints/step-00000002" in found and "adapter" in found
 
 
 CHANGED = {

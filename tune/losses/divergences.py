@@ -67,7 +67,7 @@ class MostProbable:
 
     def __post_init__(self) -> None:
         if self.k > (self.vocab_size or self.k):
-            raise TuneError(f"k: {self.k} exceeds the {self.vocab_size} tokens of the vocabulary. Lower k")
+            raise TuneError(f"{self.k} exceeds the {self.vocab_size} tokens of the vocabulary. Lower k")
 
     @torch.no_grad()
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Labels, *, softcap: float | None = None) -> Tensor:
