@@ -241,6 +241,7 @@ def main() -> None:
     parser.add_argument("--validation", type=int, default=60, help="number of validation rows")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
     train, validation = rows(options.train, options.validation, options.seed)
     write(options.out / "train.jsonl", train)
     write(options.out / "validation.jsonl", validation)

@@ -34,7 +34,8 @@ NOT_RUN = {
     "tune chat BASE": TERMINAL,
     "tune chat ADAPTER --compare BASE": TERMINAL,
     'tune chat runs/start --system "Answer with one JSON command."': TERMINAL,
-    'tune chat runs/chat --compare .demo/smollm2-135m --system "Answer with one JSON command."': TERMINAL,
+    "tune chat runs/chat --compare .demo/smollm2-135m --max-new-tokens 64 "
+    '--system "Answer with one JSON command."': TERMINAL,
     "python ask.py": "imports llama_cpp, which is compiled when it is installed",
     "tune run --launcher ray --nproc-per-node 2 full_finetune model.path=... dataset.path=...": LAUNCHERS,
     "tune run --launcher slurm --nodes 4 --gpus-per-node 8 --time 24:00:00 full_finetune model.path=... "
