@@ -279,7 +279,7 @@ def test_the_best_by_a_metric_of_which_the_lowest_is_best(
     assert "choice/brier_score" in shown[0] and [row[2] for row in shown[1:]] == ["best", "complete"]
     for metric, message in {
         "chioce/acc": "no task measures chioce/acc. Did you mean 'choice/acc'? Available: choice/...",
-        "choice/brier": "no task measures choice/brier. Did you mean 'choice/brier_score'? There are choice/acc, ",
+        "choice/brier": "no task measures choice/brier. Did you mean 'choice/brier_score'? Available: choice/acc, ",
         "choice/acc,strict": "no task measures choice/acc,strict. Did you mean 'choice/acc'? Available: choice/acc, ",
     }.items():
         wrong = [*settings, f"checkpointer.keep_best={metric}", f"output_dir={tmp_path / 'wrong'}"]
