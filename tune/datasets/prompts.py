@@ -126,7 +126,7 @@ def placed_rows(path: str | None, setting: str) -> list[tuple[str, Any]]:
     path = path and os.path.expanduser(path)
     if path and not Path(path).is_file():
         what = "this is a folder; give a file" if Path(path).is_dir() else "there is no such file"
-        raise TuneError(f"{setting} {path}: {what}")
+        raise TuneError(f"{setting}: {path}: {what}")
     if path and not path.lower().endswith(".txt"):
         rows = list(read(path))
     else:
