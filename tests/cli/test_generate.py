@@ -219,7 +219,7 @@ WRONG = {
     "no model": (["not_there", "--prompt", "a"], "model.path: not_there does not exist"),
     "a name of the hub": (["org/name", "--prompt", "a"], "tune download org/name"),
     "no adapter": (["MODEL", "--adapter", "MODEL", "--prompt", "a"], "is not an adapter"),
-    "no file": (["MODEL", "--prompts", "none.jsonl"], "--prompts none.jsonl: there is no such file"),
+    "no file": (["MODEL", "--prompts", "none.jsonl"], "--prompts: none.jsonl: there is no such file"),
     "another kind of file": (["MODEL", "--prompts", "notes.md"], "notes.md: cannot read .md files"),
     "an empty file": (["MODEL", "--prompts", "empty.txt"], "empty.txt contains no prompt"),
     "no JSON": (["MODEL", "--prompts", "broken.jsonl"], "broken.jsonl:1: malformed JSON: "),

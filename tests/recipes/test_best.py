@@ -247,7 +247,7 @@ WRONG = {
     ),
     "no patience": (["checkpointer.patience=0", "checkpointer.keep_best=a/b"], "checkpointer.patience: 0 is not"),
     "no prompts": (["evaluate.every=2"], "evaluate.every: the run has nothing to evaluate"),
-    "no file": (["evaluate.prompts=none.txt"], "evaluate.prompts none.txt: there is no such file"),
+    "no file": (["evaluate.prompts=none.txt"], "evaluate.prompts: none.txt: there is no such file"),
     "no tokens": (["evaluate.max_new_tokens=0"], "evaluate.max_new_tokens: 0 is not a positive integer"),
 }
 
