@@ -111,7 +111,7 @@ def test_a_wrong_value_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_option_of_torchrun(count: str, message: str, recipe: Path) -> None:
     result = run("--nproc-per-node", count, recipe, "greeting.name=x")
     assert result.returncode == 2
-    assert result.stderr.splitlines()[-1] == f"error: torchrun: {message}"
+    assert result.stderr.splitlines()[-1].startswith(f"error: torchrun: {message}")
 
 
 @pytest.mark.slow
