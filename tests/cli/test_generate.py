@@ -235,7 +235,7 @@ WRONG = {
         ["MODEL", "--prompts", "null.jsonl"],
         "null.jsonl:1: prompt is null or empty; it must be a",
     ),
-    "a folder of prompts": (["MODEL", "--prompts", "."], "--prompts .: this is a folder; give a file"),
+    "a folder of prompts": (["MODEL", "--prompts", "."], "--prompts: .: this is a folder; give a file"),
     "only answers": (["MODEL", "--prompts", "answers.jsonl"], "answers.jsonl:1: messages contains only answers"),
     "raw messages": (["MODEL", "--prompts", "chats.jsonl", "--raw"], "chats.jsonl:1: raw text must be a string in the"),
     "a raw system message": (["MODEL", "--prompt", "a", "--raw", "--system", "b"], "needs a chat template"),
