@@ -1,15 +1,21 @@
 """docs/support.md has the table that the code gives."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "support.md"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
 def test_the_table_is_what_the_code_supports():
+    """In a process of its own, which has no other process group."""
     pytest.importorskip("transformers")
-    from models.support import table
-
-    assert table() == [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    script = [sys.executable, str(ROOT / "tests/models/support.py")]
+    table = subprocess.run(script, env=environment, check=True, capture_output=True, text=True).stdout.splitlines()
+    page = (ROOT / "docs/support.md").read_text(encoding="utf-8")
+    assert len(table) > 30 and table == [line for line in page.splitlines() if line.startswith("|")][: len(table)]
