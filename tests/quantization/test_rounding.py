@@ -143,7 +143,7 @@ WRONG = {
     "cast twice": (
         "lora_finetune", ["quantization.qat=int8", "adapter.modules_to_save=[norm]", "dtype=bf16"], "Set dtype and",
     ),
-    "fp32 in bf16": ("full_finetune", ["quantization.qat=int8", "dtype=bf16"], "exported as float32, of"),
+    "fp32 in bf16": ("full_finetune", ["quantization.qat=int8", "dtype=bf16"], "exported as float32"),
     "odd rows": ("full_finetune", ["quantization.qat=int4", "model.path=ODD"], "do not divide into groups of"),
     "experts": ("full_finetune", ["quantization.qat=int4", "model.path=EXPERTS"], "only dense models can be quantized"),
     "float8": ("full_finetune", ["quantization.float8=mx"], "quantization.float8: 'mx' is not one of"),
@@ -151,7 +151,7 @@ WRONG = {
     "float8, nf4": ("lora_finetune", [*ROWS, "quantization.weights=nf4"], "quantization.weights: it cannot be"),
     "float8, tensor parallel": ("full_finetune", [*ROWS, "parallel.tp=2"], "parallel.tp: it cannot be"),
     "float8, odd rows": ("full_finetune", [*ROWS, "model.path=ODD"], "must be multiples of 16"),
-    "float8, experts": ("full_finetune", [*ROWS, "model.path=EXPERTS"], "the model has experts"),
+    "float8, experts": ("full_finetune", [*ROWS, "model.path=EXPERTS"], "models with experts"),
 }  # fmt: skip
 
 
