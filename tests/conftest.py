@@ -17,7 +17,10 @@ from tune import cli
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-hypothesis.settings.register_profile("tune", deadline=None)  # the machine may be busy with other work
+# The same cases in each run: a change is judged by what it changed.
+# `--hypothesis-profile=default` searches for new ones.
+# No deadline, as the machine may be busy with other work.
+hypothesis.settings.register_profile("tune", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("tune")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 

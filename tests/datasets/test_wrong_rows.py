@@ -108,7 +108,7 @@ FILES = {
         "a",
         r"cannot read \.xlsx files\. Supported: \.json, \.jsonl, \.csv, \.tsv, \.parquet",
     ),
-    "no kind": ("data", "a", "cannot read such files\. Supported"),
+    "no kind": ("data", "a", r"cannot read such files\. Supported"),
     "other columns": (
         "data.jsonl",
         '{"this": "a", "that": "b"}',

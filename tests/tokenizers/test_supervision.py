@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tune.errors import TuneError
@@ -90,6 +90,7 @@ def test_text_that_looks_like_the_template_does_not_mislead_it(templates):
 def test_the_answers_are_learned_and_the_questions_are_not(templates, any_template, turns):
     messages = [message for question, answer in turns for message in (user(question), assistant(answer))]
     thinks = any_template == templates["thinking"]
+    assume(not thinks or all("</think>" not in answer for _, answer in turns))  # the template cuts an answer there
     trims = any_template == templates["llama3"]
     template = ChatTemplate(any_template, VARIABLES)
     text, spans = supervised_spans(template, messages, SPECIAL)
