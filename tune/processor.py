@@ -6,11 +6,13 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from packaging.version import Version
 
+from tune.devices import DEVICES, Device, named
 from tune.errors import TuneError
 
 OLDEST_DRIVERS = {11: "450.80", 12: "525.60", 13: "580.65"}
@@ -64,6 +66,25 @@ def capability(kind: str) -> tuple[int, int] | None:
         return None
     use_expandable_segments()
     return torch.cuda.get_device_capability(index)
+
+
+def described(here: torch.device) -> Device:
+    """Return the description of this process's device, with its memory. Processes of a node share host memory.
+
+    Raises TuneError for an unknown device.
+    """
+    beside = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / beside / 2**30
+    if here.type == "cpu":
+        return replace(DEVICES["cpu"], memory=host, host_memory=host, per_node=beside, cores=os.cpu_count() or 1)
+    name = torch.cuda.get_device_name(here) if here.type == "cuda" else here.type
+    if (known := named(name)) is None:
+        raise TuneError(
+            f"the speed of {name} is unknown (known: {', '.join(DEVICES)}). Describe the device in a FILE, and set the "
+            "layout that `tune plan --search --device FILE` finds"
+        )
+    memory = torch.cuda.get_device_properties(here).total_memory / 2**30
+    return replace(known, memory=memory, host_memory=host, per_node=beside)
 
 
 def why_no_cuda() -> str:

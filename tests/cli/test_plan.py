@@ -90,6 +90,56 @@ def test_search_prints_overrides_that_the_recipe_takes(checkpoint, capsys):
     assert "micro_batch_size=" in text and "slower (" in text
 
 
+@pytest.fixture
+def small(tmp_path):
+    """The file of a CPU with 0.45 GiB of memory, of which 0.4 are reserved."""
+    file = tmp_path / "small.json"
+    file.write_text(json.dumps(asdict(DEVICES["cpu"]) | {"memory": 0.45}))
+    return str(file)
+
+
+@pytest.mark.slow
+def test_savings_are_those_of_plans_with_the_changes(checkpoint, small, capsys):
+    run = ["full_finetune", f"model.path={checkpoint}", "micro_batch_size=8", "max_seq_len=1024", "--device", small]
+    found = json.loads(plan(capsys, *run, "--json"))
+    assert not found["fits"]
+    savings = found["less_memory_gib"]
+    devices = savings.pop("2 devices")
+    assert {"micro_batch_size=1", "memory.activation_checkpointing=full", "max_seq_len=512"} <= {*savings}
+    assert not any("offload" in change for change in savings)  # a CPU's memory is the host's
+    for change in ("memory.activation_checkpointing=full", "max_seq_len=512"):
+        size = savings[change]
+        other = json.loads(plan(capsys, *run, change, "--json"))
+        assert other["memory_gib"]["total"] == pytest.approx(size) and size < found["memory_gib"]["total"]
+    other = json.loads(plan(capsys, *run, "--world-size", "2", "--json"))
+    assert devices == pytest.approx(other["memory_gib"]["total"])
+    run += ["micro_batch_size=1", "memory.activation_checkpointing=full"]
+    fits = json.loads(plan(capsys, *run, "--json"))
+    assert fits["fits"] and "less_memory_gib" not in fits
+    asked = json.loads(plan(capsys, *run, "--less-memory", "--json"))["less_memory_gib"]
+    assert "max_seq_len=512" in asked and "micro_batch_size=1" not in asked
+
+
+@pytest.mark.slow
+def test_the_longest_row_fits_and_a_longer_one_does_not(checkpoint, small, capsys):
+    run = ["lora_finetune", f"model.path={checkpoint}", "--device", small, "--json"]
+    longest = json.loads(plan(capsys, *run, "--longest-row", "max_seq_len"))["longest"]
+    lengths = [row["max_seq_len"] for row in longest]
+    assert lengths == sorted(lengths) and len(lengths) >= 2
+    for row in (longest[0], longest[-1]):
+        for length, fits in ((row["max_seq_len"], True), (int(1.03 * row["max_seq_len"]) + 128, False)):
+            assert json.loads(plan(capsys, *run, *row["overrides"], f"max_seq_len={length}"))["fits"] is fits
+    whole = {tuple(row["overrides"]) for row in longest}
+    assert any("memory.activation_checkpointing=full" in overrides for overrides in whole)
+
+
+@pytest.mark.parametrize("key", ["max_len", "dataset", "packed"])
+def test_the_longest_row_of_what_is_no_number_of_tokens(checkpoint, key, capsys):
+    run = ["full_finetune", f"model.path={checkpoint}", "--device", "cpu"]
+    assert exit_status("plan", *run, "--longest-row", key) == 2
+    assert f"--longest-row {key}: " in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_host_memory_must_suffice(tmp_path, checkpoint, capsys):
     (tmp_path / "small.json").write_text(json.dumps(asdict(DEVICES["h100"]) | {"host_memory": 1e-4}))

@@ -9,10 +9,10 @@ import torch
 from omegaconf import OmegaConf
 from recipes.test_tensor_parallel import assert_one_curve, common  # noqa: F401
 
-from tune import config
+from tune import config, processor
 from tune.devices import DEVICES
 from tune.errors import TuneError
-from tune.plan.layout import best, described
+from tune.plan.layout import best
 from tune.plan.planning import CHOSEN
 from tune.types import as_given
 
@@ -40,7 +40,7 @@ def test_what_cannot_be_chosen(checkpoint, monkeypatch):
         best(OmegaConf.to_container(settings(checkpoint)), small, 1, config.find_recipe("full_finetune"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA K80")
     with pytest.raises(TuneError, match=r"the speed of NVIDIA K80 is unknown \(known: t4, .* --search --device FILE"):
-        described(torch.device("cuda"))
+        processor.described(torch.device("cuda"))
 
 
 @pytest.mark.slow
@@ -67,10 +67,10 @@ def test_what_is_known_of_a_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-40GB")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("", (), {"total_memory": 40 * 2**30}))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    found = described(torch.device("cuda"))
+    found = processor.described(torch.device("cuda"))
     assert (found.memory, found.per_node, found.tflops) == (40, 4, DEVICES["a100"].tflops)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert described(torch.device("cpu")).memory == 2 * found.host_memory  # half as many share it
+    assert processor.described(torch.device("cpu")).memory == 2 * found.host_memory  # half as many share it
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -245,8 +246,8 @@ def test_out_of_memory(inputs):
     new = f"output_dir={inputs.folder / 'new'}"
     message = explained(limited(inputs.settings("from_scratch=true", new), memory=8 << 30))
     assert message.startswith("error: out of memory: can't allocate memory: you tried to allocate 17179869184 bytes")
-    assert "lower max_seq_len (now 128)" in message
-    assert "lower micro_batch_size" not in message  # it is 1
+    assert "max_seq_len=64, " in message and "micro_batch_size" not in message  # it is 1
+    assert float(re.search(r"max_seq_len=64: ([\d,.]+) GiB", message)[1].replace(",", "")) > 8  # by `tune plan`
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Estimate the memory and time of a run, and find its best layout. It prints each process's memory by part, seconds of
-a step, tokens per second, hours, cost and the bottleneck; with --search, also the fastest layout that fits. It only
-needs the model's config.json, and downloads it for a Hugging Face Hub id. The dataset need not exist: all rows count
-as max_seq_len tokens.
+a step, tokens per second, hours, cost and the bottleneck. --search finds the fastest layout that fits, --longest-row
+the longest rows that fit, and --less-memory the settings that save memory. It only needs the model's config.json, and
+downloads it for a Hugging Face Hub id. The dataset need not exist: all rows count as max_seq_len tokens.
 
     tune plan full_finetune model.path=./Llama-3.1-8B --world-size 8 --device h100 --search
 """
@@ -27,7 +27,7 @@ from tune.errors import TuneError
 from tune.launchers import count
 from tune.lookup import is_on_the_hub
 
-LESS = "memory.activation_checkpointing=full, a smaller micro_batch_size or max_seq_len, more devices; or try --search"
+LESS = "one of the settings that need less memory, or try --search"
 # Bottlenecks of a step, and how to remove them.
 BOUNDS = {
     "products": (
@@ -57,6 +57,8 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("--world-size", metavar="N", type=count, default=1, help="processes (default: 1)")
     parser.add_argument("--device", metavar="NAME", required=True, help=f"{', '.join(DEVICES)} or a FILE")
     parser.add_argument("--search", action="store_true", help="find the fastest layout that fits")
+    parser.add_argument("--less-memory", action="store_true", help="list the GiB that other settings save")
+    parser.add_argument("--longest-row", metavar="KEY", help="find the largest KEY (such as max_seq_len) that fits")
     parser.add_argument("--price", metavar="X", type=float, help="price of a device per hour")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--calibrate", metavar="RUN", help="learn from a run on the device: RUN/device.json")
@@ -68,7 +70,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         parser.error(f"--price {options.price:g}: set 0 or more")
 
     gc.disable()  # imported objects stay; collecting among them takes a quarter of the import time
-    from tune.plan import Job, calibrate
+    from tune.plan import Job, calibrate, longest_rows, savings
 
     gc.freeze()  # skips them while layouts are traced (`tune.cli.main` unfreezes), and at exit
     atexit.register(gc.freeze)
@@ -81,37 +83,63 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         print(f"wrote {file}: {speed:.3g} x {device.name}", file=sys.stderr)
     if not options.recipe:
         return
-    cfg = without_data(options.recipe, rest)
-    for key in ("model.path", "value.path", "teacher.path", "reference"):
-        if is_on_the_hub(hub_id := str(OmegaConf.select(cfg, key))):
-            with hub(hub_id) as huggingface_hub:  # planning reads nothing else
-                file = huggingface_hub.hf_hub_download(hub_id, "config.json")
-            OmegaConf.update(cfg, key, str(Path(file).parent))
-    job = Job(cfg, device, options.world_size, file_of(options.recipe))
+
+    def changed(change: str = "", processes: int = options.world_size) -> Job:
+        """Return the job with one more setting, if any."""
+        cfg = without_data(options.recipe, [*rest, *([change] if change else [])])
+        with_configs_of_the_hub(cfg)
+        return Job(cfg, device, processes, file_of(options.recipe))
+
+    job = changed()
     if job.cost:
         print(f"note: model: {job.cost}", file=sys.stderr)
     if job.note:
         print(f"warning: {job.note}", file=sys.stderr)
-    searches = options.search or any(isinstance(group, DictConfig) and group.get("auto") for group in cfg.values())
+    searches = options.search or any(isinstance(group, DictConfig) and group.get("auto") for group in job.cfg.values())
     if searches and (given := [each for each in rest if each.partition("=")[0] in job.chosen]):
         print(f"warning: {' '.join(given)}: the search also tries other layouts", file=sys.stderr)
+    if key := options.longest_row:
+        start = OmegaConf.select(job.cfg, key)
+        if type(start) is not int or start < 1:
+            raise TuneError(f"--longest-row {key}: its value, {start}, is no number of tokens. Use max_seq_len")
+        rows = longest_rows(start, lambda tokens: changed(f"{key}={tokens}"), searches)
+        kept = [] if searches else job.plan(job.layout()).overrides
+        return show_longest(key, rows, job, kept, options.json)
     plans = job.search() if searches else [job.plan(job.layout())]
-    found = plans[0].as_dict()
-    hours = (job.max_steps or 1e9 / plans[0].tokens) * plans[0].step_seconds / 3600
-    found |= {
-        "device": device.name,
-        "devices": options.world_size,
-        "steps": job.max_steps,
-        "tokens": job.max_steps * plans[0].tokens if job.max_steps else 1e9,
-        "hours": hours,
-        "cost": None if options.price is None else hours * options.price * options.world_size,
-        "checkpoint_gib": job.checkpoint_gib,
-        "change": BOUNDS[found["bottleneck"]][1] if found["fits"] else LESS,
-    }
+    found = plans[0].as_dict() | of_the_run(job, plans[0], options.price)
+    saved = dict[str, float]()
+    if options.less_memory or not found["fits"]:
+        saved = {change: plan.peak / 2**30 for change, plan in savings(job, plans[0].layout, changed)}
+        found["less_memory_gib"] = saved
     if options.json:
         print(json.dumps(found | {"runners_up": [each.as_dict() for each in plans[1:6]]}, indent=2))
     else:
         show(found, plans)
+
+
+def with_configs_of_the_hub(cfg: DictConfig) -> None:
+    """Replace models on the hub by folders with their config.json. Planning reads nothing else."""
+    for key in ("model.path", "value.path", "teacher.path", "reference"):
+        if is_on_the_hub(hub_id := str(OmegaConf.select(cfg, key))):
+            with hub(hub_id) as huggingface_hub:
+                file = huggingface_hub.hf_hub_download(hub_id, "config.json")
+            OmegaConf.update(cfg, key, str(Path(file).parent))
+
+
+def of_the_run(job: Any, plan: Any, price: float | None) -> dict[str, Any]:
+    """Return what a plan says of the whole run."""
+    hours = (job.max_steps or 1e9 / plan.tokens) * plan.step_seconds / 3600
+    bottleneck = max(plan.seconds, key=lambda name: plan.seconds[name])
+    return {
+        "device": job.device.name,
+        "devices": job.processes,
+        "steps": job.max_steps,
+        "tokens": job.max_steps * plan.tokens if job.max_steps else 1e9,
+        "hours": hours,
+        "cost": None if price is None else hours * price * job.processes,
+        "checkpoint_gib": job.checkpoint_gib,
+        "change": BOUNDS[bottleneck][1] if plan.fits else LESS,
+    }
 
 
 def file_of(recipe: str) -> Path:
@@ -168,12 +196,34 @@ def show(found: dict[str, Any], plans: list[Any]) -> None:
     console.print(f"{what}: {duration}{cost}; a checkpoint {size_in_words(found['checkpoint_gib'] * 2**30)}")
     console.print(f"bound by {BOUNDS[found['bottleneck']][0]}" if best.fits else "too little memory")
     console.print(f"to change: {found['change']}")
+    if saved := found.get("less_memory_gib"):
+        changes = Table("changed", "GiB", "saved", title="less memory", title_justify="left")
+        for change, size in saved.items():
+            changes.add_row(change, f"{size:,.2f}", f"{found['memory_gib']['total'] - size:,.2f}")
+        console.print(changes)
     if len(plans) > 1:
         console.print("\nthe fastest layout that fits:" if best.fits else "\nno layout fits; the smallest:")
         console.print(f"  {' '.join(best.overrides)}")
         console.print("and why others are not:")
         for other in (*plans[1:4], *[each for each in plans if not each.fits][:3]):
             console.print(f"  {' '.join(other.overrides)}: {_why(other, best)}")
+
+
+def show_longest(key: str, rows: list[Any], job: Any, kept: list[str], as_json: bool) -> None:
+    """Print the longest rows that fit, and the settings of their layouts except those `kept`."""
+    if as_json:
+        print(json.dumps({"longest": [{key: tokens} | plan.as_dict() for tokens, plan in rows]}, indent=2))
+        return
+    if not rows:
+        print(f"no row fits {job.processes} x {job.device.name}: even the shortest one needs more memory")
+        return
+    table = Table(key, "GiB", "tokens/s", "with", title=f"longest rows, {job.processes} x {job.device.name}")
+    for tokens, plan in rows:
+        row, changes = plan.as_dict(), [each for each in plan.overrides if each not in kept]
+        table.add_row(
+            f"{tokens:,}", f"{row['memory_gib']['total']:,.2f}", f"{row['tokens_per_second']:,.0f}", "\n".join(changes)
+        )
+    Console(soft_wrap=True, highlight=False).print(table)
 
 
 def _why(other: Any, best: Any) -> str:

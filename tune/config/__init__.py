@@ -4,6 +4,7 @@ from tune.config.arguments import types_of_settings
 from tune.config.check import combine
 from tune.config.entry import entrypoint
 from tune.config.instantiate import COMPONENT, inherited, instantiate, instantiate_data, instantiate_weighted
+from tune.config.less_memory import less_memory
 from tune.config.load import all_problems, flat, load, notes, read, read_file, save, saved
 from tune.config.paths import find_config, find_default, find_recipe, list_configs, list_recipes, local_folder
 from tune.config.signature import signature_of

@@ -2,25 +2,33 @@
 
 import errno
 import functools
+import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from tune.config.less_memory import less_memory
 from tune.config.load import parse, read, read_file, require_none, settle
 from tune.config.paths import find_default
 from tune.errors import TuneError
 from tune.lookup import in_shell, quiet_torchao
 from tune.rules import Facts
+from tune.types import as_given
 
 PATIENCE = 10.0  # seconds
+PLANNING = 120.0  # seconds
+OF_LAUNCHERS = ("RANK", "WORLD_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NO_COMPILER = (
     "torch.compile found no C++ compiler, which compile=true and torchao's optimizers need. Install g++ (or set the "
@@ -44,14 +52,6 @@ CUT_SHORT = (
     "an empty folder, or remove the file, and start again:"
 )
 
-# Settings that reduce memory, in the order to try: the advice, and the value that needs the least.
-LOWER: dict[str, tuple[str, Any]] = {
-    "micro_batch_size": ("lower micro_batch_size", 1),
-    "max_seq_len": ("lower max_seq_len", 1),
-    "memory.activation_checkpointing": ("set memory.activation_checkpointing=full", "full"),
-    "memory.loss_chunk_tokens": ("lower memory.loss_chunk_tokens", 1),
-}
-
 Main = Callable[[DictConfig], None]
 
 
@@ -72,7 +72,7 @@ def entrypoint(default: str) -> Callable[[Main], Callable[..., None]]:
                 cfg = _settings(main, default)
             if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set by `tune run` until here
                 signal.signal(signal.SIGINT, signal.default_int_handler)
-            with explained_errors(cfg), quiet_torchao():
+            with explained_errors(cfg, _file(main)), quiet_torchao():
                 return main(cfg)
 
         run.settings_of_recipe = default  # type: ignore[attr-defined]  # how `tune` finds it in a module
@@ -82,11 +82,11 @@ def entrypoint(default: str) -> Callable[[Main], Callable[..., None]]:
 
 
 @contextmanager
-def explained_errors(cfg: DictConfig | None = None) -> Iterator[None]:
+def explained_errors(cfg: DictConfig | None = None, recipe: Path | None = None) -> Iterator[None]:
     """Print the error of a user, or advice on a full disk or memory, and exit. `--debug` shows the traceback.
 
-    Without `cfg`, the settings are being read. Then all processes find the same error, and only
-    the first one prints it.
+    With `recipe`, advice on memory says what each setting saves. Without `cfg`, the settings are being read. Then all
+    processes find the same error, and only the first one prints it.
     """
     rank, debug = _rank(), "--debug" in sys.argv[1:]
     try:
@@ -101,10 +101,13 @@ def explained_errors(cfg: DictConfig | None = None) -> Iterator[None]:
         message = _explanation(error, cfg or OmegaConf.create())
         if debug or message is None:
             raise
+        is_planned = recipe is not None and _is_out_of_memory(error)
         if rank != "0" or message in (LOST, LATE):
-            _let_torchrun_end_this()
+            _let_torchrun_end_this(PLANNING if is_planned else PATIENCE)
         if rank == "0":
             _print_error(message)
+            if recipe is not None and is_planned:
+                _print_savings(recipe)
         elif cfg is not None:
             _print_error(f"[rank {rank}] {message.splitlines()[0]}")
         raise SystemExit(1 if message in (LOST, LATE) else 2) from None
@@ -152,14 +155,14 @@ def _print_error(message: str) -> None:
     sys.stderr.write(f"{red}error:{plain} {message}\n")  # one write, so that lines of several processes do not mix
 
 
-def _let_torchrun_end_this() -> None:
+def _let_torchrun_end_this(patience: float) -> None:
     """Wait for torchrun to end this process, because another process has already reported the error."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         interrupt = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
         if getattr(interrupt, "signalled", False):  # it was already asked to end, and has reported that
             raise SystemExit(1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(PATIENCE)
+        time.sleep(patience)
 
 
 def _explanation(error: Exception, cfg: DictConfig) -> str | None:
@@ -184,9 +187,48 @@ def _explanation(error: Exception, cfg: DictConfig) -> str | None:
         return f"deterministic: {text.split()[0]} has no deterministic kernel on this device. Set deterministic=false"
     if "No working C++ compiler" in text or "Failed to find C compiler" in text:
         return NO_COMPILER
-    if name == "OutOfMemoryError" or isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate" in text:
-        settings = ((what, OmegaConf.select(cfg, key, default=least), least) for key, (what, least) in LOWER.items())
-        advice = [f"{what} (now {'null' if now is None else now})" for what, now, least in settings if now != least]
+    if _is_out_of_memory(error):
         reason = (text or "no memory left").splitlines()[0].rpartition("DefaultCPUAllocator: ")[2]
-        return "\n  ".join([f"out of memory: {reason}", *advice, "or use more devices"])
+        has_gpu = "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized()
+        changes = [f"{key}={as_given(value)}" for key, value in less_memory(cfg, has_gpu)]
+        return f"out of memory: {reason}\n  try {', '.join([*changes, 'or more devices'])}"
     return None
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return (
+        type(error).__name__ == "OutOfMemoryError"
+        or isinstance(error, MemoryError)
+        or "DefaultCPUAllocator: can't allocate" in str(error)
+    )
+
+
+def _print_savings(recipe: Path) -> None:
+    """Print the GiB that other settings save, as `tune plan` computes them for this command and this device.
+
+    The plan runs in a process of its own, because in this one the memory is full, and collectives may hang. Nothing is
+    printed if it fails.
+    """
+    import torch
+
+    from tune import processor
+
+    here = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
+    outside = {name: value for name, value in os.environ.items() if not name.startswith(OF_LAUNCHERS)}
+    with TemporaryDirectory() as folder, suppress(TuneError, OSError, ValueError, subprocess.SubprocessError):
+        device = Path(folder) / "device.json"
+        device.write_text(json.dumps(asdict(processor.described(here))), encoding="utf-8")
+        options = [
+            "--world-size",
+            os.environ.get("WORLD_SIZE", "1"),
+            "--device",
+            str(device),
+            "--less-memory",
+            "--json",
+        ]
+        command = [sys.executable, "-m", "tune.cli", "plan", str(recipe), *sys.argv[1:], *options]
+        done = subprocess.run(command, env=outside, capture_output=True, text=True, timeout=PLANNING, check=True)
+        plan = json.loads(done.stdout)
+        sizes = [f"{change}: {size:,.2f} GiB" for change, size in plan["less_memory_gib"].items()]
+        needs = f"  tune plan computes {plan['memory_gib']['total']:,.2f} GiB for this command, and with"
+        sys.stderr.write("\n    ".join([needs, *sizes]) + "\n" if sizes else "")

@@ -1,18 +1,15 @@
 """parallel=auto: the best layout of `tune plan --search` for the processes of a run."""
 
-import os
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
-from tune import distributed
-from tune.devices import DEVICES, Device, named
+from tune import distributed, processor
+from tune.devices import Device
 from tune.errors import TuneError
 from tune.plan.planning import Job
 from tune.rules import Facts
@@ -35,7 +32,9 @@ def layout_of(run: Facts) -> dict[str, Any]:
             settings: Any = OmegaConf.to_container(run.cfg, resolve=True)
             # In a separate process, because planning creates groups of fake processes.
             with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-                box = [pool.submit(best, settings, described(here), dist.get_world_size(), run.recipe).result()]
+                box = [
+                    pool.submit(best, settings, processor.described(here), dist.get_world_size(), run.recipe).result()
+                ]
         except TuneError as error:
             box = [error]
     dist.broadcast_object_list(box, src=0)
@@ -53,22 +52,3 @@ def best(settings: dict[str, Any], device: Device, processes: int, recipe: Path)
             f"{plan.peak / 2**30:,.1f} ({' '.join(plan.overrides)}). Start more processes, or lower max_seq_len"
         )
     return plan.settings
-
-
-def described(here: torch.device) -> Device:
-    """Return the description of this process's device, with its memory. Processes of a node share host memory.
-
-    Raises TuneError for an unknown device.
-    """
-    beside = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / beside / 2**30
-    if here.type == "cpu":
-        return replace(DEVICES["cpu"], memory=host, host_memory=host, per_node=beside, cores=os.cpu_count() or 1)
-    name = torch.cuda.get_device_name(here) if here.type == "cuda" else here.type
-    if (known := named(name)) is None:
-        raise TuneError(
-            f"the speed of {name} is unknown (known: {', '.join(DEVICES)}). Describe the device in a FILE, and set the "
-            "layout that `tune plan --search --device FILE` finds"
-        )
-    memory = torch.cuda.get_device_properties(here).total_memory / 2**30
-    return replace(known, memory=memory, host_memory=host, per_node=beside)

@@ -68,8 +68,13 @@ class Plan:
         return sum(self.seconds.values())
 
     @property
+    def share(self) -> float:
+        """The larger of the shares that it needs of the device's memory and of the host's."""
+        return max(self.peak / (self.device.memory * GIB), self.host / (self.device.host_memory * GIB))
+
+    @property
     def fits(self) -> bool:
-        return self.peak <= self.device.memory * GIB and self.host <= self.device.host_memory * GIB
+        return self.share <= 1
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -449,20 +454,11 @@ class Job:
         rows = self.rows // data if self.rows % data == 0 else 0
         first = replace(given, tp=tp, cp=cp, ep=ep, pp=pp)
         micros = _powers(rows, rows // pp) if "micro_batch_size" in self.keys else [given.micro_batch_size]
-        offloads: list[dict[str, Any]] = [{}]
-        if pp == 1 and not self.device.is_host:
-            offloads += [{name: True} for name in ("activation_offload", "cpu_offload") if name in self.keys]
         all_copies = [copies for copies in _powers(data, data) if data // copies * cp % ep == 0] if rows else []
-        ways = get_args(Checkpointing) if "activation_checkpointing" in self.keys else [given.activation_checkpointing]
-        for checkpointing, offload in itertools.product(ways, offloads):
-            if checkpointing == "selective" and "activation_offload" in offload and self.how["compile"] is not True:
-                continue  # see tune.rules.combinations
+        for way in self._ways(first):
             for copies in all_copies:
                 for micro in micros[: 1 if cp > 1 else None]:
-                    layout = replace(
-                        first, dp_replicate=copies, dp_shard=data // copies, micro_batch_size=micro,
-                        activation_checkpointing=checkpointing, **offload,
-                    )  # fmt: skip
+                    layout = replace(way, dp_replicate=copies, dp_shard=data // copies, micro_batch_size=micro)
                     plan = self.plan(layout, line=True)
                     yield plan
                     if not plan.fits:
@@ -471,6 +467,31 @@ class Job:
                         yield from (self.plan(replace(layout, zero_stage=stage), line=True) for stage in (2, 1))
                 if not plan.fits and micro == micros[0]:
                     break
+
+    def _ways(self, layout: Layout) -> Iterator[Layout]:
+        """Yield the layout with each way to keep activations, and to offload them or the weights."""
+        offloads: list[dict[str, Any]] = [{}]
+        if layout.pp == 1 and not self.device.is_host:
+            offloads += [{name: True} for name in ("activation_offload", "cpu_offload") if name in self.keys]
+        ways = get_args(Checkpointing) if "activation_checkpointing" in self.keys else [layout.activation_checkpointing]
+        for checkpointing, offload in itertools.product(ways, offloads):
+            if checkpointing == "selective" and "activation_offload" in offload and self.how["compile"] is not True:
+                continue  # see tune.rules.combinations
+            yield replace(layout, activation_checkpointing=checkpointing, **offload)
+
+    def layouts_of_one_row(self, is_searched: bool) -> list[Layout]:
+        """Return the layouts with one row in a micro-batch: the given axes, or all axes if `is_searched`, with each way
+        to keep and offload activations."""
+        given = [self.layout()]
+        if is_searched:
+            kept = self._given(_field(key) for key in (*KEPT, *IN_STEPS) if _field(key) not in self.keys)
+            given = [
+                replace(kept, dp_shard=self.processes // (tp * cp * pp), cp=cp, tp=tp, ep=ep, pp=pp)
+                for tp, cp, ep, pp in self._axes()
+                if self.rows % (self.processes // (tp * cp * pp)) == 0
+            ]
+        given = [replace(layout, micro_batch_size=1, activation_offload=False, cpu_offload=False) for layout in given]
+        return [way for layout in given for way in self._ways(layout)]
 
 
 @dataclass
