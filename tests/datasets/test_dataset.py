@@ -4,7 +4,7 @@ from tune.datasets import Dataset
 from tune.errors import TuneError
 
 
-def test_counts_what_happened_to_the_samples(make):
+def test_accounting_counts_the_outcomes_of_samples(make):
     samples = [make.sample(10, 4), make.sample(5, 4), make.sample(9, 2), make.sample(3, 0)]
     accounting = Dataset.from_samples(samples, max_seq_len=7).accounting
     assert accounting.as_dict() == {
@@ -64,8 +64,8 @@ def test_fingerprint_distinguishes_datasets(make):
     same = make.dataset(lengths).fingerprint
     assert make.dataset(lengths).fingerprint == same
     others = [make.dataset([4, 3, 5]), make.dataset(lengths, packed=True), make.dataset([3, 4])]
-    relabelled = Dataset.from_samples([make.sample(3, 2, 0), make.sample(4, 3, 1), make.sample(5, 3, 2)], 64)
-    assert len({same, relabelled.fingerprint, *(other.fingerprint for other in others)}) == 5
+    relabeled = Dataset.from_samples([make.sample(3, 2, 0), make.sample(4, 3, 1), make.sample(5, 3, 2)], 64)
+    assert len({same, relabeled.fingerprint, *(other.fingerprint for other in others)}) == 5
 
 
 def test_table_is_aligned(make):

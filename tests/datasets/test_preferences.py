@@ -15,7 +15,7 @@ def user(text):
     return {"role": "user", "content": text}
 
 
-def said(text):
+def reply(text):
     return {"role": "assistant", "content": text}
 
 
@@ -50,18 +50,18 @@ TEXT = [("<s>Q: 1+1? 2</s>", " 2</s>"), ("<s>Q: 1+1? 3</s>", " 3</s>")]
     [
         ({"prompt": "Q: 1+1?", "chosen": " 2", "rejected": " 3"}, TEXT),
         ({"chosen": "Q: 1+1? 2", "rejected": "Q: 1+1? 3"}, TEXT),
-        ({"chosen": [user("Hi?"), said("Yes")], "rejected": [user("Hi?"), said("No")]}, CHAT),
-        ({"prompt": "Hi?", "chosen": [user("Hi?"), said("Yes")], "rejected": [user("Hi?"), said("No")]}, CHAT),
-        ({"prompt": "Hi?", "chosen": [said("Yes")], "rejected": [said("No")]}, CHAT),
-        ({"prompt": [user("Hi?")], "chosen": [said("Yes")], "rejected": [said("No")]}, CHAT),
+        ({"chosen": [user("Hi?"), reply("Yes")], "rejected": [user("Hi?"), reply("No")]}, CHAT),
+        ({"prompt": "Hi?", "chosen": [user("Hi?"), reply("Yes")], "rejected": [user("Hi?"), reply("No")]}, CHAT),
+        ({"prompt": "Hi?", "chosen": [reply("Yes")], "rejected": [reply("No")]}, CHAT),
+        ({"prompt": [user("Hi?")], "chosen": [reply("Yes")], "rejected": [reply("No")]}, CHAT),
         ({"instruction": "Hi?", "chosen": "Yes", "rejected": "No"}, CHAT),
         (
             {"instruction": "Hi", "input": "?", "chosen": "Yes", "rejected": "No"},
             [(text.replace("Hi?", "Hi\n\n?"), answer) for text, answer in CHAT],
         ),
         ({"instruction": "Hi?", "chosen": "Yes", "rejected": ["No", "No"]}, [*CHAT, CHAT[1]]),
-        ({"prompt": [user("Hi?")], "chosen": [said("Yes")], "rejected": [[said("No")]]}, CHAT),
-        ({"prompt": [user("Hi?")], "chosen": said("Yes"), "rejected": said("No")}, CHAT),
+        ({"prompt": [user("Hi?")], "chosen": [reply("Yes")], "rejected": [[reply("No")]]}, CHAT),
+        ({"prompt": [user("Hi?")], "chosen": reply("Yes"), "rejected": reply("No")}, CHAT),
     ],
 )
 def test_answers_to_one_prompt_form_a_group_with_only_answers_learned(read, row, expected):
@@ -77,14 +77,14 @@ def test_answers_to_one_prompt_form_a_group_with_only_answers_learned(read, row,
     "row",
     [
         {"prompt": "Q: 1+1?", "completion": " 2", "label": True},
-        {"messages": [user("Hi?"), said("Yes")], "label": 1},
-        {"messages": [user("Hi"), said("Ho"), user("Hi?"), said("Yes")], "label": 1},
+        {"messages": [user("Hi?"), reply("Yes")], "label": 1},
+        {"messages": [user("Hi"), reply("Ho"), user("Hi?"), reply("Yes")], "label": 1},
         {"instruction": "Hi?", "output": "Yes", "label": True},
     ],
 )
 def test_labeled_answers_come_with_a_mismatched_one(read, row):
     other = {"prompt": "Q: 2+2?", "completion": " 4", "label": False}
-    rows = [row, other] if "prompt" in row else [row, {"messages": [user("b"), said("No")], "label": False}]
+    rows = [row, other] if "prompt" in row else [row, {"messages": [user("b"), reply("No")], "label": False}]
     if "output" in row:
         rows[1] = {"instruction": "b", "output": "No", "label": False}
     data = read(*rows, kind="labelled")
@@ -110,19 +110,19 @@ def test_pairs_as_labeled_answers_use_mismatches_from_other_prompts(read):
         "a: a1", "a: b1", "a: a2", "a: b1", "b: b1", "b: a1", "b: b2", "b: a1",
     ]  # fmt: skip
     assert data.copies == 0 and read(*rows, rows[0], kind="labelled").copies == 2
-    labelled = [
+    labeled = [
         {"prompt": row["prompt"], "completion": row[answer], "label": answer == "chosen"}
         for row in rows
         for answer in ("chosen", "rejected")
     ]
-    assert [text for text, _ in read.learned(*labelled, kind="labelled")] == texts
+    assert [text for text, _ in read.learned(*labeled, kind="labelled")] == texts
     with pytest.raises(TuneError, match="streaming"):
         read(*rows, kind="labelled", streaming=True)
 
 
 def test_only_the_last_answer_is_compared_and_graded_rows_keep_margins(read):
-    before = [user("a"), said("b"), user("c")]
-    row = {"chosen": [*before, said("d")], "rejected": [*before, said("e")], "margin": 0.5}
+    before = [user("a"), reply("b"), user("c")]
+    row = {"chosen": [*before, reply("d")], "rejected": [*before, reply("e")], "margin": 0.5}
     assert [learned for _, learned in read.learned(row)] == ["d<|im_end|>", "e<|im_end|>"]
     assert [sample.columns["margin"] for sample in read(row, kind="graded").samples] == [0.5, 0.5]
 
@@ -168,7 +168,7 @@ def test_pairs_are_packed_and_batched_as_units(read):
     ("row", "reason"),
     [
         ({"prompt": "p", "chosen": "a", "rejected": "a"}, "chosen equal to rejected"),
-        ({"prompt": "p", "chosen": [said("a")], "rejected": [said("a")]}, "chosen equal to rejected"),
+        ({"prompt": "p", "chosen": [reply("a")], "rejected": [reply("a")]}, "chosen equal to rejected"),
         ({"prompt": "p", "chosen": "a", "rejected": ""}, "empty rejected"),
         ({"prompt": "p", "chosen": None, "rejected": "a"}, "empty chosen"),
         ({"prompt": "p", "chosen": "a", "rejected": []}, "empty rejected"),
@@ -188,14 +188,14 @@ def test_unusable_pairs_are_dropped_and_counted(read, row, reason):
         ({"question": "q", "chosen": "a", "rejected": "b"}, "columns={instruction: question}"),
         ({"chosen": "a", "rejected": "b"}, "no prompt: "),
         ({"chosen": [user("a")], "rejected": [user("b")]}, "must end with an assistant message"),
-        ({"chosen": [user("a"), said("b")], "rejected": [user("c"), said("d")]}, "answer different prompts"),
-        ({"prompt": "p", "chosen": "a", "rejected": [said("b")]}, 'chosen is "a"'),
+        ({"chosen": [user("a"), reply("b")], "rejected": [user("c"), reply("d")]}, "answer different prompts"),
+        ({"prompt": "p", "chosen": "a", "rejected": [reply("b")]}, 'chosen is "a"'),
         ({"prompt": 1, "chosen": "a", "rejected": "b"}, "prompt is 1"),
         ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": "big"}, 'margin is "big"'),
         ({"prompt": "p", "completion": "b", "label": "good"}, 'label is "good"'),
         ({"instruction": 3, "chosen": "a", "rejected": "b"}, "instruction is 3"),
         ({"text": "a"}, "match no known format"),
-        ({"messages": [user("a"), said("b")]}, "match no known format"),
+        ({"messages": [user("a"), reply("b")]}, "match no known format"),
     ],
 )
 def test_invalid_rows_are_reported_with_their_location(read, row, message):

@@ -159,8 +159,8 @@ def test_weights_are_refused_where_they_have_no_meaning(tokenizer, folder):
     assert "train_on=all" in outcome_of(tokenizer, row, train_on="all").mistake
     pair = {"chosen": [ask("a"), say(weight=0.5)], "rejected": [ask("a"), say("b")]}
     assert "preferences" in outcome_of(tokenizer, pair, kind="preferences").mistake
-    labelled = {"messages": [ask(), say(weight=0.5)], "label": True}
-    assert "labelled" in outcome_of(tokenizer, labelled, kind="labelled").mistake
+    labeled = {"messages": [ask(), say(weight=0.5)], "label": True}
+    assert "labelled" in outcome_of(tokenizer, labeled, kind="labelled").mistake
     (folder / "chat_template.jinja").write_text(TWO_BLOCKS)
     assert "generation block" in outcome_of(Tokenizer(str(folder)), row).mistake
     with pytest.raises(TuneError, match="weights"):

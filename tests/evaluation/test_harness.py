@@ -242,23 +242,26 @@ def test_task_names_may_be_patterns_groups_and_files(models, folder, world, tmp_
 
     assert [task.task_name for task in named("choic*").tasks] == ["choice"]
     assert [task.task_name for task in named(str(folder / "rolling.yaml")).tasks] == ["rolling"]
-    found = metrics(named("pair")(ours.model, world), world)
-    weighted = (13 * found["choice/acc"] + 5 * found["letters/acc"]) / 18
-    assert found["pair/acc"] == pytest.approx(weighted) and "pair" not in found
-    says = named("pair", str(folder / "rolling.yaml")).higher_is_better
-    assert says["pair/acc"] is says["letters/acc"] is True and says["rolling/bits_per_byte"] is False
+    scores = metrics(named("pair")(ours.model, world), world)
+    weighted = (13 * scores["choice/acc"] + 5 * scores["letters/acc"]) / 18
+    assert scores["pair/acc"] == pytest.approx(weighted) and "pair" not in scores
+    higher_is_better = named("pair", str(folder / "rolling.yaml")).higher_is_better
+    assert (
+        higher_is_better["pair/acc"] is higher_is_better["letters/acc"] is True
+        and higher_is_better["rolling/bits_per_byte"] is False
+    )
     (tmp_path / "own.py").write_text("def results(row, found):\n    return {'length': len(found[0])}\n")
     body = (folder / "answer.yaml").read_text().replace("task: answer", "task: own")
     (tmp_path / "own.yaml").write_text(body + "process_results: !function own.results\n")
     filtered = "filter_list: [{name: first, filter: [{function: take_first}]}]\n"
     (tmp_path / "answer.yaml").write_text(body.replace("task: own", "task: answer") + filtered)
-    found = metrics(named("own", "answer")(ours.model, world), world)
-    says = named("own", "answer").higher_is_better
-    assert found.keys() == {
+    scores = metrics(named("own", "answer")(ours.model, world), world)
+    higher_is_better = named("own", "answer").higher_is_better
+    assert scores.keys() == {
         "own/length",
         "answer/exact_match,first",
     }  # only the task's own code knows the names of its metrics
-    assert says.keys() == {"own/", "own/exact_match", "answer/exact_match,first"}
+    assert higher_is_better.keys() == {"own/", "own/exact_match", "answer/exact_match,first"}
 
 
 def test_chat_template_with_a_started_answer(models, world):

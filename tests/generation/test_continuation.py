@@ -91,7 +91,7 @@ def test_stops_and_limits(model):
 
 
 @torch.no_grad()
-def test_on_a_device_that_is_not_the_cpu(model):
+def test_device_other_than_the_cpu(model):
     device = torch.device("meta")
     moved = type(model)(model.config).to(device)
     cache = moved.new_cache(rows=1, capacity=40)

@@ -248,7 +248,7 @@ def test_sampling_from_compiled_and_checkpointed_models(llama, dtype):
     assert actual == expected
 
 
-def test_on_a_device_that_is_not_the_cpu(model):
+def test_device_other_than_the_cpu(model):
     """`meta` has no values but refuses tensors of mixed devices in prefill, decoding, copies and choices."""
     device = torch.device("meta")
     with device:

@@ -66,7 +66,7 @@ MORE, RESULT = {"role": "user", "content": "More"}, {"role": "tool", "content": 
 
 @pytest.mark.parametrize("text_end", [True, False], ids=["a token", "a stop string"])
 @pytest.mark.parametrize(
-    ("template", "message", "end", "behind"),
+    ("template", "message", "end", "after"),
     [
         (QWEN3, MORE, "<|im_end|>", "\n<|im_start|>user\nMore<|im_end|>\n<|im_start|>assistant\n"),
         (
@@ -83,7 +83,7 @@ MORE, RESULT = {"role": "user", "content": "More"}, {"role": "tool", "content": 
         (GLM, RESULT, "<|observation|>", "\n4<|assistant|>\n"),
     ],
 )
-def test_text_after_an_answer(template, message, end, behind, text_end):
+def test_text_after_an_answer(template, message, end, after, text_end):
     """After a stop string, the template ends the turn. The two sampled calls are not rendered."""
     calls = '[TOOL_CALLS][{"name": "add", "arguments": {"a": "<|eot|>"}}, {"name": "add", "parameters": {}}]'
     answer = assistant_message(calls, TOOLS, 1)
@@ -91,7 +91,7 @@ def test_text_after_an_answer(template, message, end, behind, text_end):
     stops = ["<|im_end|>", "<|eot|>", "</s>", "<|user|>", "<|observation|>"]
     render = partial(ChatTemplate(template).render, tools=TOOLS)
     text = text_behind(render, QUESTION, answered(answer, [message]), stops, end if text_end else None)
-    assert text == (behind if text_end else end + behind)
+    assert text == (after if text_end else end + after)
 
 
 def test_template_that_omits_tool_results_is_refused():
@@ -222,8 +222,8 @@ def test_tools_of_real_templates(name, end):
     render = partial(template.render, tools=TOOLS)
     turn = answered(assistant_message('<tool_call>{"name": "add", "arguments": {}}', TOOLS, 1), [RESULT, RESULT])
     whole = render([*QUESTION, *turn], add_generation_prompt=True)
-    behind = text_behind(render, QUESTION, turn, [end], end)
-    assert whole.endswith(end + behind) and behind.count("4") == 2
+    after = text_behind(render, QUESTION, turn, [end], end)
+    assert whole.endswith(end + after) and after.count("4") == 2
 
 
 @pytest.mark.skipif(not REAL.exists(), reason="TUNE_REAL_TOKENIZERS names no folder filled by fetch_real.py")

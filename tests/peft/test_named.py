@@ -112,7 +112,7 @@ def test_families_open_natively_or_through_transformers(checkpoint, tmp_path):
     assert_close(model(TOKENS), theirs(TOKENS).logits, atol=1e-5, rtol=1e-5)
 
 
-def test_paths_that_are_no_model_are_refused(checkpoint, adapters, tmp_path):
+def test_paths_that_are_not_models_are_refused(checkpoint, adapters, tmp_path):
     run = tmp_path / "run"
     (run / "checkpoints" / "step-00000050").mkdir(parents=True)
     (run / "config.yaml").touch()

@@ -70,7 +70,7 @@ def test_head_of_a_reward_model_is_not_quantized(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["mxfp4", "nf4"])
 def test_transformers_unpacks_the_same_weights(kind: str, tmp_path: Path) -> None:
-    """Compare the products of packed 4-bit weights on a CPU, then fp32 logits of the unpacked weights."""
+    """On a CPU, transformers multiplies packed 4-bit weights in bf16; its unpacked weights are compared in fp32."""
     if kind == "nf4":
         pytest.importorskip("bitsandbytes")
     folder = save_checkpoint(tmp_path / "model", tie_word_embeddings=False)
