@@ -48,35 +48,35 @@ def test_tensors_move_together():
     tensors = (batch.tokens, batch.labels, batch.positions, batch.documents.ids)
     assert all(tensor.dtype == torch.int64 for tensor in tensors)
     moved = batch.to("meta")
-    assert all(each.is_meta for each in (moved.tokens, moved.labels, moved.positions, moved.documents.boundaries))
+    assert all(tensor.is_meta for tensor in (moved.tokens, moved.labels, moved.positions, moved.documents.boundaries))
     assert moved.num_tokens == 3
 
 
-def test_columns_per_token_and_per_document_come_along():
+def test_columns_per_token_and_per_document_are_collated():
     def with_columns(advantage, kind, *tokens):
         plain = sample(*tokens)
         return replace(plain, columns={"advantage": np.full(len(tokens), advantage, dtype=np.float32), "kind": kind})
 
-    exact = 0.5 + 2**-20  # what a log-prob has, and half precision has not
+    exact = 0.5 + 2**-20  # a precision that half floats do not have
     rows = [[with_columns(exact, 3, 5, 6)], [with_columns(-1, 4, 7), with_columns(2, 5, 8)]]
     batch = collate(rows, pad_to=3)
     assert batch.columns["advantage"].tolist() == [[exact, exact, 0], [-1, 2, 0]]
-    assert batch.columns["kind"].tolist() == [3, 0, 4, 5, 0]  # that of padding is 0
+    assert batch.columns["kind"].tolist() == [3, 0, 4, 5, 0]  # 0 for padding
     assert batch.columns["kind"].dtype == torch.int64
     joined = collate([*rows, []])
     assert joined.columns["advantage"].tolist() == [[exact, exact, -1, 2]]
     assert joined.to("meta").columns["kind"].is_meta
 
 
-def test_the_first_answer_of_a_group_is_compared_with_each_of_the_others():
-    """Padding in a row between two groups is no answer."""
+def test_first_answer_of_a_group_is_paired_with_each_other():
+    """Padding between two groups is not an answer."""
     answers = [replace(sample(5, 6), columns={"answer": number}) for number in (0, 1, 2, 0, 1)]
     batch = collate([answers[:3], answers[3:]], pad_to=7)
     assert batch.pairs.tolist() == [[0, 0, 4], [1, 2, 5]]
 
 
-def test_labels_as_hugging_face_has_them_are_shifted():
-    """transformers' own loss of the unshifted labels is that of ours, shifted: the same targets at the same places."""
+def test_unshifted_hugging_face_labels_are_shifted():
+    """The transformers loss of unshifted labels equals the loss of our shifted labels."""
     tokens = torch.tensor([[5, 6, 7, 8], [9, 4, 3, 0]])
     labels = torch.tensor([[-100, 6, 7, 8], [9, 4, 3, -100]])
     batch = Batch.of(tokens, labels, shifted=False)
@@ -86,9 +86,9 @@ def test_labels_as_hugging_face_has_them_are_shifted():
     ours = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
     torch.testing.assert_close(ours, theirs)
     assert torch.equal(shift_labels(labels), batch.labels)
-    assert labels.tolist()[0] == [-100, 6, 7, 8]  # as it was
-    given = Batch.of(tokens, batch.labels)
-    assert torch.equal(given.labels, batch.labels)
+    assert labels.tolist()[0] == [-100, 6, 7, 8]  # unchanged
+    shifted = Batch.of(tokens, batch.labels)
+    assert torch.equal(shifted.labels, batch.labels)
 
 
 def test_shifted_labels_do_not_cross_documents():
@@ -116,7 +116,7 @@ def test_shifted_labels_do_not_cross_documents():
         ({"columns": {"reward": [1.0, 2.0]}}, ("columns.reward", "[2]")),
     ],
 )
-def test_inputs_that_do_not_fit(inputs, facts):
+def test_invalid_inputs_are_refused(inputs, facts):
     with pytest.raises(TuneError) as error:
         Batch.of(**{"tokens": [[1, 2, 3]], **inputs})
     assert all(fact in str(error.value) for fact in facts)

@@ -24,7 +24,7 @@ CHATML = """\
 
 
 def byte_tokenizer(path: Path, special: list[str], template: str) -> Path:
-    """A checkpoint folder whose tokenizer has one token per byte and puts <s> before plain texts."""
+    """Save a checkpoint folder whose tokenizer has one token per byte and puts <s> before plain texts."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({character: index for index, character in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -47,18 +47,18 @@ def byte_checkpoint() -> Callable[[Path, list[str], str], Path]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A checkpoint folder with one token per byte that speaks ChatML."""
+    """A checkpoint folder with one token per byte and a ChatML template."""
     return byte_tokenizer(tmp_path / "checkpoint", ["<s>", "</s>", "<|im_start|>", "<|im_end|>"], CHATML)
 
 
 def sample(length: int, supervised: int, token: int = 1) -> Sample:
-    """A sample of one token throughout whose last `supervised` targets are learned."""
+    """A sample that repeats one token; its last `supervised` targets are learned."""
     labels = [-100] * (length - 1 - supervised) + [token] * supervised + [-100]
     return Sample([token] * length, labels)
 
 
 def dataset(lengths: list[int], capacity: int = 64, packed: bool = False) -> Dataset:
-    """Sample i has lengths[i] tokens, all of them i; all but the first are learned."""
+    """Return a dataset whose sample i has lengths[i] tokens, all equal to i; all but the first are learned."""
     samples = (sample(length, length - 1, token) for token, length in enumerate(lengths))
     return Dataset.from_samples(samples, capacity, packed)
 

@@ -1,4 +1,4 @@
-"""Statistics are counted of what the steps return, and add up over chunks."""
+"""Statistics count the outcomes of rows and add up over chunks."""
 
 import json
 
@@ -31,7 +31,7 @@ def test_outcomes_are_counted():
 def test_chunks_add_up_to_the_whole():
     parts = [Accounting.of_rows([outcome], "chat", ["id"]) for outcome in OUTCOMES]
     assert sum(parts, Accounting()) == Accounting.of_rows(OUTCOMES, "chat", ["id"])
-    assert parts[0] == Accounting.of_rows(OUTCOMES[:1], "chat", ["id"])  # which is not changed
+    assert parts[0] == Accounting.of_rows(OUTCOMES[:1], "chat", ["id"])  # the sum did not change it
 
 
 def test_only_the_first_mistakes_are_kept():
@@ -39,7 +39,7 @@ def test_only_the_first_mistakes_are_kept():
     assert (Accounting.of_rows(wrong[:4]) + Accounting.of_rows(wrong[4:])).mistakes == [*"01234"]
 
 
-def test_a_stream_knows_its_format_and_what_it_does_not_read(folder, tmp_path):
+def test_stream_knows_its_format_and_ignored_columns(folder, tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"text": f"row {number}", "id": number}) + "\n" for number in range(70)))
     stream = load(Tokenizer(str(folder)), str(file), max_seq_len=32, streaming=True, shuffle_buffer=64, workers=1)

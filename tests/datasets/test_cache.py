@@ -1,4 +1,4 @@
-"""Prepared once, mapped by all: the same samples again, and never a broken or an outdated one."""
+"""Datasets are prepared once and memory-mapped by all; broken or outdated files are never used."""
 
 import fcntl
 import json
@@ -37,7 +37,7 @@ def rows(tmp_path):
 
 @pytest.fixture
 def chunks(make):
-    """Two chunks, and a list that gets an entry each time they are made."""
+    """Two chunks, and a list that grows each time they are made."""
     made = []
 
     def chunks():
@@ -52,7 +52,7 @@ def listing(folder):
     return sorted(entry.name for entry in folder.iterdir())
 
 
-def test_second_time_nothing_is_tokenised(folder, rows, cache, monkeypatch):
+def test_second_load_tokenizes_nothing(folder, rows, cache, monkeypatch):
     first = load(
         Tokenizer(str(folder)), str(rows), max_seq_len=8, packed=True, too_long="truncate", cache_dir=str(cache)
     )
@@ -67,14 +67,14 @@ def test_second_time_nothing_is_tokenised(folder, rows, cache, monkeypatch):
         assert one.tokens.tolist() == other.tokens.tolist() and one.labels.tolist() == other.labels.tolist()
 
 
-def test_samples_are_those_made_in_memory(folder, rows, cache, make):
+def test_cached_samples_match_samples_made_in_memory(folder, rows, cache, make):
     prepared = load(Tokenizer(str(folder)), str(rows), max_seq_len=8, cache_dir=str(cache))
     in_memory = type(prepared).from_samples(prepared.samples, max_seq_len=8)
     assert in_memory.fingerprint == prepared.fingerprint
     assert in_memory.row_supervised.tolist() == prepared.row_supervised.tolist()
 
 
-def test_content_decides_and_not_where_it_stands(folder, rows, cache, tmp_path):
+def test_cache_key_depends_on_content_not_location(folder, rows, cache, tmp_path):
     def prepare(**changes):
         settings = {"path": str(rows), "max_seq_len": 8, "cache_dir": str(cache)}
         load(Tokenizer(str(folder)), **settings | changes)
@@ -92,10 +92,10 @@ def test_content_decides_and_not_where_it_stands(folder, rows, cache, tmp_path):
     (folder / "chat_template.jinja").write_text("changed")
     assert prepare() == 6
     of_text = shutil.copy(rows, tmp_path / "rows.txt")
-    assert prepare(path=str(of_text)) == 7  # one text, which has the same bytes as the rows
+    assert prepare(path=str(of_text)) == 7  # one text with the same bytes as the rows
 
 
-def test_another_format_version_prepares_anew(folder, rows, cache, monkeypatch):
+def test_new_format_version_prepares_again(folder, rows, cache, monkeypatch):
     tokenizer = Tokenizer(str(folder))
     before = load(tokenizer, str(rows), max_seq_len=8, cache_dir=str(cache)).accounting
     again = load(tokenizer, str(rows), max_seq_len=8, cache_dir=str(cache)).accounting
@@ -104,13 +104,13 @@ def test_another_format_version_prepares_anew(folder, rows, cache, monkeypatch):
     assert [before.prepared is None, again.prepared is None, after.prepared is None] == [True, False, True]
 
 
-def test_hash_of_a_large_file_is_remembered_until_it_changes(tmp_path, cache, monkeypatch):
+def test_hash_of_a_large_file_is_cached_until_it_changes(tmp_path, cache, monkeypatch):
     monkeypatch.setattr(contents, "LARGE", 1)
     file = tmp_path / "data.jsonl"
     file.write_text("first")
     files = read(str(file)).files
     before = content_of(files, cache)
-    assert not cache.exists()  # as new as that it could still be written to
+    assert not cache.exists()  # so new that it could still be written to
     monkeypatch.setattr(contents.time, "time", lambda: file.stat().st_ctime + 5)
     assert content_of(files, cache) == before
     monkeypatch.delattr(contents.hashlib, "file_digest")
@@ -122,12 +122,12 @@ def test_hash_of_a_large_file_is_remembered_until_it_changes(tmp_path, cache, mo
     assert content_of(files, cache) != before
 
 
-# broken, interrupted, at once
+# broken, interrupted or concurrent preparation
 
 
 @contextmanager
 def process(function):
-    """Run in a forked process, killed in the end."""
+    """Run `function` in a forked process, which is killed at the end."""
     child = os.fork()
     if child == 0:
         try:
@@ -148,7 +148,7 @@ def wait_for(condition):
         time.sleep(0.01)
 
 
-def test_killed_while_preparing(chunks, cache):
+def test_killed_preparation_is_repeated(chunks, cache):
     make_chunks, made = chunks
 
     def stuck():
@@ -163,7 +163,7 @@ def test_killed_while_preparing(chunks, cache):
     assert made == [os.getpid()]
 
 
-def test_two_processes_at_once(chunks, cache, capsys, monkeypatch):
+def test_second_process_waits_for_the_first_to_prepare(chunks, cache, capsys, monkeypatch):
     make_chunks, made = chunks
     go = cache.parent / "go"
 
@@ -177,11 +177,11 @@ def test_two_processes_at_once(chunks, cache, capsys, monkeypatch):
         monkeypatch.setattr(cache_module, "print", lambda *line, **at: print(*line, **at) or go.touch(), raising=False)
         samples = prepared(make_chunks(), "key", cache)
     assert samples.lengths.tolist() == [5, 3]
-    assert not made  # the other one did
+    assert not made  # the other process did
     assert "waiting for another process to prepare the dataset" in capsys.readouterr().err
 
 
-def test_what_one_process_finds_wrong_is_told_by_those_who_wait(chunks, cache, capsys, monkeypatch):
+def test_waiting_processes_raise_the_error_of_the_preparing_one(chunks, cache, capsys, monkeypatch):
     make_chunks, made = chunks
     go = cache.parent / "go"
 
@@ -197,12 +197,12 @@ def test_what_one_process_finds_wrong_is_told_by_those_who_wait(chunks, cache, c
         with pytest.raises(TuneError, match=r"^rows\.jsonl:3: wrong$"):
             prepared(make_chunks(), "key", cache)
     assert not made
-    assert not capsys.readouterr().err  # a short wait, as for a process of the same run, is not worth a line
-    assert len(prepared(make_chunks(), "key", cache)) == 2  # who did not wait tries again
+    assert not capsys.readouterr().err  # a short wait for a process of the same run prints nothing
+    assert len(prepared(make_chunks(), "key", cache)) == 2  # a process that did not wait tries again
 
 
 @pytest.mark.parametrize("damage", ["cut", "absent", "about", "no object", "a bit of the shape", "a bit of the header"])
-def test_damaged_files_are_made_anew(chunks, cache, damage):
+def test_damaged_files_are_prepared_again(chunks, cache, damage):
     make_chunks, made = chunks
     prepared(make_chunks(), "key", cache)
     if damage == "cut":
@@ -220,7 +220,7 @@ def test_damaged_files_are_made_anew(chunks, cache, damage):
     assert len(made) == 2
 
 
-def test_cache_that_cannot_be_written(folder, rows, tmp_path, monkeypatch):
+def test_unwritable_cache_is_reported(folder, rows, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     message = r"file/cache.*: Not a directory\. .*rows\.jsonl are stored there\. Set cache_dir \(or TUNE_CACHE"
     with pytest.raises(TuneError, match=message):
@@ -230,7 +230,7 @@ def test_cache_that_cannot_be_written(folder, rows, tmp_path, monkeypatch):
         load(Tokenizer(str(folder)), str(rows), max_seq_len=8)
 
 
-def test_disk_that_gets_full(chunks, cache, monkeypatch):
+def test_full_disk_leaves_no_partial_files(chunks, cache, monkeypatch):
     def full(descriptor):
         raise OSError(28, "No space left on device")
 

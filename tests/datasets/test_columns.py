@@ -1,4 +1,4 @@
-"""Columns of unknown names, whose advice works when it is followed, and columns that say what no text does."""
+"""Advice for unknown column names works when followed; columns with a meaning beyond text are refused."""
 
 import csv
 import json
@@ -36,7 +36,7 @@ def read(folder, tmp_path):
 
 
 def settings_of(advice: str) -> dict:
-    """The dataset's settings from one alternative of an error's advice, as the command line reads them."""
+    """Parse one alternative of an error's advice into dataset settings, as the command line does."""
     overrides = [word for word in shlex.split(advice) if word.startswith("dataset.")]
     dataset = config.load("full_finetune", ["model.path=m", "dataset.path=d", *overrides]).dataset
     return {name: value for name, value in OmegaConf.to_container(dataset).items() if f"dataset.{name}=" in advice}
@@ -71,19 +71,19 @@ def test_advice_fits_the_row_and_works(read, row, texts):
     assert [read.text(row, **settings_of(way)) for way in ways] == texts
 
 
-def test_a_conversation_in_place_of_pairs(read):
+def test_conversation_instead_of_pairs_is_refused(read):
     with pytest.raises(TuneError, match="messages is a conversation, not a pair of answers: use full_finetune"):
         read(CHAT, kind="preferences")
 
 
-def test_a_labelled_answer_in_place_of_pairs(read):
+def test_labeled_answer_instead_of_pairs_gets_advice(read):
     row = {"prompt": "Hi", "completion": "Yo", "label": True}
     with pytest.raises(TuneError, match=r"loss._component_=tune.losses.KTO dataset.kind=labelled"):
         read(row, kind="preferences")
     assert read(row, {**row, "prompt": "Ho"}, kind="labelled")
 
 
-def test_advice_for_a_format_that_is_named(read):
+def test_advice_for_an_explicit_format(read):
     row = {"question": "a", "answer": "b"}
     with pytest.raises(TuneError, match="format=alpaca needs the columns instruction and output; the row has") as error:
         read(row, format="alpaca")
@@ -93,7 +93,7 @@ def test_advice_for_a_format_that_is_named(read):
     assert read.text(row, **settings_of(str(error.value))) == "<s>ab</s>"
 
 
-def test_spreadsheets_with_semicolons(folder, tmp_path):
+def test_semicolon_spreadsheets(folder, tmp_path):
     with (tmp_path / "data.csv").open("w", newline="") as file:
         csv.writer(file, delimiter=";").writerows([["question", "answer"], ["1,5 + 1?", "2,5; I think"]])
     with pytest.raises(TuneError, match="the columns question, answer match no") as error:
@@ -103,14 +103,14 @@ def test_spreadsheets_with_semicolons(folder, tmp_path):
     assert data.accounting.kept == 1
 
 
-# columns that say something else
+# columns with another meaning
 
 
 SEEN = [{"role": "user", "content": "<image>\nWhat is it?"}, {"role": "assistant", "content": "A cat."}]
 
 
 @pytest.mark.parametrize(
-    ("row", "found"),
+    ("row", "message"),
     [
         (
             {"instruction": "a", "output": "b", "chosen": "b", "rejected": "c"},
@@ -131,10 +131,10 @@ SEEN = [{"role": "user", "content": "<image>\nWhat is it?"}, {"role": "assistant
     ],
 )
 @pytest.mark.parametrize("on_bad_row", ["error", "skip"])
-def test_columns_that_say_something_else_stop_the_run(read, row, found, on_bad_row):
+def test_columns_with_unread_meaning_stop_the_run(read, row, message, on_bad_row):
     harmless = json.loads(json.dumps(row).replace("<image>", ""))
     harmless |= {name: [] if name == "images" else None for name in MEANINGS if name in row}
-    with pytest.raises(TuneError, match=rf"^data\.jsonl:2: the row has {re.escape(found)}") as error:
+    with pytest.raises(TuneError, match=rf"^data\.jsonl:2: the row has {re.escape(message)}") as error:
         read(harmless, row, on_bad_row=on_bad_row)
     assert read(row, **settings_of(re.search(r"set ('.*?')", str(error.value))[1])).accounting.kept == 1
 
@@ -148,11 +148,11 @@ def test_columns_that_say_something_else_stop_the_run(read, row, found, on_bad_r
         {"input_ids": [72, 73], "labels": [72, 73]},
     ],
 )
-def test_columns_that_say_nothing_else(read, row):
+def test_harmless_columns_are_accepted(read, row):
     assert read(row).accounting.kept == 1
 
 
-def test_named_columns_are_read_whatever_they_are_called(read):
+def test_mapped_columns_are_read_whatever_their_names(read):
     row = {"sentence": "A film.", "label": "good"}
     assert read.text(row, columns={"prompt": "sentence", "completion": "label"}) == "<s>A film.good</s>"
     with pytest.raises(TuneError, match="the row has label in addition to text"):
@@ -171,7 +171,12 @@ def test_bad_rows_are_skipped_counted_and_shown(folder, tmp_path):
     tokenizer = Tokenizer(str(folder))
     with pytest.raises(TuneError, match=r"(?s)jsonl:2: malformed.*jsonl:4: messages.*jsonl:5: not UTF-8"):
         load(tokenizer, str(file), max_seq_len=200)
-    for options in ({}, {}, {"streaming": True}, {"workers": 2, "validation_fraction": 0.5}):  # the second: from cache
+    for options in (
+        {},
+        {},
+        {"streaming": True},
+        {"workers": 2, "validation_fraction": 0.5},
+    ):  # the second reads the cache
         data = load(tokenizer, str(file), max_seq_len=200, on_bad_row="skip", **options)
         accounting = data.accounting
         assert accounting.dropped["cannot be used"] >= 3 and accounting.rows == 101
@@ -184,7 +189,7 @@ def test_bad_rows_are_skipped_counted_and_shown(folder, tmp_path):
         load(tokenizer, str(file), max_seq_len=200, on_bad_row="skip", max_bad_share=0.03)
 
 
-def test_share_of_bad_rows_is_that_of_all_rows_and_is_noticed_early(folder, tmp_path):
+def test_max_bad_share_counts_all_rows_and_fails_early(folder, tmp_path):
     tokenizer = Tokenizer(str(folder))
 
     def read(*lines, streaming=False):
@@ -194,7 +199,7 @@ def test_share_of_bad_rows_is_that_of_all_rows_and_is_noticed_early(folder, tmp_
 
     good, bad = '{"text": "a"}', "{"
     shown = read(*[good], *[bad] * 20, *[good] * 180).accounting.mistakes
-    assert [each.split(": ")[0] for each in shown] == [f"data.jsonl:{line}" for line in range(2, 7)]
+    assert [mistake.split(": ")[0] for mistake in shown] == [f"data.jsonl:{line}" for line in range(2, 7)]
     with pytest.raises(TuneError, match="21 of 201 rows cannot be used"):
         read(*[good], *[bad] * 21, *[good] * 179)
     with pytest.raises(TuneError, match=r"200 of the first 1,0\d\d rows cannot be used"):

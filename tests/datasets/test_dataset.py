@@ -4,7 +4,7 @@ from tune.datasets import Dataset
 from tune.errors import TuneError
 
 
-def test_counts_what_happened_to_the_samples(make):
+def test_accounting_counts_the_outcomes_of_samples(make):
     samples = [make.sample(10, 4), make.sample(5, 4), make.sample(9, 2), make.sample(3, 0)]
     accounting = Dataset.from_samples(samples, max_seq_len=7).accounting
     assert accounting.as_dict() == {
@@ -26,7 +26,7 @@ def test_counts_what_happened_to_the_samples(make):
         "remarks": {},
         "samples": 2,
         "tokens": 12,
-        "supervised_tokens": 5,  # of the first sample's four targets one is left
+        "supervised_tokens": 5,  # one of the first sample's four targets is left
         "supervised_share": 5 / 12,
         "supervised_weight": None,
         "lengths": {"p50": 7, "p90": 7, "p99": 7, "max": 7},
@@ -38,13 +38,13 @@ def test_counts_what_happened_to_the_samples(make):
     }
 
 
-def test_truncated_sample_does_not_predict_what_was_cut_off(make):
+def test_truncated_sample_does_not_predict_removed_tokens(make):
     (document,) = Dataset.from_samples([make.sample(10, 9)], max_seq_len=4).row(0)
     assert document.tokens.tolist() == [1, 1, 1, 1]
     assert document.labels.tolist() == [1, 1, 1, -100]
 
 
-def test_what_is_learned_at_the_end_of_many_tokens(make):
+def test_learns_any_finds_labels_at_the_end_of_a_long_sample(make):
     data = Dataset.from_samples([make.sample(2**20 + 5, supervised=2, token=7)], max_seq_len=2**21)
     assert data.learns_any([6, 7]) and not data.learns_any([6, 8])
 
@@ -56,16 +56,16 @@ def test_packed_rows_hold_whole_samples(make):
     assert data.row_tokens.tolist() == [40, 60, 64]
     assert data.row_supervised.tolist() == [38, 58, 63]
     assert data.accounting.packing_efficiency == pytest.approx(164 / 192)
-    assert [len(each.tokens) for each in data.samples] == [30, 40, 20, 64, 10]
+    assert [len(sample.tokens) for sample in data.samples] == [30, 40, 20, 64, 10]
 
 
-def test_fingerprint_tells_data_apart(make):
+def test_fingerprint_distinguishes_datasets(make):
     lengths = [3, 4, 5]
     same = make.dataset(lengths).fingerprint
     assert make.dataset(lengths).fingerprint == same
     others = [make.dataset([4, 3, 5]), make.dataset(lengths, packed=True), make.dataset([3, 4])]
-    relabelled = Dataset.from_samples([make.sample(3, 2, 0), make.sample(4, 3, 1), make.sample(5, 3, 2)], 64)
-    assert len({same, relabelled.fingerprint, *(other.fingerprint for other in others)}) == 5
+    relabeled = Dataset.from_samples([make.sample(3, 2, 0), make.sample(4, 3, 1), make.sample(5, 3, 2)], 64)
+    assert len({same, relabeled.fingerprint, *(other.fingerprint for other in others)}) == 5
 
 
 def test_table_is_aligned(make):
@@ -82,7 +82,7 @@ def test_table_is_aligned(make):
     )
 
 
-def test_answers_that_are_all_cut_off(make):
+def test_error_when_all_answers_are_cut_off(make):
     samples = [make.sample(40, 5), make.sample(30, 5)]
     with pytest.raises(
         TuneError,
@@ -92,6 +92,6 @@ def test_answers_that_are_all_cut_off(make):
     assert Dataset.from_samples(samples, max_seq_len=26).accounting.supervised_tokens == 1
 
 
-def test_no_samples_at_all():
+def test_dataset_without_samples_is_refused():
     with pytest.raises(TuneError, match="the dataset has no rows"):
         Dataset.from_samples([], max_seq_len=16)

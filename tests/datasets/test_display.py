@@ -1,4 +1,4 @@
-"""What a preview says of rows: their text with marks, their lengths, copies, and what is seldom meant."""
+"""A preview shows the text of rows with marks, their lengths, copies and warnings."""
 
 import json
 import re
@@ -47,20 +47,20 @@ def text(dataset, tokenizer):
 # text
 
 
-def test_marks_stand_around_what_is_learned(text):
+def test_marks_enclose_learned_text(text):
     turns = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n⟦{}<|im_end|>⟧\n"
     assert text(chat("Hi", "Hello!", "And?", "Bye")) == turns.format("Hi", "Hello!") + turns.format("And?", "Bye")
     assert text({"prompt": "2+2=", "completion": "4"}) == "<s>2+2=⟦4</s>⟧"
     assert text({"text": "Once"}) == "<s>⟦Once</s>⟧"
 
 
-def test_characters_of_several_tokens_are_whole_and_control_characters_visible(text):
+def test_multi_token_characters_stay_whole_and_control_ones_are_visible(text):
     assert text({"prompt": "été: ", "completion": "日本\r\n\x1b[31m\tred"}) == "<s>été: ⟦日本\\r\n\\x1b[31m\tred</s>⟧"
     cut = text({"text": "日"}, max_seq_len=3, too_long="truncate")  # two of its three tokens
     assert cut == "<s>⟦\ufffd⟧"
 
 
-def test_in_short_the_middle_of_long_texts_is_left_out(text):
+def test_short_preview_omits_the_middle_of_long_texts(text):
     row = {"prompt": "a" * 400 + "b" * 600, "completion": "c" * 400}
     short = f"<s>{'a' * 117} [... 763 characters ...] {'b' * 120}⟦{'c' * 400}</s>⟧"
     assert text(row, short=True, max_seq_len=2000) == short
@@ -78,8 +78,8 @@ def test_first_row_of_a_mixture_and_of_a_stream(dataset, tokenizer, tmp_path):
     assert isinstance(stream, Stream)
     assert list(parts_of(mixture, "training")) == ["training/cats"]
     assert list(parts_of(stream, "training")) == ["training"]
-    for each in (mixture, stream):
-        ((only,),) = first_rows(each, tokenizer)
+    for data in (mixture, stream):
+        ((only,),) = first_rows(data, tokenizer)
         assert "⟦A cat.<|im_end|>⟧" in marked(only)
 
 
@@ -95,13 +95,13 @@ def test_histogram_counts_each_sample_in_a_range_of_doubled_width():
     assert histogram(np.array([1, 2, 3, 4, 5])) == [(1, 1, 1), (2, 2, 1), (3, 4, 2), (5, 8, 1)]
 
 
-def test_copies_are_samples_with_the_tokens_of_an_earlier_one(dataset, tokenizer):
+def test_copies_counts_samples_with_repeated_tokens(dataset, tokenizer):
     one, other = chat("a", "b"), chat("a", "c")
     assert dataset([one, other, one, {**one, "id": 3}]).copies == 2
     assert dataset([one, other]).copies == 0
 
 
-def test_validation_samples_that_are_trained_on(dataset):
+def test_overlap_reports_validation_samples_in_training(dataset):
     training = {"": dataset([chat("a", "b"), chat("c", "d")])}
     assert overlap(training, {"": dataset([chat("e", "f")], name="other")}) is None
     held_out = {"": dataset([chat("e", "f"), chat("c", "d")], name="held_out")}
@@ -117,7 +117,7 @@ def warnings(dataset, tokenizer):
     return lambda rows, **options: warnings_of(dataset(rows, **options), tokenizer)
 
 
-def test_nothing_to_say_of_good_rows(warnings):
+def test_no_warnings_for_good_rows(warnings):
     assert warnings([GOOD, chat("a < b, `<s`", "<b>c</b>"), chat("Hi", "Hello!", "And?", "Bye")]) == []
     assert warnings([{"text": "Once upon a time " * 3}]) == []
     assert warnings([{"prompt": "2+2=", "completion": "4"}]) == []
@@ -135,19 +135,19 @@ def test_nothing_to_say_of_good_rows(warnings):
     ],
 )
 def test_each_warning(warnings, rows, options, warning):
-    (found,) = warnings(rows, **options)
-    assert re.match(warning, found)
+    (message,) = warnings(rows, **options)
+    assert re.match(warning, message)
 
 
-def test_answers_without_an_end(byte_checkpoint, tmp_path, dataset):
+def test_answers_without_an_end_of_turn_get_a_warning(byte_checkpoint, tmp_path, dataset):
     template = "{% for m in messages %}{{ m.content }}{% if m.content != 'Bye' %}<|im_end|>{% endif %}{% endfor %}"
     tokenizer = Tokenizer(str(byte_checkpoint(tmp_path / "other", SPECIAL, template)))
     dataset([GOOD, chat("See you", "Bye")])
-    (found,) = warnings_of(load(tokenizer, str(tmp_path / "rows.jsonl"), max_seq_len=100), tokenizer)
-    assert found == "1 of 2 rows (50.0%) have no supervised end of turn: see the chat template"
+    (message,) = warnings_of(load(tokenizer, str(tmp_path / "rows.jsonl"), max_seq_len=100), tokenizer)
+    assert message == "1 of 2 rows (50.0%) have no supervised end of turn: see the chat template"
 
 
-def test_roles_that_the_template_leaves_out(byte_checkpoint, tmp_path, folder):
+def test_remarks_list_roles_the_template_omits(byte_checkpoint, tmp_path, folder):
     system, tool = {"role": "system", "content": "Be kind.\n\nAlways."}, {"role": "tool", "content": '{"a": "é"}\n'}
     schema = {"type": "function", "function": {"name": "weather", "parameters": {}}}
     row = {"messages": [system, GOOD["messages"][0], tool, GOOD["messages"][1]], "tools": [schema]}

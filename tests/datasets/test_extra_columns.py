@@ -1,4 +1,4 @@
-"""Named columns and groups, from a file or from samples to the batches, whatever they mean."""
+"""Extra columns and groups on their way from a file or from samples to the batches."""
 
 import itertools
 import json
@@ -30,7 +30,7 @@ def write(path, rows):
 
 
 def pairs(count, seed=0, longest=9):
-    """Samples in groups of one to three, each with its group, a weight, and a value for each token."""
+    """Samples in groups of one to three, each with its group, a weight and a value per token."""
     random = np.random.default_rng(seed)
     samples = []
     for group in range(count):
@@ -47,18 +47,18 @@ def ranks(size):
 
 
 def documents_of(batch):
-    """(tokens, weight, scores, group) of each document of a batch that is no padding."""
+    """Yield (tokens, weight, scores, group) of each document of a batch, without padding."""
     bounds = batch.documents.boundaries.tolist()
     for index, (start, end) in enumerate(itertools.pairwise(bounds)):
         columns = {name: values[index].item() for name, values in batch.columns.items() if values.ndim == 1}
         if columns["group"]:
-            tokens, scores = (each.flatten()[start:end].tolist() for each in (batch.tokens, batch.columns["score"]))
+            tokens, scores = (values.flatten()[start:end].tolist() for values in (batch.tokens, batch.columns["score"]))
             yield tuple(tokens), columns["weight"], tuple(scores), columns["group"]
 
 
 @given(st.integers(1, 4), st.booleans(), st.sampled_from([None, 40]), st.integers(0, 5))
 @settings(deadline=None, max_examples=30)
-def test_groups_are_never_parted_and_columns_stay_with_their_documents(size, packed, pad_to, seed):
+def test_groups_stay_together_and_columns_follow_their_documents(size, packed, pad_to, seed):
     samples = pairs(30, seed)
     data = Dataset.from_samples(samples, 40, packed=packed)
     seen = []
@@ -77,7 +77,7 @@ def test_groups_are_never_parted_and_columns_stay_with_their_documents(size, pac
     assert len(where) == 30 and all(len(batches) == 1 for batches in where.values())
 
 
-def test_neighbors_of_a_group_stand_in_one_row_in_their_order():
+def test_packed_rows_keep_groups_whole_and_in_order():
     samples = pairs(20)
     data = Dataset.from_samples(samples, 64, packed=True)
     indices = [[sample.index for sample in data.row(row)] for row in range(len(data))]
@@ -85,17 +85,17 @@ def test_neighbors_of_a_group_stand_in_one_row_in_their_order():
     assert sum(map(len, indices)) == len(samples)
 
 
-def test_groups_of_two_sources_are_told_apart():
+def test_groups_of_two_sources_stay_distinct():
     parts = {name: Dataset.from_samples(pairs(4, seed), 40) for name, seed in (("a", 0), ("b", 1))}
     mixture = Mixture(parts)
     groups = [{sample.columns["group"] for sample in mixture.row(row)} for row in range(8)]
-    assert all(len(each) == 1 for each in groups) and len(set().union(*groups)) == 8
-    without = Dataset.from_samples([Sample(each.tokens, each.labels) for each in pairs(3)], 40)
+    assert all(len(group) == 1 for group in groups) and len(set().union(*groups)) == 8
+    without = Dataset.from_samples([Sample(sample.tokens, sample.labels) for sample in pairs(3)], 40)
     with pytest.raises(TuneError, match="all must have the same extra_columns"):
         Mixture({"a": parts["a"], "b": without})
 
 
-def test_a_group_goes_with_a_sample_that_is_dropped():
+def test_dropping_a_sample_drops_its_group():
     samples = pairs(6)
     spoilt = len(samples) // 2
     samples[spoilt].labels[:] = -100
@@ -107,33 +107,35 @@ def test_a_group_goes_with_a_sample_that_is_dropped():
         end += 1
     data = Dataset.from_samples(samples, 40)
     kept = [tuple(sample.tokens.tolist()) for sample in data]
-    assert kept == [tuple(each.tokens.tolist()) for each in [*samples[:start], *samples[end + 1 :]]]
+    assert kept == [tuple(sample.tokens.tolist()) for sample in [*samples[:start], *samples[end + 1 :]]]
     assert sum(data.accounting.dropped.values()) == end + 1 - start
 
 
-def test_a_group_longer_than_a_packed_row():
-    samples = [Sample(each.tokens, each.labels, 0, {"group": 0}) for each in pairs(9)]
+def test_group_longer_than_a_packed_row_is_refused():
+    samples = [Sample(sample.tokens, sample.labels, 0, {"group": 0}) for sample in pairs(9)]
     with pytest.raises(TuneError, match=r"a group of samples has \d+ tokens, more than .* packed=false"):
         Dataset.from_samples(samples, 16, packed=True)
     assert len(Dataset.from_samples(samples, 16)) == 1
 
 
-def test_from_a_file_through_the_cache(tokenizer, tmp_path):
+def test_extra_columns_from_a_file_through_the_cache(tokenizer, tmp_path):
     path = write(tmp_path / "rows.jsonl", [{"text": f"cat {i}", "weight": i / 4, "kind": i % 3} for i in range(9)])
     options = {"max_seq_len": 32, "extra_columns": ["weight", "kind"], "cache_dir": str(tmp_path / "cache")}
     first, again = (load(tokenizer, path, **options) for _ in range(2))
     for data in (first, again):
-        assert [(each.columns["weight"], each.columns["kind"]) for each in data] == [(i / 4, i % 3) for i in range(9)]
+        assert [(sample.columns["weight"], sample.columns["kind"]) for sample in data] == [
+            (i / 4, i % 3) for i in range(9)
+        ]
     assert first.fingerprint == again.fingerprint
     assert first.fingerprint != load(tokenizer, path, **{**options, "extra_columns": ["weight"]}).fingerprint
     assert "weight" not in first.accounting.ignored_columns
 
 
-def test_lists_have_a_number_for_each_token_and_are_cut_with_them(tokenizer, tmp_path):
+def test_per_token_columns_are_truncated_with_their_tokens(tokenizer, tmp_path):
     rows = [{"input_ids": [*range(5, 5 + length)], "score": [i / 2 for i in range(length)]} for length in (4, 12)]
     path = write(tmp_path / "rows.jsonl", rows)
     data = load(tokenizer, path, max_seq_len=8, extra_columns=["score"], cache_dir=str(tmp_path))
-    assert [each.columns["score"].tolist() for each in data] == [row["score"][:8] for row in rows]
+    assert [sample.columns["score"].tolist() for sample in data] == [row["score"][:8] for row in rows]
 
 
 @pytest.mark.parametrize(
@@ -146,13 +148,13 @@ def test_lists_have_a_number_for_each_token_and_are_cut_with_them(tokenizer, tmp
         ([{"input_ids": [5, 6, 7, 8], "w": [1, 2, 3, 4]}], {"too_long": "split"}, r"too_long=split"),
     ],
 )
-def test_wrong_columns_are_mistakes_of_their_rows(tokenizer, tmp_path, rows, options, message):
+def test_invalid_columns_are_reported_with_their_row(tokenizer, tmp_path, rows, options, message):
     path = write(tmp_path / "rows.jsonl", rows)
     with pytest.raises(TuneError, match=message):
         load(tokenizer, path, max_seq_len=3, extra_columns=["w"], cache_dir=str(tmp_path), **options)
 
 
-def test_a_batch_has_them_on_the_device_of_its_tokens():
+def test_extra_columns_move_with_the_batch():
     data = Dataset.from_samples(pairs(3), 40)
     ((_, step),) = list(DataLoader(data, ranks(1)[0], 3, 3))
     moved = step.micro_batches[0].to("meta")
@@ -161,14 +163,14 @@ def test_a_batch_has_them_on_the_device_of_its_tokens():
 
 
 @pytest.mark.parametrize("options", [{"streaming": True}, {"validation_fraction": 0.5}])
-def test_what_could_part_a_group_is_refused(tokenizer, tmp_path, options):
+def test_options_that_could_split_a_group_are_refused(tokenizer, tmp_path, options):
     path = write(tmp_path / "rows.jsonl", [{"text": f"cat {i}", "group": i // 2} for i in range(8)])
     with pytest.raises(TuneError, match="could separate the rows of a group"):
         load(tokenizer, path, max_seq_len=32, extra_columns=["group"], cache_dir=str(tmp_path / "cache"), **options)
 
 
-def test_scores_of_tokens_are_added_up_piece_by_piece(tmp_path, monkeypatch, capsys):
-    """Not all at once on the device. Progress counts rows."""
+def test_token_scores_are_summed_in_chunks(tmp_path, monkeypatch, capsys):
+    """The device never holds all scores at once; progress counts rows."""
     monkeypatch.setattr("tune.datasets.scores.TELL", -1)
     sizes, add_up = [], World.sum
     monkeypatch.setattr("tune.datasets.scores.SUMMED", 16)
@@ -184,7 +186,7 @@ def test_scores_of_tokens_are_added_up_piece_by_piece(tmp_path, monkeypatch, cap
 
 
 def twice(samples, folder):
-    """The file in which the scores of the samples are kept: of each token twice its number."""
+    """Score each token with twice its id and return the file that stores the scores."""
     add_scores(
         Dataset.from_samples(samples, 40), "twice", lambda batch: 2 * batch.tokens.flatten()[batch.supervised][:, None],
         distributed.init("cpu"), micro_batch_size=2, pad_to=None, folder=folder, made_of=[],
@@ -198,7 +200,7 @@ DAMAGE = {
     "cut in the header": lambda whole: whole[:20],
     "empty": lambda whole: b"",
     "text": lambda whole: b"not an array\n" * 9,
-    "the begin of a zip file": lambda whole: b"PK\x03\x04" + whole[4:],
+    "start of a zip file": lambda whole: b"PK\x03\x04" + whole[4:],
     "a bit of a value": lambda whole: changed(whole, -50, 64),
     "a bit of the shape": lambda whole: changed(whole, whole.index(b"'shape': (") + 10, 1),
     "a bit of the type": lambda whole: changed(whole, whole.index(b"<f4"), 2),
@@ -212,8 +214,8 @@ def changed(whole, place, bits):
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_scores_that_are_damaged_are_computed_again(damage, tmp_path):
-    """They are neither a traceback nor numbers of a training."""
+def test_damaged_scores_are_computed_again(damage, tmp_path):
+    """Damage causes neither a traceback nor wrong scores."""
     samples = pairs(10)
     file = twice(samples, tmp_path)
     whole = file.read_bytes()
@@ -221,7 +223,7 @@ def test_scores_that_are_damaged_are_computed_again(damage, tmp_path):
     assert twice(samples, tmp_path).read_bytes() == whole
 
 
-def test_scores_that_are_whole_are_read(tmp_path, monkeypatch, capsys):
+def test_intact_scores_are_reused(tmp_path, monkeypatch, capsys):
     samples = pairs(10)
     file = twice(samples, tmp_path)
     monkeypatch.setattr("tune.datasets.scores.validation_batches", lambda *_: pytest.fail("they are computed again"))

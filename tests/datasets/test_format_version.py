@@ -1,4 +1,4 @@
-"""What the pipe makes of rows is kept on disk under FORMAT_VERSION: other outputs need another version.
+"""Prepared rows are stored on disk under FORMAT_VERSION: changed outputs need a new version.
 
 If this test fails, an edit has changed tokens, labels, columns or counts of rows that people may have prepared. Raise
 `tune.datasets.cache.FORMAT_VERSION` and put the new digests under the new number.
@@ -84,7 +84,7 @@ ROWS = {
         {"messages": [ask("Hi"), say("Hello")], "label": 1},
     ],
 }
-# By what is read: its rows, its kind, and further arguments.
+# For each case: its rows, its kind and further arguments.
 CASES = {
     **{name: (name, "supervised", {}) for name in ("chat", "sharegpt", "alpaca", "completion", "text")},
     "tokens": ("tokens", "supervised", {"extra_columns": ["weight"]}),
@@ -169,12 +169,12 @@ DIGESTS = {
 
 
 def as_it_is(row):
-    """A format that lets each row of a file be of another one."""
+    """Return the row unchanged, so that each row of a file may have another format."""
     return row
 
 
 def digest_of(dataset):
-    """A hash of all samples in order, and of what was counted of their rows."""
+    """A hash of all samples in order and of the counts of their rows."""
     digest = hashlib.blake2b(digest_size=8)
     for sample in dataset.samples:
         weights = [] if sample.weights is None else [sample.weights]
@@ -186,7 +186,7 @@ def digest_of(dataset):
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_outputs_are_those_of_this_format_version(template, byte_checkpoint, tmp_path):
+def test_outputs_match_the_digests_of_this_format_version(template, byte_checkpoint, tmp_path):
     tokenizer = Tokenizer(str(byte_checkpoint(tmp_path / "checkpoint", SPECIAL, TEMPLATES[template])))
     made = {}
     for name, (rows, kind, options) in CASES.items():

@@ -1,4 +1,4 @@
-"""Every format of docs/data.md, from its example row; and what datasets have in other spellings."""
+"""Every format of docs/data.md from its example row, and other spellings found in datasets."""
 
 import json
 import re
@@ -47,7 +47,7 @@ def read(tokenizer):
 
 @pytest.fixture
 def rendered(folder):
-    """The messages of a row as the template gets them."""
+    """The messages of a row as the template receives them."""
     (folder / "chat_template.jinja").write_text(
         "{% for m in messages %}{% generation %}{{ m | tojson }}|{% endgeneration %}{% endfor %}{{ tools | tojson }}"
     )
@@ -66,13 +66,13 @@ def learned(sample, tokenizer):
     return tokenizer.decode([label for label in sample.labels if label != -100])
 
 
-def test_docs_have_an_example_of_each_format():
+def test_docs_show_an_example_of_each_format():
     named = {example.values[0] for example in EXAMPLES}
     assert named == {format.name for format in FORMATS["supervised"]}
 
 
 @pytest.mark.parametrize(("name", "row"), EXAMPLES)
-def test_examples_of_the_docs(name, row, tokenizer, read):
+def test_docs_examples_are_recognized_and_read(name, row, tokenizer, read):
     if name == "tokens":
         (outcome,) = RowReader(tokenizer, 1000)([("row", row)])
         assert outcome.samples[0].tokens.tolist() == [72, 105, 33]
@@ -85,7 +85,7 @@ def test_examples_of_the_docs(name, row, tokenizer, read):
 # chats
 
 
-def test_share_gpt_with_tools_is_the_chat_that_it_says(rendered):
+def test_sharegpt_with_tools_becomes_a_chat(rendered):
     row = {
         "system": "Be short.",
         "tools": '[{"name": "get"}]',
@@ -116,14 +116,14 @@ def test_share_gpt_with_tools_is_the_chat_that_it_says(rendered):
     ],
     ids=["flat", "JSON", "OpenAI"],
 )
-def test_tool_calls_have_one_shape(rendered, call):
+def test_tool_calls_are_normalized(rendered, call):
     (call,) = rendered({"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": [call]}]})[0][1][
         "tool_calls"
     ]
     assert call["type"] == "function" and call["function"] == CALL
 
 
-def test_template_that_wants_arguments_as_json(folder, tokenizer):
+def test_template_that_expects_arguments_as_json(folder, tokenizer):
     (folder / "chat_template.jinja").write_text(
         "{% for m in messages %}{% generation %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
         "{{ c.function.name + ':' + c.function.arguments }}{% endfor %}{% endgeneration %}{% endfor %}"
@@ -133,7 +133,7 @@ def test_template_that_wants_arguments_as_json(folder, tokenizer):
     assert tokenizer.decode(outcome.samples[0].tokens.tolist()) == 'Higet:{"at": "home"}'
 
 
-def test_template_that_leaves_out_a_tool_call(tokenizer):
+def test_template_that_omits_a_tool_call_is_a_mistake(tokenizer):
     messages = [ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
     (outcome,) = RowReader(tokenizer, 100)([("row", {"messages": messages})])
     assert (
@@ -141,7 +141,7 @@ def test_template_that_leaves_out_a_tool_call(tokenizer):
     )
 
 
-def test_parts_of_text_are_joined_as_templates_join_them(folder, tokenizer):
+def test_text_parts_are_joined_as_templates_join_them(folder, tokenizer):
     transformers = pytest.importorskip("transformers")
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo!"}]
     template = (
@@ -155,13 +155,13 @@ def test_parts_of_text_are_joined_as_templates_join_them(folder, tokenizer):
     assert tokenizer.decode(outcome.samples[0].tokens.tolist()) == reference == "Hi|Hello!|"
 
 
-def test_system_column_that_is_there_already(rendered):
+def test_repeated_or_empty_system_column_adds_nothing(rendered):
     system = {"role": "system", "content": "Be short."}
     assert rendered({"messages": [system, ASK, SAY], "system": "Be short."})[0] == [system, ASK, SAY]
     assert rendered({"messages": [ASK, SAY], "system": ""})[0] == [ASK, SAY]
 
 
-def test_weight_is_train(read):
+def test_weight_0_and_1_act_like_train(read):
     assert read({"messages": [ASK, {**SAY, "weight": 0}, ASK, SAY]}) == ["Hello!<|im_end|>"]
     assert read({"messages": [ASK, {**SAY, "weight": 1}]}) == ["Hello!<|im_end|>"]
     both = {"role": "assistant", "content": "No.", "weight": 1, "train": False}
@@ -175,7 +175,7 @@ def test_alpaca_without_input(rendered):
     assert rendered({**row, "input": "Now"})[0][0]["content"] == "Say.\n\nNow"
 
 
-def test_a_question_and_an_answer_as_a_chat(read):
+def test_question_and_answer_columns_as_a_chat(read):
     columns = {"instruction": "question", "output": "answer"}
     row = {"question": "2+2", "answer": "4", "id": 3}
     assert read(row, columns=columns) == ["4<|im_end|>"]
@@ -201,7 +201,7 @@ def test_labels_and_masks_of_tokens(tokenizer, columns, labels):
 
 
 @pytest.mark.parametrize("mask", [[0, 0, 1, 1], [1, 1, 0, 0], [0, 1, 1, 0]])
-def test_padding_is_taken_off(tokenizer, mask):
+def test_padding_is_removed(tokenizer, mask):
     kept = [token for token, on in zip([0, 2, 3, 4], mask, strict=True) if on]
     (outcome,) = RowReader(tokenizer, 100)([("row", {"input_ids": [0, 2, 3, 4], "attention_mask": mask})])
     assert outcome.samples[0].tokens.tolist() == kept

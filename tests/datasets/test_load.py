@@ -1,4 +1,4 @@
-"""From files to samples: what is learned, what is counted, what is refused."""
+"""From files to samples: which tokens are learned, what is counted and what is refused."""
 
 import json
 
@@ -31,9 +31,12 @@ def write(tmp_path):
 
 
 def learned(dataset, tokenizer):
-    """Each sample as its text and what is learned of it."""
+    """The text of each sample and its learned part."""
     return [
-        (tokenizer.decode(sample.tokens.tolist()), tokenizer.decode([each for each in sample.labels if each != -100]))
+        (
+            tokenizer.decode(sample.tokens.tolist()),
+            tokenizer.decode([label for label in sample.labels if label != -100]),
+        )
         for sample in dataset.samples
     ]
 
@@ -47,7 +50,7 @@ def test_conversations(tokenizer, write):
     assert learned(data, tokenizer) == [(text, "Hey 🦊<|im_end|>")]
 
 
-def test_labels_are_the_assistant_mask_of_transformers_shifted_by_one(folder, tokenizer, write):
+def test_labels_are_the_transformers_assistant_mask_shifted_by_one(folder, tokenizer, write):
     transformers = pytest.importorskip("transformers")
     messages = [*CHAT, {"role": "user", "content": "é?"}, {"role": "assistant", "content": " 1\n\n"}]
     reference = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(
@@ -69,7 +72,7 @@ def test_all_answers_are_learned_and_nothing_else(tokenizer, write, turns):
     assert [answers for _, answers in learned(data, tokenizer)] == ["".join(f"{text}<|im_end|>" for _, text in turns)]
 
 
-def test_spaces_are_learned_although_the_tokenizer_trims_its_offsets(folder, tokenizer, write):
+def test_spaces_are_learned_even_if_the_tokenizer_trims_offsets(folder, tokenizer, write):
     file = write({"messages": [CHAT[0], {"role": "assistant", "content": "  a \n"}]})
     trimming = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     trimming.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
@@ -83,7 +86,7 @@ def test_spaces_are_learned_although_the_tokenizer_trims_its_offsets(folder, tok
     [
         ({"prompt": "1+1=", "completion": "2"}, ("<s>1+1=2</s>", "2</s>")),
         ({"text": "once"}, ("<s>once</s>", "once</s>")),
-        ({"text": "<s>once</s>"}, ("<s>once</s>", "once</s>")),  # never two of them
+        ({"text": "<s>once</s>"}, ("<s>once</s>", "once</s>")),  # never two BOS tokens
         ({"prompt": "", "completion": "2"}, ("<s>2</s>", "2</s>")),
     ],
 )
@@ -97,14 +100,14 @@ def test_prompt_and_completion_as_messages(tokenizer, write):
     assert [answer for _, answer in learned(data, tokenizer)] == ["No<|im_end|>"]
 
 
-def test_columns_of_other_names(tokenizer, write):
+def test_columns_with_other_names(tokenizer, write):
     file = write({"question": "1+1=", "answer": "2", "id": 7})
     data = load(tokenizer, file, max_seq_len=100, columns={"prompt": "question", "completion": "answer"})
     assert learned(data, tokenizer) == [("<s>1+1=2</s>", "2</s>")]
 
 
-def test_a_column_of_another_name_is_not_read_by_its_own_too(tokenizer, write):
-    """`input` is also a column of the format, put behind the instruction."""
+def test_mapped_column_is_not_also_read_under_its_own_name(tokenizer, write):
+    """`input` is also a column of the format, which follows the instruction."""
     file = write({"input": "1+1=", "output": "2"})
     named = load(tokenizer, file, max_seq_len=100, columns={"instruction": "input", "output": "output"})
     assert learned(named, tokenizer) == learned(
@@ -112,7 +115,7 @@ def test_a_column_of_another_name_is_not_read_by_its_own_too(tokenizer, write):
     )
 
 
-def test_columns_that_are_named_decide_the_format(tokenizer, write):
+def test_mapped_columns_decide_the_format(tokenizer, write):
     file = write({"instruction": "a", "output": "b", "story": "c"})
     assert load(tokenizer, file, max_seq_len=100, columns={"text": "story"}).accounting.format == "text"
 
@@ -127,7 +130,7 @@ def test_tools_reach_the_template(folder, tokenizer, write):
     assert texts == ["weather|Hi|Hey 🦊|"] * 2
 
 
-def test_the_date_in_a_template_is_the_same_on_every_day(folder, tokenizer, write):
+def test_template_date_is_the_same_every_day(folder, tokenizer, write):
     (folder / "chat_template.jinja").write_text(
         "{{ strftime_now('%d %b %Y') }}{% for m in messages %}|{{ m.content }}{% endfor %}"
     )
@@ -152,7 +155,7 @@ def test_json(tokenizer, write, text):
     assert learned(load(tokenizer, write(text, name="data.json"), max_seq_len=100), tokenizer) == EXPECTED
 
 
-def test_csv_cells_are_strings_as_they_stand(tokenizer, write):
+def test_csv_cells_stay_unparsed_strings(tokenizer, write):
     file = write('prompt,completion\nNA,007\n"a\nb","1,5"', name="data.csv")
     assert learned(load(tokenizer, file, max_seq_len=100), tokenizer) == EXPECTED
 
@@ -171,7 +174,7 @@ def test_parquet_and_the_nulls_it_adds(folder, tokenizer, tmp_path):
     assert learned(data, tokenizer)[0][0] == "".join(map(json.dumps, [CHAT[0], *calls]))
 
 
-def test_folder_of_files_in_the_order_of_their_names(tokenizer, write, tmp_path):
+def test_files_of_a_folder_are_read_in_name_order(tokenizer, write, tmp_path):
     for name, row in (("b.jsonl", ROWS[1]), ("a.jsonl", ROWS[0])):
         write(row, name=f"data/{name}")
     write("about the data", name="data/README.md")
@@ -180,7 +183,7 @@ def test_folder_of_files_in_the_order_of_their_names(tokenizer, write, tmp_path)
     assert data.accounting.ignored_files == ["README.md"]
 
 
-def test_dataset_of_the_hub(tokenizer, monkeypatch):
+def test_hub_dataset(tokenizer, monkeypatch):
     datasets = pytest.importorskip("datasets")
     asked = []
 
@@ -194,7 +197,7 @@ def test_dataset_of_the_hub(tokenizer, monkeypatch):
     assert set(asked) == {("someone/rows", "main", "test")}
 
 
-def test_hub_that_cannot_be_reached(tokenizer, monkeypatch):
+def test_unreachable_hub_is_reported(tokenizer, monkeypatch):
     datasets = pytest.importorskip("datasets")
 
     def load_dataset(name, subset, split):
@@ -208,7 +211,7 @@ def test_hub_that_cannot_be_reached(tokenizer, monkeypatch):
 # counting
 
 
-def test_rows_of_no_use_are_dropped_and_counted(tokenizer, write):
+def test_unusable_rows_are_dropped_and_counted(tokenizer, write):
     file = write(*({"prompt": "a", "completion": answer} for answer in ("", "b", "")))
     accounting = load(tokenizer, file, max_seq_len=100).accounting
     assert (accounting.rows, accounting.kept, dict(accounting.dropped)) == (3, 1, {"empty completion": 2})
@@ -228,10 +231,10 @@ def test_many_rows_keep_their_order(tokenizer, write):
     ]
 
 
-# mistakes; tests/datasets/test_wrong_rows.py has more
+# mistakes; see also tests/datasets/test_wrong_rows.py
 
 
-def test_up_to_five_mistakes_are_told_at_once(tokenizer, write):
+def test_up_to_five_mistakes_are_reported_at_once(tokenizer, write):
     rows = [{"text": "a"}, {"text": 1}] * 9
     with pytest.raises(TuneError) as error:
         load(tokenizer, write(*rows), max_seq_len=100)
@@ -239,7 +242,7 @@ def test_up_to_five_mistakes_are_told_at_once(tokenizer, write):
     assert places == [f"data.jsonl:{line}" for line in (2, 4, 6, 8, 10)]
 
 
-def test_mistakes_are_collected_over_all_rows_but_end_a_stream_at_once(tokenizer, write):
+def test_mistakes_are_collected_over_all_rows_but_stop_a_stream(tokenizer, write):
     """Rows are read 64 at a time."""
     rows = [{"text": 1 if number in (9, 99, 249) else "a"} for number in range(300)]
     file, places = write(*rows), ("data.jsonl:10", "data.jsonl:100", "data.jsonl:250")
@@ -251,13 +254,13 @@ def test_mistakes_are_collected_over_all_rows_but_end_a_stream_at_once(tokenizer
     assert [f"  {place}: " in str(error.value) for place in places] == [True, False, False]
 
 
-def test_template_that_refuses_a_row(folder, write):
+def test_template_that_rejects_a_row_is_reported(folder, write):
     (folder / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(TuneError, match=r"data\.jsonl:1: the chat template in .* refuses the conversation: roles must"):
         load(Tokenizer(str(folder)), write({"messages": CHAT}), max_seq_len=100)
 
 
-def test_template_that_does_not_know_tool_calls(folder, write):
+def test_template_without_tool_call_support_is_reported(folder, write):
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}")
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     with pytest.raises(TuneError, match=r"no attribute .content."):
@@ -275,19 +278,19 @@ def test_conversations_without_an_end_of_turn_are_counted(folder, write):
     assert "without an end of turn  1 (they do not teach the model to stop)" in accounting.table()
 
 
-def test_no_chat_template(folder, write):
+def test_missing_chat_template_is_reported(folder, write):
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(TuneError, match=r"^the tokenizer in .* has no chat template"):
         load(Tokenizer(str(folder)), write({"messages": CHAT}), max_seq_len=100)
 
 
-def test_no_eos_token(folder, write):
+def test_missing_eos_token_is_reported(folder, write):
     (folder / "tokenizer_config.json").write_text("{}")
     with pytest.raises(TuneError, match="has no eos_token"):
         load(Tokenizer(str(folder)), write({"text": "a"}), max_seq_len=100)
 
 
-def test_paths_that_are_not_there(tokenizer, write, tmp_path):
+def test_missing_paths_get_a_suggestion(tokenizer, write, tmp_path):
     write(*ROWS, name="chats.jsonl")
     with pytest.raises(TuneError, match=r"chat\.jsonl does not exist\. Did you mean 'chats\.jsonl'\?"):
         load(tokenizer, str(tmp_path / "chat.jsonl"), max_seq_len=100)
@@ -295,7 +298,7 @@ def test_paths_that_are_not_there(tokenizer, write, tmp_path):
         load(tokenizer, str(tmp_path / "absent" / "chat.jsonl"), max_seq_len=100)
 
 
-def test_folder_without_data_or_with_several_kinds(tokenizer, write, tmp_path):
+def test_folder_without_data_or_with_mixed_kinds_is_refused(tokenizer, write, tmp_path):
     (tmp_path / "data").mkdir()
     with pytest.raises(TuneError, match=r"must hold data files of one kind .* found nothing"):
         load(tokenizer, str(tmp_path / "data"), max_seq_len=100)
@@ -305,7 +308,7 @@ def test_folder_without_data_or_with_several_kinds(tokenizer, write, tmp_path):
         load(tokenizer, str(tmp_path / "data"), max_seq_len=100)
 
 
-def test_split_of_a_file(tokenizer, write):
+def test_split_of_a_single_file_is_refused(tokenizer, write):
     with pytest.raises(TuneError, match=r"has no splits: .*Remove split=test"):
         load(tokenizer, write(*ROWS), "test", max_seq_len=100)
 
@@ -324,6 +327,6 @@ def test_split_of_a_file(tokenizer, write):
         ),
     ],
 )
-def test_columns_that_are_not_there(tokenizer, write, columns, message):
+def test_missing_columns_are_refused(tokenizer, write, columns, message):
     with pytest.raises(TuneError, match=message):
         load(tokenizer, write(*ROWS), max_seq_len=100, columns=columns)

@@ -1,4 +1,4 @@
-"""Which rows a step has depends on the seed and the epoch, not on who reads them."""
+"""The rows of a step depend on the seed and the epoch, not on the ranks that read them."""
 
 from itertools import islice
 
@@ -12,7 +12,7 @@ from tune.errors import TuneError
 
 
 def documents(batches):
-    """The first token of each document, which names its sample."""
+    """The first token of each document, which identifies its sample."""
     starts = [batch.tokens[batch.positions == 0] for batch in batches]
     labels = [batch.labels[batch.positions == 0] for batch in batches]
     return [
@@ -71,7 +71,7 @@ def test_order_changes_with_the_epoch_and_the_seed(make):
     assert first not in orders(1)
 
 
-def test_rows_of_a_micro_batch_are_alike(make):
+def test_rows_of_a_micro_batch_have_similar_lengths(make):
     loader = DataLoader(make.dataset(list(range(2, 34))), make.world(1, 2), 32, 4)
     ((_, batch),) = loader
     assert [micro_batch.num_tokens for micro_batch in batch.micro_batches] == [
@@ -89,7 +89,7 @@ def test_steps_are_numbered_from_one_to_the_end(make):
 
 
 @pytest.mark.parametrize("stop", range(6))
-def test_resumed_run_continues_behind_the_saved_step_on_any_number_of_ranks(make, stop):
+def test_resumed_run_continues_after_the_saved_step_on_any_ranks(make, stop):
     data = make.dataset(list(range(4, 24)))
     whole = [(step, batch.rows) for step, batch in DataLoader(data, make.world(), 8, 2, epochs=2, seed=3)]
     stopped = DataLoader(data, make.world(), 8, 2, epochs=2, seed=3)
@@ -99,7 +99,7 @@ def test_resumed_run_continues_behind_the_saved_step_on_any_number_of_ranks(make
     assert seen + [(step, batch.rows) for step, batch in resumed] == whole
 
 
-def test_other_data_are_refused(make):
+def test_resuming_with_other_data_is_refused(make):
     saved = DataLoader(make.dataset([4, 5, 6]), make.world(), 2, 1).state_dict()
     changed = DataLoader(make.dataset([4, 5, 7]), make.world(), 3, 1, seed=7)
     with pytest.raises(
@@ -116,7 +116,7 @@ def test_validation_reads_every_row_once(make, ranks, micro):
     assert len({len(part) for part in parts}) == 1
 
 
-def test_batch_sizes_that_do_not_divide(make):
+def test_indivisible_batch_sizes_are_refused(make):
     data = make.dataset([4] * 20)
     message = (
         r"global_batch_size=12 is not a multiple of 8 .*Set global_batch_size to 8 or 16, or micro_batch_size to 1, 3$"
@@ -127,7 +127,7 @@ def test_batch_sizes_that_do_not_divide(make):
         DataLoader(data, make.world(0, 4), 3, 1)
 
 
-def test_more_processes_than_rows(make):
+def test_more_processes_than_rows_is_refused(make):
     with pytest.raises(TuneError, match=r"has 2 rows, too few for 4 data-parallel processes\. Use at most 2$"):
         DataLoader(make.dataset([4, 4]), make.world(0, 4), 4, 1)
     with pytest.raises(TuneError, match=r"has 1 rows, .* or packed=false \(2 rows\)"):
@@ -137,8 +137,8 @@ def test_more_processes_than_rows(make):
 @pytest.mark.parametrize(
     ("epochs", "steps"), [(0.5, 5), (1.5, 15), (1.1, 11), (1.11, 12), (0.001, 1), (3.0, 30), (3, 30), (0.3, 3)]
 )
-def test_epochs_that_are_fractions(epochs, steps, make):
-    """As many steps as the next whole number above epochs x 10; 1.1 is not 1.1000000000000001."""
+def test_fractional_epochs(epochs, steps, make):
+    """The number of steps is epochs x 10, rounded up; 1.1 is not treated as 1.1000000000000001."""
     data = make.dataset([9] * 40)
     loader = DataLoader(data, make.world(), 4, 2, epochs=epochs, seed=3)
     whole = [batch.rows for _, batch in DataLoader(data, make.world(), 4, 2, epochs=3, seed=3)]
@@ -146,7 +146,7 @@ def test_epochs_that_are_fractions(epochs, steps, make):
     assert len(DataLoader(data, make.world(), 4, 2, epochs=epochs, max_steps=2)) == min(2, steps)
 
 
-def test_a_fraction_of_an_epoch_is_continued(make):
+def test_fractional_epoch_can_be_resumed(make):
     data = make.dataset([9] * 40)
     whole = [batch.rows for _, batch in DataLoader(data, make.world(), 4, 2, epochs=1.5)]
     stopped = DataLoader(data, make.world(), 4, 2, epochs=0.5)
@@ -167,7 +167,7 @@ def test_a_fraction_of_an_epoch_is_continued(make):
         (np.arange(30) / 2, ["float64"]),
     ],
 )
-def test_wrong_orders_are_refused(make, order, facts):
+def test_invalid_orders_are_refused(make, order, facts):
     data = make.dataset([2] * 30)
     data.order = lambda seed, epoch: order
     with pytest.raises(TuneError) as error:
@@ -175,7 +175,7 @@ def test_wrong_orders_are_refused(make, order, facts):
     assert all(fact in str(error.value) for fact in facts)
 
 
-def test_an_order_may_be_a_list_and_repeat_rows(make):
+def test_order_may_be_a_list_and_repeat_rows(make):
     data = make.dataset([2] * 30)
     data.order = lambda seed, epoch: [3] * 30
     assert [batch.rows for _, batch in DataLoader(data, make.world(), 15, 1)] == [[3] * 15] * 2

@@ -1,4 +1,4 @@
-"""What is learned of a conversation: as transformers has it where the template marks it, else as written by hand."""
+"""Learned tokens of a conversation match transformers if the template marks them, else hand-made labels."""
 # ruff: noqa: RUF001 - DeepSeek's bars
 
 import importlib.util
@@ -19,7 +19,7 @@ SPECIAL += ["<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<｜User｜>", "<｜Assistan
 
 
 def each_message(text, prompt=""):
-    """A template that writes `text` for each message, and `prompt` as generation prompt."""
+    """A template that writes `text` for each message and `prompt` as the generation prompt."""
     loop = "{% for m in messages %}" + text + "{% endfor %}"
     return loop + "{% if add_generation_prompt %}" + prompt + "{% endif %}"
 
@@ -30,8 +30,8 @@ def by_role(user, assistant):
 
 TEXT_OF = "{{ m.content }}"
 
-# For each a template without marks in the manner of a family's; and, by hand, what it writes first, before a question,
-# between question and answer, behind the answer to be learned with it, and behind that.
+# For each family: a template without marks, and the texts that it writes at the start, before a question,
+# between question and answer, after the answer (learned with it), and after that.
 BY_HAND = {
     "chatml": (
         each_message("<|im_start|>{{ m.role }}\n" + TEXT_OF + "<|im_end|>\n", "<|im_start|>assistant\n"),
@@ -107,24 +107,24 @@ def read(tokenizer, messages, **options):
 
 @pytest.fixture(scope="module", params=BY_HAND)
 def by_hand(request, byte_checkpoint, tmp_path_factory):
-    """A tokenizer with one of the templates, and what it writes around questions and answers."""
+    """A tokenizer with one of the templates, and the texts that surround its questions and answers."""
     template, pieces = BY_HAND[request.param]
     folder = byte_checkpoint(tmp_path_factory.mktemp("checkpoint"), SPECIAL, template)
     return Tokenizer(str(folder)), pieces
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
-ANSWER = TEXT.filter(bool)  # one without content is not learned
+ANSWER = TEXT.filter(bool)  # an empty answer is not learned
 
 
 @MODES
 @given(turns=st.lists(st.tuples(TEXT, ANSWER), min_size=1, max_size=4))
-def test_labels_are_those_made_by_hand(by_hand, turns):
-    tokenizer, (start, before, between, end, behind) = by_hand
-    space = " " if before == "<s>[INST] " else ""  # which Llama 2 puts around an answer
+def test_labels_match_hand_made_ones(by_hand, turns):
+    tokenizer, (start, before, between, end, after) = by_hand
+    space = " " if before == "<s>[INST] " else ""  # Llama 2 puts spaces around an answer
     pieces = [(start, False)]
     for question, answer in turns:
-        pieces += [(before + question + between, False), (space + answer + space + end, True), (behind, False)]
+        pieces += [(before + question + between, False), (space + answer + space + end, True), (after, False)]
     encoded = [(token, learned) for text, learned in pieces for token in tokenizer.encode(text)]
     sample = read(tokenizer, chat(turns))
     assert sample.tokens.tolist() == [token for token, _ in encoded]
@@ -141,14 +141,14 @@ def test_mask_of_a_prefix_is_a_prefix_of_the_mask(by_hand, turns):
     assert whole.labels[: length - 1].tolist() == part.labels[:-1].tolist()
 
 
-def test_roles_that_are_learned_beside_the_assistant(by_hand):
+def test_other_roles_can_be_learned_with_the_assistant(by_hand):
     tokenizer, _ = by_hand
     sample = read(tokenizer, chat([("ask", "say"), ("more", "end")]), train_on=["user"])
     learned = tokenizer.decode([label for label in sample.labels if label != -100])
     assert re.sub(r"<[^>]*>", "|", learned).replace("|", "") == "askmore"
 
 
-# with marks: transformers is the oracle
+# templates with marks: transformers is the oracle
 
 
 CONVERSATIONS = {
@@ -171,32 +171,32 @@ CONVERSATIONS = {
 
 
 def marked_templates():
-    """TRL's own versions of many families' templates, with marks."""
-    found = importlib.util.find_spec("trl")
-    folder = Path(found.origin).parent / "chat_templates" if found and found.origin else Path("absent")
+    """TRL's versions of many families' templates, which have marks."""
+    trl = importlib.util.find_spec("trl")
+    folder = Path(trl.origin).parent / "chat_templates" if trl and trl.origin else Path("absent")
     return [pytest.param(file, id=file.stem) for file in sorted(folder.glob("*_training.jinja"))]
 
 
 @pytest.mark.parametrize("file", marked_templates())
-def test_labels_are_those_of_transformers(file, byte_checkpoint, tmp_path):
+def test_labels_match_transformers(file, byte_checkpoint, tmp_path):
     transformers = pytest.importorskip("transformers")
     template = file.read_text()
     special = {*SPECIAL, *re.findall(r"<[|｜][^|｜<>\s]+[|｜]>|</?[a-z_]+_of_[a-z]+>|<turn\|>|<\|turn>", template)}
     folder = byte_checkpoint(tmp_path / "checkpoint", sorted(special), template)
     reference = transformers.AutoTokenizer.from_pretrained(folder)
-    tokenizer = Tokenizer(str(folder), date=None)  # transformers takes the clock's
+    tokenizer = Tokenizer(str(folder), date=None)  # transformers uses today's date
     compared = 0
     for messages in CONVERSATIONS.values():
         try:
             theirs = reference.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
-        except Exception:  # the template is not for such conversations
+        except Exception:  # the template does not support such conversations
             continue
         text = tokenizer.decode(theirs["input_ids"])
         if "tool_calls" in messages[1] and "get" not in text:
-            continue  # refused, as the template leaves the call out
+            continue  # refused: the template leaves the call out
         sample = read(tokenizer, messages)
         targets = zip(theirs["input_ids"][1:], theirs["assistant_masks"][1:], strict=True)
         assert sample.tokens.tolist() == theirs["input_ids"]
         assert sample.labels.tolist() == [*(token if learned else -100 for token, learned in targets), -100]
         compared += 1
-    assert compared or "'text'" in template  # those that take content in parts only
+    assert compared or "'text'" in template  # templates that take content only in parts

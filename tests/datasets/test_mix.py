@@ -1,4 +1,4 @@
-"""Which rows of which source an epoch has, and that it stays so for any number of processes."""
+"""The rows that an epoch draws from each source, for any number of processes."""
 
 import json
 from collections import Counter
@@ -16,7 +16,7 @@ from tune.tokenizers import Tokenizer
 
 @pytest.fixture
 def mixture(make):
-    """Of datasets with so many rows of so many tokens."""
+    """Build a mixture from {name: (number of rows, tokens per row)}."""
 
     def mixture(shapes, **options):
         return Mixture({name: make.dataset([length] * rows) for name, (rows, length) in shapes.items()}, **options)
@@ -48,7 +48,7 @@ def test_rows_of_an_epoch(mixture, options, rows):
     assert np.bincount(mixed.order(0, 0) >= 30).tolist() == rows
 
 
-def test_packed_rows_are_weighed_by_what_is_in_them(make):
+def test_packed_rows_are_weighted_by_their_content(make):
     short, long = (
         make.dataset([8] * 64, packed=True),
         make.dataset([32] * 64, packed=True),
@@ -71,7 +71,7 @@ mixtures = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 5)), min_size=1
     resumed_ranks=st.sampled_from([1, 2, 3, 4, 8]),
     data=st.data(),
 )
-def test_every_row_as_often_as_promised(make, parts, seed, epochs, epoch_ends, ranks, resumed_ranks, data):
+def test_every_row_is_drawn_as_often_as_promised(make, parts, seed, epochs, epoch_ends, ranks, resumed_ranks, data):
     datasets = {str(index): make.dataset([2 + index] * rows) for index, (rows, _) in enumerate(parts)}
     weights = {str(index): weight for index, (_, weight) in enumerate(parts)}
     try:
@@ -100,7 +100,7 @@ def test_every_row_as_often_as_promised(make, parts, seed, epochs, epoch_ends, r
         start += size
 
 
-def test_samples_of_two_sources_have_different_numbers(mixture):
+def test_samples_of_two_sources_have_different_indices(mixture):
     mixed = mixture(SHAPES)
     numbers = [document.index for row in range(40) for document in mixed.row(row)]
     assert numbers == list(range(40))
@@ -108,14 +108,14 @@ def test_samples_of_two_sources_have_different_numbers(mixture):
     assert mixed.row_tokens[[29, 30]].tolist() == [10, 40]
 
 
-def test_sources_are_drawn_from_each_in_its_own_way(mixture):
-    """Two of one size: an epoch of half of both has others of one than of the other."""
+def test_each_source_is_shuffled_independently(mixture):
+    """With two sources of the same size, half an epoch draws different rows from each."""
     mixed = mixture({"a": (40, 5), "b": (40, 5)}, epoch_ends=40)
     rows = mixed.order(0, 0)
     assert {row for row in rows if row < 40} != {row - 40 for row in rows if row >= 40}
 
 
-def test_other_weights_are_other_data(mixture):
+def test_fingerprint_changes_with_the_mixture(mixture):
     fingerprints = [mixture(SHAPES, epoch_ends=rows).fingerprint for rows in (10, 10, 11)]
     assert fingerprints[0] == fingerprints[1] != fingerprints[2]
 
@@ -183,18 +183,18 @@ def test_mixed_files(tokenizer, sources):
         ("more", {}, r"sources\.more has no path"),
     ],
 )
-def test_mistaken_sources(tokenizer, sources, name, changes, message):
+def test_invalid_sources_are_refused(tokenizer, sources, name, changes, message):
     sources[name] = {**sources.get(name, {}), **changes}
     with pytest.raises(TuneError, match=message):
         mix(tokenizer, sources, max_seq_len=20)
 
 
-def test_weight_that_reads_no_row(tokenizer, sources):
+def test_weight_too_low_for_a_single_row_is_refused(tokenizer, sources):
     sources["chats"]["weight"], sources["code"]["weight"] = 1000, 1
     with pytest.raises(TuneError, match=r"sources\.code\.weight is too low: an epoch of 4 rows"):
         mix(tokenizer, sources, max_seq_len=20, epoch_ends="first_exhausted")
 
 
-def test_no_sources(tokenizer):
+def test_empty_sources_are_refused(tokenizer):
     with pytest.raises(TuneError, match="sources is empty"):
         mix(tokenizer, {}, max_seq_len=20)

@@ -18,7 +18,7 @@ def rows_of(lengths: list[int], capacity: int) -> list[list[int]]:
 
 
 @given(CASES)
-def test_every_document_once_and_no_row_too_long(case):
+def test_every_document_is_packed_once_and_no_row_is_too_long(case):
     lengths, capacity = case
     rows = rows_of(lengths, capacity)
     assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
@@ -28,7 +28,7 @@ def test_every_document_once_and_no_row_too_long(case):
 
 
 @given(CASES)
-def test_rows_are_those_of_best_fit_decreasing(case):
+def test_packing_matches_best_fit_decreasing(case):
     lengths, capacity = case
     spaces: list[int] = []
     for length in sorted(lengths, reverse=True):
@@ -50,7 +50,7 @@ def first_fit(lengths: list[int], capacity: int) -> int:
     return len(spaces)
 
 
-# Of a handful of documents first fit can make fewer rows, by luck with their order; of many it does not.
+# With few documents, first fit can need fewer rows if their order is lucky; with many it does not.
 @pytest.mark.parametrize("seed", range(10))
 def test_chats_need_no_more_rows_than_with_first_fit(seed):
     lengths = np.clip(np.random.default_rng(seed).lognormal(5.5, 0.9, 1000), 1, 2048).astype(int).tolist()

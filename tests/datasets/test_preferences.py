@@ -1,4 +1,4 @@
-"""Rows with better and worse answers, or labelled ones: what is learned, what is cut, what is dropped and refused."""
+"""Rows with better and worse answers or labeled answers: what is learned, cut, dropped and refused."""
 
 import json
 
@@ -15,7 +15,7 @@ def user(text):
     return {"role": "user", "content": text}
 
 
-def said(text):
+def reply(text):
     return {"role": "assistant", "content": text}
 
 
@@ -29,7 +29,7 @@ def read(folder, tmp_path):
         return load(tokenizer, str(file), max_seq_len=max_seq_len, kind=kind, **options)
 
     def learned(*rows, **options):
-        """Of each sample what is read and what is learned of it."""
+        """The text of each sample and its learned part."""
         samples = read(*rows, **options).samples
         ids = [
             (sample.tokens.tolist(), [label for label in sample.labels.tolist() if label >= 0]) for sample in samples
@@ -50,26 +50,26 @@ TEXT = [("<s>Q: 1+1? 2</s>", " 2</s>"), ("<s>Q: 1+1? 3</s>", " 3</s>")]
     [
         ({"prompt": "Q: 1+1?", "chosen": " 2", "rejected": " 3"}, TEXT),
         ({"chosen": "Q: 1+1? 2", "rejected": "Q: 1+1? 3"}, TEXT),
-        ({"chosen": [user("Hi?"), said("Yes")], "rejected": [user("Hi?"), said("No")]}, CHAT),
-        ({"prompt": "Hi?", "chosen": [user("Hi?"), said("Yes")], "rejected": [user("Hi?"), said("No")]}, CHAT),
-        ({"prompt": "Hi?", "chosen": [said("Yes")], "rejected": [said("No")]}, CHAT),
-        ({"prompt": [user("Hi?")], "chosen": [said("Yes")], "rejected": [said("No")]}, CHAT),
+        ({"chosen": [user("Hi?"), reply("Yes")], "rejected": [user("Hi?"), reply("No")]}, CHAT),
+        ({"prompt": "Hi?", "chosen": [user("Hi?"), reply("Yes")], "rejected": [user("Hi?"), reply("No")]}, CHAT),
+        ({"prompt": "Hi?", "chosen": [reply("Yes")], "rejected": [reply("No")]}, CHAT),
+        ({"prompt": [user("Hi?")], "chosen": [reply("Yes")], "rejected": [reply("No")]}, CHAT),
         ({"instruction": "Hi?", "chosen": "Yes", "rejected": "No"}, CHAT),
         (
             {"instruction": "Hi", "input": "?", "chosen": "Yes", "rejected": "No"},
             [(text.replace("Hi?", "Hi\n\n?"), answer) for text, answer in CHAT],
         ),
         ({"instruction": "Hi?", "chosen": "Yes", "rejected": ["No", "No"]}, [*CHAT, CHAT[1]]),
-        ({"prompt": [user("Hi?")], "chosen": [said("Yes")], "rejected": [[said("No")]]}, CHAT),
-        ({"prompt": [user("Hi?")], "chosen": said("Yes"), "rejected": said("No")}, CHAT),
+        ({"prompt": [user("Hi?")], "chosen": [reply("Yes")], "rejected": [[reply("No")]]}, CHAT),
+        ({"prompt": [user("Hi?")], "chosen": reply("Yes"), "rejected": reply("No")}, CHAT),
     ],
 )
-def test_answers_to_one_prompt_are_a_group_in_which_only_they_are_learned(read, row, expected):
+def test_answers_to_one_prompt_form_a_group_with_only_answers_learned(read, row, expected):
     assert read.learned(row) == expected
     data = read(row, row)
     columns = [sample.columns for sample in data.samples]
-    assert [each["answer"] for each in columns] == [*range(len(expected))] * 2
-    assert [each["group"] for each in columns] == [1] * len(expected) + [2] * len(expected)
+    assert [row_columns["answer"] for row_columns in columns] == [*range(len(expected))] * 2
+    assert [row_columns["group"] for row_columns in columns] == [1] * len(expected) + [2] * len(expected)
     assert data.row_pairs.tolist() == [len(expected) - 1] * 2
 
 
@@ -77,31 +77,31 @@ def test_answers_to_one_prompt_are_a_group_in_which_only_they_are_learned(read, 
     "row",
     [
         {"prompt": "Q: 1+1?", "completion": " 2", "label": True},
-        {"messages": [user("Hi?"), said("Yes")], "label": 1},
-        {"messages": [user("Hi"), said("Ho"), user("Hi?"), said("Yes")], "label": 1},
+        {"messages": [user("Hi?"), reply("Yes")], "label": 1},
+        {"messages": [user("Hi"), reply("Ho"), user("Hi?"), reply("Yes")], "label": 1},
         {"instruction": "Hi?", "output": "Yes", "label": True},
     ],
 )
-def test_labelled_answers_come_with_a_mismatched_one(read, row):
+def test_labeled_answers_come_with_a_mismatched_one(read, row):
     other = {"prompt": "Q: 2+2?", "completion": " 4", "label": False}
-    rows = [row, other] if "prompt" in row else [row, {"messages": [user("b"), said("No")], "label": False}]
+    rows = [row, other] if "prompt" in row else [row, {"messages": [user("b"), reply("No")], "label": False}]
     if "output" in row:
         rows[1] = {"instruction": "b", "output": "No", "label": False}
     data = read(*rows, kind="labelled")
-    columns = [(each.columns["label"], each.columns["answer"], each.columns["group"]) for each in data.samples]
+    columns = [(sample.columns["label"], sample.columns["answer"], sample.columns["group"]) for sample in data.samples]
     assert columns == [(1, 0, 1), (1, 1, 1), (0, 0, 2), (0, 1, 2)]
     texts = read.learned(*rows, kind="labelled")
     ends = [learned for _, learned in texts]
     assert ends == (
         [" 2</s>", " 4</s>", " 4</s>", " 2</s>"]
         if "prompt" in row
-        else [f"{each}<|im_end|>" for each in ("Yes", "No", "No", "Yes")]
+        else [f"{answer}<|im_end|>" for answer in ("Yes", "No", "No", "Yes")]
     )
     prompts = [text.removesuffix("\n").removesuffix(learned) for text, learned in texts]
     assert prompts[0] == prompts[1] != prompts[2] == prompts[3]
 
 
-def test_pairs_are_good_and_bad_answers_whose_mismatched_ones_are_of_other_prompts(read):
+def test_pairs_as_labeled_answers_use_mismatches_from_other_prompts(read):
     rows = [{"prompt": f"{name}:", "chosen": f" {name}1", "rejected": f" {name}2"} for name in "ab"]
     data = read(*rows, kind="labelled")
     assert [sample.columns["label"] for sample in data.samples] == [1, 1, 0, 0] * 2
@@ -110,24 +110,24 @@ def test_pairs_are_good_and_bad_answers_whose_mismatched_ones_are_of_other_promp
         "a: a1", "a: b1", "a: a2", "a: b1", "b: b1", "b: a1", "b: b2", "b: a1",
     ]  # fmt: skip
     assert data.copies == 0 and read(*rows, rows[0], kind="labelled").copies == 2
-    labelled = [
+    labeled = [
         {"prompt": row["prompt"], "completion": row[answer], "label": answer == "chosen"}
         for row in rows
         for answer in ("chosen", "rejected")
     ]
-    assert [text for text, _ in read.learned(*labelled, kind="labelled")] == texts
+    assert [text for text, _ in read.learned(*labeled, kind="labelled")] == texts
     with pytest.raises(TuneError, match="streaming"):
         read(*rows, kind="labelled", streaming=True)
 
 
-def test_only_the_last_answer_is_compared_and_margins_come_along_for_a_reward_model(read):
-    before = [user("a"), said("b"), user("c")]
-    row = {"chosen": [*before, said("d")], "rejected": [*before, said("e")], "margin": 0.5}
+def test_only_the_last_answer_is_compared_and_graded_rows_keep_margins(read):
+    before = [user("a"), reply("b"), user("c")]
+    row = {"chosen": [*before, reply("d")], "rejected": [*before, reply("e")], "margin": 0.5}
     assert [learned for _, learned in read.learned(row)] == ["d<|im_end|>", "e<|im_end|>"]
     assert [sample.columns["margin"] for sample in read(row, kind="graded").samples] == [0.5, 0.5]
 
 
-def test_a_margin_has_no_meaning_for_the_losses_of_log_probs_and_is_told_as_ignored(read):
+def test_margin_is_an_ignored_column_unless_rows_are_graded(read):
     row = {"prompt": "p", "chosen": "a", "rejected": "b", "margin": "big"}
     rows = row, {**row, "prompt": "q"}
     for kind in ("preferences", "labelled"):
@@ -136,7 +136,7 @@ def test_a_margin_has_no_meaning_for_the_losses_of_log_probs_and_is_told_as_igno
     assert graded.accounting.ignored_columns == []
 
 
-def test_a_pair_that_is_too_long_is_cut_at_the_longer_answer_first(read):
+def test_long_pair_is_cut_at_the_longer_answer_first(read):
     row = {"prompt": "p", "chosen": " a" * 10, "rejected": " b" * 90}
     whole = [len(sample.tokens) for sample in read(row).samples]
     data = read(row, max_seq_len=whole[0] + 30)
@@ -156,7 +156,7 @@ def test_pairs_are_packed_and_batched_as_units(read):
 
     seen = []
     for _, batch in DataLoader(data, One(), 2, 1):
-        assert batch.num_pairs == sum(int(each.columns["answer"].sum()) for each in batch.micro_batches)
+        assert batch.num_pairs == sum(int(part.columns["answer"].sum()) for part in batch.micro_batches)
         for micro_batch in batch.micro_batches:
             groups, answers = micro_batch.columns["group"], micro_batch.columns["answer"]
             seen += groups[answers == 1].tolist()
@@ -168,7 +168,7 @@ def test_pairs_are_packed_and_batched_as_units(read):
     ("row", "reason"),
     [
         ({"prompt": "p", "chosen": "a", "rejected": "a"}, "chosen equal to rejected"),
-        ({"prompt": "p", "chosen": [said("a")], "rejected": [said("a")]}, "chosen equal to rejected"),
+        ({"prompt": "p", "chosen": [reply("a")], "rejected": [reply("a")]}, "chosen equal to rejected"),
         ({"prompt": "p", "chosen": "a", "rejected": ""}, "empty rejected"),
         ({"prompt": "p", "chosen": None, "rejected": "a"}, "empty chosen"),
         ({"prompt": "p", "chosen": "a", "rejected": []}, "empty rejected"),
@@ -176,10 +176,10 @@ def test_pairs_are_packed_and_batched_as_units(read):
         ({"prompt": "p", "chosen": "x" * 300 + "a", "rejected": "x" * 300 + "b"}, "chosen equal to rejected as far"),
     ],
 )
-def test_pairs_of_no_use_are_dropped_and_counted(read, row, reason):
+def test_unusable_pairs_are_dropped_and_counted(read, row, reason):
     data = read(row, {"prompt": "p", "chosen": "a", "rejected": "b"}, max_seq_len=100)
-    ((found, count),) = data.accounting.dropped.items()
-    assert found.startswith(reason) and count == 1 and len(data) == 1
+    ((dropped, count),) = data.accounting.dropped.items()
+    assert dropped.startswith(reason) and count == 1 and len(data) == 1
 
 
 @pytest.mark.parametrize(
@@ -188,23 +188,23 @@ def test_pairs_of_no_use_are_dropped_and_counted(read, row, reason):
         ({"question": "q", "chosen": "a", "rejected": "b"}, "columns={instruction: question}"),
         ({"chosen": "a", "rejected": "b"}, "no prompt: "),
         ({"chosen": [user("a")], "rejected": [user("b")]}, "must end with an assistant message"),
-        ({"chosen": [user("a"), said("b")], "rejected": [user("c"), said("d")]}, "answer different prompts"),
-        ({"prompt": "p", "chosen": "a", "rejected": [said("b")]}, 'chosen is "a"'),
+        ({"chosen": [user("a"), reply("b")], "rejected": [user("c"), reply("d")]}, "answer different prompts"),
+        ({"prompt": "p", "chosen": "a", "rejected": [reply("b")]}, 'chosen is "a"'),
         ({"prompt": 1, "chosen": "a", "rejected": "b"}, "prompt is 1"),
         ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": "big"}, 'margin is "big"'),
         ({"prompt": "p", "completion": "b", "label": "good"}, 'label is "good"'),
         ({"instruction": 3, "chosen": "a", "rejected": "b"}, "instruction is 3"),
         ({"text": "a"}, "match no known format"),
-        ({"messages": [user("a"), said("b")]}, "match no known format"),
+        ({"messages": [user("a"), reply("b")]}, "match no known format"),
     ],
 )
-def test_wrong_rows_are_told_with_their_place(read, row, message):
+def test_invalid_rows_are_reported_with_their_location(read, row, message):
     with pytest.raises(TuneError, match=r"data.jsonl:1") as error:
         read(row, kind="labelled" if "label" in row else "graded" if "margin" in row else "preferences")
     assert message in str(error.value)
 
 
-def test_options_that_part_answers_are_refused(read):
+def test_options_that_split_answers_are_refused(read):
     row = {"prompt": "p", "chosen": "a", "rejected": "b"}
     for options in ({"train_on": "all"}, {"too_long": "split"}):
         with pytest.raises(TuneError, match="preferences rows"):

@@ -1,4 +1,4 @@
-"""Prompts of somebody's rows: what is read, what is refused, what is counted, and their order."""
+"""Prompts from rows: what is read, refused and counted, and their order."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def read(tokenizer, tmp_path):
     return read
 
 
-def test_a_malformed_line_is_no_row(tokenizer, tmp_path):
+def test_malformed_line_is_an_error(tokenizer, tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "a"}\n{"prompt": \n')
     for options in ({}, {"filter": "builtins.len"}):
@@ -49,19 +49,19 @@ def test_a_malformed_line_is_no_row(tokenizer, tmp_path):
         ({"prompt": LOOK, "audio": "miau.wav"}, "audio and <image> in addition to prompt"),
     ],
 )
-def test_what_a_model_of_text_does_not_see_is_refused(row, message, read):
+def test_prompts_with_media_are_refused(row, message, read):
     with pytest.raises(TuneError, match=r"rows.jsonl:2: the row has ") as error:
         read({"instruction": "the cat"}, row)
     assert message in str(error.value) and "dataset.ignore=[" in str(error.value)
     assert len(read(row, ignore=["image", "images", "audio", "<image>"])) == 1
 
 
-def test_answers_beside_a_prompt_are_for_rewards(read):
+def test_other_columns_stay_available_to_rewards(read):
     row = {"prompt": "the cat", "chosen": "sat", "rejected": "ran", "label": 1, "images": []}
     assert read(row).prompts[0].row == row
 
 
-def test_an_input_stands_behind_its_instruction(read, tokenizer):
+def test_input_follows_its_instruction(read, tokenizer):
     (prompt,) = read({"instruction": "Translate.", "input": "the cat", "output": "die Katze"}).prompts
     assert prompt.messages == [{"role": "user", "content": "Translate.\n\nthe cat"}]
     assert "Translate.\n\nthe cat<|im_end|>" in tokenizer.decode(prompt.tokens)
@@ -69,17 +69,17 @@ def test_an_input_stands_behind_its_instruction(read, tokenizer):
         read({"instruction": "Translate.", "input": 3})
 
 
-def test_rows_that_a_function_leaves_out_are_counted(read, tmp_path, monkeypatch):
+def test_filtered_rows_are_counted(read, tmp_path, monkeypatch):
     (tmp_path / "wanted_prompts.py").write_text("def is_short(row):\n    return len(row['prompt']) < 8\n")
     monkeypatch.syspath_prepend(tmp_path)
-    found = read({"prompt": "the cat"}, {"prompt": "the cat sat"}, filter="wanted_prompts.is_short")
-    assert [len(found), found.dropped] == [1, {"left out by wanted_prompts.is_short": 1}]
+    prompts = read({"prompt": "the cat"}, {"prompt": "the cat sat"}, filter="wanted_prompts.is_short")
+    assert [len(prompts), prompts.dropped] == [1, {"left out by wanted_prompts.is_short": 1}]
     with pytest.raises(TuneError, match=r"rows.jsonl:1: wanted_prompts.is_short fails on this row: KeyError: 'prompt'"):
         read({"instruction": "the cat"}, filter="wanted_prompts.is_short")
 
 
-def test_an_epoch_is_put_in_order_once_for_a_step(monkeypatch):
-    """Not once for each of its prompts: of a million prompts that takes 40 ms."""
+def test_epoch_is_shuffled_once_per_step(monkeypatch):
+    """It is not shuffled once per prompt: shuffling a million prompts takes 40 ms."""
     made = []
     seeded = np.random.PCG64
     monkeypatch.setattr(np.random, "PCG64", lambda seed: made.append(seed) or seeded(seed))
@@ -89,7 +89,7 @@ def test_an_epoch_is_put_in_order_once_for_a_step(monkeypatch):
     assert sorted(drawn[:10]) == [*range(10)] and len({*drawn[10:]}) == 6
 
 
-def test_conversations_of_sharegpt(read):
+def test_sharegpt_conversations(read):
     turns = [{"from": "human", "value": "the cat"}, {"from": "gpt", "value": "sat"}]
     (prompt,) = read({"conversations": turns}).prompts
     assert prompt.messages == [{"role": "user", "content": "the cat"}]
@@ -102,19 +102,19 @@ def test_conversations_of_sharegpt(read):
         ({"sistem": "sistem"}, "columns.sistem: no format has such a column. Did you mean 'system'?"),
     ],
 )
-def test_columns_that_are_not_there(columns, message, read):
-    """What is misspelt is not left out silently."""
+def test_missing_columns_are_refused(columns, message, read):
+    """Misspelled columns are not silently left out."""
     with pytest.raises(TuneError, match=f"rows.jsonl:1: {re.escape(message)}"):
         read({"instruction": "1+1?", "sistem": "Be brief."}, columns=columns)
 
 
-def test_a_column_of_usual_name_is_suggested(read):
+def test_columns_with_common_names_are_suggested(read):
     with pytest.raises(TuneError, match=r"the row has question, answer. .* 'dataset.columns={instruction: question}'"):
         read({"question": "1+1?", "answer": "2"})
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(0.5, 3), (1.5, 8), (1.2, 6), (2.0, 10)])
-def test_epochs_of_prompts_that_are_fractions(epochs, steps):
+def test_fractional_epochs_of_prompts(epochs, steps):
     prompts = Prompts("ten", [Prompt(index, [1], {}) for index in range(10)], {})
 
     def read(loader):

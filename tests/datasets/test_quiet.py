@@ -1,4 +1,4 @@
-"""What is seldom meant, or changes without a word: it is counted, said or refused."""
+"""Rarely intended data and silent changes are counted, reported or refused."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from tune.tokenizers import Tokenizer
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """Its tokenizer has merges, such as ' cat'."""
+    """A checkpoint whose tokenizer has merges, such as ' cat'."""
     return save_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
@@ -43,17 +43,19 @@ def chat(answer="yes"):
 
 
 @pytest.mark.parametrize(("prompt", "shares"), [("Look: a ", True), ("Look: a", False), ("", False)])
-def test_a_prompt_that_shares_a_token_with_the_answer_is_counted(checkpoint, write, prompt, shares):
-    """kin: huggingface/trl#5213. Asked with the prompt alone, the model reads other tokens than it learned after."""
+def test_prompts_that_share_a_token_with_the_answer_are_counted(checkpoint, write, prompt, shares):
+    """kin: huggingface/trl#5213. With the prompt alone, the model reads other tokens than in training."""
     tokenizer = Tokenizer(str(checkpoint))
     file = write({"prompt": prompt, "completion": "cat" if shares else " cat"})
-    found = load(tokenizer, file, max_seq_len=100, workers=1).accounting
-    assert found.remarks["prompt and answer share a token"] == shares
-    assert found.supervised_tokens == (2 if prompt else 1)  # ' cat', but as the first token of all, and the end
+    accounting = load(tokenizer, file, max_seq_len=100, workers=1).accounting
+    assert accounting.remarks["prompt and answer share a token"] == shares
+    assert accounting.supervised_tokens == (
+        2 if prompt else 1
+    )  # ' cat' and the end; the first token of a sample has no target
 
 
 def test_kto_needs_another_prompt(read):
-    """kin: huggingface/trl#1911. No answer is a mismatched one where all have one prompt."""
+    """kin: huggingface/trl#1911. No answer is mismatched if all rows have one prompt."""
     rows = [{"prompt": "Write.", "completion": f" Answer {index}.", "label": index % 2 == 0} for index in range(3)]
     with pytest.raises(TuneError, match=r"rows\.jsonl.* 3 "):
         read(*rows, kind="labelled")
@@ -61,14 +63,14 @@ def test_kto_needs_another_prompt(read):
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
-def test_a_key_that_is_there_twice_is_refused(folder, write, name):
+def test_duplicate_keys_are_refused(folder, write, name):
     row = '{"messages": [{"role": "user", "content": "a", "content": "b"}, {"role": "assistant", "content": "c"}]}'
     file = write(row, row, name="rows.jsonl") if name == "rows.jsonl" else write(f"[{row}]", name=name)
     with pytest.raises(TuneError, match=rf"{name}.*'content'"):
         load(Tokenizer(str(folder)), file, max_seq_len=100, workers=1)
 
 
-def test_thinking_parts_are_the_reasoning(folder, read):
+def test_thinking_parts_become_reasoning(folder, read):
     (folder / "chat_template.jinja").write_text(
         "{% for m in messages %}{% generation %}<{{ m.reasoning_content }}>{{ m.content }}{% endgeneration %}"
         "{% endfor %}"
@@ -82,8 +84,8 @@ def test_thinking_parts_are_the_reasoning(folder, read):
         read(twice)
 
 
-def test_the_date_of_prompts_is_that_of_the_run(folder, write, checkpoint):
-    """A run of reinforcement learning would have other data tomorrow, and could not be continued."""
+def test_prompt_date_comes_from_the_run(folder, write, checkpoint):
+    """Otherwise a reinforcement-learning run would have other data tomorrow and could not be resumed."""
     (folder / "chat_template.jinja").write_text("{{ strftime_now('%Y-%m-%d') }}{{ messages[0].content }}")
     file = write({"instruction": "Hi"})
     prompts = {
@@ -96,12 +98,12 @@ def test_the_date_of_prompts_is_that_of_the_run(folder, write, checkpoint):
     fingerprints = {Tokenizer(str(folder), date=date).fingerprint for date in ("2024-07-26", "2031-01-02")}
     assert len(fingerprints) == 2
     without = {Tokenizer(str(checkpoint), date=date).fingerprint for date in ("2024-07-26", "2031-01-02")}
-    assert len(without) == 1  # its template prints none
+    assert len(without) == 1  # its template prints no date
     with pytest.raises(TuneError, match=r"tokenizer\.date=tomorrow"):
         Tokenizer(str(folder), date="tomorrow")
 
 
-def test_rows_of_an_earlier_run_are_told_with_their_age(read, tmp_path):
+def test_reused_rows_are_reported_with_their_age(read, tmp_path):
     assert "prepared" not in read(chat()).accounting.table()
     (about,) = (tmp_path / "cache").glob("*/about.json")
     os.utime(about, (about.stat().st_atime, about.stat().st_mtime - 3 * 3600))
@@ -111,7 +113,7 @@ def test_rows_of_an_earlier_run_are_told_with_their_age(read, tmp_path):
     assert again.as_dict()["prepared"] == about.stat().st_mtime
 
 
-def test_what_a_function_reads_besides_is_part_of_the_key(read, tmp_path, monkeypatch):
+def test_declared_dependencies_of_a_function_are_part_of_the_key(read, tmp_path, monkeypatch):
     """kin: allenai/open-instruct#1497."""
     (tmp_path / "reads_files.py").write_text(
         "import os, pathlib\n"
@@ -133,7 +135,7 @@ def test_what_a_function_reads_besides_is_part_of_the_key(read, tmp_path, monkey
         read({"text": "b"}, format="reads_files.shout")
 
 
-def test_the_folder_of_a_run_is_no_data(folder, read, tmp_path):
+def test_run_folders_are_not_data(folder, read, tmp_path):
     data = tmp_path / "data"
     run = data / "runs" / "mine"
     run.mkdir(parents=True)
@@ -146,10 +148,10 @@ def test_the_folder_of_a_run_is_no_data(folder, read, tmp_path):
     for path in (data, data / "**" / "*.jsonl"):
         assert load(Tokenizer(str(folder)), str(path), max_seq_len=100, workers=1).accounting.rows == 2
     named = load(Tokenizer(str(folder)), str(run / "sam*.jsonl"), max_seq_len=100, workers=1)
-    assert named.accounting.rows == 1  # the path says which run
+    assert named.accounting.rows == 1  # the path names the run
 
 
-def test_validation_rows_are_read_as_training_rows_are(checkpoint, write):
+def test_validation_rows_are_read_like_training_rows(checkpoint, write):
     rows = [{"talk": chat(f"yes {index}")["messages"], "weight": index} for index in range(3)]
     paths = [f"dataset.path={write(*rows)}", f"validation_dataset.path={write(rows[0], name='held_out.jsonl')}"]
     columns = ["dataset.columns={messages: talk}", "dataset.extra_columns=[weight]"]

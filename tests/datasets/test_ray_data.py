@@ -1,4 +1,4 @@
-"""Ray Data as the source: the same rows in the same order as `streaming=true`, on any number of processes."""
+"""Ray Data as a source gives the same rows in the same order as `streaming=true`, for any number of processes."""
 
 import json
 import os
@@ -37,13 +37,13 @@ def cluster():
 
 def contents(batch) -> list[tuple]:
     return [
-        (each.tokens.tolist(), each.labels.tolist(), each.documents.samples.tolist()) for each in batch.micro_batches
+        (part.tokens.tolist(), part.labels.tolist(), part.documents.samples.tolist()) for part in batch.micro_batches
     ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_same_rows_in_the_same_order_as_a_stream_also_when_continued(
+def test_same_rows_and_order_as_a_stream_also_after_resuming(
     cluster, checkpoint: Path, tmp_path: Path, make, packed: bool
 ) -> None:
     file, tokenizer = tmp_path / "rows.jsonl", Tokenizer(str(checkpoint))
@@ -55,15 +55,15 @@ def test_the_same_rows_in_the_same_order_as_a_stream_also_when_continued(
         return DataLoader(component(tokenizer, str(file), **options, **others), make.world(), 16, 16, max_steps=60)
 
     expected = [contents(batch) for _, batch in loader(load, streaming=True)]
-    found = loader(ray)
-    first = [contents(batch) for _, batch in islice(found, 17)]
-    continued = loader(ray)
-    continued.load_state_dict(json.loads(json.dumps(found.state_dict())))
-    assert first + [contents(batch) for _, batch in continued] == expected
+    data = loader(ray)
+    first = [contents(batch) for _, batch in islice(data, 17)]
+    resumed = loader(ray)
+    resumed.load_state_dict(json.loads(json.dumps(data.state_dict())))
+    assert first + [contents(batch) for _, batch in resumed] == expected
 
 
 @pytest.mark.slow
-def test_mistakes_come_in_their_place(cluster, checkpoint: Path, tmp_path: Path, make) -> None:
+def test_mistakes_are_raised_at_their_row(cluster, checkpoint: Path, tmp_path: Path, make) -> None:
     file, tokenizer = tmp_path / "rows.jsonl", Tokenizer(str(checkpoint))
     rows = [json.dumps({"text": "the cat sat"})] * 300
     for at, wrong, message in ((200, '{"text": 3}', r"rows\.jsonl:201: "), (250, '{"text":', r"rows\.jsonl:251: ")):
@@ -76,7 +76,7 @@ def test_mistakes_come_in_their_place(cluster, checkpoint: Path, tmp_path: Path,
 
 
 @pytest.mark.slow
-def test_tasks_do_not_wait_for_the_cpus_of_those_who_wait_for_them(cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_do_not_wait_for_cpus_held_by_training(cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     @cluster.remote
     class Training: ...
 
@@ -89,24 +89,24 @@ def test_tasks_do_not_wait_for_the_cpus_of_those_who_wait_for_them(cluster, monk
 
 
 @pytest.mark.slow
-def test_nothing_is_forked_beside_a_connection(cluster) -> None:
-    """A fork has the connection's sockets without its threads: answers got lost, and a run waited for ever."""
+def test_no_process_is_forked_while_connected(cluster) -> None:
+    """A fork has the connection's sockets but not its threads: answers got lost and a run hung."""
     assert {*map_chunks(lambda chunk: os.getpid(), range(ALONE + 9 * CHUNK), 2)} == {os.getpid()}
 
 
 @pytest.mark.slow
-def test_each_process_gets_every_chunk_and_none_is_kept_longer(cluster) -> None:
+def test_each_process_gets_every_chunk_and_chunks_are_then_freed(cluster) -> None:
     from tune.datasets.ray_data import _Passes
 
     passes = _Passes(lambda start: iter(range(start, 5)), os.getcwd(), 2)
     values = Counter()
     for index in range(6):
         for rank in (0, 1):
-            (found,) = passes.chunk(rank, 0, 0, index)
-            values[rank, found and cluster.get(found)] += 1
+            (chunk,) = passes.chunk(rank, 0, 0, index)
+            values[rank, chunk and cluster.get(chunk)] += 1
             assert len(passes.passes[0][1]) <= 2
     assert values == {(rank, value): 1 for rank in (0, 1) for value in (0, 1, 2, 3, 4, None)}
     passes.chunk(0, 1, 3, 0)
-    assert passes.passes.keys() == {0, 1}  # the other one may still want it
+    assert passes.passes.keys() == {0, 1}  # the other process may still need it
     passes.chunk(1, 1, 3, 0)
     assert passes.passes.keys() == {1}

@@ -1,4 +1,4 @@
-"""What the options make of a row."""
+"""How the options turn a row into samples."""
 
 import json
 import pickle
@@ -35,7 +35,7 @@ def outcome(tokenizer):
 
 @pytest.fixture
 def shown(tokenizer):
-    """A sample's text, learned characters in capitals between brackets."""
+    """The text of a sample, with its learned part in brackets."""
 
     def shown(sample):
         pieces, on = "", False
@@ -67,13 +67,13 @@ def test_train_on(outcome, tokenizer, train_on, learned):
     (sample,) = outcome(CHAT, train_on=train_on).samples
     text = tokenizer.decode([label for label in sample.labels if label != -100])
     text = text.replace("<|im_start|>", "<").replace("<|im_end|>", ">")
-    assert text == learned.removeprefix("<")  # the first token is predicted from nothing
+    assert text == learned.removeprefix("<")  # the first token has nothing to be predicted from
 
 
 @pytest.mark.parametrize(
     ("train_on", "learned"), [("assistant", "B>C>"), ("last", "C>"), (["user"], "a>b>"), ("all", "-")]
 )
-def test_train_of_a_message_comes_first(outcome, tokenizer, train_on, learned):
+def test_train_of_a_message_overrides_train_on(outcome, tokenizer, train_on, learned):
     turns = [dict(message) for message in TURNS]
     turns[1]["train"] = turns[4]["train"] = False
     (sample,) = outcome({"messages": turns}, train_on=train_on).samples
@@ -97,14 +97,14 @@ def test_train_on_in_plain_texts(outcome, shown, row, train_on, expected):
     assert shown(outcome(row, train_on=train_on).samples[0]) == expected
 
 
-def test_end_of_turn_that_is_not_learned(outcome, shown):
+def test_end_of_turn_can_be_excluded(outcome, shown):
     (sample,) = outcome({"messages": TURNS[:2]}, train_on_end_of_turn=False).samples
     assert shown(sample) == "<user\na>\n<assistant\n[A]>\n"
     (sample,) = outcome({"prompt": "2+2=", "completion": "4"}, train_on_end_of_turn=False).samples
     assert shown(sample) == "<s>2+2=[4]</s>"
 
 
-def test_eos_is_learned_where_it_is_the_padding_too(folder, shown):
+def test_eos_is_learned_even_if_it_is_the_padding(folder, shown):
     config = {"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = Tokenizer(str(folder))
@@ -117,7 +117,7 @@ def test_eos_is_learned_where_it_is_the_padding_too(folder, shown):
 
 
 @pytest.mark.parametrize("text", ["once", "<s>once", "<s><s>once"])
-def test_one_bos_is_put_before_a_text_that_has_none(outcome, tokenizer, text):
+def test_bos_is_added_only_to_texts_without_one(outcome, tokenizer, text):
     (sample,) = outcome({"text": text}).samples
     assert tokenizer.decode(sample.tokens.tolist()) == f"{text if text.startswith('<s>') else '<s>' + text}</s>"
 
@@ -130,15 +130,15 @@ def test_template_that_writes_bos_gets_no_second_one(folder):
     assert outcome.samples[0].tokens.tolist().count(tokenizer.bos_id) == 1
 
 
-def test_template_that_writes_no_end_of_turn_is_counted(folder):
+def test_conversations_without_end_of_turn_are_counted(folder):
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
     outcomes = RowReader(Tokenizer(str(folder)), 100)([("row", {"messages": TURNS}), ("row", {"text": "once"})])
     assert [outcome.ends for outcome in outcomes] == [False, True]
     assert Accounting.of_rows(outcomes).endless == 1
 
 
-def test_conversation_that_is_cut_is_not_counted_as_one_without_an_end_of_turn(folder):
-    """It is counted as cut."""
+def test_cut_conversation_is_not_counted_as_endless(folder):
+    """It is counted as truncated."""
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
     rows = [("row", {"messages": TURNS[:2]}), ("row", {"messages": TURNS})]
     whole, cut = RowReader(Tokenizer(str(folder)), 24)(rows)
@@ -146,7 +146,7 @@ def test_conversation_that_is_cut_is_not_counted_as_one_without_an_end_of_turn(f
     assert cut.cut > 0 and cut.samples and cut.ends
 
 
-def test_template_whose_marks_are_around_nothing_masks_the_row(folder):
+def test_template_with_empty_generation_blocks_masks_the_row(folder):
     template = "{% for m in messages %}{{ m.content }}{% if m.role == 'model' %}{% generation %}{% endgeneration %}"
     (folder / "chat_template.jinja").write_text(template + "{% endif %}{% endfor %}")
     (outcome,) = RowReader(Tokenizer(str(folder)), 100)([("row", {"messages": TURNS})])
@@ -156,7 +156,7 @@ def test_template_whose_marks_are_around_nothing_masks_the_row(folder):
 # long rows
 
 
-def test_conversation_is_cut_behind_the_last_answer_that_fits(outcome, shown, tokenizer):
+def test_conversation_is_cut_after_the_last_answer_that_fits(outcome, shown, tokenizer):
     whole = outcome(CHAT).samples[0]
     two_turns = outcome({"messages": [SYSTEM, *TURNS[:4]]}).samples[0]
     for length in (len(two_turns.tokens), len(whole.tokens) - 1):
@@ -171,7 +171,7 @@ def test_first_answer_that_does_not_fit_is_cut_inside(outcome, shown):
     assert cut.samples[0].labels[-1] == -100 and cut.cut == 5
 
 
-def test_last_turn_that_is_cut_off_leaves_nothing_to_learn(outcome):
+def test_cutting_off_the_last_turn_leaves_nothing_to_learn(outcome):
     fitting = len(outcome({"messages": TURNS[:4]}).samples[0].tokens)
     cut = outcome({"messages": TURNS}, fitting, train_on="last")
     assert cut.dropped == "fully masked" and cut.needs > fitting
@@ -186,7 +186,7 @@ def test_conversation_is_split_between_turns(outcome, shown):
     assert (split.cut, split.dropped) == (0, None)
 
 
-def test_turn_that_is_too_long_alone_is_cut_and_the_others_are_kept(outcome, shown):
+def test_single_turn_that_is_too_long_is_cut_and_others_are_kept(outcome, shown):
     long = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "X" * 50}]
     split = outcome({"messages": [*TURNS[:2], *long, *TURNS[2:4]]}, 40, too_long="split")
     first, second, third = map(shown, split.samples)
@@ -194,7 +194,7 @@ def test_turn_that_is_too_long_alone_is_cut_and_the_others_are_kept(outcome, sho
     assert split.cut > 0
 
 
-def test_prompt_is_in_each_piece_of_a_completion(outcome, shown):
+def test_each_piece_of_a_completion_has_the_prompt(outcome, shown):
     row = {"prompt": [SYSTEM, TURNS[0]], "completion": TURNS[1:]}
     length = len(outcome({"messages": [SYSTEM, *TURNS[:4]]}).samples[0].tokens)
     pieces = [shown(sample) for sample in outcome(row, length, too_long="split").samples]
@@ -206,7 +206,7 @@ def test_prompt_is_in_each_piece_of_a_completion(outcome, shown):
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=60), length=st.integers(2, 20))
 def test_every_token_of_a_split_text_is_learned_once(outcome, text, length):
     whole = outcome({"text": text}).samples[0]
-    pieces = outcome({"text": text}, length).samples  # texts are split if nothing else is asked for
+    pieces = outcome({"text": text}, length).samples  # texts are split by default
     assert all(len(piece.tokens) <= length for piece in pieces)
     learned = [label for piece in pieces for label in piece.labels.tolist() if label != -100]
     assert learned == whole.tokens[1:].tolist()
@@ -225,7 +225,7 @@ def test_pieces_of_a_text_begin_as_the_text_does(tokenizer, shown, tmp_path, pac
 
 
 @pytest.mark.parametrize("row", [CHAT, {"prompt": "a" * 50, "completion": "b"}, {"input_ids": [1] * 50}], ids=str)
-def test_long_rows_that_are_dropped_or_refused(outcome, row):
+def test_long_rows_can_be_dropped_or_refused(outcome, row):
     assert outcome(row, 40, too_long="drop").dropped == "longer than max_seq_len"
     assert "row: the row has " in outcome(row, 40, too_long="error").mistake
     assert "more than max_seq_len=40" in outcome(row, 40, too_long="error").mistake
@@ -248,7 +248,7 @@ def test_pieces_of_tokens_begin_with_bos_if_the_tokens_do(outcome, tokenizer):
     assert len(outcome({"input_ids": [bos, 2, 3]}, 1, too_long="split").samples) == 2  # no room for BOS
 
 
-def test_what_was_cut_is_counted(tokenizer, tmp_path):
+def test_cut_rows_are_counted(tokenizer, tmp_path):
     file = tmp_path / "data.jsonl"
     rows = [CHAT, {"messages": TURNS[:2]}, {"messages": [{"role": "user", "content": "x" * 90}, TURNS[1]]}]
     file.write_text("\n".join(map(json.dumps, rows)))
@@ -278,7 +278,7 @@ def texts(dataset, tokenizer):
     return [tokenizer.decode(sample.tokens.tolist()) for sample in dataset.samples]
 
 
-def test_rows_are_trained_on_or_validated_on(tokenizer, numbers):
+def test_each_row_is_trained_on_or_validated_on(tokenizer, numbers):
     data = load(tokenizer, numbers(400), max_seq_len=16, validation_fraction=0.1)
     training, validation = texts(data, tokenizer), texts(data.validation, tokenizer)
     assert sorted(training + validation) == sorted(f"<s>{number}</s>" for number in range(400))
@@ -289,7 +289,7 @@ def test_rows_are_trained_on_or_validated_on(tokenizer, numbers):
     assert load(tokenizer, numbers(400), max_seq_len=16).validation is None
 
 
-def test_a_row_stays_on_its_side_when_others_come(tokenizer, numbers):
+def test_split_of_a_row_does_not_change_when_rows_are_added(tokenizer, numbers):
     few = load(tokenizer, numbers(100), max_seq_len=16, validation_fraction=0.2)
     more = load(tokenizer, numbers(200), max_seq_len=16, validation_fraction=0.2)
     assert texts(more.validation, tokenizer)[: len(few.validation)] == texts(few.validation, tokenizer)
@@ -297,12 +297,12 @@ def test_a_row_stays_on_its_side_when_others_come(tokenizer, numbers):
     assert texts(other.validation, tokenizer) != texts(few.validation, tokenizer)
 
 
-def test_fraction_that_holds_no_row_out(tokenizer, numbers):
+def test_validation_fraction_without_a_row_is_refused(tokenizer, numbers):
     with pytest.raises(TuneError, match="none of the 2 rows can be used: left for training"):
         load(tokenizer, numbers(2), max_seq_len=16, validation_fraction=0.001)
 
 
-# the user's functions
+# functions of the user
 
 
 @pytest.fixture
@@ -323,14 +323,14 @@ def my_data(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("my_data")
-def test_rows_that_a_function_leaves_out(tokenizer, numbers):
+def test_filter_function(tokenizer, numbers):
     data = load(tokenizer, numbers(12), max_seq_len=16, filter="my_data.is_long")
     assert texts(data, tokenizer) == ["<s>10</s>", "<s>11</s>"]
     assert data.accounting.dropped == {"left out by my_data.is_long": 10}
 
 
 @pytest.mark.usefixtures("my_data")
-def test_format_of_the_users(tokenizer, numbers):
+def test_format_function_of_the_user(tokenizer, numbers):
     data = load(tokenizer, numbers(5), max_seq_len=100, format="my_data.to_messages")
     assert len(data.samples) == 4 and data.accounting.dropped == {"left out by my_data.to_messages": 1}
     assert data.accounting.format == "my_data.to_messages"
@@ -343,7 +343,7 @@ def test_generator_function(tokenizer):
 
 
 @pytest.mark.usefixtures("my_data")
-def test_function_that_changes_makes_other_data(tokenizer, numbers, tmp_path):
+def test_changed_function_prepares_data_again(tokenizer, numbers, tmp_path):
     file = numbers(12)
     assert len(load(tokenizer, file, max_seq_len=16, filter="my_data.is_long")) == 2
     module = tmp_path / "my_data.py"
@@ -353,7 +353,7 @@ def test_function_that_changes_makes_other_data(tokenizer, numbers, tmp_path):
 
 
 @pytest.mark.parametrize("module", ["aside/words.py", "aside/deeper/__init__.py", "limits.py", "late.py"])
-def test_modules_that_a_function_imports_are_part_of_the_data(tmp_path, monkeypatch, module):
+def test_imported_modules_are_part_of_the_key(tmp_path, monkeypatch, module):
     files = {
         "mine.py": "import os, json\nfrom aside import words\ndef keep(row):\n    import late\n    return words",
         "aside/__init__.py": "",
@@ -395,13 +395,13 @@ def test_modules_that_a_function_imports_are_part_of_the_data(tmp_path, monkeypa
         ({"format": "chat"}, r"data\.jsonl:1: format=chat needs the columns messages; the row has text"),
     ],
 )
-def test_functions_and_formats_that_do_not_work(tokenizer, numbers, options, message):
+def test_failing_functions_and_formats_are_reported(tokenizer, numbers, options, message):
     with pytest.raises(TuneError, match=message):
         load(tokenizer, numbers(3), max_seq_len=100, **options)
 
 
 @pytest.mark.usefixtures("my_data")
-def test_generator_function_that_is_none(tokenizer):
+def test_broken_generator_functions_are_reported(tokenizer):
     with pytest.raises(
         TuneError, match=r"python:my_data\.five fails after row 0: TypeError: .int. object is not iterable"
     ):
@@ -410,11 +410,11 @@ def test_generator_function_that_is_none(tokenizer):
         load(tokenizer, "python:my_data.breaks", max_seq_len=100)
 
 
-# a pure function that may be sent anywhere
+# the reader is a pure function that other processes can run
 
 
 @pytest.mark.usefixtures("my_data")
-def test_reader_does_the_same_in_another_process(tokenizer):
+def test_pickled_reader_gives_the_same_rows(tokenizer):
     reader = RowReader(tokenizer, 60, filter="my_data.is_long", train_on=["user"])
     rows = [("one", CHAT | {"text": "yes"}), ("two", {"text": "x"}), ("three", {"text": 5.0, "messages": 1})]
     before = reader(rows)

@@ -1,4 +1,4 @@
-"""The same rows from every kind of place."""
+"""The same rows from every kind of source."""
 
 import bz2
 import gzip
@@ -53,7 +53,7 @@ def put(file, content=LINES):
 # files
 
 
-# Without the time in compressed content: processes that share these tests must have collected the same names.
+# Compressed content has no timestamp: parallel test processes must collect the same names.
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -136,7 +136,7 @@ def test_take_reads_only_the_first(tmp_path):
 
 
 @pytest.mark.parametrize(("rows", "take", "is_cut"), [(2, None, False), (3, None, True), (3, 2, False), (9, 3, True)])
-def test_a_rehearsal_reads_the_first_rows_and_knows_if_a_run_reads_more(tmp_path, rows, take, is_cut):
+def test_rehearsal_reads_the_first_rows_and_knows_if_more_exist(tmp_path, rows, take, is_cut):
     put(tmp_path / "data.jsonl", b'{"text": "a"}\n' * rows)
     note = rehearsal.Rehearsal(print, print, 2, nullcontext, print, {})
     with rehearsal.start(note):
@@ -147,7 +147,7 @@ def test_a_rehearsal_reads_the_first_rows_and_knows_if_a_run_reads_more(tmp_path
 # folders and globs
 
 
-def test_folders_below_are_read_and_links_to_folders_are_not(tmp_path):
+def test_subfolders_are_read_but_links_to_folders_are_not(tmp_path):
     put(tmp_path / "data" / "a.jsonl")
     put(tmp_path / "data" / "b" / "c.jsonl.gz", gzip.compress(LINES))
     put(tmp_path / "data" / ".cache" / "d.jsonl")
@@ -161,7 +161,7 @@ def test_folders_below_are_read_and_links_to_folders_are_not(tmp_path):
     assert read(str(tmp_path / "data")).ignored_files == ["gone.jsonl", "loop", "notes.txt"]
 
 
-def test_splits_of_a_folder_go_by_the_names_of_its_files(tmp_path):
+def test_splits_of_a_folder_follow_its_file_names(tmp_path):
     for name in ("train-00000-of-00001.jsonl", "test.jsonl", "validation/a.jsonl", "dev_b.jsonl", "extra.jsonl"):
         put(tmp_path / "data" / name)
     chosen = {split: places_of(tmp_path / "data", split=split)[::2] for split in ("train", "test", "validation")}
@@ -182,7 +182,7 @@ def test_globs(tmp_path):
     assert rows_of(tmp_path / "odd[1].jsonl") == ROWS
 
 
-# elsewhere
+# remote files
 
 
 @pytest.fixture
@@ -196,15 +196,15 @@ def memory():
 
 
 @pytest.mark.usefixtures("memory")
-def test_what_fsspec_opens():
+def test_fsspec_urls():
     assert rows_of("memory://bucket/a.jsonl") == ROWS
     assert rows_of("memory://bucket/*.jsonl") == ROWS
     assert rows_of("memory://bucket/b") == ROWS
     assert places_of("memory://bucket/b/") == ["c.jsonl.gz:1", "c.jsonl.gz:2"]
-    assert rows_of("memory://train") == ROWS  # the folder's own name is no split
+    assert rows_of("memory://train") == ROWS  # the folder's own name is not a split
 
 
-def test_files_elsewhere_are_prepared_once(tokenizer, memory, monkeypatch):
+def test_remote_files_are_prepared_once(tokenizer, memory, monkeypatch):
     first = load(tokenizer, "memory://train/a.jsonl", max_seq_len=100)
     with monkeypatch.context() as patch:
         patch.delattr(Tokenizer, "encode_with_offsets")
@@ -214,7 +214,7 @@ def test_files_elsewhere_are_prepared_once(tokenizer, memory, monkeypatch):
 
 
 class Web(MemoryFileSystem):
-    """Tells of a file what a web server's headers do; without them, only its path and size."""
+    """Report the headers of a web server for a file; without headers, only its path and size."""
 
     protocol = "web"
     headers: ClassVar[dict[str, str]] = {}
@@ -224,14 +224,14 @@ class Web(MemoryFileSystem):
         return MemoryFileSystem._strip_protocol(path.removeprefix("web://"))
 
     def ukey(self, path):
-        return path  # what fsspec's file system for https does
+        return path  # as fsspec's file system for https does
 
     def info(self, path, **kwargs):
         return {**super().info(path), "created": None, "url": f"https://signed/{random()}"} | self.headers
 
 
 @pytest.mark.parametrize("headers", [{"ETag": '"1"'}, {"Last-Modified": "Mon, 01 Jan 2024 00:00:00 GMT"}, {}])
-def test_files_behind_a_url_may_change(memory, monkeypatch, headers, tmp_path):
+def test_changes_of_remote_files_are_noticed(memory, monkeypatch, headers, tmp_path):
     fsspec.register_implementation("web", Web, clobber=True)
     monkeypatch.setattr(Web, "headers", headers)
 
@@ -239,10 +239,10 @@ def test_files_behind_a_url_may_change(memory, monkeypatch, headers, tmp_path):
         return content_of(read("web://train/a.jsonl").files, tmp_path)
 
     before = content()
-    assert content() == before  # although the address a server leads to may be signed anew
+    assert content() == before  # although the signed URL may differ each time
     if headers:
         with monkeypatch.context() as patch:
-            patch.setattr(Web, "_open", None)  # its bytes stay where they are
+            patch.setattr(Web, "_open", None)  # the bytes are not downloaded
             assert content() == before
     memory.pipe({"/train/a.jsonl": LINES.replace(b"o", b"0")})  # as long as before
     monkeypatch.setattr(Web, "headers", {name: f"{value} later" for name, value in headers.items()})
@@ -252,7 +252,7 @@ def test_files_behind_a_url_may_change(memory, monkeypatch, headers, tmp_path):
     assert content() != changed
 
 
-def test_files_that_change_alike_are_told_apart(memory, monkeypatch, tmp_path):
+def test_files_with_the_same_etag_stay_distinct(memory, monkeypatch, tmp_path):
     fsspec.register_implementation("web", Web, clobber=True)
     monkeypatch.setattr(Web, "headers", {"ETag": '"1"'})
     memory.pipe({"/train/other.jsonl": LINES.replace(b"o", b"0")})
@@ -260,24 +260,24 @@ def test_files_that_change_alike_are_told_apart(memory, monkeypatch, tmp_path):
     assert content_of(one, tmp_path) != content_of(other, tmp_path)
 
 
-def test_file_of_unknown_content_is_read(memory, monkeypatch, tmp_path):
-    """A server that tells nothing: the bytes are the key, wherever they lie."""
+def test_remote_file_without_headers_is_hashed_by_content(memory, monkeypatch, tmp_path):
+    """If the server sends no headers, the bytes are the key, whatever the path."""
     fsspec.register_implementation("web", Web, clobber=True)
     memory.pipe({"/train/copy.jsonl": LINES})
     one, other = (read(f"web://train/{name}.jsonl").files for name in ("a", "copy"))
     assert content_of(one, tmp_path) == content_of(other, tmp_path)
 
 
-def test_parquet_elsewhere(memory, arrow):
+def test_remote_parquet(memory, arrow):
     with memory.open("/bucket/deep/data.parquet", "wb") as file:
         arrow.parquet.write_table(arrow.Table.from_pylist(ROWS), file)
     assert rows_of("memory://bucket/deep/data.parquet") == ROWS
 
 
-# places that are none
+# unreadable paths
 
 
-def test_places_that_cannot_be_read(tmp_path, monkeypatch):
+def test_unreadable_paths_are_reported(tmp_path, monkeypatch):
     put(tmp_path / "data" / "train.jsonl")
     put(tmp_path / "data" / "more.jsonl")
     put(tmp_path / "mixed" / "a.csv", "text\na")
@@ -310,7 +310,7 @@ def test_places_that_cannot_be_read(tmp_path, monkeypatch):
         rows_of(tmp_path / "mixed" / "b.jsonl", subset="main")
 
 
-def test_package_that_is_missing_for_a_url(monkeypatch):
+def test_missing_package_for_a_url_is_reported(monkeypatch):
     def url_to_fs(path):
         raise ImportError("Install s3fs to access S3")
 

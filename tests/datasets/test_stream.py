@@ -1,4 +1,4 @@
-"""A stream: the order depends on the seed alone, and goes on behind the row where it was left."""
+"""The order of a stream depends only on the seed, and resumes after the last row that was read."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ from tune.tokenizers import Tokenizer
 
 
 def stream(make, lengths, pack_to=None, window=64, fingerprint="the same"):
-    """Row i has lengths[i] tokens, all of them i; one of length 0 is dropped."""
+    """Return a stream whose row i has lengths[i] tokens, all equal to i; rows of length 0 are dropped."""
 
     def outcomes(numbers):
         made = [(number, lengths[number]) for number in numbers]
@@ -32,7 +32,7 @@ def stream(make, lengths, pack_to=None, window=64, fingerprint="the same"):
 
 
 def rows_of(batch):
-    """The sample numbers of a batch's documents, whose tokens must be theirs."""
+    """The (token, sample number) pairs of a batch's documents."""
     documents = []
     for micro_batch in batch.micro_batches:
         real = (micro_batch.positions == 0) & (micro_batch.labels != -100)
@@ -53,7 +53,7 @@ def rows_of(batch):
     stop=st.integers(0, 12),
 )
 @pytest.mark.slow
-def test_same_order_for_any_number_of_processes_and_interruptions(
+def test_order_is_the_same_for_any_ranks_and_interruptions(
     make, lengths, packed, window, seed, ranks, resumed_ranks, steps, stop
 ):
     def loader(rank=0, ranks=1):
@@ -68,8 +68,8 @@ def test_same_order_for_any_number_of_processes_and_interruptions(
         for step in islice(zip(*before, strict=True), stop)
     ]
     after = [loader(rank, resumed_ranks) for rank in range(resumed_ranks)]
-    for each in after:
-        each.load_state_dict(json.loads(json.dumps(before[0].state_dict())))
+    for resumed in after:
+        resumed.load_state_dict(json.loads(json.dumps(before[0].state_dict())))
     seen += [sorted(itertools.chain(*(rows_of(batch) for _, batch in step))) for step in zip(*after, strict=True)]
     assert seen == whole
 
@@ -83,7 +83,7 @@ def test_same_order_for_any_number_of_processes_and_interruptions(
         assert len(set(numbers)) == len(numbers)
 
 
-def test_every_row_of_a_packed_pass(make):
+def test_packed_pass_has_every_row(make):
     lengths = [1 + row * 7 % 60 for row in range(300)]
     data = DataLoader(stream(make, lengths, 64), make.world(), 8, 1, max_steps=40)
     times = Counter(token for _, batch in data for token, _ in rows_of(batch))
@@ -91,9 +91,9 @@ def test_every_row_of_a_packed_pass(make):
     assert all(times[row] >= 1 for row in learned)
 
 
-def test_samples_are_numbered_as_they_come(make):
-    """What dropout's masks depend on: rows that are dropped have no number, and those of a second pass are others."""
-    lengths = [row % 3 for row in range(300)]  # a row of one token has a number, but nothing that is learned
+def test_samples_are_numbered_in_order_of_arrival(make):
+    """Dropout masks depend on the numbers: dropped rows have none, and a second pass has new ones."""
+    lengths = [row % 3 for row in range(300)]  # a row of one token has a number but no learned token
     data = DataLoader(stream(make, lengths), make.world(), 50, 50, max_steps=6)
     numbers = {(token, number) for _, batch in data for token, number in rows_of(batch)}
     samples = [row for row, length in enumerate(lengths) if length]
@@ -101,20 +101,20 @@ def test_samples_are_numbered_as_they_come(make):
     assert len(numbers) == 100
 
 
-def test_rows_are_shuffled_anew_in_each_pass(make):
+def test_each_pass_shuffles_rows_differently(make):
     data = DataLoader(stream(make, [2] * 64), make.world(), 64, 64, max_steps=3)
     orders = [batch.micro_batches[0].tokens[0][:128:2].tolist() for _, batch in data]
     assert len({tuple(order) for order in orders}) == 3
     assert all(sorted(order) == list(range(64)) for order in orders)
 
 
-def test_windows_are_shuffled_each_in_its_own_way(make):
+def test_each_window_is_shuffled_differently(make):
     data = DataLoader(stream(make, [2] * 192), make.world(), 64, 64, max_steps=3)
     orders = [[row % 64 for row in batch.micro_batches[0].tokens[0][:128:2].tolist()] for _, batch in data]
     assert len({tuple(order) for order in orders}) == 3
 
 
-def test_first_window_is_told_and_all_is_counted(make):
+def test_first_window_is_reported_and_all_rows_are_counted(make):
     data = stream(make, [2] * 100 + [0] * 30)
     assert data.accounting.source == "rows.jsonl, streamed: rows 1 to 64"
     assert data.accounting.rows == 64
@@ -128,7 +128,7 @@ def test_validation_reads_a_stream_once(make):
     assert sum(batch.num_tokens for batch in batches) == 300
 
 
-def test_changed_rows_are_noticed_where_it_goes_on(make):
+def test_changed_rows_are_noticed_when_resuming(make):
     loader = DataLoader(stream(make, [4] * 200), make.world(), 8, 1, max_steps=20)
     for _ in islice(loader, 10):
         pass
@@ -138,7 +138,7 @@ def test_changed_rows_are_noticed_where_it_goes_on(make):
         next(iter(changed))
 
 
-def test_token_outside_the_vocabulary_is_found_when_it_comes(make):
+def test_token_outside_the_vocabulary_is_found_on_arrival(make):
     data = stream(make, [2] * 100)
     data.require_vocabulary(80)
     with pytest.raises(TuneError, match="token 99, but the model's vocab_size is 80"):
@@ -147,7 +147,7 @@ def test_token_outside_the_vocabulary_is_found_when_it_comes(make):
         stream(make, [2] * 100).require_vocabulary(60)
 
 
-def test_length_must_be_given(make):
+def test_stream_requires_max_steps(make):
     with pytest.raises(TuneError, match=r"max_steps must be set: rows\.jsonl is streamed"):
         DataLoader(stream(make, [2]), make.world(), 4, 1)
     with pytest.raises(TuneError, match=r"epochs=2 must be removed"):
@@ -170,10 +170,12 @@ def test_streamed_file(folder, rows):
     assert (data.accounting.rows, data.chunks_of_window) == (1024, 16)
     drawn, _ = next(data.draw(0, 280, Position()))
     texts = [tokenizer.decode(document.tokens.tolist()) for row in drawn.documents for document in row]
-    assert len(set(texts)) == len(texts) > 2700  # ten documents of six tokens a row, but in the last of a window
+    assert (
+        len(set(texts)) == len(texts) > 2700
+    )  # ten documents of six tokens per row, except in the last row of a window
 
 
-def test_streamed_file_that_breaks_off(folder, rows, make):
+def test_truncated_streamed_file_is_reported(folder, rows, make):
     with rows.open("a") as file:
         file.write('{"text": "a\n')
     data = load(Tokenizer(str(folder)), str(rows), max_seq_len=64, streaming=True, shuffle_buffer=64, workers=1)
@@ -188,12 +190,12 @@ def test_streamed_file_that_breaks_off(folder, rows, make):
         ({"shuffle_buffer": 100}, r"shuffle_buffer: without streaming=true"),
     ],
 )
-def test_settings_that_do_not_go_together(folder, rows, settings, message):
+def test_incompatible_stream_settings_are_refused(folder, rows, settings, message):
     with pytest.raises(TuneError, match=message):
         load(Tokenizer(str(folder)), str(rows), max_seq_len=64, **settings)
 
 
-def test_stream_without_anything_to_learn(make):
+def test_stream_without_learnable_rows_is_refused(make):
     with pytest.raises(TuneError, match=r"none of the 200 rows can be used: empty \(200\)"):
         stream(make, [0] * 200)
     with pytest.raises(TuneError, match=r"^rows\.jsonl has no rows$"):

@@ -1,4 +1,4 @@
-"""turns=as_seen: each answer is learned in the context that it is asked in, as in a hand-made row of that turn."""
+"""turns=as_seen: each answer is learned in the context of its turn, as in a hand-made row for that turn."""
 
 import json
 
@@ -30,11 +30,11 @@ def tokenizer(thinking_checkpoint):
 
 
 def by_hand(thinking_checkpoint, conversations):
-    """Tokens and labels of each answer behind the prompt that it is asked with, by transformers."""
+    """Tokens and labels of each answer after its own prompt, rendered by transformers."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(thinking_checkpoint)
     turns = []
     for messages in conversations:
-        for index in (index for index, each in enumerate(messages) if each["role"] == "assistant"):
+        for index in (index for index, message in enumerate(messages) if message["role"] == "assistant"):
             prompt = tokenizer.apply_chat_template(messages[:index], add_generation_prompt=True, return_dict=False)
             tokens = tokenizer.apply_chat_template(messages[: index + 1], return_dict=False)
             assert tokens[: len(prompt)] == prompt
@@ -53,18 +53,18 @@ def written(path, rows):
     return str(path)
 
 
-def test_each_answer_stands_where_it_is_asked_for(thinking_checkpoint, tokenizer):
+def test_each_answer_has_the_context_of_its_turn(thinking_checkpoint, tokenizer):
     outcome = read(tokenizer, TALK)
-    found = [(each.tokens.tolist(), each.labels.tolist()) for each in outcome.samples]
-    assert found == by_hand(thinking_checkpoint, [TALK])
-    assert len({each.columns["group"] for each in outcome.samples}) == 1
+    samples = [(sample.tokens.tolist(), sample.labels.tolist()) for sample in outcome.samples]
+    assert samples == by_hand(thinking_checkpoint, [TALK])
+    assert len({sample.columns["group"] for sample in outcome.samples}) == 1
     assert outcome.remarks == []  # no reasoning is lost
     together = RowReader(tokenizer, 400)([("row", {"messages": TALK})])[0]
     assert together.remarks == ["reasoning left out by the template"]
 
 
-def test_a_context_that_goes_on_is_one_sample(thinking_checkpoint, tokenizer):
-    """As in a loop of tool calls, whose reasoning stays until the next question."""
+def test_answers_that_share_a_context_are_one_sample(thinking_checkpoint, tokenizer):
+    """In a loop of tool calls, reasoning stays until the next question."""
     first, second = read(tokenizer, TOOLS).samples
     turns = by_hand(thinking_checkpoint, [TOOLS])
     assert first.tokens.tolist() == turns[1][0] and second.tokens.tolist() == turns[2][0]
@@ -75,36 +75,36 @@ def test_a_context_that_goes_on_is_one_sample(thinking_checkpoint, tokenizer):
     )
 
 
-def test_a_template_that_leaves_out_nothing_gives_what_it_gives_together(checkpoint):
+def test_template_that_omits_nothing_gives_the_whole_conversation(checkpoint):
     tokenizer = Tokenizer(str(checkpoint))
     (whole,) = RowReader(tokenizer, 400)([("row", {"messages": TALK})])[0].samples
     (sample,) = read(tokenizer, TALK).samples
     assert (sample.tokens == whole.tokens).all() and (sample.labels == whole.labels).all()
 
 
-def test_only_what_is_learned_makes_a_sample(thinking_checkpoint, tokenizer):
+def test_only_learned_answers_make_samples(thinking_checkpoint, tokenizer):
     masked = [*TALK[:3], {**TALK[3], "train": False}, *TALK[4:]]
     turns = by_hand(thinking_checkpoint, [TALK])
-    assert [each.tokens.tolist() for each in read(tokenizer, masked).samples] == [turns[0][0], turns[2][0]]
-    assert [each.tokens.tolist() for each in read(tokenizer, TALK, train_on="last").samples] == [turns[2][0]]
+    assert [sample.tokens.tolist() for sample in read(tokenizer, masked).samples] == [turns[0][0], turns[2][0]]
+    assert [sample.tokens.tolist() for sample in read(tokenizer, TALK, train_on="last").samples] == [turns[2][0]]
     assert read(tokenizer, [ask("the"), {**TALK[1], "train": False}]).dropped == "no message to learn"
 
 
-def test_turns_that_are_too_long(thinking_checkpoint, tokenizer):
+def test_long_turns_are_cut_dropped_or_refused(thinking_checkpoint, tokenizer):
     turns = by_hand(thinking_checkpoint, [TALK])
-    fits, prompt = len(turns[1][0]), turns[2][1].index(next(each for each in turns[2][1] if each != -100)) + 1
+    fits, prompt = len(turns[1][0]), turns[2][1].index(next(label for label in turns[2][1] if label != -100)) + 1
     cut = read(tokenizer, TALK, fits, too_long="drop")
-    assert [each.tokens.tolist() for each in cut.samples] == [turns[0][0], turns[1][0]]
+    assert [sample.tokens.tolist() for sample in cut.samples] == [turns[0][0], turns[1][0]]
     assert cut.cut == len(turns[2][0]) and cut.dropped is None
     clipped = read(tokenizer, TALK, prompt + 2)
-    assert clipped.clipped and [len(each.tokens) for each in clipped.samples][-1] == prompt + 2
+    assert clipped.clipped and [len(sample.tokens) for sample in clipped.samples][-1] == prompt + 2
     assert read(tokenizer, TALK, 10, too_long="drop").dropped == "longer than max_seq_len"
     assert "more than max_seq_len" in read(tokenizer, TALK, fits, too_long="error").mistake
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_training_row_has_max_seq_len_tokens_at_the_most(packed, tokenizer, tmp_path):
-    lengths = [len(each.tokens) for each in read(tokenizer, TALK).samples]
+def test_training_rows_have_at_most_max_seq_len_tokens(packed, tokenizer, tmp_path):
+    lengths = [len(sample.tokens) for sample in read(tokenizer, TALK).samples]
     assert sum(lengths) > sum(lengths[:2]) + 2
     path = written(tmp_path / "rows.jsonl", [{"messages": TALK}, {"messages": TOOLS}])
     most = sum(lengths[:2]) + 2
@@ -114,10 +114,10 @@ def test_a_training_row_has_max_seq_len_tokens_at_the_most(packed, tokenizer, tm
     assert [0, 1] in rows and 2 not in next(row for row in rows if 0 in row)
 
 
-def test_loss_and_gradients_are_those_of_turns_by_hand(thinking_checkpoint, tokenizer, tmp_path):
-    """Those of transformers for each turn alone; and less is computed."""
+def test_loss_and_gradients_match_separate_turns(thinking_checkpoint, tokenizer, tmp_path):
+    """They match transformers on each turn alone, with less computation."""
     talks = [TALK, TOOLS]
-    path = written(tmp_path / "rows.jsonl", [{"messages": each} for each in talks])
+    path = written(tmp_path / "rows.jsonl", [{"messages": talk} for talk in talks])
     data = load(tokenizer, path, max_seq_len=400, turns="as_seen", cache_dir=str(tmp_path), workers=1)
     batch = collate([data.row(index) for index in range(len(data))])
     model = load_model(str(thinking_checkpoint))
@@ -150,19 +150,19 @@ def test_loss_and_gradients_are_those_of_turns_by_hand(thinking_checkpoint, toke
         ({"extra_columns": ["group"]}, "group"),
     ],
 )
-def test_what_does_not_go_with_it(options, message, tokenizer, tmp_path):
+def test_options_incompatible_with_as_seen_are_refused(options, message, tokenizer, tmp_path):
     path = written(tmp_path / "rows.jsonl", [{"messages": TALK}])
     with pytest.raises(TuneError, match=message):
         load(tokenizer, path, max_seq_len=400, turns="as_seen", cache_dir=str(tmp_path), **options)
 
 
-def test_a_question_to_learn_is_a_mistake_of_its_row(tokenizer):
+def test_learned_question_is_a_mistake_of_its_row(tokenizer):
     outcome = read(tokenizer, [{**ask("the"), "train": True}, *TALK[1:]])
     assert "message 1 (user)" in outcome.mistake and "turns" in outcome.mistake
 
 
 def test_texts_and_chats_can_be_mixed(tokenizer, tmp_path):
-    """All samples have a group, of which the loader makes rows."""
+    """All samples have a group, from which the loader makes rows."""
     path = written(tmp_path / "rows.jsonl", [{"messages": TALK}])
     texts = written(tmp_path / "texts.jsonl", [{"text": "the cat sat " * 30}])
     options = {"turns": "as_seen", "cache_dir": str(tmp_path), "workers": 1, "max_seq_len": 60}
@@ -171,8 +171,8 @@ def test_texts_and_chats_can_be_mixed(tokenizer, tmp_path):
     assert plain.accounting.tokens > 60 and plain.row_tokens.max() <= 60
 
 
-def test_a_stream_gives_the_same_rows(tokenizer, tmp_path):
-    path = written(tmp_path / "rows.jsonl", [{"messages": each} for each in (TALK, TOOLS) * 2])
+def test_stream_gives_the_same_rows(tokenizer, tmp_path):
+    path = written(tmp_path / "rows.jsonl", [{"messages": talk} for talk in (TALK, TOOLS) * 2])
     options = {"turns": "as_seen", "workers": 1, "max_seq_len": 400}
     data = load(tokenizer, path, cache_dir=str(tmp_path), **options)
     stream = load(tokenizer, path, streaming=True, **options)
@@ -180,6 +180,6 @@ def test_a_stream_gives_the_same_rows(tokenizer, tmp_path):
     class Alone:
         data_rank, data_size, device = 0, 1, torch.device("cpu")
 
-    expected = sorted(sum(len(each.tokens) for each in data.row(row)) for row in range(len(data)))
+    expected = sorted(sum(len(sample.tokens) for sample in data.row(row)) for row in range(len(data)))
     ((_, batch),) = DataLoader(stream, Alone(), 4, 4, max_steps=1)
     assert batch.num_tokens == sum(expected) and len(batch.rows) == len(data) == 4

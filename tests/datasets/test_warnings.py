@@ -1,4 +1,4 @@
-"""Data that can be trained on, but seldom are meant so: from which share on it is said, and with which setting."""
+"""Warnings about data that is trainable but rarely intended: their thresholds and the settings they name."""
 
 import json
 import re
@@ -18,7 +18,7 @@ def chat(question, answer, **columns):
 
 
 def good(number):
-    """So many rows, no two of them equal."""
+    """Return `number` distinct rows."""
     return [chat(f"What is {index}?", f"It is {index + 1}.") for index in range(number)]
 
 
@@ -48,29 +48,29 @@ def warned(tokenizer, tmp_path):
         ({"messages": 5}, {"on_bad_row": "skip"}, r"{} are dropped, cannot be used: .*on_bad_row=skip"),
     ],
 )
-def test_rows_that_are_dropped_by_reason(warned, bad, options, warning):
+def test_dropped_rows_get_a_warning_by_reason(warned, bad, options, warning):
     assert warned([*good(199), bad], **options) == []
-    found = warned([*good(99), bad], **options)
-    assert re.match(warning.format(re.escape("1 of 100 rows (1.0%)")), found[0])
-    assert len(found) == 1
+    messages = warned([*good(99), bad], **options)
+    assert re.match(warning.format(re.escape("1 of 100 rows (1.0%)")), messages[0])
+    assert len(messages) == 1
 
 
-def test_rows_that_are_left_out_on_purpose_are_no_warning(warned, tmp_path, monkeypatch):
+def test_no_warning_for_rows_left_out_on_purpose(warned, tmp_path, monkeypatch):
     (tmp_path / "choice.py").write_text("def even(row):\n    return row['messages'][0]['content'][-2] in '02468'\n")
     monkeypatch.syspath_prepend(tmp_path)
     rows = [*good(99), {**chat("8?", ""), "id": 1}]
     assert warned(good(99), filter="choice.even", validation_fraction=0.3) == []
-    # and what is dropped is a share of those that were meant
+    # the share of dropped rows counts only rows that pass the filter
     assert re.match(r"1 of 5\d rows \(\d\.\d%\) are dropped, empty answer", warned(rows, filter="choice.even")[0])
 
 
-def test_rows_that_are_left_for_training_are_none_of_the_validation(tokenizer, tmp_path):
+def test_no_warning_for_rows_of_the_other_split(tokenizer, tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in good(60)))
     data = load(tokenizer, str(tmp_path / "rows.jsonl"), max_seq_len=100, validation_fraction=0.2)
     assert warnings_of(data, tokenizer) == warnings_of(data.validation, tokenizer) == []
 
 
-def test_tokens_and_ends_that_are_cut_off(warned):
+def test_cut_tokens_and_answers_get_a_warning(warned):
     def text(length):
         return {"text": "a" * (length - 2)}  # BOS and EOS
 
@@ -79,44 +79,45 @@ def test_tokens_and_ends_that_are_cut_off(warned):
 
     texts = [{"text": f"{index:016}"} for index in range(100)]  # 18 tokens each
     assert cut(*texts, text(100 + 99)) == []  # 99 of 1999 tokens is 4.95%, 1 of 101 rows 0.99%
-    (found,) = cut(*texts, text(100 + 100))
-    assert found == "100 of 2,000 tokens (5.0%) are cut off: raise max_seq_len, or set dataset.too_long=split"
-    (found,) = cut(*texts[1:], text(101))
-    assert found == ("1 of 100 rows (1.0%) are cut inside an answer: raise max_seq_len, or set dataset.too_long=drop")
+    (message,) = cut(*texts, text(100 + 100))
+    assert message == "100 of 2,000 tokens (5.0%) are cut off: raise max_seq_len, or set dataset.too_long=split"
+    (message,) = cut(*texts[1:], text(101))
+    assert message == ("1 of 100 rows (1.0%) are cut inside an answer: raise max_seq_len, or set dataset.too_long=drop")
     assert cut(*texts[1:], text(100)) == []
-    whole = {"input_ids": [*range(101)], "labels": [*range(100), -100]}  # what is cut off is not learned
-    assert not any("inside an answer" in each for each in cut(whole))
-    assert any("inside an answer" in each for each in cut({"input_ids": [*range(101)]}))
+    whole = {"input_ids": [*range(101)], "labels": [*range(100), -100]}  # the removed token is not learned
+    assert not any("inside an answer" in message for message in cut(whole))
+    assert any("inside an answer" in message for message in cut({"input_ids": [*range(101)]}))
 
 
 @pytest.mark.parametrize("too_long", ["truncate", "split"])
-def test_a_conversation_that_is_cut_between_its_turns_keeps_its_ends(warned, too_long):
+def test_conversation_cut_between_turns_is_not_cut_inside_an_answer(warned, too_long):
     two, turns = chat("a", "b"), chat("c", "d" * 90)["messages"]
     cut = {"messages": two["messages"] + turns}
-    if too_long == "split":  # a turn behind it that is whole changes nothing
+    if too_long == "split":  # a whole turn after it changes nothing
         assert any(
-            "inside an answer" in each for each in warned([{"messages": turns + two["messages"]}], too_long="split")
+            "inside an answer" in message
+            for message in warned([{"messages": turns + two["messages"]}], too_long="split")
         )
-    clipped = [each for each in warned([cut], too_long=too_long) if "inside an answer" in each]
-    assert len(clipped) == (too_long == "split")  # split keeps the second turn, whose answer is too long alone
-    long = {"role": "tool", "content": "e" * 90}  # what is cut of its turn is not learned
+    clipped = [message for message in warned([cut], too_long=too_long) if "inside an answer" in message]
+    assert len(clipped) == (too_long == "split")  # split keeps the second turn, whose answer alone is too long
+    long = {"role": "tool", "content": "e" * 90}  # the removed part of its turn is not learned
     for messages in (turns, [*turns, *two["messages"]], [*turns, *two["messages"], long]):
-        assert any("inside an answer" in each for each in warned([{"messages": messages}], too_long=too_long))
+        assert any("inside an answer" in message for message in warned([{"messages": messages}], too_long=too_long))
     assert not warned([{"text": "".join(map(str, range(200)))}], too_long="split")
 
 
-def test_answers_with_next_to_nothing_to_learn(warned):
+def test_nearly_blank_answers_get_a_warning(warned):
     tokens = [{"input_ids": [*range(30), 257], "labels": [-100] * 25 + [*range(25, 30), 257]}]
     little = {"input_ids": [9] * 30 + [257], "labels": [-100] * 30 + [257]}
-    assert not any("at most one supervised token" in each for each in warned([*tokens * 199, little]))
-    found = warned([*tokens * 99, little])
-    assert "1 of 100 samples (1.0%) have at most one supervised token: are the answers blank? " in found[0]
+    assert not any("at most one supervised token" in message for message in warned([*tokens * 199, little]))
+    messages = warned([*tokens * 99, little])
+    assert "1 of 100 samples (1.0%) have at most one supervised token: are the answers blank? " in messages[0]
 
 
-def test_equal_rows(warned):
+def test_duplicate_rows_get_a_warning(warned):
     assert warned([*good(199), good(1)[0]]) == []
-    (found,) = warned([*good(99), {**good(1)[0], "id": 5}])
-    assert found.startswith("1 of 100 samples (1.0%) are copies of other samples: ")
+    (message,) = warned([*good(99), {**good(1)[0], "id": 5}])
+    assert message.startswith("1 of 100 samples (1.0%) are copies of other samples: ")
 
 
 TEXT = "The answer follows from what was said before it."
@@ -128,10 +129,12 @@ STORY = {"instruction": "Tell me.", "input": "Of cats.", "output": "Once."}
     [{"explanation": TEXT}, {"notes": ["short", TEXT]}, {"context": "Paris"}, {"thinking": "Hm."},
      {"erklärung": "これは日本語で書かれたとても長い文章です。はい"}, {"turns": [{"role": "user", "content": TEXT}]}],
 )  # fmt: skip
-def test_columns_that_hold_text_of_their_own(warned, columns):
+def test_ignored_columns_with_text_get_a_warning(warned, columns):
     (name,) = columns
-    (found,) = warned([*good(99), {**chat("a", "b"), **columns}])
-    assert re.match(rf"column left out that holds text: {name}, in 1 of 100 rows \(1\.0%\): .*dataset\.columns", found)
+    (message,) = warned([*good(99), {**chat("a", "b"), **columns}])
+    assert re.match(
+        rf"column left out that holds text: {name}, in 1 of 100 rows \(1\.0%\): .*dataset\.columns", message
+    )
     assert warned([*good(199), {**chat("a", "b"), **columns}]) == []
     assert warned([*good(99), {**chat("a", "b"), **columns}], ignore=[name]) == []
     assert warned([*good(99), {"prompt": "a", "completion": "b", **columns}][99:])[0].startswith("column left out")
@@ -141,39 +144,44 @@ def test_columns_that_hold_text_of_their_own(warned, columns):
     "row",
     [
         {**chat("a", "b"), "id": 3, "source": "web", "url": "https://a.b/c", "tags": ["a", "b"], "context": None},
-        {**chat(TEXT, "because"), "prompt": TEXT},  # there already
-        {**STORY, "text": f"Below is an instruction that describes a task, as it was. {STORY}"},  # all of it once more
-        {"input_ids": [72, 73, 257], "raw": TEXT},  # what the tokens were made of
+        {**chat(TEXT, "because"), "prompt": TEXT},  # already in the row
+        {
+            **STORY,
+            "text": f"Below is an instruction that describes a task, as it was. {STORY}",
+        },  # repeats the whole row
+        {"input_ids": [72, 73, 257], "raw": TEXT},  # the source of the tokens
     ],
 )
-def test_columns_that_hold_none(warned, row):
+def test_no_warning_for_columns_without_text_of_their_own(warned, row):
     assert warned([row]) == []
 
 
-def test_a_column_that_quotes_a_part_of_the_row_holds_text_of_its_own(warned):
+def test_column_that_quotes_part_of_the_row_gets_a_warning(warned):
     row = {**STORY, "note": f"To '{STORY['instruction']}' a better story is in the other book."}
-    (found,) = warned([row])
-    assert found.startswith("column left out that holds text: note")
+    (message,) = warned([row])
+    assert message.startswith("column left out that holds text: note")
 
 
-def test_both_sides_of_a_run_are_looked_at(tokenizer, tmp_path):
+def test_training_and_validation_data_are_both_checked(tokenizer, tmp_path):
     for name, rows in {"a": good(50), "b": good(60)[55:] * 2}.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     mixture = mix(tokenizer, {name: {"path": str(tmp_path / f"{name}.jsonl")} for name in "ab"}, max_seq_len=100)
     held_out = load(tokenizer, str(tmp_path / "a.jsonl"), max_seq_len=100, take=3)
-    found = warnings_about(parts_of(mixture, "training"), parts_of(held_out, "validation"), tokenizer)
-    assert [each.split(" ")[0] for each in found] == ["training/b:", "3"]
+    messages = warnings_about(parts_of(mixture, "training"), parts_of(held_out, "validation"), tokenizer)
+    assert [message.split(" ")[0] for message in messages] == ["training/b:", "3"]
 
 
 def test_settings_that_warnings_name_exist(warned):
-    """What a warning says to set can be set."""
-    found = [
+    """Every setting that a warning suggests exists."""
+    messages = [
         *warned([{"text": "a" * 300}], too_long="truncate"),
         *warned(
             [chat("a", "b" * 90), {"messages": []}, chat("c", "d", context="Zoo")], too_long="drop", max_seq_len=60
         ),
     ]
-    named = {word.rstrip(".,:?") for each in found for word in shlex.split(each) if word.startswith("dataset.")}
+    named = {
+        word.rstrip(".,:?") for message in messages for word in shlex.split(message) if word.startswith("dataset.")
+    }
     too_long = {f"dataset.too_long={value}" for value in ("split", "drop", "truncate")}
     assert named == too_long | {"dataset.filter", "dataset.columns", "dataset.ignore", "dataset.train_on_end_of_turn"}
     settings = {name.removeprefix("dataset.").partition("=")[0] for name in named}
@@ -194,8 +202,8 @@ DROPS_REASONING = """\
 
 
 def turns(*answers):
-    """A question before each answer."""
-    return {"messages": [each for answer in answers for each in ({"role": "user", "content": "Why?"}, answer)]}
+    """Return a row with a question before each answer."""
+    return {"messages": [message for answer in answers for message in ({"role": "user", "content": "Why?"}, answer)]}
 
 
 @pytest.mark.parametrize(
@@ -208,7 +216,7 @@ def turns(*answers):
         (turns({"content": "<think></think>yes\nand\n\nno"}, {"content": "no", "name": "bot"}), None),
     ],
 )
-def test_parts_of_answers_that_the_template_leaves_out_are_counted(folder, tmp_path, row, remark):
+def test_parts_of_answers_omitted_by_the_template_are_counted(folder, tmp_path, row, remark):
     """kin: modelscope/ms-swift#4939, hiyouga/LlamaFactory#10336."""
     for message in row["messages"]:
         message.setdefault("role", "assistant")
@@ -219,7 +227,7 @@ def test_parts_of_answers_that_the_template_leaves_out_are_counted(folder, tmp_p
     assert dict(remarks) == ({f"{remark} left out by the template": 1} if remark else {})
 
 
-def test_answers_in_a_row_are_counted(warned):
+def test_consecutive_answers_are_counted(warned):
     two = chat("a question", "one answer")
     two["messages"].append({"role": "assistant", "content": "and another"})
-    assert any("assistant messages in a row: in 1 of 11 rows" in each for each in warned([*good(10), two]))
+    assert any("assistant messages in a row: in 1 of 11 rows" in message for message in warned([*good(10), two]))

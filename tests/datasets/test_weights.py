@@ -1,4 +1,4 @@
-"""Weights of messages and of tokens, from a row to the batches of a step."""
+"""Weights of messages and tokens, from a row to the batches of a step."""
 
 import json
 from types import SimpleNamespace
@@ -44,7 +44,7 @@ def outcome_of(tokenizer, row, max_seq_len=400, **options):
 
 
 def learned(sample, tokenizer):
-    """Text and weight of what is learned, run by run."""
+    """The learned text and its weight, run by run."""
     runs = []
     weights = np.ones(len(sample.tokens)) if sample.weights is None else sample.weights
     for label, weight in zip(sample.labels.tolist(), weights.tolist(), strict=True):
@@ -62,7 +62,7 @@ def ranks(size):
 
 
 @pytest.mark.parametrize("template", [None, UNMARKED])
-def test_what_a_message_weighs(folder, template):
+def test_weights_of_messages(folder, template):
     if template:
         (folder / "chat_template.jinja").write_text(template)
     tokenizer = Tokenizer(str(folder))
@@ -80,24 +80,24 @@ def test_what_a_message_weighs(folder, template):
     expected = [("One<|im_end|>", 0.5), ("Three<|im_end|>", 1), ("4<|im_end|>", 1)]
     assert learned(sample, tokenizer) == expected
     (first, *_) = outcome_of(tokenizer, {"messages": messages}, turns="as_seen").samples
-    assert learned(first, tokenizer) == expected  # of one context
+    assert learned(first, tokenizer) == expected  # they share one context
     rendered = RowReader(tokenizer, 400)([("row", {"messages": [ask(), say("One"), ask(), say("Two")]})])[0].samples[0]
     assert tokenizer.decode(sample.tokens.tolist()).startswith(tokenizer.decode(rendered.tokens.tolist()).rstrip())
 
 
-def test_weights_of_1_and_0_are_no_weights(tokenizer):
+def test_weights_of_1_and_0_need_no_weights_array(tokenizer):
     (sample,) = outcome_of(tokenizer, {"messages": [ask(), say(weight=1.0), ask(), say(weight=0)]}).samples
     assert sample.weights is None and learned(sample, tokenizer) == [("Hello!<|im_end|>", 1)]
     both = {"messages": [ask(), say("No", weight=0.5, train=False), ask(), say("Yes", weight=0.5, train=True)]}
     assert learned(outcome_of(tokenizer, both).samples[0], tokenizer) == [("Yes<|im_end|>", 0.5)]
 
 
-def test_what_fp32_has_no_number_for_is_not_learned(tokenizer):
+def test_weights_that_underflow_fp32_are_not_learned(tokenizer):
     (sample,) = outcome_of(tokenizer, {"messages": [ask(), say("a", weight=1e-50), ask(), say("b")]}).samples
     assert sample.weights is None and learned(sample, tokenizer) == [("b<|im_end|>", 1)]
 
 
-def test_what_tokens_weigh(tokenizer):
+def test_weights_of_tokens(tokenizer):
     row = {"input_ids": [5, 6, 7, 8, 9], "weights": [1, 0.5, 0, 1, 0.25], "attention_mask": [0, 1, 1, 1, 1]}
     (sample,) = outcome_of(tokenizer, row).samples
     assert sample.tokens.tolist() == [6, 7, 8, 9]
@@ -112,8 +112,8 @@ def test_weights_are_cut_with_their_tokens(tokenizer):
     (cut,) = outcome_of(tokenizer, row, 4).samples
     assert cut.labels.tolist() == [6, 7, 8, -100] and cut.weights[:3] == pytest.approx([0.2, 0.3, 0.4])
     pieces = outcome_of(tokenizer, row, 4, too_long="split").samples
-    found = [pair for each in pieces for pair in zip(each.labels.tolist(), each.weights.tolist(), strict=True)]
-    assert [each for each in found if each[0] != -100] == [
+    pairs = [pair for piece in pieces for pair in zip(piece.labels.tolist(), piece.weights.tolist(), strict=True)]
+    assert [pair for pair in pairs if pair[0] != -100] == [
         (label, pytest.approx((label - 4) / 10)) for label in range(6, 15)
     ]
 
@@ -138,36 +138,36 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("row", "said"), WRONG.values(), ids=WRONG)
-def test_wrong_weights_are_mistakes_of_their_rows(row, said, tokenizer):
+@pytest.mark.parametrize(("row", "message"), WRONG.values(), ids=WRONG)
+def test_invalid_weights_are_mistakes_of_their_rows(row, message, tokenizer):
     outcome = outcome_of(tokenizer, row)
-    assert said in outcome.mistake and outcome.mistake.startswith("row: ")
+    assert message in outcome.mistake and outcome.mistake.startswith("row: ")
 
 
-def test_a_question_that_is_learned_has_a_weight_too(tokenizer):
+def test_learned_question_can_have_a_weight(tokenizer):
     (sample,) = outcome_of(tokenizer, {"messages": [{**ask(), "train": 0.5}, say()]}).samples
     assert learned(sample, tokenizer) == [("Hi<|im_end|>", 0.5), ("Hello!<|im_end|>", 1)]
 
 
-def test_a_question_of_the_weight_0_is_read(tokenizer):
+def test_question_with_weight_0_is_accepted(tokenizer):
     (sample,) = outcome_of(tokenizer, {"messages": [{**ask(), "weight": 0}, say()]}).samples
     assert learned(sample, tokenizer) == [("Hello!<|im_end|>", 1)]
 
 
-def test_where_weights_mean_nothing(tokenizer, folder):
+def test_weights_are_refused_where_they_have_no_meaning(tokenizer, folder):
     row = {"messages": [ask(), say(weight=0.5)]}
     assert "train_on=all" in outcome_of(tokenizer, row, train_on="all").mistake
     pair = {"chosen": [ask("a"), say(weight=0.5)], "rejected": [ask("a"), say("b")]}
     assert "preferences" in outcome_of(tokenizer, pair, kind="preferences").mistake
-    labelled = {"messages": [ask(), say(weight=0.5)], "label": True}
-    assert "labelled" in outcome_of(tokenizer, labelled, kind="labelled").mistake
+    labeled = {"messages": [ask(), say(weight=0.5)], "label": True}
+    assert "labelled" in outcome_of(tokenizer, labeled, kind="labelled").mistake
     (folder / "chat_template.jinja").write_text(TWO_BLOCKS)
     assert "generation block" in outcome_of(Tokenizer(str(folder)), row).mistake
     with pytest.raises(TuneError, match="weights"):
         collate_inputs([Sample(np.array([1, 2]), np.array([2, -100]), weights=np.array([0.5, 1], np.float32))])
 
 
-def test_answers_that_a_student_samples_have_none():
+def test_sampled_student_answers_cannot_have_weights():
     batch = SimpleNamespace(micro_batches=[Batch.of([[1, 2]], [[2, -100]], weights=[[0.5, 1]])])
     with pytest.raises(TuneError, match=r"on_policy\.share=0"):
         own_answers(batch, None, None, None, step=1, share=1.0, vocab_size=9)
@@ -182,7 +182,7 @@ def written(path, rows):
     return str(path)
 
 
-def test_through_the_cache(tokenizer, tmp_path):
+def test_weights_through_the_cache(tokenizer, tmp_path):
     """Only rows of the second chunk of 64 have weights."""
     path = written(tmp_path / "rows.jsonl", rows_of(90, lambda index: {"weight": 0.25} if index == 80 else {}))
     options = {"max_seq_len": 200, "cache_dir": str(tmp_path / "cache"), "workers": 1}
@@ -201,12 +201,12 @@ def learned_weights(sample):
 
 
 def totals(data, world, rows, micro=2, **options):
-    """Supervised tokens and weights of this rank's micro-batches in a step."""
+    """Return the step's supervised tokens, and the tokens and weights of this rank's micro-batches."""
     ((_, step),) = list(DataLoader(data, world, rows, micro, **options))
     of = [
-        (each.num_supervised, each.num_supervised if each.weights is None else
-         each.weights.flatten()[each.supervised].double().sum().item())
-        for each in step.micro_batches
+        (part.num_supervised, part.num_supervised if part.weights is None else
+         part.weights.flatten()[part.supervised].double().sum().item())
+        for part in step.micro_batches
     ]  # fmt: skip
     return step.num_supervised, sum(count for count, _ in of), sum(weight for _, weight in of)
 
@@ -215,19 +215,19 @@ def totals(data, world, rows, micro=2, **options):
 @pytest.mark.parametrize(
     "weigh", [lambda i: 0.25 if i else 1, lambda i: 1e-30, lambda i: 0.3], ids=["one", "tiny", "all"]
 )
-def test_those_of_a_step_are_1_on_average(weigh, packed, tokenizer, tmp_path):
-    """Over all ranks: the loss is the weighted mean."""
+def test_weights_of_a_step_average_to_1(weigh, packed, tokenizer, tmp_path):
+    """The average is over all ranks, so the loss is the weighted mean."""
     path = written(tmp_path / "rows.jsonl", rows_of(8, lambda index: {"weight": weigh(index)}))
     data = load(tokenizer, path, max_seq_len=120, packed=packed, cache_dir=str(tmp_path / "cache"), workers=1)
     rows = len(data) + len(data) % 2
-    found = [totals(data, world, rows, micro=rows // 2) for world in ranks(2)]
-    (supervised, *_), _ = found
-    assert sum(count for _, count, _ in found) == supervised
-    assert sum(weight for *_, weight in found) == pytest.approx(supervised, rel=1e-5)
+    sums = [totals(data, world, rows, micro=rows // 2) for world in ranks(2)]
+    (supervised, *_), _ = sums
+    assert sum(count for _, count, _ in sums) == supervised
+    assert sum(weight for *_, weight in sums) == pytest.approx(supervised, rel=1e-5)
     batches = [batch for _, batch in validation_batches(data, ranks(1)[0], 3)]
     weights = [batch.reweighed(1).weights for batch in batches]
-    total = sum(batch.num_supervised if each is None else each.flatten()[batch.supervised].sum().item()
-                for batch, each in zip(batches, weights, strict=True))  # fmt: skip
+    total = sum(batch.num_supervised if values is None else values.flatten()[batch.supervised].sum().item()
+                for batch, values in zip(batches, weights, strict=True))  # fmt: skip
     assert total == pytest.approx(supervised, rel=1e-5)
 
 
@@ -242,20 +242,20 @@ def test_sources_with_and_without_weights(tokenizer, tmp_path):
     ((_, step),) = list(DataLoader(Mixture(parts), ranks(1)[0], 6, 1))
     ratio = supervised / (0.75 * supervised)
     weights = torch.cat([batch.weights.flatten()[batch.supervised] for batch in step.micro_batches])
-    assert {round(each, 4) for each in weights.tolist()} == {round(ratio, 4), round(ratio / 2, 4)}
+    assert {round(weight, 4) for weight in weights.tolist()} == {round(ratio, 4), round(ratio / 2, 4)}
 
 
-def test_a_stream_whose_windows_differ(tokenizer, tmp_path):
+def test_stream_with_weights_in_some_windows(tokenizer, tmp_path):
     path = written(tmp_path / "rows.jsonl", rows_of(130, lambda index: {"weight": 0.5} if index > 120 else {}))
     data = load(tokenizer, path, max_seq_len=200, streaming=True, shuffle_buffer=64, workers=1)
     steps = [step for _, step in DataLoader(data, ranks(1)[0], 130, 10, max_steps=1)]
     weights = [batch.weights.flatten()[batch.supervised] for batch in steps[0].micro_batches]
     assert torch.cat(weights).sum().item() == pytest.approx(steps[0].num_supervised, rel=1e-5)
-    assert len({round(each, 5) for each in torch.cat(weights).tolist()}) == 2
+    assert len({round(weight, 5) for weight in torch.cat(weights).tolist()}) == 2
 
 
 @given(st.lists(st.floats(1 / 64, 1, width=32), min_size=3, max_size=20))
-def test_a_batch_has_them_where_its_labels_are(values):
+def test_batch_weights_align_with_labels(values):
     length = len(values)
     sample = Sample(np.arange(length), np.append(np.arange(1, length), -100), weights=np.array(values, np.float32))
     plain = Sample(np.arange(3), np.array([1, 2, -100]))
@@ -268,12 +268,12 @@ def test_a_batch_has_them_where_its_labels_are(values):
 
 
 @pytest.mark.parametrize("wrong", [[[1.0, -1.0]], [[1.0, float("nan")]], [[float("inf"), 1.0]], [[1.0]]])
-def test_wrong_weights_of_a_batch(wrong):
+def test_invalid_batch_weights_are_refused(wrong):
     with pytest.raises(TuneError, match="weights"):
         Batch.of([[1, 2]], [[2, -100]], weights=wrong)
 
 
-def test_samples_made_in_python():
+def test_weights_of_samples_made_in_python():
     weights = np.array([0.5, 1, 1], np.float32)
     data = Dataset.from_samples([Sample([1, 2, 3], [2, 3, -100], weights=weights), Sample([1, 2], [2, -100])], 8)
     assert data.row_weights.tolist() == [1.5, 1] and data.row_supervised.tolist() == [2, 1]

@@ -1,4 +1,4 @@
-"""A function over many items, in processes."""
+"""Mapping a function over many items in processes."""
 
 import os
 import signal
@@ -11,14 +11,14 @@ from tune.errors import TuneError
 
 
 def squares(chunk):
-    return os.getpid(), [each * each for each in chunk]
+    return os.getpid(), [number * number for number in chunk]
 
 
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("number", [0, 1, CHUNK, ALONE, ALONE + 1, 3000])
 def test_results_come_in_order(workers, number):
     results = list(map_chunks(squares, range(number), workers))
-    assert [each for _, result in results for each in result] == [each * each for each in range(number)]
+    assert [square for _, result in results for square in result] == [index * index for index in range(number)]
     assert all(len(result) == CHUNK for _, result in results[:-1])
     processes = {process for process, _ in results}
     assert (processes == {os.getpid()}) == (workers == 1 or number <= ALONE) or not number
@@ -31,7 +31,7 @@ def test_items_are_not_read_far_ahead():
 
 
 @pytest.mark.parametrize("good", [10, 2000])
-def test_what_items_raise_comes_behind_the_results_before_it(good):
+def test_error_while_reading_items_follows_earlier_results(good):
     def items():
         yield from range(good)
         raise TuneError("no more")
@@ -49,7 +49,7 @@ def refuse_high(chunk):
     return chunk
 
 
-def test_what_the_function_raises_in_a_process():
+def test_error_of_the_function_in_a_process_is_raised():
     with pytest.raises(TuneError, match="is too high"):
         list(map_chunks(refuse_high, range(3000), 2))
 
@@ -60,6 +60,6 @@ def die_high(chunk):
     return chunk
 
 
-def test_process_that_is_killed():
+def test_killed_process_is_reported():
     with pytest.raises(TuneError, match=r"was killed, usually because .* memory\. Set dataset\.workers to less than 2"):
         list(map_chunks(die_high, range(3000), 2))

@@ -1,4 +1,4 @@
-"""Files and rows that are wrong: the message says which file and row, what was found there, and what would be right."""
+"""Errors in files and rows name the file and row, what was found and what would be valid."""
 
 import gzip
 import json
@@ -119,7 +119,7 @@ FILES = {
 
 
 @pytest.mark.parametrize(("name", "content", "message"), FILES.values(), ids=FILES)
-def test_files(read, name, content, message):
+def test_malformed_files_are_reported(read, name, content, message):
     if name.endswith((".parquet", ".arrow", ".zst")):
         pytest.importorskip("pyarrow")
     with pytest.raises(TuneError, match=f"(?s){message}"):
@@ -185,7 +185,7 @@ CHATS = {
 
 
 @pytest.mark.parametrize(("row", "message"), CHATS.values(), ids=CHATS)
-def test_conversations(read, row, message):
+def test_invalid_conversations_are_reported(read, row, message):
     with pytest.raises(TuneError, match=rf"(?s)rows cannot be used:\n  data\.jsonl:3: .*{message}"):
         read("data.jsonl", f"{json.dumps(GOOD)}\n\n{json.dumps(row)}")
 
@@ -215,7 +215,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize(("row", "message"), OTHERS.values(), ids=OTHERS)
-def test_other_rows(read, row, message):
+def test_other_invalid_rows_are_reported(read, row, message):
     with pytest.raises(TuneError, match=rf"data\.jsonl:1: .*{message}"):
         read("data.jsonl", json.dumps(row))
 
@@ -248,14 +248,14 @@ MESSAGE = st.fixed_dictionaries(
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(row=st.dictionaries(st.sampled_from(COLUMNS), JSON | st.lists(MESSAGE, max_size=3), max_size=4) | JSON)
-def test_whatever_a_row_is_it_becomes_something(tokenizer, row):
+def test_any_row_is_either_used_or_dropped(tokenizer, row):
     reader = RowReader(tokenizer, 20, too_long="split", validation_fraction=0.1)
     for outcome in reader([("the row", row)]):
         assert bool(outcome.samples) + (outcome.dropped is not None) == 1
         assert all(0 < len(sample.tokens) <= 20 for sample in outcome.samples)
 
 
-def test_rows_of_no_use_are_counted(read):
+def test_useless_rows_are_counted(read):
     rows = {
         "empty completion": [
             {"prompt": "a", "completion": ""},
@@ -284,7 +284,7 @@ def test_rows_of_no_use_are_counted(read):
     assert (accounting.kept, accounting.dropped) == (1, {"empty text": 2})
 
 
-def test_an_empty_answer_among_others_is_not_learned(read):
+def test_empty_answer_among_others_is_not_learned(read):
     data = read("data.jsonl", json.dumps(chat(USER, {**ASSISTANT, "content": ""}, USER, ASSISTANT)))
     alone = read("data.jsonl", json.dumps(chat(USER, ASSISTANT)))
     assert data.accounting.remarks == {"empty answer, not learned": 1}
@@ -293,9 +293,11 @@ def test_an_empty_answer_among_others_is_not_learned(read):
     assert whole.supervised_tokens == whole.tokens - 1 and not whole.remarks
 
 
-def test_a_huge_row_is_a_row_like_others(read):
+def test_huge_row_is_split_or_truncated(read):
     data = read("data.jsonl", json.dumps({"text": "a" * 100_000}))
-    assert data.accounting.samples == 1 + math.ceil((100_002 - 100) / 99) and data.accounting.split == 1  # BOS in each
+    assert (
+        data.accounting.samples == 1 + math.ceil((100_002 - 100) / 99) and data.accounting.split == 1
+    )  # each piece has BOS
     data = read("data.jsonl", json.dumps({"text": "a" * 100_000}), too_long="truncate")
     assert data.accounting.cut_tokens == 100_002 - 100
 

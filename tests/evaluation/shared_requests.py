@@ -1,5 +1,5 @@
-"""In each of several processes: `shared_requests.py MODEL TASKS OUT`: tasks on a copy of the model in each process and
-on one that is sharded over them, and with fewer rows than processes. Writes what each request was answered."""
+"""Run in each process as `shared_requests.py MODEL TASKS OUT`: evaluate tasks with a copy of the model per process and
+with a sharded model, also with fewer rows than processes. Writes the response to each request."""
 
 import json
 import sys
@@ -23,7 +23,7 @@ for kind, model in models.items():
     everywhere = world.all_gather(metrics(results, world))
     assert everywhere[0] == everywhere[-1] and "choice/acc" in everywhere[0]
     if world.is_main:
-        answers[kind] = {name: [each["resps"] for each in results["samples"][name]] for name in names}
+        answers[kind] = {name: [sample["resps"] for sample in results["samples"][name]] for name in names}
 for name in names:
     Tasks([name], tokenizer, folder, limit=1, batch_size=1)(models["sharded"], world)
 if world.is_main:

@@ -53,7 +53,7 @@ def write_task(folder: Path, name: str, rows: list[dict], body: str) -> None:
 
 
 def write_tasks(folder: Path) -> Path:
-    """Contexts that are empty, end with blanks, or are longer than 128 tokens; numbers of rows that are not even."""
+    """Write tasks with empty contexts, trailing blanks, contexts over 128 tokens and odd numbers of rows."""
     draw = random.Random(0)
 
     def text(low: int, high: int) -> str:

@@ -21,7 +21,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_every_answer_is_read(name: str) -> None:
+def test_answer_of_every_format_is_found(name: str) -> None:
     assert exact_match(ROWS[name], "4 ") == 1
     assert exact_match(ROWS[name], "5") == 0
 
@@ -31,6 +31,6 @@ def test_zero_is_an_answer() -> None:
 
 
 @pytest.mark.parametrize("row", [{"prompt": "2 + 2 ="}, {"messages": [ANSWERED, ASKED]}, {"messages": [ASKED]}])
-def test_a_row_without_an_answer(row: dict) -> None:
+def test_row_without_an_answer_is_refused(row: dict) -> None:
     with pytest.raises(TuneError, match="exact_match"):
         exact_match(row, "2 + 2?")

@@ -1,4 +1,4 @@
-"""General data, on which a training reports what it has changed: against transformers' models before and after it."""
+"""General data measures the changes of training; the references are transformers models before and after it."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def logged(run):
 
 @torch.no_grad()
 def measured(base, trained, rows, tokenizer):
-    """The loss of `trained`, and the KL of the base's K most probable tokens and all others together, in fp64."""
+    """The fp64 loss of `trained` and its KL to the base over the K most probable tokens and a bucket of the others."""
     losses, divergences = [], []
     for row in map(json.loads, rows.read_text().splitlines()):
         ids = torch.tensor([[*tokenizer.prefix_ids, *tokenizer.encode(row["text"]), tokenizer.eos_id]])
@@ -48,20 +48,20 @@ def measured(base, trained, rows, tokenizer):
         losses += (-after.gather(1, ids[0, 1:, None])[:, 0]).tolist()
         most, places = before.topk(K)
         theirs = after.gather(1, places)
-        parts = [torch.cat([each, (1 - each.exp().sum(1, True)).log()], 1) for each in (most, theirs)]
+        parts = [torch.cat([top, (1 - top.exp().sum(1, True)).log()], 1) for top in (most, theirs)]
         divergences += (parts[0].exp() * (parts[0] - parts[1])).sum(1).tolist()
     return np.mean(losses), np.mean(divergences)
 
 
 @pytest.mark.parametrize("recipe", [full_finetune, lora_finetune])
-def test_what_is_reported_is_the_loss_and_the_kl_to_the_base(recipe, common, checkpoint, rows, tmp_path):
+def test_loss_and_kl_to_the_base_are_reported(recipe, common, checkpoint, rows, tmp_path):
     run, name = tmp_path / "run", recipe.__name__
     settings = [f"output_dir={run}", "evaluate.every=2", "evaluate.general_limit=0.01"]
     settings += ["export.merge=true"] if recipe is lora_finetune else []
     recipe.main(config.load(name, [*common, *settings]))
     steps, tokenizer = logged(run), Tokenizer(str(checkpoint))
     open_theirs = pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained
-    base, trained = (open_theirs(each, dtype=torch.float32).eval() for each in (checkpoint, run / "model"))
+    base, trained = (open_theirs(path, dtype=torch.float32).eval() for path in (checkpoint, run / "model"))
     loss, kl = measured(base, base, rows, tokenizer)
     assert steps[0]["general_loss"] == pytest.approx(loss, abs=1e-5)
     assert steps[0]["general_kl"] == pytest.approx(0, abs=1e-6) and kl == 0
@@ -75,7 +75,7 @@ def test_what_is_reported_is_the_loss_and_the_kl_to_the_base(recipe, common, che
     assert "general_kl" in report and "evaluate.general_limit=0.01" in report
 
 
-def test_a_run_that_goes_on_compares_with_the_same_base(common, tmp_path, capsys):
+def test_resumed_run_compares_with_the_same_base(common, tmp_path, capsys):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     common = [*common, "checkpointer.every=1", "evaluate.general_limit=1e-9"]
     full_finetune.main(config.load("full_finetune", [*common, f"output_dir={whole}"]))
@@ -85,14 +85,14 @@ def test_a_run_that_goes_on_compares_with_the_same_base(common, tmp_path, capsys
     assert logged(parts)[3]["general_kl"] > logged(parts)[2]["general_kl"] > 1e-3
     kept = next((parts / "general").glob("base-*.npy"))
     (other,) = (whole / "general").glob("base-*.npy")
-    assert np.array_equal(np.load(kept), np.load(other))  # of the model before the first step
+    assert np.array_equal(np.load(kept), np.load(other))  # predictions of the model before the first step
     kept.unlink()
     with pytest.raises((TuneError, SystemExit)):
         full_finetune.main(config.load("full_finetune", [*first, "max_steps=4"]))
     assert "evaluate.general" in capsys.readouterr().err + (parts / "log.txt").read_text()
 
 
-def test_it_is_measured_with_each_validation(common, chats, tmp_path):
+def test_general_data_is_measured_with_each_validation(common, chats, tmp_path):
     settings = [f"validation_dataset.path={chats}", "validation_dataset.take=4", "validate_every=2"]
     full_finetune.main(config.load("full_finetune", [*common, *settings, f"output_dir={tmp_path / 'run'}"]))
     steps = logged(tmp_path / "run")
@@ -102,8 +102,8 @@ def test_it_is_measured_with_each_validation(common, chats, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["full_finetune", "lora_finetune"])
-def test_layouts(recipe, common, tmp_path):
-    """The same at any number of processes, and however these share the model."""
+def test_layouts_give_the_same_general_metrics(recipe, common, tmp_path):
+    """The metrics do not depend on the number of processes or on how they shard the model."""
     layouts = {
         "sharded": [], "heads": ["parallel.tp=2"], "tokens": ["parallel.cp=2"], "copies": ["parallel.zero_stage=1"],
         "packed": ["packed=true", "micro_batch_size=2", "global_batch_size=4"],
@@ -115,13 +115,13 @@ def test_layouts(recipe, common, tmp_path):
     run_processes(VARIANTS, 2, recipe, str(two), json.dumps(common), json.dumps(layouts))
     for name in layouts:
         expected = logged(one / ("packed" if name == "packed" else "alone"))
-        found = logged(two / name)
+        steps = logged(two / name)
         for step in range(4):
             for metric in ("general_loss", "general_kl"):
-                assert found[step][metric] == pytest.approx(expected[step][metric], abs=2e-5), (name, step)
+                assert steps[step][metric] == pytest.approx(expected[step][metric], abs=2e-5), (name, step)
 
 
-def test_two_processes_measure_what_one_does(common, tmp_path):
+def test_two_processes_measure_the_same_as_one(common, tmp_path):
     common = [*common, "max_steps=1"]
     full_finetune.main(config.load("full_finetune", [*common, f"output_dir={tmp_path / 'one'}"]))
     run_processes(VARIANTS, 2, "full_finetune", str(tmp_path), json.dumps(common), '{"two": []}')
@@ -130,7 +130,7 @@ def test_two_processes_measure_what_one_does(common, tmp_path):
         assert two[step][metric] == pytest.approx(one[step][metric], abs=1e-6)
 
 
-def test_the_rows_that_are_shipped(common, tmp_path):
+def test_shipped_rows(common, tmp_path):
     settings = [*common, "evaluate.general=shipped", "max_steps=1", f"output_dir={tmp_path / 'run'}"]
     full_finetune.main(config.load("full_finetune", settings))
     assert logged(tmp_path / "run")[1]["general_kl"] > 0
@@ -146,9 +146,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_inputs(name, common, told, tmp_path, monkeypatch):
+def test_invalid_inputs_are_refused(name, common, told, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "odd.jsonl").write_text('{"odd": 1}\n')
     settings, message = WRONG[name]
-    found = told("full_finetune", [*common, *settings])
-    assert message in found and "evaluate.general" in found
+    output = told("full_finetune", [*common, *settings])
+    assert message in output and "evaluate.general" in output

@@ -1,4 +1,4 @@
-"""The numbers of lm-evaluation-harness's own `HFLM`, for every request."""
+"""Every request gets the numbers of lm-evaluation-harness's `HFLM`."""
 
 import json
 from pathlib import Path
@@ -34,11 +34,11 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, dict[str, str]]:
-    """By name, the arguments of `HFLM`."""
+    """The arguments of `HFLM` by the name of the model."""
     home = tmp_path_factory.mktemp("models")
     short = {"max_position_embeddings": 128}
     llama = save_checkpoint(home / "llama", **short)
-    found = {
+    arguments = {
         "llama": {"pretrained": llama},
         "gemma2": {
             "pretrained": save_checkpoint(home / "gemma2", "Gemma2Config", head_dim=16, pad_token_id=None, **short)
@@ -64,11 +64,11 @@ def models(tmp_path_factory) -> dict[str, dict[str, str]]:
     special = [(bos, tokenizer.token_to_id(bos))]
     tokenizer.post_processor = processors.TemplateProcessing(f"{bos} $A", f"{bos} $A {bos} $B", special)
     tokenizer.save(str(file))
-    return {name: {key: str(value) for key, value in each.items()} for name, each in found.items()}
+    return {name: {key: str(value) for key, value in options.items()} for name, options in arguments.items()}
 
 
 def make_adapter(base: Path, folder: Path) -> Path:
-    """By PEFT, and not zero."""
+    """Save a nonzero adapter with PEFT."""
     model = transformers.AutoModelForCausalLM.from_pretrained(base)
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
     torch.manual_seed(1)
@@ -80,7 +80,7 @@ def make_adapter(base: Path, folder: Path) -> Path:
 
 
 def both(arguments, world):
-    """Our model and theirs."""
+    """Our model and the HFLM of the same checkpoint."""
     from lm_eval.models.huggingface import HFLM
 
     from tune.evaluation.harness import HarnessModel
@@ -88,7 +88,7 @@ def both(arguments, world):
     adapters = [arguments["peft"]] if "peft" in arguments else []
     opened = open_model(arguments["pretrained"], adapters=adapters)
     model, tokenizer = opened.load(), opened.tokenizer()
-    # Its cache gives wrong numbers where two requests have the same tokens, divided in other places.
+    # The cache of HFLM gives wrong numbers if two requests split the same tokens at different places.
     theirs = HFLM(**arguments, device="cpu", dtype="float32", batch_size=3, logits_cache=False)
     return HarnessModel(model, tokenizer, world, None, None), theirs
 
@@ -96,12 +96,12 @@ def both(arguments, world):
 def instances(kind, arguments):
     from lm_eval.api.instance import Instance
 
-    return [Instance(kind, {}, each, index) for index, each in enumerate(arguments)]
+    return [Instance(kind, {}, request, index) for index, request in enumerate(arguments)]
 
 
 def flat(value) -> list:
     """The numbers and texts in nested lists."""
-    return [item for each in value for item in flat(each)] if isinstance(value, list | tuple) else [value]
+    return [item for part in value for item in flat(part)] if isinstance(value, list | tuple) else [value]
 
 
 def assert_same(ours, theirs) -> None:
@@ -132,7 +132,7 @@ PAIRS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe", "of transformers alone", "adapter", "with BOS"])
-def test_requests(name, models, world):
+def test_requests_match_hflm(name, models, world):
     ours, theirs = both(models[name], world)
     assert ours.max_length == theirs.max_length == 128
     assert ours.prefix_token_id == theirs.prefix_token_id and ours.eot_token_id == theirs.eot_token_id
@@ -151,23 +151,23 @@ def test_requests(name, models, world):
     assert ours.generate_until(generated) == theirs.generate_until(generated)
 
 
-def test_greedy_is_told(models, world):
-    """That the continuation is what the model would have said."""
+def test_greedy_continuations_are_marked(models, world):
+    """Greedy means that the model would have generated the continuation."""
     ours, theirs = both(models["llama"], world)
     with torch.no_grad():
         ids = ours.tok_encode("the cat")
         for _ in range(4):
             ids.append(int(ours.model(torch.tensor([ids]))[0, -1].argmax()))
     context, own = ids[:-4], ids[-4:]
-    found = log_likelihoods(ours.model, [(context, own), (context, own[::-1]), (context, own[:1])], world, 128)
-    assert [greedy for _, greedy in found] == [True, False, True]
+    scores = log_likelihoods(ours.model, [(context, own), (context, own[::-1]), (context, own[:1])], world, 128)
+    assert [greedy for _, greedy in scores] == [True, False, True]
     expected = theirs._loglikelihood_tokens(
         [(None, context, own), (None, context, own[::-1]), (None, context, own[:1])]
     )
-    assert_same(found, expected)
+    assert_same(scores, expected)
 
 
-def test_nothing_to_predict_and_too_much(models, world):
+def test_empty_and_too_long_continuations(models, world):
     ours, _ = both(models["llama"], world)
     assert log_likelihoods(ours.model, [([5], []), ([5], [6])], world, 128)[0] == (0.0, True)
     assert log_likelihoods(ours.model, [], world, 128) == []
@@ -177,48 +177,48 @@ def test_nothing_to_predict_and_too_much(models, world):
         log_likelihoods(ours.model, [([5], [6]), ([], [6, 7])], world, 128)
 
 
-def test_what_choices_have_in_common_is_read_once(models, world, monkeypatch):
+def test_common_contexts_of_choices_are_read_once(models, world, monkeypatch):
     model = open_model(models["llama"]["pretrained"]).load()
     long, other = [*range(5, 65)], [*range(40, 90)]
     requests = [(long, [7, 8]), (other, [3]), (long, [9]), (long, [7, 5, 6]), (other, [4, 4, 2]), (long, [8, 8])]
-    alone = [log_likelihoods(model, [each], world, 128)[0] for each in requests]
+    alone = [log_likelihoods(model, [request], world, 128)[0] for request in requests]
     read, embed = [], model.embed
     monkeypatch.setattr(model, "embed", lambda tokens: read.append(tokens.numel()) or embed(tokens))
     together = log_likelihoods(model, requests, world, 128)
     assert sum(read) == 59 + (2 + 1 + 3 + 2) + 49 + (1 + 3)
-    for found, expected in zip(together, alone, strict=True):
-        assert found == pytest.approx(expected, abs=1e-4)
+    for score, expected in zip(together, alone, strict=True):
+        assert score == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_context_of_blanks_is_empty(models, world):
-    """Where `HFLM` fails."""
+def test_context_of_blanks_is_empty(models, world):
+    """`HFLM` fails for such contexts."""
     ours, _ = both(models["llama"], world)
-    (found,) = ours.loglikelihood(instances("loglikelihood", [("  ", "the cat")]))
+    (score,) = ours.loglikelihood(instances("loglikelihood", [("  ", "the cat")]))
     (expected,) = ours.loglikelihood(instances("loglikelihood", [("", "  the cat")]))
-    assert found == expected
+    assert score == expected
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chat", [{}, {"apply_chat_template": True, "num_fewshot": 2}], ids=["plain", "chat"])
 @pytest.mark.parametrize("name", slow_but(["llama"], ["llama", "adapter", "with BOS"]))
-def test_whole_tasks(name, chat, models, folder, world):
+def test_whole_tasks_match_the_harness(name, chat, models, folder, world):
     ours, lm = both(models[name], world)
     tasks = Tasks(NAMES, ours.tokenizer, str(folder), **chat)
-    found = tasks(ours.model, world, source=models[name]["pretrained"], log_samples=True)
+    results = tasks(ours.model, world, source=models[name]["pretrained"], log_samples=True)
     theirs = lm_eval.simple_evaluate(lm, tasks=[*tasks.tasks], task_manager=tasks.manager, **chat)
     for task in NAMES:
-        for one, other in zip(found["samples"][task], theirs["samples"][task], strict=True):
+        for one, other in zip(results["samples"][task], theirs["samples"][task], strict=True):
             assert one["arguments"] == other["arguments"]
             assert_same(one["resps"], other["resps"])
-    assert metrics(found, world) == pytest.approx(metrics(theirs, world), rel=1e-4)
-    assert len(metrics(found, world)) == 6
-    assert theirs.keys() <= found.keys()
+    assert metrics(results, world) == pytest.approx(metrics(theirs, world), rel=1e-4)
+    assert len(metrics(results, world)) == 6
+    assert theirs.keys() <= results.keys()
     for key in ("configs", "versions", "n-shot", "higher_is_better", "n-samples", "tokenizer_eos_token", "max_length"):
-        assert json.dumps(found[key], default=str) == json.dumps(theirs[key], default=str), key
-    assert found["chat_template"] == (ours.tokenizer.chat_template if chat else None)
+        assert json.dumps(results[key], default=str) == json.dumps(theirs[key], default=str), key
+    assert results["chat_template"] == (ours.tokenizer.chat_template if chat else None)
 
 
-def test_where_there_is_no_repository_git_is_silent(models, folder, world, tmp_path, monkeypatch, capfd):
+def test_git_is_silent_outside_a_repository(models, folder, world, tmp_path, monkeypatch, capfd):
     ours, _ = both(models["llama"], world)
     tasks = Tasks(["letters"], ours.tokenizer, str(folder), limit=1)
     monkeypatch.chdir(tmp_path)
@@ -228,8 +228,8 @@ def test_where_there_is_no_repository_git_is_silent(models, folder, world, tmp_p
 
 
 @pytest.mark.slow
-def test_names_of_tasks(models, folder, world, tmp_path):
-    """Of one, of several, of a group, and of a file."""
+def test_task_names_may_be_patterns_groups_and_files(models, folder, world, tmp_path):
+    """Names select one task, several tasks, a group or a file."""
     ours, _ = both(models["llama"], world)
     (tmp_path / "pair.yaml").write_text(
         "group: pair\ntask: [choice, letters]\naggregate_metric_list: [{metric: acc, weight_by_size: true}]\n"
@@ -242,23 +242,29 @@ def test_names_of_tasks(models, folder, world, tmp_path):
 
     assert [task.task_name for task in named("choic*").tasks] == ["choice"]
     assert [task.task_name for task in named(str(folder / "rolling.yaml")).tasks] == ["rolling"]
-    found = metrics(named("pair")(ours.model, world), world)
-    weighted = (13 * found["choice/acc"] + 5 * found["letters/acc"]) / 18
-    assert found["pair/acc"] == pytest.approx(weighted) and "pair" not in found
-    says = named("pair", str(folder / "rolling.yaml")).higher_is_better
-    assert says["pair/acc"] is says["letters/acc"] is True and says["rolling/bits_per_byte"] is False
+    scores = metrics(named("pair")(ours.model, world), world)
+    weighted = (13 * scores["choice/acc"] + 5 * scores["letters/acc"]) / 18
+    assert scores["pair/acc"] == pytest.approx(weighted) and "pair" not in scores
+    higher_is_better = named("pair", str(folder / "rolling.yaml")).higher_is_better
+    assert (
+        higher_is_better["pair/acc"] is higher_is_better["letters/acc"] is True
+        and higher_is_better["rolling/bits_per_byte"] is False
+    )
     (tmp_path / "own.py").write_text("def results(row, found):\n    return {'length': len(found[0])}\n")
     body = (folder / "answer.yaml").read_text().replace("task: answer", "task: own")
     (tmp_path / "own.yaml").write_text(body + "process_results: !function own.results\n")
     filtered = "filter_list: [{name: first, filter: [{function: take_first}]}]\n"
     (tmp_path / "answer.yaml").write_text(body.replace("task: own", "task: answer") + filtered)
-    found = metrics(named("own", "answer")(ours.model, world), world)
-    says = named("own", "answer").higher_is_better
-    assert found.keys() == {"own/length", "answer/exact_match,first"}  # of a task's own code only it knows the names
-    assert says.keys() == {"own/", "own/exact_match", "answer/exact_match,first"}
+    scores = metrics(named("own", "answer")(ours.model, world), world)
+    higher_is_better = named("own", "answer").higher_is_better
+    assert scores.keys() == {
+        "own/length",
+        "answer/exact_match,first",
+    }  # only the task's own code knows the names of its metrics
+    assert higher_is_better.keys() == {"own/", "own/exact_match", "answer/exact_match,first"}
 
 
-def test_an_answer_that_has_begun(models, world):
+def test_chat_template_with_a_started_answer(models, world):
     ours, theirs = both(models["llama"], world)
     for begun in ("The answer is", "The answer is "):
         chat = [{"role": "user", "content": "the cat?"}, {"role": "assistant", "content": begun}]
@@ -275,4 +281,4 @@ def test_two_processes_share_the_requests(models, folder, world, tmp_path):
     alone = Tasks(NAMES, ours.tokenizer, str(folder))(ours.model, world, log_samples=True)["samples"]
     for kind in ("copies", "sharded"):
         for name in NAMES:
-            assert_same(shared[kind][name], [each["resps"] for each in alone[name]])
+            assert_same(shared[kind][name], [sample["resps"] for sample in alone[name]])

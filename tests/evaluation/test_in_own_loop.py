@@ -1,4 +1,4 @@
-"""Evaluation in a script of one's own: no World, and models that are not the library's."""
+"""Evaluation in your own script: no World, and models from outside the library."""
 
 import subprocess
 import sys
@@ -25,34 +25,36 @@ def transformers_model(checkpoint):
 
 @torch.no_grad()
 def expected(model):
-    """The log-probs of the continuations by transformers, each text alone."""
-    found = []
+    """The log-probs of the continuations in transformers, one text at a time."""
+    sums = []
     for context, continuation in REQUESTS:
         ids = torch.tensor([[*context, *continuation]])
         log_probs = model(ids).logits[0, len(context) - 1 : -1].log_softmax(-1)
-        found.append(float(log_probs[torch.arange(len(continuation)), continuation].sum()))
-    return found
+        sums.append(float(log_probs[torch.arange(len(continuation)), continuation].sum()))
+    return sums
 
 
 def test_log_likelihoods_without_a_world(checkpoint):
-    found = log_likelihoods(load_model(str(checkpoint)), REQUESTS)
-    assert [value for value, _ in found] == pytest.approx(expected(transformers_model(checkpoint)), abs=1e-4)
+    scores = log_likelihoods(load_model(str(checkpoint)), REQUESTS)
+    assert [value for value, _ in scores] == pytest.approx(expected(transformers_model(checkpoint)), abs=1e-4)
 
 
-def test_the_loss_of_a_validation_set_without_a_world(checkpoint, chats):
+def test_validation_loss_without_a_world(checkpoint, chats):
     dataset = load(Tokenizer(str(checkpoint)), str(chats), max_seq_len=128)
-    found = evaluate(load_model(str(checkpoint)), validation_batches(dataset, micro_batch_size=4), LinearCrossEntropy())
+    results = evaluate(
+        load_model(str(checkpoint)), validation_batches(dataset, micro_batch_size=4), LinearCrossEntropy()
+    )
     theirs, total, count = transformers_model(checkpoint), 0.0, 0
     with torch.no_grad():
         for sample in dataset:
             tokens, labels = torch.tensor(sample.tokens)[None], torch.tensor(sample.labels).long()
             total += float(F.cross_entropy(theirs(tokens.long()).logits[0], labels, reduction="sum"))
             count += int((labels != -100).sum())
-    assert found["validation_loss"] == pytest.approx(total / count, abs=1e-5)
+    assert results["validation_loss"] == pytest.approx(total / count, abs=1e-5)
 
 
 class Causal(nn.Module):
-    """Attends to all that is before in the row, whatever its document, unless `keeps_apart`."""
+    """Attends to all earlier tokens of the row, across documents unless `keeps_apart`."""
 
     def __init__(self, keeps_apart: bool):
         super().__init__()
@@ -70,14 +72,14 @@ class Causal(nn.Module):
         return head(hidden + F.scaled_dot_product_attention(query, key, value, attn_mask=mask), self.head.weight, batch)
 
 
-def test_a_model_whose_tokens_see_other_documents_is_refused():
+def test_model_that_mixes_documents_is_refused():
     torch.manual_seed(0)
     model = Causal(keeps_apart=False)
-    alone = [log_likelihoods(model, [each])[0] for each in REQUESTS]
+    alone = [log_likelihoods(model, [request])[0] for request in REQUESTS]
     with pytest.raises(TuneError, match=r"Causal.*batch_size=1"):
         log_likelihoods(model, REQUESTS)
-    for found in (log_likelihoods(model, REQUESTS, batch_size=1), log_likelihoods(apart(model), REQUESTS)):
-        assert [value for value, _ in found] == pytest.approx([value for value, _ in alone], abs=1e-5)
+    for scores in (log_likelihoods(model, REQUESTS, batch_size=1), log_likelihoods(apart(model), REQUESTS)):
+        assert [value for value, _ in scores] == pytest.approx([value for value, _ in alone], abs=1e-5)
 
 
 def apart(model):
@@ -85,7 +87,7 @@ def apart(model):
     return model
 
 
-def test_a_model_of_transformers_as_it_is(checkpoint):
+def test_bare_transformers_model_is_refused(checkpoint):
     with pytest.raises(TuneError, match=r"LlamaForCausalLM.*tune\.models\.hf"):
         log_likelihoods(transformers_model(checkpoint), REQUESTS)
 

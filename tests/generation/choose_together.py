@@ -1,4 +1,4 @@
-"""In each of several processes: they share the logits, and choose what one chooses of all of them."""
+"""Run in each process: processes with sharded logits choose the same ids as one process with all logits."""
 
 import os
 
@@ -21,7 +21,7 @@ def main() -> None:
     mesh = distributed.init("cpu", tp=size).mesh["tp"]
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(500, 100 * size, generator=generator) * 3
-    logits[:100, : 100 * (size - 1)] = -torch.inf  # all that is possible is in the last process's share
+    logits[:100, : 100 * (size - 1)] = -torch.inf  # all possible ids are in the shard of the last process
     logits[100:200, 100:] = -torch.inf
     logits[0, ::2] = logits[0, 1::2] = logits[0].amax()  # equally likely
     shares = DTensor.from_local(logits.chunk(size, dim=1)[mesh.get_local_rank()], mesh, [Shard(1)])
@@ -31,7 +31,7 @@ def main() -> None:
         ids, log_probs = choose(shares, draws, **settings)
         expected, its_log_probs = choose(logits, draws, **settings)
         same = ids == expected
-        assert (~same).sum() <= 1, settings  # a draw may be between sums that shares round otherwise
+        assert (~same).sum() <= 1, settings  # a draw may lie between sums that sharding rounds differently
         assert_close(log_probs[same], its_log_probs[same], atol=1e-5, rtol=1e-6)
 
 

@@ -1,5 +1,5 @@
-"""In each of two tensor-parallel processes: samples, rewards and an environment that differ.
-Prints what the processes have, and what they raise."""
+"""Run in each of two tensor-parallel processes whose samples, rewards and environments differ.
+Prints the episodes of the processes or the error that they raise."""
 
 import random
 import sys
@@ -35,7 +35,7 @@ def main(folder):
     world, tokenizer = distributed.init("cpu", tp=2), Tokenizer(folder)
 
     def sampler(model, prompts, *, samples=1, step=0, indices=None):
-        tokens = tokenizer.encode(("dog", "cat")[world.rank] + "<|im_end|>")  # as two engines may
+        tokens = tokenizer.encode(("dog", "cat")[world.rank] + "<|im_end|>")  # like two engines may
         return [[Completion(tokens, [-0.5] * len(tokens), "stop")] * samples for _ in prompts]
 
     sampler.room = lambda model: 999
@@ -47,7 +47,7 @@ def main(folder):
                 None, sampler, tokenizer, prompts, [Reward("own", reward)], world,
                 samples=3, step=0, environment=environment, max_turns=3,
             )  # fmt: skip
-            mine = str([(each.reward, each.rewards, each.tokens) for each in group])
+            mine = str([(episode.reward, episode.rewards, episode.tokens) for episode in group])
         except TuneError as error:
             mine = str(error)
         first, second = world.all_gather(mine)

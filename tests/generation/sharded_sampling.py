@@ -1,5 +1,5 @@
-"""In each of several processes: `sharded_sampling.py FOLDER PROMPTS`: sampling before steps of training. Prints
-what the processes have sampled from their shares of the prompts."""
+"""Run in each process as `sharded_sampling.py FOLDER PROMPTS`: sample before training steps and print the samples of
+all processes."""
 
 import sys
 
@@ -16,7 +16,7 @@ from tune.models import build
 
 
 def train(model: torch.nn.Module) -> float:
-    """A step whose gradients change nothing; the loss."""
+    """Compute a loss and its gradients, discard the gradients and return the loss."""
     batch = Batch.of([[1, 2, 3, 4]], labels=[[2, 3, 4, 5]])
     loss = model(batch, LinearCrossEntropy())
     loss.backward()
@@ -35,14 +35,14 @@ def main(folder: str, prompts: list[list[int]]) -> None:
     sampler = Sampler(max_new_tokens=10, stop_ids=range(9))
     outputs: list = [None] * len(prompts)
     losses = []
-    # First before any other forward; then one process has everything to do.
+    # First without a forward before; then one process samples everything.
     for shares in (range(world.rank, len(prompts), world.size), range(len(prompts) if world.rank == 1 else 0)):
         sampled = sampler(model, [prompts[index] for index in shares], samples=2, indices=shares)
         assert all(isinstance(each, DTensor) for each in model.parameters())
         everyone: list = [None] * world.size
-        dist.all_gather_object(everyone, {index: each for index, each in zip(shares, sampled, strict=True)})
-        found = [{**{k: v for part in everyone for k, v in part.items()}}[index] for index in range(len(prompts))]
-        tokens = [[each.tokens for each in row] for row in found]
+        dist.all_gather_object(everyone, {index: row for index, row in zip(shares, sampled, strict=True)})
+        completions = [{**{k: v for part in everyone for k, v in part.items()}}[index] for index in range(len(prompts))]
+        tokens = [[completion.tokens for completion in row] for row in completions]
         assert outputs in ([None] * len(prompts), tokens)
         outputs = tokens
         losses.append(train(model))

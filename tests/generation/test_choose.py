@@ -1,4 +1,4 @@
-"""What is chosen follows the distribution, and the top of it is what transformers takes."""
+"""Chosen tokens follow the distribution, and truncation matches transformers."""
 
 import math
 import statistics
@@ -19,7 +19,7 @@ LOGITS = torch.randn(5, 300, generator=torch.Generator().manual_seed(0)) * 3
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.3, 2.5])
-def test_inverse_of_the_cumulative_distribution(temperature):
+def test_choose_inverts_the_cumulative_distribution(temperature):
     probs = (LOGITS.double() / temperature).softmax(dim=-1)
     for uniform in (0.0, 0.123456, 0.5, 0.9, 1 - 2**-53):
         ids, log_probs = choose(LOGITS, torch.full((5,), uniform, dtype=torch.float64), temperature=temperature)
@@ -29,13 +29,13 @@ def test_inverse_of_the_cumulative_distribution(temperature):
         assert_close(log_probs, chosen.log().float(), atol=1e-5, rtol=1e-5)
 
 
-def test_share_of_each_token():
+def test_tokens_are_chosen_in_proportion_to_their_probability():
     logits = torch.tensor([0.5, 0.0, 0.3, 0.2]).log().expand(4000, -1)
     ids, _ = choose(logits, (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000)
     assert ids.bincount().tolist() == pytest.approx([2000, 0, 1200, 800], abs=1)
 
 
-def test_temperature_0_takes_the_most_likely_with_its_log_prob_at_1():
+def test_temperature_0_takes_the_argmax_with_its_log_prob_at_1():
     ids, log_probs = choose(LOGITS, torch.zeros(5), temperature=0)
     assert torch.equal(ids, LOGITS.argmax(dim=-1))
     assert_close(log_probs, LOGITS.log_softmax(dim=-1).amax(dim=-1))
@@ -48,7 +48,7 @@ def test_temperature_0_takes_the_most_likely_with_its_log_prob_at_1():
         *((None, 1.0, None), (None, None, 0.05), (None, None, 1.0), (40, 0.9, 0.02), (20, 0.5, None)),
     ],
 )
-def test_top_is_that_of_transformers(top_k, top_p, min_p):
+def test_top_k_top_p_and_min_p_match_transformers(top_k, top_p, min_p):
     settings = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
     expected = LOGITS
     processors = transformers.generation.logits_process
@@ -59,14 +59,14 @@ def test_top_is_that_of_transformers(top_k, top_p, min_p):
     kept = _kept(LOGITS.log_softmax(dim=-1), top_k, top_p, min_p, ALL)
     assert torch.equal(kept.isfinite(), expected.isfinite())
     draws = torch.rand(5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    draws[:2] = torch.tensor([0, 1 - 2**-53], dtype=torch.float64)  # the ends, where ids that are left out may be
+    draws[:2] = torch.tensor([0, 1 - 2**-53], dtype=torch.float64)  # the extremes, where excluded ids may be
     ids, log_probs = choose(LOGITS, draws, **settings)
     assert expected.gather(1, ids[:, None]).isfinite().all()
-    assert_close(log_probs, LOGITS.log_softmax(dim=-1).gather(1, ids[:, None])[:, 0])  # of the whole distribution
+    assert_close(log_probs, LOGITS.log_softmax(dim=-1).gather(1, ids[:, None])[:, 0])  # under the whole distribution
 
 
 @pytest.mark.parametrize(("top_p", "count"), [(0.5, 1), (0.75, 2), (0.875, 3)])
-def test_top_p_takes_no_more_where_the_probabilities_add_up_to_it(top_p, count):
+def test_top_p_stops_where_probabilities_add_up_to_it_exactly(top_p, count):
     logits = torch.tensor([[0.125, 0.5, 0.0625, 0.25, 0.0625]]).log()
     kept = _kept(logits, None, top_p, None, ALL).isfinite()
     assert kept.sum() == count
@@ -77,8 +77,8 @@ DRAWN = [{"temperature": 0.7}, {"temperature": 1.5}, {"top_k": 5}, {"top_p": 0.8
 
 
 @pytest.mark.parametrize("settings", slow_but(DRAWN[2:3], DRAWN))
-def test_10_000_draws_have_the_shares_of_their_tokens(settings):
-    """By Pearson's chi-square with what transformers keeps; the seed decides each draw."""
+def test_10_000_draws_follow_the_distribution(settings):
+    """Pearson's chi-square against the distribution of transformers; the seed determines each draw."""
     logits = torch.randn(1, 20, generator=torch.Generator().manual_seed(3)) * 1.5
     processors = transformers.generation.logits_process
     wanted = logits / settings.get("temperature", 1.0)
@@ -91,28 +91,28 @@ def test_10_000_draws_have_the_shares_of_their_tokens(settings):
         numbers = torch.tensor([next(uniforms(seed, 0, prompt, 0)) for prompt in range(10_000)], dtype=torch.float64)
         return choose(logits.expand(10_000, -1), numbers, **settings)[0]
 
-    found, possible = draws(1), shares > 0
-    counts = found.bincount(minlength=20)
+    chosen, possible = draws(1), shares > 0
+    counts = chosen.bincount(minlength=20)
     assert not counts[~possible].any()
     expected = 10_000 * shares[possible]
     chi_square = float(((counts[possible] - expected) ** 2 / expected).sum())
     freedom = int(possible.sum()) - 1
-    # Wilson and Hilferty's normal of a chi-square: below 3.1 with a probability of 0.999.
+    # Wilson and Hilferty's normal approximation of chi-square: below 3.1 with a probability of 0.999.
     normal = ((chi_square / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
     assert normal < 3.1
-    assert torch.equal(found, draws(1)) and not torch.equal(found, draws(2))
+    assert torch.equal(chosen, draws(1)) and not torch.equal(chosen, draws(2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 3])
-def test_processes_that_share_the_vocabulary_choose_together(processes):
+def test_processes_with_sharded_logits_choose_together(processes):
     run_processes(Path(__file__).with_name("choose_together.py"), processes)
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_log_probs_of_logits_that_are_not_finite(value, temperature):
-    """By which a sampler knows that it must stop; the id is one of the vocabulary."""
+def test_non_finite_logits_give_nan_log_probs(value, temperature):
+    """A sampler stops at NaN log-probs; the ids are still in the vocabulary."""
     ids, log_probs = choose(LOGITS.clone().index_fill_(1, torch.tensor([7]), value), torch.full((5,), 0.5), temperature)
     assert log_probs.isnan().all() and (ids >= 0).all() and (ids < 300).all()
 
@@ -125,5 +125,5 @@ def test_uniforms():
     draws = list(islice(uniforms(1, 2, 3, 4), 20_000))
     assert min(draws) >= 0 and max(draws) < 1 and statistics.mean(draws) == pytest.approx(0.5, abs=0.01)
     assert len({next(uniforms(*keys)) for keys in [(1, 2, 3, 4), (2, 1, 3, 4), (1, 2, 4, 3), (0, 0, 0, 0)]}) == 4
-    # Of numpy's Philox and SeedSequence, which stay the same from version to version.
+    # numpy's Philox and SeedSequence give the same numbers in all versions.
     assert list(islice(uniforms(0, 0, 0, 0), 2)) == [0.014067035665647709, 0.2577672456246177]

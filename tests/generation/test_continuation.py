@@ -1,4 +1,4 @@
-"""Texts that grow are completed as a sampler completes them whole."""
+"""Growing texts get the same completions as from a sampler that reads them whole."""
 
 from itertools import islice
 
@@ -14,7 +14,7 @@ from tune.models.context import KeyValueCache
 
 
 class Reads(list):
-    """The numbers of tokens that forwards of a model read."""
+    """Records the number of tokens that each forward of a model reads."""
 
     def __init__(self, model):
         self.hook = model.embedding.register_forward_hook(lambda module, inputs, output: self.append(inputs[0].numel()))
@@ -22,8 +22,8 @@ class Reads(list):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0, 0.8])
-def test_turns_of_a_conversation(model, temperature):
-    """The windows are 16 tokens wide: these turns begin within them, reach over their ends and come after them."""
+def test_turns_of_a_conversation_match_a_sampler(model, temperature):
+    """Windows have 16 tokens: turns start inside a window, cross its end and come after it."""
     continuation, sampler = Continuation(model), Sampler(max_new_tokens=6, temperature=temperature, seed=3)
     text, reads = [], Reads(model)
     for turn, message in enumerate(make_prompts([5, 3, 1, 30, 9])):
@@ -33,7 +33,7 @@ def test_turns_of_a_conversation(model, temperature):
             break
         reads.clear()
         answer = list(continuation(sampler, text, step=turn))
-        # The last token of an answer is chosen, and read only with the next message.
+        # The last token of an answer is read only with the next message.
         assert sum(reads) == len(text) - before + 5 + (turn > 0)
         assert answer == sampler(model, [text], step=turn)[0][0].tokens
         text = text + answer
@@ -41,19 +41,19 @@ def test_turns_of_a_conversation(model, temperature):
 
 
 @pytest.mark.slow
-def test_other_texts_than_before(model):
-    """Again, shorter, changed at its beginning, its middle or its end, and after an answer that was left."""
+def test_texts_that_do_not_extend_the_cache(model):
+    """Texts repeat, shrink, change at the start, middle or end, or follow an abandoned answer."""
     continuation, sampler = Continuation(model), Sampler(max_new_tokens=8, temperature=0.9)
     (text,) = make_prompts([21])
     changed = [7, *text[1:]], [*text[:10], 7, *text[11:]], [*text[:20], 7]
     longer = (text * 5)[: model.max_generated - 8]
     texts = [text, text, text[:9], text, changed[0], text, *changed[1:], longer]
-    for step, each in enumerate(texts):
-        assert list(continuation(sampler, each, step=step)) == sampler(model, [each], step=step)[0][0].tokens
+    for step, prompt in enumerate(texts):
+        assert list(continuation(sampler, prompt, step=step)) == sampler(model, [prompt], step=step)[0][0].tokens
         list(islice(continuation(sampler, text), 3))
 
 
-def test_a_cache_that_grows(model):
+def test_cache_grows(model):
     continuation, sampler = Continuation(model), Sampler(max_new_tokens=8, temperature=0)
     continuation.capacity = 20
     continuation.cache = model.new_cache(1, 20)
@@ -62,7 +62,7 @@ def test_a_cache_that_grows(model):
     assert continuation.capacity == min(1024, model.max_generated)
 
 
-def test_after_an_interruption(model):
+def test_generation_continues_after_an_interruption(model):
     continuation, sampler = Continuation(model), Sampler(max_new_tokens=12, temperature=0)
     (text,) = make_prompts([10])
     expected = sampler(model, [text])[0][0].tokens
@@ -91,7 +91,7 @@ def test_stops_and_limits(model):
 
 
 @torch.no_grad()
-def test_on_a_device_that_is_not_the_cpu(model):
+def test_device_other_than_the_cpu(model):
     device = torch.device("meta")
     moved = type(model)(model.config).to(device)
     cache = moved.new_cache(rows=1, capacity=40)
@@ -103,9 +103,9 @@ def test_on_a_device_that_is_not_the_cpu(model):
     assert moved(tokens, positions=positions, cache=cache).shape == (1, 1, model.config.vocab_size)
 
 
-def test_what_a_window_of_8_still_has():
-    """Tokens come together up to its end; from the ninth token on, the first is lost."""
+def test_window_of_8_tokens():
+    """Tokens are read together up to the end of the window; the ninth token evicts the first."""
     cache = KeyValueCache([8, 30], rows=1, capacity=30)
     assert [cache.together(start) for start in (1, 7, 8, 20)] == [7, 1, 1, 1]
     assert cache.keeps_all(8) and not cache.keeps_all(9)
-    assert not KeyValueCache([None, 30], rows=1, capacity=30).keeps_all(1)  # a state has none of its tokens
+    assert not KeyValueCache([None, 30], rows=1, capacity=30).keeps_all(1)  # a state keeps no tokens

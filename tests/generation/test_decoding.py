@@ -1,4 +1,4 @@
-"""Several tokens between two looks of the host, by steps of one shape: the same tokens as one by one."""
+"""Several steps of one shape between two host synchronizations give the same tokens as single steps."""
 
 from types import SimpleNamespace
 
@@ -23,7 +23,7 @@ def model(request, tmp_path_factory):
 
 @pytest.fixture
 def replayed(monkeypatch):
-    """Decoding as on a GPU: several steps, in buckets, and a step once captured is replayed. Returns what was."""
+    """Decode as on a GPU, with several steps, buckets and replayed captures; return the replays."""
     seen = []
 
     class Replayed(Decoding):
@@ -43,14 +43,14 @@ def replayed(monkeypatch):
     return seen
 
 
-def test_the_same_tokens_as_one_by_one(model, replayed, monkeypatch):
-    """Rows end at all times, others join them, windows are passed, and lengths pass a bucket."""
+def test_several_steps_at_once_give_the_same_tokens(model, replayed, monkeypatch):
+    """Rows end at any time, others join, and lengths exceed windows and buckets."""
     monkeypatch.setattr(decoding, "FEWEST_SLOTS", 16)
     settings = {"max_new_tokens": 20, "stop_ids": range(9), "max_rows": 5}
-    found = Sampler(**settings)(model, make_prompts(), samples=3)
+    outputs = Sampler(**settings)(model, make_prompts(), samples=3)
     assert {rows for rows, _ in replayed} == {5, 1} and len({length for _, length in replayed}) > 1
     monkeypatch.undo()
-    assert found == approximately(Sampler(**settings)(model, make_prompts(), samples=3))
+    assert outputs == approximately(Sampler(**settings)(model, make_prompts(), samples=3))
 
 
 def test_steps_do_not_wait_for_the_device(model, replayed):
@@ -69,7 +69,7 @@ def test_buckets():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are captured on a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_captured_step_is_one_launch_a_token(model, dtype):
+def test_captured_step_is_one_launch_per_token(model, dtype):
     moved = model.to("cuda", dtype)
     settings = {"max_new_tokens": 41, "temperature": 0}
     launches = []
@@ -77,9 +77,11 @@ def test_a_captured_step_is_one_launch_a_token(model, dtype):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: launches.append(1) or replay(graph))
         captured = Sampler(**settings)(moved, make_prompts())
-        assert len(launches) == 39  # the first token follows the prompt, the second one is that of the capture
+        assert len(launches) == 39  # the first token follows the prompt, the second comes from the capture
         patch.setattr(decoding, "_can_capture", lambda model: False)
         plain = Sampler(**settings)(moved, make_prompts())
     model.to("cpu", torch.float32)
     if dtype == torch.float32:
-        assert [[each.tokens for each in row] for row in captured] == [[each.tokens for each in row] for row in plain]
+        assert [[output.tokens for output in row] for row in captured] == [
+            [output.tokens for output in row] for row in plain
+        ]

@@ -1,4 +1,4 @@
-"""Which documents get an answer of the model, and what is supervised of it."""
+"""Documents whose answer is replaced by one of the model, and its supervised tokens."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def model(checkpoint):
 
 
 def conversation(index):
-    """Two answers, each of three tokens; the last label of each is the token that ends it."""
+    """Two answers of three tokens each; the last label of each is its end token."""
     tokens = np.arange(20 + index, 32 + index)
     labels = np.full(12, -100)
     labels[2:5], labels[8:11] = tokens[3:6], tokens[9:12]
@@ -28,20 +28,20 @@ def conversation(index):
 
 
 def step(rows):
-    batches = [collate(each) for each in rows]
-    count = sum(each.num_tokens for each in batches)
-    return GlobalBatch([], batches, torch.device("cpu"), count, sum(each.num_supervised for each in batches), 0)
+    batches = [collate(micro_batch) for micro_batch in rows]
+    count = sum(batch.num_tokens for batch in batches)
+    return GlobalBatch([], batches, torch.device("cpu"), count, sum(batch.num_supervised for batch in batches), 0)
 
 
 def documents(batch):
-    """By the sample: tokens and labels of its document."""
-    found = {}
+    """The tokens and labels of each document by its sample index."""
+    by_sample = {}
     for micro_batch in batch.micro_batches:
         bounds = micro_batch.documents.boundaries.tolist()
         for place, index in enumerate(micro_batch.documents.samples.tolist()):
             span = slice(bounds[place], bounds[place + 1])
-            found[index] = [each.flatten()[span].tolist() for each in (micro_batch.tokens, micro_batch.labels)]
-    return found
+            by_sample[index] = [tensor.flatten()[span].tolist() for tensor in (micro_batch.tokens, micro_batch.labels)]
+    return by_sample
 
 
 def answered(model, rows, share=1.0, number=1, vocab_size=300, pad_to=None, **options):
@@ -52,7 +52,7 @@ def answered(model, rows, share=1.0, number=1, vocab_size=300, pad_to=None, **op
     )  # fmt: skip
 
 
-def test_the_last_answer_is_sampled_and_alone_supervised(model):
+def test_only_the_sampled_last_answer_is_supervised(model):
     batch = answered(model, [[[conversation(0)], [conversation(1)]], [[conversation(2)]]])
     sampler = Sampler(max_new_tokens=5, stop_ids=[STOP])
     assert len(batch.micro_batches) == 2
@@ -61,28 +61,28 @@ def test_the_last_answer_is_sampled_and_alone_supervised(model):
         ((completion,),) = sampler(model, [prompt], step=1, indices=[index])
         assert tokens == prompt + completion.tokens
         assert labels == [-100] * 8 + completion.tokens + [-100]
-    counts = [sum(getattr(each, name) for each in batch.micro_batches) for name in ("num_tokens", "num_supervised")]
+    counts = [sum(getattr(part, name) for part in batch.micro_batches) for name in ("num_tokens", "num_supervised")]
     assert [batch.num_tokens, batch.num_supervised] == counts
 
 
-def test_a_share_of_documents_whatever_the_micro_batches(model):
+def test_share_of_documents_does_not_depend_on_micro_batches(model):
     rows = [conversation(index) for index in range(40)]
     whole = answered(model, [[[row] for row in rows]], share=0.3)
     changed = {index for index, (tokens, _) in documents(whole).items() if tokens != rows[index].tokens.tolist()}
     assert 5 < len(changed) < 20
     assert all(documents(whole)[index][1] == rows[index].labels.tolist() for index in set(range(40)) - changed)
-    # Those whose first number is low would all begin with tokens of the low end of the distribution.
+    # If documents were selected by their first number, their answers would start at the low end of the distribution.
     first = [next(uniforms(0, 1, index, 0)) for index in sorted(changed)]
     assert min(first) < 0.3 < 0.7 < max(first)
     apart = answered(model, [[[rows[2 * pair], rows[2 * pair + 1]]] for pair in reversed(range(20))], share=0.3)
     assert documents(apart) == documents(whole)
     for other in ({"number": 2}, {"seed": 1}):
-        found = documents(answered(model, [[[row] for row in rows]], share=0.3, **other))
-        assert {index for index, (tokens, _) in found.items() if tokens != rows[index].tokens.tolist()} != changed
+        others = documents(answered(model, [[[row] for row in rows]], share=0.3, **other))
+        assert {index for index, (tokens, _) in others.items() if tokens != rows[index].tokens.tolist()} != changed
 
 
-def test_an_answer_begins_behind_the_last_gap(model):
-    """Of three answers, and one label wide."""
+def test_answer_starts_after_the_last_unlearned_token(model):
+    """There are three answers, and the last gap is one label wide."""
     learned = np.array([2, 3, 6, 7, 9, 10])
     sample = Sample(np.arange(20, 32), np.where(np.isin(np.arange(12), learned), np.arange(21, 33), -100), 0)
     tokens, labels = documents(answered(model, [[[sample]]]))[0]
@@ -90,21 +90,21 @@ def test_an_answer_begins_behind_the_last_gap(model):
     assert labels == [-100] * 9 + tokens[10:] + [-100]
 
 
-def test_a_prompt_without_room_keeps_its_answer(model, monkeypatch):
+def test_prompt_without_room_keeps_its_answer(model, monkeypatch):
     rows = [conversation(0), Sample(np.arange(20, 40), np.where(np.arange(20) < 15, -100, 30), 1)]
-    monkeypatch.setattr(Sampler, "room", lambda self, model: 9)  # tokens, as many as the first prompt has
+    monkeypatch.setattr(Sampler, "room", lambda self, model: 9)  # as many tokens as the first prompt has
     batch = answered(model, [[rows]])
     assert batch.num_without_room == 1 and answered(model, [[rows]], share=0.0).num_without_room == 0
     assert documents(batch)[1] == [rows[1].tokens.tolist(), rows[1].labels.tolist()]
     assert documents(batch)[0][0] != rows[0].tokens.tolist()
 
 
-def test_ids_of_the_padding_end_an_answer(model):
-    """Nothing of them reaches the teacher, whose table may be shorter."""
+def test_padding_ids_end_an_answer(model):
+    """Such ids do not reach the teacher, whose embedding may be smaller."""
     rows = [[[conversation(index)] for index in range(8)]]
     whole, cut = documents(answered(model, rows)), documents(answered(model, rows, vocab_size=150))
     assert max(max(tokens) for tokens, _ in whole.values()) >= 150
-    edge = max(token for tokens, _ in whole.values() for token in tokens[9:])  # no id of a vocabulary of that size
+    edge = max(token for tokens, _ in whole.values() for token in tokens[9:])  # not an id in a vocabulary of that size
     assert max(max(tokens) for tokens, _ in documents(answered(model, rows, vocab_size=edge)).values()) < edge
     for index, (tokens, labels) in cut.items():
         own = whole[index][0][9:]
@@ -112,7 +112,7 @@ def test_ids_of_the_padding_end_an_answer(model):
         assert tokens == whole[index][0][: 9 + kept] and sum(label != -100 for label in labels) == kept
 
 
-def test_a_process_without_rows(model):
+def test_process_without_rows(model):
     batch = answered(model, [[[]]])
     assert (batch.num_tokens, batch.num_supervised) == (0, 0) and torch.equal(
         batch.micro_batches[0].labels, torch.tensor([[-100]])
@@ -120,9 +120,9 @@ def test_a_process_without_rows(model):
 
 
 def test_compiled_blocks_get_few_shapes(model):
-    """Padding, which is a document of number 0, changes no other and is not counted."""
+    """Padding is a document with index 0 that changes no other document and is not counted."""
     rows = [[[conversation(index)] for index in range(start, start + 3)] for start in range(1, 10, 3)]
     plain, padded = answered(model, rows), answered(model, [*rows, [[]]], pad_to=64)
-    assert [each.tokens.shape for each in padded.micro_batches] == [(1, 64)] * 4
-    assert {index: each for index, each in documents(padded).items() if index} == documents(plain)
+    assert [part.tokens.shape for part in padded.micro_batches] == [(1, 64)] * 4
+    assert {index: document for index, document in documents(padded).items() if index} == documents(plain)
     assert (padded.num_tokens, padded.num_supervised) == (plain.num_tokens, plain.num_supervised)

@@ -1,4 +1,4 @@
-"""A reward model as a reward: transformers' scores of the ids that were sampled."""
+"""A reward model as a reward gives the scores of transformers for the sampled ids."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def judge(tmp_path_factory):
     return folder
 
 
-def test_scores_are_those_of_transformers(judge, world, monkeypatch):
+def test_scores_match_transformers(judge, world, monkeypatch):
     prompts = [[5, 9, 30], [5, 9, 30], [8, 9, 32]]
     episodes = [
         Episode(Prompt(number, prompt, {}), tokens=[*[40, 50, 60][: number + 1], 2])
@@ -39,24 +39,24 @@ def test_scores_are_those_of_transformers(judge, world, monkeypatch):
     ]
     reward, read, embed = Reward("judge", RewardModel(str(judge), micro_batch_size=2)), [], Decoder.embed
     monkeypatch.setattr(Decoder, "embed", lambda self, tokens: read.append(tokens.numel()) or embed(self, tokens))
-    found = reward.of(episodes, Tokenizer(str(judge)), world)
-    assert read == [5 + 2, 7]  # what the first two begin with, [5, 9, 30, 40], once
+    scores = reward.of(episodes, Tokenizer(str(judge)), world)
+    assert read == [5 + 2, 7]  # the shared start [5, 9, 30, 40] of the first two is read once
     model = transformers.AutoModelForSequenceClassification.from_pretrained(judge).eval()
     with torch.no_grad():
         ids = [torch.tensor([[*episode.prompt.tokens, *episode.tokens]]) for episode in episodes]
-        expected = [model(each).logits.item() for each in ids]
-    assert found == pytest.approx(expected, abs=1e-5)
+        expected = [model(tokens).logits.item() for tokens in ids]
+    assert scores == pytest.approx(expected, abs=1e-5)
 
 
-HEADERS_ALONE = (  # as GLM's: an answer ends where the next turn begins
+HEADERS_ALONE = (  # like GLM: an answer ends where the next turn starts
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
 @pytest.mark.parametrize(("template", "end"), [(None, "<|im_end|>"), (HEADERS_ALONE, "<|im_start|>")])
-def test_an_answer_is_scored_where_a_conversation_ends(template, end, judge, world, tmp_path):
-    """Behind the end of turn that was sampled a template writes a newline, or it writes neither."""
+def test_answer_is_scored_at_the_end_of_the_conversation(template, end, judge, world, tmp_path):
+    """After the sampled end of turn, a template writes a newline, or it writes neither."""
     folder = shutil.copytree(judge, tmp_path / "judge")
     (index,) = Tokenizer(str(folder)).encode(end)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [index]}))
@@ -69,13 +69,13 @@ def test_an_answer_is_scored_where_a_conversation_ends(template, end, judge, wor
     answer = tokenizer.encode(f"a cat{end}")
     assert [*prompt, *answer] == (whole[:-1] if template is None else [*whole, index])
     episode = Episode(Prompt(0, prompt, {}, messages), tokens=answer, text="a cat", finish="stop")
-    (found,) = RewardModel(str(folder)).scores([episode], tokenizer, world)
+    (score,) = RewardModel(str(folder)).scores([episode], tokenizer, world)
     with torch.no_grad():
         model = transformers.AutoModelForSequenceClassification.from_pretrained(judge).eval()
-        assert found == pytest.approx(model(torch.tensor([whole])).logits.item(), abs=1e-5)
+        assert score == pytest.approx(model(torch.tensor([whole])).logits.item(), abs=1e-5)
 
 
-def test_what_is_no_judge_of_these_ids_is_refused(judge, checkpoint, world):
+def test_unsuitable_reward_models_are_refused(judge, checkpoint, world):
     with pytest.raises(TuneError, match="not a reward model"):
         RewardModel(str(checkpoint)).scores([], Tokenizer(str(checkpoint)), world)
     other = Tokenizer(str(judge))
@@ -84,7 +84,7 @@ def test_what_is_no_judge_of_these_ids_is_refused(judge, checkpoint, world):
         RewardModel(str(judge)).scores([], other, world)
 
 
-def test_scores_that_are_no_numbers_are_refused(judge, world):
+def test_scores_that_are_not_numbers_are_refused(judge, world):
     class Broken:
         def scores(self, episodes, tokenizer, world):
             return [float("nan")] * len(episodes)
@@ -93,11 +93,11 @@ def test_scores_that_are_no_numbers_are_refused(judge, world):
         Reward("broken", Broken()).of([Episode(Prompt(0, [5], {}))], Tokenizer(str(judge)), world)
 
 
-def test_what_was_cut_is_scored_where_it_ends(checkpoint):
-    """A completion that a stop string ended loses none of its tokens, and gets the end of turn."""
+def test_truncated_completion_is_scored_at_its_end(checkpoint):
+    """A completion ended by a stop string keeps all its tokens and gets the end of turn."""
     tokenizer, messages = Tokenizer(str(checkpoint)), [{"role": "user", "content": "the cat"}]
     asked = tokenizer.encode(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
-    prompt, said = Prompt(0, asked, {}, messages), tokenizer.encode("sat")
-    assert _scored(Episode(prompt, tokens=said, finish="length"), tokenizer) == asked + said
-    stopped = _scored(Episode(prompt, tokens=said, finish="stop"), tokenizer)
-    assert stopped == asked + said + tokenizer.encode("<|im_end|>\n")
+    prompt, answer = Prompt(0, asked, {}, messages), tokenizer.encode("sat")
+    assert _scored(Episode(prompt, tokens=answer, finish="length"), tokenizer) == asked + answer
+    stopped = _scored(Episode(prompt, tokens=answer, finish="stop"), tokenizer)
+    assert stopped == asked + answer + tokenizer.encode("<|im_end|>\n")

@@ -1,4 +1,4 @@
-"""Rollouts with a sampler that gives what a test wants: an environment of several turns, and what is learned."""
+"""Rollouts with a scripted sampler: environments with several turns, and the learned tokens."""
 
 import ast
 import math
@@ -37,7 +37,7 @@ def prompt(tokenizer):
 
 
 class Scripted:
-    """A sampler whose completions are given, one a turn."""
+    """A sampler with scripted completions, one per turn."""
 
     def __init__(self, *completions):
         self.completions, self.prompts, self.keys, self.longest = list(completions), [], [], math.inf
@@ -55,7 +55,7 @@ class Scripted:
 
 
 class Guess:
-    """Names the guess, until it is the secret."""
+    """Repeats wrong guesses until the guess is the secret."""
 
     def start(self, row):
         self.secret, self.turns = row["secret"], 0
@@ -74,8 +74,8 @@ def converse(tokenizer, world, prompt, sampler, samples=1, environment=Guess, **
 
 
 @pytest.mark.slow
-def test_tensor_parallel_processes_have_the_rewards_and_the_messages_of_the_first(checkpoint):
-    """Also where they are random, or fail: then advantages, and with them the model, would differ."""
+def test_tensor_parallel_ranks_use_the_rewards_of_the_first(checkpoint):
+    """Random or failing rewards would otherwise give different advantages and models."""
     output = run_processes(Path(__file__).with_name("rewards_of_peers.py"), 2, str(checkpoint))
     *_, rewards, turns, failure = output.splitlines()
     assert len({reward for reward, *_ in ast.literal_eval(rewards)}) == 3
@@ -84,7 +84,7 @@ def test_tensor_parallel_processes_have_the_rewards_and_the_messages_of_the_firs
 
 
 def test_turns_of_an_environment(tokenizer, world, prompt):
-    """The text is that of the template; the ids that were sampled stay, although the tokenizer would give others."""
+    """The text follows the template; sampled ids are kept although the tokenizer would give others."""
     end = tokenizer.encode("<|im_end|>")
     letters = [token for letter in "dog" for token in tokenizer.encode(letter)]
     assert tokenizer.decode(letters) == "dog" and letters != tokenizer.encode("dog")
@@ -104,15 +104,15 @@ def test_turns_of_an_environment(tokenizer, world, prompt):
     sample = first.sample(0.25)
     (batch,) = global_batch([sample], 4, world, seed=0, step=1).micro_batches
     learned = [token for token in sample.labels.tolist() if token != -100]
-    assert learned == letters + end + tokenizer.encode("the mat") + end  # and nothing of the environment
+    assert learned == letters + end + tokenizer.encode("the mat") + end  # and no token of the environment
     assert batch.num_supervised == len(learned) == sum(sample.columns["sampled"] == -0.5)
     at = [position for position, token in enumerate(sample.labels) if token != -100]
     follows = [*prompt.tokens, *first.tokens]
     assert [follows[position + 1] for position in at] == learned
 
 
-def test_a_turn_that_ends_with_a_stop_string_gets_the_end_of_the_template(tokenizer, world, prompt):
-    """Also where the string is within the text that ends a turn."""
+def test_turn_ended_by_a_stop_string_gets_the_end_of_turn(tokenizer, world, prompt):
+    """Also if the string is inside the text that ends a turn."""
     sampler = Scripted((tokenizer.encode("dog>"), "stop"), (tokenizer.encode("mat<|im_end|>"), "stop"))
     (episode,) = converse(tokenizer, world, prompt, sampler, max_turns=2)
     assert tokenizer.decode(episode.tokens).startswith("dog><|im_end|>\n<|im_start|>user\nnot dog><|im_end|>\n")
@@ -122,8 +122,8 @@ def test_a_turn_that_ends_with_a_stop_string_gets_the_end_of_the_template(tokeni
     ("finish", "turns", "asked", "room"),
     [("length", 8, 1, 0), ("stop", 2, 2, 99), ("stop", 1, 1, 0), ("stop", 8, 1, -1), ("stop", 8, 2, 0)],
 )
-def test_ends(finish, turns, asked, room, tokenizer, world, prompt):
-    """A completion that is cut, the last turn, or want of room for another, ends an episode with a sampled token."""
+def test_episode_ends(finish, turns, asked, room, tokenizer, world, prompt):
+    """A truncated completion, the last turn or lack of room ends an episode with a sampled token."""
     tokens = tokenizer.encode("dog") + tokenizer.encode("<|im_end|>")
     sampler = Scripted(*[(tokens, finish)] * 3)
     answer = len(tokenizer.encode("\n<|im_start|>user\nnot dog<|im_end|>\n<|im_start|>assistant\n"))
@@ -134,17 +134,17 @@ def test_ends(finish, turns, asked, room, tokenizer, world, prompt):
     assert statistics([[episode]], [])["truncated_share"][0] == (episode.finish != "stop")
 
 
-def test_rewards_add_up_by_name_and_by_weight(prompt, tokenizer, world):
-    """By name they count as they are, in `reward` with their weights; tokens are those of the completion alone."""
+def test_rewards_add_up_by_name_and_weight(prompt, tokenizer, world):
+    """Rewards by name are unweighted, `reward` is weighted; only tokens of the completion count."""
     rewards = [Reward("long", lambda row, text: 3.0, 0.5), Reward("short", lambda row, text: -4.0, 2.0)]
     ((episode,),) = rollout(None, Scripted(([5, 6, 7], "stop")), tokenizer, [prompt], rewards, world, samples=1, step=1)
     assert episode.rewards == {"long": 3.0, "short": -4.0}
     assert (episode.reward, episode.magnitude) == (0.5 * 3 - 2 * 4, 0.5 * 3 + 2 * 4)
     episode.add_reward("long", 1.0, 0.5)
     assert episode.rewards["long"] == 4.0 and episode.reward == 0.5 * 4 - 2 * 4
-    found = statistics([[episode, Episode(prompt, tokens=[5] * 3, rewards={"long": 1.0, "short": 0.0})]], rewards)
-    assert found["reward/long"].tolist() == [5.0, 2] and found["reward"].tolist() == [-6.0, 2]
-    assert found["completion_tokens"].tolist() == [3 + 3, 2]
+    metrics = statistics([[episode, Episode(prompt, tokens=[5] * 3, rewards={"long": 1.0, "short": 0.0})]], rewards)
+    assert metrics["reward/long"].tolist() == [5.0, 2] and metrics["reward"].tolist() == [-6.0, 2]
+    assert metrics["completion_tokens"].tolist() == [3 + 3, 2]
 
 
 class Fails(Guess):
@@ -172,7 +172,7 @@ class NoStart:
 
 
 @pytest.mark.parametrize(
-    ("environment", "says"),
+    ("environment", "facts"),
     [
         (Fails, ("step fails on 'dog'", "KeyError: 'door'")),
         (NotANumber, ("reward nan", "finite number")),
@@ -181,30 +181,30 @@ class NoStart:
         (NoStart, ("start fails", "AttributeError")),
     ],
 )
-def test_environments_that_are_wrong(environment, says, tokenizer, world, prompt):
+def test_errors_of_environments_are_reported(environment, facts, tokenizer, world, prompt):
     sampler = Scripted(*[(tokenizer.encode("dog") + tokenizer.encode("<|im_end|>"), "stop")] * 2)
     with pytest.raises(TuneError) as raised:
         converse(tokenizer, world, prompt, sampler, environment=environment, max_turns=2)
-    assert all(each in str(raised.value) for each in ("environment: ", *says))
+    assert all(fact in str(raised.value) for fact in ("environment: ", *facts))
 
 
-def test_a_prompt_that_is_drawn_twice_in_a_step_gets_other_samples():
-    """At the end of an epoch, or in the place of a dead group."""
+def test_prompt_drawn_twice_in_a_step_gets_different_samples():
+    """It is drawn again at the end of an epoch or to replace a dead group."""
     prompts = Prompts("three", [Prompt(index, [1], {}) for index in range(3)], {})
     loader = PromptLoader(prompts, 2, epochs=2)
     (_, first), (_, second) = loader
-    assert [each.position for each in (*first, *second, *loader.draw(2))] == list(range(6))
-    assert sorted(each.index for each in (*first, *second[:1])) == [0, 1, 2]
+    assert [prompt.position for prompt in (*first, *second, *loader.draw(2))] == list(range(6))
+    assert sorted(prompt.index for prompt in (*first, *second[:1])) == [0, 1, 2]
 
 
-def test_dead_groups_are_right_or_wrong():
+def test_dead_groups_are_counted_as_right_or_wrong():
     rewards = [(0.0, 0.0), (1.0, 1.0), (0.0, 1.0), (0.5, 0.5), (-1.0, -1.0)]
-    groups = [[Episode(Prompt(0, [1], {}), reward=reward) for reward in each] for each in rewards]
+    groups = [[Episode(Prompt(0, [1], {}), reward=reward) for reward in group] for group in rewards]
     assert counts(groups) == {"dead_groups": 4, "all_right_groups": 2, "all_wrong_groups": 2}
 
 
-def test_rewards_that_differ_by_rounding_are_equal():
-    """kin: huggingface/trl#5588. The total is the same, of other terms: 0.1 + 0.2 and 0.3 + 0.0."""
+def test_rewards_that_differ_only_by_rounding_are_equal():
+    """kin: huggingface/trl#5588. Different terms have the same total: 0.1 + 0.2 and 0.3 + 0.0."""
 
     def group(*rewards: tuple[float, ...]) -> list[Episode]:
         episodes = [Episode(Prompt(0, [1], {})) for _ in rewards]
@@ -214,7 +214,7 @@ def test_rewards_that_differ_by_rounding_are_equal():
         return episodes
 
     dead = group((0.1, 0.2), (0.3, 0.0)), group((1e6, 0.1, -1e6), (0.1, 0.0, 0.0)), group((0.1, 0.2, -0.3), (0.0,) * 3)
-    assert [len({episode.reward for episode in each}) for each in dead] == [2, 2, 2]
+    assert [len({episode.reward for episode in episodes}) for episodes in dead] == [2, 2, 2]
     assert not any(map(is_live, dead))
     assert counts(dead) == {"dead_groups": 3, "all_right_groups": 2, "all_wrong_groups": 1}
     live = group((0.3,), (0.3 + 1e-7,)), group((1e6,), (1e6 + 0.1,)), group((-1e-12,), (1e-12,))
@@ -222,7 +222,7 @@ def test_rewards_that_differ_by_rounding_are_equal():
 
 
 @pytest.mark.parametrize("number", [True, np.float32(1), np.bool_(True), np.array(1), torch.tensor(1.0)])
-def test_numbers_of_other_libraries_are_rewards(number):
+def test_rewards_may_be_numbers_of_other_libraries(number):
     assert Reward("ones", lambda row, completion: number)({}, "") == 1.0
 
 
@@ -230,15 +230,15 @@ async def waits(row, completion):
     return 1.0
 
 
-@pytest.mark.filterwarnings("error")  # nor a coroutine that was never awaited
+@pytest.mark.filterwarnings("error")  # also for coroutines that are never awaited
 @pytest.mark.parametrize(
-    ("function", "says"),
+    ("function", "message"),
     [
         (waits, "is async"),
         (lambda row, completion: sys.exit(3), "SystemExit: 3 (test_rollout.py:"),
         (lambda row, completion: np.ones(2), "returned array([1., 1.])"),
     ],
 )
-def test_rewards_that_are_wrong(function, says):
-    with pytest.raises(TuneError, match=re.escape(says)):
+def test_invalid_rewards_are_reported(function, message):
+    with pytest.raises(TuneError, match=re.escape(message)):
         Reward("mine", function)({}, "an answer")

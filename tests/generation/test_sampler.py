@@ -1,4 +1,4 @@
-"""Samples are those of one row at a time, without a cache."""
+"""Samples equal those of one row at a time without a cache."""
 
 import math
 from itertools import islice
@@ -27,7 +27,7 @@ from tune.tokenizers import Tokenizer
 
 transformers = pytest.importorskip("transformers")
 
-LENGTHS = [3, 40, 1, 12, 12, 25, 7]  # of prompts; the windows are 16 tokens wide
+LENGTHS = [3, 40, 1, 12, 12, 25, 7]  # of prompts; windows have 16 tokens
 KINDS = ["llama", "gemma3_text", "gpt_oss", "qwen3_5_text", "deepseek_v3", "phi3-longrope", "mixtral-window"]
 
 
@@ -51,7 +51,7 @@ def make_prompts(lengths=LENGTHS):
 
 
 def by_definition(model, prompt, count, temperature, *keys):
-    """The whole document forward for each token, and the inverse of the cumulative distribution."""
+    """Sample by a forward of the whole document per token and the inverse cumulative distribution."""
     tokens = list(prompt)
     for uniform in islice(uniforms(*keys), count):
         logits = model(torch.tensor([tokens]))[0, -1].double() / temperature
@@ -60,17 +60,17 @@ def by_definition(model, prompt, count, temperature, *keys):
 
 
 @torch.no_grad()
-def test_samples_and_log_probs(model):
+def test_samples_and_log_probs_match_the_definition(model):
     prompts = make_prompts()[:4]
     sampler = Sampler(max_new_tokens=18, temperature=0.7, seed=5)
     outputs = sampler(model, prompts, samples=3, step=9)
     for index, (prompt, completions) in enumerate(zip(prompts, outputs, strict=True)):
         for sample, completion in enumerate(completions):
             assert completion.tokens == by_definition(model, prompt, 18, 0.7, 5, 9, index, sample)
-        assert len({tuple(each.tokens) for each in completions}) == 3
+        assert len({tuple(completion.tokens) for completion in completions}) == 3
 
-    completions = [(prompt, each) for prompt, row in zip(prompts, outputs, strict=True) for each in row]
-    texts = [torch.tensor(prompt + each.tokens) for prompt, each in completions]
+    completions = [(prompt, output) for prompt, row in zip(prompts, outputs, strict=True) for output in row]
+    texts = [torch.tensor(prompt + output.tokens) for prompt, output in completions]
     ids = torch.arange(len(texts)).repeat_interleave(torch.tensor([len(text) for text in texts]))
     logits = model(Batch.of(torch.cat(texts)[None], documents=ids[None]))[0].split([len(text) for text in texts])
     for (prompt, completion), text, scores in zip(completions, texts, logits, strict=True):
@@ -79,38 +79,40 @@ def test_samples_and_log_probs(model):
 
 
 @pytest.mark.parametrize("max_rows", slow_but([3], [1, 3, 5]))
-def test_any_number_of_rows(model, max_rows):
+def test_max_rows_does_not_change_the_samples(model, max_rows):
     prompts = make_prompts()
-    settings = {"max_new_tokens": 20, "stop_ids": range(9)}  # so that rows end at all times
+    settings = {"max_new_tokens": 20, "stop_ids": range(9)}  # so that rows end at different times
     expected = Sampler(**settings)(model, prompts, samples=3)
-    ends = [len(each.tokens) for completions in expected for each in completions]
+    ends = [len(output.tokens) for row in expected for output in row]
     assert len(set(ends)) > 5
-    found = Sampler(**settings, max_rows=max_rows)(model, prompts, samples=3)
-    assert [[each.tokens for each in row] for row in found] == [[each.tokens for each in row] for row in expected]
+    outputs = Sampler(**settings, max_rows=max_rows)(model, prompts, samples=3)
+    assert [[output.tokens for output in row] for row in outputs] == [
+        [output.tokens for output in row] for row in expected
+    ]
     assert_close(
-        [torch.tensor(each.log_probs) for row in found for each in row],
-        [torch.tensor(each.log_probs) for row in expected for each in row],
+        [torch.tensor(output.log_probs) for row in outputs for output in row],
+        [torch.tensor(output.log_probs) for row in expected for output in row],
         atol=1e-5, rtol=1e-5,
     )  # fmt: skip
 
 
-def test_any_order_and_share_of_the_prompts(llama):
+def test_order_and_subset_of_prompts_do_not_change_the_samples(llama):
     prompts, sampler = make_prompts(), Sampler(max_new_tokens=12)
     expected = sampler(llama[1], prompts, samples=2)
     for indices in ([6, 2, 0, 5], [1], [4, 3]):
-        assert sampler(llama[1], [prompts[each] for each in indices], samples=2, indices=indices) == approximately(
-            [expected[each] for each in indices]
+        assert sampler(llama[1], [prompts[index] for index in indices], samples=2, indices=indices) == approximately(
+            [expected[index] for index in indices]
         )
     assert sampler(llama[1], [], samples=2) == []
     # The number of samples does not change the first of them; step and seed do.
     assert [row[:1] for row in expected] == approximately(sampler(llama[1], prompts))
     for other in (sampler(llama[1], prompts, step=1), Sampler(max_new_tokens=12, seed=1)(llama[1], prompts)):
-        assert all(each.tokens != row[0].tokens for (each,), row in zip(other, expected, strict=True))
+        assert all(output.tokens != row[0].tokens for (output,), row in zip(other, expected, strict=True))
 
 
 def approximately(outputs):
     return [
-        [Completion(each.tokens, pytest.approx(each.log_probs, abs=1e-5), each.finish) for each in row]
+        [Completion(output.tokens, pytest.approx(output.log_probs, abs=1e-5), output.finish) for output in row]
         for row in outputs
     ]
 
@@ -118,7 +120,7 @@ def approximately(outputs):
 def test_stop_ids(llama):
     theirs, ours = llama
     prompts = make_prompts([3, 17])
-    free = [each.tokens for (each,) in Sampler(max_new_tokens=32, temperature=0)(ours, prompts)]
+    free = [output.tokens for (output,) in Sampler(max_new_tokens=32, temperature=0)(ours, prompts)]
     stop_ids = {free[0][4], free[1][9]}
     outputs = Sampler(max_new_tokens=32, temperature=0, stop_ids=stop_ids)(ours, prompts)
     for prompt, (completion,) in zip(prompts, outputs, strict=True):
@@ -129,7 +131,7 @@ def test_stop_ids(llama):
         assert len(completion.log_probs) == len(completion.tokens) <= 10
 
 
-def test_the_last_token_may_be_a_stop(llama):
+def test_last_token_may_be_a_stop(llama):
     (prompt,) = make_prompts([3])
     free = Sampler(max_new_tokens=5, temperature=0)(llama[1], [prompt])[0][0]
     assert free.finish == "length" and len(free.tokens) == 5
@@ -137,7 +139,7 @@ def test_the_last_token_may_be_a_stop(llama):
     assert stopped.finish == ("stop" if free.tokens[4] not in free.tokens[:4] else stopped.finish)
 
 
-def test_stop_strings_over_several_tokens(checkpoint):
+def test_stop_strings_may_span_tokens(checkpoint):
     tokenizer, model = Tokenizer(str(checkpoint)), load_model(str(checkpoint))
     prompts = [tokenizer.encode(text) for text in ("the cat", "a red dog ran")]
     settings = {"max_new_tokens": 40, "seed": 3}
@@ -153,12 +155,12 @@ def test_stop_strings_over_several_tokens(checkpoint):
             assert stop not in tokenizer.decode(completion.tokens[:-1])
 
 
-def test_a_stop_string_that_begins_with_what_a_decoder_drops():
-    """SentencePiece's decoders drop the blank before the first token."""
+def test_stop_string_that_starts_with_a_dropped_blank():
+    """SentencePiece decoders drop the blank before the first token."""
     pieces = ["x", " ", "a", "b", " ab"]
 
     def decode(ids):
-        return "".join(pieces[each] for each in ids).removeprefix(" ")
+        return "".join(pieces[id] for id in ids).removeprefix(" ")
 
     sampler = Sampler(max_new_tokens=8, stop_strings=[" ab"], decode=decode)
     assert sampler.stops([0, 0, 1, 2, 3]) and sampler.stops([0, 0, 4])
@@ -177,12 +179,12 @@ def test_prompts_are_read_once_and_without_padding(llama):
 
 
 @pytest.mark.parametrize("adapter", [{}, {"dora": True}])
-def test_adapters_and_their_dropout(model, adapter):
+def test_sampling_with_adapters_disables_dropout(model, adapter):
     check_adapted(model, LoRA(rank=4, dropout=0.5, **adapter))
 
 
-def test_quantized_base(tmp_path):
-    """Of latent attention, which reads weights in other ways than by calling the layer."""
+def test_sampling_with_a_quantized_base(tmp_path):
+    """Latent attention also reads weights without calling the layer."""
     widths = {"intermediate_size": 64, "moe_intermediate_size": 64, "q_lora_rank": 64, "kv_lora_rank": 64}
     config = transformers.DeepseekV3Config(**SMALL | LATENT | widths | {"v_head_dim": 16})
     theirs, ours = make_pair(config, tmp_path)
@@ -191,7 +193,7 @@ def test_quantized_base(tmp_path):
 
 
 def check_adapted(model, lora, change=lambda model: None):
-    """An adapted model samples what it gives without a cache, and what `model` does not."""
+    """Check that an adapted model samples as without a cache, and differently from `model`."""
     with torch.device("meta"):
         adapted = build(str(model.saved_in))
     weights = Pretrained(str(model.saved_in), adapted)
@@ -213,8 +215,8 @@ def check_adapted(model, lora, change=lambda model: None):
         assert completion.tokens != by_definition(model, prompt, 12, 1.0, 0, 0, 0, 0)
 
 
-def test_what_the_caches_keep(model):
-    """Of each token its keys and values, no more of them than a window has; or its latent; or of all one state."""
+def test_contents_of_the_caches(model):
+    """Caches hold keys and values of at most a window, latents, or one state for all tokens."""
     cache = model.new_cache(rows=3, capacity=30)
     batch = Batch.of([[5] * 10])
     cache.start([2], batch, torch.device("cpu"))
@@ -232,8 +234,8 @@ def test_what_the_caches_keep(model):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_compiled_recomputed_and_in_two_precisions(llama, dtype):
-    """In bf16 the weights are those of FSDP, which casts them."""
+def test_sampling_from_compiled_and_checkpointed_models(llama, dtype):
+    """In bf16, FSDP casts the weights."""
     with torch.device("meta"):
         model = build(str(llama[0].saved_in))
     weights = Pretrained(str(llama[0].saved_in), model)
@@ -242,12 +244,12 @@ def test_compiled_recomputed_and_in_two_precisions(llama, dtype):
     weights.load(model)
     plain = load_model(str(llama[0].saved_in), dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
     sampler = Sampler(max_new_tokens=10)
-    found, expected = (sampler(each, make_prompts()) for each in (model, plain))
-    assert found == expected
+    actual, expected = (sampler(network, make_prompts()) for network in (model, plain))
+    assert actual == expected
 
 
-def test_on_a_device_that_is_not_the_cpu(model):
-    """`meta` has no values, but refuses tensors of two devices: prompts, three tokens, a copy, and what is chosen."""
+def test_device_other_than_the_cpu(model):
+    """`meta` has no values but refuses tensors of mixed devices in prefill, decoding, copies and choices."""
     device = torch.device("meta")
     with device:
         moved = build(str(model.saved_in))
@@ -272,20 +274,20 @@ def test_prompts_of_any_kind(llama, kind):
     prompts, sampler = make_prompts(), Sampler(max_new_tokens=1)
     expected = sampler(llama[1], prompts, samples=2)
     assert sampler(llama[1], [kind(prompt) for prompt in prompts], samples=2) == expected
-    assert [len(each.tokens) for row in expected for each in row] == [1] * 14
+    assert [len(output.tokens) for row in expected for output in row] == [1] * 14
     assert sampler(llama[1], prompts, samples=0) == [[] for _ in prompts]
 
 
-def test_a_prompt_that_comes_again_is_read_once(llama):
+def test_repeated_prompt_is_read_once(llama):
     (prompt,) = make_prompts([5])
     alone = Sampler(max_new_tokens=6)(llama[1], [prompt], samples=2, indices=[1])
     both = Sampler(max_new_tokens=6)(llama[1], [prompt] * 3, samples=2)
     assert both[1:2] == approximately(alone)
-    assert len({tuple(each.tokens) for row in both for each in row}) == 6
+    assert len({tuple(output.tokens) for row in both for output in row}) == 6
 
 
-def test_one_wait_a_token(llama, monkeypatch):
-    """The transfer of what was chosen is the only one."""
+def test_host_waits_once_per_token(llama, monkeypatch):
+    """The only transfer is that of the chosen tokens."""
     from recipes.test_synchronisation import Waits
 
     copies, cpu = [], torch.Tensor.cpu
@@ -298,11 +300,11 @@ def test_one_wait_a_token(llama, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_sharded_over_processes(llama, count):
+def test_sampling_from_a_sharded_model(llama, count):
     script = Path(__file__).with_name("sharded_sampling.py")
     output = run_processes(script, count, str(llama[0].saved_in), str(make_prompts()))
     expected = Sampler(max_new_tokens=10, stop_ids=range(9))(llama[1], make_prompts(), samples=2)
-    assert output.splitlines()[-1] == str([[each.tokens for each in row] for row in expected])
+    assert output.splitlines()[-1] == str([[output.tokens for output in row] for row in expected])
 
 
 WRONG = {
@@ -321,7 +323,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("message", WRONG)
-def test_wrong_settings(message):
+def test_invalid_settings_are_refused(message):
     with pytest.raises(TuneError, match=message):
         Sampler(**{"max_new_tokens": 4} | WRONG[message])
 
@@ -336,27 +338,27 @@ def test_wrong_settings(message):
         ("500 in stop_ids", [[1]], {"stop_ids": [3, 500]}),
     ],
 )
-def test_wrong_prompts(message, prompts, settings, llama):
+def test_invalid_prompts_are_refused(message, prompts, settings, llama):
     with pytest.raises(TuneError, match=message):
         Sampler(max_new_tokens=8, **settings)(llama[1], prompts)
 
 
 @pytest.mark.parametrize(
-    ("prompts", "given", "facts"),
+    ("prompts", "arguments", "facts"),
     [
         ([5, 6], {}, ["prompts:", "[[1, 2, 3]]"]),
         (["the cat"], {}, ["prompts:"]),
         ([[5], [6]], {"indices": [0]}, ["indices:", "1 for 2"]),
     ],
 )
-def test_wrong_calls(prompts, given, facts, llama):
+def test_invalid_calls_are_refused(prompts, arguments, facts, llama):
     with pytest.raises(TuneError) as error:
-        Sampler(max_new_tokens=2)(llama, prompts, **given)
+        Sampler(max_new_tokens=2)(llama, prompts, **arguments)
     assert all(fact in str(error.value) for fact in facts)
 
 
-def test_a_prompt_that_just_fits(llama):
-    """Into what the model takes, and into `max_len`."""
+def test_prompt_that_just_fits(llama):
+    """It fits the positions of the model, or `max_len`."""
     (longest, short), settings = make_prompts([248, 5]), {"max_new_tokens": 8}
     assert [len(row[0].tokens) for row in Sampler(**settings)(llama[1], [longest, short])] == [8, 8]
     assert len(Sampler(**settings, max_len=13)(llama[1], [short])[0][0].tokens) == 8
@@ -364,7 +366,7 @@ def test_a_prompt_that_just_fits(llama):
         Sampler(**settings, max_len=12)(llama[1], [short])
 
 
-def test_wrong_models(llama):
+def test_unsuitable_models_are_refused(llama):
     sampler = Sampler(max_new_tokens=4)
     with pytest.raises(TuneError, match=r"Linear .* tune\.models\.build or tune\.models\.hf"):
         sampler(nn.Linear(2, 2), [[1]])

@@ -1,4 +1,4 @@
-"""Turns of an environment under templates that rewrite answers, want calls, or end turns with the next header."""
+"""Turns of an environment with templates that rewrite answers, require calls, or end turns with the next header."""
 
 import json
 import os
@@ -21,7 +21,7 @@ ADD = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "
 TOOLS = [{"type": "function", "function": ADD}]
 QUESTION = [{"role": "user", "content": "1 + 2?"}]
 
-# As those of the families are, as far as turns go.
+# Like the templates of the families, as far as turns are concerned.
 QWEN3 = (
     "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n"
     "{% set said = m.content.split('</think>')[-1].lstrip('\n') %}"
@@ -66,7 +66,7 @@ MORE, RESULT = {"role": "user", "content": "More"}, {"role": "tool", "content": 
 
 @pytest.mark.parametrize("text_end", [True, False], ids=["a token", "a stop string"])
 @pytest.mark.parametrize(
-    ("template", "message", "end", "behind"),
+    ("template", "message", "end", "after"),
     [
         (QWEN3, MORE, "<|im_end|>", "\n<|im_start|>user\nMore<|im_end|>\n<|im_start|>assistant\n"),
         (
@@ -83,19 +83,19 @@ MORE, RESULT = {"role": "user", "content": "More"}, {"role": "tool", "content": 
         (GLM, RESULT, "<|observation|>", "\n4<|assistant|>\n"),
     ],
 )
-def test_text_behind_an_answer(template, message, end, behind, text_end):
-    """With a stop string, the end of the turn is the template's. Two sampled calls do not reach it."""
+def test_text_after_an_answer(template, message, end, after, text_end):
+    """After a stop string, the template ends the turn. The two sampled calls are not rendered."""
     calls = '[TOOL_CALLS][{"name": "add", "arguments": {"a": "<|eot|>"}}, {"name": "add", "parameters": {}}]'
     answer = assistant_message(calls, TOOLS, 1)
     assert len(answer["tool_calls"]) == 2
     stops = ["<|im_end|>", "<|eot|>", "</s>", "<|user|>", "<|observation|>"]
     render = partial(ChatTemplate(template).render, tools=TOOLS)
-    found = text_behind(render, QUESTION, answered(answer, [message]), stops, end if text_end else None)
-    assert found == (behind if text_end else end + behind)
+    text = text_behind(render, QUESTION, answered(answer, [message]), stops, end if text_end else None)
+    assert text == (after if text_end else end + after)
 
 
-def test_a_template_that_leaves_results_out_is_told():
-    """Otherwise the model would be asked the same again, and never learn what the tool said."""
+def test_template_that_omits_tool_results_is_refused():
+    """Otherwise the model would be asked the same again without seeing the result."""
     render = ChatTemplate(IGNORES_TOOLS).render
     turn = answered(assistant_message("add", None, 1), [RESULT])
     with pytest.raises(TuneError, match=r"environment: .* the chat template"):
@@ -117,17 +117,17 @@ def test_a_template_that_leaves_results_out_is_told():
         ("Three.", []),
     ],
 )
-def test_calls_in_an_answer(text, calls):
+def test_tool_calls_are_parsed_from_an_answer(text, calls):
     message = assistant_message(text, TOOLS, 3)
     assert message["content"] == text
-    found = message.get("tool_calls", [])
-    assert [(call["function"]["name"], call["function"]["arguments"]) for call in found] == calls
-    assert len({call["id"] for call in found}) == len(found) and all(len(call["id"]) == 9 for call in found)
-    assert "tool_calls" not in assistant_message(text, None, 3)  # the answer is meant to be JSON
+    parsed = message.get("tool_calls", [])
+    assert [(call["function"]["name"], call["function"]["arguments"]) for call in parsed] == calls
+    assert len({call["id"] for call in parsed}) == len(parsed) and all(len(call["id"]) == 9 for call in parsed)
+    assert "tool_calls" not in assistant_message(text, None, 3)  # without tools, the answer is plain JSON
 
 
 class Calculator:
-    """A tool; `heard` are the messages that it has had, of all episodes."""
+    """A tool; `heard` are the messages received in all episodes."""
 
     heard: list = []  # noqa: RUF012
 
@@ -156,20 +156,20 @@ def tokenizer_of(checkpoint, folder, template, tokens):
         (MISTRAL.replace("</s>", "<|im_end|>"), None, '[TOOL_CALLS][{"name": "add", "arguments": {}}]'),
     ],
 )
-def test_a_tool_in_an_environment(template, name, call, checkpoint, tmp_path):
-    """What was sampled stays, also what the template would rewrite, and special tokens that begin a call are shown to
-    the environment. What `start` returns stands behind the prompt."""
+def test_tool_in_an_environment(template, name, call, checkpoint, tmp_path):
+    """Sampled text is kept even if the template would rewrite it, and the environment sees special tokens that start a
+    call. Messages returned by `start` follow the prompt."""
     tokens = ["[INST]", "[/INST]", "[TOOL_CALLS]", "<|python_tag|>", "<|start|>", "<|end|>"]
     tokenizer = tokenizer_of(checkpoint, tmp_path / "model", template, tokens)
     text = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True)
     prompt = Prompt(0, tokenizer.encode(text), {"name": name}, QUESTION, TOOLS)
-    sampled = [tokenizer.encode(each + "<|im_end|>") for each in (call, "<think>\n3!\n</think>\n\n3")]
+    sampled = [tokenizer.encode(text + "<|im_end|>") for text in (call, "<think>\n3!\n</think>\n\n3")]
     Calculator.heard.clear()
-    sampler, world = Scripted(*[(each, "stop") for each in sampled]), distributed.init("cpu")
+    sampler, world = Scripted(*[(tokens, "stop") for tokens in sampled]), distributed.init("cpu")
     ((episode,),) = rollout(
         None, sampler, tokenizer, [prompt], [], world, samples=1, step=1, environment=Calculator, max_turns=3
     )
-    asked = [*QUESTION, *({"role": "user", "content": f"Use add, please, {each}."} for each in [name] if each)]
+    asked = [*QUESTION, *({"role": "user", "content": f"Use add, please, {user}."} for user in [name] if user)]
     assert tokenizer.decode(episode.prompt.tokens) == tokenizer.apply_chat_template(asked, True, tools=TOOLS)
     assert sampler.prompts[0][0] == episode.prompt.tokens
     first, last = sampled
@@ -180,14 +180,14 @@ def test_a_tool_in_an_environment(template, name, call, checkpoint, tmp_path):
     assert Calculator.heard[0]["tool_calls"][0]["function"] == {"name": "add", "arguments": {}}
     assert episode.rewards == {"environment": 1.0}
     assert statistics([[episode]], [], Calculator)["reward/environment"].tolist() == [1.0, 1.0]
-    assert statistics([], [], Calculator)["reward/environment"].tolist() == [0.0, 0.0]  # a process without prompts
+    assert statistics([], [], Calculator)["reward/environment"].tolist() == [0.0, 0.0]  # for a process without prompts
 
 
-@pytest.mark.parametrize("given", ["Use add.", [3], [{"role": "use", "content": ""}]])
-def test_what_start_returns_must_be_messages(given, checkpoint):
+@pytest.mark.parametrize("messages", ["Use add.", [3], [{"role": "use", "content": ""}]])
+def test_start_must_return_messages(messages, checkpoint):
     class Wrong(Calculator):
         def start(self, row):
-            return given
+            return messages
 
     tokenizer = Tokenizer(str(checkpoint))
     prompt = Prompt(0, tokenizer.encode("a"), {}, QUESTION)
@@ -197,7 +197,7 @@ def test_what_start_returns_must_be_messages(given, checkpoint):
         )
 
 
-def test_a_start_that_leaves_no_room_ends_the_episode(checkpoint):
+def test_start_that_leaves_no_room_ends_the_episode(checkpoint):
     tokenizer = Tokenizer(str(checkpoint))
     prompt = Prompt(0, tokenizer.encode("a"), {"name": "Ada" * 50}, QUESTION)
     sampler = Scripted()
@@ -217,22 +217,22 @@ ENDS["gemma4"] = "<|tool_response>"
 @pytest.mark.skipif(not REAL.exists(), reason="TUNE_REAL_TOKENIZERS names no folder filled by fetch_real.py")
 @pytest.mark.parametrize(("name", "end"), ENDS.items())
 def test_tools_of_real_templates(name, end):
-    """What stands behind a call is what the template writes behind the same call in a whole conversation."""
+    """The text after a call matches the text after the same call in a whole conversation."""
     template = ChatTemplate((REAL / "templates" / f"{name}.jinja").read_text(), {"bos_token": "<s>", "eos_token": end})
     render = partial(template.render, tools=TOOLS)
     turn = answered(assistant_message('<tool_call>{"name": "add", "arguments": {}}', TOOLS, 1), [RESULT, RESULT])
     whole = render([*QUESTION, *turn], add_generation_prompt=True)
-    behind = text_behind(render, QUESTION, turn, [end], end)
-    assert whole.endswith(end + behind) and behind.count("4") == 2
+    after = text_behind(render, QUESTION, turn, [end], end)
+    assert whole.endswith(end + after) and after.count("4") == 2
 
 
 @pytest.mark.skipif(not REAL.exists(), reason="TUNE_REAL_TOKENIZERS names no folder filled by fetch_real.py")
-def test_a_conversation_with_qwen3s_own_tokenizer():
+def test_conversation_with_the_real_qwen3_tokenizer():
     tokenizer = Tokenizer(str(REAL / "qwen3"))
     prompt = Prompt(0, tokenizer.encode("a"), {"name": "Ada"}, QUESTION, TOOLS)
     call = f"<think>\nhm\n</think>\n\n<tool_call>\n{json.dumps({'name': 'add', 'arguments': {}})}\n</tool_call>"
-    sampled = [tokenizer.encode(each + "<|im_end|>") for each in (call, "<think>\n\n</think>\n\n3")]
-    sampler, world = Scripted(*[(each, "stop") for each in sampled]), distributed.init("cpu")
+    sampled = [tokenizer.encode(text + "<|im_end|>") for text in (call, "<think>\n\n</think>\n\n3")]
+    sampler, world = Scripted(*[(tokens, "stop") for tokens in sampled]), distributed.init("cpu")
     ((episode,),) = rollout(
         None, sampler, tokenizer, [prompt], [], world, samples=1, step=1, environment=Calculator, max_turns=3
     )

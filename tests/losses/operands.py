@@ -1,4 +1,4 @@
-"""What a head gets: hidden states, an output weight, labels. And what it makes of them."""
+"""The operands of a head (hidden states, output weight, labels) and a counter of its tensors."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,7 +14,7 @@ def make(dtype=torch.float32, tokens=50, dim=16, vocabulary=97):
 
 
 class Largest(TorchDispatchMode):
-    """The most elements that a tensor has, and how many products of matrices are computed."""
+    """Records the size of the largest tensor and the number of matrix products."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""In each of several processes: `sharded_log_probs.py FOLDER ...`: values and gradients of transformers' log-probs."""
+"""Run in each process as `sharded_log_probs.py FOLDER ...`: check log-probs and gradients against transformers."""
 
 import sys
 
@@ -19,7 +19,7 @@ def compare(folder: str, world: distributed.World, reshard: bool) -> None:
     weights = Pretrained(folder, model)
     distributed.parallelize(model, world, dtype="fp32")
     weights.load(model)
-    model.set_reshard_after_forward(reshard, recurse=False)  # with it, the head's weight is gathered again in backward
+    model.set_reshard_after_forward(reshard, recurse=False)  # if True, backward gathers the head's weight again
     rows = torch.randint(3, 90, (2 * world.size, 21), generator=torch.Generator().manual_seed(0))
     for index in range(2):  # micro-batches
         batch = Batch.of(rows[2 * world.rank + index, None, :-1], rows[2 * world.rank + index, None, 1:])

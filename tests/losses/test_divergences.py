@@ -1,4 +1,4 @@
-"""Equal to torch's `kl_div` of full logits, without the full logits."""
+"""Divergences equal torch's `kl_div` of full logits, without computing the full logits."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ divergences = pytest.mark.parametrize("divergence", FORMULAS)
 
 
 def operands(scale=1.0, teacher_vocabulary=97, dtype=torch.float32):
-    """Those of `make`, and a teacher of another width."""
+    """The operands of `make`, and a teacher of another width."""
     hidden, weight, labels = make(dtype)
     generator = torch.Generator().manual_seed(1)
     teacher = Teacher(
@@ -51,7 +51,7 @@ def log_softmax(hidden, weight, labels, softcap=None, temperature=1.0):
 def check(loss, expected, hidden, weight):
     assert_close(loss.double(), expected, rtol=1e-5, atol=0)
     ours, exact = (
-        torch.autograd.grad(each / 40, (hidden, weight), retain_graph=each is expected) for each in (loss, expected)
+        torch.autograd.grad(value / 40, (hidden, weight), retain_graph=value is expected) for value in (loss, expected)
     )
     for gradient, reference in zip(ours, exact, strict=True):
         assert reference.norm() > 1e-4
@@ -83,7 +83,7 @@ def test_value_and_gradients(divergence, softcap, temperature, share):
 @pytest.mark.parametrize("teacher_vocabulary", [97 + 8, 97])
 @divergences
 def test_padded_vocabularies(divergence, teacher_vocabulary, vocab_size, used):
-    """Rows beyond the tokenizer's ids are left out where the heads differ in them."""
+    """Rows beyond the tokenizer's ids are ignored if the heads have different numbers of them."""
     hidden, weight, labels, teacher = operands(teacher_vocabulary=teacher_vocabulary)
     labels[labels >= 95] = 0
     used = used if teacher_vocabulary != 97 else 97
@@ -98,7 +98,7 @@ def test_padded_vocabularies(divergence, teacher_vocabulary, vocab_size, used):
     )
 
 
-def test_both_sides_of_jensen_shannon_count_alike_by_default():
+def test_jensen_shannon_weights_both_sides_equally_by_default():
     hidden, weight, labels, teacher = operands()
     student_log_p, teacher_log_p = log_softmax(hidden, weight, labels), log_softmax(*teacher[:2], labels)
     loss = JensenShannon()(hidden, weight, Batch.of(labels, labels), teacher=teacher)
@@ -106,15 +106,15 @@ def test_both_sides_of_jensen_shannon_count_alike_by_default():
 
 
 @divergences
-def test_the_own_teacher_is_no_distance_away(divergence):
+def test_divergence_from_itself_is_zero(divergence):
     hidden, weight, labels = make()
     loss_fn = divergence(**OPTIONS.get(divergence, {}))
     batch = Batch.of(labels, labels)
     loss = loss_fn(hidden, weight, batch, teacher=Teacher(hidden, weight, None))
     loss.backward()
     assert loss.abs() < 1e-6 and max(weight.grad.abs().max(), hidden.grad.abs().max()) < 1e-6
-    # Small divergences are not lost to rounding. That of each row's normalizer remains, about 1e-6 in all here, by the
-    # order in which a machine adds up; the difference of two sums over the vocabulary is off by 1e-5 and more.
+    # Small divergences are not lost to rounding. Only the rounding of each row's normalizer remains, about 1e-6 in
+    # total, depending on the order of sums; the difference of two sums over the vocabulary would be off by 1e-5.
     nearby = Teacher(hidden.detach() * 1.02, weight.detach(), None)
     exact = FORMULAS[divergence](log_softmax(hidden, weight, labels), log_softmax(*nearby[:2], labels))
     assert 2e-3 < exact < 2e-2
@@ -123,7 +123,7 @@ def test_the_own_teacher_is_no_distance_away(divergence):
 
 @divergences
 def test_probabilities_of_zero(divergence):
-    """Of the teacher, of the student and of both, in fp32."""
+    """In fp32, probabilities of the teacher, the student or both may be zero."""
     hidden, weight, labels, teacher = operands(scale=100)
     student_log_p, teacher_log_p = log_softmax(hidden, weight, labels), log_softmax(*teacher[:2], labels)
     assert torch.maximum(student_log_p, teacher_log_p).exp().float().min() == 0
@@ -131,19 +131,19 @@ def test_probabilities_of_zero(divergence):
     loss = loss_fn(hidden, weight, Batch.of(labels, labels), teacher=teacher)
     expected = FORMULAS[divergence](student_log_p, teacher_log_p)
     assert_close(loss.double(), expected, rtol=1e-5, atol=0)
-    ours, exact = (torch.autograd.grad(each, weight)[0] for each in (loss, expected))
+    ours, exact = (torch.autograd.grad(value, weight)[0] for value in (loss, expected))
     assert (ours - exact).norm() <= 1e-3 * exact.norm()  # logits of hundreds have errors of 1e-5
 
 
 @divergences
-def test_the_teacher_gets_no_gradient(divergence):
+def test_teacher_gets_no_gradient(divergence):
     hidden, weight, labels, teacher = operands()
     divergence()(hidden, weight, Batch.of(labels, labels), teacher=teacher).backward()
     assert teacher.hidden.grad is None and teacher.weight.grad is None and weight.grad is not None
 
 
 @divergences
-def test_bf16(divergence):
+def test_bf16_is_close_to_the_formula(divergence):
     hidden, weight, labels, teacher = operands(dtype=torch.bfloat16)
     loss_fn = divergence(chunk_tokens=7, **OPTIONS.get(divergence, {}))
     loss = loss_fn(hidden, weight, Batch.of(labels, labels), teacher=teacher)
@@ -157,7 +157,7 @@ def test_bf16(divergence):
 
 
 @divergences
-def test_never_the_full_logits(divergence):
+def test_full_logits_are_never_materialized(divergence):
     hidden, weight, labels = make(tokens=2000)
     teacher = Teacher(hidden.detach(), weight.detach(), None)
     with Largest() as largest:
@@ -166,7 +166,7 @@ def test_never_the_full_logits(divergence):
 
 
 @divergences
-def test_nothing_supervised(divergence):
+def test_no_supervised_tokens_give_zero(divergence):
     hidden, weight, labels, teacher = operands()
     loss = divergence()(hidden, weight, Batch.of(labels), teacher=teacher)
     loss.backward()
@@ -174,7 +174,7 @@ def test_nothing_supervised(divergence):
 
 
 def stored(teacher, labels, k, **options):
-    """What a dataset would give back of the `k` most probable ids."""
+    """The predictions that a dataset would return for the `k` most probable ids."""
     batch = Batch.of(labels, labels)
     values = MostProbable(k, chunk_tokens=7, **options)(teacher.hidden, teacher.weight, batch, softcap=teacher.softcap)
     column = torch.zeros(*labels.shape, 2 * k + 1)
@@ -183,7 +183,7 @@ def stored(teacher, labels, k, **options):
 
 
 def bucketed(log_p, ids):
-    """Those of `ids`, and that of all others together."""
+    """The log-probs of `ids`, and the log-prob of all other ids together."""
     others = log_p.exp().scatter(1, ids, 0).sum(dim=1, keepdim=True)
     return torch.cat([log_p.gather(1, ids), others.log()], dim=1)
 
@@ -192,8 +192,8 @@ def bucketed(log_p, ids):
 @pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (2.5, None), (1.0, 1.5)])
 @pytest.mark.parametrize("k", [1, 5, 60])
 @divergences
-def test_stored_predictions(divergence, k, temperature, softcap, share):
-    """All other ids are one bucket, on both sides."""
+def test_stored_predictions_match_the_bucketed_formula(divergence, k, temperature, softcap, share):
+    """All other ids are one bucket for student and teacher."""
     hidden, weight, labels, teacher = operands(teacher_vocabulary=105)
     teacher = teacher._replace(softcap=2.0 if softcap else None)
     kept = stored(teacher, labels, k, temperature=temperature, vocab_size=97)
@@ -216,7 +216,7 @@ def test_stored_predictions(divergence, k, temperature, softcap, share):
 @pytest.mark.parametrize("k", [5, 95])
 @divergences
 def test_stored_predictions_of_padded_vocabularies(divergence, k):
-    """The student's padding is left out, as the teacher's is."""
+    """The padding of the student is ignored like that of the teacher."""
     hidden, weight, labels, teacher = operands()
     labels[labels >= 95] = 0
     kept = stored(teacher, labels, k, vocab_size=95)
@@ -227,8 +227,8 @@ def test_stored_predictions_of_padded_vocabularies(divergence, k):
 
 
 @divergences
-def test_all_predictions_stored(divergence):
-    """Nothing is left for the bucket of the others, whose log-prob is finite."""
+def test_storing_all_predictions_matches_the_whole_teacher(divergence):
+    """The bucket of other ids is empty, but its log-prob is finite."""
     hidden, weight, labels, teacher = operands()
     kept = stored(teacher, labels, 97)
     assert kept.log_probs[:, -1].isfinite().all()
@@ -241,14 +241,14 @@ def test_all_predictions_stored(divergence):
 @pytest.mark.parametrize("share", [0.0, 0.25])
 @divergences
 def test_weights_of_tokens(divergence, share):
-    """Those of a Batch: the sum over tokens, each alone."""
+    """The weights of a Batch multiply the loss of each token."""
     hidden, weight, labels, teacher = operands()
     weights = torch.rand(labels.shape, generator=torch.Generator().manual_seed(2))
-    student_log_p, teacher_log_p = (log_softmax(*each[:2], labels) for each in ((hidden, weight), teacher))
+    student_log_p, teacher_log_p = (log_softmax(*head[:2], labels) for head in ((hidden, weight), teacher))
     targets, of_labels = labels[labels != -100], weights[labels != -100].double()
     expected = sum(
-        each * ((1 - share) * FORMULAS[divergence](student[None], of_teacher[None]) - share * student[target])
-        for each, student, of_teacher, target in zip(of_labels, student_log_p, teacher_log_p, targets, strict=True)
+        factor * ((1 - share) * FORMULAS[divergence](student[None], of_teacher[None]) - share * student[target])
+        for factor, student, of_teacher, target in zip(of_labels, student_log_p, teacher_log_p, targets, strict=True)
     )
     loss_fn = divergence(1.0, share, 7, **OPTIONS.get(divergence, {}))
     loss = loss_fn(hidden, weight, Batch.of(labels, labels, weights=weights), teacher=teacher)

@@ -1,4 +1,4 @@
-"""Losses as a stranger meets them: a training loop of their own, `nn.Linear` as head, tensors; no Batch, no World."""
+"""Losses in your own training loop: `nn.Linear` as head and plain tensors, no Batch and no World."""
 
 import re
 import subprocess
@@ -76,14 +76,14 @@ def gradients(loss, model):
 
 
 def refused(*facts):
-    """A TuneError whose message has all `facts`."""
+    """Expect a TuneError whose message contains all `facts`."""
     return pytest.raises(TuneError, match="".join(f"(?=.*{fact})" for fact in facts))
 
 
 # Heads: hidden states, a weight, labels.
 
 
-def test_cross_entropy_is_that_of_torch(tokens, labels):
+def test_cross_entropy_matches_torch(tokens, labels):
     model = Bigrams()
     loss = LinearCrossEntropy()(model(tokens), model.head.weight, labels)
     expected = F.cross_entropy(model.head(model(tokens)).flatten(0, 1), labels.flatten(), reduction="sum")
@@ -92,18 +92,18 @@ def test_cross_entropy_is_that_of_torch(tokens, labels):
         assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_a_loop_of_ones_own_learns_as_with_torch(tokens, labels):
+def test_your_own_training_loop_learns_like_with_torch(tokens, labels):
     def train(loss_of):
         model = Bigrams()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        found = []
+        losses = []
         for _ in range(5):
             loss = loss_of(model) / (labels != -100).sum()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            found.append(loss.item())
-        return found
+            losses.append(loss.item())
+        return losses
 
     loss_fn = LinearCrossEntropy(chunk_tokens=5)
     ours = train(lambda model: loss_fn(model(tokens), model.head.weight, labels))
@@ -114,20 +114,20 @@ def test_a_loop_of_ones_own_learns_as_with_torch(tokens, labels):
 
 
 @pytest.mark.parametrize("head", [LinearCrossEntropy(), LogProbs(), ForwardKL(cross_entropy=0.5), MostProbable(3)])
-def test_labels_are_as_good_as_a_batch(head, tokens, labels):
+def test_labels_can_replace_a_batch(head, tokens, labels):
     model, teacher = Bigrams(), Bigrams(1)
     options = {"teacher": Teacher(teacher(tokens), teacher.head.weight)} if isinstance(head, ForwardKL) else {}
     operands = model(tokens), model.head.weight
     whole = head(*operands, Batch.of(tokens, labels), **options)
-    for given in (labels, labels.int()):
-        assert_close(head(*operands, given, **options), whole, rtol=0, atol=0)
-    # One row of tokens without rows, as other libraries flatten them.
+    for targets in (labels, labels.int()):
+        assert_close(head(*operands, targets, **options), whole, rtol=0, atol=0)
+    # Flattened tokens, as in other libraries.
     flat = operands[0].flatten(0, 1), operands[1], labels.flatten()
     if not options:
         assert_close(head(*flat), whole, rtol=0, atol=0)
 
 
-def test_labels_as_hugging_face_has_them(tokens):
+def test_unshifted_hugging_face_labels(tokens):
     model = Bigrams()
     theirs = F.cross_entropy(model.head(model(tokens))[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
     for labels in (Batch.of(tokens, tokens, shifted=False), shift_labels(tokens)):
@@ -158,7 +158,7 @@ def test_bf16_hidden_states_and_an_fp32_head_are_computed_in_fp32(tokens, labels
 
 
 def test_autocast(tokens, labels):
-    """torch.autocast leaves hidden states in bf16 and the head's weight in fp32."""
+    """Under torch.autocast, hidden states are in bf16 and the head's weight is in fp32."""
     model = Bigrams()
     with torch.autocast("cpu", torch.bfloat16):
         hidden = model.up(model.embedding(tokens))
@@ -172,18 +172,19 @@ def test_autocast(tokens, labels):
         assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_a_teacher_in_another_type(tokens, labels):
+def test_teacher_in_another_type(tokens, labels):
     student, teacher = Bigrams(dtype=torch.bfloat16), Bigrams(1, dtype=torch.bfloat16)
     with torch.no_grad():
         target = Teacher(teacher(tokens), teacher.head.weight)
     loss = ForwardKL()(student(tokens), student.head.weight, labels, teacher=target)
     one, other = (
-        (each(tokens).float() @ each.head.weight.T)[labels != -100].log_softmax(-1) for each in (student, teacher)
+        (network(tokens).float() @ network.head.weight.T)[labels != -100].log_softmax(-1)
+        for network in (student, teacher)
     )
     assert_close(loss, F.kl_div(one, other, reduction="sum", log_target=True))
 
 
-def test_the_default_type_of_others_does_not_round_the_loss(tokens, labels):
+def test_default_dtype_does_not_round_the_loss(tokens, labels):
     model = Bigrams()
     expected = F.cross_entropy(model.head(model(tokens)).mT, labels, reduction="sum")
     torch.set_default_dtype(torch.bfloat16)
@@ -198,8 +199,8 @@ def test_the_default_type_of_others_does_not_round_the_loss(tokens, labels):
 
 
 @pytest.mark.parametrize("divergence", [ForwardKL(2.0), ReverseKL(2.0), JensenShannon(2.0)])
-def test_distillation_by_stored_predictions(divergence, tokens, labels):
-    """All the teacher's ids kept: the divergence from the whole teacher."""
+def test_distillation_from_stored_predictions(divergence, tokens, labels):
+    """Storing all ids of the teacher gives the divergence from the whole teacher."""
     student, teacher = Bigrams(), Bigrams(1)
     operands = student(tokens), student.head.weight, labels
     stored = MostProbable(VOCABULARY - 1, 2.0)(teacher(tokens), teacher.head.weight, labels)
@@ -222,7 +223,7 @@ def test_distillation_by_stored_predictions(divergence, tokens, labels):
         (lambda hidden, weight, labels: (hidden, weight, labels.tolist()), ("labels", "list")),
     ],
 )
-def test_shapes_and_types_that_do_not_fit(change, facts, head, tokens, labels):
+def test_mismatched_shapes_and_types_are_refused(change, facts, head, tokens, labels):
     model = Bigrams()
     hidden, weight, labels = change(model(tokens), model.head.weight, labels)
     teacher = {"teacher": Teacher(model(tokens), model.head.weight)} if isinstance(head, ForwardKL | ReverseKL) else {}
@@ -232,7 +233,7 @@ def test_shapes_and_types_that_do_not_fit(change, facts, head, tokens, labels):
 
 @pytest.mark.parametrize("head", [LinearCrossEntropy(), LogProbs()])
 @pytest.mark.parametrize("wrong", [5000, VOCABULARY, -1, -101])
-def test_labels_that_are_no_ids(wrong, head, tokens, labels):
+def test_labels_that_are_not_ids_are_refused(wrong, head, tokens, labels):
     model = Bigrams()
     labels[1, 4] = wrong
     with refused(str(wrong), str(VOCABULARY)):
@@ -244,7 +245,7 @@ def test_labels_that_are_no_ids(wrong, head, tokens, labels):
         head(model(tokens), model.head.weight, labels != -100)
 
 
-def test_labels_beyond_the_ids_that_both_vocabularies_have(tokens, labels):
+def test_labels_beyond_the_common_vocabulary_are_refused(tokens, labels):
     model = Bigrams()
     teacher = Teacher(model(tokens), model.head.weight[:30])
     labels[labels >= 30] = 3
@@ -255,14 +256,14 @@ def test_labels_beyond_the_ids_that_both_vocabularies_have(tokens, labels):
         loss_fn(model(tokens), model.head.weight, labels, teacher=teacher)
 
 
-def test_labels_beyond_the_vocabulary_are_nan_where_they_are_not_checked():
-    """On a GPU a check would wait for the device."""
+def test_unchecked_labels_beyond_the_vocabulary_give_nan():
+    """On a GPU, a check would wait for the device."""
     logits = torch.randn(3, 5)
-    found = VocabularyShard(torch.empty(5, 2)).at(torch.tensor([[4], [5], [-1]]), logits)
-    assert found[0] == logits[0, 4] and found[1:].isnan().all()
+    values = VocabularyShard(torch.empty(5, 2)).at(torch.tensor([[4], [5], [-1]]), logits)
+    assert values[0] == logits[0, 4] and values[1:].isnan().all()
 
 
-def test_a_teacher_of_other_tokens(tokens, labels):
+def test_teacher_of_other_tokens_is_refused(tokens, labels):
     model = Bigrams()
     operands = model(tokens), model.head.weight, labels
     with refused("teacher.hidden", r"\[4, 9\]", r"\[4, 8, 8\]"):
@@ -280,12 +281,12 @@ def test_a_teacher_of_other_tokens(tokens, labels):
 
 
 def of_rows(model, tokens, labels):
-    """The log-probs of whole rows, as everyone writes them."""
+    """The log-probs of whole rows in plain torch."""
     log_probs = model.head(model(tokens)).log_softmax(-1)
     return log_probs.gather(2, labels.clamp(min=0)[..., None])[..., 0].where(labels != -100, 0).sum(1)
 
 
-def test_dpo_in_a_loop_of_ones_own(tokens, labels):
+def test_dpo_in_your_own_training_loop(tokens, labels):
     """Rows 0 and 2 are preferred to rows 1 and 3."""
     model, frozen = Bigrams(), Bigrams(1)
     log_probs = LogProbs()
@@ -303,19 +304,19 @@ def test_dpo_in_a_loop_of_ones_own(tokens, labels):
         assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
-def test_losses_of_plain_tensors():
+def test_losses_accept_plain_tensors():
     chosen, rejected = torch.tensor([-3.0, -5.0]), torch.tensor([-4.0, -2.0])
     assert_close(CPO(beta=0.5, nll=0)(chosen, rejected), -F.logsigmoid(0.5 * (chosen - rejected)))
     lengths = torch.tensor([2, 5])
-    found = SimPO(beta=2.0, gamma=1.0)(
+    loss = SimPO(beta=2.0, gamma=1.0)(
         AnswerLogProbs(chosen, lengths=lengths), AnswerLogProbs(rejected, lengths=lengths)
     )
-    assert_close(found, -F.logsigmoid(2 * (chosen - rejected) / lengths - 1))
+    assert_close(loss, -F.logsigmoid(2 * (chosen - rejected) / lengths - 1))
     assert_close(BradleyTerry()(chosen, rejected), -F.logsigmoid(chosen - rejected))
 
 
 @pytest.mark.parametrize("loss", [DPO(), IPO(), DPO(length_normalized=True)])
-def test_a_missing_reference(loss):
+def test_missing_reference_is_refused(loss):
     values = torch.tensor([-3.0, -5.0])
     for answers in (values, AnswerLogProbs(values), AnswerLogProbs(values, lengths=torch.tensor([1, 2]))):
         with refused("reference", "AnswerLogProbs"):
@@ -326,14 +327,14 @@ def test_a_missing_reference(loss):
 
 
 @pytest.mark.parametrize("loss", [IPO(), DPO(length_normalized=True), SimPO(), CPO(), ORPO()])
-def test_missing_lengths(loss):
+def test_missing_lengths_are_refused(loss):
     values = torch.tensor([-3.0, -5.0])
     answers = AnswerLogProbs(values, values)
     with refused("lengths", "AnswerLogProbs"):
         loss(answers, answers)
 
 
-def test_answers_that_do_not_fit():
+def test_mismatched_answers_are_refused():
     values = torch.tensor([-3.0, -5.0])
     with refused("policy", r"\[2, 7\]", "sum"):
         AnswerLogProbs(torch.zeros(2, 7))
@@ -353,14 +354,14 @@ def test_answers_that_do_not_fit():
         BradleyTerry()(values[:, None], values[:, None])
 
 
-def test_scores_of_rows(tokens):
-    """Those of `AutoModelForSequenceClassification`: of the last token that is no padding."""
+def test_scores_of_rows_match_sequence_classification(tokens):
+    """The score is taken at the last token that is not padding, as in `AutoModelForSequenceClassification`."""
     tokens[1, 5:] = tokens[3, 2:] = 0
     tokens[:, :2] = 1
     hidden, weight = Bigrams()(tokens), torch.randn(1, DIM)
-    found = LastTokenScores(pad_id=0)(hidden, weight, Batch.of(tokens))
+    scores = LastTokenScores(pad_id=0)(hidden, weight, Batch.of(tokens))
     last = [row.nonzero().max().item() for row in tokens]
-    assert_close(found, (hidden[range(4), last] @ weight.T)[:, 0])
+    assert_close(scores, (hidden[range(4), last] @ weight.T)[:, 0])
     with refused("weight", "2"):
         LastTokenScores()(hidden, torch.randn(2, DIM), Batch.of(tokens))
     with refused("hidden", r"\[4, 8, 8\]"):
@@ -372,7 +373,7 @@ def test_scores_of_rows(tokens):
 
 @pytest.fixture
 def rollout(labels):
-    """Log-probs, those of the sampler, advantages, all `[rows, seq]`, with values where padding is; and the mask."""
+    """Log-probs, sampler log-probs and advantages `[rows, seq]`, also at padding positions; and the mask."""
     draw = torch.Generator().manual_seed(0)
     log_probs, sampled = (-torch.rand(labels.shape, generator=draw) * 3 for _ in range(2))
     advantages = torch.tensor([1.0, -0.5, 2.0, -1.0])[:, None].expand_as(labels)
@@ -380,14 +381,14 @@ def rollout(labels):
 
 
 def test_ppo_of_padded_rows(rollout):
-    """Schulman et al. 2017, masked as TRL masks it: only tokens of completions count, not padding."""
+    """Schulman et al. 2017 with the mask of TRL: only tokens of completions count, not padding."""
     log_probs, sampled, advantages, mask = rollout
     ratio = (log_probs - sampled).exp()
     terms = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
     expected = (terms * mask).sum() / mask.sum()
     loss, clipped = ClippedPolicy(0.2, 0.2)(log_probs[mask], sampled[mask], advantages[mask])
     assert_close(loss.mean(), expected)
-    assert_close(*(torch.autograd.grad(each, log_probs, retain_graph=True)[0] for each in (loss.mean(), expected)))
+    assert_close(*(torch.autograd.grad(value, log_probs, retain_graph=True)[0] for value in (loss.mean(), expected)))
     assert 0 < clipped.sum() < len(clipped)
 
 
@@ -406,7 +407,7 @@ def test_gspo_of_padded_rows(rollout):
 
 
 @pytest.mark.parametrize("loss", [PolicyGradient(), ClippedPolicy(), GSPO()])
-def test_values_that_are_not_of_tokens(loss, rollout):
+def test_values_of_the_wrong_shape_are_refused(loss, rollout):
     *padded, mask = rollout
     log_probs, sampled, advantages = (values[mask] for values in padded)
     count = str(len(log_probs))
@@ -420,21 +421,21 @@ def test_values_that_are_not_of_tokens(loss, rollout):
         loss(log_probs, sampled, 1.0, mask)
 
 
-def test_what_counts_by_completion_is_compared_with_the_mask(rollout):
+def test_mask_must_match_the_number_of_values(rollout):
     *padded, mask = rollout
     fewer = mask.clone()
     fewer[0, 0] = False
     with refused(str(mask.sum().item()), str(fewer.sum().item())):
         GSPO()(*(values[mask] for values in padded), fewer)
     with refused(str(mask.sum().item()), str(mask.numel())):
-        per_document(padded[0][mask], mask.long())  # no mask, but labels that all count
+        per_document(padded[0][mask], mask.long())  # not a mask but labels, all of which count
     with refused("labels", "float32"):
         per_document(padded[0][mask], mask.float())
     with refused("labels", rf"\[{mask.numel()}\]"):
         per_document(padded[0][mask], mask.flatten())
 
 
-def test_kl_estimate_wants_equal_shapes():
+def test_kl_estimate_requires_equal_shapes():
     values = torch.zeros(3)
     assert kl_estimate(values, values).tolist() == [0, 0, 0]
     with refused("others", r"\[3, 1\]", r"\[3\]"):
@@ -443,10 +444,10 @@ def test_kl_estimate_wants_equal_shapes():
 
 def test_advantages_of_padded_rows(rollout):
     """delta_t + decay A_{t+1}, where delta_t = r_t + V_{t+1} - V_t (Schulman et al., 2016), row by row."""
-    values, rewards, _, mask = (each.detach() for each in rollout)
+    values, rewards, _, mask = (tensor.detach() for tensor in rollout)
     final = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    found = torch.zeros(mask.shape)
-    found[mask] = gae(rewards[mask], values[mask], mask, 0.9, final)
+    advantages = torch.zeros(mask.shape)
+    advantages[mask] = gae(rewards[mask], values[mask], mask, 0.9, final)
     for row in range(4):
         advantage, value_after = 0.0, 0.0
         at = mask[row].nonzero()[:, 0].tolist()
@@ -454,7 +455,7 @@ def test_advantages_of_padded_rows(rollout):
             reward = rewards[row, token] + (final[row] if token == at[-1] else 0)
             advantage = reward + value_after - values[row, token] + 0.9 * advantage
             value_after = values[row, token]
-            assert_close(found[row, token], advantage)
+            assert_close(advantages[row, token], advantage)
     with refused("rewards", r"\[4, 9\]", "mask"):
         gae(rewards, values, mask, 0.9)
     with refused("final", r"\[1\]", r"\[4\]"):
@@ -463,7 +464,7 @@ def test_advantages_of_padded_rows(rollout):
         gae(rewards[mask], values[mask], mask, 1.5)
 
 
-# Constructors: ranges hold as in a config.
+# Constructors check the same ranges as configs.
 
 
 @pytest.mark.parametrize(
@@ -497,7 +498,7 @@ def test_advantages_of_padded_rows(rollout):
         (lambda: linear(optimizer(), 10, min_ratio=2), "min_ratio", "2"),
     ],
 )
-def test_ranges_hold_in_constructors(make, argument, value):
+def test_constructors_check_ranges(make, argument, value):
     with pytest.raises(TuneError) as error:
         make()
     assert str(error.value).startswith(f"{argument}: ") and value in str(error.value)
@@ -517,15 +518,15 @@ def test_losses_are_imported_without_process_groups_and_meshes():
     assert "torch.distributed.tensor" not in loaded and "torch.distributed.fsdp" not in loaded
 
 
-def test_a_sample_is_no_batch(tokens):
+def test_sample_instead_of_a_batch_is_refused(tokens):
     model = Bigrams()
     sample = Sample(tokens[0].numpy(), tokens[0].numpy())
     with refused("labels", "Sample"):
         LinearCrossEntropy()(model(tokens), model.head.weight, sample)
 
 
-def test_the_loops_of_the_page():
-    """docs/components.md, as it stands there: the gradients are those of torch's formulas."""
+def test_training_loops_of_the_docs_page():
+    """The code of docs/components.md gives the gradients of torch's formulas."""
     page = (Path(__file__).parents[2] / "docs" / "components.md").read_text(encoding="utf-8")
     section = page.split("## Losses in a loop of your own")[1].split("\n## ")[0]
     first, second = re.findall(r"```python\n(.*?)```", section, re.DOTALL)

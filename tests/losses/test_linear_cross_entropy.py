@@ -1,4 +1,4 @@
-"""Equal to torch's own cross-entropy of full logits, without the full logits."""
+"""LinearCrossEntropy equals torch's cross-entropy of full logits, without computing the full logits."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def test_value_and_gradients(chunk_tokens, softcap):
     expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     loss = LinearCrossEntropy(chunk_tokens)(hidden, weight, Batch.of(labels, labels), softcap=softcap)
     assert_close(loss, expected, rtol=1e-6, atol=0)
-    scale = 1 / 40  # as a recipe divides by the count of supervised tokens
+    scale = 1 / 40  # recipes divide by the number of supervised tokens
     for ours, reference in zip(
         torch.autograd.grad(loss * scale, (hidden, weight)),
         torch.autograd.grad(expected * scale, (hidden, weight)),
@@ -44,14 +44,14 @@ def test_bf16_sums_in_fp32():
     assert (gradient.double() - reference).norm() <= 0.003 * reference.norm()  # 0.0021; summed in bf16, 0.0062
 
 
-def test_large_logits():
-    """Their exponentials are infinite in fp32."""
+def test_large_logits_stay_exact():
+    """The exponentials of the logits are infinite in fp32."""
     hidden, weight, labels = make()
     loss = LinearCrossEntropy(7)(hidden * 200, weight, Batch.of(labels, labels))
     expected = F.cross_entropy((hidden * 200 @ weight.T).flatten(0, 1), labels.flatten(), reduction="sum")
     assert (hidden * 200 @ weight.T).max() > 200
     assert_close(loss, expected, rtol=1e-6, atol=0)
-    gradients = (torch.autograd.grad(each, hidden)[0] for each in (loss, expected))
+    gradients = (torch.autograd.grad(value, hidden)[0] for value in (loss, expected))
     assert_close(*gradients, rtol=1e-4, atol=1e-3)
 
 
@@ -62,7 +62,7 @@ def test_frozen_weight_gets_no_gradient():
     assert_close(torch.autograd.grad(loss, hidden)[0], torch.autograd.grad(reference, hidden)[0], rtol=1e-5, atol=1e-6)
 
 
-def test_nothing_supervised_is_zero_and_not_nan():
+def test_no_supervised_tokens_give_zero_not_nan():
     hidden, weight, labels = make()
     loss = LinearCrossEntropy()(hidden, weight, Batch.of(labels))
     loss.backward()
@@ -70,7 +70,7 @@ def test_nothing_supervised_is_zero_and_not_nan():
 
 
 @pytest.mark.parametrize("chunk_tokens", [7, None])
-def test_accuracy_counts_the_supervised_tokens_of_all_calls(chunk_tokens):
+def test_accuracy_accumulates_supervised_tokens_over_calls(chunk_tokens):
     hidden, weight, labels = make()
     is_supervised = labels != -100
     predicted = (hidden @ weight.T).argmax(dim=-1)
@@ -83,7 +83,7 @@ def test_accuracy_counts_the_supervised_tokens_of_all_calls(chunk_tokens):
         assert loss_fn.counts.tolist() == [calls * right, calls * supervised]
 
 
-def test_a_chunk_has_logits_of_half_a_gib_on_a_gpu():
+def test_chunk_of_logits_has_half_a_gib_on_a_gpu():
     sizes = {vocabulary: default_chunk_tokens(vocabulary, "cuda") for vocabulary in (32_000, 10**6)}
     assert sizes == {32_000: 2**29 // (32_000 * 4) // 128 * 128, 10**6: 512}
     assert default_chunk_tokens(32_000, "cpu") == 512
@@ -98,6 +98,6 @@ def test_weights_of_tokens(chunk_tokens):
     expected = (of_tokens * weights.flatten()).sum()
     loss = LinearCrossEntropy(chunk_tokens)(hidden, weight, Batch.of(labels, labels, weights=weights))
     assert_close(loss, expected, rtol=1e-6, atol=0)
-    ours, theirs = (torch.autograd.grad(each / 40, (hidden, weight)) for each in (loss, expected))
+    ours, theirs = (torch.autograd.grad(value / 40, (hidden, weight)) for value in (loss, expected))
     for gradient, reference in zip(ours, theirs, strict=True):
         assert (gradient - reference).norm() <= 1e-6 * reference.norm()

@@ -1,4 +1,4 @@
-"""Equal to autograd on the log-softmax of full logits, without the full logits."""
+"""LogProbs equals autograd on the log-softmax of full logits, without computing the full logits."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def reference(hidden, weight, labels, softcap=None, temperature=1.0):
 
 
 def weights_of(tokens):
-    """What a loss might multiply log-probs with: another factor for each token, of either sign."""
+    """Factors of either sign for each token, as a loss might multiply log-probs with."""
     return torch.linspace(-2, 1, tokens)
 
 
@@ -48,8 +48,8 @@ def test_values_and_gradients(chunk_tokens, softcap, temperature):
         assert (ours - exact).norm() <= 1e-6 * exact.norm()
 
 
-def test_large_logits():
-    """Their exponentials are infinite in fp32, and those of the least are 0."""
+def test_large_logits_stay_exact():
+    """The exponentials of the largest logits are infinite in fp32, and the smallest are 0."""
     hidden, weight, labels = make()
     values = LogProbs(7)(hidden * 200, weight, Batch.of(labels, labels))
     log_probs, entropies, _ = reference(hidden * 200, weight, labels)
@@ -63,7 +63,7 @@ def test_bf16_sums_in_fp32():
     log_probs = LogProbs(64)(hidden, weight, Batch.of(labels, labels)).log_probs
     assert log_probs.dtype == torch.float32
     gradients = torch.autograd.grad(log_probs @ weights_of(len(log_probs)), (hidden, weight))
-    exact = [each.detach().double().requires_grad_() for each in (hidden, weight)]
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
     expected, _, _ = reference(*exact, labels)
     assert_close(log_probs.double(), expected, rtol=1e-2, atol=2e-2)  # logits are rounded to bf16
     for ours, reference_gradient in zip(
@@ -74,16 +74,16 @@ def test_bf16_sums_in_fp32():
 
 
 @pytest.mark.parametrize("trained", ["hidden", "weight"])
-def test_one_operand_alone(trained):
+def test_gradient_of_a_single_operand(trained):
     hidden, weight, labels = make()
     inputs = {"hidden": hidden, "weight": weight}
-    operands = [each if name == trained else each.detach() for name, each in inputs.items()]
+    operands = [tensor if name == trained else tensor.detach() for name, tensor in inputs.items()]
     ours = LogProbs(7)(*operands, Batch.of(labels, labels)).log_probs @ weights_of(40)
     exact = reference(*operands, labels)[0] @ weights_of(40).double()
-    assert_close(*(torch.autograd.grad(each, inputs[trained])[0] for each in (ours, exact)), rtol=1e-5, atol=1e-6)
+    assert_close(*(torch.autograd.grad(value, inputs[trained])[0] for value in (ours, exact)), rtol=1e-5, atol=1e-6)
 
 
-def test_never_the_full_logits():
+def test_full_logits_are_never_materialized():
     hidden, weight, labels = make(tokens=2000)
     with Largest() as largest:
         LogProbs(10)(hidden, weight, Batch.of(labels, labels)).log_probs.sum().backward()
@@ -91,8 +91,8 @@ def test_never_the_full_logits():
 
 
 @pytest.mark.parametrize("head", [LogProbs(), LinearCrossEntropy()])
-def test_no_gradient_is_computed_without_need(head):
-    """Neither in evaluation, where the weight is a parameter nevertheless, nor for a frozen weight in the backward."""
+def test_unneeded_gradients_are_not_computed(head):
+    """No gradient is computed in evaluation, although the weight is a parameter, nor for a frozen weight."""
     hidden, weight, labels = make()
     with Largest() as largest, torch.no_grad():
         head(hidden, weight, Batch.of(labels, labels))
@@ -103,7 +103,7 @@ def test_no_gradient_is_computed_without_need(head):
     assert largest.products == 2
 
 
-def test_sums_of_documents():
+def test_per_document_sums():
     hidden, weight, labels = make()
     documents = torch.tensor([[0] * 3 + [1] * 20 + [2] * 2, [3] * 10 + [4] * 15])
     batch = Batch.of(labels, labels, documents)
@@ -112,26 +112,26 @@ def test_sums_of_documents():
     exact = torch.zeros(labels.shape, dtype=torch.float64)
     exact[labels != -100] = reference(hidden, weight, labels)[0]
     expected = torch.stack([exact[documents == document].sum() for document in range(5)])
-    assert expected[0] == 0  # nothing of it is supervised
+    assert expected[0] == 0  # no token of it is supervised
     assert_close(sums.double(), expected, rtol=1e-5, atol=1e-6)
     factors = torch.arange(5.0)
     assert_close(
-        *(torch.autograd.grad(each @ factors.to(each.dtype), hidden)[0] for each in (sums, expected)),
+        *(torch.autograd.grad(value @ factors.to(value.dtype), hidden)[0] for value in (sums, expected)),
         rtol=1e-5, atol=1e-6,
     )  # fmt: skip
 
 
-def test_nothing_supervised():
+def test_no_supervised_tokens_give_zero():
     hidden, weight, labels = make()
     batch = Batch.of(labels)
     values = LogProbs()(hidden, weight, batch)
-    assert [len(each) for each in values] == [0, 0, 0] and per_document(values.log_probs, batch).tolist() == [0, 0]
+    assert [len(tensor) for tensor in values] == [0, 0, 0] and per_document(values.log_probs, batch).tolist() == [0, 0]
     values.log_probs.sum().backward()
     assert weight.grad.abs().max() == 0 and hidden.grad.abs().max() == 0
 
 
 @pytest.mark.slow
-def test_sharded(checkpoint, tied_checkpoint):
-    """FSDP gathers the weight for a head that gives several tensors, also again for its backward."""
+def test_sharded_log_probs(checkpoint, tied_checkpoint):
+    """FSDP gathers the weight for a head with several outputs, and again for its backward."""
     script = Path(__file__).with_name("sharded_log_probs.py")
     assert "2 processes agree" in run_processes(script, 2, str(checkpoint), str(tied_checkpoint))

@@ -1,4 +1,4 @@
-"""Policy losses against their formulas, token by token in fp64, and the gradients that autograd gives of these."""
+"""Policy losses and their gradients match their formulas, token by token in fp64."""
 
 import math
 
@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from tune.collators import Batch
 from tune.losses import GSPO, ClippedPolicy, PolicyGradient, kl_estimate, of_tokens
 
-LENGTHS = [5, 2, 4, 1]  # supervised tokens of four documents; the last three share a row with padding behind them
+LENGTHS = [5, 2, 4, 1]  # supervised tokens of four documents; the last three share a row that ends with padding
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def clipped(low, high):
         (GSPO(low=0.03, high=0.05), clipped(0.03, 0.05), True),
     ],
 )
-def test_formulas(loss, of_token, of_sequences, batch):
+def test_policy_losses_match_their_formulas(loss, of_token, of_sequences, batch):
     log_probs, sampled = values()
     advantages = torch.tensor([1.5, -0.7, 0.4, -1.1], dtype=torch.float64).repeat_interleave(torch.tensor(LENGTHS))
     expected = []
@@ -62,33 +62,33 @@ def test_formulas(loss, of_token, of_sequences, batch):
         for at in tokens:
             ratio = (mean if of_sequences else log_probs[at] - sampled[at]).exp()
             expected.append(of_token(ratio, advantages[at].item(), log_probs[at]))
-    found, is_clipped = loss(log_probs, sampled, advantages, batch)
+    losses, is_clipped = loss(log_probs, sampled, advantages, batch)
     terms = torch.stack([torch.as_tensor(term) for term, _ in expected])
-    assert_close(found, terms)
-    assert is_clipped.tolist() == [each for _, each in expected]
+    assert_close(losses, terms)
+    assert is_clipped.tolist() == [is_cut for _, is_cut in expected]
     assert 0 < sum(is_clipped) < len(is_clipped)
-    assert_close(*(torch.autograd.grad(each.sum(), log_probs, retain_graph=True)[0] for each in (found, terms)))
+    assert_close(*(torch.autograd.grad(values.sum(), log_probs, retain_graph=True)[0] for values in (losses, terms)))
 
 
 @pytest.mark.parametrize("loss", [PolicyGradient(), ClippedPolicy(), GSPO()])
-def test_on_policy_all_have_the_gradient_of_reinforce(loss, batch):
+def test_on_policy_gradients_equal_reinforce(loss, batch):
     log_probs, _ = values()
     advantages = of_tokens("advantage", batch).double()
-    found, is_clipped = loss(log_probs, log_probs.detach(), advantages, batch)
+    losses, is_clipped = loss(log_probs, log_probs.detach(), advantages, batch)
     assert not is_clipped.any()
-    assert_close(torch.autograd.grad(found.sum(), log_probs)[0], -advantages)
+    assert_close(torch.autograd.grad(losses.sum(), log_probs)[0], -advantages)
 
 
-def test_no_tokens():
+def test_policy_losses_of_no_tokens():
     batch = Batch.of(torch.zeros(1, 4, dtype=torch.long))
     empty = torch.zeros(0, requires_grad=True)
     for loss in (PolicyGradient(), ClippedPolicy(), GSPO()):
-        found, is_clipped = loss(empty, empty.detach(), empty.detach(), batch)
-        assert found.shape == is_clipped.shape == (0,)
-        found.sum().backward()
+        losses, is_clipped = loss(empty, empty.detach(), empty.detach(), batch)
+        assert losses.shape == is_clipped.shape == (0,)
+        losses.sum().backward()
 
 
-def test_kl_estimate_is_that_of_two_distributions_in_the_mean():
+def test_kl_estimate_is_unbiased():
     torch.manual_seed(0)
     p, q = torch.randn(2, 7, dtype=torch.float64).log_softmax(-1)
     mean = (p.exp() * kl_estimate(p, q)).sum()

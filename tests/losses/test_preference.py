@@ -1,4 +1,4 @@
-"""Each loss against its formula as TRL 1.16 computes it, in fp64; and where answers are certain or very long."""
+"""Each loss matches the formula of TRL 1.16 in fp64, also for certain or very long answers."""
 
 import math
 
@@ -60,7 +60,7 @@ REWARDS = {  # of the answers c
 
 
 def answers(seed, pairs=9):
-    """Log-probs of answers of 1 to 30 tokens under two models that differ little."""
+    """Log-probs of answers of 1 to 30 tokens under two similar models."""
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 30, (pairs,), generator=draw)
     policy = -lengths * (0.05 + 2 * torch.rand(pairs, generator=draw))
@@ -68,54 +68,54 @@ def answers(seed, pairs=9):
     return AnswerLogProbs(policy.requires_grad_(), reference, lengths)
 
 
-def exact(each):
-    return AnswerLogProbs(each.policy.detach().double().requires_grad_(), each.reference.double(), each.lengths)
+def exact(ours):
+    return AnswerLogProbs(ours.policy.detach().double().requires_grad_(), ours.reference.double(), ours.lengths)
 
 
-@pytest.mark.parametrize(("loss", "formula"), OPTIONS, ids=lambda each: type(each).__name__)
-def test_loss_and_gradients_are_those_of_the_formula(loss, formula):
+@pytest.mark.parametrize(("loss", "formula"), OPTIONS, ids=lambda value: type(value).__name__)
+def test_loss_and_gradients_match_the_formula(loss, formula):
     ours = answers(0), answers(1)
     c, r = map(exact, ours)
     expected = formula(c.policy, r.policy, c.reference, r.reference, c.lengths, r.lengths)
-    found = loss(*ours)
-    assert found.shape == (9,) and found.dtype == torch.float32
-    assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
-    gradients = torch.autograd.grad(found.sum(), [each.policy for each in ours])
+    actual = loss(*ours)
+    assert actual.shape == (9,) and actual.dtype == torch.float32
+    assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+    gradients = torch.autograd.grad(actual.sum(), [side.policy for side in ours])
     for one, other in zip(gradients, torch.autograd.grad(expected.sum(), [c.policy, r.policy]), strict=True):
         assert_close(one.double(), other, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("kl", [0.8, -0.4])
-def test_kto_is_its_formula_and_its_constant_has_no_gradient(kl):
+def test_kto_matches_its_formula_and_its_kl_gets_no_gradient(kl):
     ours, loss = answers(0), KTO(beta=0.3, desirable=1.5, undesirable=0.7)
     is_good = torch.arange(9) % 2 == 0
     mismatched = torch.tensor(kl)
-    found = loss(ours, is_good, mismatched)
+    actual = loss(ours, is_good, mismatched)
     theirs = exact(ours)
     ratio, z = theirs.policy - theirs.reference, max(0, kl)
     good, bad = 1.5 * (1 - torch.sigmoid(0.3 * (ratio - z))), 0.7 * (1 - torch.sigmoid(0.3 * (z - ratio)))
     expected = torch.where(is_good, good, bad)
-    assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    assert_close(actual.double(), expected, rtol=1e-5, atol=1e-6)
     gradients = [
-        torch.autograd.grad(each.sum(), of)[0] for each, of in ((found, ours.policy), (expected, theirs.policy))
+        torch.autograd.grad(values.sum(), of)[0] for values, of in ((actual, ours.policy), (expected, theirs.policy))
     ]
     assert_close(gradients[0].double(), gradients[1], rtol=1e-4, atol=1e-6)
     assert (gradients[0][is_good] < 0).all() and (gradients[0][~is_good] > 0).all()
 
 
 @pytest.mark.parametrize("loss", REWARDS)
-def test_reward_is_its_formula(loss):
+def test_reward_matches_its_formula(loss):
     ours = answers(0)
     theirs = exact(ours)
     expected = REWARDS[loss](theirs.policy, theirs.reference, theirs.lengths)
     assert_close(loss().reward(ours).double(), expected, rtol=1e-5, atol=1e-6)
-    # What is preferred has the higher reward: the loss falls when the chosen answers' rewards rise.
+    # Preferred answers have the higher reward: the loss falls when the rewards of chosen answers rise.
     if loss is not KTO:
         (gradient,) = torch.autograd.grad(loss()(ours, answers(1)).sum(), ours.policy)
         assert (gradient <= 0).all() and gradient.sum() < 0
 
 
-EXTREMES = {  # log-probs of a token, and tokens
+EXTREMES = {  # log-prob per token, and number of tokens
     "certain": (0.0, 3),
     "above certain by rounding": (1e-7, 3),
     "nearly certain": (-1e-12, 3),
@@ -126,24 +126,24 @@ EXTREMES = {  # log-probs of a token, and tokens
 }
 
 
-@pytest.mark.parametrize("loss", REWARDS, ids=lambda each: each.__name__)
-def test_extremes_are_finite(loss):
+@pytest.mark.parametrize("loss", REWARDS, ids=lambda loss: loss.__name__)
+def test_losses_of_extreme_answers_are_finite(loss):
     per_token, lengths = map(torch.tensor, zip(*EXTREMES.values(), strict=True))
     policy = (per_token * lengths).requires_grad_()
-    each = torch.cartesian_prod(torch.arange(len(lengths)), torch.arange(len(lengths))).T
+    sides_of_pairs = torch.cartesian_prod(torch.arange(len(lengths)), torch.arange(len(lengths))).T
     every = AnswerLogProbs(policy, torch.zeros(len(lengths)), lengths)
     if loss is KTO:
         sides = torch.ones(len(lengths), dtype=torch.bool), torch.zeros(len(lengths), dtype=torch.bool)
-        found = torch.stack([KTO()(every, is_good, torch.tensor(9.0)) for is_good in sides])
+        values = torch.stack([KTO()(every, is_good, torch.tensor(9.0)) for is_good in sides])
     else:
-        found = loss()(every.at(each[0]), every.at(each[1]))
-    assert found.isfinite().all()
-    found.sum().backward()
+        values = loss()(every.at(sides_of_pairs[0]), every.at(sides_of_pairs[1]))
+    assert values.isfinite().all()
+    values.sum().backward()
     assert policy.grad.isfinite().all()
 
 
-def test_orpo_keeps_its_gradient_where_answers_are_likely():
-    """In fp32 1 - exp(log p) is 0 long before log p is; both branches of log(1 - p) must be used."""
+def test_orpo_keeps_its_gradient_for_likely_answers():
+    """In fp32, 1 - exp(log p) is 0 long before log p is; both branches of log(1 - p) are needed."""
     for per_token in (-1e-4, -1e-2, -0.5, -0.69, -0.71, -2.0, -20.0):
         policy = torch.tensor([per_token * 4], requires_grad=True)
         other = AnswerLogProbs(torch.tensor([-4.0]), None, torch.tensor([4]))
@@ -156,26 +156,28 @@ def test_orpo_keeps_its_gradient_where_answers_are_likely():
         assert policy.grad.item() == pytest.approx((-1 - slope / (1 + math.exp(odds))) / 4, rel=1e-3)
 
 
-def test_losses_without_a_reference_need_none():
-    ours = [AnswerLogProbs(each.policy, None, each.lengths) for each in (answers(0), answers(1))]
+def test_reference_free_losses_need_no_reference():
+    ours = [AnswerLogProbs(side.policy, None, side.lengths) for side in (answers(0), answers(1))]
     for loss in (SimPO, CPO, ORPO):
         assert not loss.needs_reference
         assert torch.equal(loss()(*ours), loss()(answers(0), answers(1)))
     assert DPO.needs_reference and IPO.needs_reference and KTO.needs_reference
 
 
-def test_pairs_are_the_first_answer_of_a_group_with_each_of_the_others():
+def test_pairs_combine_the_first_answer_of_a_group_with_each_other():
     answer = torch.tensor([0, 1, 0, 1, 2, 3, 0, 1])
     labels = torch.ones(1, 8, dtype=torch.long)
     first, others = Batch.of(labels, labels, torch.arange(8)[None], columns={"answer": answer}).pairs
     assert first.tolist() == [0, 2, 2, 2, 6] and others.tolist() == [1, 3, 4, 5, 7]
 
 
-def test_metrics_of_pairs_and_of_labelled_answers():
+def test_metrics_of_pairs_and_labeled_answers():
     chosen, rejected = answers(0), answers(1)
-    found = {name: (total / count).item() for name, (total, count) in losses.of_pairs(DPO(), chosen, rejected).items()}
-    rewards = [0.1 * (each.policy - each.reference) for each in (chosen, rejected)]
-    assert found == pytest.approx(
+    metrics = {
+        name: (total / count).item() for name, (total, count) in losses.of_pairs(DPO(), chosen, rejected).items()
+    }
+    rewards = [0.1 * (side.policy - side.reference) for side in (chosen, rejected)]
+    assert metrics == pytest.approx(
         {
             "rewards/chosen": rewards[0].mean().item(),
             "rewards/rejected": rewards[1].mean().item(),
@@ -186,26 +188,26 @@ def test_metrics_of_pairs_and_of_labelled_answers():
         },
         rel=1e-5,
     )
-    # A tie is no win, as in TRL: before the first step all rewards are 0.
+    # As in TRL, a tie is not a win: before the first step all rewards are 0.
     tied = losses.of_rewards(torch.tensor([0.0, 0.5, 0.0]), torch.tensor([0.0, 0.5, 1.0]))
     assert tied["rewards/accuracies"].tolist() == [0, 3]
     is_good = torch.arange(9) < 4
-    found = losses.of_labelled(KTO(), chosen, is_good)
-    assert {name: count.item() for name, (_, count) in found.items()} == {
+    metrics = losses.of_labelled(KTO(), chosen, is_good)
+    assert {name: count.item() for name, (_, count) in metrics.items()} == {
         "rewards/chosen": 4, "rewards/rejected": 5, "logps/chosen": 4, "logps/rejected": 5
     }  # fmt: skip
-    assert found["rewards/chosen"][0].item() == pytest.approx(rewards[0][:4].sum().item(), rel=1e-5)
-    assert found["logps/rejected"][0].item() == pytest.approx(chosen.policy[4:].sum().item(), rel=1e-5)
+    assert metrics["rewards/chosen"][0].item() == pytest.approx(rewards[0][:4].sum().item(), rel=1e-5)
+    assert metrics["logps/rejected"][0].item() == pytest.approx(chosen.policy[4:].sum().item(), rel=1e-5)
 
 
 class Bare:
-    """A loss of pairs by someone who has read nothing."""
+    """A pair loss without any of the attributes that recipes need."""
 
     def __call__(self, chosen, rejected):
         return rejected.ratio - chosen.ratio
 
 
-def test_what_recipes_read_of_a_loss_is_named_where_it_is_missing():
+def test_missing_attributes_of_a_custom_loss_are_named():
     loss_fn, names = Bare(), ("needs_reference", "reward")
     for name, value in (
         ("needs_reference", False),
@@ -215,7 +217,7 @@ def test_what_recipes_read_of_a_loss_is_named_where_it_is_missing():
             losses.require_attributes(loss_fn, *names)
         setattr(loss_fn, name, value)
     losses.require_attributes(loss_fn, *names)
-    with pytest.raises(TuneError, match="needs_reference = True"):  # so it must say that it needs one
+    with pytest.raises(TuneError, match="needs_reference = True"):  # the error names the attribute to set
         loss_fn(AnswerLogProbs(torch.zeros(2)), AnswerLogProbs(torch.zeros(2)))
     with pytest.raises(TuneError, match="of_function has no `needs_reference`"):
         losses.require_attributes(of_function, *names)

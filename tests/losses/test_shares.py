@@ -1,4 +1,4 @@
-"""Losses of a head whose rows the processes share are those of the whole head."""
+"""Losses of a head whose rows are sharded over processes equal those of the whole head."""
 
 import pytest
 from helpers import run_processes
@@ -103,6 +103,6 @@ world.finish()
 
 
 @pytest.mark.slow
-def test_three_processes_with_ten_rows_each(tmp_path):
+def test_head_sharded_over_three_processes(tmp_path):
     (tmp_path / "shares.py").write_text(SCRIPT)
     assert run_processes(tmp_path / "shares.py", 3).strip().endswith("equal")

@@ -1,4 +1,4 @@
-"""In each of several processes: `sharded_hf.py FOLDER ...`: the sharded models give what transformers gives."""
+"""Run in each process as `sharded_hf.py FOLDER ...`: check that sharded models match transformers."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""Try what each family supports, and print the table of docs/support.md: `PYTHONPATH=tests python
+"""Test what each family supports and print the table of docs/support.md: `PYTHONPATH=tests python
 tests/models/support.py`.
 
-Layouts are tried with torch's fake process group of two ranks: the model is sharded on the meta device, and an
+Layouts are tested with torch's fake process group of two ranks: the model is sharded on the meta device, and an
 unsupported layout raises its error.
 """
 
@@ -33,7 +33,7 @@ AXES = ("dp_shard", "tp", "cp", "ep", "pp")
 def save(family, folder):
     import transformers
 
-    if family == "kimi_k2":  # it has no class in transformers: DeepSeek-V3 by another name
+    if family == "kimi_k2":  # transformers has no such class; it is DeepSeek-V3 under another name
         saved = (save("deepseek_v3", folder) / "config.json").read_text()
         (folder / "config.json").write_text(saved.replace('"deepseek_v3"', '"kimi_k2"'))
         return folder
@@ -51,7 +51,7 @@ def is_refused(action):
 
 
 def supported_by(family, folder):
-    """Whether the family, of which `folder` has a small model, supports each column of the table."""
+    """Return which columns of the table the family supports, given a small model of it in `folder`."""
     with torch.device("meta"):
         model = build(str(folder))
     row = {}
@@ -71,7 +71,7 @@ def supported_by(family, folder):
 
 @contextmanager
 def two_ranks():
-    """A process group of two ranks, of which only this one exists."""
+    """A fake process group of two ranks; only this rank exists."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         yield
@@ -80,7 +80,7 @@ def two_ranks():
 
 
 def table():
-    """The table in Markdown, a line per family."""
+    """The lines of the Markdown table, one per family."""
     rows = {}
     with tempfile.TemporaryDirectory() as folder, two_ranks():
         for family in supported():

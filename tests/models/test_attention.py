@@ -1,4 +1,4 @@
-"""Every path computes what the definition says."""
+"""Every attention path matches the definition."""
 
 from dataclasses import replace
 
@@ -45,7 +45,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
         (CPU, FP32, (64, 64), {}, "efficient"),
         (CPU, BF16, (64, 64), {"sinks": True}, "math"),
         (T4, FP32, (64, 64), {}, "efficient"),
-        (T4, BF16, (64, 64), {}, "math"),  # which has no kernel there
+        (T4, BF16, (64, 64), {}, "math"),  # no kernel for bf16 on a T4
         (T4, FP32, (256, 256), {"softcap": True}, "math"),
         (A100, BF16, (64, 64), {}, "flash"),
         (H100, BF16, (64, 64), {"sinks": True}, "flash"),
@@ -60,7 +60,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
         (H100, BF16, (512, 512), {"softcap": True}, "math"),
     ],
 )
-def test_paths(capability, dtype, sizes, scoring, expected):
+def test_choice_of_the_attention_path(capability, dtype, sizes, scoring, expected):
     path, because = attention.choose(capability, dtype, *sizes, **scoring)
     assert path == expected
     assert bool(because) == (path not in ("flash", "efficient") or (path == "efficient" and capability is not None))
@@ -69,8 +69,8 @@ def test_paths(capability, dtype, sizes, scoring, expected):
 @pytest.mark.parametrize("kind", [kind for kind in SCORINGS if kind not in ("softcap", "all")])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("value_dim", [8, 16])
-def test_flash(kind, kv_heads, value_dim):
-    """Exact with sinks too; latent attention has smaller heads of values."""
+def test_flash_matches_the_definition(kind, kv_heads, value_dim):
+    """Sinks are exact too; latent attention has smaller value heads."""
     heads, documents = make(dtype=torch.float64, kv_heads=kv_heads, value_dim=value_dim)
     scoring = SCORINGS[kind]
     if scoring.sinks is not None:
@@ -85,24 +85,24 @@ def test_flash(kind, kv_heads, value_dim):
     # With sinks, attend_masked has a softmax in fp32.
     expected = outcome(attend_masked if scoring.sinks is None else by_definition)
     with flash_on_cpu():
-        found = outcome(attend)
-    assert_close(found, expected, atol=1e-12, rtol=1e-12)
+        actual = outcome(attend)
+    assert_close(actual, expected, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("path", ["flash", "efficient"])
 @pytest.mark.parametrize("sizes", [(10, 10), (14, 7)])
 def test_heads_of_any_size(path, sizes, monkeypatch):
-    """Kernels refuse those that are no multiple of 16 bytes."""
+    """Kernels refuse heads whose size is not a multiple of 16 bytes."""
     heads, documents = make(head_dim=sizes[0], value_dim=sizes[1])
     monkeypatch.setattr(attention, "capability", lambda _: H100)
     with flash_on_cpu(), monkeypatch.context() as patch:
         patch.setattr(attention, "choose", lambda *_, **__: attention.Choice(path))
-        found = attend(*heads, documents)
-    assert_close(found, attend_masked(*heads, documents), atol=1e-5, rtol=1e-5)
+        output = attend(*heads, documents)
+    assert_close(output, attend_masked(*heads, documents), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["plain", "window", "sinks"])
-def test_flash_of_one_document_a_row(kind):
+def test_flash_with_one_document_per_row(kind):
     heads, _ = make()
     expected = attend(*heads, None, SCORINGS[kind])
     with flash_on_cpu():
@@ -110,8 +110,8 @@ def test_flash_of_one_document_a_row(kind):
 
 
 @pytest.mark.parametrize("kind", ["plain", "window", "sinks"])
-def test_flash_of_parts_of_documents(kind):
-    """Queries are the ends of documents, that begin with keys of others."""
+def test_flash_with_shared_prefixes(kind):
+    """Queries are the ends of documents whose first keys belong to other documents."""
     (query, key, value), documents = parts()
     expected = attend(query, key, value, documents, SCORINGS[kind])
     with flash_on_cpu():
@@ -120,25 +120,25 @@ def test_flash_of_parts_of_documents(kind):
 
 @pytest.mark.parametrize("kind", ["plain", "window", "sinks"])
 def test_flash_in_compiled_blocks(kind):
-    """Whole, and for any documents of lengths below one bound, from the second batch on, the same."""
+    """Blocks compile whole; from the second batch on, one graph serves all documents up to a length."""
     sinks = SCORINGS[kind].sinks
     scoring = SCORINGS[kind] if sinks is None else replace(SCORINGS[kind], sinks=sinks.clone().requires_grad_())
     heads, documents = make()
     lengths = [20, 12], [20, 6, 6]
-    ids = [torch.arange(len(each)).repeat_interleave(torch.tensor(each)).expand(3, 32) for each in lengths]
-    batches = [documents, *(Batch.of(torch.zeros_like(each), documents=each).documents for each in ids)]
-    expected = [with_gradients(attend_masked, heads, each, scoring) for each in batches]
+    ids = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)).expand(3, 32) for row in lengths]
+    batches = [documents, *(Batch.of(torch.zeros_like(row), documents=row).documents for row in ids)]
+    expected = [with_gradients(attend_masked, heads, batch, scoring) for batch in batches]
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     with flash_on_cpu():
         compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-        found = [with_gradients(compiled, heads, each, scoring) for each in batches]
-    assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        actual = [with_gradients(compiled, heads, batch, scoring) for batch in batches]
+    assert_close(actual, expected, atol=1e-5, rtol=1e-5)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
-def test_compiled_fp32_is_not_by_the_kernel_whose_gradients_torch_cannot_compile(monkeypatch):
-    """Its shapes in torch lack an argument, so inductor fails on them (2.11 to 2.13)."""
+def test_compiled_fp32_avoids_the_kernel_without_compilable_gradients(monkeypatch):
+    """The kernel's shape function in torch lacks an argument, so inductor fails (2.11 to 2.13)."""
     heads, documents = make()
     expected = with_gradients(attend_masked, heads, documents, Scoring())
     torch.compiler.reset()
@@ -150,16 +150,16 @@ def test_compiled_fp32_is_not_by_the_kernel_whose_gradients_torch_cannot_compile
 
 
 def parts():
-    """A batch of three documents, of which two begin as the first does."""
+    """A batch of three documents that share their first tokens."""
     tokens = [[*range(20), *(100 + i for i in range(n))] for n in (5, 1, 11)]
-    rows = [Sample(np.array(each), np.r_[np.full(len(each) - 1, -100), 1]) for each in tokens]
+    rows = [Sample(np.array(row), np.r_[np.full(len(row) - 1, -100), 1]) for row in tokens]
     shared = collate(rows).shared
     heads = [torch.randn(1, shared.tokens.shape[1], number, 16) for number in (4, 2, 2)]
     return heads, shared.documents
 
 
 def by_definition(query, key, value, documents, scoring):
-    """Softmax over what each token sees, a token and a head at a time."""
+    """Softmax over the visible tokens, one token and head at a time."""
     rows = []
     for b, t, h in torch.cartesian_prod(torch.arange(3), torch.arange(32), torch.arange(4)).tolist():
         kv_head = h * key.shape[2] // 4
@@ -181,17 +181,17 @@ def with_gradients(function, heads, documents, scoring):
 
 
 def test_bf16_on_a_cpu_has_the_gradients_of_fp32():
-    """Its kernel for the backward in bf16 takes four times as long, and is less exact."""
+    """The bf16 backward kernel of CPUs takes four times as long and is less exact."""
     heads, documents = make(dtype=torch.bfloat16)
     exact = [head.detach().float().requires_grad_() for head in heads]
-    found, expected = (with_gradients(attend, each, documents, Scoring()) for each in (heads, exact))
-    assert_close(found[0], expected[0].bfloat16(), rtol=0, atol=0)
-    weights = torch.linspace(-1, 1, found[0].numel()).view_as(found[0]).bfloat16().float()
+    actual, expected = (with_gradients(attend, tensors, documents, Scoring()) for tensors in (heads, exact))
+    assert_close(actual[0], expected[0].bfloat16(), rtol=0, atol=0)
+    weights = torch.linspace(-1, 1, actual[0].numel()).view_as(actual[0]).bfloat16().float()
     gradients = torch.autograd.grad((attend(*exact, documents) * weights).sum(), exact)
-    assert_close(found[1:], tuple(each.bfloat16() for each in gradients), rtol=0, atol=0)
+    assert_close(actual[1:], tuple(gradient.bfloat16() for gradient in gradients), rtol=0, atol=0)
 
 
-def test_documents():
+def test_documents_know_their_lengths_and_boundaries():
     _, documents = make()
     assert documents.lengths == tuple(length for row in LENGTHS for length in row)
     assert documents.boundaries.tolist() == [0, 7, 8, 32, 64, 69, 74, 79, 96]
@@ -200,7 +200,7 @@ def test_documents():
 
 @pytest.mark.parametrize("kind", SCORINGS)
 @pytest.mark.parametrize("value_dim", [16, 24])
-def test_document_by_document_and_masked(kind, value_dim):
+def test_attend_and_attend_masked_match_the_definition(kind, value_dim):
     heads, documents = make(value_dim=value_dim)
     expected = with_gradients(by_definition, heads, documents, SCORINGS[kind])
     assert_close(with_gradients(attend, heads, documents, SCORINGS[kind]), expected, atol=1e-5, rtol=1e-5)
@@ -209,7 +209,7 @@ def test_document_by_document_and_masked(kind, value_dim):
 
 @pytest.mark.parametrize("kind", SCORINGS)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_one_document_a_row_needs_no_documents(kind, kv_heads):
+def test_one_document_per_row_needs_no_documents(kind, kv_heads):
     heads, _ = make(kv_heads=kv_heads)
     documents = Batch.of(torch.zeros(3, 32, dtype=torch.long)).documents
     expected = attend_masked(*heads, documents, SCORINGS[kind])
@@ -217,9 +217,9 @@ def test_one_document_a_row_needs_no_documents(kind, kv_heads):
 
 
 @pytest.mark.parametrize("kind", SCORINGS)
-def test_token_by_token_with_a_cache(kind):
+def test_decoding_token_by_token_with_a_cache(kind):
     (query, key, value), _ = make()
-    scoring, lengths = SCORINGS[kind], [9, 4, 1]  # at first
+    scoring, lengths = SCORINGS[kind], [9, 4, 1]  # of the prompts
     heads = [
         torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)])[None]
         for rows in (query, key, value)
@@ -229,15 +229,15 @@ def test_token_by_token_with_a_cache(kind):
     cache.start([2, 0, 1], Batch.of(torch.zeros(1, 14, dtype=torch.long), documents=documents), torch.device("cpu"))
     layer = cache.layers[0]
     layer.write(*heads[1:])
-    order = [1, 2, 0]  # the row of make's that row i of the cache is
+    order = [1, 2, 0]  # order[i] is the row of make() in row i of the cache
     expected = attend(query, key, value, None, scoring)
     for step in range(20):
         positions = [lengths[row] + step for row in order]
         cache.extend(torch.tensor(positions)[:, None], max(positions) + 1)
         query_now, *now = (heads[order, positions][:, None] for heads in (query, key, value))
         layer.write(*now)
-        found = attend_cached(query_now, *layer.read(), layer.place.bias, scoring)
-        assert_close(found[:, 0], expected[order, positions], atol=1e-5, rtol=1e-5)
+        output = attend_cached(query_now, *layer.read(), layer.place.bias, scoring)
+        assert_close(output[:, 0], expected[order, positions], atol=1e-5, rtol=1e-5)
 
 
 def test_sinks_learn():

@@ -1,4 +1,4 @@
-"""Fused kernels compute what the plain operations compute, forward and backward."""
+"""Fused kernels match the plain operations, forward and backward."""
 
 import pytest
 import torch
@@ -27,12 +27,12 @@ def gate_and_up(device="cpu", dtype=torch.float32, shape=(3, 1000)):
 
 
 def results(function, *inputs):
-    """Outputs, and gradients of the inputs that have some, for a gradient that is not the same everywhere."""
+    """Outputs and input gradients for a random gradient of the outputs."""
     outputs = function(*inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     draw = torch.Generator().manual_seed(5)
     gradients = [torch.randn(output.shape, generator=draw).to(output) for output in outputs]
-    return [*outputs, *torch.autograd.grad(outputs, [each for each in inputs if each.requires_grad], gradients)]
+    return [*outputs, *torch.autograd.grad(outputs, [tensor for tensor in inputs if tensor.requires_grad], gradients)]
 
 
 def plain_rotation(query, key, cos, sin):
@@ -44,7 +44,7 @@ def plain_product(gate, up):
 
 
 def launch_plainly(programs, program, grid, *arguments, **options):
-    """In place of a launch: what the program writes, by plain operations."""
+    """Replace a kernel launch: write the results of the program with plain operations."""
     if program == "rotation":
         query, key, query_output, key_output, cos, sin, *_, back = arguments
         query_output.copy_(rotated(query, cos, -sin if back else sin))
@@ -61,7 +61,7 @@ def launch_plainly(programs, program, grid, *arguments, **options):
 @pytest.mark.parametrize(
     ("ours", "plain", "make"), [(rotate, plain_rotation, heads_and_angles), (silu_product, plain_product, gate_and_up)]
 )
-def test_the_way_to_the_kernels_and_back(ours, plain, make, monkeypatch):
+def test_kernel_wrappers_match_plain_operations(ours, plain, make, monkeypatch):
     inputs = make()
     expected = results(plain, *inputs)
     assert all(torch.equal(*pair) for pair in zip(results(ours, *inputs), expected, strict=True))  # without a kernel
@@ -70,12 +70,12 @@ def test_the_way_to_the_kernels_and_back(ours, plain, make, monkeypatch):
     assert_close(results(ours, *inputs), expected, atol=1e-6, rtol=1e-6)
 
 
-def test_only_gate_and_up_are_kept_for_backward(monkeypatch):
+def test_only_gate_and_up_are_saved_for_backward(monkeypatch):
     monkeypatch.setattr(fused, "fits", lambda *_: True)
     monkeypatch.setattr(fused, "launch", launch_plainly)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: kept.append(tensor.shape) or tensor, lambda each: each
+        lambda tensor: kept.append(tensor.shape) or tensor, lambda tensor: tensor
     ):
         silu_product(*gate_and_up())
     assert kept == [(3, 1000)] * 2
@@ -86,11 +86,11 @@ def test_only_gate_and_up_are_kept_for_backward(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [32, 64, 128, 256])
 def test_rotation_on_a_gpu(dtype, size):
-    """To the last bit in 16 bits, where both round each product; in fp32 a device may fuse a product and a sum."""
+    """16-bit results are equal to the last bit, as both round each product; in fp32 a device may fuse operations."""
     inputs = heads_and_angles("cuda", dtype, size=size)
     tolerance = 1e-6 if dtype == torch.float32 else 0
     assert_close(results(rotate, *inputs), results(plain_rotation, *inputs), atol=tolerance, rtol=tolerance)
-    strided = [each.transpose(0, 1) for each in inputs]
+    strided = [tensor.transpose(0, 1) for tensor in inputs]
     assert_close(results(rotate, *strided), results(plain_rotation, *strided), atol=tolerance, rtol=tolerance)
 
 
@@ -98,10 +98,10 @@ def test_rotation_on_a_gpu(dtype, size):
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_silu_product_on_a_gpu(dtype):
-    """Exponentials of two compilers differ in the last bit, which 16 bits may show as one of theirs."""
+    """Two compilers' exponentials differ in the last bit, which may change the last of 16 bits."""
     inputs = gate_and_up("cuda", dtype)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-9}[dtype]
-    found, expected = results(silu_product, *inputs), results(plain_product, *inputs)
-    assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    outputs, expected = results(silu_product, *inputs), results(plain_product, *inputs)
+    assert_close(outputs, expected, atol=tolerance, rtol=tolerance)
     if dtype != torch.float32:
-        assert sum((one != other).sum() for one, other in zip(found, expected, strict=True)) < 0.02 * 9000
+        assert sum((one != other).sum() for one, other in zip(outputs, expected, strict=True)) < 0.02 * 9000

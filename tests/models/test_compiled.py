@@ -1,4 +1,4 @@
-"""Blocks that differ within a model compile whole, a graph for each kind and not for each layer."""
+"""Blocks compile whole, with one graph per kind of block and not per layer."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ DOCUMENTS = torch.tensor([[i for i, length in enumerate(row) for _ in range(leng
 @pytest.mark.parametrize(
     ("name", "kinds"), [("gemma2", 2), ("gemma3_text", 2), ("cohere2", 2), ("phi3-longrope", 1), ("qwen3_5_text", 2)]
 )
-def test_one_graph_a_kind(name, kinds, tmp_path):
+def test_one_graph_per_kind_of_block(name, kinds, tmp_path):
     config_class, changes = VARIANTS[name]
     _, model = make_pair(getattr(transformers, config_class)(**SMALL | changes | {"num_hidden_layers": 3}), tmp_path)
 
@@ -43,8 +43,8 @@ def test_one_graph_a_kind(name, kinds, tmp_path):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == kinds
 
 
-def test_one_graph_for_the_masks_of_all_layers(tmp_path):
-    """Not one for each layer, since each drops other elements; the first block's input takes no gradient."""
+def test_all_layers_share_one_graph_despite_different_dropout_masks(tmp_path):
+    """There is a second graph only because the input of the first block needs no gradient."""
     _, model = make_pair(transformers.LlamaConfig(**SMALL | {"num_hidden_layers": 4}), tmp_path)
     peft.add_adapters(model, peft.LoRA(rank=2, dropout=0.5))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -66,8 +66,8 @@ def test_one_graph_for_the_masks_of_all_layers(tmp_path):
 
 
 @pytest.mark.slow
-def test_by_the_compiler_that_users_have(tmp_path):
-    """A block with what its kernels may get wrong: dropout, recomputation, parts of fused projections on the host."""
+def test_inductor_gives_the_same_gradients(tmp_path):
+    """The block has features that are hard to compile: dropout, recomputation, offloaded parts of projections."""
     config_class, changes = VARIANTS["phi3"]
     _, model = make_pair(getattr(transformers, config_class)(**SMALL | changes | {"num_hidden_layers": 1}), tmp_path)
     peft.add_adapters(model, peft.LoRA(rank=2, dropout=0.3))

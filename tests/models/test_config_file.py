@@ -1,4 +1,4 @@
-"""What config.json says is understood or refused, never ignored."""
+"""Every field of config.json is understood or refused, never ignored."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def build_from(tmp_path, fields):
         return build(str(tmp_path))
 
 
-# What a file must say, since shapes follow from it, besides the fields of LLAMA.
+# Fields that a file must have in addition to those of LLAMA, because they determine shapes.
 SHAPES = {"head_dim": 16, "num_key_value_heads": 4}
 CORRECTED = {"moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
 NEEDED = {
@@ -44,7 +44,7 @@ NEEDED = {
 
 @pytest.mark.parametrize("model_type", sorted(set(supported()) - {"gemma3", "mistral3", "qwen3_5", "kimi_k2"}))
 @pytest.mark.filterwarnings("ignore:.*is not applied")
-def test_what_a_file_leaves_out_means_what_it_means_to_transformers(model_type, tmp_path):
+def test_omitted_fields_have_the_defaults_of_transformers(model_type, tmp_path):
     transformers = pytest.importorskip("transformers")
     sizes = {name: LLAMA[name] for name in LLAMA if "size" in name or name.startswith("num")}
     short = {"model_type": model_type} | sizes | NEEDED.get(model_type, SHAPES)
@@ -110,12 +110,12 @@ def test_what_a_file_leaves_out_means_what_it_means_to_transformers(model_type, 
         ([1], "must contain a mapping; found list"),
     ],
 )
-def test_refused(tmp_path, fields, message):
+def test_invalid_configs_are_refused(tmp_path, fields, message):
     with pytest.raises(TuneError, match=message):
         build_from(tmp_path, fields)
 
 
-def test_no_folder_no_file_no_json(tmp_path):
+def test_missing_folder_file_and_invalid_json_are_reported(tmp_path):
     with pytest.raises(TuneError, match="nowhere does not exist; it must be"):
         build(str(tmp_path / "nowhere"))
     with pytest.raises(TuneError, match=f"nowhere does not exist in {Path.cwd()}; it must be"):
@@ -132,7 +132,7 @@ def test_no_folder_no_file_no_json(tmp_path):
         build(str(tmp_path))
 
 
-def test_older_and_newer_rope_fields_mean_the_same(tmp_path):
+def test_old_and_new_rope_fields_are_equivalent(tmp_path):
     scaling = {"type": "linear", "factor": 2.0}
     older = build_from(tmp_path, LLAMA | {"rope_theta": 5e5, "rope_scaling": scaling})
     newer = build_from(tmp_path, LLAMA | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}})
@@ -141,12 +141,12 @@ def test_older_and_newer_rope_fields_mean_the_same(tmp_path):
     assert rope.theta == 5e5 and rope.kind == "linear"
 
 
-def test_fields_without_effect_are_no_obstacle(tmp_path):
+def test_fields_without_effect_are_accepted(tmp_path):
     extra = {"_name_or_path": "x", "use_cache": True, "pretraining_tp": 2, "sliding_window": None, "is_decoder": False}
     assert build_from(tmp_path, LLAMA | extra).config == build_from(tmp_path, LLAMA).config
 
 
-def test_dropout_of_the_original_training_is_said_to_be_left_out(tmp_path):
+def test_ignored_dropout_of_the_original_training_is_reported(tmp_path):
     with pytest.warns(UserWarning, match=r"attention_dropout=0\.1 is ignored"):
         build_from(tmp_path, LLAMA | {"attention_dropout": 0.1})
 
@@ -159,14 +159,14 @@ def test_dynamic_rope_is_refused_beyond_the_trained_length(tmp_path):
         model(torch.zeros(1, 65, dtype=torch.long))
 
 
-def test_longrope_is_generated_as_far_as_a_cache_is_right(tmp_path):
-    """Longer documents have another rotation, also of the tokens in the cache."""
+def test_longrope_limits_generation_to_the_length_a_cache_supports(tmp_path):
+    """Longer documents have another rotation, including the tokens in the cache."""
     model = build_from(tmp_path, PHI3)
     assert (model.max_generated, model.max_positions) == (64, 256)
 
 
-def test_null_is_not_left_out(tmp_path):
-    """Mistral 0.1 has a window, later files say null; a file of transformers' that says nothing means 4096."""
+def test_null_differs_from_an_omitted_field(tmp_path):
+    """Mistral 0.1 has a window and later files have null; in transformers, an omitted field means 4096."""
     mistral = LLAMA | {"model_type": "mistral"}
     windows = [
         build_from(tmp_path, fields).config.layers[0].attention.window
@@ -175,7 +175,7 @@ def test_null_is_not_left_out(tmp_path):
     assert windows == [4096, None, 8]
 
 
-# As published, but for what HARMLESS covers; small sizes.
+# Published fields, except those that HARMLESS covers, with small sizes.
 PUBLISHED = {
     "Phi-4-mini": PHI3
     | {
@@ -253,11 +253,11 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_files_are_read_in_full(tmp_path, name):
+def test_published_configs_are_accepted(tmp_path, name):
     build_from(tmp_path, PUBLISHED[name])
 
 
-def test_gemma3_scales_the_full_layers_only(tmp_path):
+def test_gemma3_scales_only_the_full_attention_layers(tmp_path):
     ropes = [layer.attention.rope for layer in build_from(tmp_path, PUBLISHED["gemma-3-4b"]).config.layers]
     assert [(rope.kind, rope.theta) for rope in ropes] == [("default", 1e4)] * 5 + [("linear", 1e6)]
 
@@ -266,11 +266,14 @@ def test_gemma3_scales_the_full_layers_only(tmp_path):
     ("name", "hint"),
     [
         ("owner/name", r"hub: `tune download owner/name`$"),
-        ("runs/mien", r"\*\.safetensors\. Did you mean 'mine'\?$"),  # its folder is here: nothing of the hub
+        (
+            "runs/mien",
+            r"\*\.safetensors\. Did you mean 'mine'\?$",
+        ),  # its parent folder exists, so no hint about the hub
         ("runs/other", r"\*\.safetensors$"),
     ],
 )
-def test_a_folder_that_is_not_there(name, hint, tmp_path, monkeypatch):
+def test_missing_folder_gets_a_hint(name, hint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     with pytest.raises(TuneError, match=hint):

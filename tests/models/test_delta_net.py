@@ -1,4 +1,4 @@
-"""The delta rule by chunks is the one token by token that it is defined by."""
+"""The chunked delta rule matches its definition token by token."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def make_inputs(length, fastest):
 
 @pytest.fixture(params=[None, 2])
 def span(request, monkeypatch):
-    """Also in groups of chunks, on several levels, as on a GPU."""
+    """Also process chunks in nested groups, as on a GPU."""
     if request.param is not None:
         monkeypatch.setattr(delta_net, "_span", lambda count, device: min(request.param, count))
 
@@ -49,16 +49,16 @@ def test_outputs_memory_and_gradients(length, fastest, span):
     begins = torch.rand(2, length, generator=torch.Generator().manual_seed(1)) < 0.03
     documents, start = begins.cumsum(dim=1), torch.randn(2, HEADS, KEY_DIM, VALUE_DIM, dtype=torch.float64)
     expected = token_by_token(*exact, documents, start)
-    found = gated_delta_rule(*ours, documents, start.float())
-    assert_close(found, tuple(tensor.float() for tensor in expected), atol=1e-5, rtol=1e-5)
-    for results in (expected, found):
+    actual = gated_delta_rule(*ours, documents, start.float())
+    assert_close(actual, tuple(tensor.float() for tensor in expected), atol=1e-5, rtol=1e-5)
+    for results in (expected, actual):
         sum(result.square().sum() for result in results).backward()
     for name, left, right in zip(NAMES, exact, ours, strict=True):
-        # Also where decay is fast, so that little of its gradient is left of large numbers.
+        # Also with fast decay, where cancellation leaves only a small gradient.
         assert (right.grad - left.grad).norm() <= 1e-5 * left.grad.norm(), name
 
 
-def test_a_document_sees_nothing_of_another(span):
+def test_documents_do_not_see_each_other(span):
     inputs = [tensor.float().requires_grad_() for tensor in make_inputs(100, 1)]
     documents = (torch.arange(100) >= 70).long().expand(2, 100)
     output, _ = gated_delta_rule(*inputs, documents)
@@ -86,13 +86,13 @@ def test_heads_may_share_keys():
     documents = torch.zeros(2, 100, dtype=torch.long)
     shared = query[:, :, :1], key[:, :, :1]
     repeated = (heads.expand(-1, -1, HEADS, -1) for heads in shared)
-    found = gated_delta_rule(*shared, value, log_decay, strength, documents)
-    assert_close(found, gated_delta_rule(*repeated, value, log_decay, strength, documents))
+    actual = gated_delta_rule(*shared, value, log_decay, strength, documents)
+    assert_close(actual, gated_delta_rule(*repeated, value, log_decay, strength, documents))
 
 
 @pytest.mark.slow
-def test_compiled_for_all_lengths():
-    """The graph neither has a chunk after another nor is made anew for each number of them."""
+def test_compiled_rule_has_few_graphs_for_all_lengths():
+    """The graph does not unroll the chunks and is not recompiled for each number of chunks."""
     torch.compiler.reset()
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(gated_delta_rule, fullgraph=True, backend=counter)

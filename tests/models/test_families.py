@@ -1,4 +1,4 @@
-"""Every family computes what transformers computes, from the same checkpoint folder."""
+"""Every family matches transformers for the same checkpoint folder."""
 
 import copy
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from tune.models import build
 
 transformers = pytest.importorskip("transformers")
 
-# Token by token, as the delta rule is defined: by chunks, transformers loses up to 3% of a decay's gradient.
+# Use the delta rule token by token: in chunks, transformers loses up to 3% of a decay's gradient.
 qwen3_5 = transformers.models.qwen3_5.modeling_qwen3_5
 qwen3_5.torch_chunk_gated_delta_rule = qwen3_5.torch_recurrent_gated_delta_rule
 
@@ -56,7 +56,7 @@ LATENT = CORRECTED | {
 DELTA = {
     "head_dim": 24, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
     "linear_value_head_dim": 12, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "initializer_range": 0.05,  # at 0.1 transformers is 2e-5 from what the same computation is in fp64
+    "initializer_range": 0.05,  # at 0.1, transformers differs by 2e-5 from its own result in fp64
 }  # fmt: skip
 VARIANTS = {
     "llama": ("LlamaConfig", {}),
@@ -185,11 +185,11 @@ VARIANTS = {
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def pair(request, tmp_path_factory):
-    """A tiny random model of transformers', and ours from the folder it was saved in."""
+    """A tiny random transformers model, and our model loaded from its folder."""
     config_class, changes = VARIANTS[request.param]
     config = getattr(transformers, config_class)(**SMALL | changes)
     for name in {"rms_norm_eps", "layer_norm_eps", "norm_epsilon"} & vars(config).keys():
-        setattr(config, name, 1e-3)  # large enough to be seen
+        setattr(config, name, 1e-3)  # large enough to matter
     return make_pair(config, tmp_path_factory.mktemp(request.param))
 
 
@@ -218,7 +218,7 @@ def as_on_disk(theirs, tensors, folder):
 
 
 def parts_on_disk(ours, name, tensor):
-    """The tensors that our parameter `name` is on disk: one, or one for each expert."""
+    """The tensors on disk of our parameter `name`: one, or one per expert."""
     names = ours.names.on_disk[name]
     return [(names, tensor)] if isinstance(names, str) else zip(names, tensor, strict=True)
 
@@ -242,7 +242,7 @@ def test_logits_loss_and_gradients(pair, tmp_path):
 
 
 @pytest.mark.slow
-def test_bf16_is_no_further_from_fp32_than_in_transformers(pair):
+def test_bf16_is_as_close_to_fp32_as_in_transformers(pair):
     theirs, ours = pair
     folder, tokens = theirs.saved_in, random_tokens(2, 100)
     low = type(theirs).from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager").eval()
@@ -252,7 +252,7 @@ def test_bf16_is_no_further_from_fp32_than_in_transformers(pair):
             low(tokens).logits,
             load_model(str(folder), dtype=torch.bfloat16)(tokens),
         )
-    # The usual token: a router may choose another expert for some, here and there.
+    # The median token, because a router may choose other experts for a few tokens.
     error, reference = ((logits - exact).norm(dim=-1).median() for logits in (rounded, expected))
     assert error <= 1.2 * reference
 
@@ -283,8 +283,8 @@ def test_greedy_decoding(pair, most):
 
 
 @pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3_text"])
-def test_gemmas_roundings_in_bf16(family, tmp_path):
-    """It was trained with a multiplier rounded to bf16, which sqrt(40) is changed by, and with norms in fp32."""
+def test_gemma_rounds_like_transformers_in_bf16(family, tmp_path):
+    """Gemma was trained with an embedding multiplier rounded to bf16, which changes sqrt(40), and with fp32 norms."""
     config_class, changes = VARIANTS[family]
     config = getattr(transformers, config_class)(**SMALL | changes | {"hidden_size": 40})
     make_pair(config, tmp_path)
@@ -297,8 +297,8 @@ def test_gemmas_roundings_in_bf16(family, tmp_path):
         ours(tokens)
         embedded = theirs(tokens, output_hidden_states=True).hidden_states[0]
         normed = theirs.model.layers[0].input_layernorm(embedded)
-    for found, expected in zip(seen[0], (embedded, normed), strict=True):
-        assert (found != expected).float().mean() < 0.01
+    for tensor, expected in zip(seen[0], (embedded, normed), strict=True):
+        assert (tensor != expected).float().mean() < 0.01
 
 
 def check_export(ours, source, folder):
@@ -309,15 +309,17 @@ def check_export(ours, source, folder):
     assert all(torch.equal(saved[name], exported[name]) for name in saved)
 
 
-def test_export_is_the_source(pair, tmp_path):
+def test_export_reproduces_the_source(pair, tmp_path):
     theirs, ours = pair
     check_export(ours, theirs.saved_in, tmp_path / "model")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager").eval()
     tokens = random_tokens(1, 50)
-    assert_close(again(tokens).logits, theirs(tokens).logits, atol=1e-5, rtol=1e-5)  # mapped weights lie otherwise
+    assert_close(
+        again(tokens).logits, theirs(tokens).logits, atol=1e-5, rtol=1e-5
+    )  # mapped weights have other alignments
 
 
-def test_initial_weights_are_those_of_transformers(pair, tmp_path):
+def test_initial_weights_match_transformers(pair, tmp_path):
     theirs, _ = pair
     with torch.device("meta"):
         ours = build(str(theirs.saved_in))
@@ -352,7 +354,7 @@ QWEN3_5 = {
 @pytest.mark.parametrize(
     ("config_class", "fields"), [("Gemma3Config", GEMMA3), ("Mistral3Config", MISTRAL3), ("Qwen3_5Config", QWEN3_5)]
 )
-def test_what_is_for_images_is_kept(config_class, fields, tmp_path):
+def test_vision_weights_are_kept(config_class, fields, tmp_path):
     theirs, ours = make_pair(
         getattr(transformers, config_class)(**fields), tmp_path / "source", transformers.AutoModelForImageTextToText
     )
@@ -360,4 +362,6 @@ def test_what_is_for_images_is_kept(config_class, fields, tmp_path):
     assert_close(ours(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
     check_export(ours, tmp_path / "source", tmp_path / "model")
     again = type(theirs).from_pretrained(tmp_path / "model", attn_implementation="eager").eval()
-    assert_close(again(tokens).logits, theirs(tokens).logits, atol=1e-5, rtol=1e-5)  # mapped weights lie otherwise
+    assert_close(
+        again(tokens).logits, theirs(tokens).logits, atol=1e-5, rtol=1e-5
+    )  # mapped weights have other alignments

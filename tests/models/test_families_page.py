@@ -1,4 +1,4 @@
-"""docs/families.md is true: its table is complete, and its example of a family of one's own works as it stands."""
+"""docs/families.md: its table is complete and its example of a custom family works unchanged."""
 
 import json
 import re
@@ -21,7 +21,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "families.md").read_text()
 
 @pytest.fixture
 def my_family(tmp_path, monkeypatch):
-    """The file of the page, beside the user's recipe."""
+    """Write the module of the page where a recipe can import it."""
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
     assert len(code.splitlines()) < 40
     (tmp_path / "my_family.py").write_text(code)
@@ -30,7 +30,7 @@ def my_family(tmp_path, monkeypatch):
 
 
 def nimbus(folder, **fields):
-    """A SmolLM3 that does what the page says of Nimbus, saved with the names of the page."""
+    """Save a SmolLM3 that behaves like the Nimbus of the page, with the names of the page."""
     torch.manual_seed(0)
     shape = {
         "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -55,7 +55,7 @@ def nimbus(folder, **fields):
     return theirs
 
 
-def test_a_family_of_ones_own(my_family, tmp_path):
+def test_custom_family(my_family, tmp_path):
     theirs = nimbus(tmp_path / "Nimbus")
     with torch.device("meta"):
         model = config.instantiate({"_component_": "my_family.build", "path": str(tmp_path / "Nimbus")})
@@ -65,13 +65,13 @@ def test_a_family_of_ones_own(my_family, tmp_path):
     assert_close(ours(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
 
 
-def test_its_fields_are_refused_unless_read(my_family, tmp_path):
+def test_unread_fields_of_a_custom_family_are_refused(my_family, tmp_path):
     nimbus(tmp_path / "Nimbus", sliding_every=2, thunder=True)
     with pytest.raises(TuneError, match="thunder=True"):
         config.instantiate({"_component_": "my_family.build", "path": str(tmp_path / "Nimbus")})
 
 
-def test_the_table_names_every_family():
+def test_table_names_every_family():
     rows = re.findall(r"^\| (`.*?) \|", PAGE, flags=re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)} - {"model_type"}
     assert named == set(families.supported())

@@ -1,4 +1,4 @@
-"""FlexAttention: which blocks it computes, and by the graph that is compiled, what; its kernels are those of GPUs."""
+"""FlexAttention: its block masks and the results of its compiled graph; its kernels need a GPU."""
 
 import functools
 import warnings
@@ -25,14 +25,14 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """The path of a GPU, with the operators that the compiler traces in the place of kernels."""
+    """Take the path of a GPU, with traced operators instead of kernels."""
 
     def choose(*arguments, softcap, sinks):
         return attention.Choice("flex" if softcap or sinks else "efficient")
 
     monkeypatch.setattr(attention, "choose", choose)
     monkeypatch.setattr(layers, "choose", choose)
-    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # which refuses gradients on a CPU
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # it refuses gradients on a CPU
     monkeypatch.setattr(flex, "_compiled", lambda: compiled)
     monkeypatch.setattr(flex, "RUNS", {})
     torch.compiler.reset()
@@ -46,9 +46,8 @@ def graphs():
 
 @pytest.mark.parametrize("window", [None, 1, 100, 128, 200, 5000])
 @pytest.mark.parametrize("lengths", [[[700]], [[1, 299], [300]], [[128, 256, 1, 255]], [[64] * 9, [576]]])
-def test_blocks(window, lengths):
-    """Each pair of tokens that is visible is in a block that is computed, no other is in one without a mask, and no
-    block is computed for nothing."""
+def test_block_mask_covers_exactly_the_visible_pairs(window, lengths):
+    """Computed blocks contain all visible pairs, unmasked blocks only visible ones, and no block is empty."""
     ids = torch.tensor([[i for i, length in enumerate(row) for _ in range(length)] for row in lengths])
     batch = Batch.of(torch.zeros_like(ids), documents=ids)
     mask = flex.block_mask(batch.documents, window, batch.tokens.shape, CPU)
@@ -64,7 +63,7 @@ def test_blocks(window, lengths):
 
 
 def dense(numbers, indices):
-    """`[blocks of queries, blocks of keys]`: those that are listed."""
+    """The listed blocks as a mask `[blocks of queries, blocks of keys]`."""
     listed = torch.zeros(indices.shape[2:], dtype=torch.bool)
     for row, number in enumerate(numbers[0, 0].tolist()):
         listed[row, indices[0, 0, row, :number].long()] = True
@@ -72,14 +71,14 @@ def dense(numbers, indices):
 
 
 @pytest.mark.parametrize("kind", ["softcap", "sinks", "all"])
-def test_what_it_computes(kind, on_cpu):
+def test_flex_matches_masked_attention(kind, on_cpu):
     heads, documents = make()
     scoring = SCORINGS[kind]
     mask = flex.block_mask(documents, scoring.window, torch.Size([3, 32]), CPU)
     expected = with_gradients(attend_masked, heads, documents, scoring)
-    found = with_gradients(lambda *arguments: attend(*arguments, mask), heads, documents, scoring)
+    actual = with_gradients(lambda *arguments: attend(*arguments, mask), heads, documents, scoring)
     assert graphs() == 1
-    assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_sinks_learn(on_cpu):
@@ -95,7 +94,7 @@ def test_sinks_learn(on_cpu):
 
 
 @pytest.mark.parametrize("kind", ["softcap", "all"])
-def test_parts_of_documents(kind, on_cpu):
+def test_flex_with_shared_prefixes(kind, on_cpu):
     heads, documents = parts()
     scoring = SCORINGS[kind]
     mask = flex.block_mask(documents, scoring.window, heads[0].shape[:2], CPU)
@@ -105,8 +104,8 @@ def test_parts_of_documents(kind, on_cpu):
 
 
 @pytest.mark.slow
-def test_other_documents_need_no_other_graph(on_cpu):
-    """Nor do other lengths, from the second on; without gradients there is one more, also among compiled blocks."""
+def test_different_documents_share_one_graph(on_cpu):
+    """From the second length on, all lengths share a graph; computing without gradients adds one more."""
     scoring = SCORINGS["softcap"]
     for step, length in enumerate([300, 300, 300, 400, 500, 600, 300]):
         ids = torch.arange(length)[None] // (50 + step)
@@ -130,13 +129,13 @@ def test_layers_share_masks(on_cpu):
     _, documents = make()
     masks = Masks(documents, torch.Size([3, 32]), CPU, torch.float32)
     layers = [config(), config(window=6), config(), config(window=6), config(softcap=None), SimpleNamespace()]
-    full, sliding, *rest = (masks.of(each) for each in layers)
+    full, sliding, *rest = (masks.of(layer) for layer in layers)
     assert full is not None and sliding is not None and full is not sliding
     assert rest == [full, sliding, None, None]
 
 
-def test_a_device_that_refuses_computes_by_matrix_products(on_cpu, monkeypatch):
-    """And says so, once."""
+def test_device_without_flex_support_falls_back_with_one_warning(on_cpu, monkeypatch):
+    """The fallback uses matrix products."""
 
     def refuse():
         raise RuntimeError("out of resource: shared memory")
@@ -158,8 +157,8 @@ def test_a_device_that_refuses_computes_by_matrix_products(on_cpu, monkeypatch):
     ("checkpointing", "compile"),
     slow_but([("selective", False)], [("none", False), ("selective", False), ("full", False), ("selective", True)]),
 )
-def test_a_model_with_bounded_scores(checkpointing, compile, on_cpu, tmp_path, monkeypatch):
-    """Gemma 2 has two kinds of layers, which share a graph for all batches, or have one each if blocks are compiled."""
+def test_model_with_softcapped_scores(checkpointing, compile, on_cpu, tmp_path, monkeypatch):
+    """The two kinds of layers of Gemma 2 share one graph; with compiled blocks, each kind has its own."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     model = load_model(str(save_checkpoint(tmp_path, "Gemma2Config", head_dim=16, sliding_window=16)))
     batches = [Batch.of([[3] * 40], [[3] * 40], [[0] * n + [1] * (40 - n)]) for n in (10, 30)]
@@ -175,4 +174,4 @@ def test_a_model_with_bounded_scores(checkpointing, compile, on_cpu, tmp_path, m
         wrap_forward(block, checkpointing, compile, False)
     for batch, reference in zip(batches, expected, strict=True):
         assert_close(gradients(batch), reference, atol=1e-4, rtol=1e-4)
-    assert graphs() == (3 if compile else 1)  # compiled blocks, of two kinds, come after the trial
+    assert graphs() == (3 if compile else 1)  # compiled blocks of two kinds, after the trial

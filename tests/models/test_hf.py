@@ -1,4 +1,4 @@
-"""What transformers has and we have not is the same model, trained through our forward, and is the same files after."""
+"""Models loaded through transformers match it in our forward and backward, and are exported to the same files."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_si
 LINEAR = {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8
 }  # fmt: skip
-# The last says whether documents may share a row: only in some architectures does transformers keep them apart.
+# The last value: whether transformers keeps documents in a row apart, which only some architectures do.
 VARIANTS = {
     "gpt_neox": ("GPTNeoXConfig", SHAPE, True),
     "gpt2: tied, learned positions": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4}, True),
@@ -60,7 +60,7 @@ def save(folder, config_class, **fields):
     config = getattr(transformers, config_class)(**small | fields)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for name, tensor in model.state_dict().items():  # what starts at 0 or 1 hides mistakes
+        for name, tensor in model.state_dict().items():  # values that start at 0 or 1 would hide mistakes
             if tensor.is_floating_point() and not any(part in name for part in ("A_log", "dt_", "lambda", "recurrent")):
                 tensor.add_(torch.randn_like(tensor) * 0.05)
     model.save_pretrained(folder)
@@ -68,7 +68,7 @@ def save(folder, config_class, **fields):
 
 
 def load(folder):
-    """As recipes do it."""
+    """Load the model as recipes do."""
     with torch.device("meta"):
         model = hf(str(folder))
     assert all(parameter.is_meta for parameter in model.parameters())
@@ -122,15 +122,15 @@ def test_documents_that_share_a_row_and_gradients(pair):
     [pytest.param(kind, marks=() if kind.startswith(("gpt2:", "gpt:")) else pytest.mark.slow) for kind in VARIANTS],
     indirect=True,
 )
-def test_what_is_generated_is_that_of_transformers(pair):
-    """Three rows at a time of texts of unequal length, one of them twice, and a conversation that goes on."""
+def test_generation_matches_transformers(pair):
+    """Prompts of unequal length with two samples each, three rows at a time; then a conversation of several turns."""
     _, ours, theirs, _ = pair
     prompts = [document.tolist() for document in TOKENS.flatten().split(LENGTHS)]
     settings = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": None}
-    expected = [theirs.generate(torch.tensor([each]), **settings)[0, len(each) :].tolist() for each in prompts]
+    expected = [theirs.generate(torch.tensor([prompt]), **settings)[0, len(prompt) :].tolist() for prompt in prompts]
     sampler = Sampler(max_new_tokens=64, temperature=0, max_rows=3)
-    found = sampler(ours, prompts, samples=2)
-    assert [[each.tokens for each in row] for row in found] == [[each] * 2 for each in expected]
+    completions = sampler(ours, prompts, samples=2)
+    assert [[sample.tokens for sample in row] for row in completions] == [[tokens] * 2 for tokens in expected]
     turns, few = Continuation(ours.eval()), Sampler(max_new_tokens=8, temperature=0)
     text = prompts[1]
     for more in (prompts[0], prompts[3]):
@@ -147,8 +147,8 @@ def test_export(pair, tmp_path):
     assert (tmp_path / "out" / "config.json").read_bytes() == (folder / "config.json").read_bytes()
 
 
-def test_a_checkpoint_of_the_body_alone(tmp_path):
-    """As that of GPT-2 on the hub: without the prefix, and with buffers of long ago. The export is no different."""
+def test_checkpoint_of_the_base_model_without_a_head(tmp_path):
+    """Like GPT-2 on the hub: names without the prefix, and obsolete buffers. The export has the same tensors."""
     folder = save(tmp_path / "model", "GPT2Config", n_embd=32, n_layer=2, n_head=4)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
@@ -163,7 +163,7 @@ def test_a_checkpoint_of_the_body_alone(tmp_path):
 
 
 def export_random_adapter(model, lora, to, base):
-    """Returns the logits with it."""
+    """Export a random adapter and return the logits of the adapted model."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -172,7 +172,7 @@ def export_random_adapter(model, lora, to, base):
         return model.eval()(TOKENS)
 
 
-def test_an_adapter_of_such_a_checkpoint_is_merged(tmp_path):
+def test_adapter_of_a_checkpoint_without_a_head_is_merged(tmp_path):
     folder = save(tmp_path / "model", "BloomConfig", hidden_size=32, n_layer=2, n_head=4)
     tensors = load_file(folder / "model.safetensors")
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
@@ -180,7 +180,9 @@ def test_an_adapter_of_such_a_checkpoint_is_merged(tmp_path):
     model, lora = load(folder), LoRA(rank=4)
     add_adapters(model, lora)
     expected = export_random_adapter(model, lora, tmp_path / "adapter", folder)
-    merge(folder, tmp_path / "adapter", folder / "merged")  # inside the base, which must not be copied into itself
+    merge(
+        folder, tmp_path / "adapter", folder / "merged"
+    )  # inside the base folder, which must not be copied into itself
     with torch.no_grad():
         assert_close(load(folder / "merged")(TOKENS), expected, atol=1e-4, rtol=1e-4)
 
@@ -205,7 +207,7 @@ LLAMA4 = {
 
 
 def join_experts(folder):
-    """As the released files of Qwen3.5 have them, and transformers has them in memory."""
+    """Stack the experts as in the released files of Qwen3.5 and in the memory of transformers."""
     tensors = load_file(folder / "model.safetensors")
     for layer in sorted({name.partition(".experts.")[0] for name in tensors if ".experts." in name}):
         gate, up, down = (
@@ -225,8 +227,8 @@ def join_experts(folder):
         ("Llama4Config", LLAMA4, False),
     ],
 )
-def test_the_language_model_of_a_larger_one(config_class, fields, joined, tmp_path):
-    """Its tensors have other names in the checkpoint, which stays whole."""
+def test_language_model_of_a_multimodal_checkpoint(config_class, fields, joined, tmp_path):
+    """Its tensors have other names in the checkpoint; the export keeps the whole checkpoint."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     config = getattr(transformers, config_class)(**fields)
@@ -253,7 +255,7 @@ def test_the_language_model_of_a_larger_one(config_class, fields, joined, tmp_pa
         assert_close(theirs(TOKENS).logits, expected, atol=1e-5, rtol=1e-5)
 
 
-SHARDED = {  # rotary angles, of two bases with a scaled embedding too; alibi; neither
+SHARDED = {  # with rotary angles (Gemma 3: of two bases, with a scaled embedding), with alibi, and with neither
     "gpt_neox": ("GPTNeoXConfig", SHAPE),
     "falcon": ("FalconConfig", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": False}),
     "bloom": ("BloomConfig", {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
@@ -264,13 +266,13 @@ SHARDED = {  # rotary angles, of two bases with a scaled embedding too; alibi; n
 
 
 @pytest.mark.slow
-def test_sharded_models_have_the_logits_and_buffers_of_whole_ones(tmp_path):
+def test_sharded_models_match_whole_ones(tmp_path):
     folders = [str(save(tmp_path / name, config_class, **fields)) for name, (config_class, fields) in SHARDED.items()]
     assert "2 processes agree" in run_processes(Path(__file__).with_name("sharded_hf.py"), 2, *folders)
 
 
-def test_an_adapter_beside_joined_experts(tmp_path):
-    """Those of Mixtral are one tensor here, and two joined ones for each on disk: all-linear leaves them out."""
+def test_adapter_skips_fused_experts(tmp_path):
+    """Mixtral's experts are fused tensors in memory, so all-linear leaves them out."""
     peft = pytest.importorskip("peft")
     folder = save(tmp_path / "model", "MixtralConfig", **GROUPED, num_local_experts=4)
     model, lora = load(folder), LoRA(rank=4)
@@ -284,14 +286,14 @@ def test_an_adapter_beside_joined_experts(tmp_path):
         assert_close(theirs(TOKENS).logits, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_random_weights_are_not_made_here(tmp_path):
+def test_random_weights_are_refused(tmp_path):
     model = load(save(tmp_path, "GPTNeoXConfig", **SHAPE))
     with pytest.raises(TuneError, match=r"from_scratch: .*save_pretrained"):
         Random(0).load(model)
 
 
-def test_dropout_of_the_architecture_is_off(tmp_path):
-    """Its masks would depend on how rows are spread over devices."""
+def test_dropout_of_the_architecture_is_disabled(tmp_path):
+    """Its masks would depend on how rows are distributed over devices."""
     folder = save(tmp_path, "GPT2Config", n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.5, attn_pdrop=0.5)
     model = load(folder).train()
     assert_close(model(TOKENS), model(TOKENS))
@@ -299,7 +301,7 @@ def test_dropout_of_the_architecture_is_off(tmp_path):
 
 
 def test_checking_a_sharded_model_leaves_it_sharded(tmp_path):
-    """An optimizer made after it must get the shards and not the gathered parameters of the root."""
+    """An optimizer created afterwards must get the shards, not the gathered parameters of the root."""
     folder = save(tmp_path, "GPTNeoXConfig", **SHAPE)
     with torch.device("meta"):
         model = hf(str(folder))
@@ -310,13 +312,13 @@ def test_checking_a_sharded_model_leaves_it_sharded(tmp_path):
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def test_an_encoder_is_refused(tmp_path):
+def test_encoder_is_refused(tmp_path):
     folder = save(tmp_path, "BertConfig", **SHAPE, tie_word_embeddings=False)
     with pytest.raises(TuneError, match="tokens attend to later tokens"):
         load(folder)
 
 
-def test_logits_that_are_changed_in_an_unknown_way_are_refused(tmp_path):
+def test_unknown_changes_of_logits_are_refused(tmp_path):
     folder = save(tmp_path, "CohereConfig", **SHAPE, logit_scale=0.5)
     model = load(folder)
     model.scale = 1.0
@@ -324,7 +326,7 @@ def test_logits_that_are_changed_in_an_unknown_way_are_refused(tmp_path):
         model.check()
 
 
-def test_documents_beyond_the_trained_length_under_dynamic_scaling_are_refused(tmp_path):
+def test_documents_beyond_the_trained_length_with_dynamic_rope_are_refused(tmp_path):
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     folder = save(tmp_path, "LlamaConfig", **SHAPE, max_position_embeddings=16, rope_parameters=rope)
     with pytest.raises(TuneError, match="20 exceeds 16, where this model changes its rope scaling"):
@@ -338,7 +340,7 @@ def test_documents_beyond_the_learned_positions_are_refused(tmp_path, config_cla
     folder = save(tmp_path, config_class, **fields, max_position_embeddings=16)
     with pytest.raises(TuneError, match="20 exceeds 16, where this model has no position embeddings"):
         load(folder)(Batch.of(TOKENS, documents=DOCUMENTS))
-    load(folder)(Batch.of(TOKENS[:1, :18], documents=DOCUMENTS[:1, :18]))  # each of them is shorter
+    load(folder)(Batch.of(TOKENS[:1, :18], documents=DOCUMENTS[:1, :18]))  # each document is shorter
 
 
 @pytest.mark.parametrize(
@@ -352,7 +354,7 @@ def test_documents_beyond_the_learned_positions_are_refused(tmp_path, config_cla
         ({"auto_map": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}, "model_type": "own"}, "trust_remote"),
     ],
 )
-def test_configs_that_are_refused(tmp_path, changes, message):
+def test_unsupported_configs_are_refused(tmp_path, changes, message):
     folder = save(tmp_path, "GPTNeoXConfig", **SHAPE)
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
@@ -361,7 +363,7 @@ def test_configs_that_are_refused(tmp_path, changes, message):
     assert str(file) in str(error.value)
 
 
-def test_a_folder_of_another_model_is_refused(tmp_path):
+def test_weights_of_another_model_are_refused(tmp_path):
     folder = save(tmp_path, "GPTNeoXConfig", **SHAPE)
     tensors = load_file(folder / "model.safetensors")
     tensors["gpt_neox.more"] = tensors.pop("embed_out.weight" if "embed_out.weight" in tensors else "lm_head.weight")
@@ -370,7 +372,7 @@ def test_a_folder_of_another_model_is_refused(tmp_path):
         load(folder)
 
 
-def test_a_family_that_is_not_native_goes_through_transformers(tmp_path):
+def test_other_families_go_through_transformers(tmp_path):
     folder = save_checkpoint(tmp_path / "neox", "GPTNeoXConfig", tie_word_embeddings=False)
     with torch.device("meta"):
         assert isinstance(build(str(folder)), HuggingFaceModel)

@@ -1,4 +1,4 @@
-"""A model of transformers that is in memory stays what it is, and is trained, sharded and sampled from."""
+"""A transformers model in memory stays usable while it is trained, sharded and sampled from."""
 
 import pytest
 import torch
@@ -24,13 +24,13 @@ def loaded(folder):
 
 
 @pytest.mark.parametrize("folder", ["checkpoint", "tied_checkpoint"])
-def test_it_stays_whole_and_shares_its_parameters(folder, request):
+def test_wrapped_model_stays_whole_and_shares_its_parameters(folder, request):
     folder = request.getfixturevalue(folder)
     model, reference = loaded(folder), loaded(folder)
     names = model.state_dict().keys()
     wrapped = hf(model)
     assert isinstance(wrapped, HuggingFaceModel) and hf(wrapped) is wrapped
-    for _ in range(2):  # also after the other's forward
+    for _ in range(2):  # also after a forward of the other model
         assert_close(model(TOKENS).logits, reference(TOKENS).logits, rtol=0, atol=0)
         assert_close(wrapped(TOKENS), reference(TOKENS).logits, atol=1e-6, rtol=1e-6)
     assert model.state_dict().keys() == names and {*wrapped.parameters()} == {*model.parameters()}
@@ -47,7 +47,7 @@ def test_it_stays_whole_and_shares_its_parameters(folder, request):
     assert not torch.equal(model(TOKENS).logits, reference(TOKENS).logits)
 
 
-def test_adapters_are_those_of_both(checkpoint, tmp_path):
+def test_adapters_apply_to_the_model_and_its_wrapper(checkpoint, tmp_path):
     peft = pytest.importorskip("peft")
     model = loaded(checkpoint)
     wrapped = hf(model)
@@ -60,7 +60,7 @@ def test_adapters_are_those_of_both(checkpoint, tmp_path):
     assert_close(theirs(TOKENS).logits, model(TOKENS).logits, atol=1e-5, rtol=1e-5)
 
 
-def test_it_is_sampled_from_as_transformers_does(checkpoint):
+def test_sampling_matches_transformers_generate(checkpoint):
     model = loaded(checkpoint)
     prompts = [[5, 6, 7], [8, 9, 10, 11, 12]]
     for prompt, (completion,) in zip(prompts, Sampler(max_new_tokens=8, temperature=0)(model, prompts), strict=True):
@@ -71,7 +71,7 @@ def test_it_is_sampled_from_as_transformers_does(checkpoint):
     assert_close(model(TOKENS).logits, loaded(checkpoint)(TOKENS).logits, rtol=0, atol=0)
 
 
-def test_made_on_the_meta_device_it_is_sharded_and_loaded(checkpoint):
+def test_meta_device_model_is_sharded_and_loaded(checkpoint):
     config = transformers.AutoConfig.from_pretrained(checkpoint)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)

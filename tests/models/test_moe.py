@@ -1,4 +1,4 @@
-"""The parts of a mixture of experts, against transformers and plain loops."""
+"""The parts of a mixture of experts match transformers and plain loops."""
 
 from collections import Counter
 
@@ -43,7 +43,7 @@ def shifted(tokens):
 
 def loss_and_gradients(model, tokens, labels, documents=None):
     model.zero_grad()
-    batch = Batch.of(tokens, labels, documents).in_step(0, 0, num_supervised=1)  # sums, of both losses
+    batch = Batch.of(tokens, labels, documents).in_step(0, 0, num_supervised=1)  # sums of both losses
     loss = model.train()(batch, LinearCrossEntropy())
     loss.backward()
     return loss, {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
@@ -56,9 +56,9 @@ def product_by_loop(rows, weight, ends):
 
 @pytest.mark.parametrize("product", [grouped_product, product_by_group])
 @pytest.mark.parametrize("counts", [[10, 0, 25, 15], [0, 0, 0, 50], [50, 0, 0, 0]])
-@pytest.mark.parametrize("shape", [(20, 24), (17, 33)])  # that the kernel takes, and that it does not
+@pytest.mark.parametrize("shape", [(20, 24), (17, 33)])  # supported and unsupported by the kernel
 @pytest.mark.parametrize("transposed", [True, False])
-def test_grouped_product_is_a_product_for_each_group(product, counts, shape, transposed):
+def test_grouped_product_multiplies_each_group(product, counts, shape, transposed):
     torch.manual_seed(0)
     rows, weight = torch.randn(50, shape[0], requires_grad=True), torch.randn(4, *shape)
     weight = (weight.mT.contiguous().mT if transposed else weight).requires_grad_()
@@ -66,12 +66,12 @@ def test_grouped_product_is_a_product_for_each_group(product, counts, shape, tra
     output, expected = product(rows, weight, ends), product_by_loop(rows, weight, ends)
     assert_close(output, expected)
     gradient = torch.randn_like(expected)
-    gradients, references = (torch.autograd.grad(each, (rows, weight), gradient) for each in (output, expected))
+    gradients, references = (torch.autograd.grad(result, (rows, weight), gradient) for result in (output, expected))
     assert_close(gradients, references)
 
 
 def launch_plainly(programs, name, grid, rows, other, output, ends, *sizes, **blocks):
-    """In place of a launch: what the program writes, by plain operations."""
+    """Replace a kernel launch: check its arguments and write the results with plain operations."""
     lengths = ends.diff(prepend=ends.new_zeros(1))
     if name == "grouped_product":
         groups, *strides, inputs, outputs, power = sizes
@@ -89,7 +89,7 @@ def launch_plainly(programs, name, grid, rows, other, output, ends, *sizes, **bl
 @pytest.mark.parametrize("counts", [[10, 0, 25, 15], [0, 0, 0, 50], [300, 1, 200], [1, 1], [0, 0]])
 @pytest.mark.parametrize("shape", [(20, 24), (16, 300), (300, 16)])
 @pytest.mark.parametrize("trained", [True, False])
-def test_the_way_to_the_kernel_and_back(counts, shape, trained, monkeypatch):
+def test_grouped_kernel_wrapper_matches_plain_operations(counts, shape, trained, monkeypatch):
     monkeypatch.setattr(block_kernels, "has_products", lambda rows: True)
     monkeypatch.setattr(fused, "launch", launch_plainly)
     rows = torch.randn(sum(counts), shape[0], requires_grad=True)
@@ -97,11 +97,11 @@ def test_the_way_to_the_kernel_and_back(counts, shape, trained, monkeypatch):
     output, expected = product_by_group(rows, weight, ends), product_by_loop(rows, weight, ends)
     inputs, gradient = [rows, weight] if trained else [rows], torch.randn(shape[1]).expand_as(expected)
     assert_close(output, expected)
-    gradients, references = (torch.autograd.grad(each, inputs, gradient) for each in (output, expected))
+    gradients, references = (torch.autograd.grad(result, inputs, gradient) for result in (output, expected))
     assert_close(gradients, references)
 
 
-def test_frozen_experts_cost_no_gradient():
+def test_frozen_experts_compute_no_gradient():
     rows, ends = torch.randn(50, 17, requires_grad=True), torch.tensor([20, 50]).int()
     output = product_by_group(rows, torch.randn(2, 17, 8), ends)
     with Operations() as operations:
@@ -131,7 +131,7 @@ class Operations(TorchDispatchMode):
         ((12, 0), torch.bfloat16, 24, False),
     ],
 )
-def test_torchs_product_where_it_is_one_kernel(capability, dtype, width, is_torchs, monkeypatch):
+def test_torch_grouped_product_is_used_where_it_is_one_kernel(capability, dtype, width, is_torchs, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     with FakeTensorMode():
         assert moe._fits(torch.empty(50, 16, dtype=dtype, device="cuda"), torch.empty(4, 16, width)) == is_torchs
@@ -152,14 +152,14 @@ def test_kernel_of_grouped_products(dtype, counts, shape, transposed):
     exact = [tensor.detach().double().requires_grad_() for tensor in (rows, weight)]
     output, expected = product_by_group(rows, weight, ends), product_by_loop(*exact, ends)
     gradient = torch.randn(expected.shape, generator=generator, device="cuda", dtype=dtype)
-    found = output, *torch.autograd.grad(output, (rows, weight), gradient)
+    results = output, *torch.autograd.grad(output, (rows, weight), gradient)
     references = expected, *torch.autograd.grad(expected, exact, gradient.double())
-    for ours, reference in zip(found, references, strict=True):
+    for ours, reference in zip(results, references, strict=True):
         limit = {torch.float32: 1e-5, torch.bfloat16: 3e-3, torch.float16: 1e-3}[dtype]
         assert (ours.double() - reference).norm() <= limit * reference.norm()
 
 
-def test_a_process_may_have_no_rows():
+def test_process_may_have_no_rows():
     rows, weight = torch.empty(0, 16, requires_grad=True), torch.randn(4, 16, 24, requires_grad=True)
     output = grouped_product(rows, weight, torch.zeros(4, dtype=torch.int32))
     output.sum().backward()
@@ -176,7 +176,7 @@ def test_grouped_product_compiles(dtype, shape):
         ends = torch.tensor(counts).cumsum(0).int()
         output, expected = compiled(rows, weight, ends), product_by_loop(rows, weight, ends)
         assert_close(output, expected)
-        gradient, reference = (torch.autograd.grad(each.sum(), weight) for each in (output, expected))
+        gradient, reference = (torch.autograd.grad(result.sum(), weight) for result in (output, expected))
         assert_close(gradient, reference)
 
 
@@ -194,7 +194,7 @@ def test_every_choice_of_a_token_gets_a_row():
 
 
 def test_sigmoid_scores_are_in_fp32():
-    """As in DeepSeek-V3: in bf16 other experts would be chosen."""
+    """As in DeepSeek-V3; bf16 scores would choose other experts."""
     router = Router(RouterConfig(16, 3, scores="sigmoid"), 64).bfloat16()
     tokens = torch.randn(50, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(1))
@@ -204,7 +204,7 @@ def test_sigmoid_scores_are_in_fp32():
     assert_close(experts, chosen)
 
 
-def test_a_correction_stays_in_fp32():
+def test_router_correction_stays_in_fp32():
     with torch.device("meta"):
         router = Router(RouterConfig(4, 2, scores="sigmoid", correction=True), 8)
     router.to(torch.bfloat16).to_empty(device="cpu")
@@ -213,7 +213,7 @@ def test_a_correction_stays_in_fp32():
     assert torch.equal(router.to(torch.bfloat16).correction, values)
 
 
-def test_one_document_and_one_layer_train_as_in_transformers(tmp_path):
+def test_one_document_and_one_layer_train_like_transformers(tmp_path):
     theirs, folder = save_mixtral(tmp_path, num_hidden_layers=1, router_aux_loss_coef=COEFFICIENT)
     ours = load_model(folder)
     tokens = torch.randint(128, (1, 60))
@@ -229,7 +229,7 @@ def test_one_document_and_one_layer_train_as_in_transformers(tmp_path):
     assert expected.aux_loss > 2.01
 
 
-def test_the_loss_is_a_mean_over_layers_and_documents_by_their_supervised_tokens(tmp_path):
+def test_router_loss_averages_layers_and_weights_documents_by_tokens(tmp_path):
     theirs, folder = save_mixtral(tmp_path, num_hidden_layers=3)
     ours = load_model(folder).train()
     lengths, supervised = [20, 7, 33], [19, 2, 0]
@@ -244,7 +244,7 @@ def test_the_loss_is_a_mean_over_layers_and_documents_by_their_supervised_tokens
     rows = ours.routing.take()
     assert_close(rows[:, -3].mean(), 19 * balances[0] + 2 * balances[1])
     assert rows[:, -2:].tolist() == [[27, 21]] * 3
-    assert rows[:, :-4].sum(dim=1).tolist() == [54] * 3  # two choices a token
+    assert rows[:, :-4].sum(dim=1).tolist() == [54] * 3  # two choices per token
 
 
 def test_packing_and_padding_do_not_change_the_gradients(tmp_path):
@@ -262,7 +262,7 @@ def test_packing_and_padding_do_not_change_the_gradients(tmp_path):
 
 
 @pytest.mark.slow
-def test_compiled_blocks(tmp_path):
+def test_compiled_blocks_give_the_same_gradients(tmp_path):
     ours = load_model(save_mixtral(tmp_path, num_hidden_layers=2, router_aux_loss_coef=COEFFICIENT)[1])
     torch.compiler.reset()
     batches = []
@@ -287,6 +287,6 @@ def test_router_loss_is_an_option(tmp_path):
     assert build(save_mixtral(tmp_path, num_hidden_layers=1)[1], router_loss=0).config.router_loss == 0
 
 
-def test_a_dense_model_has_no_router_loss(checkpoint):
+def test_dense_model_refuses_router_loss(checkpoint):
     with pytest.raises(TuneError, match=r"^router_loss: .* has no experts"):
         build(str(checkpoint), router_loss=0.1)

@@ -1,4 +1,4 @@
-"""config.json of models with experts: as published read in full and of the published size, and refused where wrong."""
+"""config.json of models with experts: published files give the published sizes; invalid ones are refused."""
 
 import json
 from types import SimpleNamespace
@@ -67,7 +67,7 @@ DEEPSEEK = COMMON | {
     "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "seq_aux": True, "topk_group": 4,
     "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280,
 }  # fmt: skip
-# Parameters, and billions of them that are active for a token.
+# The number of parameters, and the active ones per token in billions.
 PUBLISHED = {
     "Mixtral-8x7B": (MIXTRAL, 46_702_792_704, 12.9),
     "Qwen1.5-MoE-A2.7B": (QWEN2_MOE, 14_315_784_192, 2.7),
@@ -85,7 +85,7 @@ def build_from(folder, fields):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_models_have_their_size(tmp_path, name):
+def test_published_models_have_their_published_size(tmp_path, name):
     fields, size, active = PUBLISHED[name]
     model = build_from(tmp_path, fields)
     assert sum(parameter.numel() for parameter in model.parameters()) == size
@@ -122,13 +122,13 @@ def test_published_models_have_their_size(tmp_path, name):
         ),
     ],
 )
-def test_refused(tmp_path, fields, message):
+def test_invalid_configs_are_refused(tmp_path, fields, message):
     with pytest.raises(TuneError, match=message):
         build_from(tmp_path, fields)
 
 
-def test_kimi_k2_is_read_as_what_it_is_made_like(tmp_path):
-    """transformers has no such type: the folder comes with a copy of DeepSeek's code."""
+def test_kimi_k2_is_read_as_deepseek_v3(tmp_path):
+    """transformers has no such type; the published folder contains a copy of DeepSeek's code."""
     models = []
     for model_type in ("deepseek_v3", "kimi_k2"):
         (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK | {"model_type": model_type}))
@@ -137,7 +137,7 @@ def test_kimi_k2_is_read_as_what_it_is_made_like(tmp_path):
     assert models[0].config == models[1].config and models[0].names == models[1].names
 
 
-def test_layers_that_predict_further_tokens_stay_as_they_are(tmp_path):
+def test_multi_token_prediction_layers_stay_unchanged(tmp_path):
     small = {
         "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 2,
         "num_hidden_layers": 2, "first_k_dense_replace": 1, "n_routed_experts": 16, "moe_intermediate_size": 16,

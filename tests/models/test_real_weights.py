@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, as `make model` gets it: what transformers computes, to the logits and the tokens."""
+"""SmolLM2-135M-Instruct, downloaded by `make model`, gives the logits and tokens of transformers."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parents[2] / ".demo" / "smollm2-135m"
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not (FOLDER / "config.json").exists(), reason="the model is not there: make model"),
+    pytest.mark.skipif(not (FOLDER / "config.json").exists(), reason="the model is missing; run make model"),
 ]
 
 
@@ -30,21 +30,21 @@ def prompt():
     return tokenizer.encode(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
 
 
-def test_logits(pair, prompt):
+def test_logits_match_transformers(pair, prompt):
     theirs, ours = pair
     tokens = torch.tensor([prompt * 4])
     with torch.no_grad():
         assert (theirs(tokens).logits - ours(tokens)).abs().max() <= 2e-4
 
 
-def test_greedy_continuation(pair, prompt):
+def test_greedy_generation_matches_transformers(pair, prompt):
     theirs, ours = pair
     expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=32, do_sample=False, eos_token_id=None)
     ((completion,),) = Sampler(max_new_tokens=32, temperature=0)(ours, [prompt])
     assert completion.tokens == expected[0, len(prompt) :].tolist()
 
 
-def test_it_answers(pair, prompt):
+def test_model_answers_correctly(pair, prompt):
     tokenizer = Tokenizer(str(FOLDER))
     ((answer,),) = Sampler(max_new_tokens=32, temperature=0, stop_ids=tokenizer.stop_ids)(pair[1], [prompt])
     assert tokenizer.decode(answer.tokens) == "The capital of France is Paris.<|im_end|>"

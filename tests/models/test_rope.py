@@ -1,4 +1,4 @@
-"""Frequencies at the sizes of published models: in tiny ones most of a scaling's settings have no effect."""
+"""Frequencies at published sizes; in tiny models most settings of a scaling have no effect."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_frequencies_and_magnitude_are_those_of_transformers(kind, tmp_path):
+def test_frequencies_and_magnitude_match_transformers(kind, tmp_path):
     config = transformers.LlamaConfig(
         hidden_size=512, num_attention_heads=4, max_position_embeddings=131072, rope_parameters=KINDS[kind]
     )
@@ -39,22 +39,22 @@ def test_frequencies_and_magnitude_are_those_of_transformers(kind, tmp_path):
     theirs = rope_utils.ROPE_INIT_FUNCTIONS[KINDS[kind]["rope_type"]]
     lengths = [4096, 4097] if rope.kind == "longrope" else [4096]
     expected = [theirs(config, "cpu", seq_len=length) for length in lengths]
-    assert_close(frequencies.view(len(lengths), 64), torch.stack([each for each, _ in expected]))
-    assert [magnitude] * len(lengths) == pytest.approx([each for _, each in expected])
+    assert_close(frequencies.view(len(lengths), 64), torch.stack([values for values, _ in expected]))
+    assert [magnitude] * len(lengths) == pytest.approx([scale for _, scale in expected])
 
 
-def test_angles_are_exact_at_positions_that_bf16_does_not_know():
+def test_angles_are_exact_at_positions_beyond_bf16():
     config = RopeConfig(size=8, max_positions=8192, theta=100.0)
     positions = torch.tensor([[0, 1, 257, 4097, 8191]])
     rotation = Rope(config)(positions, None, dtype=torch.bfloat16)
     angles = positions.double()[..., None] / 100.0 ** (torch.arange(0, 8, 2) / 8)
-    for found, exact in ((rotation.cos, angles.cos()), (rotation.sin, angles.sin())):
-        assert found.dtype == torch.bfloat16
-        assert_close(found[0, :, 0].double(), torch.cat([exact, exact], dim=-1)[0], atol=4e-3, rtol=4e-3)
+    for rounded, exact in ((rotation.cos, angles.cos()), (rotation.sin, angles.sin())):
+        assert rounded.dtype == torch.bfloat16
+        assert_close(rounded[0, :, 0].double(), torch.cat([exact, exact], dim=-1)[0], atol=4e-3, rtol=4e-3)
 
 
 @pytest.mark.parametrize("length", [40, 41])
-def test_a_document_of_the_original_length_has_the_short_factors(length, tmp_path):
+def test_documents_of_the_original_length_use_the_short_factors(length, tmp_path):
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1], "long_factor": [2.0, 9.0]}
     torch.manual_seed(0)
     theirs = transformers.Phi3ForCausalLM(

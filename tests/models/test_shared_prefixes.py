@@ -1,4 +1,4 @@
-"""What documents of a batch begin with alike is computed once, and changes nothing."""
+"""Shared prefixes of a batch are computed once, with the same results."""
 
 from dataclasses import replace
 
@@ -17,14 +17,14 @@ transformers = pytest.importorskip("transformers")
 
 
 def answers(*lengths, prompts=(50, 40)):
-    """A row for each answer of `lengths` to each of two prompts, which have their first ten tokens in common."""
+    """Rows with an answer per length to each of two prompts that share their first ten tokens."""
     draw = np.random.default_rng(0)
     start = draw.integers(128, size=10)
     rows = []
     for length in prompts:
         prompt = [*start, *draw.integers(128, size=length - 10)]
-        for each in lengths:
-            tokens = np.array([*prompt, *draw.integers(128, size=each)], dtype=np.int32)
+        for size in lengths:
+            tokens = np.array([*prompt, *draw.integers(128, size=size)], dtype=np.int32)
             labels = np.append(tokens[1:], -100).astype(np.int32)
             labels[: length - 1] = -100  # the prompt's last token is supervised
             rows.append([Sample(tokens, labels, columns={"reward": np.float32(0)})])
@@ -36,21 +36,21 @@ def model_of(name, folder):
     return make_pair(getattr(transformers, config_class)(**SMALL | changes), folder)[1]
 
 
-def found(model, batch):
-    """Log-probs, gradients, and the sums of routers."""
+def log_probs_and_gradients(model, batch):
+    """The log-probs, the gradients and the router sums."""
     model.zero_grad()
     log_probs = model.train()(batch.in_step(0, 0, num_supervised=1), LogProbs()).log_probs
     weights = torch.linspace(-1, 1, len(log_probs))
     (log_probs * weights).sum().backward()
-    gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    gradients = {name: tensor.grad for name, tensor in model.named_parameters() if tensor.grad is not None}
     return [log_probs.detach(), *gradients.values(), *([model.routing.take()] if model.routing else [])]
 
 
 def computed(model, batch):
-    """How many tokens the first block is given."""
+    """The number of tokens in the input of the first block."""
     with torch.no_grad():
         seen = []
-        hook = model.blocks[0].register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[1]))
+        hook = model.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
         model(batch)
         hook.remove()
     return seen[0]
@@ -60,7 +60,7 @@ FAMILIES = ["llama", "gemma3_text", "gpt_oss", "qwen3_moe-window", "deepseek_v3"
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_log_probs_and_gradients_are_those_of_each_answer_alone(name, tmp_path):
+def test_log_probs_and_gradients_match_separate_answers(name, tmp_path):
     model = model_of(name, tmp_path)
     if model.routing:
         model.config = replace(model.config, router_loss=0.3)
@@ -68,7 +68,7 @@ def test_log_probs_and_gradients_are_those_of_each_answer_alone(name, tmp_path):
     batch = collate(rows)
     assert computed(model, batch) == batch.shared.tokens.shape[1] == 49 + 29 + 2 * (31 + 6 + 18)
     assert computed(model, replace(batch, shared=None)) == batch.tokens.shape[1] == 374
-    alone, together = found(model, replace(batch, shared=None)), found(model, batch)
+    alone, together = log_probs_and_gradients(model, replace(batch, shared=None)), log_probs_and_gradients(model, batch)
     for one, other in zip(together, alone, strict=True):
         assert (one - other).abs().max() <= 1e-5 * other.abs().max()
     assert_close(model.eval()(batch), model(replace(batch, shared=None)), rtol=1e-5, atol=1e-5)  # logits of all tokens
@@ -76,38 +76,38 @@ def test_log_probs_and_gradients_are_those_of_each_answer_alone(name, tmp_path):
 
 def test_checkpointing_computes_the_same(tmp_path):
     model, batch = model_of("gemma3_text", tmp_path), collate(answers(30, 5, 17))
-    alone = found(model, replace(batch, shared=None))
+    alone = log_probs_and_gradients(model, replace(batch, shared=None))
     for block in model.blocks:
         wrap_forward(block, "full", compile=False, offload=False)
-    assert_close(found(model, batch), alone, rtol=1e-4, atol=1e-5)
+    assert_close(log_probs_and_gradients(model, batch), alone, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
 def test_compiled_blocks_compute_the_same(tmp_path):
-    """With a mask for all documents, as a GPU's kernel has boundaries for all."""
+    """They use one mask for all documents, like the boundaries of a GPU kernel."""
     model = model_of("qwen3_moe-window", tmp_path)
     batches = [collate(answers(*lengths)) for lengths in ((30, 5, 17), (20, 9), (8, 8, 8, 9))]
-    alone = [found(model, replace(batch, shared=None)) for batch in batches]
+    alone = [log_probs_and_gradients(model, replace(batch, shared=None)) for batch in batches]
     for block in model.blocks:
         block.compile(fullgraph=True, backend="aot_eager")
     for batch, expected in zip(batches, alone, strict=True):
-        assert_close(found(model, batch), expected, rtol=1e-4, atol=1e-5)
+        assert_close(log_probs_and_gradients(model, batch), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "phi3-longrope", "dropout"])
-def test_who_computes_each_answer_alone(name, tmp_path):
-    """A state that documents pass on, a rotation by the length of a document, a mask for each token of each answer."""
+def test_models_that_compute_each_answer_alone(name, tmp_path):
+    """Reasons: a recurrent state, a rotation that depends on the document length, dropout masks per token."""
     model, batch = model_of("llama" if name == "dropout" else name, tmp_path), collate(answers(30, 5, 17))
     if name == "dropout":
         peft.add_adapters(model, peft.LoRA(rank=2, dropout=0.1))
     assert batch.shared is not None
     batch = batch.in_step(0, 0, batch.num_supervised)
     assert computed(model.train(), batch) == batch.tokens.shape[1]
-    if name == "dropout":  # in training alone
+    if name == "dropout":  # only in training
         assert computed(model.eval(), batch) == batch.shared.tokens.shape[1]
 
 
-def test_which_tokens_are_computed_once():
+def test_shared_tokens_are_computed_once():
     def document(tokens, unlearned):
         labels = np.array([*tokens[1:], -100])
         labels[:unlearned] = -100
@@ -117,7 +117,7 @@ def test_which_tokens_are_computed_once():
     first, second, other = document([*same, 7, 8], 6), document([*same, 9], 4), document([5, 6, 7, 8], 0)
     batch = collate([[other, first], [second, first]])
     shared = batch.shared
-    # The first learns from its seventh token on, the second from its fifth; the last is the first again.
+    # The first is learned from its seventh token, the second from its fifth; the last repeats the first.
     assert shared.tokens.tolist() == [[5, 6, 7, 8, 1, 2, 3, 4, 5, 6, 7, 8, 5, 6, 9, 7, 8]]
     assert shared.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 6, 7]]
     assert shared.documents.lengths == (4, 8, 3, 2)
@@ -127,8 +127,8 @@ def test_which_tokens_are_computed_once():
     assert collate([[first], [other], [document([1, 9, 9, 9, 9, 9, 9, 9, 9], 5)]]).shared is None  # one token
 
 
-def test_a_document_without_labels_keeps_its_last_token():
-    """Such as those that only get a score."""
+def test_document_without_labels_keeps_its_last_token():
+    """Such documents only get a score."""
     tokens = np.arange(5)
     batch = collate([[Sample(tokens, np.full(5, -100))]] * 2)
     assert batch.shared.tokens.tolist() == [[0, 1, 2, 3, 4, 4]]

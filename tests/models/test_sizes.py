@@ -1,4 +1,4 @@
-"""The sizes that people know, from the config.json values of their checkpoints: parameters as published, and FLOPs."""
+"""Well-known models from their config.json values: published parameter counts and FLOPs."""
 
 import json
 
@@ -87,13 +87,13 @@ def on_meta(tmp_path):
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_parameters(name, on_meta):
+def test_parameter_counts_match_published_ones(name, on_meta):
     config, published = SIZES[name]
     assert sum(parameter.numel() for parameter in on_meta(config).parameters()) == published
 
 
-def test_the_405b_of_the_llama_3_paper(on_meta):
-    """3.8e25 FLOPs for 15.6T tokens: 6 for each parameter and token."""
+def test_flops_match_the_llama_3_paper(on_meta):
+    """3.8e25 FLOPs for 15.6T tokens: 6 per parameter and token."""
     config, _ = SIZES["Llama 3.1 405B"]
     assert flops_per_token(on_meta(config), seq_len=0) * 15.6e12 == pytest.approx(3.8e25, rel=0.01)
 
@@ -102,15 +102,15 @@ def test_the_405b_of_the_llama_3_paper(on_meta):
     ("name", "active"),  # as published, embeddings included, in billions
     [("Mixtral 8x7B", 12.9), ("Qwen3 30B-A3B", 3.3), ("OLMoE 1B-7B", 1.3), ("gpt-oss 20B", 3.6), ("DeepSeek V3", 37)],
 )
-def test_only_the_experts_that_a_token_is_sent_to_count(name, active, on_meta):
+def test_only_active_experts_count(name, active, on_meta):
     config, _ = SIZES[name]
     embedding = config["vocab_size"] * config["hidden_size"] / 1e9
     counted = flops_per_token(on_meta(config), seq_len=0) / 6e9
     assert counted + (0 if name == "gpt-oss 20B" else embedding) == pytest.approx(active, rel=0.02)
 
 
-def test_the_formula(on_meta):
-    """6 (N - embedding) + 12 L H d T, and with a window at most that in place of T."""
+def test_flops_formula(on_meta):
+    """6 (N - embedding) + 12 L H d T; a window limits T."""
     config, published = SIZES["Llama 3.1 8B"]
     expected = 6 * (published - 128256 * 4096) + 12 * 32 * 32 * 128 * 8192
     assert flops_per_token(on_meta(config), 8192) == expected
@@ -119,8 +119,8 @@ def test_the_formula(on_meta):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_it_is_what_torch_counts(tmp_path, tied):
-    """Of the matrix products that run; norms are counted by us, and by torch not."""
+def test_flops_match_the_torch_counter(tmp_path, tied):
+    """Both count the matrix products; norms are counted by us but not by torch."""
     pytest.importorskip("transformers")
     folder = save_checkpoint(tmp_path, tie_word_embeddings=tied)
     length = 64
@@ -132,7 +132,7 @@ def test_it_is_what_torch_counts(tmp_path, tied):
         assert flops_per_token(model, length) - 6 * norms == counter.get_total_flops() / length
 
 
-def test_adapters_and_quantized_weights(on_meta):
+def test_flops_with_adapters_and_quantized_weights(on_meta):
     config, published = SIZES["Qwen3 0.6B"]
     full = flops_per_token(on_meta(config), 512)
     attention = full - 6 * published
@@ -144,10 +144,10 @@ def test_adapters_and_quantized_weights(on_meta):
     quantize_linears(quantized.requires_grad_(False), double=True)
     add_adapters(quantized, LoRA(rank=8))
     assert flops_per_token(quantized, 512) == flops_per_token(model, 512)
-    assert quantized.costs(512) == model.costs(512)  # by which stages of a pipeline share blocks
+    assert quantized.costs(512) == model.costs(512)  # the costs that divide blocks among pipeline stages
 
 
-def test_heads_of_several_sizes(on_meta):
+def test_flops_with_heads_of_several_sizes(on_meta):
     config = pytest.importorskip("transformers").Gemma4TextConfig(
         head_dim=64, global_head_dim=128, layer_types=["sliding_attention"] * 2 + ["full_attention"], vocab_size=90,
         num_hidden_layers=3, sliding_window=100, num_attention_heads=4, num_key_value_heads=2, num_kv_shared_layers=0,
@@ -157,7 +157,7 @@ def test_heads_of_several_sizes(on_meta):
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "mamba"])
-def test_what_only_transformers_has(model_type, on_meta):
+def test_flops_of_models_loaded_through_transformers(model_type, on_meta):
     transformers = pytest.importorskip("transformers")
     config = {
         "mixtral": fields(model_type, 4096, 14336, 32, 32, 8, 32000, num_local_experts=8, num_experts_per_tok=2),

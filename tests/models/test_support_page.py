@@ -1,4 +1,4 @@
-"""docs/support.md has the table that the code gives."""
+"""The table of docs/support.md matches the code."""
 
 import os
 import subprocess
@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_the_table_is_what_the_code_supports():
-    """In a process of its own, which has no other process group."""
+def test_table_matches_the_code():
+    """It runs in a separate process, because it needs its own process group."""
     pytest.importorskip("transformers")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     script = [sys.executable, str(ROOT / "tests/models/support.py")]

@@ -20,7 +20,7 @@ def test_vectors_are_not_decayed(biased_checkpoint):
     assert all("weight_decay" not in group for group in parameter_groups(model, 1e-3, decay_vectors=True))
 
 
-def test_frozen_parameters_are_left_out_and_ratios_multiply(checkpoint):
+def test_frozen_parameters_are_skipped_and_ratios_multiply_rates(checkpoint):
     """LoRA+: B learns faster than A."""
     model = load_model(str(checkpoint))
     add_adapters(model, LoRA(rank=4, dora=True))
@@ -32,7 +32,7 @@ def test_frozen_parameters_are_left_out_and_ratios_multiply(checkpoint):
     assert not rates
 
 
-def test_the_first_pattern_that_matches_counts(checkpoint):
+def test_first_matching_pattern_wins(checkpoint):
     model = load_model(str(checkpoint))
     for ratios, expected in (({"norm": 2, "blocks": 3}, 2e-3), ({"blocks": 3, "norm": 2}, 3e-3)):
         groups = parameter_groups(model, 1e-3, lr_ratios=ratios)
@@ -41,7 +41,7 @@ def test_the_first_pattern_that_matches_counts(checkpoint):
         assert of_norms and of_norms == pytest.approx([expected] * len(of_norms))
 
 
-def test_the_rate_of_every_group_is_told():
+def test_learning_rate_of_every_group_is_reported():
     def rates(*groups):
         parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in groups]
         groups = [{"params": [parameter], **group} for parameter, group in zip(parameters, groups, strict=True)]
@@ -53,12 +53,12 @@ def test_the_rate_of_every_group_is_told():
     assert rates({}, {"lr": torch.tensor(0.25)}) == {"lr": 0.1, "lr/1": 0.25}
 
 
-def test_a_pattern_without_match_is_refused(checkpoint):
+def test_pattern_without_a_match_is_refused(checkpoint):
     with pytest.raises(TuneError, match=r"'lora_b' matches no trained parameter. .* like blocks"):
         parameter_groups(load_model(str(checkpoint)), 1e-3, lr_ratios={"lora_b": 16})
 
 
-def test_a_tied_embedding_is_one_parameter_and_no_matrix_of_a_block(tied_checkpoint):
+def test_tied_embedding_is_one_parameter_outside_the_blocks(tied_checkpoint):
     model = load_model(str(tied_checkpoint))
     groups = parameter_groups(model, 1e-3, lr_ratios={"embedding": 0.1})
     (slow,) = [group for group in groups if "lr" in group]
@@ -69,8 +69,8 @@ def test_a_tied_embedding_is_one_parameter_and_no_matrix_of_a_block(tied_checkpo
             assert all(parameter.ndim == 2 for parameter in group["params"]) and "weight_decay" not in group
 
 
-def test_what_decays_is_decided_by_role(tmp_path):
-    """gpt-oss: the biases of experts are a matrix, their weights a stack of matrices."""
+def test_weight_decay_depends_on_the_role_of_a_parameter(tmp_path):
+    """In gpt-oss, the biases of experts are a matrix and their weights a stack of matrices."""
     model = load_model(str(save_checkpoint(tmp_path, "GptOssConfig", num_local_experts=4, head_dim=16)))
     groups = {id(p): group for group in parameter_groups(model, 1e-3) for p in group["params"]}
     for name, parameter in model.named_parameters():
@@ -81,7 +81,7 @@ def test_what_decays_is_decided_by_role(tmp_path):
     assert model.blocks[0].mlp.experts.down.bias.ndim == 2 and model.blocks[0].mlp.experts.down.weight.ndim == 3
 
 
-def test_convolutions_decay_and_are_no_matrices_and_norms_of_heads_are_neither():
+def test_convolutions_decay_but_head_norms_do_not():
     model = nn.Module()
     model.blocks = nn.ModuleList([nn.Conv1d(6, 6, 4, groups=6, bias=False), nn.LayerNorm((2, 3), bias=False)])
     (of_kernels, of_norms) = parameter_groups(model, 1e-3)

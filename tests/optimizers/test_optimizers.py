@@ -1,4 +1,4 @@
-"""Our forms of optimizers against torch's own."""
+"""Our optimizers match torch's."""
 
 import subprocess
 import sys
@@ -46,7 +46,7 @@ def assert_equal(ours, theirs):
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-def test_muon_is_torchs_muon_for_matrices_of_blocks_and_adamw_for_the_rest():
+def test_muon_matches_torch_muon_for_block_matrices_and_adamw_for_others():
     ours, theirs = Model(), Model()
     optimizer = Muon(parameter_groups(ours, 0.02), 0.02)
     matrices = [block.weight for block in theirs.blocks]
@@ -62,7 +62,7 @@ def test_muon_is_torchs_muon_for_matrices_of_blocks_and_adamw_for_the_rest():
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_stack_of_matrices_is_as_many_matrices_to_muon(sharded):
+def test_muon_treats_a_stack_as_separate_matrices(sharded):
     mesh = distributed.init("cpu").mesh["dp_shard"]
     draw = torch.Generator().manual_seed(0)
     start, gradients = torch.randn(3, 4, 6, generator=draw), torch.randn(4, 3, 4, 6, generator=draw)
@@ -83,8 +83,8 @@ def test_a_stack_of_matrices_is_as_many_matrices_to_muon(sharded):
     assert len(ours.state) == 1
 
 
-def test_all_of_muons_settings_count():
-    """None of them is the default, and `eps` is as large as the root of a second moment."""
+def test_all_settings_of_muon_take_effect():
+    """No setting has its default, and `eps` is as large as the root of a second moment."""
     ours, theirs = Model(), Model()
     settings = {"momentum": 0.6, "nesterov": False, "ns_steps": 2}
     optimizer = Muon(parameter_groups(ours, 0.02), 0.02, weight_decay=0.3, betas=(0.8, 0.9), eps=0.05, **settings)
@@ -97,7 +97,7 @@ def test_all_of_muons_settings_count():
     assert_equal(train(ours, [optimizer]), train(theirs, [muon, adamw]))
 
 
-def test_muon_without_anything_left_for_adamw():
+def test_muon_with_no_parameters_for_adamw():
     ours, theirs = Model().requires_grad_(False), Model().requires_grad_(False)
     for model in (ours, theirs):
         model.blocks[1].weight.requires_grad_()
@@ -113,8 +113,8 @@ def test_muon_refuses_parts_of_matrices():
         Muon([{"params": [cut], "in_blocks": True}])
 
 
-def test_muon_refuses_matrices_that_it_cannot_place():
-    """Bare parameters: it would be AdamW for all of them, and embedding and head are matrices too."""
+def test_muon_refuses_matrices_without_in_blocks():
+    """Bare parameters would all get AdamW, and embedding and head are matrices too."""
     model = Model()
     with pytest.raises(TuneError, match=r"group 0 has 4 matrices, the first of shape \[7, 6\]"):
         Muon(model.parameters(), 0.02)
@@ -122,8 +122,8 @@ def test_muon_refuses_matrices_that_it_cannot_place():
         Muon([{"params": [model.head.weight], "in_blocks": False}, {"params": model.blocks[0].bias, "in_blocks": True}])
 
 
-def test_muon_for_groups_of_ones_own_is_torchs_muon():
-    """Vectors need no mark, and a group may be added later."""
+def test_muon_with_custom_groups_matches_torch_muon():
+    """Vectors need no in_blocks, and a group may be added later."""
     ours, theirs = Model(), Model()
     optimizer = Muon([block.bias for block in ours.blocks], 0.02, weight_decay=0.1)
     optimizer.add_param_group({"params": [block.weight for block in ours.blocks], "in_blocks": True})
@@ -136,7 +136,7 @@ def test_muon_for_groups_of_ones_own_is_torchs_muon():
 
 
 @pytest.mark.parametrize("make", [Muon, Adafactor])
-def test_continued_from_its_state(make):
+def test_resumed_from_its_state(make):
     def start():
         model = Model()
         return model, make(parameter_groups(model, 0.02), lr=0.02)
@@ -153,30 +153,30 @@ def test_continued_from_its_state(make):
     assert_equal(second[0].state_dict(), expected)
 
 
-def test_adafactor_of_sharded_parameters_is_torchs():
+def test_adafactor_of_sharded_parameters_matches_torch():
     mesh = distributed.init("cpu").mesh["dp_shard"]
     start = [torch.randn(5, 3, generator=torch.Generator().manual_seed(0)), torch.ones(4)]
-    gradients = [torch.full((5, 3), 0.1).cumsum(0), torch.arange(4.0)]  # those of a step, times its number
+    gradients = [torch.full((5, 3), 0.1).cumsum(0), torch.arange(4.0)]  # multiplied by the number of the step
     whole = [nn.Parameter(tensor.clone()) for tensor in start]
     sharded = [nn.Parameter(distribute_tensor(tensor, mesh, [Shard(0)])) for tensor in start]
     theirs = torch.optim.Adafactor(whole, lr=0.1, weight_decay=0.1)
     ours = Adafactor(sharded, lr=0.1, weight_decay=0.1)
     for step in (1, 2, 3):
-        for gradient, each, shards in zip(gradients, whole, sharded, strict=True):
-            each.grad = gradient * step
+        for gradient, parameter, shards in zip(gradients, whole, sharded, strict=True):
+            parameter.grad = gradient * step
             shards.grad = distribute_tensor(gradient * step, mesh, [Shard(0)])
         theirs.step()
         ours.step()
     assert_equal([parameter.full_tensor() for parameter in sharded], whole)
     assert len(ours.state) == len(theirs.state) == 2
-    assert [ours.state[each]["step"] for each in sharded] == [3, 3]
+    assert [ours.state[shards]["step"] for shards in sharded] == [3, 3]
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, Adafactor, Muon])
-def test_updates_in_backward_are_those_of_a_step(make):
-    """With groups that differ in learning rate and decay, and a schedule on them."""
+def test_updates_in_backward_match_a_step(make):
+    """The groups differ in learning rate and decay and have a schedule."""
     models, norms = (Model(), Model()), ([], [])
-    for model, found in zip(models, norms, strict=True):
+    for model, norms_of_model in zip(models, norms, strict=True):
         groups = parameter_groups(model, 0.02, lr_ratios={"embedding": 0.1})
         optimizer = make(groups, lr=0.02, weight_decay=0.1)
         in_backward = InBackward(optimizer) if model is models[1] else None
@@ -186,9 +186,9 @@ def test_updates_in_backward_are_those_of_a_step(make):
             nn.functional.cross_entropy(model(tokens), (tokens + 1) % 7).backward()
             if in_backward:
                 assert all(parameter.grad is None for parameter in model.parameters())
-                found.append(in_backward.norm())
+                norms_of_model.append(in_backward.norm())
             else:
-                found.append(distributed.clip_grad_norm_(model.parameters(), None).item())
+                norms_of_model.append(distributed.clip_grad_norm_(model.parameters(), None).item())
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
@@ -198,8 +198,8 @@ def test_updates_in_backward_are_those_of_a_step(make):
     assert norms[1] == pytest.approx(norms[0], rel=1e-6)
 
 
-def test_a_second_backward_before_the_norm_is_refused():
-    """The first one has updated the parameters: gradients do not add up."""
+def test_second_backward_before_the_norm_is_refused():
+    """The first backward has already updated the parameters, so gradients do not accumulate."""
     model = Model()
     in_backward = InBackward(torch.optim.SGD(model.parameters(), lr=0.1))
     model(torch.arange(5)).sum().backward()
@@ -209,7 +209,7 @@ def test_a_second_backward_before_the_norm_is_refused():
         model(torch.arange(5)).sum().backward()
 
 
-def test_parameters_that_a_gpu_keeps_on_the_host_are_refused(monkeypatch):
+def test_parameters_offloaded_to_the_host_are_refused(monkeypatch):
     distributed.init("cpu")
     model = fully_shard(Model(), mesh=init_device_mesh("cpu", (1,)))
     InBackward(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -219,7 +219,7 @@ def test_parameters_that_a_gpu_keeps_on_the_host_are_refused(monkeypatch):
 
 
 @pytest.mark.slow
-def test_torchao_is_imported_without_a_word():
+def test_importing_torchao_prints_nothing():
     pytest.importorskip("torchao")
     code = "from tune.config.instantiate import locate; locate('torchao.optim.AdamW8bit')"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

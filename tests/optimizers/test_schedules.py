@@ -1,4 +1,4 @@
-"""Learning rates against transformers' schedules and closed formulas."""
+"""Learning rates match the schedules of transformers and closed formulas."""
 
 import json
 import warnings
@@ -39,7 +39,7 @@ SHAPES = [constant, linear, cosine, warmup_stable_decay, inverse_square_root]
         ),
     ],
 )
-def test_without_warmup_as_in_transformers(ours, arguments, theirs, their_arguments):
+def test_schedules_without_warmup_match_transformers(ours, arguments, theirs, their_arguments):
     transformers = pytest.importorskip("transformers")
 
     def reference(optimizer, steps):
@@ -51,32 +51,32 @@ def test_without_warmup_as_in_transformers(ours, arguments, theirs, their_argume
 
 
 @pytest.mark.parametrize("warmup", [1, 4])
-def test_inverse_square_root_after_warmup_as_in_transformers(warmup):
+def test_inverse_square_root_after_warmup_matches_transformers(warmup):
     transformers = pytest.importorskip("transformers")
 
     def reference(optimizer, steps):
         return transformers.get_scheduler("inverse_sqrt", optimizer, num_warmup_steps=warmup, num_training_steps=steps)
 
-    found, expected = rates(inverse_square_root, 50, warmup=warmup), rates(reference, 50)
-    assert found[warmup:] == pytest.approx(expected[warmup:], rel=1e-12)
+    actual, expected = rates(inverse_square_root, 50, warmup=warmup), rates(reference, 50)
+    assert actual[warmup:] == pytest.approx(expected[warmup:], rel=1e-12)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_single_step_is_a_whole_one(shape):
+def test_single_step_has_the_full_rate(shape):
     assert rates(shape, 1, warmup=0) == [2.0]
     assert rates(shape, 1, warmup=1) == [1.0]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_nothing_but_warmup(shape):
+def test_only_warmup(shape):
     assert rates(shape, 4, warmup=4) == pytest.approx([0.4, 0.8, 1.2, 1.6])
     assert rates(shape, 4, warmup=0.99) == rates(shape, 4, warmup=4)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("in_tensors", [False, True])
-def test_continued_from_its_state(shape, in_tensors):
-    """In plain numbers, also where the optimizer has its rates in tensors, and without a warning of torch's."""
+def test_resumed_from_its_state(shape, in_tensors):
+    """The state has plain numbers even if the optimizer has its rates in tensors, and torch does not warn."""
     warnings.simplefilter("error")
 
     def start():
@@ -93,14 +93,14 @@ def test_continued_from_its_state(shape, in_tensors):
         schedule.step()
 
 
-def test_warmup_rises_in_equal_steps_from_above_zero_to_the_full_rate():
+def test_warmup_rises_linearly_from_above_zero_to_the_full_rate():
     values = rates(constant, 10, warmup=4)
     assert values == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0])
     assert rates(constant, 10, warmup=0.4) == values
-    assert rates(constant, 3, warmup=1) == [1.0, 2.0, 2.0]  # one step, and not all
+    assert rates(constant, 3, warmup=1) == [1.0, 2.0, 2.0]  # 1 is one step, not the whole run
 
 
-def test_min_ratio_is_where_the_shape_ends():
+def test_schedule_ends_at_min_ratio():
     for shape in (cosine, linear):
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
         schedule = shape(optimizer, 10, warmup=2, min_ratio=0.25)

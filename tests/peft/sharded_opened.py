@@ -1,5 +1,5 @@
-"""In each of several processes: `sharded_opened.py LAYOUT NAME WHOLE`: what NAME opens has the logits of the model in
-the folder WHOLE, frozen and sharded, and where processes of tp share it for use."""
+"""Run in each process as `sharded_opened.py LAYOUT NAME WHOLE`: check that the model opened as NAME has the logits of
+the model in the folder WHOLE, frozen and sharded, or loaded by tensor-parallel peers."""
 
 import sys
 

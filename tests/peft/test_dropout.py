@@ -1,4 +1,4 @@
-"""Dropout by its definition: each element by itself is zero with the probability, and else scaled up."""
+"""Dropout matches its definition: each element is independently zeroed or scaled up."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ COUNT = SAMPLES * LENGTH * WIDTH
 
 
 def mask(probability=0.3, name="layer", seed=0, step=1, sample=0, position=0):
-    """Which elements stay, for tokens of two samples, the first of which are at `sample` and `position`."""
+    """The dropout mask for tokens of two samples, starting at `sample` and `position`."""
     batch = Batch.of(torch.zeros(SAMPLES, LENGTH, dtype=torch.long), samples=range(sample, sample + SAMPLES))
     layer = nn.Module()
     prepare_dropout(layer, name, probability, WIDTH)
@@ -26,7 +26,7 @@ def mask(probability=0.3, name="layer", seed=0, step=1, sample=0, position=0):
 
 
 @pytest.mark.parametrize("probability", [0.05, 0.3, 0.5, 0.9])
-def test_a_share_is_zero_and_the_rest_scaled_up(probability):
+def test_dropout_zeroes_a_share_and_scales_up_the_rest(probability):
     values = mask(probability)
     assert values.unique().tolist() == pytest.approx([0, 1 / (1 - probability)])
     deviation = (probability * (1 - probability) / COUNT) ** 0.5
@@ -42,19 +42,19 @@ OTHERS = {
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_masks_are_independent(other):
-    """Two of them agree as often as chance has it."""
+    """Two masks agree as often as expected by chance."""
     chance = 0.3**2 + 0.7**2
     agreed = ((mask() == 0) == (OTHERS[other] == 0)).float().mean().item()
     assert abs(agreed - chance) < 5 * (chance * (1 - chance) / COUNT) ** 0.5
 
 
-def test_a_mask_is_that_of_the_token_wherever_it_stands():
+def test_mask_depends_on_the_token_not_its_place_in_the_batch():
     torch.testing.assert_close(mask(sample=1)[0], mask()[1])
     torch.testing.assert_close(mask(position=40)[:, :60], mask()[:, 40:])
 
 
 @pytest.mark.parametrize("name", ["q_proj", "lm_head"])
-def test_dora_scales_what_dropout_leaves(name, checkpoint):
+def test_dora_scales_the_input_after_dropout(name, checkpoint):
     """As in PEFT: y = W x + (m / n - 1) W d + m / n s B A d, where d is x with dropout and n the norms of W + s B A."""
     model = load_model(str(checkpoint))
     add_adapters(model, LoRA(rank=4, alpha=12, dropout=0.5, dora=True, target_modules=[name]))
@@ -74,7 +74,7 @@ def test_dora_scales_what_dropout_leaves(name, checkpoint):
         torch.testing.assert_close(inputs @ weight.T, expected)
 
 
-def test_a_share_of_the_features_has_its_part_of_the_mask(checkpoint):
+def test_shard_of_the_features_uses_its_part_of_the_mask(checkpoint):
     model = load_model(str(checkpoint))
     add_adapters(model, LoRA(rank=4, dropout=0.5, target_modules=["down_proj"]))
     layer = model.blocks[0].mlp.down.train()
@@ -82,6 +82,6 @@ def test_a_share_of_the_features_has_its_part_of_the_mask(checkpoint):
     half = layer.in_features // 2
     layer.dropout_keys = keys
     whole = layer._dropped(input, lambda keys: keys)
-    layer.first_input = half  # of a process that has the second half
+    layer.first_input = half  # as in a process that has the second half
     assert not torch.equal(whole[:, half:], whole[:, :half])
     assert torch.equal(layer._dropped(input[:, half:], lambda keys: keys), whole[:, half:])

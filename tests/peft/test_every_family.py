@@ -1,4 +1,4 @@
-"""An adapter of every family is PEFT's: the same logits with it, and with it merged in."""
+"""Adapters of every family match PEFT: the same logits with the adapter and after merging it."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ TOKENS = torch.arange(5, 85).view(2, 40)
 
 
 @pytest.mark.parametrize("family", slow_but([*FAMILIES][::4], FAMILIES))
-def test_adapter(family, tmp_path):
+def test_adapter_of_every_family_matches_peft(family, tmp_path):
     config_class, changes = FAMILIES[family]
     folder = save_checkpoint(tmp_path / "base", config_class, **{"pad_token_id": None} | changes)
     model, lora = load_model(str(folder)), LoRA(rank=4, alpha=8, modules_to_save=["norm"])

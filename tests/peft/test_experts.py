@@ -1,4 +1,4 @@
-"""LoRA on experts is a LoRA for each of them, and PEFT reads it from its files."""
+"""LoRA on experts is one LoRA per expert, and PEFT reads it from its files."""
 
 import json
 from dataclasses import replace
@@ -41,14 +41,14 @@ def layer(request):
     return layer
 
 
-def test_a_new_adapter_changes_nothing(layer):
+def test_new_adapter_changes_nothing(layer):
     rows = torch.randn(10, 12)
     before = layer(rows, PLAN)
     assert_close(adapted(layer)(rows, PLAN), before)
 
 
-@pytest.mark.parametrize("rank", [4, 3])  # that the grouped kernel takes, and that it does not
-def test_each_expert_has_its_own(layer, rank):
+@pytest.mark.parametrize("rank", [4, 3])  # supported and unsupported by the grouped kernel
+def test_each_expert_has_its_own_matrices(layer, rank):
     adapted(layer, rank=rank, alpha=6)
     torch.nn.init.normal_(layer.lora_b)
     rows = torch.randn(10, 12, requires_grad=True)
@@ -58,7 +58,7 @@ def test_each_expert_has_its_own(layer, rank):
     output = layer(rows, PLAN)
     assert_close(output, expected, atol=1e-5, rtol=1e-5)
     inputs, gradient = (rows, layer.lora_a, layer.lora_b), torch.randn_like(output)
-    gradients, references = (torch.autograd.grad(each, inputs, gradient) for each in (output, expected))
+    gradients, references = (torch.autograd.grad(result, inputs, gradient) for result in (output, expected))
     assert_close(gradients, references, atol=1e-4, rtol=1e-5)
     assert layer.weight.grad is None
 
@@ -70,7 +70,7 @@ def test_dropout_follows_a_token_and_its_expert(layer):
     tokens = torch.randn(6, 12)
 
     def outputs(order):
-        """Of each token's two experts, with the tokens in this order."""
+        """The outputs of each token's two experts, with the tokens in this order."""
         plan = Dispatch.of(experts[order], num_experts=4)
         batch = replace(Batch.of(torch.zeros(1, 6, dtype=torch.long)), positions=order[None])
         set_dropout_keys(layer, (batch.in_step(0, 1, num_supervised=1),))
@@ -88,11 +88,11 @@ def test_dropout_differs_between_tokens_and_between_experts(layer):
     set_dropout_keys(layer, (Batch.of(torch.zeros(1, 6, dtype=torch.long)).in_step(0, 1, num_supervised=1),))
     added = (layer(rows, plan) - layer.eval()(rows, plan))[plan.places, 0].view(6, 2)
     assert (added[0, 0] - added[:, 0]).abs().max() > 1
-    assert (added[:, 0] - added[:, 1]).abs().max() > 1  # and not by rounding alone
+    assert (added[:, 0] - added[:, 1]).abs().max() > 1  # more than rounding
 
 
 def adapt_all(model):
-    """A random adapter on all experts of a model, by its module's name."""
+    """Add a random adapter to all experts of a model and return the layers by name."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, ExpertLinear)}
     for name, layer in layers.items():
         lora = LoRA(rank=4, alpha=8)

@@ -1,5 +1,5 @@
-"""Adapters of experts, in the files of PEFT: it loads them for all experts at once, vLLM one by one. Where experts are
-one tensor on disk, the file has one matrix for all of them too."""
+"""Adapters of experts in PEFT files: PEFT loads them for all experts at once, vLLM one by one. If the experts are one
+tensor on disk, the file has one matrix for all of them."""
 
 import json
 import re
@@ -40,7 +40,7 @@ def checkpoint_of(family, folder):
 
 
 @pytest.mark.parametrize("family", SETTINGS)
-def test_peft_and_merge(family, tmp_path):
+def test_expert_adapters_in_peft_and_merged(family, tmp_path):
     folder = checkpoint_of(family, tmp_path / "base")
     model, lora = load_model(str(folder)), LoRA(rank=4, alpha=12, dropout=0.1, **SETTINGS[family])
     before = model(TOKENS)
@@ -71,7 +71,7 @@ def test_peft_and_merge(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3", "granitemoe"])
-def test_the_table_says_what_all_linear_leaves_out_and_how_to_adapt_it(family, tmp_path):
+def test_table_shows_layers_left_out_and_how_to_adapt_them(family, tmp_path):
     folder = checkpoint_of(family, tmp_path / "base")
 
     def add(**settings):
@@ -101,7 +101,7 @@ def test_the_table_says_what_all_linear_leaves_out_and_how_to_adapt_it(family, t
     ],
     ids=["list", "parameters alone", "pattern", "others in each layer"],
 )  # fmt: skip
-def test_made_by_peft(settings, tmp_path):
+def test_expert_adapters_made_by_peft(settings, tmp_path):
     folder = checkpoint_of("gpt_oss", tmp_path / "base")
     base = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     theirs = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, **settings)).eval()
@@ -122,7 +122,7 @@ def test_made_by_peft(settings, tmp_path):
 
 
 @pytest.mark.parametrize("changes", [{"num_local_experts": 8}, {"num_hidden_layers": 4}], ids=str)
-def test_a_stack_of_another_base_is_not_merged(changes, tmp_path):
+def test_stacked_experts_of_another_base_are_not_merged(changes, tmp_path):
     """Eight experts at rank 2 would have matrices of the same shapes as four at rank 4."""
     folder = checkpoint_of("gpt_oss", tmp_path / "base")
     model, lora = load_model(str(folder)), LoRA(rank=4, target_modules=["down_proj"])
@@ -152,7 +152,7 @@ def test_a_stack_of_another_base_is_not_merged(changes, tmp_path):
         ("granitemoe", {"target_modules": ["input_linear"]}, "has another name in transformers, "),
     ],
 )
-def test_refused(family, settings, message, tmp_path):
+def test_unsupported_adapters_are_refused(family, settings, message, tmp_path):
     model = load_model(str(checkpoint_of(family, tmp_path)))
     with pytest.raises(TuneError, match=message):
         add_adapters(model, LoRA(rank=4, **settings))
@@ -160,8 +160,8 @@ def test_refused(family, settings, message, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "targets"), [("mixtral", "[w1,w2,w3]"), ("gpt_oss", "[down_proj,gate_up_proj]")])
-def test_one_and_two_processes(family, targets, chats, tmp_path):
-    """Dropout included: its masks follow the tokens to their experts. And each reads its own part of an adapter."""
+def test_two_processes_train_expert_adapters_like_one(family, targets, chats, tmp_path):
+    """Dropout masks follow the tokens to their experts, and each process reads its own part of an adapter."""
     folder = checkpoint_of(family, tmp_path / "base")
     common = [
         f"model.path={folder}", f"dataset.path={chats}", "max_seq_len=128", "global_batch_size=8", "dtype=fp32",

@@ -1,4 +1,4 @@
-"""Adapters in loops that are not ours: one's own net and optimizer, transformers' models, peft to read the files."""
+"""Adapters in your own training loop: custom networks and optimizers, transformers models, files read by PEFT."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ transformers = pytest.importorskip("transformers")
 
 
 class Encoder(nn.Module):
-    """No language model: torch's attention, whose output projection is read and not called, and a head."""
+    """Not a language model: torch's attention, which reads its output projection without calling it, and a head."""
 
     def __init__(self):
         super().__init__()
@@ -56,12 +56,12 @@ KINDS = {
 
 
 def loaded_by_peft(folder):
-    """Not in evaluation, where torch's encoder layers compute with the weights that peft keeps as the base."""
+    """Load the adapter in training mode: in evaluation, torch's encoder layers would use the weights of the base."""
     return peft.PeftModel.from_pretrained(Encoder(), folder).train()
 
 
 def train(model, steps=3):
-    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.02)
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.02)
     losses = []
     for _ in range(steps):
         loss = F.cross_entropy(model(INPUTS), TARGETS)
@@ -73,7 +73,7 @@ def train(model, steps=3):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_net_of_ones_own_is_adapted_trained_exported_and_loaded_by_peft(kind, tmp_path):
+def test_custom_network_is_adapted_trained_exported_and_loaded_by_peft(kind, tmp_path):
     model, before = Encoder(), Encoder()(INPUTS)
     names = set(add_adapters(model, KINDS[kind]).layers)
     assert not any("out_proj" in name for name in names)
@@ -94,17 +94,17 @@ def test_a_net_of_ones_own_is_adapted_trained_exported_and_loaded_by_peft(kind, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_gradients_are_those_of_peft(kind, tmp_path):
+def test_gradients_match_peft(kind, tmp_path):
     model = Encoder()
     add_adapters(model, KINDS[kind])
     train(model, steps=1)
     export_adapter(model, tmp_path / "adapter")
     theirs = peft.PeftModel.from_pretrained(Encoder(), tmp_path / "adapter", is_trainable=True)
-    for each in (model, theirs):
-        F.cross_entropy(each(INPUTS), TARGETS).backward()
+    for network in (model, theirs):
+        F.cross_entropy(network(INPUTS), TARGETS).backward()
     gradients = {name.replace(".default", ""): p.grad for name, p in theirs.named_parameters() if p.grad is not None}
     ours = {f"base_model.model.{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
-    if kind != "pissa":  # which PEFT has at twice the rank
+    if kind != "pissa":  # PEFT stores it with twice the rank
         assert sum(map(torch.Tensor.numel, ours.values())) == sum(map(torch.Tensor.numel, gradients.values()))
     for name, gradient in ours.items():
         if "lora_" in name and kind == "all linear":
@@ -112,7 +112,7 @@ def test_the_gradients_are_those_of_peft(kind, tmp_path):
             assert_close(gradient, gradients[theirs_name], atol=1e-6, rtol=1e-4)
 
 
-def test_the_state_dict_is_that_of_peft(tmp_path):
+def test_state_dict_matches_peft(tmp_path):
     model = Encoder()
     add_adapters(model, KINDS["all linear"])
     train(model)
@@ -125,7 +125,7 @@ def test_the_state_dict_is_that_of_peft(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_merged_in_memory_it_is_what_peft_merges(kind, tmp_path):
+def test_merging_in_memory_matches_peft(kind, tmp_path):
     model = Encoder()
     add_adapters(model, KINDS[kind])
     train(model)
@@ -133,7 +133,7 @@ def test_merged_in_memory_it_is_what_peft_merges(kind, tmp_path):
     with torch.no_grad():
         expected = model.eval()(INPUTS)
     merge_in_place(model)
-    assert not adapted_modules(model) and not any(isinstance(each, LoRALinear) for each in model.modules())
+    assert not adapted_modules(model) and not any(isinstance(module, LoRALinear) for module in model.modules())
     merged = peft.PeftModel.from_pretrained(Encoder(), tmp_path / "adapter").merge_and_unload()
     state = {name.replace("modules_to_save.default.", ""): tensor for name, tensor in merged.state_dict().items()}
     assert_close(model.state_dict(), {name: state[name] for name in model.state_dict()}, atol=1e-5, rtol=1e-5)
@@ -141,11 +141,11 @@ def test_merged_in_memory_it_is_what_peft_merges(kind, tmp_path):
     assert_close(model(INPUTS), expected, atol=1e-5, rtol=1e-5)
     with pytest.raises(TuneError, match="no adapter to merge"):
         merge_in_place(model)
-    add_adapters(model, LoRA(rank=2))  # as on any plain model
+    add_adapters(model, LoRA(rank=2))  # like on any plain model
     assert_close(model(INPUTS), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_quantized_weights_are_not_merged_into():
+def test_merging_into_quantized_weights_is_refused():
     model = nn.Sequential(nn.Sequential(nn.Linear(64, 64)))
     quantize_linears(model)
     add_adapters(model, LoRA(rank=2))
@@ -154,19 +154,19 @@ def test_quantized_weights_are_not_merged_into():
     assert adapted_modules(model)
 
 
-def test_dropout_without_a_batch_is_torchs():
+def test_dropout_without_a_batch_uses_torch():
     model = Encoder()
     add_adapters(model, LoRA(rank=4, dropout=0.5, target_modules=["linear1"]))
     layer = model.encoder.layers[0].linear1
     nn.init.normal_(layer.lora_b)
     torch.manual_seed(3)
-    found = layer(INPUTS)
+    output = layer(INPUTS)
     torch.manual_seed(3)
     low_rank = F.linear(F.linear(F.dropout(INPUTS, 0.5), layer.lora_a), layer.lora_b) * layer.scaling
-    assert_close(found, F.linear(INPUTS, layer.weight, layer.bias) + low_rank)
+    assert_close(output, F.linear(INPUTS, layer.weight, layer.bias) + low_rank)
 
 
-def test_adapters_on_other_layers_leave_the_first_ones_as_they_are():
+def test_adapters_on_other_layers_keep_the_first_ones():
     model = Encoder()
     add_adapters(model, LoRA(rank=4, target_modules=["linear1"]))
     train(model)
@@ -195,7 +195,7 @@ def test_layers_with_two_ranks_are_loaded_by_peft(tmp_path):
 
 
 @pytest.mark.parametrize("target", ["all-linear", ["linear1"]])
-def test_an_adapted_layer_is_refused(target):
+def test_adapting_a_layer_twice_is_refused(target):
     model = Encoder()
     add_adapters(model, LoRA(rank=4, target_modules=["linear1"]))
     before = model(INPUTS)
@@ -204,38 +204,38 @@ def test_an_adapted_layer_is_refused(target):
     assert_close(model(INPUTS), before)
 
 
-def test_what_torch_does_not_call_is_refused_by_name():
+def test_layer_that_is_never_called_is_refused_by_name():
     with pytest.raises(TuneError, match=r"self_attn\.out_proj is never called"):
         add_adapters(Encoder(), LoRA(target_modules=["out_proj"]))
 
 
-def test_a_model_of_peft_is_refused():
+def test_peft_model_is_refused():
     theirs = peft.get_peft_model(Encoder(), peft.LoraConfig(target_modules=["linear1"]))
-    for each in (theirs, theirs.base_model.model):
+    for model in (theirs, theirs.base_model.model):
         with pytest.raises(TuneError, match="of the library peft"):
-            add_adapters(each, LoRA(rank=4))
+            add_adapters(model, LoRA(rank=4))
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"alpha": 9.0}, r"alpha=8, rank=4.*alpha=9, rank=4"),
         ({"rank_stabilized": True}, "rank_stabilized=False.*rank_stabilized=True"),
         ({"dora": True}, "dora=False.*dora=True"),
     ],
 )
-def test_an_adapter_of_another_scaling_is_not_loaded(changes, said, tmp_path):
+def test_adapter_with_another_scaling_is_refused(changes, message, tmp_path):
     model = Encoder()
-    given = {"rank": 4, "alpha": 8.0, "target_modules": ["linear1"]}
-    add_adapters(model, LoRA(**given))
+    settings = {"rank": 4, "alpha": 8.0, "target_modules": ["linear1"]}
+    add_adapters(model, LoRA(**settings))
     export_adapter(model, tmp_path / "adapter")
     other = Encoder()
-    add_adapters(other, LoRA(**given | changes))
-    with pytest.raises(TuneError, match=said):
+    add_adapters(other, LoRA(**settings | changes))
+    with pytest.raises(TuneError, match=message):
         load_adapter(other, tmp_path / "adapter")
 
 
-def test_it_is_written_over_neither_other_files_nor_the_base(tmp_path, checkpoint):
+def test_export_overwrites_neither_other_files_nor_the_base(tmp_path, checkpoint):
     model = Encoder()
     with pytest.raises(TuneError, match="no adapter to export"):
         export_adapter(model, tmp_path / "adapter")
@@ -250,7 +250,7 @@ def test_it_is_written_over_neither_other_files_nor_the_base(tmp_path, checkpoin
         export_adapter(model, base, base=base)
 
 
-def test_of_a_language_model_it_names_base_and_task(checkpoint, tmp_path):
+def test_adapter_of_a_language_model_names_base_and_task(checkpoint, tmp_path):
     model = load_model(str(checkpoint))
     add_adapters(model, LoRA(rank=4))
     export_adapter(model, tmp_path / "adapter")
@@ -262,7 +262,7 @@ def test_of_a_language_model_it_names_base_and_task(checkpoint, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_transformers_model_is_adapted_in_memory_and_trained_by_its_trainer(checkpoint, tmp_path):
+def test_transformers_model_is_adapted_and_trained_by_its_trainer(checkpoint, tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     add_adapters(model, LoRA(rank=4, dropout=0.1, target_modules=["q_proj", "v_proj"]))
     rows = [{"input_ids": list(range(3, 23)), "labels": list(range(3, 23))} for _ in range(8)]
@@ -284,7 +284,7 @@ def test_a_transformers_model_is_adapted_in_memory_and_trained_by_its_trainer(ch
 
 
 @pytest.mark.slow
-def test_ones_own_fsdp_on_two_processes_trains_what_one_process_trains(tmp_path):
+def test_custom_fsdp_on_two_processes_trains_like_one_process(tmp_path):
     losses = json.loads(run_processes(Path(own_loop.__file__), 2, str(tmp_path / "adapter")).splitlines()[-1])
     model = own_loop.Net()
     add_adapters(model, LoRA(rank=4, modules_to_save=["head"]))

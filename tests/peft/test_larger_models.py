@@ -1,4 +1,4 @@
-"""The adapter of a language model that is a part of a larger one, between PEFT and ours: each has its own names."""
+"""Adapters of a language model inside a multimodal one, exchanged with PEFT, which uses other names."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ KINDS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", LARGER)
-def test_ours_in_peft_and_merged(family, kind, tmp_path, recwarn):
+def test_our_adapter_in_peft_and_merged(family, kind, tmp_path, recwarn):
     base = tmp_path / "base"
     theirs, ours = make_larger(family, base)
     lora = LoRA(**{"rank": 2, "target_modules": ["q_proj"]} | KINDS[kind])
@@ -52,7 +52,9 @@ def test_ours_in_peft_and_merged(family, kind, tmp_path, recwarn):
     export_adapter(ours, tmp_path / "adapter", world=distributed.init("cpu"), base=str(base), tokenizer=NoTokenizer())
     recwarn.clear()
     adapted = peft.PeftModel.from_pretrained(WHOLE.from_pretrained(base), tmp_path / "adapter").eval()
-    assert not any("adapter keys" in str(warning.message) for warning in recwarn)  # also none beside the language model
+    assert not any(
+        "adapter keys" in str(warning.message) for warning in recwarn
+    )  # PEFT expects none outside the language model
     assert_close(adapted(TOKENS).logits, logits, atol=1e-5, rtol=1e-5)
     merge(base, tmp_path / "adapter", tmp_path / "merged")
     assert_close(WHOLE.from_pretrained(tmp_path / "merged").eval()(TOKENS).logits, logits, atol=1e-5, rtol=1e-5)
@@ -61,7 +63,7 @@ def test_ours_in_peft_and_merged(family, kind, tmp_path, recwarn):
 @pytest.mark.parametrize(
     ("family", "auto"), [("gemma3", WHOLE), ("mistral3", WHOLE), ("qwen3_5", WHOLE), ("qwen3_5", TEXT)]
 )
-def test_of_peft_in_ours_and_merged(family, auto, tmp_path):
+def test_peft_adapter_in_our_model_and_merged(family, auto, tmp_path):
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     make_larger(family, base)
     model = auto.from_pretrained(base)

@@ -1,4 +1,4 @@
-"""Adapters are PEFT's: same values, same gradients, same files."""
+"""Adapters match PEFT: same values, same gradients, same files."""
 
 import json
 from dataclasses import replace
@@ -26,7 +26,7 @@ KINDS = {
     "names on disk": LoRA(rank=4, alpha=8, target_modules=["q_proj", "v_proj"]),
     "our names": LoRA(rank=4, alpha=8, target_modules=["query", "down"]),
     "regular expression": LoRA(rank=4, alpha=8, target_modules=r".*layers\.[02]\..*(gate|o)_proj"),
-    "rank-stabilised": LoRA(rank=4, alpha=8, rank_stabilized=True),
+    "rank-stabilized": LoRA(rank=4, alpha=8, rank_stabilized=True),
     "patterns": LoRA(
         rank=4, alpha=8, rank_pattern={"q_proj": 2, "down": 8}, alpha_pattern={"layers.1.mlp.up_proj": 32}
     ),
@@ -53,7 +53,7 @@ def lora(request):
 
 
 def randomized(model):
-    """Adapters far from their start, where they do nothing."""
+    """Randomize the adapters of a model; new ones change nothing."""
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -66,7 +66,7 @@ def exported(model, lora, folder, base):
     return folder
 
 
-def test_a_new_adapter_changes_nothing(checkpoint, lora):
+def test_new_adapter_changes_nothing(checkpoint, lora):
     model = load_model(str(checkpoint))
     before = model(TOKENS)
     add_adapters(model, lora)
@@ -74,7 +74,7 @@ def test_a_new_adapter_changes_nothing(checkpoint, lora):
 
 
 @pytest.mark.parametrize("is_training", [True, False])
-def test_a_model_trains_on_only_if_it_did_before_its_adapter_was_off(is_training, checkpoint):
+def test_switched_off_restores_the_training_mode(is_training, checkpoint):
     model = load_model(str(checkpoint)).train(is_training)
     add_adapters(model, LoRA(rank=4))
     with switched_off(model):
@@ -83,14 +83,14 @@ def test_a_model_trains_on_only_if_it_did_before_its_adapter_was_off(is_training
 
 
 @pytest.mark.parametrize("pattern", ["proj", "q_proj", "self_attn.q_proj", r".*1.*q_proj", "1.self_attn.q_proj"])
-def test_a_pattern_of_ranks_means_the_layers_that_it_means_in_peft(pattern):
+def test_rank_patterns_match_the_same_layers_as_in_peft(pattern):
     lora = LoRA(rank=4, alpha=8, rank_pattern={pattern: 2}, alpha_pattern={pattern: 3})
     for name in ("model.layers.0.self_attn.q_proj", "model.layers.11.self_attn.q_proj", "model.layers.1.mlp.up_proj"):
         is_meant = peft.utils.other.get_pattern_key([pattern], name) == pattern
         assert lora.at(name) == ((2, 3) if is_meant else (4, 8))
 
 
-def test_adapters_start_as_in_peft_and_say_their_dropout(checkpoint, tmp_path):
+def test_initial_values_match_peft_and_dropout_is_saved(checkpoint, tmp_path):
     base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     modules = ["q_proj", "down_proj", "embed_tokens"]
     settings = peft.LoraConfig(r=16, target_modules=modules)
@@ -103,16 +103,16 @@ def test_adapters_start_as_in_peft_and_say_their_dropout(checkpoint, tmp_path):
     for name, tensor in load_file(tmp_path / "adapter_model.safetensors").items():
         start = theirs[name].detach()
         assert_close(tensor.std(), start.std(), rtol=0.1, atol=0)
-        if "embedding" not in name:  # normal, where the largest is a matter of chance
+        if "embedding" not in name:  # it is normally distributed, so its maximum is random
             assert_close(tensor.abs().max(), start.abs().max(), rtol=0.05, atol=0)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["lora_dropout"] == 0.25
     assert read_adapter(str(tmp_path)).dropout == 0.25
 
 
 @pytest.mark.parametrize("folder", slow_but(["checkpoint"], ["checkpoint", "tied_checkpoint", "biased_checkpoint"]))
-def test_peft_loads_it_and_computes_the_same(folder, lora, tmp_path, request):
+def test_peft_loads_our_adapter_with_the_same_results(folder, lora, tmp_path, request):
     if folder == "tied_checkpoint" and lora in UNTIED.values():
-        pytest.skip("a tied head is refused (test_refused_with_a_tied_head)")
+        pytest.skip("a tied head is refused (test_adapters_of_a_tied_head_are_refused)")
     folder = request.getfixturevalue(folder)
     ours = load_model(str(folder))
     base_logits = ours(TOKENS)
@@ -126,7 +126,7 @@ def test_peft_loads_it_and_computes_the_same(folder, lora, tmp_path, request):
     assert (logits - base_logits).abs().max() > 0.01
 
     if lora.init != "default":
-        return  # there half of what they load was frozen in ours
+        return  # then half of what PEFT loads was frozen in our model
     logits.square().mean().backward()
     theirs(TOKENS).logits.square().mean().backward()
     gradients = {name: p.grad for name, p in theirs.named_parameters() if p.requires_grad}
@@ -142,12 +142,12 @@ def test_peft_loads_it_and_computes_the_same(folder, lora, tmp_path, request):
         ("checkpoint", {"rank_pattern": {"up_proj": 2}}),
         ("checkpoint", {"use_dora": True}),
         ("checkpoint", {"init_lora_weights": "gaussian"}),
-        ("checkpoint", {"r": 40}),  # more than keys have dimensions
+        ("checkpoint", {"r": 40}),  # more than the width of the keys
         ("checkpoint", {"target_modules": ["embed_tokens", "lm_head", "q_proj"]}),
         ("checkpoint", {"modules_to_save": ["lm_head", "embed_tokens"]}),
         ("checkpoint", {"trainable_token_indices": {"embed_tokens": [5, 9], "lm_head": [5, 9]}}),
         ("tied_checkpoint", {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
-        ("checkpoint", {"trainable_token_indices": [5, 9]}),  # of the embedding alone
+        ("checkpoint", {"trainable_token_indices": [5, 9]}),  # only of the embedding
         ("checkpoint", {"trainable_token_indices": {"embed_tokens": [5, 9]}}),
         ("checkpoint", {"trainable_token_indices": {"lm_head": [5, 9]}}),
         ("checkpoint", {"trainable_token_indices": {"model.embed_tokens": [5, 9, 11], "lm_head": [9, 7]}}),
@@ -156,7 +156,7 @@ def test_peft_loads_it_and_computes_the_same(folder, lora, tmp_path, request):
         ("tied_checkpoint", {"trainable_token_indices": {"embed_tokens": [5, 9], "lm_head": [5, 9]}}),
     ],
 )
-def test_peft_writes_it_and_ours_computes_the_same(folder, settings, tmp_path, request):
+def test_adapter_written_by_peft_gives_the_same_results(folder, settings, tmp_path, request):
     folder = request.getfixturevalue(folder)
     base = transformers.AutoModelForCausalLM.from_pretrained(folder)
     config = peft.LoraConfig(**{"r": 4, "lora_alpha": 6, "target_modules": ["k_proj", "up_proj"], **settings})
@@ -172,8 +172,8 @@ def test_peft_writes_it_and_ours_computes_the_same(folder, settings, tmp_path, r
     assert_close(merged(TOKENS).logits, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_merged_weight_is_rounded_once(checkpoint, tmp_path):
-    """The base's type is bf16; weight, product and sum are in fp32 before."""
+def test_merged_weight_is_rounded_once(checkpoint, tmp_path):
+    """The base is in bf16; weight, product and sum are computed in fp32."""
     base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint).bfloat16()
     base.save_pretrained(tmp_path / "base")
     config = peft.LoraConfig(r=4, lora_alpha=6, init_lora_weights=False, target_modules="all-linear")
@@ -186,8 +186,8 @@ def test_a_merged_weight_is_rounded_once(checkpoint, tmp_path):
         assert ((merged[name].float() - exact).abs() <= 2**-8 * exact.abs() + 1e-7).all(), name
 
 
-def test_an_embedding_trained_apart_from_its_tied_head_is_refused(tied_checkpoint, tmp_path):
-    """PEFT does so unless told otherwise, and the head then is what it was."""
+def test_embedding_trained_separately_from_its_tied_head_is_refused(tied_checkpoint, tmp_path):
+    """PEFT trains it separately by default and leaves the head unchanged."""
     base = transformers.AutoModelForCausalLM.from_pretrained(tied_checkpoint)
     config = peft.LoraConfig(r=4, target_modules=["k_proj"], modules_to_save=["embed_tokens"])
     peft.get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
@@ -207,8 +207,8 @@ def test_an_embedding_trained_apart_from_its_tied_head_is_refused(tied_checkpoin
         ({"alora_invocation_tokens": [5, 6]}, r"alora_invocation_tokens=\[5, 6\] is not supported"),
     ],
 )
-def test_an_adapter_that_is_not_the_base_plus_a_product_is_refused(checkpoint, settings, message, tmp_path):
-    """Its tensors would fit."""
+def test_adapters_with_other_formulas_are_refused(checkpoint, settings, message, tmp_path):
+    """They are refused although their tensors would fit."""
     base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     config = peft.LoraConfig(r=4, target_modules=["k_proj"], task_type="CAUSAL_LM", **settings)
     peft.get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
@@ -218,7 +218,7 @@ def test_an_adapter_that_is_not_the_base_plus_a_product_is_refused(checkpoint, s
         merge(checkpoint, tmp_path / "adapter", tmp_path / "merged")
 
 
-def test_another_embedding_than_the_adapter_was_trained_on_is_refused(checkpoint, tmp_path):
+def test_adapter_trained_on_another_embedding_is_refused(checkpoint, tmp_path):
     base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     base.get_input_embeddings().weight.data[3] += 1
     config = peft.LoraConfig(r=4, target_modules=["embed_tokens"])
@@ -230,8 +230,8 @@ def test_another_embedding_than_the_adapter_was_trained_on_is_refused(checkpoint
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])
-def test_starts_are_those_of_peft(checkpoint, init):
-    """Ours keeps the base and subtracts the start, theirs changes the base: the gradients are the same."""
+def test_pissa_and_olora_start_like_peft(checkpoint, init):
+    """We keep the base and subtract the start, PEFT changes the base; the gradients are equal."""
     base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     settings = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"], init_lora_weights=init)
     theirs = peft.get_peft_model(base, settings)
@@ -242,12 +242,12 @@ def test_starts_are_those_of_peft(checkpoint, init):
     expected = [p.grad for p in theirs.parameters() if p.requires_grad]
     gradients = [p.grad for p in ours.parameters() if p.requires_grad]
     # Singular vectors are determined up to their signs.
-    sizes, expected_sizes = ([gradient.abs() for gradient in each] for each in (gradients, expected))
+    sizes, expected_sizes = ([gradient.abs() for gradient in values] for values in (gradients, expected))
     assert sizes[0].max() > 1e-4
     assert_close(sizes, expected_sizes, atol=1e-6, rtol=1e-3)
 
 
-def test_settings_beside_an_adapter_that_exists_are_not_ignored(checkpoint, tmp_path):
+def test_settings_that_contradict_an_existing_adapter_are_refused(checkpoint, tmp_path):
     model, lora = load_model(str(checkpoint)), LoRA(rank=4)
     add_adapters(model, lora)
     folder = str(exported(model, lora, tmp_path / "adapter", checkpoint))
@@ -257,7 +257,7 @@ def test_settings_beside_an_adapter_that_exists_are_not_ignored(checkpoint, tmp_
         adapter(folder, rank=8, dora=True)
 
 
-def test_merged_is_unmerged(checkpoint, lora, tmp_path):
+def test_merged_model_gives_the_logits_of_the_adapter(checkpoint, lora, tmp_path):
     model = load_model(str(checkpoint))
     add_adapters(model, lora)
     logits = randomized(model)(TOKENS)
@@ -284,8 +284,8 @@ def test_merging_into_another_base_is_refused(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     "lora", [LoRA(rank=16), LoRA(rank=16, rank_stabilized=True), LoRA(rank=16, init="pissa", dora=True)]
 )
-def test_layers_narrower_than_the_rank_get_the_rank_that_fits(lora, tmp_path):
-    """As the steps and strengths of Qwen3.5's delta nets are, which have an output for each value head."""
+def test_rank_is_limited_to_the_width_of_a_layer(lora, tmp_path):
+    """Such as the decay and strength projections of Qwen3.5's delta nets, with one output per value head."""
     base = save_checkpoint(tmp_path / "base", num_key_value_heads=1, head_dim=8)
     model = load_model(str(base))
     adapted = add_adapters(model, lora)
@@ -308,7 +308,7 @@ def test_layers_narrower_than_the_rank_get_the_rank_that_fits(lora, tmp_path):
         assert_close(again(TOKENS), logits)
 
 
-def test_any_module(checkpoint):
+def test_transformers_model_can_be_adapted(checkpoint):
     base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     before = base(TOKENS).logits
     adapted = add_adapters(base, LoRA(rank=2, target_modules=["q_proj"]))
@@ -317,7 +317,7 @@ def test_any_module(checkpoint):
     assert {name.rpartition(".")[2] for name, p in base.named_parameters() if p.requires_grad} == {"lora_a", "lora_b"}
 
 
-def test_counts(checkpoint):
+def test_trainable_parameters_are_counted(checkpoint):
     adapted = add_adapters(load_model(str(checkpoint)), LoRA(rank=4, target_modules=["q_proj"]))
     assert adapted.trainable == 3 * 4 * (64 + 64)
     assert "blocks.*.attention.query  x 3    rank 4" in adapted.table()
@@ -352,7 +352,7 @@ def test_counts(checkpoint):
         (LoRA(rank_pattern={"q_proj": 65}), "65 is more than"),
     ],
 )
-def test_refused(checkpoint, lora, message):
+def test_unsupported_adapters_are_refused(checkpoint, lora, message):
     with pytest.raises(TuneError) as error:
         add_adapters(load_model(str(checkpoint)), lora)
     assert message in str(error.value)
@@ -366,12 +366,12 @@ def test_refused(checkpoint, lora, message):
         (LoRA(modules_to_save=["lm_head"]), r"lm_head is both .* adapter.modules_to_save=\[model.embed_tokens\]"),
     ],
 )
-def test_refused_with_a_tied_head(tied_checkpoint, lora, message):
+def test_adapters_of_a_tied_head_are_refused(tied_checkpoint, lora, message):
     with pytest.raises(TuneError, match=message):
         add_adapters(load_model(str(tied_checkpoint)), lora)
 
 
-def test_a_full_disk_while_an_adapter_is_written(checkpoint, tmp_path, monkeypatch):
+def test_full_disk_while_writing_an_adapter(checkpoint, tmp_path, monkeypatch):
     def full(*arguments, **keywords):
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
@@ -384,7 +384,7 @@ def test_a_full_disk_while_an_adapter_is_written(checkpoint, tmp_path, monkeypat
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
 
 
-def test_an_adapter_for_another_model_is_refused(checkpoint, tied_checkpoint, tmp_path):
+def test_adapter_for_another_model_is_refused(checkpoint, tied_checkpoint, tmp_path):
     model, lora = load_model(str(checkpoint)), LoRA(rank=4)
     add_adapters(model, lora)
     exported(model, lora, tmp_path / "adapter", checkpoint)
@@ -413,14 +413,14 @@ def test_an_adapter_for_another_model_is_refused(checkpoint, tied_checkpoint, tm
         ('{"peft_type": "LORA", "r": 4}', r"adapter_config\.json has no lora_alpha and no target_modules"),
     ],
 )
-def test_a_damaged_adapter_config_is_refused(config, message, tmp_path):
+def test_damaged_adapter_config_is_refused(config, message, tmp_path):
     (tmp_path / "adapter_config.json").write_text(config)
     with pytest.raises(TuneError, match=message):
         read_adapter(str(tmp_path))
 
 
-def test_the_head_of_a_model_of_transformers(checkpoint, tied_checkpoint):
-    """One that is not tied takes an adapter; its place in the body is a stand-in of the same weight."""
+def test_untied_head_of_a_transformers_model_takes_an_adapter(checkpoint, tied_checkpoint):
+    """The head in the body is a placeholder that shares the weight; tied heads are refused."""
     lora = LoRA(rank=4, target_modules=["lm_head", "embed_tokens"])
     with torch.device("meta"):
         assert "head  " in add_adapters(hf(str(checkpoint)), lora).table()
@@ -430,7 +430,7 @@ def test_the_head_of_a_model_of_transformers(checkpoint, tied_checkpoint):
             add_adapters(hf(str(tied_checkpoint)), lora)
 
 
-def test_modules_to_save_are_those_of_peft(checkpoint):
+def test_modules_to_save_match_peft(checkpoint):
     base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["norm"])
     theirs = peft.get_peft_model(base, config)
@@ -441,7 +441,7 @@ def test_modules_to_save_are_those_of_peft(checkpoint):
     assert sum(p.numel() for module in adapted.whole.values() for p in module.parameters()) == wanted == 448
 
 
-def test_adapters_of_peft_that_leave_modules_out(checkpoint, tmp_path):
+def test_peft_adapters_with_excluded_modules(checkpoint, tmp_path):
     base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     config = peft.LoraConfig(
         r=4, target_modules=["q_proj"], exclude_modules=["model.layers.1.self_attn.q_proj"], init_lora_weights=False

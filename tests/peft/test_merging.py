@@ -1,4 +1,4 @@
-"""Several adapters become one as in PEFT's `add_weighted_adapter`."""
+"""Several adapters are merged into one like with PEFT's `add_weighted_adapter`."""
 
 import shutil
 from pathlib import Path
@@ -22,7 +22,7 @@ TOKENS = torch.arange(80).view(2, 40)
 
 @pytest.fixture(scope="module")
 def adapters(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder, found = tmp_path_factory.mktemp("adapters"), {}
+    folder, paths = tmp_path_factory.mktemp("adapters"), {}
     for seed, (name, lora) in enumerate(
         {
             "a": LoRA(rank=4, alpha=8),
@@ -41,11 +41,11 @@ def adapters(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
                 torch.nn.init.normal_(parameter, std=0.05)
         world, tokenizer = distributed.init("cpu"), Tokenizer(str(checkpoint))
         export_adapter(model, folder / name, world=world, base=str(checkpoint), tokenizer=tokenizer)
-        found[name] = folder / name
-    return found
+        paths[name] = folder / name
+    return paths
 
 
-def test_the_card_names_a_base_as_the_hub_does(adapters: dict[str, Path], checkpoint: Path, tmp_path: Path) -> None:
+def test_model_card_names_the_base_by_its_hub_id(adapters: dict[str, Path], checkpoint: Path, tmp_path: Path) -> None:
     base = shutil.copytree(checkpoint, tmp_path / "base")
     (base / HUB_ID).parent.mkdir(parents=True)  # as `tune download` does
     (base / HUB_ID).write_text("someone/tiny")
@@ -55,19 +55,19 @@ def test_the_card_names_a_base_as_the_hub_does(adapters: dict[str, Path], checkp
 
 
 @pytest.mark.parametrize("method", ["linear", "ties", "dare_linear", "dare_ties"])
-def test_as_in_peft(
+def test_merging_several_adapters_matches_peft(
     method: str, adapters: dict[str, Path], checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names, weights, density = ["a", "b", "c"], [0.7, 1.5, -0.4], 0.3
-    given = ["--method", method, "--weights", *map(str, weights)]
-    given += ["--density", str(density)] * (method != "linear") + ["--seed", "3"] * ("dare" in method)
-    main(["merge", str(checkpoint), *(str(adapters[name]) for name in names), str(tmp_path / "out"), *given])
+    options = ["--method", method, "--weights", *map(str, weights)]
+    options += ["--density", str(density)] * (method != "linear") + ["--seed", "3"] * ("dare" in method)
+    main(["merge", str(checkpoint), *(str(adapters[name]) for name in names), str(tmp_path / "out"), *options])
     theirs = peft.PeftModel.from_pretrained(
         transformers.AutoModelForCausalLM.from_pretrained(checkpoint).eval(), adapters["a"], adapter_name="a"
     )
     for name in names[1:]:
         theirs.load_adapter(adapters[name], adapter_name=name)
-    # PEFT draws the start of the new adapter from the same generator before: the seed is set behind that.
+    # PEFT first draws the start of the new adapter from the same generator, so the seed is set after that.
     calls, real = [], peft.tuners.lora.LoraModel._generalized_task_arithmetic_weighted_adapter
 
     def seeded(*arguments: object, **named: object) -> object:
@@ -81,9 +81,9 @@ def test_as_in_peft(
     theirs.set_adapter("all")
     with torch.no_grad():
         base, expected = load_model(str(checkpoint))(TOKENS), theirs(TOKENS).logits
-        found = load_model(str(tmp_path / "out"))(TOKENS)
+        logits = load_model(str(tmp_path / "out"))(TOKENS)
     assert (expected - base).abs().max() > 0.05
-    assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
 WRONG = {
@@ -108,14 +108,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_wrong_inputs(
+def test_invalid_inputs_are_refused(
     wrong: str, adapters: dict[str, Path], checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given, message = WRONG[wrong]
-    split = next((at for at, word in enumerate(given) if word.startswith("--")), len(given))
-    folders = [str(adapters.get(name, tmp_path / name)) for name in given[:split]]
+    arguments, message = WRONG[wrong]
+    split = next((at for at, word in enumerate(arguments) if word.startswith("--")), len(arguments))
+    folders = [str(adapters.get(name, tmp_path / name)) for name in arguments[:split]]
     with pytest.raises(SystemExit) as stopped:
-        main(["merge", str(checkpoint), *folders, str(tmp_path / "out"), *given[split:]])
+        main(["merge", str(checkpoint), *folders, str(tmp_path / "out"), *arguments[split:]])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""What a user names on the command line is opened: a model, an adapter, a run; the logits are those of PEFT."""
+"""Models, adapters and runs named on the command line are opened and give the logits of PEFT."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ TOKENS = torch.arange(5, 85).view(2, 40)
 
 @pytest.fixture(scope="module")
 def adapters(checkpoint, tmp_path_factory):
-    """Of two kinds: the layers of both overlap."""
+    """Two adapters with different but overlapping layers."""
     folder = tmp_path_factory.mktemp("adapters")
     first = make_adapter(checkpoint, folder / "first", 1)
     return first, make_adapter(checkpoint, folder / "second", 2, target_modules=["q_proj", "down_proj", "embed_tokens"])
@@ -49,7 +49,7 @@ def test_several_adapters_add_up_as_in_peft(checkpoint, adapters):
 
 
 @torch.no_grad()
-def test_two_of_dora_add_up_as_in_peft(checkpoint, adapters, tmp_path):
+def test_two_dora_adapters_add_up_as_in_peft(checkpoint, adapters, tmp_path):
     folders = [make_adapter(checkpoint, tmp_path / str(seed), seed, dora=True) for seed in (3, 4)]
     base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     theirs = peft.PeftModel.from_pretrained(base, folders[0], adapter_name="first").eval()
@@ -60,7 +60,7 @@ def test_two_of_dora_add_up_as_in_peft(checkpoint, adapters, tmp_path):
     )
 
 
-def test_dora_under_another_adapter(checkpoint, adapters, tmp_path):
+def test_dora_below_another_adapter(checkpoint, adapters, tmp_path):
     dora = make_adapter(checkpoint, tmp_path / "dora", 3, dora=True)
     both = open_model(dora, adapters=[adapters[0]]).load()(TOKENS)
     merged = load_model(str(checkpoint))
@@ -74,25 +74,25 @@ def test_dora_under_another_adapter(checkpoint, adapters, tmp_path):
     assert_close(both, merged(TOKENS), atol=1e-5, rtol=1e-5)
 
 
-def test_folders_of_a_run(checkpoint, adapters, tmp_path):
+def test_run_folders_resolve_to_their_exports(checkpoint, adapters, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_text("model: {path: somewhere}\n")
     shutil.copytree(adapters[0], run / "adapter")
-    found = resolve_model(run)
-    assert (found.base, found.adapters, found.tokenizer) == (checkpoint, (run / "adapter",), run / "adapter")
+    resolved = resolve_model(run)
+    assert (resolved.base, resolved.adapters, resolved.tokenizer) == (checkpoint, (run / "adapter",), run / "adapter")
     assert resolve_model(checkpoint, [run]).adapters == (run / "adapter",)
     shutil.copytree(checkpoint, run / "model")  # with the adapter merged in, as export.merge=true leaves it
     assert resolve_model(run) == resolve_model(run / "model")
     assert resolve_model(run).adapters == ()
 
 
-def test_types_and_quantisation(checkpoint, adapters, tmp_path):
+def test_types_and_quantization(checkpoint, adapters, tmp_path):
     halved = tmp_path / "bf16"
     transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).save_pretrained(halved)
     for file in checkpoint.glob("tokenizer*"):
         shutil.copy(file, halved)
-    types = {name: open_model(halved).load(**each).norm.weight.dtype for name, each in {
+    types = {name: open_model(halved).load(**options).norm.weight.dtype for name, options in {
         "on a CPU": {}, "of the file": {"device": "meta"}, "chosen": {"dtype": "fp16"},
     }.items()}  # fmt: skip
     assert types == {"on a CPU": torch.float32, "of the file": torch.bfloat16, "chosen": torch.float16}
@@ -102,8 +102,8 @@ def test_types_and_quantisation(checkpoint, adapters, tmp_path):
     assert 0 < (model(TOKENS) - expected).norm() / expected.norm() < 0.3
 
 
-def test_families(checkpoint, tmp_path):
-    """Ours, and others by transformers."""
+def test_families_open_natively_or_through_transformers(checkpoint, tmp_path):
+    """Native families are Decoders; others are loaded through transformers."""
     assert isinstance(open_model(checkpoint).load(), Decoder)
     folder = save_checkpoint(tmp_path / "gptj", "GPTJConfig", n_embd=64, n_layer=2, n_head=4, rotary_dim=8)
     model = open_model(folder).load()
@@ -112,7 +112,7 @@ def test_families(checkpoint, tmp_path):
     assert_close(model(TOKENS), theirs(TOKENS).logits, atol=1e-5, rtol=1e-5)
 
 
-def test_what_is_none_of_these(checkpoint, adapters, tmp_path):
+def test_paths_that_are_not_models_are_refused(checkpoint, adapters, tmp_path):
     run = tmp_path / "run"
     (run / "checkpoints" / "step-00000050").mkdir(parents=True)
     (run / "config.yaml").touch()

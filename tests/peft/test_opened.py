@@ -1,4 +1,4 @@
-"""One way to open a model: folders, adapters, runs and checkpoints; on a device, sharded, on disk."""
+"""open_model opens folders, adapters, runs and checkpoints: on a device, sharded or on disk."""
 
 import shutil
 from pathlib import Path
@@ -23,7 +23,7 @@ SHARDED = Path(__file__).with_name("sharded_opened.py")
 
 @pytest.fixture(scope="module")
 def adapter(checkpoint, tmp_path_factory):
-    """Of all kinds of parameters: low-rank matrices, whole modules, rows of tokens."""
+    """An adapter with all kinds of parameters: low-rank matrices, whole modules, token rows."""
     settings = {"modules_to_save": ["norm"], "trainable_tokens": [7, 9]}
     return make_adapter(checkpoint, tmp_path_factory.mktemp("adapter") / "adapter", 1, **settings)
 
@@ -37,7 +37,7 @@ def merged(checkpoint, adapter, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(checkpoint, chats, tmp_path_factory):
-    """Of three steps each, with all checkpoints."""
+    """Runs of three steps each, with all checkpoints."""
     folder = tmp_path_factory.mktemp("runs")
     common = [
         f"model.path={checkpoint}", f"dataset.path={chats}", "max_seq_len=128", "device=cpu", "dtype=fp32",
@@ -49,14 +49,14 @@ def runs(checkpoint, chats, tmp_path_factory):
     return folder
 
 
-def test_no_weights_are_read_before_they_are_asked_for(checkpoint, adapter, runs, monkeypatch):
-    monkeypatch.setattr(DiskTensor, "read", lambda *_: pytest.fail("weights are read"))
+def test_opening_a_model_reads_no_weights(checkpoint, adapter, runs, monkeypatch):
+    monkeypatch.setattr(DiskTensor, "read", lambda *_: pytest.fail("weights were read"))
     for opened in (open_model(checkpoint), open_model(adapter), open_model(runs / "full", step=2)):
         assert all(parameter.is_meta for parameter in opened.model.parameters())
 
 
 @torch.no_grad()
-def test_an_adapter_on_a_device_sharded_and_on_disk(checkpoint, adapter, merged, tmp_path):
+def test_adapter_on_a_device_sharded_and_on_disk(checkpoint, adapter, merged, tmp_path):
     expected = load_model(merged)(TOKENS)
     assert (expected - load_model(checkpoint)(TOKENS)).abs().max() > 1e-3
     assert_close(open_model(adapter).load()(TOKENS), expected, atol=1e-5, rtol=1e-5)
@@ -73,7 +73,7 @@ def test_an_adapter_on_a_device_sharded_and_on_disk(checkpoint, adapter, merged,
     assert_close(load_model(tmp_path / "out").state_dict(), load_model(merged).state_dict(), atol=0, rtol=0)
 
 
-def test_the_usual_type_is_that_of_the_largest_tensor_but_on_a_cpu(checkpoint, tmp_path):
+def test_default_type_is_that_of_the_largest_tensor_except_on_a_cpu(checkpoint, tmp_path):
     """Checkpoints may have norms in fp32."""
     folder = Path(shutil.copytree(checkpoint, tmp_path / "mixed"))
     tensors = load_file(folder / "model.safetensors")
@@ -85,22 +85,22 @@ def test_the_usual_type_is_that_of_the_largest_tensor_but_on_a_cpu(checkpoint, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp_shard=2", "tp=2"])
-def test_an_adapter_in_two_processes(layout, adapter, merged):
+def test_adapter_in_two_processes(layout, adapter, merged):
     assert "2 processes agree" in run_processes(SHARDED, 2, layout, str(adapter), str(merged))
 
 
 @pytest.mark.slow
-def test_a_checkpoint_in_two_processes(runs, tmp_path):
+def test_checkpoint_in_two_processes(runs, tmp_path):
     for kind in ("full", "lora"):
         main(["export", str(runs / kind), "--step", "2", "--to", "hf", "--out", str(tmp_path / kind)])
-        place = str(runs / kind / "checkpoints" / "step-00000002")
+        checkpoint = str(runs / kind / "checkpoints" / "step-00000002")
         for layout in ("dp_shard=2", "tp=2"):
-            assert "2 processes agree" in run_processes(SHARDED, 2, layout, place, str(tmp_path / kind))
+            assert "2 processes agree" in run_processes(SHARDED, 2, layout, checkpoint, str(tmp_path / kind))
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_a_checkpoint_of_a_run(kind, runs, tmp_path):
+def test_checkpoint_of_a_run(kind, runs, tmp_path):
     run = runs / kind
     main(["export", str(run), "--step", "2", "--to", "hf", "--out", str(tmp_path / "out")])
     expected, last = load_model(tmp_path / "out")(TOKENS), open_model(run).load()(TOKENS)
@@ -118,7 +118,7 @@ def test_a_checkpoint_of_a_run(kind, runs, tmp_path):
         open_model(run, step=9)
 
 
-def test_a_damaged_checkpoint_is_not_opened(runs, tmp_path):
+def test_damaged_checkpoint_is_not_opened(runs, tmp_path):
     run = shutil.copytree(runs / "full", tmp_path / "run")
     file = next((run / "checkpoints" / "step-00000002").glob("*.distcp"))
     content = bytearray(file.read_bytes())
@@ -129,7 +129,7 @@ def test_a_damaged_checkpoint_is_not_opened(runs, tmp_path):
     open_model(run, step=1).load()
 
 
-def test_digests_tell_models_apart(checkpoint, adapter, merged, runs):
+def test_digests_distinguish_models(checkpoint, adapter, merged, runs):
     names = checkpoint, adapter, merged, runs / "full" / "checkpoints" / "step-00000001", runs / "lora" / "adapter"
     digests = [str(open_model(name).digest()) for name in names]
     digests.append(str(open_model(runs / "full", step=2).digest()))
@@ -137,11 +137,11 @@ def test_digests_tell_models_apart(checkpoint, adapter, merged, runs):
     assert str(open_model(adapter).digest()) == digests[1]
 
 
-def test_checkpoints_of_one_base_have_digests_of_their_own(runs):
+def test_checkpoints_of_one_base_have_different_digests(runs):
     assert open_model(runs / "lora", step=1).digest() != open_model(runs / "lora", step=2).digest()
 
 
-def test_errors_blame_the_setting(checkpoint, adapter, runs, tmp_path):
+def test_errors_name_the_setting(checkpoint, adapter, runs, tmp_path):
     (tmp_path / "empty").mkdir()
     for wrong in (tmp_path / "absent", tmp_path / "empty", runs / "full" / "checkpoints" / "step-00000009"):
         with pytest.raises(TuneError, match=r"^reference: ") as error:
@@ -153,8 +153,8 @@ def test_errors_blame_the_setting(checkpoint, adapter, runs, tmp_path):
         open_model(adapter, [adapter]).shard(distributed.init("cpu"))
 
 
-def test_the_rows_of_new_tokens_of_a_reward_model(tmp_path):
-    """Its head has one row, which is not for a token."""
+def test_adding_tokens_to_a_reward_model_keeps_its_head(tmp_path):
+    """Its head has one row, which belongs to no token."""
     transformers = pytest.importorskip("transformers")
     folder = save_checkpoint(tmp_path / "base", pad_token_id=1)
     settings = transformers.AutoConfig.from_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Adapted layers compute what their formula says, in as few passes over activations as without an adapter."""
+"""Adapted layers match their formulas, with no more passes over activations than plain layers."""
 
 import zlib
 
@@ -18,7 +18,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="Triton's k
 
 
 class Three(nn.Module):
-    """Layers of different widths, with one input; of two of them the weights have biases."""
+    """Three layers of different widths with one input; two have biases."""
 
     def __init__(self, **settings):
         super().__init__()
@@ -40,7 +40,7 @@ class Three(nn.Module):
         return [layer for layer in self.parts.values() if isinstance(layer, LoRALinear)]
 
     def expected(self, hidden):
-        """By the formulas of the papers."""
+        """Yield the outputs according to the formulas of the papers."""
         for layer in self.parts.values():
             if layer not in self.adapted:
                 yield F.linear(hidden, layer.weight, layer.bias)
@@ -67,25 +67,25 @@ SETTINGS = {
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("needs_input", [True, False])
-def test_layers_with_one_input(settings, needs_input):
+def test_layers_with_one_input_match_their_formulas(settings, needs_input):
     model = Three(**SETTINGS[settings])
     hidden = torch.randn(2, ROWS // 2, WIDTH, dtype=torch.double, requires_grad=needs_input)
-    trained = [each for each in (hidden, *model.parameters()) if each.requires_grad]
+    trained = [tensor for tensor in (hidden, *model.parameters()) if tensor.requires_grad]
 
     def gradients(outputs):
         loss = sum((output * torch.linspace(-1, 1, output.numel()).view_as(output)).sum() for output in outputs)
         return torch.autograd.grad(loss, trained)
 
     expected = list(model.expected(hidden * 1))
-    found = project(hidden * 1, [*model.parts.values()])
-    assert_close(found, expected, **CLOSE)
-    assert_close(gradients(found), gradients(expected), **CLOSE)
+    actual = project(hidden * 1, [*model.parts.values()])
+    assert_close(actual, expected, **CLOSE)
+    assert_close(gradients(actual), gradients(expected), **CLOSE)
     with torch.no_grad():
         assert_close(project(hidden, [*model.parts.values()]), expected, **CLOSE)
 
 
-def test_the_gradient_that_is_summed_in_place_is_nobody_elses():
-    """The input is used before and after the layers, and its gradient is looked at."""
+def test_gradient_summed_in_place_is_not_shared():
+    """The input is also used before and after the layers, and a hook observes its gradient."""
     model = Three()
     source = torch.randn(2, ROWS // 2, WIDTH, dtype=torch.double, requires_grad=True)
     results = []
@@ -99,7 +99,7 @@ def test_the_gradient_that_is_summed_in_place_is_nobody_elses():
 
 
 def operations(function):
-    """By name, those that read or write as much as an activation. Views do neither."""
+    """Count by name the operations that read or write as much as an activation; views do neither."""
     with torch.profiler.profile(record_shapes=True) as profile:
         function()
     counts: dict[str, int] = {}
@@ -133,9 +133,9 @@ VIEWS = (
 )
 
 
-def test_nothing_but_products_passes_over_activations():
-    """Forward: a product of all A, three of W, three of B. Backward: of the input one of W alone, three more which are
-    added to it; and for each B two, for all A one."""
+def test_only_matrix_products_read_activations():
+    """Forward: one product for all A, three for W, three for B. Backward: for the input, one for W and three added to
+    it; two for each B; one for all A."""
     model = Three()
     hidden = torch.randn(2, ROWS // 2, WIDTH, dtype=torch.double, requires_grad=True)
     outputs, slopes = [], [torch.randn(2, ROWS // 2, width, dtype=torch.double) for width in (40, 24, 24)]
@@ -147,8 +147,8 @@ def test_nothing_but_products_passes_over_activations():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norms_of_dora(dtype):
-    """Against fp64, of the matrix that the layer multiplies by; in fp32 without a matrix of the weight's size."""
+def test_dora_norms_match_fp64(dtype):
+    """The norms are computed without a matrix of the weight's size in fp32."""
     torch.manual_seed(0)
     layer = nn.Sequential(nn.Sequential(nn.Linear(256, 512)))
     add_adapters(layer, LoRA(rank=8, alpha=16, dora=True))
@@ -164,8 +164,8 @@ def test_norms_of_dora(dtype):
         assert max(event.cpu_memory_usage for event in profile.events()) < layer.weight.nbytes / 2
 
 
-def test_bits_of_masks():
-    """By integers of Python, from the keys of tokens and the numbers of features."""
+def test_mask_bits_match_python_integers():
+    """The bits follow from the keys of tokens and the indices of features."""
 
     def mix(bits):
         bits = (bits ^ bits >> 16) * 0x7FEB352D % 2**32
@@ -178,14 +178,14 @@ def test_bits_of_masks():
     for row, key in enumerate(keys.tolist()[:5]):
         kept = masked(torch.ones(1, WIDTH), 0.3, keys[row : row + 1], layer.dropout_features)[0] > 0
         bits = [mix(key % 2**32 ^ mix((mix(feature) + seed) % 2**32)) for feature in range(width)]
-        signed = [each - 2**32 if each >= 2**31 else each for each in bits]
-        assert kept[:width].tolist() == [each >= round(0.3 * 2**32) - 2**31 for each in signed]
+        signed = [value - 2**32 if value >= 2**31 else value for value in bits]
+        assert kept[:width].tolist() == [value >= round(0.3 * 2**32) - 2**31 for value in signed]
 
 
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "width", "rank"), [(37, 200, 4), (1024, 512, 16), (5, 300, 70)])
-def test_kernels_compute_what_plain_operations_do(rows, width, rank, dtype, monkeypatch):
+def test_kernels_match_plain_operations(rows, width, rank, dtype, monkeypatch):
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape):

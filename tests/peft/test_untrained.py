@@ -1,4 +1,4 @@
-"""Rows of the embedding and the head that no training has told from others are found."""
+"""Untrained rows of the embedding and the head are detected."""
 
 import json
 
@@ -11,18 +11,18 @@ from tune.models import build
 from tune.peft import LoRA, add_adapters, tokens, untrained_tokens
 
 
-def found(folder, ids, **settings):
+def untrained(folder, ids, **settings):
     with torch.device("meta"):
         model = build(str(folder))
     add_adapters(model, LoRA(**settings))
     return untrained_tokens(model, folder, ids)
 
 
-def test_a_row_that_was_added(checkpoint, tied_checkpoint, tmp_path):
+def test_added_row_is_found(checkpoint, tied_checkpoint, tmp_path):
     for base in (checkpoint, tied_checkpoint):
         (new,) = add_tokens(base, tmp_path / base.parent.name, ["<|call|>"])
-        assert found(tmp_path / base.parent.name, [0, 1, new]) == [new]
-        assert found(tmp_path / base.parent.name, [0, 1, new], trainable_tokens=[new]) == []
+        assert untrained(tmp_path / base.parent.name, [0, 1, new]) == [new]
+        assert untrained(tmp_path / base.parent.name, [0, 1, new], trainable_tokens=[new]) == []
 
 
 @pytest.mark.parametrize("chunk", [7, 16_384])
@@ -34,23 +34,23 @@ def test_a_row_that_was_added(checkpoint, tied_checkpoint, tmp_path):
         ("model.embed_tokens.weight", {5: 0.2, 9: 5.0}, []),
     ],
 )
-def test_rows_near_zero(checkpoint, tmp_path, monkeypatch, chunk, name, factors, expected):
+def test_rows_near_zero_are_found(checkpoint, tmp_path, monkeypatch, chunk, name, factors, expected):
     monkeypatch.setattr(tokens, "CHUNK", chunk)
     tensors = load_file(checkpoint / "model.safetensors")
     for row, factor in factors.items():
         tensors[name][row] *= factor
     copy(checkpoint, tmp_path, tensors)
-    assert found(tmp_path, [0, 5, 9, 299]) == expected
-    assert found(tmp_path, [0, 5, 9, 299], target_modules=["embed_tokens", "lm_head"]) == []
+    assert untrained(tmp_path, [0, 5, 9, 299]) == expected
+    assert untrained(tmp_path, [0, 5, 9, 299], target_modules=["embed_tokens", "lm_head"]) == []
 
 
 @pytest.mark.parametrize("chunk", [7, 16_384])
-def test_rows_that_are_alike(checkpoint, tmp_path, monkeypatch, chunk):
+def test_duplicate_rows_are_found(checkpoint, tmp_path, monkeypatch, chunk):
     monkeypatch.setattr(tokens, "CHUNK", chunk)
     tensors = load_file(checkpoint / "model.safetensors")
     tensors["lm_head.weight"][5] = 1.1 * tensors["lm_head.weight"][250]
     copy(checkpoint, tmp_path, tensors)
-    assert found(tmp_path, [4, 5, 6]) == [5]
+    assert untrained(tmp_path, [4, 5, 6]) == [5]
 
 
 def copy(checkpoint, folder, tensors):

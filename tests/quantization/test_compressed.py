@@ -1,4 +1,4 @@
-"""Quantized folders are what compressed-tensors makes of the same weights, and transformers computes what they say."""
+"""Quantized folders match compressed-tensors, and transformers loads them with the expected logits."""
 
 import json
 import math
@@ -33,7 +33,7 @@ REAL = Path(__file__).parents[2] / ".demo" / "smollm2-135m"
 
 
 def rounded(model: nn.Module, kind: str, group: int | None) -> nn.Module:
-    """`model` with the weights of its blocks quantized and dequantized."""
+    """Quantize and dequantize the weights of the blocks of `model`."""
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and "." in name:
             weight = layer.weight.data
@@ -44,33 +44,33 @@ def rounded(model: nn.Module, kind: str, group: int | None) -> nn.Module:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["LlamaConfig", "Phi3Config", "Qwen2Config"])
-def test_transformers_loads_them(kind: str, family: str, tmp_path: Path) -> None:
+def test_transformers_loads_quantized_folders(kind: str, family: str, tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path / "model", family, pad_token_id=None, tie_word_embeddings=family == "Qwen2Config")
     main(["quantize", str(folder), "--to", kind, "--out", str(tmp_path / "out")])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     tokens, plain = torch.arange(80).view(2, 40), load_model(str(folder))
     with torch.no_grad():
         before = plain(tokens)
-        expected, found = rounded(plain, kind, 64 if kind == "int4" else None)(tokens), theirs(tokens).logits
+        expected, actual = rounded(plain, kind, 64 if kind == "int4" else None)(tokens), theirs(tokens).logits
     assert (expected - before).abs().max() > 1e-3
-    assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert_close(actual, expected, atol=1e-4, rtol=1e-4)
     assert Tokenizer(str(tmp_path / "out")).vocabulary == Tokenizer(str(folder)).vocabulary
 
 
-def test_the_head_of_a_reward_model_is_not_quantized(tmp_path: Path) -> None:
+def test_head_of_a_reward_model_is_not_quantized(tmp_path: Path) -> None:
     reward_model(tmp_path / "model")
     main(["quantize", str(tmp_path / "model"), "--to", "int8", "--out", str(tmp_path / "out")])
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", dtype=torch.float32)
     plain, tokens = load_model(str(tmp_path / "model"), head="score"), torch.arange(40)[None] + 3
     before = score(plain, Batch.of(tokens))
-    expected, found = score(rounded(plain, "int8", None), Batch.of(tokens)), theirs.eval()(tokens).logits[:, 0]
+    expected, scores = score(rounded(plain, "int8", None), Batch.of(tokens)), theirs.eval()(tokens).logits[:, 0]
     assert (expected - before).abs().max() > 1e-4
-    assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    assert_close(scores, expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["mxfp4", "nf4"])
-def test_transformers_has_the_same_weights(kind: str, tmp_path: Path) -> None:
-    """In 4 bits it multiplies in bf16, on a CPU, and then in fp32 with the weights that it has unpacked."""
+def test_transformers_unpacks_the_same_weights(kind: str, tmp_path: Path) -> None:
+    """On a CPU, transformers multiplies packed 4-bit weights in bf16; its unpacked weights are compared in fp32."""
     if kind == "nf4":
         pytest.importorskip("bitsandbytes")
     folder = save_checkpoint(tmp_path / "model", tie_word_embeddings=False)
@@ -82,8 +82,8 @@ def test_transformers_has_the_same_weights(kind: str, tmp_path: Path) -> None:
     tokens, plain = torch.arange(80).view(2, 40), load_model(str(folder))
     with torch.no_grad():
         in_four_bits = packed(tokens).logits.float()
-        theirs = theirs.dequantize() if kind == "nf4" else packed  # which has unpacked them for that
-        found = nn.Module.float(theirs)(tokens).logits
+        theirs = theirs.dequantize() if kind == "nf4" else packed  # its forward has unpacked the weights
+        actual = nn.Module.float(theirs)(tokens).logits
         before = plain(tokens)
         for name, layer in rounded(plain, kind, 32).named_modules():
             if isinstance(layer, nn.Linear) and "." in name:
@@ -92,13 +92,13 @@ def test_transformers_has_the_same_weights(kind: str, tmp_path: Path) -> None:
             parameter.data = parameter.to(dtype).float()
         expected = plain(tokens)
     assert (expected - before).abs().max() > 0.3
-    assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert_close(actual, expected, atol=1e-4, rtol=1e-4)
     assert_close(in_four_bits, expected, atol=0.1, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_transformers_quantises_inputs_too(kind: str, checkpoint: Path, tmp_path: Path) -> None:
-    """Against our model with weights rounded and the inputs of its layers rounded by the library's own scales."""
+def test_transformers_also_quantizes_inputs(kind: str, checkpoint: Path, tmp_path: Path) -> None:
+    """The reference is our model with rounded weights and layer inputs rounded with the library's scales."""
     main(["quantize", str(checkpoint), "--to", kind, "--dynamic", "--out", str(tmp_path / "out")])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     group = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["config_groups"][
@@ -118,29 +118,29 @@ def test_transformers_quantises_inputs_too(kind: str, checkpoint: Path, tmp_path
         for name, layer in plain.named_modules():
             if isinstance(layer, nn.Linear) and "." in name:
                 layer.register_forward_pre_hook(quantized)
-        expected, found = plain(tokens), theirs(tokens).logits
+        expected, actual = plain(tokens), theirs(tokens).logits
     assert (expected - before).abs().max() > 1e-3
-    assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_torchao_takes_the_tensors(kind: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_torchao_accepts_the_tensors(kind: str, checkpoint: Path, tmp_path: Path) -> None:
     torchao = pytest.importorskip("torchao.quantization")
     make = {"int8": torchao.Int8Tensor, "fp8": torchao.Float8Tensor}[kind]
     main(["quantize", str(checkpoint), "--to", kind, "--dynamic", "--out", str(tmp_path / "out")])
     stored = load_file(tmp_path / "out" / "model.safetensors")
     theirs, tokens = transformers.AutoModelForCausalLM.from_pretrained(checkpoint).eval(), torch.arange(80).view(2, 40)
-    for name in [each.removesuffix("_scale") for each in stored if each.endswith("_scale")]:
+    for name in [key.removesuffix("_scale") for key in stored if key.endswith("_scale")]:
         codes, scales = stored[name], stored[f"{name}_scale"]
         weight = make(codes, scales, block_size=[1, codes.shape[1]], dtype=torch.float32)
         theirs.get_submodule(name.removesuffix(".weight")).weight = nn.Parameter(weight, requires_grad=False)
     with torch.no_grad():
-        expected, found = rounded(load_model(str(checkpoint)), kind, None)(tokens), theirs(tokens).logits
-    assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        expected, actual = rounded(load_model(str(checkpoint)), kind, None)(tokens), theirs(tokens).logits
+    assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_transformers_writes_the_format_of_torchao(checkpoint: Path, tmp_path: Path) -> None:
-    """As docs/cli.md has it."""
+    """The commands are from docs/cli.md."""
     torchao = pytest.importorskip("torchao.quantization")
     load, tokens = transformers.AutoModelForCausalLM.from_pretrained, torch.arange(40)[None]
     how = transformers.TorchAoConfig(torchao.Int8WeightOnlyConfig(version=2))
@@ -149,13 +149,13 @@ def test_transformers_writes_the_format_of_torchao(checkpoint: Path, tmp_path: P
     again = load(tmp_path / "out", dtype="auto")
     assert isinstance(again.get_submodule("model.layers.0.mlp.up_proj").weight, torchao.Int8Tensor)
     with torch.no_grad():
-        before, found = load(checkpoint)(tokens).logits, again(tokens).logits
-        assert_close(found, model(tokens).logits)
-    assert 0 < (found - before).abs().max() < 0.1
+        before, after = load(checkpoint)(tokens).logits, again(tokens).logits
+        assert_close(after, model(tokens).logits)
+    assert 0 < (after - before).abs().max() < 0.1
 
 
 @pytest.mark.parametrize(("kind", "columns"), [("int8", 96), ("int8", 90), ("int4", 128), ("fp8", 96), ("mxfp4", 96)])
-def test_the_library_makes_the_same(kind: str, columns: int) -> None:
+def test_compressed_tensors_writes_the_same_tensors(kind: str, columns: int) -> None:
     from tune.quantization import Compressor
 
     torch.manual_seed(0)
@@ -170,12 +170,12 @@ def test_the_library_makes_the_same(kind: str, columns: int) -> None:
     made: dict[str, Tensor] = library.compress(
         {"weight": weight, "weight_scale": scale}, QuantizationScheme(targets=["Linear"], weights=weights)
     )
-    ours = {name.removeprefix("layer."): each for name, each in compressor.tensors("layer.weight", weight)}
+    ours = {name.removeprefix("layer."): tensor for name, tensor in compressor.tensors("layer.weight", weight)}
     assert ours.keys() == made.keys()
-    rows = torch.arange(48) != 3  # a row of zeros has another scale, and codes of zero
+    rows = torch.arange(48) != 3  # a row of zeros has another scale; its codes are zero
     for name in ours.keys() - {"weight_shape"}:
         exact = ours[name].dtype == torch.int32
-        one, other = (each[rows] if exact else each[rows].float() for each in (ours[name], made[name]))
+        one, other = (tensor[rows] if exact else tensor[rows].float() for tensor in (ours[name], made[name]))
         assert_close(one, other, rtol=0 if exact else 1e-6, atol=0)
     assert ours["weight_scale"].isfinite().all() and (ours["weight_scale"] > 0).all()
 
@@ -195,7 +195,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_wrong_inputs(wrong: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_inputs_are_refused(
+    wrong: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments, message = WRONG[wrong]
     places = {"MODEL": checkpoint, "NEW": tmp_path / "new"}
     if "ODD" in arguments:
@@ -208,7 +210,7 @@ def test_wrong_inputs(wrong: str, checkpoint: Path, tmp_path: Path, capsys: pyte
     if "--out" not in arguments:
         arguments = [*arguments, "--out", "NEW"]
     with pytest.raises(SystemExit) as stopped:
-        main(["quantize", *(str(places.get(each, each)) for each in arguments)])
+        main(["quantize", *(str(places.get(argument, argument)) for argument in arguments)])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
@@ -217,7 +219,7 @@ def test_wrong_inputs(wrong: str, checkpoint: Path, tmp_path: Path, capsys: pyte
 @pytest.mark.slow
 @pytest.mark.skipif(not REAL.exists(), reason="needs the real model: make model")
 def test_sizes_and_perplexities_of_a_real_model(tmp_path: Path) -> None:
-    """The table of docs/cli.md."""
+    """The figures are in the table of docs/cli.md."""
     text = " ".join((Path(__file__).parents[2] / "LICENSE").read_text().split())
     tokens = torch.tensor([Tokenizer(str(REAL)).encode(text)[at : at + 256] for at in (0, 512, 1024, 1536)])
 
@@ -226,16 +228,16 @@ def test_sizes_and_perplexities_of_a_real_model(tmp_path: Path) -> None:
             log_probs = model(tokens)[:, :-1].log_softmax(-1)
         return math.exp(-log_probs.gather(2, tokens[:, 1:, None]).mean().item())
 
-    found = {"fp32": ((REAL / "model.safetensors").stat().st_size / 1e6, perplexity(load_model(str(REAL))))}
+    figures = {"fp32": ((REAL / "model.safetensors").stat().st_size / 1e6, perplexity(load_model(str(REAL))))}
     for kind in (*KINDS, "mxfp4", "nf4"):
         main(["quantize", str(REAL), "--to", kind, "--out", str(tmp_path / kind)])
         config = json.loads((tmp_path / kind / "config.json").read_text())["quantization_config"]
         group = None if kind == "nf4" else config["config_groups"]["group_0"]["weights"]["group_size"]
         size = (tmp_path / kind / "model.safetensors").stat().st_size / 1e6
-        found[kind] = size, perplexity(rounded(load_model(str(REAL)), kind, group))
+        figures[kind] = size, perplexity(rounded(load_model(str(REAL)), kind, group))
     assert sum(tensor.nbytes for tensor in load_file(tmp_path / "int4" / "model.safetensors").values()) < 1.8e8
-    print(found)
-    assert found["int8"][1] / found["fp32"][1] == pytest.approx(1, abs=0.02)
-    assert found["fp8"][1] / found["fp32"][1] == pytest.approx(1, abs=0.05)
-    assert found["nf4"][0] < found["int8"][0] and found["nf4"][1] < found["int4"][1] < 1.6 * found["fp32"][1]
-    assert found["mxfp4"][1] / found["fp32"][1] < 2
+    print(figures)
+    assert figures["int8"][1] / figures["fp32"][1] == pytest.approx(1, abs=0.02)
+    assert figures["fp8"][1] / figures["fp32"][1] == pytest.approx(1, abs=0.05)
+    assert figures["nf4"][0] < figures["int8"][0] and figures["nf4"][1] < figures["int4"][1] < 1.6 * figures["fp32"][1]
+    assert figures["mxfp4"][1] / figures["fp32"][1] < 2

@@ -1,4 +1,4 @@
-"""Products in float8, emulated: torchao's own on each layer, and a training that learns as the exact one does."""
+"""Emulated float8 products match torchao layer by layer, and training learns like in full precision."""
 
 import importlib
 import json
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 @pytest.mark.parametrize("lora", [False, True])
-def test_each_layer_is_that_of_torchao(scaling: str, lora: bool) -> None:
+def test_each_layer_matches_torchao(scaling: str, lora: bool) -> None:
     torch.manual_seed(0)
     layer, theirs = torch.nn.Linear(64, 32), torch.nn.Linear(64, 32)
     theirs.load_state_dict(layer.state_dict())
@@ -32,10 +32,10 @@ def test_each_layer_is_that_of_torchao(scaling: str, lora: bool) -> None:
         add_adapters(model, LoRA(rank=4))
     mine = torch.randn(2, 32, 64, requires_grad=True)
     other = mine.detach().clone().requires_grad_()
-    found, expected = model(mine), theirs(other)
-    assert_close(found, expected, rtol=0, atol=0)  # B of the adapter is zero
-    assert not torch.allclose(found, layer(mine), rtol=1e-3)
-    found.square().sum().backward()
+    output, expected = model(mine), theirs(other)
+    assert_close(output, expected, rtol=0, atol=0)  # B of the adapter is zero
+    assert not torch.allclose(output, layer(mine), rtol=1e-3)
+    output.square().sum().backward()
     expected.square().sum().backward()
     assert mine.grad is not None
     assert_close(mine.grad, other.grad, rtol=0, atol=0)
@@ -49,7 +49,7 @@ def test_each_layer_is_that_of_torchao(scaling: str, lora: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["full_finetune", pytest.param("lora_finetune", marks=pytest.mark.slow)])
-def test_it_learns_as_without(recipe: str, checkpoint: Path, chats: Path, tmp_path: Path) -> None:
+def test_float8_learns_like_full_precision(recipe: str, checkpoint: Path, chats: Path, tmp_path: Path) -> None:
     losses = {}
     for scaling in ("null", "rowwise", "tensorwise"):
         settings = [
@@ -61,16 +61,16 @@ def test_it_learns_as_without(recipe: str, checkpoint: Path, chats: Path, tmp_pa
         lines = (tmp_path / scaling / "metrics.jsonl").read_text().splitlines()
         losses[scaling] = torch.tensor([json.loads(line)["loss"] for line in lines])
     exact = losses.pop("null")
-    for found in losses.values():
-        assert_close(found, exact, rtol=0.02, atol=0)
-        assert not torch.equal(found, exact)
+    for rounded in losses.values():
+        assert_close(rounded, exact, rtol=0.02, atol=0)
+        assert not torch.equal(rounded, exact)
     made = "model" if recipe == "full_finetune" else "adapter"
     assert (tmp_path / "rowwise" / made / f"{made}.safetensors".replace("adapter.", "adapter_model.")).exists()
     assert not torch.equal(losses["rowwise"], losses["tensorwise"])
 
 
-def test_a_sampled_text_is_that_of_float8(checkpoint: Path) -> None:
-    """Validation and samples see what training does."""
+def test_sampling_uses_float8_too(checkpoint: Path) -> None:
+    """Validation and sampling use the same products as training."""
     model = load_model(str(checkpoint))
     exact = model(torch.arange(32)[None])
     quantization.compute_in_float8(model, "rowwise", CPU)

@@ -1,4 +1,4 @@
-"""Quantization of a model that has its weights, in a loop that is not ours."""
+"""Quantization of a loaded model in your own training loop."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tune.quantization import NF4Weight, quantize_linears
 
 
 class Encoder(nn.Module):
-    """No language model: attention whose output projection torch calls by its weight, a feed-forward part, a head."""
+    """Not a language model: torch reads the weight of the attention output projection without calling it."""
 
     def __init__(self):
         super().__init__()
@@ -25,7 +25,7 @@ class Encoder(nn.Module):
 
 
 @pytest.mark.parametrize("double", [False, True])
-def test_weights_are_quantized_where_they_are(double):
+def test_weights_are_quantized_in_place(double):
     to_nf4 = pytest.importorskip("torchao.quantization").to_nf4
     model, reference = Encoder(), Encoder()
     hidden = torch.randn(4, 5, 64)
@@ -36,13 +36,13 @@ def test_weights_are_quantized_where_they_are(double):
             plain = reference.get_submodule(name).weight.data
             theirs = to_nf4(plain, block_size=64, scaler_block_size=128)
             equal = module.weight.codes == theirs.quantized_data.view_as(module.weight.codes)
-            assert equal.float().mean() > 0.999  # but where rounding decides
+            assert equal.float().mean() > 0.999  # except where rounding decides
             where = equal.repeat_interleave(2, dim=1)
             assert_close(module.weight.full()[where], theirs.get_original_weight()[where], rtol=2e-2, atol=1e-3)
             reference.get_submodule(name).weight.data = module.weight.full()
     assert_close(model(hidden), reference(hidden))
     assert_close(model(hidden), before, rtol=0.1, atol=0.1)
-    with torch.no_grad():  # for which torch has a way that reads the weights
+    with torch.no_grad():  # torch has a fast path that reads the weights directly
         assert_close(model.eval()(hidden), reference.eval()(hidden))
 
 
@@ -53,7 +53,7 @@ def test_weights_on_the_meta_device_stay_there():
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-def test_a_second_time_and_adapters_before_are_refused_and_change_nothing():
+def test_quantizing_twice_or_after_adapters_is_refused():
     model = Encoder()
     quantize_linears(model)
     with pytest.raises(TuneError, match=r"layers\.layers\.0\.linear1 is a NF4Linear"):
@@ -67,18 +67,18 @@ def test_a_second_time_and_adapters_before_are_refused_and_change_nothing():
         quantize_linears(nn.Linear(64, 64))
 
 
-def test_training_on_quantized_weights_is_that_on_their_values():
+def test_training_on_quantized_weights_matches_their_values():
     model, reference = Encoder(), Encoder()
     quantize_linears(model)
     for name, module in model.named_modules():
         if isinstance(getattr(module, "weight", None), NF4Weight):
             reference.get_submodule(name).weight.data = module.weight.full()
     hidden = torch.randn(4, 5, 64)
-    for each in (model, reference):
-        add_adapters(each, LoRA(rank=4, target_modules=["linear1", "linear2"]))
-        optimizer = torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=0.01)
+    for network in (model, reference):
+        add_adapters(network, LoRA(rank=4, target_modules=["linear1", "linear2"]))
+        optimizer = torch.optim.AdamW([p for p in network.parameters() if p.requires_grad], lr=0.01)
         for _ in range(3):
-            each(hidden).square().sum().backward()
+            network(hidden).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
     assert_close(model(hidden), reference(hidden))

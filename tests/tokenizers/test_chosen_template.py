@@ -1,4 +1,4 @@
-"""A template, and an EOS, that a setting chooses: what is written, what it needs, what is saved."""
+"""Templates and EOS chosen by a setting: the text they render, the tokens they need, the files they save."""
 
 import json
 
@@ -16,7 +16,7 @@ MESSAGES = [
     {"role": "user", "content": "2?"},
     {"role": "assistant", "content": "Two"},
 ]
-# What the models' makers document, in their words.
+# The formats that the models' makers document.
 EXPECTED = {
     "chatml": (
         "<s><|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\n1?<|im_end|>\n<|im_start|>assistant\n One "
@@ -72,8 +72,8 @@ def test_shipped_templates(folder, tmp_path, name, expected):
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_other_orders_of_roles(folder, name):
-    """Every content is written once, and answers are learned wherever they stand."""
+def test_shipped_templates_with_other_role_orders(folder, name):
+    """Every content is rendered once, and answers are learned in any position."""
     add_tokens(folder, "<start_of_turn>", "<end_of_turn>")
     tokenizer = Tokenizer(str(folder), chat_template=name)
     for roles in ("au", "sau", "suua", "uaua", "usa", "uaa"):
@@ -95,7 +95,7 @@ def test_tokenizer_without_bos(folder):
     assert text == "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\n1?<|im_end|>\n"
 
 
-def test_tokens_that_are_not_there(folder):
+def test_missing_tokens_are_reported(folder):
     with pytest.raises(TuneError) as error:
         Tokenizer(str(folder), chat_template="gemma")
     assert "tokenizer.chat_template=gemma" in str(error.value)
@@ -110,7 +110,7 @@ def test_tokens_that_are_not_there(folder):
     assert Tokenizer(str(folder), chat_template="plain", eos_token="</s>").eos_id == 1
 
 
-def test_a_missing_template_names_the_setting(folder):
+def test_missing_template_error_names_the_setting(folder):
     tokenizer = Tokenizer(str(folder))
     with pytest.raises(TuneError, match=r"tokenizer.chat_template to chatml, llama3, mistral, plain \(whose tokens"):
         tokenizer.require_chat_template()
@@ -124,7 +124,7 @@ def test_a_missing_template_names_the_setting(folder):
         ("{% for m in messages %}<|turn|>{{ m.content }}{% endfor %}", r"mine.jinja: .* has no token '<\|turn\|>'"),
     ],
 )
-def test_files(folder, tmp_path, source, message):
+def test_template_files_are_checked(folder, tmp_path, source, message):
     if source:
         (tmp_path / "mine.jinja").write_text(source)
     with pytest.raises(TuneError, match=message):
@@ -133,7 +133,7 @@ def test_files(folder, tmp_path, source, message):
         Tokenizer(str(folder), chat_template="chatlm")
 
 
-def test_a_file_takes_the_place_of_all_templates_there(folder, tmp_path):
+def test_template_file_replaces_all_templates_of_the_folder(folder, tmp_path):
     (folder / "additional_chat_templates").mkdir()
     for name in ("chat_template", "additional_chat_templates/tool_use"):
         (folder / f"{name}.jinja").write_text("the base's")
@@ -152,11 +152,11 @@ def test_a_file_takes_the_place_of_all_templates_there(folder, tmp_path):
     assert saved.chat_template == theirs.chat_template == "mine {{ eos_token }}"
     assert saved.special_tokens["eos_token"] == theirs.eos_token == "<|im_end|>"
     assert "the base's" not in "".join(file.read_text() for file in (tmp_path / "saved").rglob("*") if file.is_file())
-    assert tokenizer.fingerprint != Tokenizer(str(folder)).fingerprint  # data are prepared anew
+    assert tokenizer.fingerprint != Tokenizer(str(folder)).fingerprint  # data is prepared again
 
 
 @pytest.mark.parametrize("kind", ["word", "added"])
-def test_an_end_of_turn_that_is_no_special_token_becomes_one(folder, tmp_path, kind):
+def test_end_of_turn_becomes_a_special_token(folder, tmp_path, kind):
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     tokenizer["added_tokens"] = [
         token | {"special": False} if token["content"] == "<|im_end|>" else token
@@ -184,7 +184,7 @@ def test_an_end_of_turn_that_is_no_special_token_becomes_one(folder, tmp_path, k
         ({"text_config": {"eos_token_id": 1}}, {"text_config": {"eos_token_id": [1, 3]}}),
     ],
 )
-def test_stop_ids_join_those_of_a_model(folder, tmp_path, config, expected):
+def test_stop_ids_are_added_to_the_models_configs(folder, tmp_path, config, expected):
     for name in ("config.json", "generation_config.json"):
         (tmp_path / name).write_text(json.dumps(config))
     Tokenizer(str(folder), chat_template="chatml").save(tmp_path)

@@ -1,4 +1,4 @@
-"""Tokenizers of transformers that are in memory."""
+"""Transformers tokenizers in memory."""
 
 import pickle
 
@@ -17,7 +17,7 @@ def theirs(checkpoint):
     return transformers.AutoTokenizer.from_pretrained(checkpoint)
 
 
-def test_it_is_that_of_its_folder(theirs, checkpoint):
+def test_tokenizer_in_memory_matches_its_folder(theirs, checkpoint):
     ours, folder = Tokenizer.of(theirs), Tokenizer(str(checkpoint))
     assert (ours.vocabulary, ours.chat_template) == (folder.vocabulary, folder.chat_template)
     assert (ours.bos_id, ours.eos_id, ours.pad_id) == (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id)
@@ -25,7 +25,7 @@ def test_it_is_that_of_its_folder(theirs, checkpoint):
     assert ours.encode(text) == folder.encode(text) == theirs(text, add_special_tokens=False)["input_ids"]
 
 
-def test_what_was_changed_in_memory_counts(theirs, tmp_path):
+def test_changes_in_memory_are_kept(theirs, tmp_path):
     theirs.add_tokens(["<mat>"])
     theirs.chat_template = "new:" + CHATML
     ours = Tokenizer.of(theirs)
@@ -39,7 +39,7 @@ def test_what_was_changed_in_memory_counts(theirs, tmp_path):
     assert sent.encode(expected) == ours.encode(expected)
 
 
-def test_what_is_no_tokenizer_of_transformers(theirs, checkpoint):
+def test_other_objects_are_refused(theirs, checkpoint):
     with pytest.raises(TuneError, match=r"Tokenizer\(path\)"):
         Tokenizer.of(str(checkpoint))
     with pytest.raises(TuneError, match=r"Tokenizer\.of"):

@@ -1,4 +1,4 @@
-"""Real vocabularies and templates, fetched by fetch_real.py: every string and conversation as the reference has it."""
+"""Real vocabularies and templates from fetch_real.py: every string and conversation matches the reference."""
 
 import os
 import re
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not TOKENIZERS, reason="TUNE_REAL_TOKENIZERS nam
 
 
 def reference(folder: Path) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]]:
-    """Encodes texts as plain texts, and decodes."""
+    """Return the functions that encode plain text and decode ids."""
     if (folder / "tokenizer.json").exists():
         from transformers import AutoTokenizer
 
@@ -36,7 +36,7 @@ def reference(folder: Path) -> tuple[Callable[[str], list[int]], Callable[[list[
 
 
 @pytest.mark.parametrize("folder", dict.fromkeys(TOKENIZERS), ids=lambda folder: folder.name)
-def test_encodes_and_decodes_as_the_reference_does(folder):
+def test_encodes_and_decodes_like_the_reference(folder):
     ours = Tokenizer(str(folder))
     encode, decode = reference(folder)
     for text in texts(2000):
@@ -48,7 +48,7 @@ def test_encodes_and_decodes_as_the_reference_does(folder):
 
 
 @pytest.mark.parametrize("folder", dict.fromkeys(TOKENIZERS), ids=lambda folder: folder.name)
-def test_what_is_saved_gives_the_same_ids_in_transformers(folder, tmp_path):
+def test_saved_tokenizer_gives_the_same_ids_in_transformers(folder, tmp_path):
     from transformers import AutoTokenizer
 
     ours = Tokenizer(str(folder))
@@ -63,7 +63,7 @@ def test_what_is_saved_gives_the_same_ids_in_transformers(folder, tmp_path):
 
 
 @pytest.mark.parametrize("file", TEMPLATES, ids=lambda file: file.stem)
-def test_renders_as_transformers_does(file):
+def test_renders_like_transformers(file):
     source = file.read_text(encoding="utf-8")
     variables = {"bos_token": "<s>", "eos_token": "</s>"}
     template, theirs = ChatTemplate(source, variables), transformers_rendering(source, variables)
@@ -79,8 +79,8 @@ def test_renders_as_transformers_does(file):
 
 
 @pytest.mark.parametrize("file", TEMPLATES, ids=lambda file: file.stem)
-def test_conversations_that_an_answer_opens(file):
-    """Of what transformers renders, both answers are learned, and behind them at most a token."""
+def test_conversations_that_start_with_an_answer(file):
+    """Both answers of the rendered text are learned, followed by at most one token."""
     source, variables = file.read_text(encoding="utf-8"), {"bos_token": "<s>", "eos_token": "</s>"}
     messages = [{"role": role, "content": role.upper()} for role in ("assistant", "user", "assistant")]
     special = re.compile(r"<[|\uff5c][^|\uff5c<>\s]+[|\uff5c]>|<\w+_of_\w+>|<turn\|>|</s>")
@@ -98,11 +98,11 @@ def test_conversations_that_an_answer_opens(file):
     assert text == expected
     learned = [text[start:end].partition("ASSISTANT") for start, end in spans if "ASSISTANT" in text[start:end]]
     assert len(learned) == 2
-    assert not any("USER" in before or special.sub("", behind).strip() for before, _, behind in learned)
+    assert not any("USER" in before or special.sub("", after).strip() for before, _, after in learned)
 
 
 @pytest.mark.parametrize(("folder", "name", "theirs"), [("llama3", "llama3", "llama3"), ("gemma3", "gemma", "gemma3")])
-def test_shipped_templates_are_the_families_own(folder, name, theirs):
+def test_shipped_templates_match_the_families(folder, name, theirs):
     tokenizer = Tokenizer(str(FOLDER / folder), chat_template=name)
     source = (FOLDER / "templates" / f"{theirs}.jinja").read_text(encoding="utf-8")
     render = transformers_rendering(source, {key: tokenizer.special_tokens[key] for key in ("bos_token", "eos_token")})
@@ -111,7 +111,7 @@ def test_shipped_templates_are_the_families_own(folder, name, theirs):
         messages = [message for message in conversation["messages"] if not message.get("tool_calls")]
         try:
             expected = render(messages, add_generation_prompt=conversation["add_generation_prompt"])
-        except Exception:  # theirs refuses more
+        except Exception:  # the original template refuses more
             continue
         assert tokenizer.apply_chat_template(messages, conversation["add_generation_prompt"]) == expected
         compared += 1

@@ -1,4 +1,4 @@
-"""The assistant's words and the token that ends them are learned, and nothing else is."""
+"""Only the assistant's text and the token that ends it are learned."""
 
 import re
 
@@ -38,7 +38,7 @@ def pieces(source, messages):
         "plain": ["One\n", "Two \n"],
     }.items(),
 )
-def test_what_is_learned_of_two_turns(templates, name, expected):
+def test_learned_text_of_two_turns(templates, name, expected):
     assert pieces(templates[name], [user("1?"), assistant("One"), user("2?"), assistant("Two ")]) == expected
 
 
@@ -52,7 +52,7 @@ def test_what_is_learned_of_two_turns(templates, name, expected):
         "plain": ["One\n", "Two\n"],
     }.items(),
 )
-def test_conversation_that_an_answer_opens(templates, name, expected, before):
+def test_conversation_that_starts_with_an_answer(templates, name, expected, before):
     messages = [*before, assistant("One"), user("Hello"), assistant("Two")]
     text, spans = supervised_spans(ChatTemplate(templates[name], VARIABLES), messages, SPECIAL)
     assert [text[start:end] for start, end in spans] == expected
@@ -61,8 +61,8 @@ def test_conversation_that_an_answer_opens(templates, name, expected, before):
     assert pieces(templates[name], unlearned) == expected[1:]
 
 
-def test_answer_that_opens_otherwise_than_behind_a_question(templates):
-    """Qwen 3 writes no reasoning where nothing was asked at all."""
+def test_first_answer_rendered_differently_without_a_question(templates):
+    """Qwen 3 renders no reasoning if there is no question at all."""
     template = "{% for m in messages %}{{ '<think>' if messages[0].role == 'user' }}{{ m.content }}</s>{% endfor %}"
     with pytest.raises(TuneError, match=r"it and what follows give another text .*, at message 1"):
         pieces(template, [assistant("One")])
@@ -78,7 +78,7 @@ def test_reasoning_that_the_template_removes_is_not_learned(templates):
     assert pieces(templates["thinking"], messages) == ["One<|im_end|>", "<think>\nso\n</think>\n\n2<|im_end|>"]
 
 
-def test_text_that_looks_like_the_template_does_not_mislead_it(templates):
+def test_template_text_inside_messages_is_not_misread(templates):
     trick = "a<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"
     messages = [user(trick), assistant(trick), user(trick), assistant("c")]
     expected = [trick + "<|im_end|>", "<think>\n\n</think>\n\nc<|im_end|>"]
@@ -87,10 +87,12 @@ def test_text_that_looks_like_the_template_does_not_mislead_it(templates):
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.text(), st.text()), min_size=1, max_size=4))
-def test_the_answers_are_learned_and_the_questions_are_not(templates, any_template, turns):
+def test_answers_are_learned_and_questions_are_not(templates, any_template, turns):
     messages = [message for question, answer in turns for message in (user(question), assistant(answer))]
     thinks = any_template == templates["thinking"]
-    assume(not thinks or all("</think>" not in answer for _, answer in turns))  # the template cuts an answer there
+    assume(
+        not thinks or all("</think>" not in answer for _, answer in turns)
+    )  # the template cuts the answer at </think>
     trims = any_template == templates["llama3"]
     template = ChatTemplate(any_template, VARIABLES)
     text, spans = supervised_spans(template, messages, SPECIAL)
@@ -122,7 +124,7 @@ def test_train_is_not_shown_to_the_template():
     assert pieces(template, [user("a"), assistant("b", train=True)]) == ['{"role": "assistant", "content": "b"}|']
 
 
-def test_answers_in_a_row_and_empty_answers(templates):
+def test_consecutive_and_empty_answers(templates):
     messages = [user("a"), assistant("b"), assistant(""), assistant("c")]
     assert pieces(templates["chatml"], messages) == ["b<|im_end|>", "<|im_end|>", "c<|im_end|>"]
 
@@ -134,7 +136,7 @@ def test_tool_calls_are_learned_and_their_results_are_not(templates):
     assert pieces(templates["llama3"], messages) == expected
 
 
-# Gemma 4: a tool's result stands in the turn that called the tool, in front of that turn's words, which end it.
+# Gemma 4: a tool's result is part of the turn that called it and precedes the text of that turn.
 RESULT_INSIDE = (
     "{% for m in messages if m.role != 'tool' %}<|turn|>{{ m.role + '\n' }}"
     "{% if m.tool_calls %}<|call|>{{ m.tool_calls[0].function.name }}<|result|>"
@@ -148,7 +150,7 @@ def a_call(words):
     return [user("a"), assistant(words, tool_calls=[{"function": {"name": "f"}}]), {"role": "tool", "content": "42"}]
 
 
-def test_header_behind_a_result_that_the_prompt_leaves_out_is_not_learned():  # DiffusionGemma
+def test_header_after_a_tool_result_is_not_learned():  # DiffusionGemma
     messages = [*a_call(""), assistant("It is 42."), user("b"), assistant("c")]
     assert pieces(RESULT_INSIDE, messages) == ["<|call|>f<|result|>", "It is 42.<|end|>", "c<|end|>"]
     assert pieces(RESULT_INSIDE, messages[1:4]) == ["<|call|>f<|result|>", "It is 42.<|end|>"]
@@ -162,20 +164,20 @@ def test_tool_result_inside_the_turn_is_not_learned():
     assert pieces(RESULT_INSIDE, messages) == ["It is 42.<|end|>"]
 
 
-def test_template_whose_generation_prompt_says_what_no_answer_says():
+def test_generation_prompt_that_no_answer_starts_with_is_refused():
     template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}{{ 'bot:' if add_generation_prompt }}"
     with pytest.raises(TuneError, match=r"'user:a;bot:'.*'user:a;assistant:b;'.* at message 2"):
         pieces(template, [user("a"), assistant("b")])
 
 
-def test_template_that_rewrites_earlier_turns_beyond_recognition():
+def test_template_that_rewrites_earlier_turns_is_refused():
     template = "{% for m in messages %}{{ m.content if loop.last else m.content | upper }}<|im_end|>{% endfor %}"
     with pytest.raises(TuneError, match="generation %"):
         pieces(template, [user("A"), assistant("b"), user("C"), assistant("d")])
 
 
 def reasoning(prompt: str, past: str, last: str) -> str:
-    """ChatML of a model that reasons: what the generation prompt, past answers and the last one begin with."""
+    """ChatML of a reasoning model: the text that starts the generation prompt, past answers and the last answer."""
     return (
         "{% set asked = namespace(last=0) %}"
         "{% for m in messages if m.role == 'user' %}{% set asked.last = asked.last + 1 %}{% endfor %}"
@@ -195,21 +197,21 @@ SWITCHED = "'<think></think>' if enable_thinking is false else '<think>\n'"
 @pytest.mark.parametrize(
     ("template", "expected"),
     {
-        # Qwen 3.5: past answers are shown without the block that the model is made to begin with
+        # Qwen 3.5: past answers lack the block that the generation prompt opens
         "opened": (reasoning("'<think>\n'", "", "<think>\n</think>\n"), ["One<|im_end|>", "</think>\n<Two><|im_end|>"]),
         "closed": (reasoning("'<think></think>'", "", "<think></think>"), ["One<|im_end|>", "<Two><|im_end|>"]),
-        # Nemotron, SmolLM 3: answers without reasoning are those of another switch
+        # Nemotron, SmolLM 3: answers without reasoning are rendered with the switch turned off
         "switched": (
             reasoning(SWITCHED, "<think></think>", "<think></think>"),
             ["One<|im_end|>", "<Two><|im_end|>"],
         ),
     }.values(),
 )
-def test_reasoning_that_the_prompt_begins(template, expected):
+def test_reasoning_that_the_generation_prompt_opens(template, expected):
     assert pieces(template, TWO_TURNS) == expected
 
 
-def test_reasoning_that_the_prompt_begins_and_no_answer_has():  # DeepSeek R1's distillates, QwQ
+def test_reasoning_that_only_the_generation_prompt_has_is_refused():  # DeepSeek R1's distillates, QwQ
     template = reasoning("'<think>\n'", "", "")
     with pytest.raises(
         TuneError, match=r"ends the generation prompt with '<think>\\n', .* message 4 without it \('<Two>"
@@ -218,7 +220,7 @@ def test_reasoning_that_the_prompt_begins_and_no_answer_has():  # DeepSeek R1's 
     assert pieces(template, [*TWO_TURNS[:3], assistant("Two", train=False)]) == ["One<|im_end|>"]
 
 
-def test_a_turn_that_ends_otherwise_inside_the_conversation():  # gpt-oss
+def test_turn_that_ends_differently_inside_the_conversation():  # gpt-oss
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}|{{ m.content }}"
         "{{ '<|return|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}"
@@ -227,7 +229,7 @@ def test_a_turn_that_ends_otherwise_inside_the_conversation():  # gpt-oss
     assert pieces(template, TWO_TURNS) == ["One", "<Two><|return|>"]
 
 
-def test_a_turn_that_only_the_next_one_ends():  # GLM 4
+def test_turn_that_only_the_next_turn_ends():  # GLM 4
     template = (
         "{% for m in messages %}<|{{ m.role }}|>{{ '<think></think>' if m.role == 'assistant' and loop.last }}"
         "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -235,7 +237,7 @@ def test_a_turn_that_only_the_next_one_ends():  # GLM 4
     assert pieces(template, TWO_TURNS) == ["One", "<think></think><Two>"]
 
 
-def test_a_system_message_that_moves_to_the_last_question():  # Mistral
+def test_system_message_that_moves_to_the_last_question():  # Mistral
     template = (
         "<s>{% set system = messages[0].content %}"
         "{% set asked = messages[1:] | selectattr('role', 'eq', 'user') | list %}"
@@ -246,7 +248,7 @@ def test_a_system_message_that_moves_to_the_last_question():  # Mistral
     assert pieces(template, [{"role": "system", "content": "Be short."}, *TWO_TURNS]) == ["One</s>", "<Two></s>"]
 
 
-def test_train_false_with_generation_blocks_that_are_not_the_messages():
+def test_train_false_with_unmatched_generation_blocks_is_refused():
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{% generation %}!{% endgeneration %}"
     with pytest.raises(TuneError, match="has 1 for 2 messages"):
         pieces(template, [user("a"), assistant("b"), assistant("c", train=False)])

@@ -1,4 +1,4 @@
-"""The tokenizer gives the ids that transformers gives for the same folder."""
+"""The tokenizer gives the same ids as transformers for the same folder."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def write_json(file: Path, content: object) -> None:
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.one_of(st.text(), st.sampled_from(["<s>", "</s>", "<|im_end|>", " hello", "\n\n"]))).map("".join))
-def test_encodes_as_transformers_does(folder, text):
+def test_encodes_like_transformers(folder, text):
     reference = transformers.AutoTokenizer.from_pretrained(folder)
     ours = Tokenizer(str(folder))
     assert ours.encode(text) == reference.encode(text, add_special_tokens=False)
@@ -35,7 +35,7 @@ def test_encodes_as_transformers_does(folder, text):
     assert ours.decode(ours.encode(text)) == reference.decode(reference.encode(text, add_special_tokens=False))
 
 
-def test_names_the_special_tokens(folder):
+def test_special_token_ids(folder):
     tokenizer = Tokenizer(str(folder))
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (0, 1, None)
     assert tokenizer.vocab_size == len(transformers.AutoTokenizer.from_pretrained(folder))
@@ -51,7 +51,7 @@ def test_offsets_point_into_the_text(folder):
     assert covered == list(range(len(text)))
 
 
-def test_truncation_and_padding_in_the_file_are_off(folder):
+def test_truncation_and_padding_of_the_file_are_disabled(folder):
     import tokenizers
 
     file = str(folder / "tokenizer.json")
@@ -62,7 +62,7 @@ def test_truncation_and_padding_in_the_file_are_off(folder):
     assert Tokenizer(str(folder)).decode(Tokenizer(str(folder)).encode("the quick brown fox")) == "the quick brown fox"
 
 
-def test_eos_comes_from_the_generation_config_if_the_tokenizer_names_none(folder):
+def test_eos_falls_back_to_the_generation_config(folder):
     configure(folder, eos_token=None)
     assert Tokenizer(str(folder)).eos_id is None
     write_json(folder / "generation_config.json", {"eos_token_id": [6, 1]})
@@ -75,7 +75,7 @@ def test_stops_at_eos_and_at_the_end_of_turn(folder):
     assert Tokenizer(str(folder)).stop_ids == {1, 6, 3}  # </s>, <|eot_id|>, <|im_end|>
 
 
-def test_the_template_file_wins_over_the_config(folder):
+def test_template_file_wins_over_the_config(folder):
     configure(folder, chat_template="from the config")
     assert Tokenizer(str(folder)).chat_template == "from the config"
     (folder / "chat_template.jinja").write_text(CHATML)
@@ -118,14 +118,14 @@ def test_save_copies_the_files_byte_for_byte(folder, tmp_path):
     assert all((tmp_path / "export" / name).read_bytes() == (folder / name).read_bytes() for name in names)
 
 
-def test_folder_without_tokenizer(tmp_path):
+def test_folder_without_a_tokenizer_is_reported(tmp_path):
     with pytest.raises(TuneError, match=r"no tokenizer in .*found: nothing"):
         Tokenizer(str(tmp_path))
     with pytest.raises(TuneError, match="does not exist"):
         Tokenizer(str(tmp_path / "absent"))
 
 
-def test_special_tokens_in_a_text_can_be_text(folder):
+def test_special_tokens_can_be_encoded_as_text(folder):
     tokenizer = Tokenizer(str(folder))
     reference = transformers.AutoTokenizer.from_pretrained(folder)
     text = "hello<|im_end|> </s>"
@@ -136,7 +136,7 @@ def test_special_tokens_in_a_text_can_be_text(folder):
     assert {1, 3} < set(tokenizer.encode(text))
 
 
-def test_a_stream_gives_whole_characters(folder):
+def test_stream_gives_whole_characters(folder):
     tokenizer = Tokenizer(str(folder))
     text = "fox 🦊 e\u0301 你好 <|im_end|>\n 👩‍👩‍👧‍👦"
     stream = tokenizer.stream()
@@ -171,7 +171,7 @@ def test_added_tokens_are_written_into_a_copy_of_tokenizer_json(folder, tmp_path
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_malformed_file(folder, name):
+def test_malformed_file_is_reported(folder, name):
     (folder / name).write_text("{")
     with pytest.raises(TuneError, match=f"{name} is not"):
         Tokenizer(str(folder))
@@ -193,24 +193,24 @@ def test_malformed_file(folder, name):
         ({"additional_special_tokens": [{"a": 1}]}, "has the special token .* which is not a string"),
     ],
 )
-def test_malformed_configuration(folder, changes, message):
+def test_malformed_configuration_is_reported(folder, changes, message):
     configure(folder, **changes)
     with pytest.raises(TuneError, match=message):
         Tokenizer(str(folder))
 
 
-def test_template_that_is_not_utf8(folder):
+def test_template_that_is_not_utf8_is_reported(folder):
     (folder / "chat_template.jinja").write_bytes(b"\xff\xfe{{")
     with pytest.raises(TuneError, match=r"the chat template in .* UnicodeDecodeError"):
         Tokenizer(str(folder))
 
 
-def test_special_token_that_the_vocabulary_lacks(folder):
+def test_special_token_missing_from_the_vocabulary_is_reported(folder):
     configure(folder, pad_token="<pad>")
     with pytest.raises(TuneError, match=r"pad_token '<pad>', but tokenizer\.json has no such token"):
         Tokenizer(str(folder))
 
 
-def test_conversation_without_template(folder):
+def test_conversation_without_a_template_is_refused(folder):
     with pytest.raises(TuneError, match=r"no chat template.*chat_template\.jinja"):
         Tokenizer(str(folder)).apply_chat_template([{"role": "user", "content": "hello"}])

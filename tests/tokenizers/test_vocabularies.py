@@ -1,4 +1,4 @@
-"""sentencepiece, tiktoken and tekken files give the ids and texts of their own libraries, and save what was loaded."""
+"""sentencepiece, tiktoken and tekken files match their own libraries and are saved unchanged."""
 
 import base64
 import io
@@ -40,7 +40,7 @@ def train_sentencepiece(file: Path, **options) -> None:
 
 @pytest.fixture(scope="session")
 def ranked() -> list[bytes]:
-    """A byte-level vocabulary in the order in which its tokens were learned."""
+    """A byte-level vocabulary in the order of its merges."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -57,13 +57,13 @@ def ranked() -> list[bytes]:
 
 
 def write_tiktoken(file: Path, ranked: list[bytes], size: int) -> None:
-    """Filled up with tokens that no text reaches, as nothing merges into them."""
+    """Write the vocabulary, padded with tokens that no text can produce because nothing merges into them."""
     tokens = [*ranked, *(b"\xff%09d" % number for number in range(size - len(ranked)))]
     file.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)))
 
 
 def write_tekken(file: Path, ranked: list[bytes], **changes) -> None:
-    """A tokenizer uses fewer tokens than its file lists."""
+    """Write a file that lists more tokens than its tokenizer uses."""
     vocabulary = [{"rank": rank, "token_bytes": base64.b64encode(token).decode()} for rank, token in enumerate(ranked)]
     config = {"pattern": TEKKEN_WORDS, "default_vocab_size": 2500, "default_num_special_tokens": 100, "version": "v3"}
     file.write_text(json.dumps({"config": config, "vocab": vocabulary, **changes}))
@@ -71,20 +71,20 @@ def write_tekken(file: Path, ranked: list[bytes], **changes) -> None:
 
 SYMBOLS = ["\n\n", "▁▁", "▁▁▁▁", "<tool>", "<tool>x"]
 UNIGRAM = {"model_type": "unigram", "hard_vocab_limit": False}
-NORMALISING = {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True}
+NORMALIZING = {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True}
 SENTENCEPIECE: dict[str, dict] = {
     "sentencepiece": {},
     "user-defined": {"user_defined_symbols": SYMBOLS, "add_dummy_prefix": False, "pad_id": 3},
     "user-defined, with prefix": {"user_defined_symbols": SYMBOLS},
     "no bytes": {"byte_fallback": False, "character_coverage": 1.0, "vocab_size": 2000},
-    "normalising": NORMALISING,
-    "spaces kept": {**NORMALISING, "remove_extra_whitespaces": False},
-    "case folded": {**NORMALISING, "normalization_rule_name": "nmt_nfkc_cf"},
-    "normalising, user-defined": {**NORMALISING, "user_defined_symbols": SYMBOLS},
+    "normalizing": NORMALIZING,
+    "spaces kept": {**NORMALIZING, "remove_extra_whitespaces": False},
+    "case folded": {**NORMALIZING, "normalization_rule_name": "nmt_nfkc_cf"},
+    "normalizing, user-defined": {**NORMALIZING, "user_defined_symbols": SYMBOLS},
     "unigram": UNIGRAM,
-    "unigram, normalising": {**UNIGRAM, **NORMALISING},
-    "unigram, no bytes": {**UNIGRAM, **NORMALISING, "byte_fallback": False, "add_dummy_prefix": False},
-    "unigram, user-defined": {**UNIGRAM, **NORMALISING, "user_defined_symbols": SYMBOLS},
+    "unigram, normalizing": {**UNIGRAM, **NORMALIZING},
+    "unigram, no bytes": {**UNIGRAM, **NORMALIZING, "byte_fallback": False, "add_dummy_prefix": False},
+    "unigram, user-defined": {**UNIGRAM, **NORMALIZING, "user_defined_symbols": SYMBOLS},
     "characters": {"model_type": "char", "normalization_rule_name": "nfkc"},
 }
 KINDS = [*SENTENCEPIECE, "llama3", "qwen", "tekken"]
@@ -92,7 +92,7 @@ KINDS = [*SENTENCEPIECE, "llama3", "qwen", "tekken"]
 
 @pytest.fixture(scope="session", params=KINDS)
 def vocabulary(request, tmp_path_factory, ranked) -> tuple[Path, Reference]:
-    """A folder, and the reference for plain texts."""
+    """A folder and its reference for plain text."""
     folder = tmp_path_factory.mktemp("vocabulary")
     file = folder / {"qwen": "qwen.tiktoken", "tekken": "tekken.json"}.get(request.param, "tokenizer.model")
     if request.param == "llama3":
@@ -115,11 +115,11 @@ def processor(folder: Path):
 
 
 def has_no_prefix(library, text: str) -> bool:
-    """sentencepiece puts the dummy prefix before what is nothing or one symbol when it is normalised, and we do not."""
+    """Return whether only sentencepiece adds the dummy prefix: to texts that normalize to nothing or one symbol."""
     return library.normalize(text).removeprefix("▁") in ("", *SYMBOLS)
 
 
-def test_2000_texts_as_the_reference_has_them(vocabulary, request):
+def test_2000_texts_match_the_reference(vocabulary, request):
     folder, (encode, decode) = vocabulary
     ours = Tokenizer(str(folder))
     kind = request.node.callspec.params["vocabulary"]
@@ -130,24 +130,24 @@ def test_2000_texts_as_the_reference_has_them(vocabulary, request):
         if library and has_no_prefix(library, text):
             continue
         got = ours.encode(text, parse_special_tokens=False)
-        # Of segmentations with the same score (a tie), sums in other precision find different ones.
+        # Among segmentations with the same score, sums in another precision pick a different one.
         assert got == ids or (score and score(got) == pytest.approx(score(ids), abs=1e-3)), text
         if ours.special_tokens.get("unk_token") not in map(ours.decode, [[token] for token in set(ids)]):
             assert ours.decode(ids) == decode(ids) or "▁▁" in text, text
 
 
 @pytest.mark.parametrize("kind", SENTENCEPIECE)
-def test_offsets_are_those_of_sentencepiece(tmp_path, kind):
+def test_offsets_match_sentencepiece(tmp_path, kind):
     train_sentencepiece(tmp_path / "tokenizer.model", **SENTENCEPIECE[kind])
     ours, library, compared = Tokenizer(str(tmp_path)), processor(tmp_path), 0
-    # Removed controls in front move all by one, and so does what several characters become one symbol or space.
+    # Skip texts whose offsets sentencepiece shifts by one: removed control characters and merged symbols or spaces.
     for text in (text for text in texts(1000) if text[:1].isalpha() and not {*text} & {*"▁\r"}):
         expected = library.encode_as_offset_mapping(text)
         (encoding,) = ours.encode_with_offsets([text])
-        # It gives a character to the last of its tokens, and nothing to the others: no reference for those.
+        # sentencepiece assigns a character to its last token only, so the other tokens have no reference.
         if encoding.ids == expected["ids"] and all(start < end for start, end in expected["offsets"][1:]):
             for place, (start, end) in enumerate(expected["offsets"][1:], 1):
-                ours_start, ours_end = encoding.token_to_chars(place)  # of spaces that become one, the last
+                ours_start, ours_end = encoding.token_to_chars(place)  # of merged spaces, the last
                 assert start <= ours_start < ours_end <= end, (text, place)
                 compared += 1
     assert compared > 2000
@@ -170,7 +170,7 @@ def test_offsets_cover_the_text(kind, request, tmp_path, ranked):
 
 
 @pytest.mark.slow
-def test_what_is_saved_gives_the_same_ids_in_transformers(vocabulary, tmp_path):
+def test_saved_tokenizer_gives_the_same_ids_in_transformers(vocabulary, tmp_path):
     folder, _ = vocabulary
     ours = Tokenizer(str(folder))
     ours.save(tmp_path)
@@ -210,7 +210,7 @@ def test_dummy_prefix_between_special_tokens(tmp_path, legacy):
     assert (ours.decode(prefixed), len(prefixed), prefixed == bare[1:]) == ("fox", len(prefixed), True)
     for form in ("{}</s>fox", "<s>{}", "fox<s>{}"):
         for text in map(form.format, map(str.lstrip, texts(500))):
-            if not re.search("> |▁", text):  # which transformers takes for the prefix
+            if not re.search("> |▁", text):  # transformers takes these for the prefix
                 assert ours.encode(text) == theirs.encode(text, add_special_tokens=False), text
 
 
@@ -246,7 +246,7 @@ def test_special_tokens_of_tekken(tmp_path, ranked):
     assert Tokenizer(str(tmp_path)).encode("<pad><SPECIAL_4></s>") == [3, 4, 2]
 
 
-def test_a_config_names_placeholders_and_adds_tokens(tmp_path):
+def test_config_can_name_placeholders_and_add_tokens(tmp_path):
     train_sentencepiece(tmp_path / "tokenizer.model", control_symbols=["<unused0>"])
     decoder = {"3": {"content": "<|im_end|>", "special": True}, "1000": {"content": "<|more|>", "special": True}}
     config = {"tokenizer_class": "LlamaTokenizer", "eos_token": "<|im_end|>", "added_tokens_decoder": decoder}
@@ -280,7 +280,7 @@ def test_added_tokens_json(tmp_path):
     }
 
 
-def test_beginning_and_end_as_the_config_says(tmp_path):
+def test_config_sets_bos_and_eos(tmp_path):
     train_sentencepiece(tmp_path / "tokenizer.model")
     for config, expected in (
         ({}, ([1], [])),
@@ -292,7 +292,7 @@ def test_beginning_and_end_as_the_config_says(tmp_path):
         assert tokenizer.encode("a", add_special_tokens=True) == expected[0] + tokenizer.encode("a") + expected[1]
 
 
-def test_tokenizer_json_decides(folder, ranked):
+def test_tokenizer_json_has_precedence(folder, ranked):
     before = Tokenizer(str(folder)).encode("hello")
     write_tekken(folder / "tekken.json", ranked)
     train_sentencepiece(folder / "tokenizer.model")
@@ -346,7 +346,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_files(tmp_path, case):
+def test_invalid_files_are_reported(tmp_path, case):
     make, message = WRONG[case]
     make(tmp_path)
     with pytest.raises(TuneError, match=message):
@@ -354,7 +354,7 @@ def test_wrong_files(tmp_path, case):
 
 
 @pytest.mark.parametrize("library", ["sentencepiece", "google.protobuf.message", "tiktoken.load"])
-def test_a_library_that_is_not_there(tmp_path, monkeypatch, library, ranked):
+def test_missing_library_names_the_extra(tmp_path, monkeypatch, library, ranked):
     monkeypatch.setitem(sys.modules, library, None)
     if library == "tiktoken.load":
         write_tiktoken(tmp_path / "qwen.tiktoken", ranked, QWEN_TOKENS)
@@ -367,7 +367,7 @@ def test_a_library_that_is_not_there(tmp_path, monkeypatch, library, ranked):
 
 
 @pytest.mark.slow
-def test_a_tiktoken_file_that_has_changed_is_read_anew(tmp_path, ranked):
+def test_changed_tiktoken_file_is_read_again(tmp_path, ranked):
     file = tmp_path / "qwen.tiktoken"
     write_tiktoken(file, ranked, QWEN_TOKENS)
     before = Tokenizer(str(tmp_path)).encode("hello")
@@ -375,7 +375,7 @@ def test_a_tiktoken_file_that_has_changed_is_read_anew(tmp_path, ranked):
     assert Tokenizer(str(tmp_path)).encode("hello") != before
 
 
-def test_contradicting_ids(folder):
+def test_contradicting_ids_are_refused(folder):
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config["added_tokens_decoder"] = {"1": {"content": "<|im_end|>"}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -383,6 +383,6 @@ def test_contradicting_ids(folder):
         Tokenizer(str(folder))
 
 
-def test_token_of_nothing(folder):
+def test_blank_token_cannot_be_added(folder):
     with pytest.raises(TuneError, match="' ' cannot be added"):
         Tokenizer(str(folder)).add_tokens([" "])
