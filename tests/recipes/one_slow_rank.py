@@ -1,4 +1,4 @@
-"""Runs a recipe in layouts, in each of which one rank is slow: `one_slow_rank.py OUTPUT COMMON VARIANTS RANK`."""
+"""Run a recipe in several layouts with one slow rank: `one_slow_rank.py OUTPUT COMMON VARIANTS RANK`."""
 
 import json
 import sys

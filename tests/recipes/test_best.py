@@ -1,4 +1,4 @@
-"""The best checkpoint, stopping early, and answers to fixed prompts during a training."""
+"""The best checkpoint, early stopping, and answers to fixed prompts during training."""
 
 import json
 import shutil
@@ -62,12 +62,12 @@ def exported(folder):
     return load_file(file)
 
 
-# With these the validation loss rises from one step to the next: the learning rate, and that step.
+# A learning rate at which the validation loss rises, and the step where it does.
 WAVES = {"full_finetune": ("optimizer.lr=0.05", 3), "lora_finetune": ("optimizer.lr=0.3", 2)}
 
 
 @pytest.mark.slow
-def test_the_best_is_kept_and_exported(run, recipe, checkpoint):
+def test_best_checkpoint_is_kept_and_exported(run, recipe, checkpoint):
     wave, last = WAVES[recipe.__name__]
     folder = run(wave, f"max_steps={last}", "checkpointer.every=1", "checkpointer.keep=1")
     losses = [line["validation_loss"] for line in logged(folder)]
@@ -82,7 +82,7 @@ def test_the_best_is_kept_and_exported(run, recipe, checkpoint):
     plain = run(wave, f"max_steps={last}", "checkpointer.keep_best=null", folder="plain")
     told = f"The {kind} is in {plain / kind}, with the weights of step {last}, the last one."
     assert told in (plain / "report.html").read_text()
-    assert logged(plain)[-1]["validation_loss"] == losses[-1]  # the training was left alone
+    assert logged(plain)[-1]["validation_loss"] == losses[-1]  # training is unchanged
     dcp_to_torch_save(folder / "checkpoints" / f"step-0000000{best}", folder / "state.pt")
     weights = torch.load(folder / "state.pt", weights_only=True)["model"]
     if recipe is full_finetune:
@@ -117,7 +117,7 @@ METHODS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", METHODS, ids=lambda recipe: recipe.__name__)
-def test_the_best_of_a_method(recipe, checkpoint, tied_checkpoint, pairs, chats, requests, tmp_path, run_recipe):  # noqa: F811
+def test_best_of_every_method(recipe, checkpoint, tied_checkpoint, pairs, chats, requests, tmp_path, run_recipe):  # noqa: F811
     metric, settings = METHODS[recipe]
     data = {"pairs": pairs, "chats": chats, "requests": requests, "tied": tied_checkpoint}
     folder = tmp_path / "run"
@@ -145,7 +145,7 @@ def test_the_best_of_a_method(recipe, checkpoint, tied_checkpoint, pairs, chats,
 
 
 @pytest.mark.slow
-def test_a_run_that_has_stopped_stays_stopped_and_goes_on_to_the_bit(run):
+def test_stopped_run_stays_stopped_and_resumes_its_patience(run):
     settings = ["optimizer.lr=0", "max_steps=8", "checkpointer.patience=3", "checkpointer.every=1"]  # learns nothing
     folder = run(*settings, "checkpointer.keep=null")
     first = exported(folder)
@@ -156,11 +156,11 @@ def test_a_run_that_has_stopped_stays_stopped_and_goes_on_to_the_bit(run):
     assert [line["step"] for line in logged(folder)] == [1, 2, 3, 4]
     assert all(torch.equal(first[name], each) for name, each in exported(folder).items())
     resumed = run(*settings, f"resume={folder}/checkpoints/step-00000002", folder="resumed")
-    assert [line["step"] for line in logged(resumed)][-1] == 4  # it waits no longer than the run that was cut off
+    assert [line["step"] for line in logged(resumed)][-1] == 4  # patience is resumed too
 
 
 @pytest.mark.slow
-def test_resumed_to_the_bit(run, recipe):
+def test_best_is_resumed_bitwise(run, recipe):
     wave, last = WAVES[recipe.__name__]
     settings = [wave, "max_steps=8", "checkpointer.patience=1", "checkpointer.every=1"]
     whole = run(*settings, "checkpointer.keep=null")
@@ -175,9 +175,7 @@ def test_resumed_to_the_bit(run, recipe):
 
 
 @pytest.mark.slow
-def test_a_measurement_that_fails_at_the_end_costs_no_step(
-    checkpoint, chats, tmp_path, run_recipe, recipe, monkeypatch
-):
+def test_failed_final_validation_loses_no_step(checkpoint, chats, tmp_path, run_recipe, recipe, monkeypatch):
     settings = [
         f"model.path={checkpoint}", f"dataset.path={chats}", f"validation_dataset.path={chats}", "device=cpu",
         "dtype=fp32", "max_seq_len=128", "global_batch_size=8", "max_steps=2", "checkpointer.every=null",
@@ -192,7 +190,7 @@ def test_a_measurement_that_fails_at_the_end_costs_no_step(
         assert run_recipe(settings, recipe) == 2
         shutil.copytree(tmp_path / "run", tmp_path / "failed")
         assert steps(tmp_path / "failed") == [2]
-    assert run_recipe(settings, recipe) == 0  # and its result is there
+    assert run_recipe(settings, recipe) == 0  # and exports its result
     assert exported(tmp_path / "run")
 
 
@@ -218,7 +216,7 @@ def test_answers_to_fixed_prompts(run, recipe, checkpoint, tmp_path):
 
 
 @pytest.mark.slow
-def test_on_two_processes(checkpoint, chats, tmp_path):
+def test_two_processes(checkpoint, chats, tmp_path):
     (tmp_path / "prompts.txt").write_text("the cat\na very big dog and\nit was\n")
     common = [
         f"model.path={checkpoint}", f"dataset.path={chats}", f"validation_dataset.path={chats}", "device=cpu",
@@ -234,7 +232,7 @@ def test_on_two_processes(checkpoint, chats, tmp_path):
     assert logged(tmp_path / "1")[-1]["step"] == logged(tmp_path / "2")[-1]["step"] == 3
     one, two = ((tmp_path / each / "samples.jsonl").read_text().splitlines()[:3] for each in ("1", "2"))
     assert one == two
-    for name, each in exported(tmp_path / "1").items():  # Adam turns the smallest differences into steps
+    for name, each in exported(tmp_path / "1").items():  # Adam amplifies the smallest differences
         assert (exported(tmp_path / "2")[name] - each).norm() < 1e-3 * each.norm()
 
 
@@ -268,8 +266,8 @@ def test_wrong_settings(name, by, checkpoint, chats, tmp_path, run_recipe, recip
 TASKS = {"mine/loss_avoided": True, "mine/brier_score": False, "own/": None}
 
 
-def test_whether_more_is_better():
-    """Of all metrics of docs/runs.md that a choice could be made by."""
+def test_which_metrics_are_better_when_higher():
+    """Check all metrics of docs/runs.md that could select a checkpoint."""
     more = ["reward", "validation_reward", "reward/avoids_loss", "rewards/margins", "validation_rewards/accuracies",
             "token_accuracy", "validation_token_accuracy", "rewards/chosen", "logps/chosen", "tokens_per_second", "mfu",
             "all_right_groups", "hellaswag/acc", "mine/f1,strict"]  # fmt: skip
@@ -278,10 +276,10 @@ def test_whether_more_is_better():
             "peak_memory_gib", "truncated_share", "wiki/word_perplexity", "mine/brier_score"]  # fmt: skip
     assert [name for name in more if not more_is_better(name, TASKS)] == []
     assert [name for name in less if more_is_better(name, TASKS)] == []
-    assert Best("validation_rewards/margins", None, TASKS).sign == 1  # which is no task's
+    assert Best("validation_rewards/margins", None, TASKS).sign == 1  # not a task's metric
 
 
-def test_what_is_best():
+def test_best_tracks_the_value_and_patience():
     loss, score = Best("validation_loss", 2, {}), Best("hellaswag/acc", None, {})
     found = [loss.take(step, value) for step, value in enumerate([2.0, float("nan"), 1.5, 1.5, 1.6], 1)]
     assert found == [True, False, True, False, False] and loss.is_over and str(loss) == "validation_loss, 1.5 at step 3"
@@ -293,7 +291,7 @@ def test_what_is_best():
     ]
     assert Best("own/length", None, TASKS | {"own/length": None}).sign == Best("own/length", None, TASKS).sign == 1
     assert not score.is_over and not Best(None, None, {}).is_over
-    assert Best("own/length", None, TASKS).is_in(["own/length"])  # what it measures is its code's to say
+    assert Best("own/length", None, TASKS).is_in(["own/length"])  # its code decides what it measures
     with pytest.raises(TuneError, match=r"does not measure own/lenght, only own/length\. Did you mean 'own/length'\?"):
         Best("own/lenght", None, TASKS).is_in(["loss", "own/length"])
     other = Best("validation_loss", 2, {})

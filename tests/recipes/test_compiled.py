@@ -1,4 +1,4 @@
-"""Compiled runs of the methods that sample and score follow the curve of those that are not."""
+"""Compiled runs of the methods that sample and score follow the uncompiled curve."""
 
 import json
 
@@ -26,8 +26,8 @@ RECIPES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["grpo"], RECIPES))
-def test_a_compiled_run_follows_the_curve(name, run_recipe, checkpoint, pairs, requests, tmp_path, monkeypatch):  # noqa: F811
-    """What is sampled is not compiled, as every length would be."""
+def test_compiled_run_follows_the_curve(name, run_recipe, checkpoint, pairs, requests, tmp_path, monkeypatch):  # noqa: F811
+    """Sampling is not compiled, as every length would need its own compilation."""
     recipe, settings = RECIPES[name]
     data = pairs if recipe is reward_finetune else requests
     common = [f"model.path={checkpoint}", f"dataset.path={data}", *settings, "max_steps=2", "device=cpu", "dtype=fp32"]

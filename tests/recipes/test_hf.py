@@ -1,4 +1,4 @@
-"""The recipes train models that only transformers has, as a plain loop with transformers trains them."""
+"""The recipes train models that only transformers implements like a plain transformers loop."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
 RUN_VARIANTS = Path(__file__).with_name("run_variants.py")
-# Attention whose documents share a row, or not; no attention; two kinds of blocks, experts; heads of several sizes.
+# Attention with and without packing; no attention; two kinds of blocks with experts; heads of several sizes.
 ARCHITECTURES = {
     "neox": ("GPTNeoXConfig", {"tie_word_embeddings": False}),
     "opt": ("OPTConfig", {"ffn_dim": 128, "word_embed_proj_dim": 64}),
@@ -69,7 +69,7 @@ def losses(run):
 
 
 def plain_loop(model, folder, chats):
-    """Some steps of AdamW, a document at a time."""
+    """Return the losses of some AdamW steps, one document at a time."""
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0
     )

@@ -1,4 +1,4 @@
-"""All pairs of a layout and another setting: three steps on two processes give the numbers of one."""
+"""All pairs of a layout and another setting: three steps on two processes match one process."""
 
 import json
 import random
@@ -35,7 +35,7 @@ HOW = {
     "layout": LAYOUTS,
     "checkpointing": FACTORS["checkpointing"],
     "cpu_offload": FACTORS["cpu_offload"],
-    "in_backward": {"false": ["max_grad_norm=null"], "true": []},  # the changed copy has no such setting
+    "in_backward": {"false": ["max_grad_norm=null"], "true": []},  # the changed copy lacks this setting
 }
 PIPELINES = ("interleaved", "zero bubble")
 REFUSED = [
@@ -49,7 +49,7 @@ REFUSED = [
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_numbers_of_one(chats, pairs, tmp_path):
+def test_two_processes_match_one(chats, pairs, tmp_path):
     shape = {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 256}
     dense = save_checkpoint(tmp_path / "dense", **shape)
     experts = save_checkpoint(
@@ -74,7 +74,7 @@ def test_two_processes_give_the_numbers_of_one(chats, pairs, tmp_path):
         expected[name] = ", ".join([*(row[each] for each in WHAT), "experts" if mixture else "dense"])
         alone[recipe][expected[name]] = [*plain, "micro_batch_size=8", "max_grad_norm=null"]
         shared[recipe_of_two][name] = plain + [setting for each in HOW for setting in HOW[each][row[each]]]
-        if row["in_backward"] == "true":  # which wants one backward in a step
+        if row["in_backward"] == "true":  # which allows one backward pass per step
             shared[recipe_of_two][name].append(f"micro_batch_size={8 if row['layout'].startswith(('tp', 'cp')) else 4}")
 
     def measured(run):

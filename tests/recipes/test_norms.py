@@ -1,5 +1,5 @@
-"""The norm of the gradients of two processes is that of one: methods x layouts x stages of ZeRO, where the step follows
-the backward and where it is in it."""
+"""Gradient norms on two processes match one process: methods x layouts x ZeRO stages, with the update after
+the backward pass or in it."""
 
 import json
 
@@ -29,7 +29,7 @@ ROWS = 4
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory):
-    """A model with experts, all of which a step uses."""
+    """A mixture-of-experts model whose experts are all used in a step."""
     return save_checkpoint(
         tmp_path_factory.mktemp("mixture"), "Qwen3MoeConfig", num_experts=4, num_experts_per_tok=2, head_dim=16,
         moe_intermediate_size=32, num_hidden_layers=2,

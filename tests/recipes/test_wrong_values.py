@@ -1,5 +1,7 @@
-"""One or two wrong values at a time, in any setting of any recipe: they are accepted, or reported by key, never a
-traceback. What `tune run` says of the settings, `tune validate` says too."""
+"""One or two wrong values at a time, in any setting of any recipe, are accepted or reported without a traceback.
+
+`tune validate` reports the same problems in the settings as `tune run`.
+"""
 
 import json
 import os
@@ -32,7 +34,7 @@ RECIPES = {
     "ppo_finetune": ["dataset.path=prompts.jsonl", "reward=rewarding.length", "prompts_per_step=4", "value.path=model"],
     "evaluate": ["dataset.path=chats.jsonl"],
 }
-# Settings whose fault was found by hand: each of another kind.
+# Errors found by hand, each of a different kind.
 KNOWN = [
     ("full_finetune", "max_steps=-1"),
     ("full_finetune", "output_dir={a: 1}"),
@@ -61,7 +63,7 @@ KNOWN = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tiny model, and rows for every recipe."""
+    """A folder with a tiny model and rows for every recipe."""
     folder = tmp_path_factory.mktemp("wrong-values")
     save_checkpoint(folder / "model", hidden_size=16, intermediate_size=32, num_hidden_layers=2)
     rows = {
@@ -104,7 +106,7 @@ def keys(recipe: str) -> list[str]:
 
 
 def found_by_both(recipe: str, *wrong: str) -> tuple[list[str], list[str]]:
-    """The problems that `tune run` finds in the settings, and the errors of `tune validate`."""
+    """Return the problems that `tune run` finds in the settings, and the errors of `tune validate`."""
     given = settings(recipe, *wrong)
     cfg, problems = config.read(*recipe_of(recipe, given))
     errors = [
@@ -119,7 +121,9 @@ def found_by_both(recipe: str, *wrong: str) -> tuple[list[str], list[str]]:
 
 def require_agreement(recipe: str, *wrong: str) -> None:
     problems, errors = found_by_both(recipe, *wrong)
-    found = {each.partition(":")[0] for each in errors}  # of several about one setting, validate says the first
+    found = {
+        each.partition(":")[0] for each in errors
+    }  # validate reports only the first of several errors about a setting
     assert {each.partition(":")[0] for each in problems} <= found
     names = [each.partition("=")[0].removesuffix("._component_") for each in wrong]
     assert not problems or any(name in each for each in problems for name in names)
@@ -127,7 +131,7 @@ def require_agreement(recipe: str, *wrong: str) -> None:
 
 
 def draw_and_check(seconds: float, most: int) -> int:
-    seed = int(os.environ.get("FUZZ_SEED", 0))  # others find more: FUZZ_SEED=$RANDOM
+    seed = int(os.environ.get("FUZZ_SEED", 0))  # other seeds find more: FUZZ_SEED=$RANDOM
     draw, count, end = random.Random(seed), 0, time.monotonic() + seconds
     known = {recipe: keys(recipe) for recipe in RECIPES}
     while count < most and time.monotonic() < end:
@@ -146,7 +150,7 @@ def draw_and_check(seconds: float, most: int) -> int:
     slow_but([each for each in KNOWN[::4] if "tasks" not in each[1]], KNOWN),
     ids=[f"{recipe}-{wrong[:40]}" for recipe, wrong in KNOWN],
 )
-def test_a_wrong_value_is_reported_by_its_key(recipe, wrong, here):
+def test_wrong_value_is_reported_by_its_key(recipe, wrong, here):
     _, errors = found_by_both(recipe, wrong)
     key = wrong.partition("=")[0].removesuffix("._component_")
     nothing_to_do = recipe == "evaluate" and wrong == "dataset.path=null"
@@ -155,14 +159,14 @@ def test_a_wrong_value_is_reported_by_its_key(recipe, wrong, here):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("others", [[], ["parallel.pp=2"], ["micro_batch_size=4"], ["micro_batch_size=0"]])
-def test_a_wrong_batch_size_has_no_consequences(others, here):
+def test_wrong_batch_size_causes_no_follow_up_errors(others, here):
     _, errors = found_by_both("pipeline_finetune", "global_batch_size=0", *others)
     wrong = {"global_batch_size", *(each.partition("=")[0] for each in others if each.endswith("=0"))}
     of_sizes = {each.partition(":")[0] for each in errors if "batch" in each}
     assert of_sizes == wrong, errors
 
 
-def test_a_learning_rate_that_a_ratio_makes_absurd(here):
+def test_ratio_that_makes_a_learning_rate_absurd(here):
     given = ["optimizer.lr=1", "parameter_groups.lr_ratios={norm: 1000}"]
     _, (error,) = found_by_both("full_finetune", *given)
     assert error.startswith("parameter_groups.lr_ratios: ") and "1000" in error
@@ -180,23 +184,23 @@ def test_a_learning_rate_that_a_ratio_makes_absurd(here):
         (["dataset.path=prompts.jsonl", "score=rewarding.length"], ""),
     ],
 )
-def test_what_an_evaluation_refuses(given, key, here):
+def test_evaluation_settings(given, key, here):
     _, errors = found_by_both("evaluate", *given)
     assert [each.partition(":")[0] for each in errors] == [key] * bool(key)
     assert not (here / "new").exists()
 
 
 @pytest.mark.slow
-def test_a_group_and_a_key_in_it_that_are_both_wrong(here):
+def test_group_and_key_in_it_are_both_wrong(here):
     require_agreement("ppo_finetune", "parallel=99999999999999999999", "parallel.auto=${.}")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["full_finetune", "distill", "ppo_finetune", "evaluate"])
-def test_a_text_that_is_no_name_of_a_file(recipe, here):
+def test_text_that_is_too_long_for_a_file_name(recipe, here):
     for key in keys(recipe):
         wrong = f"{key}={'x' * 300}"
-        if not config.read(*recipe_of(recipe, settings(recipe, wrong)))[1]:  # else its type is told
+        if not config.read(*recipe_of(recipe, settings(recipe, wrong)))[1]:  # otherwise its type is reported
             require_agreement(recipe, wrong)
 
 

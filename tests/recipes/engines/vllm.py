@@ -1,4 +1,4 @@
-"""What stands in for vLLM in the tests: the interface that `tune` uses, over transformers, in fp32 on the host."""
+"""A stand-in for vLLM in tests: the interface that `tune` uses, on top of transformers, in fp32 on the CPU."""
 
 from types import SimpleNamespace
 
@@ -23,17 +23,17 @@ class LLM:
 
     @torch.no_grad()
     def collective_rpc(self, method, *, kwargs):
-        """Reloads all weights. To load into the model itself fails where vLLM packs them, as it does on a CPU."""
+        """Reload all weights. Loading into the model directly would fail where vLLM packs them, as on a CPU."""
         assert method == "reload_weights" and [*kwargs] == ["weights_iterator"]
         missing = {*dict(self.model.named_parameters())}
         for name, tensor in kwargs["weights_iterator"]:
             self.model.get_parameter(name).copy_(tensor)
-            missing.remove(name)  # tied weights come once
+            missing.remove(name)  # tied weights are sent once
         assert not missing
         self.is_fresh, self.is_packed = False, False
 
     def apply_model(self, function):
-        """Here `function` is to pack the weights again; `is_packed` is what it leaves."""
+        """Call `function`, which must pack the weights again; this sets `is_packed`."""
         head = self.model.get_output_embeddings()
         head.cpu_linear, head.quant_method = True, SimpleNamespace(process_weights_after_loading=self.pack)
         return [function(self.model)]
