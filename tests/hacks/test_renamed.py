@@ -1,4 +1,4 @@
-"""A copied recipe may call its settings as it likes: it runs, and the verbs that look at it first say no nonsense."""
+"""A copied recipe may rename its settings: it runs, and the verbs that inspect it first are right."""
 
 import json
 import re
@@ -33,7 +33,7 @@ def here(checkpoint: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def values(recipe: str) -> dict[str, object]:
-    """Of a short run."""
+    """Return the settings of a short run."""
     given: dict[str, object] = {"model.path": "model", "dataset.path": "chats.jsonl", "device": "cpu", "dtype": "fp32"}
     if recipe == "evaluate":
         return given
@@ -48,7 +48,7 @@ def values(recipe: str) -> dict[str, object]:
 
 
 def rename(recipe: str, keys: list[str]) -> None:
-    """Copy a recipe, with other names of these settings in both files."""
+    """Copy a recipe and rename these settings in both files."""
     cli.main(["cp", recipe, "mine.py", "--force"])
     script, text = (Path(f"mine.{suffix}").read_text() for suffix in ("py", "yaml"))
     for key in keys:
@@ -65,7 +65,7 @@ def settings(recipe: str, keys: list[str]) -> list[str]:
 
 
 def planned(capsys: pytest.CaptureFixture[str], *run: str) -> dict[str, object]:
-    """Memory and time that are planned."""
+    """Return the planned memory and time."""
     capsys.readouterr()
     assert exit_status("plan", *run, "--device", "cpu", "--json") in (0, None)
     found = json.loads(capsys.readouterr().out)
@@ -90,10 +90,10 @@ def test_all_settings_renamed(recipe: str, here: Path, capsys: pytest.CaptureFix
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["full_finetune", "preference_finetune", "ppo_finetune", "evaluate"])
 def test_each_setting_renamed(recipe: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`tune validate` finds no error. It imports no copy: one process looks at all of them."""
-    # By `value`, validate knows of the second model of PPO, whose parameters have a learning rate of their own.
+    """`tune validate` finds no error. It does not import the copy, so one process checks all of them."""
+    # `value` tells validate about PPO's second model, whose parameters have their own learning rate.
     keys = [key for key in top_level(recipe) if key != "value"]
-    for key in keys if recipe == "full_finetune" else keys[::3]:  # most of what the others have, they have in common
+    for key in keys if recipe == "full_finetune" else keys[::3]:  # the other recipes have most settings in common
         rename(recipe, [key])
         assert exit_status("validate", "mine.py", *settings(recipe, [key])) == 0, (key, capsys.readouterr().out)
         reads_data = key in ("dataset", "tokenizer", "max_seq_len", "packed", "seed", "model")
@@ -101,7 +101,7 @@ def test_each_setting_renamed(recipe: str, here: Path, capsys: pytest.CaptureFix
             assert exit_status(verb, "mine.py", *settings(recipe, [key])) in (0, 2), (key, verb)
 
 
-DELETED = {  # of a group: its lines in the script, without it
+DELETED = {  # by group: its lines in the script, and their replacements
     "profiler": [(", profiler=cfg.profiler", "")],
     "evaluate": [("instantiate(cfg.evaluate, run,", "evaluation.Evaluator(run,")],
     "memory": [
@@ -117,7 +117,7 @@ DELETED = {  # of a group: its lines in the script, without it
 
 @pytest.mark.slow
 def test_groups_deleted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All groups that a copy does not read, from both files."""
+    """Delete all groups that a copy does not read from both files."""
     cli.main(["cp", "full_finetune", "mine.py"])
     script, text = (Path(f"mine.{suffix}").read_text() for suffix in ("py", "yaml"))
     for group, lines in DELETED.items():
