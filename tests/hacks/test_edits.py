@@ -72,7 +72,7 @@ def prepare(copied: Copied, name: str) -> list[str]:
     copied.copy(TABLE[name].recipe, section(name))
     tiny = SAMPLED if TABLE[name].recipe == "grpo" else TINY
     if name == "16 no checkpointer":
-        tiny = [each for each in tiny if not each.startswith("checkpointer.")]
+        tiny = [setting for setting in tiny if not setting.startswith("checkpointer.")]
     if name == "11 module":
         copied.save_tower()
     return [*tiny, "model.path=SmolLM2-135M-Instruct", *TABLE[name].settings]
@@ -80,9 +80,9 @@ def prepare(copied: Copied, name: str) -> list[str]:
 
 def train(copied: Copied, name: str, *settings: str) -> list[dict[str, float]]:
     """Validate and run the changed recipe; return the metrics of its steps."""
-    given = [*prepare(copied, name), *settings]
-    assert copied.validate(*given) == 0
-    return copied.train("run", *given)
+    run_settings = [*prepare(copied, name), *settings]
+    assert copied.validate(*run_settings) == 0
+    return copied.train("run", *run_settings)
 
 
 def logits_and_labels(copied: Copied, model: torch.nn.Module, file: str, **how: object) -> list[tuple]:
@@ -142,7 +142,7 @@ def test_weights_of_tokens(copied: Copied, pretrained: torch.nn.Module) -> None:
     nll = -pretrained(torch.tensor([row["input_ids"]])).logits[0].log_softmax(-1)
     by_position = [nll[at, row["input_ids"][at + 1]] for at in range(4)]
     # A weight is stored with the token that is read to predict the next one.
-    expected = sum(weight * each for weight, each in zip(row["weight"], by_position, strict=False))
+    expected = sum(weight * loss for weight, loss in zip(row["weight"], by_position, strict=False))
     assert step["loss"] == pytest.approx(float(expected) / 4, rel=1e-5)
 
 
@@ -152,8 +152,8 @@ def test_exact_match(copied: Copied, pretrained: torch.nn.Module) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(copied.checkpoint)
     chat = [{"role": "user", "content": "the cat"}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    (found,) = pretrained.generate(**prompt, max_new_tokens=64, do_sample=False)
-    answer = tokenizer.decode(found[prompt["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+    (generated,) = pretrained.generate(**prompt, max_new_tokens=64, do_sample=False)
+    answer = tokenizer.decode(generated[prompt["input_ids"].shape[1] :], skip_special_tokens=True).strip()
     rows = [{"instruction": "the cat", "answer": answer}, {"instruction": "the cat", "answer": "no"}]
     (copied.folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = ["optimizer.lr=1e-12", "good_enough=0.5"]
@@ -186,7 +186,9 @@ def test_no_checkpointer(copied: Copied) -> None:
     copied.train("with", *settings)
     model = transformers.AutoModelForCausalLM.from_pretrained(copied.folder / "with" / "model").state_dict()
     ours = torch.load(copied.folder / "run" / "model.pt")
-    assert sorted(each.sum().item() for each in ours.values()) == sorted(each.sum().item() for each in model.values())
+    assert sorted(tensor.sum().item() for tensor in ours.values()) == sorted(
+        tensor.sum().item() for tensor in model.values()
+    )
 
 
 @pytest.mark.slow
@@ -200,7 +202,7 @@ def test_ranks(copied: Copied) -> None:
     train(copied, "18 ranks", "max_steps=1")
     samples = [json.loads(line) for line in (copied.folder / "run" / "samples.jsonl").read_text().splitlines()]
     for sample in samples:
-        alike = [each for each in samples if (each["prompt"], each["text"]) == (sample["prompt"], sample["text"])]
+        alike = [other for other in samples if (other["prompt"], other["text"]) == (sample["prompt"], sample["text"])]
         assert sample["novelty"] == 1 / len(alike)
         parts = sample["length"], -0.5 * len(sample["tokens"]) / 6, 0.1 * sample["novelty"]
         assert sample["reward"] == pytest.approx(sum(parts))
@@ -234,11 +236,11 @@ def test_sam(copied: Copied, pretrained: torch.nn.Module) -> None:
 
     before = {name: weight.detach().clone() for name, weight in pretrained.named_parameters()}
     first = gradients()
-    norm = torch.cat([each.flatten() for each in first]).norm()
+    norm = torch.cat([gradient.flatten() for gradient in first]).norm()
     with torch.no_grad():
         for weight, gradient in zip(pretrained.parameters(), first, strict=True):
             weight += 0.5 * gradient / norm
-    expected = {name: before[name] - 0.1 * each for name, each in zip(before, gradients(), strict=True)}
+    expected = {name: before[name] - 0.1 * gradient for name, gradient in zip(before, gradients(), strict=True)}
     torch.testing.assert_close(copied.exported("run"), expected, rtol=1e-4, atol=1e-6)
 
 
@@ -267,7 +269,7 @@ def test_custom_head(copied: Copied) -> None:
     topic_losses = [step["topic_loss"] for step in steps]
     assert topic_losses[0] == pytest.approx(math.log(4)) and len({*topic_losses}) == 4
     head = torch.load(copied.folder / "run" / "topic_head.pth")
-    assert {name: tuple(each.shape) for name, each in head.items()} == {"weight": (4, 64), "bias": (4,)}
+    assert {name: tuple(tensor.shape) for name, tensor in head.items()} == {"weight": (4, 64), "bias": (4,)}
     assert not [name for name in copied.exported("run") if "topic" in name]
     assert "topic_head.weight, topic_head.bias" in copied.said
 
@@ -275,8 +277,8 @@ def test_custom_head(copied: Copied) -> None:
 @pytest.mark.slow
 def test_second_validation(copied: Copied) -> None:
     steps = train(copied, "second validation", "validation_dataset.path=held_out.jsonl", "validate_every=2")
-    found = [(step["validation_loss"], step["second_validation_loss"]) for step in steps if "validation_loss" in step]
-    assert len(found) == 2 and all(one == other for one, other in found)
+    losses = [(step["validation_loss"], step["second_validation_loss"]) for step in steps if "validation_loss" in step]
+    assert len(losses) == 2 and all(one == other for one, other in losses)
 
 
 @pytest.mark.slow

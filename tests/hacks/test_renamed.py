@@ -34,17 +34,22 @@ def here(checkpoint: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
 def values(recipe: str) -> dict[str, object]:
     """Return the settings of a short run."""
-    given: dict[str, object] = {"model.path": "model", "dataset.path": "chats.jsonl", "device": "cpu", "dtype": "fp32"}
+    overrides: dict[str, object] = {
+        "model.path": "model",
+        "dataset.path": "chats.jsonl",
+        "device": "cpu",
+        "dtype": "fp32",
+    }
     if recipe == "evaluate":
-        return given
-    given |= {"max_steps": 1, "master_dtype": "fp32", "output_dir": "run", "micro_batch_size": 2}
+        return overrides
+    overrides |= {"max_steps": 1, "master_dtype": "fp32", "output_dir": "run", "micro_batch_size": 2}
     if recipe in ("grpo", "ppo_finetune"):
-        given |= {"dataset.path": "prompts.jsonl", "reward": "rewarding.length", "prompts_per_step": 2}
-        return given | {"sampling.max_new_tokens": 4, "max_prompt_len": 32}
-    given |= {"global_batch_size": 4, "max_seq_len": 128}
+        overrides |= {"dataset.path": "prompts.jsonl", "reward": "rewarding.length", "prompts_per_step": 2}
+        return overrides | {"sampling.max_new_tokens": 4, "max_prompt_len": 32}
+    overrides |= {"global_batch_size": 4, "max_seq_len": 128}
     if recipe in ("preference_finetune", "reward_finetune"):
-        given |= {"dataset.path": "pairs.jsonl"}
-    return given | ({"teacher.path": "model", "teacher.dtype": "fp32"} if recipe == "distill" else {})
+        overrides |= {"dataset.path": "pairs.jsonl"}
+    return overrides | ({"teacher.path": "model", "teacher.dtype": "fp32"} if recipe == "distill" else {})
 
 
 def rename(recipe: str, keys: list[str]) -> None:
@@ -60,16 +65,16 @@ def rename(recipe: str, keys: list[str]) -> None:
 
 
 def settings(recipe: str, keys: list[str]) -> list[str]:
-    found = values(recipe).items()
-    return [f"{'my_' if key.split('.')[0] in keys else ''}{key}={value}" for key, value in found]
+    items = values(recipe).items()
+    return [f"{'my_' if key.split('.')[0] in keys else ''}{key}={value}" for key, value in items]
 
 
 def planned(capsys: pytest.CaptureFixture[str], *run: str) -> dict[str, object]:
     """Return the planned memory and time."""
     capsys.readouterr()
     assert exit_status("plan", *run, "--device", "cpu", "--json") in (0, None)
-    found = json.loads(capsys.readouterr().out)
-    return {name: found[name] for name in ("memory_gib", "seconds", "tokens_per_step", "steps")}
+    plan = json.loads(capsys.readouterr().out)
+    return {name: plan[name] for name in ("memory_gib", "seconds", "tokens_per_step", "steps")}
 
 
 def top_level(recipe: str) -> list[str]:
