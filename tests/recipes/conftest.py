@@ -135,17 +135,17 @@ def inputs(finished, tmp_path):
 @pytest.fixture
 def frozen_in_steps(monkeypatch):
     """Per step, whether the frozen model is still in memory. Garbage collection is off."""
-    found, alive = [], []
+    references, alive = [], []
     shard, step = peft.OpenedModel.shard, torch.optim.AdamW.step
 
-    def loaded(*given, **named):
-        frozen = shard(*given, **named)
-        found.append(weakref.ref(frozen.blocks[0]))
+    def loaded(*args, **kwargs):
+        frozen = shard(*args, **kwargs)
+        references.append(weakref.ref(frozen.blocks[0]))
         return frozen
 
-    def stepped(*given, **named):
-        alive.append(found[0]() is not None)
-        return step(*given, **named)
+    def stepped(*args, **kwargs):
+        alive.append(references[0]() is not None)
+        return step(*args, **kwargs)
 
     monkeypatch.setattr(peft.OpenedModel, "shard", loaded)
     monkeypatch.setattr(torch.optim.AdamW, "step", stepped)

@@ -23,5 +23,5 @@ def delayed(*args, **kwargs):
 
 nn.RMSNorm.forward = delayed
 for recipe in ("full_finetune", "pipeline_finetune"):
-    chosen = {name: given for name, given in variants.items() if ("parallel.pp=" in str(given)) == ("pipe" in recipe)}
+    chosen = {name: more for name, more in variants.items() if ("parallel.pp=" in str(more)) == ("pipe" in recipe)}
     run_variants(recipe, output, common, chosen)

@@ -162,13 +162,13 @@ def test_full_finetuning_of_mixture_of_experts(chats, held_out, settings, tmp_pa
         for figures in by_hand(model, {"lm_head": 0.1, "down_proj": 3}, chats, held_out, folder, loss_of):
             load, entropy, balance = [], [], []
             for layer in range(2):
-                mine = [each[1:] for each in routed if each[0] == layer]
+                mine = [record[1:] for record in routed if record[0] == layer]
                 counts = sum(chosen.sum(dim=0) for _, chosen, _, _ in mine)
                 load.append((counts.max() / counts.mean()).item())
-                probabilities = torch.cat([each[0] for each in mine])
+                probabilities = torch.cat([record[0] for record in mine])
                 entropy.append(-(probabilities * probabilities.log()).sum(dim=1).mean().item())
-                weights = [each[2].item() for each in mine]
-                balance.append(sum(w * each[3] for w, each in zip(weights, mine, strict=True)) / sum(weights))
+                weights = [record[2].item() for record in mine]
+                balance.append(sum(w * record[3] for w, record in zip(weights, mine, strict=True)) / sum(weights))
             routed.clear()
             figures |= {"expert_load": load, "router_entropy": entropy, "router_loss": balance}
             yield {name: np.mean(value).item() if isinstance(value, list) else value for name, value in figures.items()}

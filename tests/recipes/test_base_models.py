@@ -47,8 +47,8 @@ def save_base(folder, name):
             single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
         )
     tokenizer.save(str(folder / "tokenizer.json"))
-    named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "bos_token": bos}
-    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "bos_token": bos}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     (folder / "chat_template.jinja").unlink()
     return folder
 
@@ -152,9 +152,9 @@ def test_never_trained_rows_are_named(base, settings, tmp_path, quantized):
         lora_finetune.main(config.load("lora_finetune", [*settings, *path, *quantized, *more]))
         return (run / "log.txt").read_text()
 
-    told = log("frozen")
-    assert f"the data contain {reserved[0]} ({first})" in told and f"{reserved[-1]} ({last}), whose rows" in told
-    assert f"adapter.trainable_tokens=[{first}, {last}]" in told
+    text = log("frozen")
+    assert f"the data contain {reserved[0]} ({first})" in text and f"{reserved[-1]} ({last}), whose rows" in text
+    assert f"adapter.trainable_tokens=[{first}, {last}]" in text
     assert "never trained" not in log("rows", f"adapter.trainable_tokens=[{first},{last}]")
     some = log("some", f"adapter.trainable_tokens=[{first}]")
     assert f"the data contain {reserved[-1]} ({last}), whose rows" in some

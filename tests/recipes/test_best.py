@@ -76,22 +76,22 @@ def test_best_checkpoint_is_kept_and_exported(run, recipe, checkpoint):
     log = (folder / "log.txt").read_text()
     assert f"using the weights with the best validation_loss, {losses[best - 1]:.4g} at step {best}" in log
     kind = "model" if recipe is full_finetune else "adapter"
-    told = f"The {kind} is in {folder / kind}, with the weights of step {best}, the best by validation_loss."
-    assert told in (folder / "report.html").read_text()
+    message = f"The {kind} is in {folder / kind}, with the weights of step {best}, the best by validation_loss."
+    assert message in (folder / "report.html").read_text()
 
     plain = run(wave, f"max_steps={last}", "checkpointer.keep_best=null", folder="plain")
-    told = f"The {kind} is in {plain / kind}, with the weights of step {last}, the last one."
-    assert told in (plain / "report.html").read_text()
+    message = f"The {kind} is in {plain / kind}, with the weights of step {last}, the last one."
+    assert message in (plain / "report.html").read_text()
     assert logged(plain)[-1]["validation_loss"] == losses[-1]  # training is unchanged
     dcp_to_torch_save(folder / "checkpoints" / f"step-0000000{best}", folder / "state.pt")
     weights = torch.load(folder / "state.pt", weights_only=True)["model"]
     if recipe is full_finetune:
-        found = dict(load_model(str(folder / "model")).named_parameters())
+        tensors = dict(load_model(str(folder / "model")).named_parameters())
     else:
-        found = {name: each for name, each in open_model(folder).load().named_parameters() if "lora_" in name}
-    assert found.keys() == weights.keys()
-    assert all(torch.equal(weights[name], each) for name, each in found.items())
-    assert any(not torch.equal(each, exported(plain)[name]) for name, each in exported(folder).items())
+        tensors = {name: tensor for name, tensor in open_model(folder).load().named_parameters() if "lora_" in name}
+    assert tensors.keys() == weights.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in tensors.items())
+    assert any(not torch.equal(tensor, exported(plain)[name]) for name, tensor in exported(folder).items())
 
 
 SAMPLED = ["dataset.path={requests}", "validation_dataset.path={requests}", "max_prompt_len=64", "optimizer.lr=3e-2"]
@@ -125,23 +125,23 @@ def test_best_of_every_method(recipe, checkpoint, tied_checkpoint, pairs, chats,
         f"model.path={checkpoint}", "device=cpu", "dtype=fp32", "optimizer.lr=0.03", "schedule.warmup=0", "max_steps=4",
         "validate_every=1", f"checkpointer.keep_best={metric}", "checkpointer.every=1", "checkpointer.keep=null",
         *(["global_batch_size=8"] if "reward=" not in str(settings) else []),
-        *(each.format(**data) for each in settings), f"output_dir={folder}",
+        *(setting.format(**data) for setting in settings), f"output_dir={folder}",
     ]  # fmt: skip
     assert run_recipe(common, recipe) == 0
     values = [line[metric] for line in logged(folder)]
     best = values.index((min if "loss" in metric else max)(values)) + 1
     assert best < steps(folder)[-1], values
-    told = f"using the weights with the best {metric}, {values[best - 1]:.4g} at step {best}"
-    assert told in (folder / "log.txt").read_text()
+    message = f"using the weights with the best {metric}, {values[best - 1]:.4g} at step {best}"
+    assert message in (folder / "log.txt").read_text()
     dcp_to_torch_save(folder / "checkpoints" / f"step-0000000{best}", folder / "state.pt")
     weights = torch.load(folder / "state.pt", weights_only=True)["model"]
     if recipe is reward_finetune:
         assert torch.equal(weights["head.weight"], exported(folder)["score.weight"])
         return
-    weights = {name.removeprefix("policy."): each for name, each in weights.items()}
-    found = dict(open_model(folder).load().named_parameters())
-    trained = weights.keys() & found.keys()
-    assert trained and all(torch.equal(weights[name], found[name]) for name in trained)
+    weights = {name.removeprefix("policy."): tensor for name, tensor in weights.items()}
+    parameters = dict(open_model(folder).load().named_parameters())
+    trained = weights.keys() & parameters.keys()
+    assert trained and all(torch.equal(weights[name], parameters[name]) for name in trained)
 
 
 @pytest.mark.slow
@@ -154,7 +154,7 @@ def test_stopped_run_stays_stopped_and_resumes_its_patience(run):
     assert "stopped: the best is validation_loss, " in log and "at step 1; the last 3 values were no better" in log
     run(*settings, "checkpointer.keep=null")
     assert [line["step"] for line in logged(folder)] == [1, 2, 3, 4]
-    assert all(torch.equal(first[name], each) for name, each in exported(folder).items())
+    assert all(torch.equal(first[name], tensor) for name, tensor in exported(folder).items())
     resumed = run(*settings, f"resume={folder}/checkpoints/step-00000002", folder="resumed")
     assert [line["step"] for line in logged(resumed)][-1] == 4  # patience is resumed too
 
@@ -169,7 +169,8 @@ def test_best_is_resumed_bitwise(run, recipe):
     assert logged(resumed)[-1]["validation_loss"] == logged(whole)[-1]["validation_loss"]
     assert [line["step"] for line in logged(resumed)] == [last]
     states = [
-        json.loads((each / "checkpoints" / f"step-{last:08d}" / "state.json").read_text()) for each in (whole, resumed)
+        json.loads((folder / "checkpoints" / f"step-{last:08d}" / "state.json").read_text())
+        for folder in (whole, resumed)
     ]
     assert states[0]["best"] == states[1]["best"]
 
@@ -201,17 +202,17 @@ def test_answers_to_fixed_prompts(run, recipe, checkpoint, tmp_path):
     settings += ["checkpointer.keep_best=null", "max_steps=5"]
     folder = run(*settings, "evaluate.every=2")
     rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
-    assert [(row["step"], row["index"]) for row in rows] == [(at, each) for at in (0, 2, 4, 5) for each in range(3)]
+    assert [(row["step"], row["index"]) for row in rows] == [(at, index) for at in (0, 2, 4, 5) for index in range(3)]
     assert rows[1]["prompt"] == "a very big dog and"
     assert "step 4, the first of 3 prompts: " in (folder / "log.txt").read_text()
     tokenizer = Tokenizer(str(checkpoint))
     for start, model in ((0, load_model(str(checkpoint))), (9, open_model(folder).load())):
         chats = [[{"role": "user", "content": row["prompt"]}] for row in rows[:3]]
-        prompts = [tokenizer.encode(tokenizer.apply_chat_template(each, add_generation_prompt=True)) for each in chats]
+        prompts = [tokenizer.encode(tokenizer.apply_chat_template(chat, add_generation_prompt=True)) for chat in chats]
         expected = Sampler(max_new_tokens=9, temperature=0, stop_ids=tokenizer.stop_ids)(model, prompts)
-        assert [row["tokens"] for row in rows[start : start + 3]] == [each.tokens for (each,) in expected]
+        assert [row["tokens"] for row in rows[start : start + 3]] == [completion.tokens for (completion,) in expected]
     plain = run("optimizer.lr=1e-2", "checkpointer.keep_best=null", "max_steps=5", folder="plain")
-    losses = [[line["loss"] for line in logged(each)] for each in (folder, plain)]
+    losses = [[line["loss"] for line in logged(run_folder)] for run_folder in (folder, plain)]
     assert losses[0] == losses[1] and not (plain / "samples.jsonl").exists()
 
 
@@ -230,10 +231,10 @@ def test_two_processes(checkpoint, chats, tmp_path):
         run_processes(script, count, *common, f"output_dir={tmp_path / str(count)}")
     assert steps(tmp_path / "1") == steps(tmp_path / "2") == [2, 3]
     assert logged(tmp_path / "1")[-1]["step"] == logged(tmp_path / "2")[-1]["step"] == 3
-    one, two = ((tmp_path / each / "samples.jsonl").read_text().splitlines()[:3] for each in ("1", "2"))
+    one, two = ((tmp_path / processes / "samples.jsonl").read_text().splitlines()[:3] for processes in ("1", "2"))
     assert one == two
-    for name, each in exported(tmp_path / "1").items():  # Adam amplifies the smallest differences
-        assert (exported(tmp_path / "2")[name] - each).norm() < 1e-3 * each.norm()
+    for name, tensor in exported(tmp_path / "1").items():  # Adam amplifies the smallest differences
+        assert (exported(tmp_path / "2")[name] - tensor).norm() < 1e-3 * tensor.norm()
 
 
 WRONG = {
@@ -281,11 +282,11 @@ def test_which_metrics_are_better_when_higher():
 
 def test_best_tracks_the_value_and_patience():
     loss, score = Best("validation_loss", 2, {}), Best("hellaswag/acc", None, {})
-    found = [loss.take(step, value) for step, value in enumerate([2.0, float("nan"), 1.5, 1.5, 1.6], 1)]
-    assert found == [True, False, True, False, False] and loss.is_over and str(loss) == "validation_loss, 1.5 at step 3"
+    taken = [loss.take(step, value) for step, value in enumerate([2.0, float("nan"), 1.5, 1.5, 1.6], 1)]
+    assert taken == [True, False, True, False, False] and loss.is_over and str(loss) == "validation_loss, 1.5 at step 3"
     assert [score.take(step, value) for step, value in enumerate([0.2, 0.1, 0.3], 1)] == [True, False, True]
-    told = Best("mine/loss_avoided", None, TASKS), Best("mine/brier_score", None, TASKS)
-    assert [[each.take(step, value) for step, value in enumerate([0.2, 0.3], 1)] for each in told] == [
+    custom = Best("mine/loss_avoided", None, TASKS), Best("mine/brier_score", None, TASKS)
+    assert [[best.take(step, value) for step, value in enumerate([0.2, 0.3], 1)] for best in custom] == [
         [True, True],
         [True, False],
     ]

@@ -131,7 +131,7 @@ def step(chats, tmp_path, monkeypatch):
         main, default = main_of(recipe)
         places = {"TASKS": write_tasks(tmp_path), "ROWS": rows} if recipe in ("evaluate", "full_finetune") else {}
         for name, place in places.items():
-            settings = [each.replace(f"={name}", f"={place}") for each in settings]
+            settings = [setting.replace(f"={name}", f"={place}") for setting in settings]
         if recipe == "evaluate":
             with pytest.raises(SteppedError):
                 main(config.load(default, [f"model.path={folder}", *settings]))
@@ -145,7 +145,7 @@ def step(chats, tmp_path, monkeypatch):
             "micro_batch_size=4", "dtype=fp32", "validate_every=1", *settings,
             f"output_dir={tmp_path / 'run' / Path(recipe).stem}",
         ]  # fmt: skip
-        if not any("tune.optimizers" in each for each in settings):
+        if not any("tune.optimizers" in setting for setting in settings):
             overrides.append("optimizer.fused=false")
         with pytest.raises(SteppedError):
             main(config.load(default, overrides))
@@ -200,10 +200,10 @@ def test_adapted_experts(family, step, tmp_path):
 def test_attention_of_compiled_blocks_and_generation(kind):
     """Run the attention paths that the recipes do not take here."""
     heads, documents = make()
-    heads = [each.detach().to(META).requires_grad_() for each in heads]
+    heads = [tensor.detach().to(META).requires_grad_() for tensor in heads]
     documents = replace(documents, ids=documents.ids.to(META))
     scoring = SCORINGS[kind]
     scoring = scoring if scoring.sinks is None else replace(scoring, sinks=scoring.sinks.to(META))
     attend_masked(*heads, documents, scoring).sum().backward()
-    key, value = (each.transpose(1, 2) for each in heads[1:])
+    key, value = (tensor.transpose(1, 2) for tensor in heads[1:])
     attend_cached(heads[0][:, :1], key, value, torch.zeros(3, 1, 32, device=META), scoring)

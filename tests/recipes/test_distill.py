@@ -73,7 +73,9 @@ def test_losses_match_a_transformers_loop(name, common, checkpoint, teacher, cha
         tmp_path, [*common, *settings, "max_steps=20", "schedule._component_=tune.optimizers.constant",
                    "schedule.warmup=0"],
     )  # fmt: skip
-    student, fixed = (transformers.AutoModelForCausalLM.from_pretrained(each).eval() for each in (checkpoint, teacher))
+    student, fixed = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (checkpoint, teacher)
+    )
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0)
     expected = []
     data = load(Tokenizer(str(checkpoint)), str(chats), max_seq_len=128)
@@ -210,8 +212,8 @@ def test_padded_teacher_vocabulary_changes_nothing(common, teacher, tmp_path):
     shutil.copytree(teacher, tmp_path / "padded")
     model.save_pretrained(tmp_path / "padded")
     first, second = (
-        run(tmp_path / str(each), [*common, "max_steps=2", f"teacher.path={folder}"])
-        for each, folder in enumerate((teacher, tmp_path / "padded"))
+        run(tmp_path / str(number), [*common, "max_steps=2", f"teacher.path={folder}"])
+        for number, folder in enumerate((teacher, tmp_path / "padded"))
     )
     assert second == pytest.approx(first, rel=1e-6)
 
@@ -302,7 +304,9 @@ def test_on_policy_loss_matches_computation_by_hand(common, checkpoint, teacher,
     sampler = Sampler(max_new_tokens=12, stop_ids=tokenizer.stop_ids)
     data = load(tokenizer, str(chats), max_seq_len=128)
     ((_, batch),) = DataLoader(data, Alone(), 8, 8, max_steps=1, seed=0)
-    student, fixed = (transformers.AutoModelForCausalLM.from_pretrained(each).eval() for each in (checkpoint, teacher))
+    student, fixed = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (checkpoint, teacher)
+    )
     total, count = 0.0, 0
     for row in batch.rows:
         sample = data.row(row)[0]
@@ -379,11 +383,11 @@ def test_student_answers_to_fixed_prompts(common, checkpoint, tmp_path):
     with_answers = run(tmp_path / "asked", [*common, *asked, "max_steps=3"])
     assert with_answers == run(tmp_path / "plain", [*common, "max_steps=3"])
     rows = [json.loads(line) for line in (tmp_path / "asked" / "samples.jsonl").read_text().splitlines()]
-    assert [(row["step"], row["index"]) for row in rows] == [(at, each) for at in (0, 2, 3) for each in range(2)]
+    assert [(row["step"], row["index"]) for row in rows] == [(at, index) for at in (0, 2, 3) for index in range(2)]
     tokenizer = Tokenizer(str(checkpoint))
     chats = [[{"role": "user", "content": row["prompt"]}] for row in rows[:2]]
-    prompts = [tokenizer.encode(tokenizer.apply_chat_template(each, add_generation_prompt=True)) for each in chats]
+    prompts = [tokenizer.encode(tokenizer.apply_chat_template(chat, add_generation_prompt=True)) for chat in chats]
     sampler = Sampler(max_new_tokens=7, temperature=0, stop_ids=tokenizer.stop_ids)
     assert [row["tokens"] for row in rows[:2]] == [
-        each.tokens for (each,) in sampler(load_model(str(checkpoint)), prompts)
+        completion.tokens for (completion,) in sampler(load_model(str(checkpoint)), prompts)
     ]

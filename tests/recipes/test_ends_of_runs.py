@@ -70,7 +70,7 @@ def test_infinite_gradient_of_a_finite_loss_stops_the_run(recipe, clip, train, c
 
 @pytest.mark.slow
 def test_interrupted_run_reports_a_step_only_once_saved(recipe, train, closed, chats, monkeypatch, tmp_path):
-    recipe, asked, told = importlib.import_module(recipe), SimpleNamespace(requested=False, end=lambda: False), []
+    recipe, asked, messages = importlib.import_module(recipe), SimpleNamespace(requested=False, end=lambda: False), []
     save, log, info = checkpointer.dcp.save, Run.log, Run.info
 
     def slow(*args, **kwargs):
@@ -82,7 +82,7 @@ def test_interrupted_run_reports_a_step_only_once_saved(recipe, train, closed, c
         asked.requested = step == 1
 
     def record_checkpoints(run, message):
-        told.append((message, checkpoints(tmp_path)))
+        messages.append((message, checkpoints(tmp_path)))
         info(run, message)
 
     monkeypatch.setattr(training_run, "Interrupt", lambda: asked)
@@ -93,7 +93,7 @@ def test_interrupted_run_reports_a_step_only_once_saved(recipe, train, closed, c
         train(recipe, "checkpointer.every=null", f"validation_dataset.path={chats}", "validate_every=1")
     assert end.value.code == 130
     assert closed == ["closed"]
-    assert [there for message, there in told if "step 2 is saved" in message] == [["step-00000002"]]
+    assert [saved for message, saved in messages if "step 2 is saved" in message] == [["step-00000002"]]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], "validation_loss" in line) for line in lines] == [
         (1, True),

@@ -81,14 +81,14 @@ def test_tasks(checkpoint, folder, tmp_path, capsys):
     model, tokenizer = opened.load(), opened.tokenizer()
     tasks = Tasks(["choice", "answer"], tokenizer, str(folder), limit=6, num_fewshot=1)
     expected = tasks(model, distributed.init("cpu"), log_samples=True)
-    found = json.loads(out.read_text())
-    assert found["results"] == json.loads(json.dumps(expected["results"]))
-    assert found.keys() == expected.keys() - {"samples"}
-    assert found["config"]["limit"] == 6 and found["config"]["model_args"] == {"pretrained": str(checkpoint)}
+    results = json.loads(out.read_text())
+    assert results["results"] == json.loads(json.dumps(expected["results"]))
+    assert results.keys() == expected.keys() - {"samples"}
+    assert results["config"]["limit"] == 6 and results["config"]["model_args"] == {"pretrained": str(checkpoint)}
     for name in ("choice", "answer"):
         samples = [json.loads(line) for line in (out.parent / f"all_samples_{name}.jsonl").read_text().splitlines()]
         text = json.dumps(expected["samples"][name], default=str)
-        assert samples == json.loads(text, parse_float=lambda each: pytest.approx(float(each), abs=1e-4))
+        assert samples == json.loads(text, parse_float=lambda number: pytest.approx(float(number), abs=1e-4))
     accuracy = metrics_of(expected["results"], "choice")["acc,none"]
     assert f"choice/acc {accuracy:.4f}" in " ".join(capsys.readouterr().out.split())
 
@@ -110,15 +110,15 @@ def test_loss_matches_transformers(dtype, within, checkpoint, tmp_path):
         right += int((logits.argmax(-1) == ids[0, 1:]).sum())
         count += ids.shape[1] - 1
     expected = {"loss": total / count, "perplexity": math.exp(total / count), "token_accuracy": right / count}
-    found = metrics_of(evaluated(out), "texts")
-    assert found == pytest.approx({f"{name},none": value for name, value in expected.items()}, rel=within)
+    metrics = metrics_of(evaluated(out), "texts")
+    assert metrics == pytest.approx({f"{name},none": value for name, value in expected.items()}, rel=within)
 
 
 @pytest.mark.slow
 def test_results_as_json(checkpoint, chats, capfd):
     main(["eval", str(checkpoint), "--data", str(chats), "--limit", "4", "--device", "cpu", "--json"])
-    (found,) = json.loads(capfd.readouterr().out)["results"].values()
-    assert found["loss,none"] > 0
+    (metrics,) = json.loads(capfd.readouterr().out)["results"].values()
+    assert metrics["loss,none"] > 0
 
 
 def test_loss_matches_validation_loss(checkpoint, chats, tmp_path, run_recipe):
@@ -145,10 +145,10 @@ def test_answers_are_scored(checkpoint, prompts, tmp_path, capsys):
         answers.append(tokenizer.decode(new, skip_special_tokens=True))
     options = ["--data", str(prompts), "--max-new-tokens", "6", "--out", str(tmp_path / "out.json"), "--log-samples"]
     main(["eval", str(checkpoint), *options, "--score", "my_scores:length"])
-    found = metrics_of(evaluated(tmp_path / "out.json"), "prompts")
-    assert found["length,none"] == pytest.approx(sum(map(len, answers)) / len(answers))
+    metrics = metrics_of(evaluated(tmp_path / "out.json"), "prompts")
+    assert metrics["length,none"] == pytest.approx(sum(map(len, answers)) / len(answers))
     samples = [json.loads(line) for line in (tmp_path / "out_samples_prompts.jsonl").read_text().splitlines()]
-    assert [each["text"] for each in samples] == answers and [each["row"] for each in samples] == rows
+    assert [sample["text"] for sample in samples] == answers and [sample["row"] for sample in samples] == rows
 
     for at, (row, answer) in enumerate(zip(rows, answers, strict=True)):
         row["completion"] = f" {answer}\n" if at % 2 else "no"
@@ -180,13 +180,13 @@ def test_adapter_and_run_folder(checkpoint, chats, folder, tmp_path, run_recipe)
     assert run_recipe(settings, recipe=lora_finetune) == 0
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     common = ["--tasks", "rolling", "--include-path", str(folder), "--out", str(tmp_path / "out.json")]
-    for named in ([str(run)], [str(checkpoint), "--adapter", str(run / "adapter")]):
-        main(["eval", *named, *common])
-        found = metrics_of(evaluated(tmp_path / "out.json"), "rolling")["bits_per_byte,none"]
-        assert found == pytest.approx(last["rolling/bits_per_byte"], rel=1e-4)
+    for model in ([str(run)], [str(checkpoint), "--adapter", str(run / "adapter")]):
+        main(["eval", *model, *common])
+        bits_per_byte = metrics_of(evaluated(tmp_path / "out.json"), "rolling")["bits_per_byte,none"]
+        assert bits_per_byte == pytest.approx(last["rolling/bits_per_byte"], rel=1e-4)
     main(["eval", str(checkpoint), *common])
     assert metrics_of(evaluated(tmp_path / "out.json"), "rolling")["bits_per_byte,none"] != pytest.approx(
-        found, rel=1e-3
+        bits_per_byte, rel=1e-3
     )
 
 
@@ -198,10 +198,10 @@ def test_quantized_base(checkpoint, folder, tmp_path):
     opened = open_model(checkpoint)
     model, tokenizer = opened.load(quantization="nf4"), opened.tokenizer()
     expected = Tasks(["rolling"], tokenizer, str(folder))(model, distributed.init("cpu"))
-    found = metrics_of(evaluated(out), "rolling")
-    assert found == pytest.approx(metrics_of(expected["results"], "rolling"))
+    metrics = metrics_of(evaluated(out), "rolling")
+    assert metrics == pytest.approx(metrics_of(expected["results"], "rolling"))
     main(["eval", str(checkpoint), *common])
-    assert found["bits_per_byte,none"] != pytest.approx(
+    assert metrics["bits_per_byte,none"] != pytest.approx(
         metrics_of(evaluated(out), "rolling")["bits_per_byte,none"], rel=1e-4
     )
 
@@ -248,13 +248,13 @@ def test_evaluation_during_training(checkpoint, chats, folder, tmp_path, run_rec
         [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         for name in ("plain", "evaluated")
     )
-    assert [each["loss"] for each in plain] == [each["loss"] for each in evaluated_]
-    assert ["choice/acc" in each for each in evaluated_] == [False, True, True]
+    assert [line["loss"] for line in plain] == [line["loss"] for line in evaluated_]
+    assert ["choice/acc" in line for line in evaluated_] == [False, True, True]
     out = tmp_path / "out.json"
     trained = str(tmp_path / "evaluated")
     main(["eval", trained, "--tasks", "choice", "--include-path", str(folder), "--out", str(out)])
-    found = metrics_of(evaluated(out), "choice")
-    assert found["acc_norm,none"] == pytest.approx(evaluated_[-1]["choice/acc_norm"])
+    metrics = metrics_of(evaluated(out), "choice")
+    assert metrics["acc_norm,none"] == pytest.approx(evaluated_[-1]["choice/acc_norm"])
 
 
 @pytest.mark.slow
@@ -272,7 +272,7 @@ def test_best_checkpoint_by_a_metric_to_minimize(checkpoint, chats, folder, tmp_
     ]  # fmt: skip
     assert run_recipe([*settings, "checkpointer.keep_best=choice/brier_score"]) == 0
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    scores = [each["choice/brier_score"] for each in lines]
+    scores = [line["choice/brier_score"] for line in lines]
     best = scores.index(min(scores)) + 1
     assert best == len(scores) - 1 < 8  # the run ends at the first value that is no better
     assert sorted(int(path.name[5:]) for path in (run / "checkpoints").iterdir()) == [best, best + 1]
@@ -315,7 +315,7 @@ def test_evaluation_during_training_of_every_method(
         f"model.path={checkpoint}", f"output_dir={tmp_path / 'run'}", "max_steps=2", "device=cpu", "dtype=fp32",
         "optimizer.lr=1e-3", "evaluate.tasks=[choice]", f"evaluate.include_path={folder}", "evaluate.every=1",
         f"evaluate.prompts={prompts}", "evaluate.max_new_tokens=6",
-        *(each.format(**names) if "{" in each else each for each in METHODS[recipe]),
+        *(setting.format(**names) if "{" in setting else setting for setting in METHODS[recipe]),
     ]  # fmt: skip
     assert run_recipe(settings, recipe) == 0
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -323,15 +323,15 @@ def test_evaluation_during_training_of_every_method(
     model, tokenizer = opened.load(), opened.tokenizer()
     results = Tasks(["choice"], tokenizer, str(folder))(model, distributed.init("cpu"))
     expected = {f"choice/{name[:-5]}": value for name, value in metrics_of(results["results"], "choice").items()}
-    assert expected and ["choice/acc" in each for each in steps] == [True, True]
+    assert expected and ["choice/acc" in step for step in steps] == [True, True]
     assert {name: steps[-1][name] for name in expected} == pytest.approx(expected)
     lines = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
-    answered = [each for each in lines if each.get("prompt") == "the cat"]
-    assert [each["step"] for each in answered] == [0, 1, 2]
+    answered = [sample for sample in lines if sample.get("prompt") == "the cat"]
+    assert [sample["step"] for sample in answered] == [0, 1, 2]
     main(["generate", str(tmp_path / "run"), "--prompt", "the cat", "--max-new-tokens", "6", "--out", "out.jsonl"])
     assert json.loads(Path("out.jsonl").read_text())["completion"] == answered[-1]["text"]
-    found = told(recipe.__name__, [*settings[:-3], "evaluate.tasks=[chioce]", "evaluate.prompts=none.txt"])
-    assert "evaluate.tasks: " in found and "'chioce'" in found and "none.txt: there is no such file" in found
+    message = told(recipe.__name__, [*settings[:-3], "evaluate.tasks=[chioce]", "evaluate.prompts=none.txt"])
+    assert "evaluate.tasks: " in message and "'chioce'" in message and "none.txt: there is no such file" in message
 
 
 def no_template(tmp_path, checkpoint):
@@ -409,13 +409,13 @@ def test_errors_come_before_weights_are_read(more, checkpoint, folder, prompts, 
 
 
 @pytest.mark.parametrize(
-    ("body", "setting", "says"),
+    ("body", "setting", "message"),
     [
         (GENERATES % "repetition_penalty: 1.1", "seed=0", "generation_kwargs: repetition_penalty is not supported"),
         (GENERATES % "max_gen_toks: 512", "seed=0", "a task generates 512 tokens, but max_length=512"),
     ],
 )
-def test_errors_come_before_training(body, setting, says, checkpoint, chats, tmp_path, run_recipe, capsys):
+def test_errors_come_before_training(body, setting, message, checkpoint, chats, tmp_path, run_recipe, capsys):
     write_task(tmp_path, "mine", [{"q": "the cat"}], body)
     settings = [
         f"model.path={checkpoint}", f"dataset.path={chats}", f"output_dir={tmp_path / 'run'}", "max_steps=1",
@@ -424,7 +424,7 @@ def test_errors_come_before_training(body, setting, says, checkpoint, chats, tmp
     assert run_recipe([*settings, "evaluate.include_path=nowhere"]) == 2
     assert "evaluate.include_path: nowhere is not a folder" in capsys.readouterr().err
     assert run_recipe([*settings, setting]) == 2
-    assert f"evaluate.tasks: mine cannot be used: {says}" in capsys.readouterr().err
+    assert f"evaluate.tasks: mine cannot be used: {message}" in capsys.readouterr().err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -434,24 +434,24 @@ def test_errors_come_before_training(body, setting, says, checkpoint, chats, tmp
     [pytest.param(name, marks=pytest.mark.slow if name == "unknown task" else ()) for name in WRONG],
 )
 def test_wrong_inputs(name, checkpoint, folder, prompts, tmp_path, capsys, monkeypatch):
-    given, *says = WRONG[name]
-    if given == "far":
+    arguments, *messages = WRONG[name]
+    if arguments == "far":
         (tmp_path / "far.yaml").write_text(ON_HUB)
-        given = ["--include-path", str(tmp_path), "--tasks", "far"]
-    elif isinstance(given, tuple):
-        given = file_of(tmp_path, *given)
-    elif callable(given):
-        given = given(monkeypatch) if given is not_installed else given(tmp_path, checkpoint)
-    if not given or given[0].startswith("--"):
-        given = [str(checkpoint), *given]
-    if "--tasks" in given and "--include-path" not in given:
-        given += ["--include-path", str(folder)]
+        arguments = ["--include-path", str(tmp_path), "--tasks", "far"]
+    elif isinstance(arguments, tuple):
+        arguments = file_of(tmp_path, *arguments)
+    elif callable(arguments):
+        arguments = arguments(monkeypatch) if arguments is not_installed else arguments(tmp_path, checkpoint)
+    if not arguments or arguments[0].startswith("--"):
+        arguments = [str(checkpoint), *arguments]
+    if "--tasks" in arguments and "--include-path" not in arguments:
+        arguments += ["--include-path", str(folder)]
     with pytest.raises(SystemExit) as end:
-        main(["eval", *given, "device=cpu", "generation.max_new_tokens=3"])
+        main(["eval", *arguments, "device=cpu", "generation.max_new_tokens=3"])
     shown = capsys.readouterr().err
     assert end.value.code == 2, shown
     assert "Traceback" not in shown
-    for text in says:
+    for text in messages:
         assert text in shown
 
 

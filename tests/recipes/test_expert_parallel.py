@@ -72,7 +72,7 @@ def test_two_processes_share_the_experts(common, tmp_path):  # noqa: F811
 def test_families(name, common, tmp_path):  # noqa: F811
     variants = {name: [of_family(name, tmp_path)]}
     few = ("ep x FSDP", "ep x HSDP", "ep x tp") if name == "mixtral" else ("ep x FSDP",)
-    layouts = {each: LAYOUTS[each] for each in few}
+    layouts = {layout: LAYOUTS[layout] for layout in few}
     assert_one_curve("full_finetune", common, variants, layouts, 4, tmp_path / "runs")
 
 
@@ -88,7 +88,7 @@ def test_training_settings(common, tmp_path):  # noqa: F811
         "Adafactor": ADAFACTOR,
         "Muon": ["optimizer._component_=tune.optimizers.Muon", "optimizer.lr=2e-5"],  # Muon multiplies in bf16
     }
-    variants = {name: [model, "model.router_loss=0.1", *each] for name, each in variants.items()}
+    variants = {name: [model, "model.router_loss=0.1", *settings] for name, settings in variants.items()}
     (tmp_path / "few").mkdir()
     few = of_family("mixtral", tmp_path / "few", num_local_experts=2)
     variants["fewer experts than devices"] = [few]

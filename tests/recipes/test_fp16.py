@@ -28,8 +28,8 @@ def test_curve_follows_fp32(recipe, common, run_recipe, tmp_path):
     for dtype in ("fp16", "fp32"):
         assert run_recipe([*common, f"dtype={dtype}", f"output_dir={tmp_path / dtype}"], recipe) == 0
     for name, within in (("loss", 1e-3), ("grad_norm", 1e-2)):
-        found, expected = (steps(tmp_path / dtype, name) for dtype in ("fp16", "fp32"))
-        assert found == pytest.approx(expected, rel=within) and found != expected
+        values, expected = (steps(tmp_path / dtype, name) for dtype in ("fp16", "fp32"))
+        assert values == pytest.approx(expected, rel=within) and values != expected
 
 
 def test_run_whose_steps_all_overflow_exports_nothing(common, run_recipe, tmp_path, monkeypatch, capsys):

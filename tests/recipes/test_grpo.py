@@ -176,13 +176,13 @@ def rows(folder):
 
 def assert_same_run(folder, plain):
     """Assert the same tokens and one curve. Scores of a sharded reward model differ in their last bits."""
-    found, expected = rows(folder), rows(plain)
+    actual, expected = rows(folder), rows(plain)
     exactly = "RewardModel" not in expected[0]
     names = ("reward", "RewardModel")
-    scores = [[row.pop(name) for row in each for name in names if name in row] for each in (found, expected)]
-    assert found == expected
+    scores = [[row.pop(name) for row in samples for name in names if name in row] for samples in (actual, expected)]
+    assert actual == expected
     assert scores[0] == pytest.approx(scores[1], rel=0, abs=0 if exactly else 1e-6)
-    ours, theirs = ([json.loads(line) for line in (each / "metrics.jsonl").open()] for each in (folder, plain))
+    ours, theirs = ([json.loads(line) for line in (run / "metrics.jsonl").open()] for run in (folder, plain))
     assert len(ours) == len(theirs) == 3
     for one, other in zip(ours, theirs, strict=True):
         for name in ("loss", "reward", "dead_groups", "supervised_tokens", "entropy", "kl", "validation_reward"):
@@ -266,17 +266,17 @@ def test_methods_do_what_their_names_say(alone):
     """Check that the runs above use the method in their names."""
     folder_of, _ = alone
     episodes = rows(folder_of("environment"))
-    turns = [sum(token == 1 for token in each["tokens"]) // 2 for each in episodes]  # <|im_start|>, not sampled
+    turns = [sum(token == 1 for token in episode["tokens"]) // 2 for episode in episodes]  # <|im_start|>, not sampled
     assert max(turns) >= 1
-    assert all(each["reward"] == each["environment"] + each["share_of_a"] for each in episodes)
+    assert all(episode["reward"] == episode["environment"] + episode["share_of_a"] for episode in episodes)
     for step in map(json.loads, (folder_of("environment") / "metrics.jsonl").open()):
-        given = [each["environment"] for each in episodes if each["step"] == step["step"]]
-        assert step["reward/environment"] == pytest.approx(sum(given) / len(given))
+        rewards = [episode["environment"] for episode in episodes if episode["step"] == step["step"]]
+        assert step["reward/environment"] == pytest.approx(sum(rewards) / len(rewards))
         assert "validation_reward/environment" in step or step["step"] < 3
-    texts = [each["text"] for each in rows(folder_of("plain"))]
+    texts = [row["text"] for row in rows(folder_of("plain"))]
     assert len({*texts}) > len(texts) / 2
     dead = [json.loads(line)["dead_groups"] for line in (folder_of("dynamic") / "metrics.jsonl").open()]
-    prompts = {each["sample"] // 4 for each in rows(folder_of("dynamic"))}
+    prompts = {row["sample"] // 4 for row in rows(folder_of("dynamic"))}
     assert max(prompts) >= 12, "no group was replaced"
     assert sum(dead) < len(prompts)
 
@@ -287,9 +287,9 @@ def test_conversations_that_outgrow_the_model_are_counted(run, tmp_path):
     run(*environment, code=2)  # all completions whose rewards differ are truncated
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     for step in steps:
-        of_step = [each for each in rows(tmp_path / "run") if each["step"] == step["step"]]
-        assert step["without_room"] == sum(each["finish"] == "room" for each in of_step)
-        assert step["truncated_share"] == sum(each["finish"] != "stop" for each in of_step) / 16
+        of_step = [row for row in rows(tmp_path / "run") if row["step"] == step["step"]]
+        assert step["without_room"] == sum(row["finish"] == "room" for row in of_step)
+        assert step["truncated_share"] == sum(row["finish"] != "stop" for row in of_step) / 16
     assert sum(step["without_room"] for step in steps) > 0
 
 
@@ -297,9 +297,9 @@ def test_conversations_that_outgrow_the_model_are_counted(run, tmp_path):
 def test_log_states_the_number_of_steps(run, tmp_path):
     """The log warns if the epochs end before max_steps."""
     run("max_steps=9")
-    told = (tmp_path / "run" / "log.txt").read_text()
-    assert "5 steps, 5 an epoch" in told
-    assert "max_steps=9 is not reached: epochs=1 ends " in told
+    log_text = (tmp_path / "run" / "log.txt").read_text()
+    assert "5 steps, 5 an epoch" in log_text
+    assert "max_steps=9 is not reached: epochs=1 ends " in log_text
 
 
 def test_report_names_the_data(run, tmp_path):
@@ -339,11 +339,11 @@ def test_truncated_completions_are_compared_but_not_learned(run, tmp_path):
     (step,) = run("mask_truncated=true", "max_steps=1", "sampling.stop_strings=[a]")
     samples = rows(tmp_path / "run")
     groups = [samples[at : at + 8] for at in range(0, 32, 8)]
-    live = [each for group in groups if len({each["reward"] for each in group}) > 1 for each in group]
-    assert {each["finish"] for each in live} == {"stop", "length"}
-    assert step["supervised_tokens"] == sum(len(each["tokens"]) for each in live if each["finish"] == "stop")
+    live = [sample for group in groups if len({sample["reward"] for sample in group}) > 1 for sample in group]
+    assert {sample["finish"] for sample in live} == {"stop", "length"}
+    assert step["supervised_tokens"] == sum(len(sample["tokens"]) for sample in live if sample["finish"] == "stop")
     (whole,) = run("max_steps=1", "sampling.stop_strings=[a]", folder=tmp_path / "whole")
-    assert whole["supervised_tokens"] == sum(len(each["tokens"]) for each in live)
+    assert whole["supervised_tokens"] == sum(len(sample["tokens"]) for sample in live)
 
 
 @pytest.mark.parametrize(("baseline", "kl"), [("mean", 0.3), ("leave_one_out", 0.0)])
@@ -361,26 +361,26 @@ def test_loss_matches_its_formula(baseline, kl, run, checkpoint, tmp_path):
     total, count, entropies, divergences = torch.zeros(()), 0, [], []
     for at in range(0, len(samples), 8):
         group = samples[at : at + 8]
-        values = [each["reward"] for each in group]
-        for each in group:
-            others = [value for other, value in zip(group, values, strict=True) if other is not each]
+        values = [sample["reward"] for sample in group]
+        for sample in group:
+            others = [value for other, value in zip(group, values, strict=True) if other is not sample]
             mean = sum(others) / 7 if baseline == "leave_one_out" else sum(values) / 8
             text = tokenizer.apply_chat_template(
-                [{"role": "user", "content": each["row"]["instruction"]}], add_generation_prompt=True, tokenize=False
+                [{"role": "user", "content": sample["row"]["instruction"]}], add_generation_prompt=True, tokenize=False
             )
             prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
-            logits = model(torch.tensor([[*prompt, *each["tokens"]]])).logits[0, len(prompt) - 1 : -1]
-            log_probs = logits.log_softmax(-1).gather(1, torch.tensor(each["tokens"])[:, None])
+            logits = model(torch.tensor([[*prompt, *sample["tokens"]]])).logits[0, len(prompt) - 1 : -1]
+            log_probs = logits.log_softmax(-1).gather(1, torch.tensor(sample["tokens"])[:, None])
             entropies += torch.distributions.Categorical(logits=logits.detach()).entropy().tolist()
-            total = total - (each["reward"] - mean) * log_probs.sum()
+            total = total - (sample["reward"] - mean) * log_probs.sum()
             if kl and len(set(values)) > 1:
                 with torch.no_grad():
-                    theirs = reference(torch.tensor([[*prompt, *each["tokens"]]])).logits[0, len(prompt) - 1 : -1]
-                    theirs = theirs.log_softmax(-1).gather(1, torch.tensor(each["tokens"])[:, None])
+                    theirs = reference(torch.tensor([[*prompt, *sample["tokens"]]])).logits[0, len(prompt) - 1 : -1]
+                    theirs = theirs.log_softmax(-1).gather(1, torch.tensor(sample["tokens"])[:, None])
                 ratio = theirs - log_probs
                 divergences += (ratio.exp() - 1 - ratio)[:, 0].tolist()
                 total = total + kl * (ratio.exp() - 1 - ratio).sum()
-            count += len(each["tokens"])
+            count += len(sample["tokens"])
     loss = total / count
     loss.backward()
     norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
@@ -398,15 +398,15 @@ def test_loss_matches_its_formula(baseline, kl, run, checkpoint, tmp_path):
 )
 def test_interrupted_run_resumes_bitwise(recipe, counts, run_recipe, checkpoint, requests, tmp_path):
     """The interrupted run saves the current step and logs it."""
-    given = [each for each in settings_of(checkpoint, requests) if "group_size" not in each]
-    common = [*given, *counts, "epochs=3", "updates=1", "checkpointer.every=null", "sampling.max_new_tokens=6"]
+    settings = [setting for setting in settings_of(checkpoint, requests) if "group_size" not in setting]
+    common = [*settings, *counts, "epochs=3", "updates=1", "checkpointer.every=null", "sampling.max_new_tokens=6"]
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     assert run_recipe([*common, f"output_dir={whole}"], recipe) == 0
     common.append("reward=recipes.test_grpo.Interrupts")
     assert run_recipe([*common, f"output_dir={parted}"], recipe) == 130
     assert "interrupted: step 2 is saved" in (parted / "log.txt").read_text()
     assert run_recipe([*common, f"output_dir={parted}"], recipe) == 0
-    ours, theirs = (load_file(each / "model" / "model.safetensors") for each in (parted, whole))
+    ours, theirs = (load_file(run / "model" / "model.safetensors") for run in (parted, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert [row["tokens"] for row in rows(parted)] == [row["tokens"] for row in rows(whole)]
 
@@ -414,8 +414,8 @@ def test_interrupted_run_resumes_bitwise(recipe, counts, run_recipe, checkpoint,
 @pytest.mark.parametrize(("reward", "message"), [("fails", "KeyError"), ("gives_text", "'good'"), ("gives_nan", "nan")])
 def test_failing_reward_is_named(reward, message, run, capsys):
     run(f"reward=recipes.test_grpo.{reward}", code=2)
-    told = capsys.readouterr().err
-    assert f"reward: {reward}" in told and message in told
+    error = capsys.readouterr().err
+    assert f"reward: {reward}" in error and message in error
 
 
 HERE = "recipes.test_grpo"
@@ -462,8 +462,8 @@ WRONG = {
 def test_wrong_settings(case, by, run, checkpoint, requests, told, tmp_path, capsys):
     settings, message = WRONG[case]
     if by == "validate":
-        given = [*settings_of(checkpoint, requests), f"output_dir={tmp_path / 'run'}", *settings]
-        assert message in " ".join(told("grpo", given).split())
+        all_settings = [*settings_of(checkpoint, requests), f"output_dir={tmp_path / 'run'}", *settings]
+        assert message in " ".join(told("grpo", all_settings).split())
         return
     run(*settings, code=2)
     assert message in " ".join(capsys.readouterr().err.split())
@@ -504,7 +504,7 @@ def test_several_rewards_with_weights(run, tmp_path):
     (step,) = run(f"reward=[{HERE}.share_of_a, {others}]", "max_steps=1")
     assert step["reward"] == pytest.approx(step["reward/share_of_a"] + 0.5 * step["reward/odd_ones"])
     assert step["reward/always_one"] == 1
-    assert all(each["reward"] == each["share_of_a"] + 0.5 * each["odd_ones"] for each in rows(tmp_path / "run"))
+    assert all(row["reward"] == row["share_of_a"] + 0.5 * row["odd_ones"] for row in rows(tmp_path / "run"))
 
 
 @pytest.mark.slow
@@ -512,8 +512,8 @@ def test_references_agree(run, checkpoint, tmp_path):
     """A folder as the reference is the base without its adapter."""
     lora = ["adapter.rank=4", "kl=0.1", "optimizer.lr=1e-2"]
     off, folder = (
-        run(*lora, f"reference={each}", folder=tmp_path / str(number))
-        for number, each in enumerate(("adapter_off", checkpoint))
+        run(*lora, f"reference={reference}", folder=tmp_path / str(number))
+        for number, reference in enumerate(("adapter_off", checkpoint))
     )
     assert off[0]["kl"] == pytest.approx(0, abs=1e-6) and off[-1]["kl"] > 1e-4
     for one, other in zip(off, folder, strict=True):
@@ -557,6 +557,6 @@ def test_prompts_are_shown(verb, checkpoint, requests, capsys):
     from tune.cli import main
 
     main([verb, "grpo", *settings_of(checkpoint, requests), f"validation_dataset.path={requests}"])
-    told = capsys.readouterr().out
-    assert told.count("22 prompts of") == 2
-    assert ("<|im_start|>user\nSay the.<|im_end|>\n<|im_start|>assistant\n" in told) == (verb == "preview")
+    output = capsys.readouterr().out
+    assert output.count("22 prompts of") == 2
+    assert ("<|im_start|>user\nSay the.<|im_end|>\n<|im_start|>assistant\n" in output) == (verb == "preview")

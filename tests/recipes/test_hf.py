@@ -115,8 +115,8 @@ def test_full_finetuning(architecture, common, chats, tmp_path):
     packed = {"packed": ["packed=true", "max_seq_len=256"]}
     train("full_finetune", *common, *packed["packed"], f"output_dir={tmp_path / 'packed alone'}")
     variants = {"one row": [], "four rows": ["micro_batch_size=4", "memory.activation_checkpointing=selective"]}
-    given = json.dumps(common), json.dumps(variants | packed)
-    run_processes(RUN_VARIANTS, 2, "full_finetune", str(tmp_path / "2"), *given)
+    arguments = json.dumps(common), json.dumps(variants | packed)
+    run_processes(RUN_VARIANTS, 2, "full_finetune", str(tmp_path / "2"), *arguments)
     for name in variants:
         assert losses(tmp_path / "2" / name) == pytest.approx(expected, rel=1e-5), name
     assert losses(tmp_path / "2" / "packed") == pytest.approx(losses(tmp_path / "packed alone"), rel=1e-5)

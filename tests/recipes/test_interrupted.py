@@ -113,11 +113,11 @@ def test_disk_that_is_briefly_full(inputs, run_recipe, monkeypatch, capsys):
     monkeypatch.setattr(Run, "log", logged)
     settings = inputs.settings(f"output_dir={run}", "max_steps=4", "checkpointer.async=false")
     assert run_recipe(settings) == 0
-    told = capsys.readouterr().out
-    assert told.count("1 lines of metrics.jsonl (File too large)") == 1 and "continues after step 1" in told
-    assert told.index("metrics.jsonl (File too large)") < told.index(f"{run} accepts lines again")
+    output = capsys.readouterr().out
+    assert output.count("1 lines of metrics.jsonl (File too large)") == 1 and "continues after step 1" in output
+    assert output.index("metrics.jsonl (File too large)") < output.index(f"{run} accepts lines again")
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
-    assert [line for line in told.splitlines() if line.startswith("warning: ")] == [
+    assert [line for line in output.splitlines() if line.startswith("warning: ")] == [
         line for line in (run / "log.txt").read_text().splitlines() if line.startswith("warning: ")
     ]
 
@@ -133,9 +133,9 @@ def test_failed_last_checkpoint_sets_the_exit_status(inputs, run_recipe, monkeyp
 
     monkeypatch.setattr(checkpointer.dcp, "save", full)
     assert run_recipe(inputs.settings(f"output_dir={run}")) == 2
-    told = capsys.readouterr()
-    assert told.out.count("the checkpoint of step 2 could not be written") == 1 and "retries" not in told.out
-    assert "the checkpoint of step 2" in told.err and "continues after step 1" in told.err
+    output = capsys.readouterr()
+    assert output.out.count("the checkpoint of step 2 could not be written") == 1 and "retries" not in output.out
+    assert "the checkpoint of step 2" in output.err and "continues after step 1" in output.err
     assert (run / "model" / "model.safetensors").exists()
 
 
@@ -215,7 +215,7 @@ def test_second_start_while_a_run_writes_a_checkpoint(place, inputs, run_recipe,
         assert run_recipe(settings) == 0
     assert [done.returncode for done in other] == [2]
     assert f"another run is writing to {folder}" in explained(other[0])
-    assert [each.name for each in sorted((folder / "checkpoints").iterdir())][-1] == "step-00000003"
+    assert [path.name for path in sorted((folder / "checkpoints").iterdir())][-1] == "step-00000003"
     assert run_recipe([*settings, "max_steps=4"]) == 0
 
 
@@ -317,8 +317,8 @@ def test_lost_process_without_a_launcher(killing, tmp_path):
     launch.wait_for("step 3/")
     launch.processes[0].kill()
     assert launch.processes[1].wait() == 1
-    (told,) = [line for line in launch.text().splitlines() if line.startswith("error: ")]
-    assert told.startswith("error: [rank 1] lost the connection to another process of this run")
+    (error,) = [line for line in launch.text().splitlines() if line.startswith("error: ")]
+    assert error.startswith("error: [rank 1] lost the connection to another process of this run")
     assert "Traceback" not in launch.text()
 
 
@@ -356,13 +356,13 @@ def test_one_of_two_processes_is_killed(inputs, run_recipe):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("override", "says"),
+    ("override", "message"),
     [
         ("max_grad_norm=null", " at step 1"),
         ("{one_row}", "has 1 rows, too few for 2 data-parallel processes"),
     ],
 )
-def test_two_processes_report_an_error_once(override, says, inputs, contents):
+def test_two_processes_report_an_error_once(override, message, inputs, contents):
     one_row = inputs.write_rows({"prompt": "the cat", "completion": " sat"})[0]
     settings = inputs.settings(
         f"output_dir={inputs.folder / 'new'}", "max_steps=9", *override.format(one_row=one_row).split()
@@ -374,5 +374,5 @@ def test_two_processes_report_an_error_once(override, says, inputs, contents):
     done = subprocess.run(
         command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=HANGS
     )
-    assert says in explained(done)
+    assert message in explained(done)
     assert before.items() <= contents(inputs.folder).items()

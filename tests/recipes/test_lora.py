@@ -180,7 +180,7 @@ def test_resume_is_exact(common, tmp_path):
     ],
 )
 def test_resume_with_another_quantization_is_refused(common, tmp_path, then, now):
-    then, now = (f"quantization.{each}" for each in (then, now))
+    then, now = (f"quantization.{setting}" for setting in (then, now))
     train(tmp_path, *common, *then.split(), "max_steps=1")
     with pytest.raises(TuneError, match=rf"with {then}; .* with {now} has other weights"):
         train(tmp_path, *common, *now.split(), "max_steps=2")

@@ -87,15 +87,15 @@ def logged(folder):
 def test_one_curve(recipe, checkpoint, tied_checkpoint, pairs, chats, requests, tmp_path):  # noqa: F811
     settings, methods = RECIPES[recipe]
     data = {"pairs": pairs, "chats": chats, "requests": requests, "tied": tied_checkpoint}
-    given = [
+    unformatted = [
         f"model.path={checkpoint}", "device=cpu", "dtype=fp32", "micro_batch_size=1", "optimizer.lr=1e-4", "epochs=6",
         f"max_steps={curve_steps(2)}", "checkpointer.every=null", *settings,
     ]  # fmt: skip
-    given += ["teacher.dtype=fp32"] * (recipe == "distill")
-    common = [each.format(**data) if "{" in each else each for each in given]
+    unformatted += ["teacher.dtype=fp32"] * (recipe == "distill")
+    common = [setting.format(**data) if "{" in setting else setting for setting in unformatted]
     for processes, ways in WAYS.items():
         variants = {
-            f"{method} - {way}": [each.format(**data) for each in (*overrides, *how)]
+            f"{method} - {way}": [setting.format(**data) for setting in (*overrides, *how)]
             for method, overrides in methods.items()
             for way, how in ways.items()
             if (processes, way) in FEW or method == next(iter(methods))
@@ -120,8 +120,8 @@ def test_one_curve(recipe, checkpoint, tied_checkpoint, pairs, chats, requests, 
                 difference = abs(one[name] - other[name]) / max(least, abs(other[name]))
                 apart[method] = max(apart[method], difference)
         if recipe == "grpo":
-            assert [(each["sample"], each["tokens"]) for each in rows(folder)] == [
-                (each["sample"], each["tokens"]) for each in rows(plain)
+            assert [(row["sample"], row["tokens"]) for row in rows(folder)] == [
+                (row["sample"], row["tokens"]) for row in rows(plain)
             ], folder
     print(apart)  # shown with -s or on failure
     assert max(apart.values()) < 1e-5

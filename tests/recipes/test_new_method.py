@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 # The whole method: the column `weight` of a row scales the loss of its document.
 def weighted(hidden, weight, batch: Batch, softcap=None):
     documents = batch.documents.ids.flatten()[batch.supervised]
-    rows, labels = (each.flatten(0, 1)[batch.supervised] for each in (hidden, batch.labels))
+    rows, labels = (tensor.flatten(0, 1)[batch.supervised] for tensor in (hidden, batch.labels))
     losses = F.cross_entropy(rows @ weight.T, labels, reduction="none")
     return (losses * batch.columns["weight"][documents]).sum()
 

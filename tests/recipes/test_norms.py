@@ -61,8 +61,8 @@ def assert_norms(mixture, checkpoint, chats, pairs, tmp_path):
         after = [*common, "max_grad_norm=null"]
         run_processes(RUN_VARIANTS, 1, recipe, str(tmp_path / "alone"), json.dumps(after), json.dumps(alone))
         for moment in moments:
-            script, given = (recipe, after) if moment == "after" else (in_backward(recipe, tmp_path), common)
-            run_processes(RUN_VARIANTS, 2, script, str(tmp_path / moment), json.dumps(given), json.dumps(shared))
+            script, run_settings = (recipe, after) if moment == "after" else (in_backward(recipe, tmp_path), common)
+            run_processes(RUN_VARIANTS, 2, script, str(tmp_path / moment), json.dumps(run_settings), json.dumps(shared))
             for run in shared:
                 expected = norms_of(tmp_path / "alone" / run.partition(",")[0])
                 assert norms_of(tmp_path / moment / run) == pytest.approx(expected, rel=2e-5), (recipe, run, moment)

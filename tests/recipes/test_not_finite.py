@@ -70,7 +70,7 @@ def test_nan_gradients_of_every_method(
     recipe, way, run_recipe, checkpoint, tied_checkpoint, pairs, chats, tmp_path, monkeypatch
 ):
     """A step with NaN gradients keeps the weights, and the run goes on as if it had not happened."""
-    common = [each.format(pairs=pairs, chats=chats, tied=tied_checkpoint) for each in METHODS[recipe]] + [
+    common = [setting.format(pairs=pairs, chats=chats, tied=tied_checkpoint) for setting in METHODS[recipe]] + [
         f"model.path={checkpoint}", "device=cpu", "dtype=fp32", "global_batch_size=8", "micro_batch_size=4",
         "checkpointer.every=1", "checkpointer.keep=null", f"checkpointer.on_nan={way}", "max_steps=3",
         "schedule.warmup=0", "optimizer.lr=1e-2", "epochs=3",
@@ -78,7 +78,7 @@ def test_nan_gradients_of_every_method(
     clip, calls = distributed.clip_grad_norm_, []
 
     def spoiled(parameters, *rest):
-        parameters = [each for each in parameters if each.grad is not None]
+        parameters = [parameter for parameter in parameters if parameter.grad is not None]
         calls.append(len(calls))
         if calls[-1] == 1:
             parameters[0].grad.fill_(torch.nan)
@@ -87,8 +87,8 @@ def test_nan_gradients_of_every_method(
     monkeypatch.setattr(distributed, "clip_grad_norm_", spoiled)
     run = tmp_path / "run"
     assert run_recipe([*common, f"output_dir={run}"], recipe) == 0
-    found = [weights(run, step, tmp_path) for step in (1, 2, 3)]
-    differs = [any(not torch.equal(each[name], found[0][name]) for name in each) for each in found]
+    states = [weights(run, step, tmp_path) for step in (1, 2, 3)]
+    differs = [any(not torch.equal(state[name], states[0][name]) for name in state) for state in states]
     assert differs == [False, False, True] and None not in losses(run)
     log = (run / "log.txt").read_text()
     assert log.count("grad_norm is nan at step 2") == 1 and "training continues" in log
@@ -119,9 +119,9 @@ def weights(run, step, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [full_finetune, pytest.param(lora_finetune, marks=pytest.mark.slow)])
 def test_one_process(recipe, common, run_recipe, tmp_path):
-    found = {}
+    runs = {}
     for way in ("skip", "rollback"):
-        run = found[way] = tmp_path / way
+        run = runs[way] = tmp_path / way
         assert run_recipe([*common, f"checkpointer.on_nan={way}", f"output_dir={run}"], recipe) == 0
         assert [value is None for value in losses(run)] == [False, False, False, True, False, False]
         log = (run / "log.txt").read_text()
@@ -133,10 +133,10 @@ def test_one_process(recipe, common, run_recipe, tmp_path):
         before = run / "checkpoints" / "step-00000002"
         assert run_recipe([*settings, f"resume={before}"], recipe) == 0
         assert losses(again / way) == losses(run)[2:]
-    skipped, back = (losses(found[way]) for way in ("skip", "rollback"))
+    skipped, back = (losses(runs[way]) for way in ("skip", "rollback"))
     assert skipped[:4] == back[:4] and skipped[4] != back[4]
     assert run_recipe([*common, f"output_dir={tmp_path / 'stop'}"], recipe) == 2
-    kept, now = (weights(found["rollback"], step, tmp_path) for step in (2, 4))
+    kept, now = (weights(runs["rollback"], step, tmp_path) for step in (2, 4))
     assert kept.keys() == now.keys() and all(torch.equal(kept[name], now[name]) for name in kept)
 
 
@@ -184,7 +184,7 @@ def test_learning_rate_too_high_for_the_dtype_of_the_weights(inputs, run_recipe,
     name, run = "model.embed_tokens.weight", inputs.folder / "new"
 
     def change(tensors):
-        tensors.update({each: tensor.half() for each, tensor in tensors.items()})
+        tensors.update({key: tensor.half() for key, tensor in tensors.items()})
         tensors[name][:] = 65440
 
     inputs.change_tensors(change)

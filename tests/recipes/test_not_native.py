@@ -102,9 +102,9 @@ def test_quantizing_transformers_experts_is_refused(tmp_path, capsys):
 def test_added_tokens_keep_the_logits(base, tmp_path):
     main(["add-tokens", str(base), str(tmp_path / "more"), "<|one|>", "<|two|>"])
     with torch.no_grad():
-        found, expected = load_model(tmp_path / "more")(TOKENS), transformers_logits(base)
-    assert_close(found[..., : expected.shape[-1]], expected, atol=1e-5, rtol=1e-5)
-    assert found.shape[-1] == expected.shape[-1] + 2
+        logits, expected = load_model(tmp_path / "more")(TOKENS), transformers_logits(base)
+    assert_close(logits[..., : expected.shape[-1]], expected, atol=1e-5, rtol=1e-5)
+    assert logits.shape[-1] == expected.shape[-1] + 2
 
 
 def test_answers_and_loss(base, tmp_path, capfd):
@@ -120,12 +120,12 @@ def test_answers_and_loss(base, tmp_path, capfd):
     out = tmp_path / "out.json"
     main(["eval", str(base), "--data", str(tmp_path / "text.jsonl"), "--out", str(out), "device=cpu", "dtype=fp32"])
     ids = torch.tensor([Tokenizer(base).encode(" ".join(WORDS))])
-    found = json.loads(out.read_text())["results"]["text"]
+    results = json.loads(out.read_text())["results"]["text"]
     with torch.no_grad():
         logits = model(ids).logits[0, :-1]
     losses = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
     # `tune eval` also counts the token that ends the text.
-    assert found["loss,none"] == pytest.approx(losses.mean().item(), rel=0.1)
+    assert results["loss,none"] == pytest.approx(losses.mean().item(), rel=0.1)
 
 
 @torch.no_grad()
@@ -199,7 +199,7 @@ RECIPES = {
 def arguments(case, base, data):
     recipe, rows, settings = RECIPES[case]
     common = [f"model.path={base}", f"dataset.path={data / rows}.jsonl", "device=cpu", "dtype=fp32", "max_steps=2"]
-    return recipe, [*common, *(each.replace("BASE", str(base)) for each in settings)]
+    return recipe, [*common, *(setting.replace("BASE", str(base)) for setting in settings)]
 
 
 @pytest.mark.slow
@@ -240,7 +240,7 @@ def test_run_checkpoints(base, data, tmp_path, run_recipe):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", [each if each == "full" else pytest.param(each, marks=pytest.mark.slow) for each in RECIPES]
+    "case", [case if case == "full" else pytest.param(case, marks=pytest.mark.slow) for case in RECIPES]
 )
 def test_validate_and_plan(case, base, data, told, capsys):
     recipe, settings = arguments(case, base, data)

@@ -130,8 +130,8 @@ def test_two_processes(recipe, common, told_to, tmp_path):
             variants[f"{name}, resumed twice"] = [*settings, f"resume={again}"]
     run_processes(RUN_VARIANTS, 2, recipe, str(tmp_path / "2"), json.dumps(common), json.dumps(variants))
     each_in_backward = {f"{name}, in backward": settings for name, (settings, _) in OPTIMIZERS.items()}
-    given = [str(tmp_path / "2"), json.dumps(unclipped), json.dumps(each_in_backward)]
-    run_processes(RUN_VARIANTS, 2, changed, *given)
+    arguments = [str(tmp_path / "2"), json.dumps(unclipped), json.dumps(each_in_backward)]
+    run_processes(RUN_VARIANTS, 2, changed, *arguments)
     lines = [[recipe, *common, *settings, f"output_dir={tmp_path / name}"] for name, settings in variants.items()]
     assert {*told_to(2, *lines)} == {""}
     for name, (settings, tolerance) in OPTIMIZERS.items():
@@ -184,11 +184,11 @@ def test_no_update_in_backward_on_a_non_finite_loss(common, tmp_path, monkeypatc
     models, weights = [], []
     loss_of, check = LinearCrossEntropy.__call__, checkpointers.check_forward
 
-    def spoilt(*operands, **softcap):
+    def spoiled(*operands, **softcap):
         weights.append({name: tensor.clone() for name, tensor in models[-1].state_dict().items()})
         return loss_of(*operands, **softcap) * (torch.nan if len(weights) == 3 else 1)
 
-    monkeypatch.setattr(LinearCrossEntropy, "__call__", spoilt)
+    monkeypatch.setattr(LinearCrossEntropy, "__call__", spoiled)
     monkeypatch.setattr(checkpointers, "check_forward", lambda model: models.append(model) or check(model))
     changed = in_backward("full_finetune", tmp_path / "changed")
     with pytest.raises(TuneError, match="loss is nan at step 3"):

@@ -23,7 +23,7 @@ def test_folder_of_another_recipe_is_refused(inputs, run_recipe, told, capsys):
     """The run once printed 'continued ... done', and distilled nothing."""
     before = contents(inputs.run)
     settings = inputs.settings(f"teacher.path={inputs.model}")
-    again = [each for each in settings if not each.startswith("output_dir=")]
+    again = [setting for setting in settings if not setting.startswith("output_dir=")]
     for place in (settings, [*again, f"output_dir={inputs.folder / 'new'}", f"resume={inputs.run}"]):
         assert run_recipe(place, distill) == 2
         message = capsys.readouterr().err
@@ -125,7 +125,7 @@ def test_folder_with_a_model_or_data_is_refused(name, inputs, run_recipe, told, 
     settings = inputs.settings(f"output_dir={folder}")
     assert run_recipe(settings) == 2
     message = capsys.readouterr().err
-    assert all(each in message for each in ("output_dir: ", str(folder), name))
+    assert all(part in message for part in ("output_dir: ", str(folder), name))
     assert f"output_dir: {folder}" in told("full_finetune", settings)
     assert contents(folder) == {name: b"{}"}
 

@@ -55,7 +55,9 @@ def test_custom_model_trains_and_is_exported(recipe, folder, chats, tmp_path):
     assert losses(run)[-1] < losses(run)[0]
     if recipe is full_finetune:
         before, after = (load_file(place / "model.safetensors") for place in (folder, run / "model"))
-        assert {name: tensor.shape for name, tensor in after.items()} == {n: each.shape for n, each in before.items()}
+        assert {name: tensor.shape for name, tensor in after.items()} == {
+            n: weight.shape for n, weight in before.items()
+        }
         assert all(not torch.equal(after[name], tensor) for name, tensor in before.items())
     run_processes(RUN_VARIANTS, 2, recipe.__name__, str(tmp_path / "two"), json.dumps(common), json.dumps({"run": []}))
     assert losses(tmp_path / "two" / "run") == pytest.approx(losses(run), rel=1e-5)

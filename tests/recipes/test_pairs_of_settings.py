@@ -61,7 +61,7 @@ WHAT = {
 # Settings that do not change the numbers; the first value of each is the plain way.
 HOW = {
     "compile": {"false": [], "true": ["compile=true"], "one": ["compile=['*.1']"]},
-    "checkpointing": {each: [f"memory.activation_checkpointing={each}"] for each in ("none", "selective", "full")},
+    "checkpointing": {mode: [f"memory.activation_checkpointing={mode}"] for mode in ("none", "selective", "full")},
     "activation_offload": {"false": [], "true": ["memory.activation_offload=true"]},
     "cpu_offload": {"false": [], "true": ["memory.cpu_offload=true"]},
     "micro_batch": {"4": ["micro_batch_size=4"], "8": []},
@@ -75,16 +75,21 @@ OTHERS = {
     "decay": {"matrices": [], "all": ["parameter_groups.decay_vectors=true", "optimizer.weight_decay=0.1"]},
     "schedule": {
         "cosine": [],
-        **{each: [f"schedule._component_=tune.optimizers.{each}"] for each in ("linear", "warmup_stable_decay")},
+        **{value: [f"schedule._component_=tune.optimizers.{value}"] for value in ("linear", "warmup_stable_decay")},
         "constant": ["schedule._component_=tune.optimizers.constant"],
     },
     "warmup": {"0": [], "1": ["schedule.warmup=1"], "0.5": ["schedule.warmup=0.5"]},
     "clipping": {"null": [], "1.0": ["max_grad_norm=1.0"]},
     "chunk": {"null": [], "16": ["memory.loss_chunk_tokens=16"]},
     "accuracy": {"false": [], "true": ["loss.accuracy=true"]},
-    "train_on": {each: [f"dataset.train_on={each}"] * (each != "assistant") for each in ("assistant", "all", "last")},
+    "train_on": {
+        value: [f"dataset.train_on={value}"] * (value != "assistant") for value in ("assistant", "all", "last")
+    },
     "turns": {"together": [], "as_seen": ["dataset.turns=as_seen"]},
-    "too_long": {"128": [], **{each: ["max_seq_len=96", f"dataset.too_long={each}"] for each in ("truncate", "drop")}},
+    "too_long": {
+        "128": [],
+        **{value: ["max_seq_len=96", f"dataset.too_long={value}"] for value in ("truncate", "drop")},
+    },
     "bad rows": {"error": [], "skip": ["dataset.on_bad_row=skip"]},
     "rows": {"kept": ["epochs=3"], "streamed": ["dataset.streaming=true", "dataset.workers=1"]},
     "template": {"own": [], "chatml": ["tokenizer.chat_template=chatml"]},
@@ -102,7 +107,7 @@ OTHERS = {
     "every": {"null": [], "1": ["checkpointer.every=1"]},
     "async": {"true": [], "false": ["checkpointer.async=false"]},
     "on_error": {"retry": [], "stop": ["checkpointer.on_error=stop"]},
-    "on_nan": {each: [f"checkpointer.on_nan={each}"] * (each != "stop") for each in ("stop", "skip", "rollback")},
+    "on_nan": {value: [f"checkpointer.on_nan={value}"] * (value != "stop") for value in ("stop", "skip", "rollback")},
     "zero_stage": {"null": [], "1": ["parallel.zero_stage=1"], "0": ["parallel.zero_stage=0"]},
     "reduce": {"true": [], "false": ["parallel.reduce_every_micro_batch=false"]},
     "loss_parallel": {"true": [], "false": ["parallel.loss_parallel=false"]},
@@ -129,8 +134,8 @@ REFUSED = [
     ({"trained": NOT_ADAPTED, "export": ["merged"]}, "export.merge: is not a setting"),
     ({"trained": ADAPTED, "export": ["bf16"]}, "export.dtype: is not a setting"),
     ({"trained": ADAPTED, "start": ["random"]}, "from_scratch: is not a setting"),
-    *(({"start": ["random"], **each}, "from_scratch: is not a setting") for each in OF_ADAPTERS),
-    *(({"export": ["bf16"], **each}, "export.dtype: is not a setting") for each in OF_ADAPTERS[:-1]),
+    *(({"start": ["random"], **values}, "from_scratch: is not a setting") for values in OF_ADAPTERS),
+    *(({"export": ["bf16"], **values}, "export.dtype: is not a setting") for values in OF_ADAPTERS[:-1]),
     ({"trained": ["distilled", *ANSWERS], "accuracy": ["true"]}, "has no argument 'accuracy'"),
     (
         {"trained": ANSWERS, "train_on": ["all", "last"]},
@@ -191,18 +196,18 @@ def covering(draw, factors, refused, tries=30, left_out=()):
         for name in draw.sample(sorted(factors.keys() - row), len(factors) - len(row)):
             if not (allowed := [value for value in values[name] if not is_refused(row | dict([value]))]):
                 return greedy(pairs)  # of three values, only each two are compatible
-            row |= [max(allowed, key=lambda value: sum(frozenset([value, each]) in left for each in row.items()))]
+            row |= [max(allowed, key=lambda value: sum(frozenset([value, item]) in left for item in row.items()))]
         return row
 
     while left:
         first = sorted(map(sorted, left))
-        found = {
+        candidates = {
             frozenset(map(frozenset, itertools.combinations(row.items(), 2))): row
             for row in (greedy(first) for _ in range(tries))
         }
-        pairs = max(found, key=lambda pairs: len(pairs & left))
+        pairs = max(candidates, key=lambda pairs: len(pairs & left))
         left -= pairs
-        yield found[pairs]
+        yield candidates[pairs]
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +226,7 @@ def settings_of(chats, pairs, checkpoint, tmp_path_factory):
         recipe = "full_finetune" if trained in NOT_ADAPTED else "lora_finetune"
         recipe = "distill" if trained == "distilled" else "preference_finetune" if trained in ANSWERS else recipe
         data = pairs if trained in ANSWERS else chats
-        given = [
+        settings = [
             f"model.path={experts if trained == 'experts' else checkpoint}", f"dataset.path={data}", "max_seq_len=128",
             "device=cpu", "dtype=fp32", "global_batch_size=8", "micro_batch_size=8", "max_steps=2",
             "max_grad_norm=null", "optimizer.lr=1e-3", "schedule.warmup=0", "checkpointer.every=null",
@@ -229,7 +234,9 @@ def settings_of(chats, pairs, checkpoint, tmp_path_factory):
             *[f"teacher.path={teacher}"] * (recipe == "distill"),
             f"output_dir={tmp_path_factory.mktemp('run')}",
         ]  # fmt: skip
-        return recipe, [each.format(data=data, prompts=prompts) if "{" in each else each for each in given]
+        return recipe, [
+            setting.format(data=data, prompts=prompts) if "{" in setting else setting for setting in settings
+        ]
 
     return settings_of
 
@@ -254,7 +261,7 @@ def rows():
     # Compiling all blocks is slow, and compiling one shows as much.
     drawn = [*covering(random.Random(2), FACTORS, refused, tries=4, left_out=[("compile", "true")])]
     compiled = {"compile": "true", "activation_offload": "true"}
-    return [*drawn, *({**drawn[0], **compiled, "checkpointing": each} for each in HOW["checkpointing"])]
+    return [*drawn, *({**drawn[0], **compiled, "checkpointing": mode} for mode in HOW["checkpointing"])]
 
 
 SHARES = 8
@@ -275,15 +282,15 @@ def test_accepted_pairs_run_and_match_the_plain_way(share, run, settings_of, tol
             if row["activation_offload"] == "true":  # a CPU has nowhere to offload to, and the setting is refused
                 offloading = functools.partial(wrap_forward, offload=True)
                 module = sys.modules["tune.distributed.parallelize"]
-                patch.setattr(module, "wrap_forward", lambda *given, way=offloading, **more: way(*given[:-1], **more))
+                patch.setattr(module, "wrap_forward", lambda *args, way=offloading, **more: way(*args[:-1], **more))
             with torch.compiler.set_stance("default" if row["compile"] != "false" else "force_eager"):
-                found = run(row | {"activation_offload": "false"})
+                numbers = run(row | {"activation_offload": "false"})
         with torch.compiler.set_stance("force_eager"):  # torchao's optimizers compile themselves
-            expected = run(row | PLAIN) if PLAIN.items() - row.items() else found
+            expected = run(row | PLAIN) if PLAIN.items() - row.items() else numbers
         tolerance = 3e-2 if row["dtype"] != "fp32" else 3e-3 if row["trained"] == "lora, float8" else 1e-4
         if "int8" in row["trained"] and row["optimizer"] == "Muon":  # Muon makes a last bit as large as an update,
             tolerance = max(tolerance, 3e-4)  # and a weight's last bit may select another of the 256 codes
-        assert found == [pytest.approx(each, rel=tolerance) for each in expected] and len(found) == 2, settings
+        assert numbers == [pytest.approx(step, rel=tolerance) for step in expected] and len(numbers) == 2, settings
 
 
 # The other recipes, with their settings from above (schedules are called alike) and their own.
@@ -291,20 +298,20 @@ SHARED = (
     *("dropout", "quantization", "optimizer", "dtype", "compile", "checkpointing", "cpu_offload", "model"),
     *("clipping", "every", "async", "on_nan", "zero_stage", "reduce", "loss_parallel", "profiler"),
 )
-METHODS = {name: {each: FACTORS[each] for each in SHARED} for name in ("grpo", "ppo_finetune", "reward_finetune")}
+METHODS = {name: {factor: FACTORS[factor] for factor in SHARED} for name in ("grpo", "ppo_finetune", "reward_finetune")}
 for name, factors in METHODS.items():
     names = ("all", "lora", "dora", "head", "tokens", "experts")
-    factors["trained"] = {each: WHAT["trained"][each] for each in names}
-    factors["optimizer"] = {each: WHAT["optimizer"][each] for each in ("AdamW", "Adafactor", "AdamW8bit")}
-    factors["export"] = {each: OTHERS["export"][each] for each in ("plain", "merged")}
-    factors["validation"] = {each: OTHERS["validation"][each] for each in ("none", "path")}
+    factors["trained"] = {value: WHAT["trained"][value] for value in names}
+    factors["optimizer"] = {value: WHAT["optimizer"][value] for value in ("AdamW", "Adafactor", "AdamW8bit")}
+    factors["export"] = {value: OTHERS["export"][value] for value in ("plain", "merged")}
+    factors["validation"] = {value: OTHERS["validation"][value] for value in ("none", "path")}
     if name == "reward_finetune":
         del factors["model"], factors["trained"]["head"]  # it scores, and models of transformers have no such head
-        factors |= {each: FACTORS[each] for each in ("packed", "micro_batch")}
+        factors |= {factor: FACTORS[factor] for factor in ("packed", "micro_batch")}
         factors["center"] = {"0": [], "0.1": ["loss.center=0.1"]}
     else:
         del factors["profiler"]  # a trace of sampling has a GiB
-        factors |= {each: FACTORS[each] for each in ("chunk", "evaluate")}
+        factors |= {factor: FACTORS[factor] for factor in ("chunk", "evaluate")}
         factors["kl"] = {"0": ["kl=0"], "0.1": ["kl=0.1"], "base": ["kl=0.1", "reference=adapter_off"]}
         factors["updates"] = {"1": ["updates=1"], "2": ["updates=2", "loss._component_=tune.losses.ClippedPolicy"]}
         factors["sampling"] = {"1": [], "cold": ["sampling.temperature=0.5", "sampling.max_rows=2"]}
@@ -318,8 +325,8 @@ OF_A_STEP = {
 }
 # Incompatible values in these recipes.
 NOT_TOGETHER = [
-    *({"trained": "all", **each} for each in ({"dropout": "0.2"}, {"export": "merged"}, {"kl": "base"})),
-    *({"trained": "all", "quantization": each} for each in ("nf4", "double")),
+    *({"trained": "all", **values} for values in ({"dropout": "0.2"}, {"export": "merged"}, {"kl": "base"})),
+    *({"trained": "all", "quantization": value} for value in ("nf4", "double")),
     {"optimizer": "AdamW8bit", "cpu_offload": "true", "dtype": "bf16"},
     {"trained": "tokens", "kl": "base"},
     {"trained": "head", "model": "hf", "dropout": "0.2"},
@@ -352,7 +359,7 @@ def test_accepted_pairs_of_other_methods_run(
         ]  # fmt: skip
         names = {"data": pairs if recipe == "reward_finetune" else requests, "pairs": pairs, "requests": requests}
         names["prompts"] = requests
-        settings = [each.format(**names) if "{" in each else each for each in settings]
+        settings = [setting.format(**names) if "{" in setting else setting for setting in settings]
         assert number % 24 or told(recipe, settings) == "", settings
         with torch.compiler.set_stance("default" if row["compile"] != "false" else "force_eager"):
             importlib.import_module(recipe).main(config.load(recipe, settings))

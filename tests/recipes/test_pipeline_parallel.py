@@ -60,7 +60,7 @@ def test_all_parameters(common, tmp_path):  # noqa: F811
     }
     names = {name: ["pp x FSDP"] for name in variants}
     names |= {
-        "packed": [each for each in LAYOUTS if each != "pp x ep"],
+        "packed": [layout for layout in LAYOUTS if layout != "pp x ep"],
         "tied": ["pp x FSDP", "reduced once", "pp x ZeRO 0"],
     }
     for name, layouts in FAMILIES.items():
@@ -113,7 +113,9 @@ def test_resume(common, told_to, tmp_path):  # noqa: F811
     """Resume bitwise on the same stages, from one schedule to the next, compiled, and without stages."""
     model = save_checkpoint(tmp_path / "tied", num_hidden_layers=4, tie_word_embeddings=True)
     stages, fsdp = ["parallel.pp=2", "micro_batch_size=1"], ["micro_batch_size=2"]
-    schedules = {each: [*stages, f"parallel.pp_schedule={each}"] for each in ("gpipe", "interleaved", "zero_bubble")}
+    schedules = {
+        schedule: [*stages, f"parallel.pp_schedule={schedule}"] for schedule in ("gpipe", "interleaved", "zero_bubble")
+    }
     ways = {"whole": stages, **schedules, "FSDP": fsdp, "stages once more": stages}
     common = [*common, f"model.path={model}", "max_steps=7", "checkpointer.every=1", "checkpointer.keep=null"]
     common.append("optimizer.lr=5e-4")  # rules warn about higher rates
@@ -127,16 +129,16 @@ def test_resume(common, told_to, tmp_path):  # noqa: F811
     variants = {name: [*way, resumed.get(name, "resume=auto")] for name, way in ways.items() if name != "alone"}
     run_processes(RUN_VARIANTS, 2, "pipeline_finetune", str(tmp_path), json.dumps(common), json.dumps(variants))
     new = [*common, "parallel.pp=2", "micro_batch_size=1", f"output_dir={tmp_path / 'new'}"]
-    assert told_to(2, *(["pipeline_finetune", *new, each] for each in resumed.values())) == [""] * len(resumed)
+    assert told_to(2, *(["pipeline_finetune", *new, resume] for resume in resumed.values())) == [""] * len(resumed)
     alone = [*common, resumed["alone"], f"output_dir={tmp_path / 'alone'}"]
     pipeline_finetune.main(config.load("pipeline_finetune", alone))
-    found = {name: measured(tmp_path / name) for name in ways}
-    assert found["stages"] == found["whole"][6:] and len(found["whole"]) == 15
+    curves = {name: measured(tmp_path / name) for name in ways}
+    assert curves["stages"] == curves["whole"][6:] and len(curves["whole"]) == 15
     for name, (before, step) in starts.items():
-        rest = found["whole"][2 * step :]
-        assert found[name] == pytest.approx(rest, rel=1e-5), name
-        loss = found[before][-len(rest)]
-        assert found[name][0] == pytest.approx(loss, rel=1e-6), name
+        rest = curves["whole"][2 * step :]
+        assert curves[name] == pytest.approx(rest, rel=1e-5), name
+        loss = curves[before][-len(rest)]
+        assert curves[name][0] == pytest.approx(loss, rel=1e-6), name
 
 
 @pytest.mark.slow

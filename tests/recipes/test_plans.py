@@ -63,10 +63,10 @@ def families(folder):
 
 
 def assert_same_export(folder, name, layout, file="model/model.safetensors"):
-    found, alone = (load_file(folder / run / file) for run in (f"{name}, {layout}", f"alone/{name}"))
-    assert found.keys() == alone.keys()
+    exported, alone = (load_file(folder / run / file) for run in (f"{name}, {layout}", f"alone/{name}"))
+    assert exported.keys() == alone.keys()
     for key, tensor in alone.items():
-        torch.testing.assert_close(found[key], tensor, rtol=1e-3, atol=2e-5)
+        torch.testing.assert_close(exported[key], tensor, rtol=1e-3, atol=2e-5)
 
 
 @pytest.mark.slow
@@ -87,7 +87,7 @@ def test_adapters(own, common, tmp_path):  # noqa: F811
     variants = {name: [*of_family[name], *LORA] for name in ("phi3", "neox", "deepseek_v2")}
     variants |= {"own": own_lora, "own, DoRA": [*own_lora, "adapter.dora=true"]}
     assert_one_curve(
-        "lora_finetune", common, variants, LAYOUTS, 4, tmp_path, {each: ["tp x FSDP"] for each in variants}
+        "lora_finetune", common, variants, LAYOUTS, 4, tmp_path, {name: ["tp x FSDP"] for name in variants}
     )
     for name in variants:
         assert_same_export(tmp_path, name, "tp x FSDP", "adapter/adapter_model.safetensors")

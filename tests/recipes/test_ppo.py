@@ -101,20 +101,20 @@ def test_returns_are_rewards_minus_the_log_ratio_to_the_reference(run, checkpoin
     once = ["max_steps=1", "updates=1", "gae_lambda=1", "kl=0.5", f"reference={other}"]
     (step,) = run(*once)
     models = [
-        transformers.AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32) for each in (checkpoint, other)
+        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (checkpoint, other)
     ]
     tokenizer, returns = transformers.AutoTokenizer.from_pretrained(checkpoint), []
-    for each in [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()]:
-        asked = [{"role": "user", "content": each["row"]["instruction"]}]
+    for sample in [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()]:
+        asked = [{"role": "user", "content": sample["row"]["instruction"]}]
         text = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
         prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
-        tokens = torch.tensor([[*prompt, *each["tokens"]]])
+        tokens = torch.tensor([[*prompt, *sample["tokens"]]])
         with torch.no_grad():
             policy, reference = (
                 model(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1).gather(1, tokens[0, len(prompt) :, None])
                 for model in models
             )
-        later = each["reward"]
+        later = sample["reward"]
         for ratio in reversed((policy - reference).flatten().tolist()):
             later -= 0.5 * ratio
             returns.append(later)
@@ -130,7 +130,7 @@ def test_two_updates_match_the_formulas(run, checkpoint, tmp_path):
     scores, other = reward_model(tmp_path / "scores"), save_checkpoint(tmp_path / "other", initializer_range=0.08)
     scores.model.embed_tokens.padding_idx = None  # otherwise a sampled padding token would get no gradient
     policy, reference = (
-        transformers.AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32) for each in (checkpoint, other)
+        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (checkpoint, other)
     )
     (step,) = run(
         "max_steps=1", "updates=2", "gae_lambda=0.8", "kl=0.3", f"reference={other}",
@@ -140,11 +140,11 @@ def test_two_updates_match_the_formulas(run, checkpoint, tmp_path):
         "max_grad_norm=null", "micro_batch_size=5",
     )  # fmt: skip
     tokenizer, texts = transformers.AutoTokenizer.from_pretrained(checkpoint), []
-    for each in [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()]:
-        asked = [{"role": "user", "content": each["row"]["instruction"]}]
+    for sample in [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()]:
+        asked = [{"role": "user", "content": sample["row"]["instruction"]}]
         text = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
         prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
-        texts.append((torch.tensor([[*prompt, *each["tokens"]]]), len(prompt), each["reward"]))
+        texts.append((torch.tensor([[*prompt, *sample["tokens"]]]), len(prompt), sample["reward"]))
 
     def log_softmax(model, tokens, start):
         return (model(tokens).logits[0, start - 1 : -1] / 0.7).log_softmax(-1)
@@ -173,7 +173,7 @@ def test_two_updates_match_the_formulas(run, checkpoint, tmp_path):
     both = [*policy.parameters(), *scores.parameters()]
     for _ in range(2):
         entropies = [log_softmax(policy, ids, at) for ids, at, _ in texts]
-        entropies = -torch.cat([(each.exp() * each).sum(-1) for each in entropies]).detach()
+        entropies = -torch.cat([(log_p.exp() * log_p).sum(-1) for log_p in entropies]).detach()
         difference, values = of_tokens(policy) - sampled, values_of()
         ratio, moved = difference.exp(), values - old
         clipped = ratio.clamp(0.9, 1.15)
@@ -187,14 +187,14 @@ def test_two_updates_match_the_formulas(run, checkpoint, tmp_path):
             "return": returns.mean(), "entropy": entropies.mean(),
             "clipped_share": (-clipped * normed > -ratio * normed).float().mean(),
             "mismatch_kl": (ratio - difference - 1).mean(),
-            "grad_norm": torch.nn.utils.get_total_norm([each.grad for each in both if each.grad is not None]),
+            "grad_norm": torch.nn.utils.get_total_norm([p.grad for p in both if p.grad is not None]),
         }  # fmt: skip
         with torch.no_grad():
             for rate, model in ((0.02, policy), (0.008, scores)):
-                for each in model.parameters():
-                    if each.grad is not None:
-                        each -= rate * each.grad
-                        each.grad = None
+                for parameter in model.parameters():
+                    if parameter.grad is not None:
+                        parameter -= rate * parameter.grad
+                        parameter.grad = None
     expected = {name: value.item() for name, value in expected.items()}
     assert 0.02 < expected["clipped_share"] < 0.9 and 0.02 < (moved.abs() > 0.52).float().mean() < 0.98
     assert {name: step[name] for name in expected} == pytest.approx(expected, rel=1e-3, abs=1e-6)
@@ -209,14 +209,14 @@ def test_advantages_match_the_formula():
     ]
     batch = collate([[sample] for sample in samples])
     rewards, values = (torch.tensor(draw.normal(size=sum(lengths))) for _ in range(2))
-    found, start = gae(rewards, values, batch, decay, batch.columns["reward"]), 0
+    advantages, start = gae(rewards, values, batch, decay, batch.columns["reward"]), 0
     for number, length in enumerate(lengths, 1):
         r, v = rewards[start : start + length].clone(), [*values[start : start + length], 0.0]
         r[-1] += number
         deltas = [r[at] + v[at + 1] - v[at] for at in range(length)]
         for at in range(length):
             expected = sum(decay**ahead * delta for ahead, delta in enumerate(deltas[at:]))
-            assert found[start + at].item() == pytest.approx(float(expected), abs=1e-6)
+            assert advantages[start + at].item() == pytest.approx(float(expected), abs=1e-6)
         start += length
 
 
@@ -274,8 +274,8 @@ def test_from_a_base_to_ppo(run, run_recipe, checkpoint, chats, pairs, tmp_path)
     common = ["device=cpu", "dtype=fp32", "optimizer.lr=1e-3", "global_batch_size=4", "max_seq_len=256", "max_steps=4"]
 
     def train(recipe, model, data, name):
-        given = [f"model.path={model}", f"dataset.path={data}", f"output_dir={tmp_path / name}"]
-        assert run_recipe([*given, *common], recipe) == 0
+        settings = [f"model.path={model}", f"dataset.path={data}", f"output_dir={tmp_path / name}"]
+        assert run_recipe([*settings, *common], recipe) == 0
         return tmp_path / name / "model"
 
     policy = train(full_finetune, checkpoint, chats, "sft")
@@ -287,15 +287,15 @@ def test_from_a_base_to_ppo(run, run_recipe, checkpoint, chats, pairs, tmp_path)
     texts = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()]
     model = load_model(str(judge), head="score")
     tokenizer = Tokenizer(str(judge))
-    cut = [each for each in texts if each["finish"] == "length"]  # the template adds tokens after the others
+    cut = [sample for sample in texts if sample["finish"] == "length"]  # the template adds tokens after the others
     assert cut
-    for each in cut[:3]:
-        asked = [{"role": "user", "content": each["row"]["instruction"]}]
+    for sample in cut[:3]:
+        asked = [{"role": "user", "content": sample["row"]["instruction"]}]
         prompt = tokenizer.encode(tokenizer.apply_chat_template(asked, add_generation_prompt=True))
-        tokens = np.array([*prompt, *each["tokens"]], dtype=np.int32)
+        tokens = np.array([*prompt, *sample["tokens"]], dtype=np.int32)
         with torch.no_grad():
             (expected,) = score(model, collate([[Sample(tokens, tokens)]])).tolist()
-        assert each["RewardModel"] == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        assert sample["RewardModel"] == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.slow

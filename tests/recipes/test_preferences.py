@@ -39,8 +39,10 @@ def settings(checkpoint, pairs, tmp_path):
 @pytest.fixture
 def run(run_recipe, settings, tmp_path):
     def run(*overrides, folder=tmp_path / "run"):
-        given = [each for each in settings if not (each.startswith("dataset.path") and MIXED in "".join(overrides))]
-        assert run_recipe([*given, f"output_dir={folder}", *overrides], preference_finetune) == 0
+        base_settings = [
+            setting for setting in settings if not (setting.startswith("dataset.path") and MIXED in "".join(overrides))
+        ]
+        assert run_recipe([*base_settings, f"output_dir={folder}", *overrides], preference_finetune) == 0
         return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
     return run
@@ -59,7 +61,7 @@ def test_every_loss_trains_and_raises_the_reward_margin(name, run, checkpoint, t
     assert last["rewards/chosen"] - last["rewards/rejected"] > first["rewards/chosen"] - first["rewards/rejected"]
     assert last["loss"] < first["loss"]
     before, after = (load_file(folder / "model.safetensors") for folder in (checkpoint, tmp_path / "run" / "model"))
-    assert all(not torch.equal(after[each], before[each]) for each in before)
+    assert all(not torch.equal(after[key], before[key]) for key in before)
 
 
 def test_reference_is_freed_before_the_first_step(run, tied_checkpoint, frozen_in_steps):
@@ -83,14 +85,14 @@ def test_answers_to_fixed_prompts(name, run, checkpoint, tmp_path):
     common = [*loss(name), *LORA, "max_steps=3", "optimizer.lr=0.05"]
     assert losses(run(*common, *asked)) == losses(run(*common, folder=tmp_path / "plain"))
     rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
-    assert [(row["step"], row["index"]) for row in rows] == [(at, each) for at in (0, 2, 3) for each in range(2)]
+    assert [(row["step"], row["index"]) for row in rows] == [(at, index) for at in (0, 2, 3) for index in range(2)]
     for answers, adapter in ((rows[:2], []), (rows[4:], [tmp_path / "run" / "adapter"])):
         opened = open_model(checkpoint, adapters=adapter)
         model, tokenizer = opened.load(), opened.tokenizer()
         chats = [[{"role": "user", "content": row["prompt"]}] for row in answers]
-        prompts = [tokenizer.encode(tokenizer.apply_chat_template(each, add_generation_prompt=True)) for each in chats]
+        prompts = [tokenizer.encode(tokenizer.apply_chat_template(chat, add_generation_prompt=True)) for chat in chats]
         expected = Sampler(max_new_tokens=7, temperature=0, stop_ids=tokenizer.stop_ids)(model, prompts)
-        assert [row["tokens"] for row in answers] == [each.tokens for (each,) in expected]
+        assert [row["tokens"] for row in answers] == [completion.tokens for (completion,) in expected]
     assert [row["tokens"] for row in rows[:2]] != [row["tokens"] for row in rows[4:]]
 
 
@@ -165,8 +167,8 @@ def test_other_data_or_weights_have_their_own_reference(run, pairs, tied_checkpo
         steps = run(*changed, "epochs=1")
         assert steps[-1]["loss"] == pytest.approx(log(2), abs=1e-6)
         counts.append(len(references(folder)))
-        for each in ("checkpoints", "model"):
-            shutil.rmtree(folder / each)
+        for part in ("checkpoints", "model"):
+            shutil.rmtree(folder / part)
     assert counts == [1, 2, 3]
 
 
@@ -259,7 +261,7 @@ def test_rows_held_out_and_mixtures(method, run, pairs, tmp_path):
     mixed = [f"dataset._component_={MIXED}", f"dataset.sources={sources}"]
     folder = tmp_path / "mixed"
     steps = run(
-        *METHODS[method], *mixed, *(each.replace("dataset", "validation_dataset", 1) for each in mixed), "epochs=1",
+        *METHODS[method], *mixed, *(entry.replace("dataset", "validation_dataset", 1) for entry in mixed), "epochs=1",
         "validate_first=true", folder=folder,
     )  # fmt: skip
     if method == "DPO":
@@ -323,7 +325,7 @@ def by_hand(name, checkpoint, rows, steps=3):
     for _ in range(steps):
         entropies = []
         good = [ratio(row, row["chosen"]) for row in rows]
-        bad = [[ratio(row, each) for each in row["rejected"]] for row in rows]
+        bad = [[ratio(row, answer) for answer in row["rejected"]] for row in rows]
         if name == "DPO":
             margins = [0.1 * (one - other) for one, others in zip(good, bad, strict=True) for other in others]
             loss = torch.stack([-torch.nn.functional.logsigmoid(margin) for margin in margins]).mean()
@@ -331,7 +333,7 @@ def by_hand(name, checkpoint, rows, steps=3):
             figures |= {"entropy": torch.cat(entropies).mean().item(), "supervised_tokens": len(torch.cat(entropies))}
         elif name == "SimPO":  # means over the answer's tokens, not the prompt's
             better = [log_prob(model, row, row["chosen"], "mean") for row in rows]
-            worse = [[log_prob(model, row, each, "mean") for each in row["rejected"]] for row in rows]
+            worse = [[log_prob(model, row, answer, "mean") for answer in row["rejected"]] for row in rows]
             margins = [2 * (one - other) for one, others in zip(better, worse, strict=True) for other in others]
             loss = torch.stack([-torch.nn.functional.logsigmoid(margin - 1) for margin in margins]).mean()
             figures = {"rewards/margins": torch.stack(margins).mean().item()}
@@ -339,9 +341,9 @@ def by_hand(name, checkpoint, rows, steps=3):
             bad = [other for others in bad for other in others]
             following = [*rows[1:], rows[0]]
             with torch.no_grad():
-                each = [ratio(row, other["chosen"]) for row, other in zip(rows, following, strict=True)]
+                ratios = [ratio(row, other["chosen"]) for row, other in zip(rows, following, strict=True)]
                 times = [1 + len(row["rejected"]) for row in rows]
-                z = max(0, sum(a * b for a, b in zip(each, times, strict=True)) / sum(times))
+                z = max(0, sum(a * b for a, b in zip(ratios, times, strict=True)) / sum(times))
             losses = [1 - torch.sigmoid(0.1 * (r - z)) for r in good] + [1 - torch.sigmoid(0.1 * (z - r)) for r in bad]
             loss = torch.stack(losses).mean()
             figures = {"kl": float(z), "rewards/rejected": 0.1 * torch.stack(bad).mean().item()}
@@ -359,7 +361,7 @@ def test_steps_match_a_transformers_loop(name, run, checkpoint, pairs):
     constant = "schedule._component_=tune.optimizers.constant"
     steps = run(*loss(name), constant, "micro_batch_size=4")
     for ours, theirs in zip(steps, by_hand(name, checkpoint, rows), strict=True):
-        assert {each: ours[each] for each in theirs} == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+        assert {metric: ours[metric] for metric in theirs} == pytest.approx(theirs, rel=1e-3, abs=1e-5)
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert ours["tokens"] > ours["supervised_tokens"]
 

@@ -88,7 +88,7 @@ LAYOUTS = {
     "tp, whole head": ["parallel.tp=2", "parallel.loss_parallel=false"],
     "pp": ["parallel.pp=2"],
 }
-SCHEDULES = [[f"parallel.pp_schedule={each}"] for each in ("gpipe", "1f1b", "interleaved", "zero_bubble")]
+SCHEDULES = [[f"parallel.pp_schedule={schedule}"] for schedule in ("gpipe", "1f1b", "interleaved", "zero_bubble")]
 # The first value of each is drawn half of the time, otherwise any.
 OF_LAYOUTS = [
     [[], *([f"parallel.zero_stage={stage}"] for stage in range(4))],
@@ -99,7 +99,7 @@ SETTINGS = [
         ["optimizer.eps=1e-6"], ["optimizer._component_=torch.optim.SGD"],
         ["optimizer._component_=tune.optimizers.Adafactor"], ["optimizer._component_=tune.optimizers.Muon"],
     ],
-    [[], *([f"memory.activation_checkpointing={each}"] for each in ("selective", "full"))],
+    [[], *([f"memory.activation_checkpointing={mode}"] for mode in ("selective", "full"))],
     [[], ["memory.cpu_offload=true"]],
     [[], ["memory.loss_chunk_tokens=16"]],
     [[], ["parameter_groups.decay_vectors=true", "optimizer.weight_decay=0.1"]],
@@ -133,15 +133,15 @@ def draw_combination(seed, number):
     """Return the recipes for one and two processes, the model name, the common settings, and the settings of each."""
     draw = random.Random(f"{seed}, {number}")
     while True:
-        found = draw_settings(draw)
-        if not any({*pair} <= {*found[2], *found[4]} for pair in NOT_TOGETHER):
-            return found
+        combination = draw_settings(draw)
+        if not any({*pair} <= {*combination[2], *combination[4]} for pair in NOT_TOGETHER):
+            return combination
 
 
 def draw_settings(draw):
     def one_of_each(factors):
         chosen = (values[0] if draw.random() < 0.5 else draw.choice(values) for values in factors)
-        return [setting for each in chosen for setting in each]
+        return [setting for group in chosen for setting in group]
 
     layout = draw.choice([*LAYOUTS])
     recipe = draw.choice(STAGED if layout == "pp" else [*METHODS])
@@ -154,7 +154,7 @@ def draw_settings(draw):
     if trained == "all" and OFF in settings:
         settings.remove(OFF)
     rows = ROWS if layout.startswith(("cp", "tp")) else ROWS // 2  # per process, at most
-    rows = draw.choice([each for each in (1, 2, 4, 8) if each <= rows])
+    rows = draw.choice([count for count in (1, 2, 4, 8) if count <= rows])
     shared = [*LAYOUTS[layout], *(draw.choice(SCHEDULES) if layout == "pp" else []), *one_of_each(OF_LAYOUTS)]
     shared += [f"micro_batch_size={rows}", "parallel.timeout=5"]
     recipes = recipe, "pipeline_finetune" if layout == "pp" else recipe
@@ -174,8 +174,8 @@ def logged(folder):
 
 def exported(folder):
     """Return the exported tensors, by file and name."""
-    files = [each for each in folder.rglob("*.safetensors") if "checkpoints" not in each.parts]
-    return {(str(each.relative_to(folder)), name): tensor for each in files for name, tensor in load_file(each).items()}
+    files = [path for path in folder.rglob("*.safetensors") if "checkpoints" not in path.parts]
+    return {(str(path.relative_to(folder)), name): tensor for path in files for name, tensor in load_file(path).items()}
 
 
 def _is_rounding(step, name):
@@ -213,11 +213,11 @@ class Combination:
         self.model, self.has_experts = model_of(name, folder), name in EXPERTS
         data = data | {"teacher": model_of(TEACHER, folder)}
         data["validated"] = data["pairs"] if "{pairs}" in str(settings) else data["chats"]
-        given = [f"model.path={self.model}", *["model._component_=tune.models.hf"] * (name == HF)]
-        given += ["device=cpu", "dtype=fp32", "optimizer.lr=1e-3", "schedule.warmup=0", *["seed=1"] * again]
-        given += [each.format(**data) if "{" in each else each for each in settings]
+        common = [f"model.path={self.model}", *["model._component_=tune.models.hf"] * (name == HF)]
+        common += ["device=cpu", "dtype=fp32", "optimizer.lr=1e-3", "schedule.warmup=0", *["seed=1"] * again]
+        common += [setting.format(**data) if "{" in setting else setting for setting in settings]
         self.folders = [folder / f"{number}-{processes}{'-again' * again}" for processes in (1, 2)]
-        self.runs = [[*given, *alone], [*given, *shared]]
+        self.runs = [[*common, *alone], [*common, *shared]]
 
     def outcome(self):
         """Return "equal", "refused", "refused on two", or what is wrong."""
@@ -254,16 +254,19 @@ def outcomes(combinations):
     try:
         for processes in (1, 2):
             at = processes - 1
-            runs = [(each.recipes[at], str(each.folders[at]), each.runs[at]) for each in combinations]
+            runs = [
+                (combination.recipes[at], str(combination.folders[at]), combination.runs[at])
+                for combination in combinations
+            ]
             run_processes(SCRIPT, processes, json.dumps(runs))
     except AssertionError as error:
         if len(combinations) == 1:
             return [str(error)]
-        for folder in (folder for each in combinations for folder in each.folders):
+        for folder in (folder for combination in combinations for folder in combination.folders):
             shutil.rmtree(folder, ignore_errors=True)
             folder.with_suffix(".refused").unlink(missing_ok=True)
-        return [outcome for each in combinations for outcome in outcomes([each])]
-    return [each.outcome() for each in combinations]
+        return [outcome for combination in combinations for outcome in outcomes([combination])]
+    return [combination.outcome() for combination in combinations]
 
 
 @pytest.mark.slow
@@ -273,7 +276,7 @@ def test_two_processes_match_one(chats, pairs, requests, tmp_path):  # noqa: F81
     ends = time.monotonic() + float(os.environ.get("TUNE_TEST_SECONDS", 30))
     counts, wrong = {"equal": 0, "refused": 0, "refused on two": 0}, []
     while time.monotonic() < ends or not (wrong or counts["equal"]):
-        combinations = [Combination(seed, number + each, data, tmp_path) for each in range(TOGETHER)]
+        combinations = [Combination(seed, number + offset, data, tmp_path) for offset in range(TOGETHER)]
         for combination, outcome in zip(combinations, outcomes(combinations), strict=True):
             # If two experts of a token are equal up to rounding, the processes may choose different ones.
             if combination.has_experts and re.match(r"step \d+: |exported: .* apart", outcome):

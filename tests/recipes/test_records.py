@@ -234,5 +234,5 @@ def test_page_of_the_demo(width):
         fetched = [url for url in browser.requests if not url.startswith(("file:", "data:"))]
     assert (browser.errors, fetched) == ([], [])
     steps = [json.loads(line) for line in (DEMO / "metrics.jsonl").read_text().splitlines()]
-    assert losses == {each["step"]: pytest.approx(each["loss"], rel=1e-5) for each in steps if "loss" in each}
+    assert losses == {step["step"]: pytest.approx(step["loss"], rel=1e-5) for step in steps if "loss" in step}
     assert (DEMO / "report.html").stat().st_size < 3 * 2**20

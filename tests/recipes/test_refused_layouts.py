@@ -35,10 +35,10 @@ def test_refused_before_the_data_are_read(checkpoint, told_to, tmp_path):
     (tmp_path / "tried.py").write_text(TRIED)
     common = f"model.path={checkpoint}", "dataset.path=nowhere.jsonl", "device=cpu", f"output_dir={tmp_path / 'run'}"
     runs = json.dumps([(recipe, [*common, *settings]) for recipe, *settings in WRONG])
-    found = [line for line in run_processes(tmp_path / "tried.py", 2, runs).splitlines() if "parallel." in line]
-    assert [line.split(":")[0] for line in found] == ["parallel.ep", "parallel.pp", "parallel.ep"]
+    errors = [line for line in run_processes(tmp_path / "tried.py", 2, runs).splitlines() if "parallel." in line]
+    assert [line.split(":")[0] for line in errors] == ["parallel.ep", "parallel.pp", "parallel.ep"]
     lines = [[recipe, *common, *settings] for recipe, *settings in WRONG]
-    for text, line in zip(told_to(2, *lines), found, strict=True):
+    for text, line in zip(told_to(2, *lines), errors, strict=True):
         assert line in text.splitlines()
 
 

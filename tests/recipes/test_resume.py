@@ -109,9 +109,9 @@ def test_resumed_run_equals_the_uninterrupted_one(method, saving, step, uninterr
     assert curve(run) == curve(uninterrupted)
     if method == "GRPO":
         assert (run / "samples.jsonl").read_text() == (uninterrupted / "samples.jsonl").read_text()
-    ours, theirs = (load_file(exported(each)) for each in (run, uninterrupted))
+    ours, theirs = (load_file(exported(folder)) for folder in (run, uninterrupted))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-    ours, theirs = (state(checkpoints(each)[-1], tmp_path) for each in (run, uninterrupted))
+    ours, theirs = (state(checkpoints(folder)[-1], tmp_path) for folder in (run, uninterrupted))
     torch.testing.assert_close(ours[0], theirs[0], rtol=0, atol=0)
     assert ours[1] == theirs[1]
 
@@ -194,6 +194,6 @@ def test_killed_run_resumes(recipe, processes, layouts, saving, kills, killing, 
     inputs, reference = killed
     command = [*inputs(recipe), f"checkpointer.async={saving == 'async'}"]
     unbroken = reference(recipe, processes[0], layouts[0])
-    found = killing.kill_and_resume("", command, tmp_path, unbroken, processes, layouts, kills, random.Random(0))
-    assert found.kills == kills
-    assert found.as_wanted(same_layout=len(processes) == 1), found
+    result = killing.kill_and_resume("", command, tmp_path, unbroken, processes, layouts, kills, random.Random(0))
+    assert result.kills == kills
+    assert result.as_wanted(same_layout=len(processes) == 1), result

@@ -29,11 +29,15 @@ def test_family_trains_as_a_reward_model(family, tmp_path):
     batch = Batch.of(TOKENS[None].numpy(), documents=(TOKENS[None] > 20).int().numpy())
     before = score(model, batch)
     (before[0] - before[1]).sigmoid().log().neg().backward()
-    still = [name for name, each in model.named_parameters() if each.grad is None or not each.grad.isfinite().all()]
+    still = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.grad is None or not parameter.grad.isfinite().all()
+    ]
     assert still == []
     with torch.no_grad():
-        for each in model.parameters():
-            each -= 0.01 * each.grad
+        for parameter in model.parameters():
+            parameter -= 0.01 * parameter.grad
         after = score(model, batch)
     assert (after - before).abs().max() > 1e-6
     checkpointers.export(model, tokenizer, tmp_path / "model", distributed.init("cpu"), source=str(base))

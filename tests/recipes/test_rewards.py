@@ -123,8 +123,11 @@ def theirs(model, folder, conversations):
 def ours(folder, conversations):
     model = checkpointers.load_model(str(folder), head="score")
     tokenizer = Tokenizer(str(folder))
-    tokens = [torch.tensor(tokenizer.encode(tokenizer.apply_chat_template(each))).int() for each in conversations]
-    return score(model, collate([[Sample(each.numpy(), each.numpy()) for each in tokens]]))
+    tokens = [
+        torch.tensor(tokenizer.encode(tokenizer.apply_chat_template(conversation))).int()
+        for conversation in conversations
+    ]
+    return score(model, collate([[Sample(ids.numpy(), ids.numpy()) for ids in tokens]]))
 
 
 def made_a_reward_model(base):
@@ -147,7 +150,7 @@ def test_transformers_computes_the_same_scores(family, rows, tmp_path):
     model, tokenizer = made_a_reward_model(base)
     world = distributed.init("cpu")
     checkpointers.export(model, tokenizer, tmp_path / "model", world, source=str(base))
-    conversations = [each for row in chats(rows) for each in row]
+    conversations = [conversation for row in chats(rows) for conversation in row]
     automatic = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "model").eval()
     assert "lm_head.weight" not in load_file(tmp_path / "model" / "model.safetensors")
     assert [type(automatic).__name__] == json.loads((tmp_path / "model" / "config.json").read_text())["architectures"]
@@ -166,7 +169,7 @@ def test_reward_models_of_transformers_have_the_same_scores(family, pad_token_id
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     tokenizer.pad_token = {0: "<|endoftext|>", 2: "<|im_end|>"}[pad_token_id]
     tokenizer.save_pretrained(tmp_path)
-    conversations = [each for row in chats(rows) for each in row]
+    conversations = [conversation for row in chats(rows) for conversation in row]
     expected = theirs(model, tmp_path, conversations)
     torch.testing.assert_close(ours(tmp_path, conversations), expected, rtol=1e-5, atol=1e-5)
 
@@ -175,13 +178,13 @@ def test_reward_models_of_transformers_have_the_same_scores(family, pad_token_id
 def test_steps_match_the_formula_on_a_transformers_model(center, rows, pairs, run, tmp_path):
     model = reward_model(tmp_path / "model")
     conversations, margins = chats(rows), torch.tensor([row["margin"] for row in rows for _ in row["rejected"]])
-    answers = [[len(each) for each in conversations[:at]] for at in range(len(rows))]
+    answers = [[len(group) for group in conversations[:at]] for at in range(len(rows))]
     compared = [(at, number) for at, row in enumerate(rows) for number, _ in enumerate(row["rejected"], 1)]
     first = torch.tensor([sum(answers[at]) for at, _ in compared])
     others = torch.tensor([sum(answers[at]) + number for at, number in compared])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model", pad_token="<|endoftext|>")
-    flat = [each for row in conversations for each in row]
+    flat = [conversation for row in conversations for conversation in row]
     inputs = tokenizer.apply_chat_template(flat, padding=True, return_dict=True, return_tensors="pt")
     steps = run(
         f"model.path={tmp_path / 'model'}", "global_batch_size=12", "epochs=20", f"loss.center={center}",
@@ -198,7 +201,7 @@ def test_steps_match_the_formula_on_a_transformers_model(center, rows, pairs, ru
         assert step["rewards/accuracies"] == pytest.approx((chosen > rejected).float().mean().item())
         optimizer.zero_grad()
         loss.backward()
-        norm = torch.nn.utils.get_total_norm([each.grad for each in model.parameters() if each.grad is not None])
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
         assert step["grad_norm"] == pytest.approx(norm.item(), rel=1e-3)  # AdamW would hide a factor
         optimizer.step()
     assert len(steps) == 20
@@ -207,7 +210,7 @@ def test_steps_match_the_formula_on_a_transformers_model(center, rows, pairs, ru
 
 @pytest.mark.slow
 def test_seed_determines_new_heads_and_all_weights_train(run, checkpoint, tmp_path):
-    first, again, other = (run(*each, folder=tmp_path / name)[0]["loss"] for name, each in {
+    first, again, other = (run(*settings, folder=tmp_path / name)[0]["loss"] for name, settings in {
         "first": [], "again": [], "other": ["seed=1", "epochs=1"]}.items())  # fmt: skip
     assert first == again
     assert first != other
@@ -220,7 +223,7 @@ def test_adapters(run, rows, checkpoint, tmp_path):
     """PEFT on transformers' model, the merged export and `tune merge` give the same scores."""
     run("adapter.rank=4", "export.merge=true")
     done = tmp_path / "run"
-    conversations = [each for row in chats(rows) for each in row]
+    conversations = [conversation for row in chats(rows) for conversation in row]
     settings = json.loads((done / "adapter" / "adapter_config.json").read_text())
     assert (settings["task_type"], settings["modules_to_save"]) == ("SEQ_CLS", ["score"])
     auto = transformers.AutoModelForSequenceClassification
@@ -241,7 +244,7 @@ def test_peft_adapter_continues(run, rows, checkpoint, tmp_path):
     adapted.save_pretrained(tmp_path / "adapter")
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint, pad_token="<|endoftext|>")
     tokenizer.save_pretrained(tmp_path / "adapter")
-    conversations = [each for row in chats(rows) for each in row]
+    conversations = [conversation for row in chats(rows) for conversation in row]
     expected = theirs(adapted, tmp_path / "adapter", conversations)
     run(f"adapter.path={tmp_path / 'adapter'}", "optimizer.lr=0", "export.merge=true")
     torch.testing.assert_close(ours(tmp_path / "run" / "model", conversations), expected, rtol=1e-5, atol=1e-5)
@@ -281,7 +284,7 @@ def curves(common, pairs, checkpoint, tmp_path_factory):
         folder = tmp_path_factory.mktemp("curves")
         settings = [*common, f"validation_dataset.path={pairs}", "validate_every=2", "global_batch_size=4"]
         variants = {
-            f"{curve} - {way}": [each.format(processes=processes, packed=packed) for each in overrides]
+            f"{curve} - {way}": [override.format(processes=processes, packed=packed) for override in overrides]
             for curve, ways in WAYS.items()
             for way, overrides in ways.items()
         }
@@ -300,9 +303,9 @@ def test_one_curve(curves):
             reference = alone[f"{name.partition(' - ')[0]} - as it is"]
             assert len(steps) == len(reference) == (9 if "4 rows" in name else 3)
             for step, expected in zip(steps, reference, strict=True):
-                found = {metric: step[metric] for metric in expected.keys() & metrics}
-                expected = {metric: expected[metric] for metric in found}
-                assert found == pytest.approx(expected, rel=1e-5, abs=1e-6), name
+                values = {metric: step[metric] for metric in expected.keys() & metrics}
+                expected = {metric: expected[metric] for metric in values}
+                assert values == pytest.approx(expected, rel=1e-5, abs=1e-6), name
             assert "validation_loss" in steps[1]
 
 
@@ -403,7 +406,7 @@ def test_language_model_is_refused_as_a_reward_model(checkpoint):
 def test_tokenizer_whose_only_special_token_is_eos(checkpoint, tmp_path):
     folder = shutil.copytree(checkpoint, tmp_path / "model")
     content = json.loads((folder / "tokenizer.json").read_text())
-    content["added_tokens"] = [each for each in content["added_tokens"] if each["content"] == "<|im_end|>"]
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] == "<|im_end|>"]
     (folder / "tokenizer.json").write_text(json.dumps(content))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
     with pytest.raises(TuneError, match="no special token for padding") as error:

@@ -18,7 +18,7 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logi
 
 def test_slowest_of_several_ranks():
     pace = Pace()
-    for seconds, found in (
+    for seconds, expected in (
         ([], {}),
         ([1.0], {}),
         ([1.0, 1.0, 1.05], {}),
@@ -26,7 +26,7 @@ def test_slowest_of_several_ranks():
         ([0.0, 2.0], {}),
     ):
         pace.add(seconds)
-        assert pace.slowest() == pytest.approx(found)
+        assert pace.slowest() == pytest.approx(expected)
     assert not pace.slowest()  # it is reported once
 
 

@@ -40,7 +40,7 @@ class Waits(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        masks = [each for each in args[1] or [] if each is not None] if operation is torch.ops.aten.index.Tensor else []
+        masks = [mask for mask in args[1] or [] if mask is not None] if operation is torch.ops.aten.index.Tensor else []
         unknown_size = operation is torch.ops.aten.repeat_interleave.Tensor and kwargs.get("output_size") is None
         if operation in WAITS or unknown_size or any(mask.dtype == torch.bool for mask in masks):
             self.found[str(operation)] += 1

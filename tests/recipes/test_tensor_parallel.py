@@ -92,12 +92,12 @@ def test_two_processes_share_each_block(wide, common, tmp_path, monkeypatch):
     names = {"all": ["tp", "whole head"], "deep": ["compiled"]}
     assert_one_curve("full_finetune", common, variants, layouts, 2, tmp_path, names)
     merged, alone = (load_file(tmp_path / run / "model" / "model.safetensors") for run in ("all, tp", "alone/all"))
-    told, told_deep = ((tmp_path / run / "log.txt").read_text() for run in ("all, tp", "deep, compiled"))
-    assert "mesh: tp 2; consecutive processes share the last axis\n" in told
-    assert re.search(r"\nsent by each process per step of [\d,]+ tokens, MiB: tp [\d.]+\n", told)
-    assert "warning: tp 2 spans nodes of 1 processes, whose links are slow. Set it to 1\n" in told
-    assert "does not divide" not in told + (tmp_path / "all, whole head" / "log.txt").read_text()
-    assert "warning: tp=2 does not divide the rows of embedding, head: " in told_deep
+    log, deep_log = ((tmp_path / run / "log.txt").read_text() for run in ("all, tp", "deep, compiled"))
+    assert "mesh: tp 2; consecutive processes share the last axis\n" in log
+    assert re.search(r"\nsent by each process per step of [\d,]+ tokens, MiB: tp [\d.]+\n", log)
+    assert "warning: tp 2 spans nodes of 1 processes, whose links are slow. Set it to 1\n" in log
+    assert "does not divide" not in log + (tmp_path / "all, whole head" / "log.txt").read_text()
+    assert "warning: tp=2 does not divide the rows of embedding, head: " in deep_log
     torch.testing.assert_close(merged, alone, rtol=1e-3, atol=2e-5)
 
 

@@ -32,8 +32,8 @@ def test_damaged_checkpoint_that_the_run_sets_aside(inputs, told):
     for name in ("__0_0.distcp", ".metadata", "state.json"):
         (checkpoint / name).write_bytes((checkpoint / name).read_bytes()[:9])
         assert told("full_finetune", again) == ""
-        (found,) = told("full_finetune", again, "warning").splitlines()
-        assert found.startswith("resume: ") and f"step-00000002 is damaged: {name} " in found
+        (warning,) = told("full_finetune", again, "warning").splitlines()
+        assert warning.startswith("resume: ") and f"step-00000002 is damaged: {name} " in warning
     assert "state.json cannot be read" in told("full_finetune", [*again, f"resume={checkpoint}"])
 
 
@@ -57,17 +57,17 @@ def test_optimizer_states_of_a_group_with_vectors_and_matrices(inputs, told):
 
 @pytest.mark.slow
 def test_warning_names_training_and_validation_data(inputs, told):
-    found = told(
+    warnings = told(
         "full_finetune", inputs.settings(f"validation_dataset.path={inputs.rows}", "max_seq_len=32"), "warning"
     )
-    cut_off = [line for line in found.splitlines() if "tokens" in line and "are cut off" in line]
+    cut_off = [line for line in warnings.splitlines() if "tokens" in line and "are cut off" in line]
     assert [line.partition(":")[0] for line in cut_off] == ["training", "validation"]
 
 
 def test_all_errors_in_one_pass_sorted_by_place(inputs, told):
     inputs.change_json("config.json", hidden_size="64")
     (inputs.model / "tokenizer.json").write_text("{}")
-    found = told(
+    errors = told(
         "full_finetune",
         inputs.settings(
             "epochs=0",
@@ -77,7 +77,7 @@ def test_all_errors_in_one_pass_sorted_by_place(inputs, told):
             "memory.activation_offload=true",
         ),
     )
-    places = [line.partition(":")[0] for line in found.splitlines()]
+    places = [line.partition(":")[0] for line in errors.splitlines()]
     assert places == [
         "dataset",
         "epochs",
@@ -90,18 +90,20 @@ def test_all_errors_in_one_pass_sorted_by_place(inputs, told):
 
 
 def test_wrong_settings_cause_no_follow_up_errors(inputs, told):
-    found = told("full_finetune", inputs.settings("optimizer.lr=-1", "optimizer._component_=torch.optim.AdmW", "lrr=1"))
-    assert [line.partition(":")[0] for line in found.splitlines()] == ["lrr", "optimizer._component_", "optimizer.lr"]
+    errors = told(
+        "full_finetune", inputs.settings("optimizer.lr=-1", "optimizer._component_=torch.optim.AdmW", "lrr=1")
+    )
+    assert [line.partition(":")[0] for line in errors.splitlines()] == ["lrr", "optimizer._component_", "optimizer.lr"]
 
 
 @pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
 def test_optimizer_that_cannot_step_with_these_groups(name, inputs, told):
-    found = told("full_finetune", inputs.settings(f"optimizer._component_=torch.optim.{name}"))
-    assert f"{name} does" in found and len(found.splitlines()) == 1
+    errors = told("full_finetune", inputs.settings(f"optimizer._component_=torch.optim.{name}"))
+    assert f"{name} does" in errors and len(errors.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
-    ("settings", "level", "says"),
+    ("settings", "level", "message"),
     [
         (["dtype=bf16", "--device", "t4"], "warning", "dtype: bf16 is slow on this GPU"),
         (["dtype=bf16", "--device", "a100"], "warning", ""),
@@ -115,24 +117,26 @@ def test_optimizer_that_cannot_step_with_these_groups(name, inputs, told):
         ),
     ],
 )
-def test_target_device(settings, level, says, inputs, told):
+def test_target_device(settings, level, message, inputs, told):
     old = inputs.folder / "old.json"
     old.write_text(json.dumps(asdict(DEVICES["h100"]) | {"capability": [7, 0]}))
-    found = told(
-        "full_finetune", inputs.settings("device=auto", *(each.replace("OLD", str(old)) for each in settings)), level
+    findings = told(
+        "full_finetune",
+        inputs.settings("device=auto", *(setting.replace("OLD", str(old)) for setting in settings)),
+        level,
     )
-    assert says in found if says else found == ""
+    assert message in findings if message else findings == ""
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         (["quantization.qat=int8", "export.dtype=fp32", "dtype=bf16"], "quantization.qat: blocks.0.attention.query is"),
         (["compile=[blocks.99]"], "compile: blocks.99 "),
     ],
 )
-def test_errors_from_building_the_model(settings, says, inputs, told):
-    assert says in told("full_finetune", inputs.settings(*settings))
+def test_errors_from_building_the_model(settings, message, inputs, told):
+    assert message in told("full_finetune", inputs.settings(*settings))
 
 
 @pytest.mark.slow
@@ -169,17 +173,17 @@ def test_more_processes_than_this_machine_has(inputs):
     }
     run = ["validate", "full_finetune", *inputs.settings()]
     done = run_verbs(*([*run, *more] for more in command_lines.values()))
-    assert [(each.returncode, each.stderr) for each in done] == [(1, "")] * 5
-    texts = ([line for line in each.stdout.splitlines() if line.startswith("error ")] for each in done)
-    found = dict(zip(command_lines, texts, strict=True))
-    assert sum("is not a multiple of 3" in line for line in found["batch"]) == 1
-    assert "parallel.tp: 8 does not divide num_heads=4" in found["tp"][0] and len(found["tp"]) == 1
-    assert found["dp"][0].split()[:3] == ["error", "parallel:", "dp_replicate=3"]
-    assert " 8 processes" in found["dp"][0]
-    of_sizes, of_rows = found["rows"]
+    assert [(result.returncode, result.stderr) for result in done] == [(1, "")] * 5
+    texts = ([line for line in result.stdout.splitlines() if line.startswith("error ")] for result in done)
+    errors = dict(zip(command_lines, texts, strict=True))
+    assert sum("is not a multiple of 3" in line for line in errors["batch"]) == 1
+    assert "parallel.tp: 8 does not divide num_heads=4" in errors["tp"][0] and len(errors["tp"]) == 1
+    assert errors["dp"][0].split()[:3] == ["error", "parallel:", "dp_replicate=3"]
+    assert " 8 processes" in errors["dp"][0]
+    of_sizes, of_rows = errors["rows"]
     assert of_rows.endswith("chats.jsonl has 48 rows, too few for 512 data-parallel processes. Use at most 48")
     assert "global_batch_size=4 is not a multiple of 512" in of_sizes
-    assert "parallel.ep: 3 does not divide" in found["ep"][0] and len(found["ep"]) == 1
+    assert "parallel.ep: 3 does not divide" in errors["ep"][0] and len(errors["ep"]) == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -201,8 +205,8 @@ def test_changed_setting_is_in_the_config_of_the_run(inputs, run_recipe, told, m
 
 
 def test_misspelled_option_gets_a_suggestion(inputs, told):
-    found = told("full_finetune", inputs.settings("--word-size", "2"))
-    assert "--word-size: is not an option. Did you mean '--world-size'? --help lists them" in found
+    error = told("full_finetune", inputs.settings("--word-size", "2"))
+    assert "--word-size: is not an option. Did you mean '--world-size'? --help lists them" in error
 
 
 def test_help_lists_the_options(capsys):
@@ -223,13 +227,15 @@ def test_number_of_rows_read_is_reported(inputs, capsys):
     for more in ([], ["--all"]):
         with pytest.raises(SystemExit):
             main([*command, *more])
-        found = json.loads(capsys.readouterr().out)["findings"]
-        levels.append([each["message"] for each in found if each["level"] == "info" and each["place"] == "dataset"])
-    assert [len(each) for each in levels] == [1, 0] and "1,000" in levels[0][0] and "--all" in levels[0][0]
+        findings = json.loads(capsys.readouterr().out)["findings"]
+        levels.append(
+            [finding["message"] for finding in findings if finding["level"] == "info" and finding["place"] == "dataset"]
+        )
+    assert [len(messages) for messages in levels] == [1, 0] and "1,000" in levels[0][0] and "--all" in levels[0][0]
 
 
 def test_missing_setting_has_no_second_error(inputs, told):
     """Values that are computed from it have no error, either."""
-    given = [each for each in inputs.settings() if not each.startswith("model.path=")]
-    found = told("full_finetune", [*given, "optimizer.lr=-1"])
-    assert [line.partition(":")[0] for line in found.splitlines()] == ["model.path", "optimizer.lr"]
+    settings = [setting for setting in inputs.settings() if not setting.startswith("model.path=")]
+    errors = told("full_finetune", [*settings, "optimizer.lr=-1"])
+    assert [line.partition(":")[0] for line in errors.splitlines()] == ["model.path", "optimizer.lr"]

@@ -39,17 +39,17 @@ def test_engine_has_the_current_weights_with_the_adapter_merged(vllm, checkpoint
     peft.start(model, lora, 0)
     common = {"max_new_tokens": 8, "stop_ids": [2]}
     sampler, engine = Sampler(**common, temperature=0), VLLM(**common, path=str(checkpoint), dtype="fp32")
-    found = []
+    log_probs = []
     for _ in range(2):
         (expected, other), (mine, another) = sampler(model, PROMPTS), replace(engine, temperature=0)(model, PROMPTS)
         for ours, theirs in zip(expected + other, mine + another, strict=True):
             assert (ours.tokens, ours.finish) == (theirs.tokens, theirs.finish)
             assert ours.log_probs == pytest.approx(theirs.log_probs, abs=1e-5)
-        found.append(expected[0].log_probs)
+        log_probs.append(expected[0].log_probs)
         for name, parameter in model.named_parameters():
             if "lora_b" in name:
                 parameter.data += 0.02
-    assert found[0] != pytest.approx(found[1], abs=1e-3)
+    assert log_probs[0] != pytest.approx(log_probs[1], abs=1e-3)
     (theirs,) = vllm.ENGINES  # one for all rollouts
     assert theirs.settings["logprobs_mode"] == "processed_logprobs" and theirs.settings["dtype"] == "float32"
 
@@ -60,18 +60,18 @@ def test_samples_do_not_depend_on_the_process(vllm, checkpoint):
     both = engine(model, PROMPTS, samples=3, step=2)
     assert engine(model, PROMPTS[1:], samples=3, step=2, indices=[1]) == both[1:]
     assert engine(model, PROMPTS[1:], samples=3, step=3, indices=[1]) != both[1:]
-    assert len({tuple(each.tokens) for group in both for each in group}) == 6
+    assert len({tuple(completion.tokens) for group in both for completion in group}) == 6
     assert engine(model, []) == []
-    told = vllm.ENGINES[0].told[0]
-    assert len({each.seed for each in told}) == 6 and all(each.ignore_eos and each.logprobs == 0 for each in told)
+    params = vllm.ENGINES[0].sampling_params[0]
+    assert len({item.seed for item in params}) == 6 and all(item.ignore_eos and item.logprobs == 0 for item in params)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("adapter", [pytest.param([], marks=pytest.mark.slow), ["adapter.rank=4"]])
 def test_training_on_samples_of_vllm(vllm, adapter, run_recipe, checkpoint, requests, tmp_path):  # noqa: F811
     own = [f"output_dir={tmp_path / 'run'}", f"sampling.path={checkpoint}", "sampling._component_=tune.generation.VLLM"]
-    given = [*settings_of(checkpoint, requests), *own, *adapter, "sampling.dtype=fp32", "sampling.temperature=0.8"]
-    assert run_recipe([*given, f"validation_dataset.path={requests}", "validate_first=true"], grpo) == 0
+    settings = [*settings_of(checkpoint, requests), *own, *adapter, "sampling.dtype=fp32", "sampling.temperature=0.8"]
+    assert run_recipe([*settings, f"validation_dataset.path={requests}", "validate_first=true"], grpo) == 0
     first, *steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert "validation_reward" in first and len(steps) == 3
     assert all(step["mismatch_kl"] < 1e-8 for step in steps)  # sampling and training use the same weights

@@ -47,7 +47,7 @@ def by_hand(talks):
     for number, line in enumerate(talks.read_text().splitlines()):
         messages = json.loads(line)["messages"]
         for index in range(1, len(messages), 2):
-            earlier = [{**each, "weight": 0} for each in messages[:index]]
+            earlier = [{**message, "weight": 0} for message in messages[:index]]
             rows.append({"messages": [*earlier, messages[index]], "group": number})
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
@@ -68,8 +68,8 @@ def curve(run):
     return [*((line["loss"], line["grad_norm"]) for line in lines), (lines[-1]["validation_loss"], 0.0)]
 
 
-def assert_one_curve(found, expected):
-    for ours, theirs in zip(found, expected, strict=True):
+def assert_one_curve(steps, expected):
+    for ours, theirs in zip(steps, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=2e-5)
 
 

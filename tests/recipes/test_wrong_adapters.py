@@ -51,10 +51,10 @@ def test_wrong_setting(setting, by, inputs, run_recipe, capfd, told):
 
 
 def test_quantization_of_trained_weights_is_refused(inputs, run_recipe, capfd, told):
-    says = "quantization.weights: is not a setting. It is one of distill, evaluate, grpo"
-    assert says in told("full_finetune", inputs.settings("quantization.weights=nf4"))
+    message = "quantization.weights: is not a setting. It is one of distill, evaluate, grpo"
+    assert message in told("full_finetune", inputs.settings("quantization.weights=nf4"))
     assert run_recipe([*inputs.settings(), "quantization.weights=nf4"], full_finetune) == 2
-    assert says in capfd.readouterr().err
+    assert message in capfd.readouterr().err
 
 
 @pytest.mark.slow
@@ -98,12 +98,12 @@ def test_adapter_with_a_damaged_file(adapter, inputs, run_recipe, capfd, told):
 
 @pytest.mark.slow
 def test_run_of_another_recipe_is_refused_before_data_preparation(inputs, run_recipe, capfd, told):
-    says = "is a run of the recipe full_finetune, not lora_finetune"
+    message = "is a run of the recipe full_finetune, not lora_finetune"
     for settings in ([], [f"resume={inputs.run}", f"output_dir={inputs.folder / 'new'}"]):
-        assert says in told("lora_finetune", inputs.settings(*settings))
+        assert message in told("lora_finetune", inputs.settings(*settings))
         assert run_recipe(inputs.settings(*settings), lora_finetune) == 2
-        found = capfd.readouterr()
-        assert says in found.err and "tokens per sample" not in found.out
+        output = capfd.readouterr()
+        assert message in output.err and "tokens per sample" not in output.out
 
 
 @pytest.mark.slow
@@ -115,11 +115,11 @@ def test_preference_run_does_not_resume_with_an_adapter(inputs, run_recipe, capf
     settings = inputs.settings(*pairs, f"output_dir={inputs.folder / 'pairs'}")
     assert run_recipe(settings, preference_finetune) == 0
     capfd.readouterr()
-    found = told("preference_finetune", [*settings, "adapter.rank=4"])
-    assert "checkpoints/step-00000002" in found and "adapter" in found
+    error = told("preference_finetune", [*settings, "adapter.rank=4"])
+    assert "checkpoints/step-00000002" in error and "adapter" in error
     assert run_recipe([*settings, "adapter.rank=4"], preference_finetune) == 2
-    found = capfd.readouterr().err
-    assert "checkpoints/step-00000002" in found and "adapter" in found
+    error = capfd.readouterr().err
+    assert "checkpoints/step-00000002" in error and "adapter" in error
 
 
 CHANGED = {
@@ -135,12 +135,12 @@ def test_resume_with_other_adapter_settings(inputs, run_recipe, capfd, told):
     """All of these settings keep the names and shapes of trained weights."""
     settings = [*inputs.settings(), f"output_dir={inputs.folder / 'new'}", "adapter.trainable_tokens=[5,6]"]
     assert run_recipe([*settings, "max_steps=1"], lora_finetune) == 0
-    for setting, says in CHANGED.items():
+    for setting, message in CHANGED.items():
         capfd.readouterr()
-        says = f"the checkpoint was made with another adapter: {says}"
-        assert says in told("lora_finetune", [*settings, setting])
+        message = f"the checkpoint was made with another adapter: {message}"
+        assert message in told("lora_finetune", [*settings, setting])
         assert run_recipe([*settings, setting], lora_finetune) == 2
-        assert says in capfd.readouterr().err
+        assert message in capfd.readouterr().err
     assert run_recipe([*settings, "adapter.dropout=0.1"], lora_finetune) == 0
 
 

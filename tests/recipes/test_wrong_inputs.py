@@ -18,10 +18,10 @@ Case = Callable[..., list[str] | None]
 CASES: list = []
 
 
-def wrong(*says: str) -> Callable[[Case], Case]:
+def wrong(*parts: str) -> Callable[[Case], Case]:
     def register(case: Case) -> Case:
         marks = pytest.mark.slow if len(CASES) % 3 else ()
-        CASES.append(pytest.param(case, says, id=case.__name__.replace("_", " "), marks=marks))
+        CASES.append(pytest.param(case, parts, id=case.__name__.replace("_", " "), marks=marks))
         return case
 
     return register
@@ -502,19 +502,19 @@ NOT_BEFORE = {non_finite_weights, weights_so_large_that_gradients_overflow}
 
 def is_in(part: str, text: str) -> bool:
     """Return whether `text` contains one of the alternatives in `part`, separated by `|`."""
-    return any(each in text for each in part.split("|"))
+    return any(alternative in text for alternative in part.split("|"))
 
 
 @pytest.mark.parametrize(*REFUSED_BY)
-@pytest.mark.parametrize(("spoil", "says"), CASES)
-def test_wrong_input(spoil, says, by, inputs, run_recipe, contents, capfd, told):
+@pytest.mark.parametrize(("spoil", "parts"), CASES)
+def test_wrong_input(spoil, parts, by, inputs, run_recipe, contents, capfd, told):
     settings = inputs.settings("checkpointer.async=false", *(spoil(inputs) or []))
     before = contents(inputs.folder)
     if by == "validate":
         if spoil in NOT_BEFORE:
             return
-        found = told("full_finetune", settings)
-        assert not [part for part in says if not is_in(part, found) and "problems" not in part], found
+        errors = told("full_finetune", settings)
+        assert not [part for part in parts if not is_in(part, errors) and "problems" not in part], errors
         assert contents(inputs.folder) == before
         return
     code = run_recipe(settings)
@@ -522,7 +522,7 @@ def test_wrong_input(spoil, says, by, inputs, run_recipe, contents, capfd, told)
     assert code == 2, message
     assert message.startswith("error: ")
     assert "Traceback" not in message
-    for part in says:
+    for part in parts:
         assert is_in(part, message), part
     after = contents(inputs.folder)
     assert [file for file in before if after.get(file) != before[file]] == []

@@ -99,11 +99,11 @@ def test_loss_that_returns_a_mean_is_refused(settings, run_recipe, capsys):
 )
 def test_wrong_settings(overrides, message, by, settings, checkpoint, pairs, run_recipe, capsys, told, monkeypatch):
     monkeypatch.delattr("tune.checkpointers.Pretrained.load")  # refused before weights are read
-    given = [each.format(checkpoint=checkpoint) for each in overrides]
+    formatted = [override.format(checkpoint=checkpoint) for override in overrides]
     if by == "validate":
-        assert message.format(pairs=pairs) in told("preference_finetune", [*settings, *given])
+        assert message.format(pairs=pairs) in told("preference_finetune", [*settings, *formatted])
         return
-    assert run_recipe([*settings, *given], preference_finetune) == 2
+    assert run_recipe([*settings, *formatted], preference_finetune) == 2
     assert message.format(pairs=pairs) in capsys.readouterr().err
 
 

@@ -102,9 +102,9 @@ def folders(checkpoint, tmp_path_factory):
         file = at / name / "tokenizer.json"
         file.write_text((checkpoint / "tokenizer.json").read_text().replace("<|im_start|>", "<|turn|>"))
     shutil.copyfile(checkpoint / "tokenizer.json", at / "two_labels" / "tokenizer.json")
-    found = {"language": checkpoint, "nowhere": at / "nowhere", **{each.name: each for each in at.iterdir()}}
-    (at / "texts.jsonl").write_text("".join(json.dumps({"prompt": f"{each} and"}) + "\n" for each in range(20)))
-    return found | {"texts": at / "texts.jsonl"}
+    paths = {"language": checkpoint, "nowhere": at / "nowhere", **{folder.name: folder for folder in at.iterdir()}}
+    (at / "texts.jsonl").write_text("".join(json.dumps({"prompt": f"{number} and"}) + "\n" for number in range(20)))
+    return paths | {"texts": at / "texts.jsonl"}
 
 
 REWARD_MODEL = "reward={{_component_: tune.generation.RewardModel, path: {%s}}}"
@@ -237,7 +237,7 @@ def cases(names):
 
 def overrides_and_messages(case, folders):
     overrides, *messages = case[1]
-    return [each.format(**folders) if "{" in each else each for each in overrides], messages
+    return [override.format(**folders) if "{" in override else override for override in overrides], messages
 
 
 # Cases that both methods refuse are quick in one of them.
@@ -245,9 +245,9 @@ def overrides_and_messages(case, folders):
     ("recipe", "case"), cases({"grpo": {*[*BOTH][::2], *[*OF_GRPO][::2]}, "ppo_finetune": {*[*OF_PPO][::2], "raises"}})
 )
 def test_run_refuses(recipe, case, settings, folders, run_recipe, capsys):
-    given, messages = overrides_and_messages(case, folders)
-    assert run_recipe([*settings, *counts(recipe), *given], recipe) == 2
-    out, shown = (" ".join(each.split()) for each in capsys.readouterr())
+    overrides, messages = overrides_and_messages(case, folders)
+    assert run_recipe([*settings, *counts(recipe), *overrides], recipe) == 2
+    out, shown = (" ".join(text.split()) for text in capsys.readouterr())
     assert all(message in shown for message in messages), shown
     assert case[0] not in BEFORE_WEIGHTS or "an epoch" not in out
 
@@ -256,9 +256,9 @@ def test_run_refuses(recipe, case, settings, folders, run_recipe, capsys):
 def test_tune_validate_refuses(recipe, case, settings, folders, told):
     if case[0] in NOT_BEFORE:
         return
-    given, messages = overrides_and_messages(case, folders)
-    found = " ".join(told(recipe.__name__, [*settings, *counts(recipe), *given]).split())
-    assert [message for message in messages if message not in found] == []
+    overrides, messages = overrides_and_messages(case, folders)
+    errors = " ".join(told(recipe.__name__, [*settings, *counts(recipe), *overrides]).split())
+    assert [message for message in messages if message not in errors] == []
 
 
 @pytest.mark.slow
@@ -272,8 +272,8 @@ def test_warning_about_a_tokenizer_without_eos(recipe, checkpoint, settings, run
     (folder / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% endfor %}"
     )
-    given = [*settings, *counts(recipe), f"model.path={folder}"]
-    assert run_recipe(given, recipe) == 0
+    run_settings = [*settings, *counts(recipe), f"model.path={folder}"]
+    assert run_recipe(run_settings, recipe) == 0
     assert "warning: the tokenizer has no eos_token, so nothing ends a completion" in capsys.readouterr().out
-    assert run_recipe([*given, f"output_dir={tmp_path / 'stopped'}", "sampling.stop_strings=[a]"], recipe) == 0
+    assert run_recipe([*run_settings, f"output_dir={tmp_path / 'stopped'}", "sampling.stop_strings=[a]"], recipe) == 0
     assert "nothing ends" not in capsys.readouterr().out

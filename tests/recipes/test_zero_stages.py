@@ -32,9 +32,9 @@ def test_two_processes(checkpoint, common, tmp_path):  # noqa: F811
 
 @pytest.mark.slow
 def test_invalid_stages_are_refused(told, checkpoint, chats):
-    given = [f"model.path={checkpoint}", f"dataset.path={chats}"]
+    settings = [f"model.path={checkpoint}", f"dataset.path={chats}"]
     for value in ("5", "-1", "two", "true", "2.5", "[1]"):
-        assert "is not one of 0, 1, 2, 3 or null" in told("full_finetune", [*given, f"parallel.zero_stage={value}"])
+        assert "is not one of 0, 1, 2, 3 or null" in told("full_finetune", [*settings, f"parallel.zero_stage={value}"])
     with pytest.raises(TuneError, match=r"parallel\.zero_stage: .* parallel\.pp=2.* Set it to 2 or less, or null"):
         distributed.init("cpu", pp=2, zero_stage=3)
 

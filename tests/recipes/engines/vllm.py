@@ -15,7 +15,7 @@ ENGINES = []
 
 class LLM:
     def __init__(self, model, **settings):
-        self.settings, self.told, self.is_fresh, self.is_packed = settings, [], False, False
+        self.settings, self.sampling_params, self.is_fresh, self.is_packed = settings, [], False, False
         config = transformers.AutoConfig.from_pretrained(model)
         self.model = transformers.AutoModelForCausalLM.from_config(config).eval()  # load_format="dummy"
         self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(_finalizer=SimpleNamespace(atexit=True)))
@@ -46,8 +46,8 @@ class LLM:
 
     def generate(self, prompts, sampling_params, *, use_tqdm):
         assert self.is_fresh and self.is_packed and not use_tqdm
-        self.told.append(sampling_params)
-        return [self.complete(*each) for each in zip(prompts, sampling_params, strict=True)]
+        self.sampling_params.append(sampling_params)
+        return [self.complete(*request) for request in zip(prompts, sampling_params, strict=True)]
 
     @torch.no_grad()
     def complete(self, prompt, params):
