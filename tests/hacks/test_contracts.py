@@ -1,4 +1,4 @@
-"""What a copied recipe may do besides: draws, a stop of its own, norms by block; on one process and on two."""
+"""More that a copied recipe may do: random draws, a custom stop, norms by block; on one and two processes."""
 
 import pytest
 from copied_recipe import TINY, Copied, assert_same
@@ -14,7 +14,7 @@ def mine(copied: Copied) -> Copied:
 
 
 def change(mine: Copied, line: str, instead: str) -> None:
-    """A line of the copy, which is there once, becomes other lines."""
+    """Replace a line of the copy, which must occur once."""
     script = mine.folder / "mine.py"
     text = script.read_text(encoding="utf-8")
     assert text.count(line) == 1, line
@@ -22,7 +22,7 @@ def change(mine: Copied, line: str, instead: str) -> None:
 
 
 @pytest.mark.slow
-def test_draws_are_the_same_again_and_after_a_resume(mine: Copied) -> None:
+def test_draws_repeat_in_another_run_and_after_a_resume(mine: Copied) -> None:
     loss = "model(micro_batch, loss_fn) /"
     change(mine, f"loss = {loss}", f"loss = (1 + 0.5 * torch.rand(())) * {loss}")
     one, again = (mine.train(folder, *SETTINGS) for folder in ("one", "again"))
@@ -34,7 +34,7 @@ def test_draws_are_the_same_again_and_after_a_resume(mine: Copied) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_stop_of_ones_own_is_kept(processes: int, mine: Copied) -> None:
+def test_custom_stop_is_kept(processes: int, mine: Copied) -> None:
     step = "            checkpointer.step(step, metrics, now=run.is_end(step))\n"
     change(mine, step, f"            if step == 2:\n                checkpointer.stop()\n{step}")
     assert len(mine.train("run", *SETTINGS, processes=processes)) == 2
@@ -81,7 +81,7 @@ FIRST = f"    optimizer = instantiate(cfg.optimizer, {MATRICES})\n"
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_two_optimizers(processes: int, mine: Copied) -> None:
-    """Plain code, with the second one as `extra`: it continues as if it had not stopped."""
+    """Plain code with the second optimizer as `extra` resumes as if it had not stopped."""
     change(mine, "    optimizer = instantiate(cfg.optimizer, groups)\n", FIRST + SECOND)
     kept = "tell=run.info, tasks=evaluator.tasks,"
     change(mine, kept, f'{kept} extra={{"second": second}},')

@@ -1,7 +1,7 @@
-"""Edits that people make to a copied recipe: about as long as the idea, and everything around still works.
+"""Edits that people make to a copied recipe: about as long as the idea, and everything else still works.
 
-The edits are sections of docs/changes.md and docs/extending.md, and of edits.md here. tests/docs has what the others
-promise on one process.
+The edits are sections of docs/changes.md, docs/extending.md and edits.md here. tests/docs checks the promises of the
+other sections on one process.
 """
 
 import json
@@ -20,7 +20,7 @@ from tune.tokenizers import Tokenizer
 
 
 class Edit(NamedTuple):
-    """`guide` are the lines that the idea takes, `lines` those that it takes here."""
+    """`guide` is the number of lines for the idea, `lines` the number of lines here."""
 
     recipe: str
     section: str
@@ -30,7 +30,7 @@ class Edit(NamedTuple):
 
 
 CHATS = "dataset.path=chats.jsonl"
-REPLAY = (CHATS, "replay_every=2", "max_steps=2")  # and as many of replay
+REPLAY = (CHATS, "replay_every=2", "max_steps=2")  # and two steps of replay
 WEIGHTED = ("dataset.path=weighted.jsonl", "dataset.extra_columns=[weight]")
 TOPICS = ("dataset.path=topics.jsonl", "dataset.extra_columns=[topic]", "epochs=2")
 PAIRS = ("dataset.path=margins.jsonl", "dataset.ignore=[margin]")
@@ -68,25 +68,25 @@ def section(name: str) -> str:
 
 
 def prepare(copied: Copied, name: str) -> list[str]:
-    """Copy and change the recipe; the settings of a run."""
+    """Copy and change the recipe; return the settings of a run."""
     copied.copy(TABLE[name].recipe, section(name))
     tiny = SAMPLED if TABLE[name].recipe == "grpo" else TINY
     if name == "16 no checkpointer":
-        tiny = [each for each in tiny if not each.startswith("checkpointer.")]
+        tiny = [setting for setting in tiny if not setting.startswith("checkpointer.")]
     if name == "11 module":
         copied.save_tower()
     return [*tiny, "model.path=SmolLM2-135M-Instruct", *TABLE[name].settings]
 
 
 def train(copied: Copied, name: str, *settings: str) -> list[dict[str, float]]:
-    """The metrics of the changed recipe's steps, which `tune validate` finds no error in."""
-    given = [*prepare(copied, name), *settings]
-    assert copied.validate(*given) == 0
-    return copied.train("run", *given)
+    """Validate and run the changed recipe; return the metrics of its steps."""
+    run_settings = [*prepare(copied, name), *settings]
+    assert copied.validate(*run_settings) == 0
+    return copied.train("run", *run_settings)
 
 
 def logits_and_labels(copied: Copied, model: torch.nn.Module, file: str, **how: object) -> list[tuple]:
-    """Of each row, by a model of transformers."""
+    """Return each row with its logits, from a transformers model, and its labels."""
     tokenizer = Tokenizer(str(copied.checkpoint))
     rows = datasets.load(tokenizer, str(copied.folder / file), max_seq_len=128, **how)
     tensors = [(torch.tensor(row.tokens).long(), torch.tensor(row.labels).long(), row) for row in rows]
@@ -95,12 +95,12 @@ def logits_and_labels(copied: Copied, model: torch.nn.Module, file: str, **how: 
 
 @pytest.fixture
 def pretrained(checkpoint: Path) -> torch.nn.Module:
-    """The model before training, by transformers."""
+    """The model before training, in transformers."""
     return transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_lines(name: str) -> None:
+def test_number_of_lines(name: str) -> None:
     assert lines_of(section(name)) == TABLE[name].lines
 
 
@@ -118,13 +118,13 @@ def test_two_losses(copied: Copied, pretrained: torch.nn.Module) -> None:
 @pytest.mark.slow
 def test_rows_in_memory(copied: Copied) -> None:
     steps = train(copied, "7 memory")
-    assert [step["step"] for step in steps] == [1, 2, 3]  # of 24 rows, 8 in each
+    assert [step["step"] for step in steps] == [1, 2, 3]  # 24 rows, 8 in each step
     assert json.loads((copied.folder / "run" / "data.json").read_text())["rows"] == 24
 
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_weights(copied: Copied, pretrained: torch.nn.Module) -> None:
+def test_weights_of_rows(copied: Copied, pretrained: torch.nn.Module) -> None:
     (step, *_) = train(copied, "8 weights", "global_batch_size=16", "max_steps=1")
     total, count = 0.0, 0
     for logits, labels, row in logits_and_labels(copied, pretrained, "weighted.jsonl", extra_columns=["weight"]):
@@ -141,19 +141,19 @@ def test_weights_of_tokens(copied: Copied, pretrained: torch.nn.Module) -> None:
     (step, *_) = train(copied, "8 weights", "global_batch_size=2", "max_steps=1")
     nll = -pretrained(torch.tensor([row["input_ids"]])).logits[0].log_softmax(-1)
     by_position = [nll[at, row["input_ids"][at + 1]] for at in range(4)]
-    # A number stands with the token that is read where the next one is predicted.
-    expected = sum(weight * each for weight, each in zip(row["weight"], by_position, strict=False))
+    # A weight is stored with the token that is read to predict the next one.
+    expected = sum(weight * loss for weight, loss in zip(row["weight"], by_position, strict=False))
     assert step["loss"] == pytest.approx(float(expected) / 4, rel=1e-5)
 
 
 @pytest.mark.slow
 def test_exact_match(copied: Copied, pretrained: torch.nn.Module) -> None:
-    """Of two questions one has the answer of transformers' greedy search. The training stops, and has stopped."""
+    """One of two questions has the answer of transformers' greedy search. The run stops, and stays stopped."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(copied.checkpoint)
     chat = [{"role": "user", "content": "the cat"}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    (found,) = pretrained.generate(**prompt, max_new_tokens=64, do_sample=False)
-    answer = tokenizer.decode(found[prompt["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+    (generated,) = pretrained.generate(**prompt, max_new_tokens=64, do_sample=False)
+    answer = tokenizer.decode(generated[prompt["input_ids"].shape[1] :], skip_special_tokens=True).strip()
     rows = [{"instruction": "the cat", "answer": answer}, {"instruction": "the cat", "answer": "no"}]
     (copied.folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = ["optimizer.lr=1e-12", "good_enough=0.5"]
@@ -186,7 +186,9 @@ def test_no_checkpointer(copied: Copied) -> None:
     copied.train("with", *settings)
     model = transformers.AutoModelForCausalLM.from_pretrained(copied.folder / "with" / "model").state_dict()
     ours = torch.load(copied.folder / "run" / "model.pt")
-    assert sorted(each.sum().item() for each in ours.values()) == sorted(each.sum().item() for each in model.values())
+    assert sorted(tensor.sum().item() for tensor in ours.values()) == sorted(
+        tensor.sum().item() for tensor in model.values()
+    )
 
 
 @pytest.mark.slow
@@ -200,7 +202,7 @@ def test_ranks(copied: Copied) -> None:
     train(copied, "18 ranks", "max_steps=1")
     samples = [json.loads(line) for line in (copied.folder / "run" / "samples.jsonl").read_text().splitlines()]
     for sample in samples:
-        alike = [each for each in samples if (each["prompt"], each["text"]) == (sample["prompt"], sample["text"])]
+        alike = [other for other in samples if (other["prompt"], other["text"]) == (sample["prompt"], sample["text"])]
         assert sample["novelty"] == 1 / len(alike)
         parts = sample["length"], -0.5 * len(sample["tokens"]) / 6, 0.1 * sample["novelty"]
         assert sample["reward"] == pytest.approx(sum(parts))
@@ -213,8 +215,8 @@ def test_judge(copied: Copied) -> None:
 
 
 @pytest.mark.slow
-def test_tokens(copied: Copied) -> None:
-    """Whole data: the training ends before `total`, and the last step is saved as any other."""
+def test_tokens_per_step(copied: Copied) -> None:
+    """The data end before `total` is reached, and the last step is saved like any other."""
     steps = train(copied, "20 tokens", "max_steps=null", "global_batch_size=2", "checkpointer.every=null")
     assert all(300 <= step["tokens"] < 300 + 2 * 128 for step in steps)
     (saved,) = (copied.folder / "run" / "checkpoints").glob("step-*")
@@ -234,11 +236,11 @@ def test_sam(copied: Copied, pretrained: torch.nn.Module) -> None:
 
     before = {name: weight.detach().clone() for name, weight in pretrained.named_parameters()}
     first = gradients()
-    norm = torch.cat([each.flatten() for each in first]).norm()
+    norm = torch.cat([gradient.flatten() for gradient in first]).norm()
     with torch.no_grad():
         for weight, gradient in zip(pretrained.parameters(), first, strict=True):
             weight += 0.5 * gradient / norm
-    expected = {name: before[name] - 0.1 * each for name, each in zip(before, gradients(), strict=True)}
+    expected = {name: before[name] - 0.1 * gradient for name, gradient in zip(before, gradients(), strict=True)}
     torch.testing.assert_close(copied.exported("run"), expected, rtol=1e-4, atol=1e-6)
 
 
@@ -253,7 +255,7 @@ def test_moving_mixture(copied: Copied) -> None:
 
 @pytest.mark.slow
 def test_margin(copied: Copied) -> None:
-    """At first the rewards are 0."""
+    """Rewards start at 0."""
     (step, *_) = train(copied, "25 margin", "global_batch_size=16", "max_steps=1")
     margins = [0.25 * number for number in range(8)]
     assert step["loss"] == pytest.approx(float(softplus(torch.tensor(margins)).mean()), rel=1e-5)
@@ -261,13 +263,13 @@ def test_margin(copied: Copied) -> None:
 
 
 @pytest.mark.slow
-def test_a_head(copied: Copied) -> None:
-    """Of zeros it starts at log 4, learns, and is in a file next to the export, which has what the model had before."""
+def test_custom_head(copied: Copied) -> None:
+    """A head of zeros starts at log 4, learns, and is saved next to the export, which has no new weights."""
     steps = train(copied, "a head")
     topic_losses = [step["topic_loss"] for step in steps]
     assert topic_losses[0] == pytest.approx(math.log(4)) and len({*topic_losses}) == 4
     head = torch.load(copied.folder / "run" / "topic_head.pth")
-    assert {name: tuple(each.shape) for name, each in head.items()} == {"weight": (4, 64), "bias": (4,)}
+    assert {name: tuple(tensor.shape) for name, tensor in head.items()} == {"weight": (4, 64), "bias": (4,)}
     assert not [name for name in copied.exported("run") if "topic" in name]
     assert "topic_head.weight, topic_head.bias" in copied.said
 
@@ -275,18 +277,18 @@ def test_a_head(copied: Copied) -> None:
 @pytest.mark.slow
 def test_second_validation(copied: Copied) -> None:
     steps = train(copied, "second validation", "validation_dataset.path=held_out.jsonl", "validate_every=2")
-    found = [(step["validation_loss"], step["second_validation_loss"]) for step in steps if "validation_loss" in step]
-    assert len(found) == 2 and all(one == other for one, other in found)
+    losses = [(step["validation_loss"], step["second_validation_loss"]) for step in steps if "validation_loss" in step]
+    assert len(losses) == 2 and all(one == other for one, other in losses)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TABLE)
-def test_two_processes_and_continuing(name: str, copied: Copied) -> None:
-    """Two processes follow the curve of one. From a checkpoint they continue to the bit."""
+def test_two_processes_and_resume(name: str, copied: Copied) -> None:
+    """Two processes follow the curve of one, and resume bitwise from a checkpoint."""
     settings = prepare(copied, name)
     one, two = (copied.train(f"on_{count}", *settings, processes=count) for count in (1, 2))
-    losses = [step["loss"] for step in one if "loss" in step]  # those of a policy are about 0
-    if name != "13 noise":  # it is another one on each data rank
+    losses = [step["loss"] for step in one if "loss" in step]  # the losses of a policy are about 0
+    if name != "13 noise":  # the noise differs between data ranks
         assert [step["loss"] for step in two if "loss" in step] == pytest.approx(losses, rel=1e-4, abs=1e-6)
     if name != "16 no checkpointer":
         saved = copied.folder / "on_2" / "checkpoints" / "step-00000002"

@@ -1,4 +1,4 @@
-"""A copied recipe may call its settings as it likes: it runs, and the verbs that look at it first say no nonsense."""
+"""A copied recipe may rename its settings: it runs, and the verbs that inspect it first are right."""
 
 import json
 import re
@@ -33,22 +33,27 @@ def here(checkpoint: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def values(recipe: str) -> dict[str, object]:
-    """Of a short run."""
-    given: dict[str, object] = {"model.path": "model", "dataset.path": "chats.jsonl", "device": "cpu", "dtype": "fp32"}
+    """Return the settings of a short run."""
+    overrides: dict[str, object] = {
+        "model.path": "model",
+        "dataset.path": "chats.jsonl",
+        "device": "cpu",
+        "dtype": "fp32",
+    }
     if recipe == "evaluate":
-        return given
-    given |= {"max_steps": 1, "master_dtype": "fp32", "output_dir": "run", "micro_batch_size": 2}
+        return overrides
+    overrides |= {"max_steps": 1, "master_dtype": "fp32", "output_dir": "run", "micro_batch_size": 2}
     if recipe in ("grpo", "ppo_finetune"):
-        given |= {"dataset.path": "prompts.jsonl", "reward": "rewarding.length", "prompts_per_step": 2}
-        return given | {"sampling.max_new_tokens": 4, "max_prompt_len": 32}
-    given |= {"global_batch_size": 4, "max_seq_len": 128}
+        overrides |= {"dataset.path": "prompts.jsonl", "reward": "rewarding.length", "prompts_per_step": 2}
+        return overrides | {"sampling.max_new_tokens": 4, "max_prompt_len": 32}
+    overrides |= {"global_batch_size": 4, "max_seq_len": 128}
     if recipe in ("preference_finetune", "reward_finetune"):
-        given |= {"dataset.path": "pairs.jsonl"}
-    return given | ({"teacher.path": "model", "teacher.dtype": "fp32"} if recipe == "distill" else {})
+        overrides |= {"dataset.path": "pairs.jsonl"}
+    return overrides | ({"teacher.path": "model", "teacher.dtype": "fp32"} if recipe == "distill" else {})
 
 
 def rename(recipe: str, keys: list[str]) -> None:
-    """Copy a recipe, with other names of these settings in both files."""
+    """Copy a recipe and rename these settings in both files."""
     cli.main(["cp", recipe, "mine.py", "--force"])
     script, text = (Path(f"mine.{suffix}").read_text() for suffix in ("py", "yaml"))
     for key in keys:
@@ -60,16 +65,16 @@ def rename(recipe: str, keys: list[str]) -> None:
 
 
 def settings(recipe: str, keys: list[str]) -> list[str]:
-    found = values(recipe).items()
-    return [f"{'my_' if key.split('.')[0] in keys else ''}{key}={value}" for key, value in found]
+    items = values(recipe).items()
+    return [f"{'my_' if key.split('.')[0] in keys else ''}{key}={value}" for key, value in items]
 
 
 def planned(capsys: pytest.CaptureFixture[str], *run: str) -> dict[str, object]:
-    """Memory and time that are planned."""
+    """Return the planned memory and time."""
     capsys.readouterr()
     assert exit_status("plan", *run, "--device", "cpu", "--json") in (0, None)
-    found = json.loads(capsys.readouterr().out)
-    return {name: found[name] for name in ("memory_gib", "seconds", "tokens_per_step", "steps")}
+    plan = json.loads(capsys.readouterr().out)
+    return {name: plan[name] for name in ("memory_gib", "seconds", "tokens_per_step", "steps")}
 
 
 def top_level(recipe: str) -> list[str]:
@@ -90,10 +95,10 @@ def test_all_settings_renamed(recipe: str, here: Path, capsys: pytest.CaptureFix
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["full_finetune", "preference_finetune", "ppo_finetune", "evaluate"])
 def test_each_setting_renamed(recipe: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`tune validate` finds no error. It imports no copy: one process looks at all of them."""
-    # By `value`, validate knows of the second model of PPO, whose parameters have a learning rate of their own.
+    """`tune validate` finds no error. It does not import the copy, so one process checks all of them."""
+    # `value` tells validate about PPO's second model, whose parameters have their own learning rate.
     keys = [key for key in top_level(recipe) if key != "value"]
-    for key in keys if recipe == "full_finetune" else keys[::3]:  # most of what the others have, they have in common
+    for key in keys if recipe == "full_finetune" else keys[::3]:  # the other recipes have most settings in common
         rename(recipe, [key])
         assert exit_status("validate", "mine.py", *settings(recipe, [key])) == 0, (key, capsys.readouterr().out)
         reads_data = key in ("dataset", "tokenizer", "max_seq_len", "packed", "seed", "model")
@@ -101,7 +106,7 @@ def test_each_setting_renamed(recipe: str, here: Path, capsys: pytest.CaptureFix
             assert exit_status(verb, "mine.py", *settings(recipe, [key])) in (0, 2), (key, verb)
 
 
-DELETED = {  # of a group: its lines in the script, without it
+DELETED = {  # by group: its lines in the script, and their replacements
     "profiler": [(", profiler=cfg.profiler", "")],
     "evaluate": [("instantiate(cfg.evaluate, run,", "evaluation.Evaluator(run,")],
     "memory": [
@@ -117,7 +122,7 @@ DELETED = {  # of a group: its lines in the script, without it
 
 @pytest.mark.slow
 def test_groups_deleted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All groups that a copy does not read, from both files."""
+    """Delete all groups that a copy does not read from both files."""
     cli.main(["cp", "full_finetune", "mine.py"])
     script, text = (Path(f"mine.{suffix}").read_text() for suffix in ("py", "yaml"))
     for group, lines in DELETED.items():

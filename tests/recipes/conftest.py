@@ -21,7 +21,7 @@ from tune import peft
 
 @dataclass(frozen=True)
 class Inputs:
-    """Copies of a model and rows that a test may spoil; `run` is the folder of a run of them that has ended."""
+    """A copy of a model, rows and a finished run, for a test to modify; `run` is the run folder."""
 
     folder: Path
 
@@ -53,7 +53,7 @@ class Inputs:
         save_file(tensors, self.model / "model.safetensors")
 
     def make_overflow(self) -> None:
-        """Finite weights with which a step's numbers are not finite."""
+        """Scale the output head: the weights stay finite, but a step overflows."""
         self.change_tensors(lambda tensors: tensors["lm_head.weight"].mul_(1e37))
 
     def write_rows(self, *rows: object, name: str = "rows.jsonl") -> list[str]:
@@ -64,7 +64,7 @@ class Inputs:
 
 @pytest.fixture(scope="session")
 def run_recipe():
-    """The recipe with a command line, in this process; returns its exit code."""
+    """Function that runs a recipe's command line in this process and returns its exit code."""
 
     def run(settings: list[str], recipe=full_finetune) -> int:
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -84,7 +84,7 @@ def run_recipe():
 
 @pytest.fixture(scope="session")
 def pairs(tmp_path_factory):
-    """16 prompts, some with two rejected answers; their texts tell good and bad answers apart."""
+    """16 preference rows, some with two rejected answers; the text shows which answers were chosen."""
     draw = random.Random(3)
     file = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
 
@@ -109,7 +109,7 @@ def contents():
 
 @pytest.fixture(scope="session")
 def killing():
-    """benchmarks/kill_and_resume.py as a module."""
+    """The module benchmarks/kill_and_resume.py."""
     script = Path(__file__).parents[2] / "benchmarks" / "kill_and_resume.py"
     spec = importlib.util.spec_from_file_location("kill_and_resume", script)
     module = importlib.util.module_from_spec(spec)
@@ -119,7 +119,7 @@ def killing():
 
 @pytest.fixture(scope="session")
 def finished(checkpoint, chats, run_recipe, tmp_path_factory):
-    """A folder with all that `Inputs` names, the run included."""
+    """A folder with everything that `Inputs` names, including the finished run."""
     inputs = Inputs(tmp_path_factory.mktemp("finished"))
     shutil.copytree(checkpoint, inputs.model)
     shutil.copyfile(chats, inputs.rows)
@@ -134,18 +134,18 @@ def inputs(finished, tmp_path):
 
 @pytest.fixture
 def frozen_in_steps(monkeypatch):
-    """Whether the frozen model that a recipe loads is in memory, at each step; not freed by chance."""
-    found, alive = [], []
+    """Per step, whether the frozen model is still in memory. Garbage collection is off."""
+    references, alive = [], []
     shard, step = peft.OpenedModel.shard, torch.optim.AdamW.step
 
-    def loaded(*given, **named):
-        frozen = shard(*given, **named)
-        found.append(weakref.ref(frozen.blocks[0]))
+    def loaded(*args, **kwargs):
+        frozen = shard(*args, **kwargs)
+        references.append(weakref.ref(frozen.blocks[0]))
         return frozen
 
-    def stepped(*given, **named):
-        alive.append(found[0]() is not None)
-        return step(*given, **named)
+    def stepped(*args, **kwargs):
+        alive.append(references[0]() is not None)
+        return step(*args, **kwargs)
 
     monkeypatch.setattr(peft.OpenedModel, "shard", loaded)
     monkeypatch.setattr(torch.optim.AdamW, "step", stepped)

@@ -1,4 +1,4 @@
-"""Runs a recipe in layouts, in each of which one rank is slow: `one_slow_rank.py OUTPUT COMMON VARIANTS RANK`."""
+"""Run a recipe in several layouts with one slow rank: `one_slow_rank.py OUTPUT COMMON VARIANTS RANK`."""
 
 import json
 import sys
@@ -23,5 +23,5 @@ def delayed(*args, **kwargs):
 
 nn.RMSNorm.forward = delayed
 for recipe in ("full_finetune", "pipeline_finetune"):
-    chosen = {name: given for name, given in variants.items() if ("parallel.pp=" in str(given)) == ("pipe" in recipe)}
+    chosen = {name: more for name, more in variants.items() if ("parallel.pp=" in str(more)) == ("pipe" in recipe)}
     run_variants(recipe, output, common, chosen)

@@ -1,5 +1,7 @@
-"""Runs recipes in one process group, one after the other: `run_combinations.py JSON`, a list of recipe, output folder
-and settings. A TuneError, with which a recipe refuses the settings, is written to a file beside the folder."""
+"""Run recipes one after another in one process group: `run_combinations.py JSON`.
+
+JSON is a list of recipe, output folder and settings. A TuneError is written to a file next to the folder.
+"""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Runs a recipe, or the copy of one, several times in one process group: `run_variants.py RECIPE OUTPUT COMMON_JSON
+"""Run a recipe, or a copy of one, several times in one process group: `run_variants.py RECIPE OUTPUT COMMON_JSON
 VARIANTS_JSON`."""
 
 import functools
@@ -15,19 +15,19 @@ from tune import config
 
 
 def main_of(recipe: str) -> tuple[Callable[..., None], str]:
-    """The `main` of a recipe, given its name or the path of a copy, and the name or path of its settings."""
+    """Return a recipe's `main` and the name or path of its settings; `recipe` is a name or a copy's path."""
     if recipe.endswith(".py"):
         return runpy.run_path(recipe)["main"], str(Path(recipe).with_suffix(".yaml"))
     return importlib.import_module(recipe).main, recipe
 
 
 def run_variants(recipe: str, output: Path, common: list[str], variants: dict[str, list[str]]) -> None:
-    """Each variant's overrides come on top of the common ones; its run folder is `output`/name."""
-    sys.path[:0] = [str(config.find_recipe(recipe).parent), str(Path(__file__).parents[1])]  # with tests' own functions
+    """Run each variant: its overrides follow the common ones, and its run folder is `output`/name."""
+    sys.path[:0] = [str(config.find_recipe(recipe).parent), str(Path(__file__).parents[1])]  # with the tests' functions
     main, default = main_of(recipe)
     torch.compile = functools.partial(torch.compile, backend="aot_eager")
     for name, overrides in variants.items():
-        is_compiled = "compile=" in " ".join(overrides)  # else torchao's optimizers compile themselves
+        is_compiled = "compile=" in " ".join(overrides)  # otherwise torchao's optimizers compile
         with torch.compiler.set_stance("default" if is_compiled else "force_eager"):
             main(config.load(default, [*common, *overrides, f"output_dir={output / name}"]))
 

@@ -1,5 +1,7 @@
-"""Both recipes do what a loop of transformers, peft and plain torch does that says by hand what a step is: which tokens
-are learned, losses, clipping, AdamW, learning rates, dropout, when it validates. The order of the rows is ours."""
+"""Both recipes match a plain loop of transformers, peft and torch that spells out a step.
+
+It covers learned tokens, losses, clipping, AdamW, learning rates, dropout and validation. The row order is ours.
+"""
 
 import importlib
 import json
@@ -52,8 +54,8 @@ def run(recipe, folder, *overrides):
 
 
 @pytest.mark.parametrize(("recipe", "random"), [("full_finetune", ["from_scratch=true"]), ("lora_finetune", [])])
-def test_the_seed_decides_the_first_weights(recipe, random, checkpoint, held_out, settings, tmp_path):
-    """Of all rows at once, whose order then is of no account."""
+def test_seed_determines_initial_weights(recipe, random, checkpoint, held_out, settings, tmp_path):
+    """Each step has all rows, so their order does not matter."""
     settings = [*settings, *random, f"dataset.path={held_out}", "global_batch_size=5", "micro_batch_size=5"]
     norms = [
         run(recipe, tmp_path / str(attempt), *settings, f"model.path={checkpoint}", "max_steps=1", f"seed={seed}")[0]
@@ -64,7 +66,7 @@ def test_the_seed_decides_the_first_weights(recipe, random, checkpoint, held_out
 
 
 def samples_of(file, folder):
-    """Tokens and labels of each conversation: what the assistant says is learned, and that it ends."""
+    """Yield tokens and labels of each conversation; the answer and its end token are learned."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     assert tokenizer.chat_template == CHATML
     for line in file.read_text().splitlines():
@@ -77,7 +79,7 @@ def samples_of(file, folder):
 
 
 def rate(step):
-    """Of step 1, 2, ...: a line up, then half a cosine."""
+    """Return the learning rate of step 1, 2, ...: linear warmup, then half a cosine."""
     if step <= WARMUP:
         return LR * step / (WARMUP + 1)
     angle = math.pi * (step - 1 - WARMUP) / (STEPS - WARMUP)
@@ -85,8 +87,11 @@ def rate(step):
 
 
 def by_hand(model, ratios, chats, held_out, folder, loss_of, before=lambda step, row: None):
-    """What is to be logged of each step. `loss_of` a row's tokens and labels gives the sum of its cross-entropy, and
-    what is differentiated; `before` is called with the step and the row's number before."""
+    """Yield the metrics that each step must log.
+
+    `loss_of` maps a row's tokens and labels to its summed cross-entropy and the loss to differentiate. `before` is
+    called with the step and the row number before each row.
+    """
     rows = list(samples_of(chats, folder))
     order = DataLoader(load(Tokenizer(str(folder)), str(chats), max_seq_len=128), Alone(), ROWS, ROWS, seed=SEED)
     moments = {name: [0.0, 0.0] for name, p in model.named_parameters() if p.requires_grad}
@@ -133,13 +138,13 @@ def assert_same(logged, expected):
 
 
 @pytest.mark.slow
-def test_all_parameters_of_a_mixture_of_experts(chats, held_out, settings, tmp_path):
+def test_full_finetuning_of_mixture_of_experts(chats, held_out, settings, tmp_path):
     folder = save_checkpoint(
         tmp_path / "model", "Qwen3MoeConfig", num_experts=EXPERTS, num_experts_per_tok=CHOSEN, head_dim=16,
         moe_intermediate_size=32, num_hidden_layers=2, norm_topk_prob=True,
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").train()
-    routed = []  # of a step: for each row and layer, probabilities of all tokens, and the row's supervised tokens
+    routed = []  # of a step, per row and layer: probabilities, chosen experts, supervised tokens, balance loss
 
     def loss_of(tokens, labels):
         output = model(tokens, output_router_logits=True)
@@ -157,13 +162,13 @@ def test_all_parameters_of_a_mixture_of_experts(chats, held_out, settings, tmp_p
         for figures in by_hand(model, {"lm_head": 0.1, "down_proj": 3}, chats, held_out, folder, loss_of):
             load, entropy, balance = [], [], []
             for layer in range(2):
-                mine = [each[1:] for each in routed if each[0] == layer]
+                mine = [record[1:] for record in routed if record[0] == layer]
                 counts = sum(chosen.sum(dim=0) for _, chosen, _, _ in mine)
                 load.append((counts.max() / counts.mean()).item())
-                probabilities = torch.cat([each[0] for each in mine])
+                probabilities = torch.cat([record[0] for record in mine])
                 entropy.append(-(probabilities * probabilities.log()).sum(dim=1).mean().item())
-                weights = [each[2].item() for each in mine]
-                balance.append(sum(w * each[3] for w, each in zip(weights, mine, strict=True)) / sum(weights))
+                weights = [record[2].item() for record in mine]
+                balance.append(sum(w * record[3] for w, record in zip(weights, mine, strict=True)) / sum(weights))
             routed.clear()
             figures |= {"expert_load": load, "router_entropy": entropy, "router_loss": balance}
             yield {name: np.mean(value).item() if isinstance(value, list) else value for name, value in figures.items()}
@@ -176,7 +181,7 @@ def test_all_parameters_of_a_mixture_of_experts(chats, held_out, settings, tmp_p
 
 
 def lowbias32(bits):
-    """C. Wellons's hash of 32 bits."""
+    """C. Wellons's 32-bit hash."""
     bits = bits ^ bits >> 16
     bits = bits * 0x7FEB352D & 0xFFFFFFFF
     bits = bits ^ bits >> 15
@@ -185,8 +190,10 @@ def lowbias32(bits):
 
 
 def kept(step, sample, length, width, layer):
-    """The elements that dropout leaves, `[length, width]`: bits that the step, the token, the layer and the feature
-    decide, as a number from 0 to 2^32, against the probability."""
+    """Return the elements that dropout keeps, `[length, width]`.
+
+    Step, token, layer and feature determine 32 bits each, which are compared with the probability.
+    """
     position = np.arange(length, dtype=np.uint64) * 0x9E3779B1 & 0xFFFFFFFF
     feature = lowbias32(np.arange(width, dtype=np.uint64))
     of_sample = lowbias32(np.uint64(sample + zlib.crc32(f"{SEED} {step}".encode()) & 0xFFFFFFFF))
@@ -237,8 +244,8 @@ def test_adapters_with_dropout(checkpoint, chats, held_out, settings, monkeypatc
         "parameter_groups.lr_ratios={lora_b: 2}",
     )  # fmt: skip
     assert_same(logged, by_hand(model, {"lora_B": 2}, chats, held_out, checkpoint, loss_of, before))
-    # Two products for each weight of the layers that are used, a third for those trained; and attention between all
-    # pairs of tokens of a mean document: for 4 heads of 16, of scores and of values, forward and twice in backward.
+    # Two matrix products per frozen weight and a third per trained one. Attention covers all token pairs of a document
+    # of mean length: 4 heads of 16, scores and values, one forward and two backward products.
     lengths = [tokens.shape[1] for tokens, _ in samples_of(chats, checkpoint)]
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for name, p in model.named_parameters() if not p.requires_grad and "embed" not in name)

@@ -1,4 +1,4 @@
-"""A base model that is trained to chat with a template of the library stops by itself wherever its export is loaded."""
+"""A base model trained to chat with a built-in template stops by itself wherever its export is loaded."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ transformers = pytest.importorskip("transformers")
 
 SMOLLM2 = Path(__file__).parents[2] / ".demo" / "smollm2-135m"
 ANSWER = "the cat sat on the mat"
-# Of each: the model, its BOS if texts get one, its EOS, what it has in reserve for turns, and the template for that.
+# Per model: its config class and shape, its BOS if texts get one, and its reserved tokens for turns.
 BASES = {
     "qwen": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True}, None, ["<|im_start|>", "<|im_end|>"]),
     "gemma": (
@@ -35,7 +35,7 @@ TEMPLATES = {"qwen": "chatml", "gemma": "gemma", "llama": "llama3", "bare": "pla
 
 
 def save_base(folder, name):
-    """As base models are: no template, and one EOS, which ends texts."""
+    """Save a model like a base model: no template, and one EOS, which ends texts."""
     config_class, shape, bos, reserved = BASES[name]
     save_checkpoint(folder, config_class, vocab_size=310, eos_token_id=0, bos_token_id=None, **shape)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -47,8 +47,8 @@ def save_base(folder, name):
             single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
         )
     tokenizer.save(str(folder / "tokenizer.json"))
-    named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "bos_token": bos}
-    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "bos_token": bos}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     (folder / "chat_template.jinja").unlink()
     return folder
 
@@ -76,7 +76,7 @@ def settings(base, tmp_path):
 
 
 def answer(model, folder, question="dog", **options):
-    """What transformers writes by itself, and by what it stops there."""
+    """Return the answer that transformers generates by default; it must end with a stop token."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -95,7 +95,7 @@ def loaded(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("has_generation_config", [True, False])
-def test_full(base, settings, tmp_path, has_generation_config):
+def test_full_finetuning(base, settings, tmp_path, has_generation_config):
     folder = shutil.copytree(base[1], tmp_path / "base")
     if not has_generation_config:
         (folder / "generation_config.json").unlink()
@@ -104,7 +104,7 @@ def test_full(base, settings, tmp_path, has_generation_config):
 
 
 @pytest.mark.slow
-def test_adapter_and_merged(base, settings, tmp_path):
+def test_adapter_and_merged_model(base, settings, tmp_path):
     (base[1] / "README.md").write_text("a base model's card")
     vocabulary = Tokenizer.from_file(str(base[1] / "tokenizer.json")).get_vocab()
     tokens = [vocabulary[token] for token in BASES[base[0]][3]]
@@ -121,7 +121,7 @@ def test_adapter_and_merged(base, settings, tmp_path):
     assert "merged in" in (tmp_path / "merged" / "README.md").read_text()
 
 
-def test_an_eos_of_ones_own_ends_texts_too(settings, tmp_path, base):
+def test_custom_eos_token_is_exported(settings, tmp_path, base):
     if base[0] != "qwen":
         pytest.skip("one model is enough")
     lora_finetune.main(config.load("lora_finetune", [*settings, "tokenizer.eos_token='<|im_end|>'", "max_steps=1"]))
@@ -131,13 +131,13 @@ def test_an_eos_of_ones_own_ends_texts_too(settings, tmp_path, base):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quantized", [[], ["quantization.weights=nf4"]], ids=["", "nf4"])
-def test_rows_that_were_never_trained_are_named(base, settings, tmp_path, quantized):
-    """Zero as in Llama 3, or alike as after training with tied weights; but not those that are trained now."""
+def test_never_trained_rows_are_named(base, settings, tmp_path, quantized):
+    """They are zero (Llama 3) or alike (tied weights). Rows that this run trains are not named."""
     from safetensors.torch import load_file, save_file
 
     reserved = BASES[base[0]][3]
     if not reserved:
-        pytest.skip("it has none in reserve")
+        pytest.skip("the model has no reserved tokens")
     vocabulary = Tokenizer.from_file(str(base[1] / "tokenizer.json")).get_vocab()
     first, last = vocabulary[reserved[0]], vocabulary[reserved[-1]]
     folder = shutil.copytree(base[1], tmp_path / "base")
@@ -152,9 +152,9 @@ def test_rows_that_were_never_trained_are_named(base, settings, tmp_path, quanti
         lora_finetune.main(config.load("lora_finetune", [*settings, *path, *quantized, *more]))
         return (run / "log.txt").read_text()
 
-    told = log("frozen")
-    assert f"the data contain {reserved[0]} ({first})" in told and f"{reserved[-1]} ({last}), whose rows" in told
-    assert f"adapter.trainable_tokens=[{first}, {last}]" in told
+    text = log("frozen")
+    assert f"the data contain {reserved[0]} ({first})" in text and f"{reserved[-1]} ({last}), whose rows" in text
+    assert f"adapter.trainable_tokens=[{first}, {last}]" in text
     assert "never trained" not in log("rows", f"adapter.trainable_tokens=[{first},{last}]")
     some = log("some", f"adapter.trainable_tokens=[{first}]")
     assert f"the data contain {reserved[-1]} ({last}), whose rows" in some
@@ -165,9 +165,9 @@ def test_rows_that_were_never_trained_are_named(base, settings, tmp_path, quanti
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (SMOLLM2 / "config.json").exists(), reason="the model is not there: make model")
-def test_a_real_model(tmp_path):
-    """SmolLM2 as if it were a base model: without its template, and with the EOS that ends texts."""
+@pytest.mark.skipif(not (SMOLLM2 / "config.json").exists(), reason="needs the model: make model")
+def test_real_model(tmp_path):
+    """Use SmolLM2 as a base model: without its template, and with the EOS that ends texts."""
     folder = tmp_path / "base"
     folder.mkdir()
     (folder / "model.safetensors").symlink_to(SMOLLM2.resolve() / "model.safetensors")

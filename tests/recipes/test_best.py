@@ -1,4 +1,4 @@
-"""The best checkpoint, stopping early, and answers to fixed prompts during a training."""
+"""The best checkpoint, early stopping, and answers to fixed prompts during training."""
 
 import json
 import shutil
@@ -62,12 +62,12 @@ def exported(folder):
     return load_file(file)
 
 
-# With these the validation loss rises from one step to the next: the learning rate, and that step.
+# A learning rate at which the validation loss rises, and the step where it does.
 WAVES = {"full_finetune": ("optimizer.lr=0.05", 3), "lora_finetune": ("optimizer.lr=0.3", 2)}
 
 
 @pytest.mark.slow
-def test_the_best_is_kept_and_exported(run, recipe, checkpoint):
+def test_best_checkpoint_is_kept_and_exported(run, recipe, checkpoint):
     wave, last = WAVES[recipe.__name__]
     folder = run(wave, f"max_steps={last}", "checkpointer.every=1", "checkpointer.keep=1")
     losses = [line["validation_loss"] for line in logged(folder)]
@@ -76,22 +76,22 @@ def test_the_best_is_kept_and_exported(run, recipe, checkpoint):
     log = (folder / "log.txt").read_text()
     assert f"using the weights with the best validation_loss, {losses[best - 1]:.4g} at step {best}" in log
     kind = "model" if recipe is full_finetune else "adapter"
-    told = f"The {kind} is in {folder / kind}, with the weights of step {best}, the best by validation_loss."
-    assert told in (folder / "report.html").read_text()
+    message = f"The {kind} is in {folder / kind}, with the weights of step {best}, the best by validation_loss."
+    assert message in (folder / "report.html").read_text()
 
     plain = run(wave, f"max_steps={last}", "checkpointer.keep_best=null", folder="plain")
-    told = f"The {kind} is in {plain / kind}, with the weights of step {last}, the last one."
-    assert told in (plain / "report.html").read_text()
-    assert logged(plain)[-1]["validation_loss"] == losses[-1]  # the training was left alone
+    message = f"The {kind} is in {plain / kind}, with the weights of step {last}, the last one."
+    assert message in (plain / "report.html").read_text()
+    assert logged(plain)[-1]["validation_loss"] == losses[-1]  # training is unchanged
     dcp_to_torch_save(folder / "checkpoints" / f"step-0000000{best}", folder / "state.pt")
     weights = torch.load(folder / "state.pt", weights_only=True)["model"]
     if recipe is full_finetune:
-        found = dict(load_model(str(folder / "model")).named_parameters())
+        tensors = dict(load_model(str(folder / "model")).named_parameters())
     else:
-        found = {name: each for name, each in open_model(folder).load().named_parameters() if "lora_" in name}
-    assert found.keys() == weights.keys()
-    assert all(torch.equal(weights[name], each) for name, each in found.items())
-    assert any(not torch.equal(each, exported(plain)[name]) for name, each in exported(folder).items())
+        tensors = {name: tensor for name, tensor in open_model(folder).load().named_parameters() if "lora_" in name}
+    assert tensors.keys() == weights.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in tensors.items())
+    assert any(not torch.equal(tensor, exported(plain)[name]) for name, tensor in exported(folder).items())
 
 
 SAMPLED = ["dataset.path={requests}", "validation_dataset.path={requests}", "max_prompt_len=64", "optimizer.lr=3e-2"]
@@ -117,7 +117,7 @@ METHODS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", METHODS, ids=lambda recipe: recipe.__name__)
-def test_the_best_of_a_method(recipe, checkpoint, tied_checkpoint, pairs, chats, requests, tmp_path, run_recipe):  # noqa: F811
+def test_best_of_every_method(recipe, checkpoint, tied_checkpoint, pairs, chats, requests, tmp_path, run_recipe):  # noqa: F811
     metric, settings = METHODS[recipe]
     data = {"pairs": pairs, "chats": chats, "requests": requests, "tied": tied_checkpoint}
     folder = tmp_path / "run"
@@ -125,27 +125,27 @@ def test_the_best_of_a_method(recipe, checkpoint, tied_checkpoint, pairs, chats,
         f"model.path={checkpoint}", "device=cpu", "dtype=fp32", "optimizer.lr=0.03", "schedule.warmup=0", "max_steps=4",
         "validate_every=1", f"checkpointer.keep_best={metric}", "checkpointer.every=1", "checkpointer.keep=null",
         *(["global_batch_size=8"] if "reward=" not in str(settings) else []),
-        *(each.format(**data) for each in settings), f"output_dir={folder}",
+        *(setting.format(**data) for setting in settings), f"output_dir={folder}",
     ]  # fmt: skip
     assert run_recipe(common, recipe) == 0
     values = [line[metric] for line in logged(folder)]
     best = values.index((min if "loss" in metric else max)(values)) + 1
     assert best < steps(folder)[-1], values
-    told = f"using the weights with the best {metric}, {values[best - 1]:.4g} at step {best}"
-    assert told in (folder / "log.txt").read_text()
+    message = f"using the weights with the best {metric}, {values[best - 1]:.4g} at step {best}"
+    assert message in (folder / "log.txt").read_text()
     dcp_to_torch_save(folder / "checkpoints" / f"step-0000000{best}", folder / "state.pt")
     weights = torch.load(folder / "state.pt", weights_only=True)["model"]
     if recipe is reward_finetune:
         assert torch.equal(weights["head.weight"], exported(folder)["score.weight"])
         return
-    weights = {name.removeprefix("policy."): each for name, each in weights.items()}
-    found = dict(open_model(folder).load().named_parameters())
-    trained = weights.keys() & found.keys()
-    assert trained and all(torch.equal(weights[name], found[name]) for name in trained)
+    weights = {name.removeprefix("policy."): tensor for name, tensor in weights.items()}
+    parameters = dict(open_model(folder).load().named_parameters())
+    trained = weights.keys() & parameters.keys()
+    assert trained and all(torch.equal(weights[name], parameters[name]) for name in trained)
 
 
 @pytest.mark.slow
-def test_a_run_that_has_stopped_stays_stopped_and_goes_on_to_the_bit(run):
+def test_stopped_run_stays_stopped_and_resumes_its_patience(run):
     settings = ["optimizer.lr=0", "max_steps=8", "checkpointer.patience=3", "checkpointer.every=1"]  # learns nothing
     folder = run(*settings, "checkpointer.keep=null")
     first = exported(folder)
@@ -154,13 +154,13 @@ def test_a_run_that_has_stopped_stays_stopped_and_goes_on_to_the_bit(run):
     assert "stopped: the best is validation_loss, " in log and "at step 1; the last 3 values were no better" in log
     run(*settings, "checkpointer.keep=null")
     assert [line["step"] for line in logged(folder)] == [1, 2, 3, 4]
-    assert all(torch.equal(first[name], each) for name, each in exported(folder).items())
+    assert all(torch.equal(first[name], tensor) for name, tensor in exported(folder).items())
     resumed = run(*settings, f"resume={folder}/checkpoints/step-00000002", folder="resumed")
-    assert [line["step"] for line in logged(resumed)][-1] == 4  # it waits no longer than the run that was cut off
+    assert [line["step"] for line in logged(resumed)][-1] == 4  # patience is resumed too
 
 
 @pytest.mark.slow
-def test_resumed_to_the_bit(run, recipe):
+def test_best_is_resumed_bitwise(run, recipe):
     wave, last = WAVES[recipe.__name__]
     settings = [wave, "max_steps=8", "checkpointer.patience=1", "checkpointer.every=1"]
     whole = run(*settings, "checkpointer.keep=null")
@@ -169,15 +169,14 @@ def test_resumed_to_the_bit(run, recipe):
     assert logged(resumed)[-1]["validation_loss"] == logged(whole)[-1]["validation_loss"]
     assert [line["step"] for line in logged(resumed)] == [last]
     states = [
-        json.loads((each / "checkpoints" / f"step-{last:08d}" / "state.json").read_text()) for each in (whole, resumed)
+        json.loads((folder / "checkpoints" / f"step-{last:08d}" / "state.json").read_text())
+        for folder in (whole, resumed)
     ]
     assert states[0]["best"] == states[1]["best"]
 
 
 @pytest.mark.slow
-def test_a_measurement_that_fails_at_the_end_costs_no_step(
-    checkpoint, chats, tmp_path, run_recipe, recipe, monkeypatch
-):
+def test_failed_final_validation_loses_no_step(checkpoint, chats, tmp_path, run_recipe, recipe, monkeypatch):
     settings = [
         f"model.path={checkpoint}", f"dataset.path={chats}", f"validation_dataset.path={chats}", "device=cpu",
         "dtype=fp32", "max_seq_len=128", "global_batch_size=8", "max_steps=2", "checkpointer.every=null",
@@ -192,7 +191,7 @@ def test_a_measurement_that_fails_at_the_end_costs_no_step(
         assert run_recipe(settings, recipe) == 2
         shutil.copytree(tmp_path / "run", tmp_path / "failed")
         assert steps(tmp_path / "failed") == [2]
-    assert run_recipe(settings, recipe) == 0  # and its result is there
+    assert run_recipe(settings, recipe) == 0  # and exports its result
     assert exported(tmp_path / "run")
 
 
@@ -203,22 +202,22 @@ def test_answers_to_fixed_prompts(run, recipe, checkpoint, tmp_path):
     settings += ["checkpointer.keep_best=null", "max_steps=5"]
     folder = run(*settings, "evaluate.every=2")
     rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
-    assert [(row["step"], row["index"]) for row in rows] == [(at, each) for at in (0, 2, 4, 5) for each in range(3)]
+    assert [(row["step"], row["index"]) for row in rows] == [(at, index) for at in (0, 2, 4, 5) for index in range(3)]
     assert rows[1]["prompt"] == "a very big dog and"
     assert "step 4, the first of 3 prompts: " in (folder / "log.txt").read_text()
     tokenizer = Tokenizer(str(checkpoint))
     for start, model in ((0, load_model(str(checkpoint))), (9, open_model(folder).load())):
         chats = [[{"role": "user", "content": row["prompt"]}] for row in rows[:3]]
-        prompts = [tokenizer.encode(tokenizer.apply_chat_template(each, add_generation_prompt=True)) for each in chats]
+        prompts = [tokenizer.encode(tokenizer.apply_chat_template(chat, add_generation_prompt=True)) for chat in chats]
         expected = Sampler(max_new_tokens=9, temperature=0, stop_ids=tokenizer.stop_ids)(model, prompts)
-        assert [row["tokens"] for row in rows[start : start + 3]] == [each.tokens for (each,) in expected]
+        assert [row["tokens"] for row in rows[start : start + 3]] == [completion.tokens for (completion,) in expected]
     plain = run("optimizer.lr=1e-2", "checkpointer.keep_best=null", "max_steps=5", folder="plain")
-    losses = [[line["loss"] for line in logged(each)] for each in (folder, plain)]
+    losses = [[line["loss"] for line in logged(run_folder)] for run_folder in (folder, plain)]
     assert losses[0] == losses[1] and not (plain / "samples.jsonl").exists()
 
 
 @pytest.mark.slow
-def test_on_two_processes(checkpoint, chats, tmp_path):
+def test_two_processes(checkpoint, chats, tmp_path):
     (tmp_path / "prompts.txt").write_text("the cat\na very big dog and\nit was\n")
     common = [
         f"model.path={checkpoint}", f"dataset.path={chats}", f"validation_dataset.path={chats}", "device=cpu",
@@ -232,10 +231,10 @@ def test_on_two_processes(checkpoint, chats, tmp_path):
         run_processes(script, count, *common, f"output_dir={tmp_path / str(count)}")
     assert steps(tmp_path / "1") == steps(tmp_path / "2") == [2, 3]
     assert logged(tmp_path / "1")[-1]["step"] == logged(tmp_path / "2")[-1]["step"] == 3
-    one, two = ((tmp_path / each / "samples.jsonl").read_text().splitlines()[:3] for each in ("1", "2"))
+    one, two = ((tmp_path / processes / "samples.jsonl").read_text().splitlines()[:3] for processes in ("1", "2"))
     assert one == two
-    for name, each in exported(tmp_path / "1").items():  # Adam turns the smallest differences into steps
-        assert (exported(tmp_path / "2")[name] - each).norm() < 1e-3 * each.norm()
+    for name, tensor in exported(tmp_path / "1").items():  # Adam amplifies the smallest differences
+        assert (exported(tmp_path / "2")[name] - tensor).norm() < 1e-3 * tensor.norm()
 
 
 WRONG = {
@@ -268,8 +267,8 @@ def test_wrong_settings(name, by, checkpoint, chats, tmp_path, run_recipe, recip
 TASKS = {"mine/loss_avoided": True, "mine/brier_score": False, "own/": None}
 
 
-def test_whether_more_is_better():
-    """Of all metrics of docs/runs.md that a choice could be made by."""
+def test_which_metrics_are_better_when_higher():
+    """Check all metrics of docs/runs.md that could select a checkpoint."""
     more = ["reward", "validation_reward", "reward/avoids_loss", "rewards/margins", "validation_rewards/accuracies",
             "token_accuracy", "validation_token_accuracy", "rewards/chosen", "logps/chosen", "tokens_per_second", "mfu",
             "all_right_groups", "hellaswag/acc", "mine/f1,strict"]  # fmt: skip
@@ -278,22 +277,22 @@ def test_whether_more_is_better():
             "peak_memory_gib", "truncated_share", "wiki/word_perplexity", "mine/brier_score"]  # fmt: skip
     assert [name for name in more if not more_is_better(name, TASKS)] == []
     assert [name for name in less if more_is_better(name, TASKS)] == []
-    assert Best("validation_rewards/margins", None, TASKS).sign == 1  # which is no task's
+    assert Best("validation_rewards/margins", None, TASKS).sign == 1  # not a task's metric
 
 
-def test_what_is_best():
+def test_best_tracks_the_value_and_patience():
     loss, score = Best("validation_loss", 2, {}), Best("hellaswag/acc", None, {})
-    found = [loss.take(step, value) for step, value in enumerate([2.0, float("nan"), 1.5, 1.5, 1.6], 1)]
-    assert found == [True, False, True, False, False] and loss.is_over and str(loss) == "validation_loss, 1.5 at step 3"
+    taken = [loss.take(step, value) for step, value in enumerate([2.0, float("nan"), 1.5, 1.5, 1.6], 1)]
+    assert taken == [True, False, True, False, False] and loss.is_over and str(loss) == "validation_loss, 1.5 at step 3"
     assert [score.take(step, value) for step, value in enumerate([0.2, 0.1, 0.3], 1)] == [True, False, True]
-    told = Best("mine/loss_avoided", None, TASKS), Best("mine/brier_score", None, TASKS)
-    assert [[each.take(step, value) for step, value in enumerate([0.2, 0.3], 1)] for each in told] == [
+    custom = Best("mine/loss_avoided", None, TASKS), Best("mine/brier_score", None, TASKS)
+    assert [[best.take(step, value) for step, value in enumerate([0.2, 0.3], 1)] for best in custom] == [
         [True, True],
         [True, False],
     ]
     assert Best("own/length", None, TASKS | {"own/length": None}).sign == Best("own/length", None, TASKS).sign == 1
     assert not score.is_over and not Best(None, None, {}).is_over
-    assert Best("own/length", None, TASKS).is_in(["own/length"])  # what it measures is its code's to say
+    assert Best("own/length", None, TASKS).is_in(["own/length"])  # its code decides what it measures
     with pytest.raises(TuneError, match=r"does not measure own/lenght, only own/length\. Did you mean 'own/length'\?"):
         Best("own/lenght", None, TASKS).is_in(["loss", "own/length"])
     other = Best("validation_loss", 2, {})

@@ -1,4 +1,4 @@
-"""Compiled runs of the methods that sample and score follow the curve of those that are not."""
+"""Compiled runs of the methods that sample and score follow the uncompiled curve."""
 
 import json
 
@@ -26,20 +26,20 @@ RECIPES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["grpo"], RECIPES))
-def test_a_compiled_run_follows_the_curve(name, run_recipe, checkpoint, pairs, requests, tmp_path, monkeypatch):  # noqa: F811
-    """What is sampled is not compiled, as every length would be."""
+def test_compiled_run_follows_the_curve(name, run_recipe, checkpoint, pairs, requests, tmp_path, monkeypatch):  # noqa: F811
+    """Sampling is not compiled, as every length would need its own compilation."""
     recipe, settings = RECIPES[name]
     data = pairs if recipe is reward_finetune else requests
     common = [f"model.path={checkpoint}", f"dataset.path={data}", *settings, "max_steps=2", "device=cpu", "dtype=fp32"]
     counter, compile = CompileCounterWithBackend("aot_eager"), torch.compile
-    monkeypatch.setattr(torch, "compile", lambda *given, **options: compile(*given, **options, backend=counter))
+    monkeypatch.setattr(torch, "compile", lambda *args, **options: compile(*args, **options, backend=counter))
     torch.compiler.reset()
     plain, compiled = tmp_path / "plain", tmp_path / "compiled"
     assert run_recipe([*common, f"output_dir={plain}"], recipe) == 0
     assert counter.frame_count == 0
     assert run_recipe([*common, "compile=true", f"output_dir={compiled}"], recipe) == 0
     assert counter.frame_count == 1 if name == "grpo" else counter.frame_count > 0  # padded to one shape
-    expected, found = ([json.loads(line) for line in (each / "metrics.jsonl").open()] for each in (plain, compiled))
-    for one, other in zip(found, expected, strict=True):
+    expected, steps = ([json.loads(line) for line in (run / "metrics.jsonl").open()] for run in (plain, compiled))
+    for one, other in zip(steps, expected, strict=True):
         for metric in ("loss", "grad_norm", "reward", "entropy", "value_loss", "rewards/margins", "supervised_tokens"):
             assert one.get(metric, 0) == pytest.approx(other.get(metric, 0), rel=1e-4, abs=1e-5), metric

@@ -1,4 +1,4 @@
-"""One loss curve, also where processes share the tokens of each row (context parallelism)."""
+"""The loss curve is the same when processes share the tokens of each row (context parallelism)."""
 
 import pytest
 from helpers import save_checkpoint

@@ -1,6 +1,6 @@
-"""A step of every recipe, with parameters and batch on a device that is not the CPU: nothing is left behind there.
+"""A step of every recipe, with parameters and batch off the CPU: no tensor stays on the CPU.
 
-The device is `meta`: it has shapes and types but no values, and torch refuses operations on two devices at once.
+The device is `meta`: it has shapes and dtypes but no values, and torch refuses operations across two devices.
 """
 
 import json
@@ -99,12 +99,12 @@ SETTINGS = {
 
 
 class SteppedError(Exception):
-    """A step is done."""
+    """Raised at the end of a step."""
 
 
 @pytest.fixture
 def step(chats, tmp_path, monkeypatch):
-    """Runs a recipe on the meta device to the end of its first step, validation included."""
+    """Function that runs a recipe on the meta device to the end of its first step, including validation."""
     init = distributed.init
 
     def stepped(*arguments, **keywords):
@@ -112,14 +112,14 @@ def step(chats, tmp_path, monkeypatch):
 
     monkeypatch.setattr(distributed, "init", lambda *_, **__: replace(init("cpu"), device=META))
     monkeypatch.setattr(Run, "log", stepped)
-    monkeypatch.setattr(distributed.World, "finish", stepped)  # where there are no steps
-    monkeypatch.setattr(checkpointers.Checkpointer, "save", lambda *_, **__: None)  # there are no values
+    monkeypatch.setattr(distributed.World, "finish", stepped)  # for recipes without steps
+    monkeypatch.setattr(checkpointers.Checkpointer, "save", lambda *_, **__: None)  # meta tensors have no values
     monkeypatch.setattr(checkpointers.Checkpointer, "wait", lambda _: None)
     to_fp64 = distributed.World._fp64
-    monkeypatch.setattr(distributed.World, "_fp64", lambda world, value: to_fp64(world, made_up(value)))
+    monkeypatch.setattr(distributed.World, "_fp64", lambda world, value: to_fp64(world, ones_if_meta(value)))
     for conversion in ("__bool__", "item", "cpu"):
         convert = getattr(torch.Tensor, conversion)
-        monkeypatch.setattr(torch.Tensor, conversion, lambda tensor, convert=convert: convert(made_up(tensor)))
+        monkeypatch.setattr(torch.Tensor, conversion, lambda tensor, convert=convert: convert(ones_if_meta(tensor)))
 
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(chats.read_text().splitlines(keepends=True)[:4]))
@@ -131,7 +131,7 @@ def step(chats, tmp_path, monkeypatch):
         main, default = main_of(recipe)
         places = {"TASKS": write_tasks(tmp_path), "ROWS": rows} if recipe in ("evaluate", "full_finetune") else {}
         for name, place in places.items():
-            settings = [each.replace(f"={name}", f"={place}") for each in settings]
+            settings = [setting.replace(f"={name}", f"={place}") for setting in settings]
         if recipe == "evaluate":
             with pytest.raises(SteppedError):
                 main(config.load(default, [f"model.path={folder}", *settings]))
@@ -145,7 +145,7 @@ def step(chats, tmp_path, monkeypatch):
             "micro_batch_size=4", "dtype=fp32", "validate_every=1", *settings,
             f"output_dir={tmp_path / 'run' / Path(recipe).stem}",
         ]  # fmt: skip
-        if not any("tune.optimizers" in each for each in settings):
+        if not any("tune.optimizers" in setting for setting in settings):
             overrides.append("optimizer.fused=false")
         with pytest.raises(SteppedError):
             main(config.load(default, overrides))
@@ -153,13 +153,13 @@ def step(chats, tmp_path, monkeypatch):
     return run
 
 
-def made_up(value):
-    """What the host reads of the device."""
+def ones_if_meta(value):
+    """Return ones on the CPU for a value that the host reads from the meta device."""
     return torch.ones_like(value, device="cpu") if isinstance(value, torch.Tensor) and value.is_meta else value
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(  # one for each kind of attention, of experts and of rotary embeddings
+@pytest.mark.parametrize(  # one per kind of attention, experts and rotary embeddings
     "family",
     [
         *("llama", "gemma2", "gemma3_text", "cohere2", "exaone4", "ministral3", "phi3-longrope"),
@@ -174,7 +174,7 @@ def test_every_family(family, step, tmp_path):
         step("full_finetune", folder)
 
 
-# A recipe is quick with its first settings.
+# Each recipe's first settings are in the quick tests.
 QUICK = [(recipe, next(iter(SETTINGS[recipe]))) for recipe in RECIPES]
 
 
@@ -197,13 +197,13 @@ def test_adapted_experts(family, step, tmp_path):
 
 
 @pytest.mark.parametrize("kind", SCORINGS)
-def test_attention_that_recipes_do_not_take_here(kind):
-    """That of compiled blocks, and of generation."""
+def test_attention_of_compiled_blocks_and_generation(kind):
+    """Run the attention paths that the recipes do not take here."""
     heads, documents = make()
-    heads = [each.detach().to(META).requires_grad_() for each in heads]
+    heads = [tensor.detach().to(META).requires_grad_() for tensor in heads]
     documents = replace(documents, ids=documents.ids.to(META))
     scoring = SCORINGS[kind]
     scoring = scoring if scoring.sinks is None else replace(scoring, sinks=scoring.sinks.to(META))
     attend_masked(*heads, documents, scoring).sum().backward()
-    key, value = (each.transpose(1, 2) for each in heads[1:])
+    key, value = (tensor.transpose(1, 2) for tensor in heads[1:])
     attend_cached(heads[0][:, :1], key, value, torch.zeros(3, 1, 32, device=META), scoring)

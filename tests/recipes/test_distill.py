@@ -1,4 +1,4 @@
-"""Distillation end to end: against a loop of transformers, in any layout, continued, from wrong teachers."""
+"""Distillation end to end: against a transformers loop, in every layout, resumed, and with wrong teachers."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ RUN_VARIANTS = Path(__file__).with_name("run_variants.py")
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
-    """Of another family and width than the student."""
+    """A teacher whose family and width differ from the student's."""
     folder = tmp_path_factory.mktemp("teacher")
     return save_checkpoint(folder, "Qwen3Config", head_dim=16, hidden_size=128, tie_word_embeddings=True)
 
@@ -53,7 +53,7 @@ def kl(p, q):
 
 
 def jensen_shannon(student, teacher):
-    """As TRL 1.16 writes it, for its beta of 0.25."""
+    """Return the divergence as TRL 1.16 defines it for beta=0.25."""
     mixture = torch.logsumexp(torch.stack([student + torch.tensor(0.75).log(), teacher + torch.tensor(0.25).log()]), 0)
     return 0.25 * kl(teacher, mixture) + 0.75 * kl(student, mixture)
 
@@ -67,13 +67,15 @@ FORMULAS = {
 
 
 @pytest.mark.parametrize("name", slow_but(["mixed"], FORMULAS))
-def test_a_loop_of_transformers_has_these_losses(name, common, checkpoint, teacher, chats, tmp_path):
+def test_losses_match_a_transformers_loop(name, common, checkpoint, teacher, chats, tmp_path):
     settings, divergence, temperature, share = FORMULAS[name]
     ours = run(
         tmp_path, [*common, *settings, "max_steps=20", "schedule._component_=tune.optimizers.constant",
                    "schedule.warmup=0"],
     )  # fmt: skip
-    student, fixed = (transformers.AutoModelForCausalLM.from_pretrained(each).eval() for each in (checkpoint, teacher))
+    student, fixed = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (checkpoint, teacher)
+    )
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0)
     expected = []
     data = load(Tokenizer(str(checkpoint)), str(chats), max_seq_len=128)
@@ -101,8 +103,8 @@ def test_a_loop_of_transformers_has_these_losses(name, common, checkpoint, teach
     assert ours == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_teacher_in_bf16_gives_nearly_the_losses_of_fp32(common, tmp_path):
-    """bf16 is the default; the student stays in its own type."""
+def test_bf16_teacher_is_close_to_fp32(common, tmp_path):
+    """bf16 is the default; the student keeps its own dtype."""
     exact, rounded = (
         run(tmp_path / dtype, [*common, f"teacher.dtype={dtype}", "max_steps=3"]) for dtype in ("fp32", "bf16")
     )
@@ -136,43 +138,43 @@ METHODS = {
 
 
 @pytest.fixture(scope="module")
-def plainly(common, tmp_path_factory):
-    """The curves of one process."""
+def reference_curves(common, tmp_path_factory):
+    """Curves of one process, by method."""
     folder = tmp_path_factory.mktemp("plainly")
     steps = f"max_steps={curve_steps()}"
     return {name: run(folder / name, [*common, *settings, steps]) for name, settings in METHODS.items()}
 
 
 @pytest.mark.parametrize("way", slow_but([*WAYS][1:2], [*WAYS][1:]))
-def test_one_curve_in_one_process(way, common, plainly, tmp_path):
+def test_one_curve_in_one_process(way, common, reference_curves, tmp_path):
     settings = [*common, *WAYS[way], f"max_steps={curve_steps()}"]
-    if way == "packed":  # other rows, in another order
+    if way == "packed":  # packing changes rows and their order
         settings += ["global_batch_size=2", "micro_batch_size=2"]
         packed = run(tmp_path / "packed", settings)
         assert packed == pytest.approx(run(tmp_path / "again", [*settings, "micro_batch_size=1"]), rel=1e-5)
         return
-    assert run(tmp_path, settings) == pytest.approx(plainly["forward"], rel=1e-5)
+    assert run(tmp_path, settings) == pytest.approx(reference_curves["forward"], rel=1e-5)
 
 
 @pytest.mark.slow
-def test_one_curve_in_two_processes(common, plainly, tmp_path):
+def test_one_curve_in_two_processes(common, reference_curves, tmp_path):
     layouts = {"HSDP": "parallel.dp_replicate=2", "heads shared": "parallel.tp=2", "tokens shared": "parallel.cp=2"}
     variants = {name: METHODS[name] for name in ("forward", "adapter on NF4", "NF4 teacher")}
     variants |= {f"top 20, {way}": [*METHODS["top 20"], layout] for way, layout in layouts.items()}
     settings = [*common, f"max_steps={curve_steps()}"]
     run_processes(RUN_VARIANTS, 2, "distill", str(tmp_path), json.dumps(settings), json.dumps(variants))
     for name in variants:
-        assert curve(tmp_path / name) == pytest.approx(plainly[name.partition(", ")[0]], rel=1e-5), name
+        assert curve(tmp_path / name) == pytest.approx(reference_curves[name.partition(", ")[0]], rel=1e-5), name
 
 
-def test_methods_differ(plainly):
-    assert len({curve[0] for curve in plainly.values()}) == len(METHODS) - 1  # a fresh adapter changes nothing
-    assert plainly["adapter"][0] == pytest.approx(plainly["forward"][0], rel=1e-6)
-    assert all(curve[-1] < curve[0] for curve in plainly.values())
+def test_methods_differ(reference_curves):
+    assert len({curve[0] for curve in reference_curves.values()}) == len(METHODS) - 1  # a fresh adapter changes nothing
+    assert reference_curves["adapter"][0] == pytest.approx(reference_curves["forward"][0], rel=1e-6)
+    assert all(curve[-1] < curve[0] for curve in reference_curves.values())
 
 
-def continued_bitwise(settings, exported, folder):
-    """Stopped in its second step."""
+def assert_bitwise_resume(settings, exported, folder):
+    """Assert that a run stopped in its second step resumes bitwise."""
     settings = [*settings, f"max_steps={curve_steps()}", "checkpointer.every=1", "checkpointer.keep=null"]
     whole = run(folder / "whole", settings)
     stopped = shutil.copytree(folder / "whole", folder / "stopped")
@@ -185,24 +187,24 @@ def continued_bitwise(settings, exported, folder):
 
 
 @pytest.mark.slow
-def test_continued_bitwise(common, tmp_path):
-    continued_bitwise([*common, *METHODS["mixed"]], "model/model.safetensors", tmp_path)
+def test_resume_is_bitwise_exact(common, tmp_path):
+    assert_bitwise_resume([*common, *METHODS["mixed"]], "model/model.safetensors", tmp_path)
 
 
 @pytest.mark.slow
-def test_an_adapter_continued_bitwise(common, tmp_path):
-    continued_bitwise([*common, *METHODS["adapter"]], "adapter/adapter_model.safetensors", tmp_path)
+def test_adapter_resume_is_bitwise_exact(common, tmp_path):
+    assert_bitwise_resume([*common, *METHODS["adapter"]], "adapter/adapter_model.safetensors", tmp_path)
 
 
-def test_the_own_teacher_teaches_nothing(common, checkpoint, chats, tmp_path):
+def test_student_as_its_own_teacher_has_zero_loss(common, checkpoint, chats, tmp_path):
     settings = [*common, f"teacher.path={checkpoint}", f"validation_dataset.path={chats}", "max_steps=1"]
     (loss,) = run(tmp_path, settings)
     (metrics,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert loss == pytest.approx(0, abs=1e-6) and 0 < metrics["validation_loss"] < 1e-2
 
 
-def test_padded_vocabularies(common, teacher, tmp_path):
-    """The same weights in a longer table, as members of one family have them: nothing changes."""
+def test_padded_teacher_vocabulary_changes_nothing(common, teacher, tmp_path):
+    """The embedding gets extra rows, as some members of a family have."""
     model = transformers.AutoModelForCausalLM.from_pretrained(teacher)
     before = len(model.get_input_embeddings().weight)
     model.resize_token_embeddings(before + 24)
@@ -210,19 +212,19 @@ def test_padded_vocabularies(common, teacher, tmp_path):
     shutil.copytree(teacher, tmp_path / "padded")
     model.save_pretrained(tmp_path / "padded")
     first, second = (
-        run(tmp_path / str(each), [*common, "max_steps=2", f"teacher.path={folder}"])
-        for each, folder in enumerate((teacher, tmp_path / "padded"))
+        run(tmp_path / str(number), [*common, "max_steps=2", f"teacher.path={folder}"])
+        for number, folder in enumerate((teacher, tmp_path / "padded"))
     )
     assert second == pytest.approx(first, rel=1e-6)
 
 
-def test_a_teacher_whose_table_is_too_small(common, tmp_path):
+def test_teacher_with_too_few_embedding_rows_is_refused(common, tmp_path):
     small = save_checkpoint(tmp_path / "small", vocab_size=260)
     with pytest.raises(TuneError, match=r"the tokenizer produced token .*, but the model's vocab_size is 260"):
         run(tmp_path / "run", [*common, f"teacher.path={small}"])
 
 
-def test_another_tokenizer(common, teacher, tmp_path):
+def test_teacher_with_another_tokenizer_is_refused(common, teacher, tmp_path):
     other = shutil.copytree(teacher, tmp_path / "other")
     file = other / "tokenizer.json"
     content = json.loads(file.read_text())
@@ -268,7 +270,7 @@ def test_wrong_settings(settings, message, by, common, told, tmp_path, monkeypat
     if by == "validate":
         assert message in told("distill", [*common, *settings])
         return
-    monkeypatch.delattr("tune.checkpointers.Pretrained.load")  # before weights are read
+    monkeypatch.delattr("tune.checkpointers.Pretrained.load")  # refused before weights are read
     with pytest.raises(TuneError, match=message):
         run(tmp_path, [*common, *settings])
 
@@ -277,11 +279,13 @@ ON_POLICY = ["on_policy.share=0.6", "on_policy.max_new_tokens=12", "loss._compon
 
 
 @pytest.mark.slow
-def test_on_policy_is_one_curve(common, plainly, tmp_path):
-    """What is sampled follows from the weights, which differ by rounding: two steps have the same tokens surely."""
+def test_on_policy_curve_is_the_same_in_every_layout(common, reference_curves, tmp_path):
+    """Sampled tokens follow from the weights, which differ by rounding; only the first steps are sure to agree."""
     settings = [*common, *ON_POLICY, "max_steps=3"]
     whole = run(tmp_path / "whole", settings)
-    assert all(one != pytest.approx(other, rel=1e-3) for one, other in zip(whole, plainly["reverse"], strict=False))
+    assert all(
+        one != pytest.approx(other, rel=1e-3) for one, other in zip(whole, reference_curves["reverse"], strict=False)
+    )
     variants = {
         "micro 1": ["micro_batch_size=1"],
         "micro 2": ["micro_batch_size=2"],
@@ -293,14 +297,16 @@ def test_on_policy_is_one_curve(common, plainly, tmp_path):
         assert curve(tmp_path / name) == pytest.approx(whole, rel=1e-5), name
 
 
-def test_on_policy_by_hand(common, checkpoint, teacher, chats, tmp_path):
-    """The first step: what the student samples, and its exact divergence at each sampled token."""
+def test_on_policy_loss_matches_computation_by_hand(common, checkpoint, teacher, chats, tmp_path):
+    """Recompute the first step: the student's samples and the exact divergence at each sampled token."""
     (ours,) = run(tmp_path, [*common, *ON_POLICY, "on_policy.share=1", "max_steps=1"])
     tokenizer = Tokenizer(str(checkpoint))
     sampler = Sampler(max_new_tokens=12, stop_ids=tokenizer.stop_ids)
     data = load(tokenizer, str(chats), max_seq_len=128)
     ((_, batch),) = DataLoader(data, Alone(), 8, 8, max_steps=1, seed=0)
-    student, fixed = (transformers.AutoModelForCausalLM.from_pretrained(each).eval() for each in (checkpoint, teacher))
+    student, fixed = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (checkpoint, teacher)
+    )
     total, count = 0.0, 0
     for row in batch.rows:
         sample = data.row(row)[0]
@@ -323,27 +329,27 @@ def test_prompts_without_room_for_an_answer_are_counted(common, tmp_path):
 
 
 @pytest.mark.slow
-def test_on_policy_continued_bitwise(common, tmp_path):
-    continued_bitwise([*common, *ON_POLICY], "model/model.safetensors", tmp_path)
+def test_on_policy_resume_is_bitwise_exact(common, tmp_path):
+    assert_bitwise_resume([*common, *ON_POLICY], "model/model.safetensors", tmp_path)
 
 
 @pytest.mark.slow
-def test_all_of_the_teacher_stored_is_the_teacher(common, plainly, chats, tmp_path):
+def test_storing_the_whole_distribution_changes_nothing(common, reference_curves, chats, tmp_path):
     validated = [f"validation_dataset.path={chats}", f"dataset.cache_dir={tmp_path / 'kept'}"]
     settings = [*common, *validated, "teacher.top_k=300", f"max_steps={curve_steps()}"]
-    assert run(tmp_path / "stored", settings) == pytest.approx(plainly["forward"], rel=1e-5)
+    assert run(tmp_path / "stored", settings) == pytest.approx(reference_curves["forward"], rel=1e-5)
     last = json.loads((tmp_path / "stored" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert 0 < last["validation_loss"] < plainly["forward"][0]
-    assert len(list((tmp_path / "kept").glob("teacher-*.npy"))) == 1  # of the same rows twice
+    assert 0 < last["validation_loss"] < reference_curves["forward"][0]
+    assert len(list((tmp_path / "kept").glob("teacher-*.npy"))) == 1  # training and validation share their rows
 
 
 @pytest.mark.slow
-def test_stored_predictions_are_read_again(common, plainly, tmp_path):
-    """Of the same teacher, rows and temperature only."""
+def test_stored_predictions_are_reused(common, reference_curves, tmp_path):
+    """Reuse requires the same teacher, rows and temperature."""
     kept_in = f"dataset.cache_dir={tmp_path / 'kept'}"
     settings = [*common, *METHODS["top 20"], kept_in]
-    continued_bitwise(settings, "model/model.safetensors", tmp_path)
-    assert curve(tmp_path / "whole") == plainly["top 20"]
+    assert_bitwise_resume(settings, "model/model.safetensors", tmp_path)
+    assert curve(tmp_path / "whole") == reference_curves["top 20"]
     (file,) = (tmp_path / "kept").glob("teacher-*.npy")
     kept = np.load(file)
     assert kept.shape[1] == 41 and kept[:, 20:].max() <= 1e-6
@@ -352,14 +358,14 @@ def test_stored_predictions_are_read_again(common, plainly, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_teacher_whose_predictions_are_stored_is_gone_before_the_first_step(common, frozen_in_steps, tmp_path):
+def test_teacher_is_freed_once_its_predictions_are_stored(common, frozen_in_steps, tmp_path):
     run(tmp_path, [*common, f"dataset.cache_dir={tmp_path / 'kept'}", "teacher.top_k=8", "max_steps=1"])
     assert frozen_in_steps == [False]
 
 
 @pytest.mark.slow
-def test_predictions_are_stored_ahead_of_the_run(common, plainly, chats, tmp_path, capsys):
-    """By `tune prepare`; the run does not compute them again."""
+def test_prepare_stores_predictions_for_the_run(common, reference_curves, chats, tmp_path, capsys):
+    """The run does not compute them again."""
     more = [f"validation_dataset.path={chats}", "dataset.take=20", f"dataset.cache_dir={tmp_path / 'kept'}"]
     settings = [*common, *METHODS["top 20"], *more, "max_steps=1"]
     tune(["prepare", "distill", *settings])
@@ -371,17 +377,17 @@ def test_predictions_are_stored_ahead_of_the_run(common, plainly, chats, tmp_pat
 
 
 @pytest.mark.slow
-def test_answers_of_the_student_to_fixed_prompts(common, checkpoint, tmp_path):
+def test_student_answers_to_fixed_prompts(common, checkpoint, tmp_path):
     (tmp_path / "prompts.txt").write_text("the cat\nit was\n")
     asked = [f"evaluate.prompts={tmp_path}/prompts.txt", "evaluate.max_new_tokens=7", "evaluate.every=2"]
     with_answers = run(tmp_path / "asked", [*common, *asked, "max_steps=3"])
     assert with_answers == run(tmp_path / "plain", [*common, "max_steps=3"])
     rows = [json.loads(line) for line in (tmp_path / "asked" / "samples.jsonl").read_text().splitlines()]
-    assert [(row["step"], row["index"]) for row in rows] == [(at, each) for at in (0, 2, 3) for each in range(2)]
+    assert [(row["step"], row["index"]) for row in rows] == [(at, index) for at in (0, 2, 3) for index in range(2)]
     tokenizer = Tokenizer(str(checkpoint))
     chats = [[{"role": "user", "content": row["prompt"]}] for row in rows[:2]]
-    prompts = [tokenizer.encode(tokenizer.apply_chat_template(each, add_generation_prompt=True)) for each in chats]
+    prompts = [tokenizer.encode(tokenizer.apply_chat_template(chat, add_generation_prompt=True)) for chat in chats]
     sampler = Sampler(max_new_tokens=7, temperature=0, stop_ids=tokenizer.stop_ids)
     assert [row["tokens"] for row in rows[:2]] == [
-        each.tokens for (each,) in sampler(load_model(str(checkpoint)), prompts)
+        completion.tokens for (completion,) in sampler(load_model(str(checkpoint)), prompts)
     ]

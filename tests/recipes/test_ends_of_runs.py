@@ -1,4 +1,4 @@
-"""How a run ends that something ends: no ruined step is saved, and what is said to be saved is."""
+"""Runs that end early: no bad step is saved, and a step reported as saved is on disk."""
 
 import importlib
 import json
@@ -32,7 +32,7 @@ def train(checkpoint, chats, tmp_path):
 
 @pytest.fixture
 def closed(monkeypatch):
-    """What is told when the loggers of a run are closed."""
+    """A list that gets an entry when the loggers of a run are closed."""
     closed, open_sinks = [], training_run.open_sinks
 
     class Watched(loggers.Sink):
@@ -48,7 +48,7 @@ def checkpoints(folder):
 
 
 @pytest.mark.parametrize("clip", ["1.0", "null"])
-def test_an_infinite_gradient_of_a_finite_loss_stops_the_run(recipe, clip, train, closed, monkeypatch, tmp_path):
+def test_infinite_gradient_of_a_finite_loss_stops_the_run(recipe, clip, train, closed, monkeypatch, tmp_path):
     recipe, calls, models = importlib.import_module(recipe), [], []
     loss_of, check = LinearCrossEntropy.__call__, checkpointers.check_forward
 
@@ -69,8 +69,8 @@ def test_an_infinite_gradient_of_a_finite_loss_stops_the_run(recipe, clip, train
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_has_saved_when_it_says_so(recipe, train, closed, chats, monkeypatch, tmp_path):
-    recipe, asked, told = importlib.import_module(recipe), SimpleNamespace(requested=False, end=lambda: False), []
+def test_interrupted_run_reports_a_step_only_once_saved(recipe, train, closed, chats, monkeypatch, tmp_path):
+    recipe, asked, messages = importlib.import_module(recipe), SimpleNamespace(requested=False, end=lambda: False), []
     save, log, info = checkpointer.dcp.save, Run.log, Run.info
 
     def slow(*args, **kwargs):
@@ -81,25 +81,28 @@ def test_an_interrupted_run_has_saved_when_it_says_so(recipe, train, closed, cha
         log(run, step, *measured)
         asked.requested = step == 1
 
-    def told_with_what_is_there(run, message):
-        told.append((message, checkpoints(tmp_path)))
+    def record_checkpoints(run, message):
+        messages.append((message, checkpoints(tmp_path)))
         info(run, message)
 
     monkeypatch.setattr(training_run, "Interrupt", lambda: asked)
     monkeypatch.setattr(checkpointer.dcp, "save", slow)
     monkeypatch.setattr(Run, "log", interrupting)
-    monkeypatch.setattr(Run, "info", told_with_what_is_there)
+    monkeypatch.setattr(Run, "info", record_checkpoints)
     with pytest.raises(SystemExit) as end:
         train(recipe, "checkpointer.every=null", f"validation_dataset.path={chats}", "validate_every=1")
     assert end.value.code == 130
     assert closed == ["closed"]
-    assert [there for message, there in told if "step 2 is saved" in message] == [["step-00000002"]]
+    assert [saved for message, saved in messages if "step 2 is saved" in message] == [["step-00000002"]]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["step"], "validation_loss" in line) for line in lines] == [(1, True), (2, False)]  # there is no time
+    assert [(line["step"], "validation_loss" in line) for line in lines] == [
+        (1, True),
+        (2, False),
+    ]  # no time to validate
 
 
 @pytest.mark.slow
-def test_what_is_measured_at_the_end_is_measured_by_the_next_start(recipe, train, monkeypatch, tmp_path, chats):
+def test_failed_final_validation_is_repeated_at_the_next_start(recipe, train, monkeypatch, tmp_path, chats):
     recipe, validated = importlib.import_module(recipe), [f"validation_dataset.path={chats}", "validate_every=null"]
     train(recipe, f"output_dir={tmp_path / 'whole'}", *validated)
     evaluate = evaluation.evaluate

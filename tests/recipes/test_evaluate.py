@@ -1,5 +1,5 @@
-"""`tune eval` and the recipe behind it; evaluation in a training. The numbers are those of transformers and of
-lm-evaluation-harness (tests/evaluation)."""
+"""`tune eval`, its recipe, and evaluation during training. Numbers match transformers and lm-evaluation-harness
+(tests/evaluation)."""
 
 import json
 import math
@@ -51,7 +51,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def prompts(tmp_path, monkeypatch):
-    """A file of prompts, beside the user's functions."""
+    """A file of prompts, next to the user's functions."""
     (tmp_path / "my_scores.py").write_text(SCORES)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -65,8 +65,8 @@ def evaluated(out: Path) -> dict:
     return json.loads(out.read_text())["results"]
 
 
-def of(results: dict, task: str) -> dict:
-    """The metrics of a task, without standard errors."""
+def metrics_of(results: dict, task: str) -> dict:
+    """Return the metrics of a task, without standard errors."""
     values = results[task].items()
     return {name: value for name, value in values if "," in name and "stderr" not in name}
 
@@ -81,20 +81,20 @@ def test_tasks(checkpoint, folder, tmp_path, capsys):
     model, tokenizer = opened.load(), opened.tokenizer()
     tasks = Tasks(["choice", "answer"], tokenizer, str(folder), limit=6, num_fewshot=1)
     expected = tasks(model, distributed.init("cpu"), log_samples=True)
-    found = json.loads(out.read_text())
-    assert found["results"] == json.loads(json.dumps(expected["results"]))
-    assert found.keys() == expected.keys() - {"samples"}
-    assert found["config"]["limit"] == 6 and found["config"]["model_args"] == {"pretrained": str(checkpoint)}
+    results = json.loads(out.read_text())
+    assert results["results"] == json.loads(json.dumps(expected["results"]))
+    assert results.keys() == expected.keys() - {"samples"}
+    assert results["config"]["limit"] == 6 and results["config"]["model_args"] == {"pretrained": str(checkpoint)}
     for name in ("choice", "answer"):
         samples = [json.loads(line) for line in (out.parent / f"all_samples_{name}.jsonl").read_text().splitlines()]
         text = json.dumps(expected["samples"][name], default=str)
-        assert samples == json.loads(text, parse_float=lambda each: pytest.approx(float(each), abs=1e-4))
-    accuracy = of(expected["results"], "choice")["acc,none"]
+        assert samples == json.loads(text, parse_float=lambda number: pytest.approx(float(number), abs=1e-4))
+    accuracy = metrics_of(expected["results"], "choice")["acc,none"]
     assert f"choice/acc {accuracy:.4f}" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(("dtype", "within"), [("float32", 1e-5), ("float16", 1e-2)])
-def test_loss_is_that_of_transformers(dtype, within, checkpoint, tmp_path):
+def test_loss_matches_transformers(dtype, within, checkpoint, tmp_path):
     texts = ["the cat sat", "a big red dog ran under the mat and then it was slow", "it was"]
     data, out = tmp_path / "texts.jsonl", tmp_path / "out.json"
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -110,19 +110,19 @@ def test_loss_is_that_of_transformers(dtype, within, checkpoint, tmp_path):
         right += int((logits.argmax(-1) == ids[0, 1:]).sum())
         count += ids.shape[1] - 1
     expected = {"loss": total / count, "perplexity": math.exp(total / count), "token_accuracy": right / count}
-    found = of(evaluated(out), "texts")
-    assert found == pytest.approx({f"{name},none": value for name, value in expected.items()}, rel=within)
+    metrics = metrics_of(evaluated(out), "texts")
+    assert metrics == pytest.approx({f"{name},none": value for name, value in expected.items()}, rel=within)
 
 
 @pytest.mark.slow
 def test_results_as_json(checkpoint, chats, capfd):
     main(["eval", str(checkpoint), "--data", str(chats), "--limit", "4", "--device", "cpu", "--json"])
-    (found,) = json.loads(capfd.readouterr().out)["results"].values()
-    assert found["loss,none"] > 0
+    (metrics,) = json.loads(capfd.readouterr().out)["results"].values()
+    assert metrics["loss,none"] > 0
 
 
-def test_loss_is_that_of_a_validation(checkpoint, chats, tmp_path, run_recipe):
-    """With the masks and the template of training."""
+def test_loss_matches_validation_loss(checkpoint, chats, tmp_path, run_recipe):
+    """`tune eval` uses the masks and the template of training."""
     out, run = tmp_path / "out.json", tmp_path / "run"
     main(["eval", str(checkpoint), "--data", str(chats), "--out", str(out), "--batch-size", "5"])
     settings = [
@@ -131,7 +131,7 @@ def test_loss_is_that_of_a_validation(checkpoint, chats, tmp_path, run_recipe):
     ]  # fmt: skip
     assert run_recipe(settings) == 0
     first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
-    assert of(evaluated(out), "chats")["loss,none"] == pytest.approx(first["validation_loss"], rel=1e-5)
+    assert metrics_of(evaluated(out), "chats")["loss,none"] == pytest.approx(first["validation_loss"], rel=1e-5)
 
 
 def test_answers_are_scored(checkpoint, prompts, tmp_path, capsys):
@@ -145,23 +145,23 @@ def test_answers_are_scored(checkpoint, prompts, tmp_path, capsys):
         answers.append(tokenizer.decode(new, skip_special_tokens=True))
     options = ["--data", str(prompts), "--max-new-tokens", "6", "--out", str(tmp_path / "out.json"), "--log-samples"]
     main(["eval", str(checkpoint), *options, "--score", "my_scores:length"])
-    found = of(evaluated(tmp_path / "out.json"), "prompts")
-    assert found["length,none"] == pytest.approx(sum(map(len, answers)) / len(answers))
+    metrics = metrics_of(evaluated(tmp_path / "out.json"), "prompts")
+    assert metrics["length,none"] == pytest.approx(sum(map(len, answers)) / len(answers))
     samples = [json.loads(line) for line in (tmp_path / "out_samples_prompts.jsonl").read_text().splitlines()]
-    assert [each["text"] for each in samples] == answers and [each["row"] for each in samples] == rows
+    assert [sample["text"] for sample in samples] == answers and [sample["row"] for sample in samples] == rows
 
     for at, (row, answer) in enumerate(zip(rows, answers, strict=True)):
         row["completion"] = f" {answer}\n" if at % 2 else "no"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     main(["eval", str(checkpoint), *options, "--score", "tune.evaluation.exact_match"])
-    assert of(evaluated(tmp_path / "out.json"), "prompts")["exact_match,none"] == pytest.approx(2 / 5)
+    assert metrics_of(evaluated(tmp_path / "out.json"), "prompts")["exact_match,none"] == pytest.approx(2 / 5)
     main(["eval", str(checkpoint), *options, "--score", "tune.evaluation.exact_match", "--limit", "2"])
-    assert of(evaluated(tmp_path / "out.json"), "prompts")["exact_match,none"] == pytest.approx(1 / 2)
+    assert metrics_of(evaluated(tmp_path / "out.json"), "prompts")["exact_match,none"] == pytest.approx(1 / 2)
     main(["eval", str(checkpoint), "--data", str(prompts), "--limit", "2"])
     assert re.search("rows +2\n", capsys.readouterr().out)
 
 
-def test_settings_of_the_data_hold_where_answers_are_scored(checkpoint, prompts, tmp_path):
+def test_data_settings_apply_when_answers_are_scored(checkpoint, prompts, tmp_path):
     prompts.write_text(json.dumps({"question": "the cat", "completion": "sat"}) + "\n")
     options = ["--data", str(prompts), "--max-new-tokens", "2", "--score", "my_scores:length", "--log-samples"]
     main(["eval", str(checkpoint), *options, "dataset.columns={prompt: question}", "--out", str(tmp_path / "out.json")])
@@ -170,7 +170,7 @@ def test_settings_of_the_data_hold_where_answers_are_scored(checkpoint, prompts,
 
 
 @pytest.mark.slow
-def test_an_adapter_and_a_run(checkpoint, chats, folder, tmp_path, run_recipe):
+def test_adapter_and_run_folder(checkpoint, chats, folder, tmp_path, run_recipe):
     run = tmp_path / "run"
     settings = [
         f"model.path={checkpoint}", f"dataset.path={chats}", f"output_dir={run}", "max_steps=2", "device=cpu",
@@ -180,26 +180,30 @@ def test_an_adapter_and_a_run(checkpoint, chats, folder, tmp_path, run_recipe):
     assert run_recipe(settings, recipe=lora_finetune) == 0
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     common = ["--tasks", "rolling", "--include-path", str(folder), "--out", str(tmp_path / "out.json")]
-    for named in ([str(run)], [str(checkpoint), "--adapter", str(run / "adapter")]):
-        main(["eval", *named, *common])
-        found = of(evaluated(tmp_path / "out.json"), "rolling")["bits_per_byte,none"]
-        assert found == pytest.approx(last["rolling/bits_per_byte"], rel=1e-4)
+    for model in ([str(run)], [str(checkpoint), "--adapter", str(run / "adapter")]):
+        main(["eval", *model, *common])
+        bits_per_byte = metrics_of(evaluated(tmp_path / "out.json"), "rolling")["bits_per_byte,none"]
+        assert bits_per_byte == pytest.approx(last["rolling/bits_per_byte"], rel=1e-4)
     main(["eval", str(checkpoint), *common])
-    assert of(evaluated(tmp_path / "out.json"), "rolling")["bits_per_byte,none"] != pytest.approx(found, rel=1e-3)
+    assert metrics_of(evaluated(tmp_path / "out.json"), "rolling")["bits_per_byte,none"] != pytest.approx(
+        bits_per_byte, rel=1e-3
+    )
 
 
 @pytest.mark.slow
-def test_a_quantized_base(checkpoint, folder, tmp_path):
+def test_quantized_base(checkpoint, folder, tmp_path):
     out = tmp_path / "out.json"
     common = ["--tasks", "rolling", "--include-path", str(folder), "--out", str(out)]
     main(["eval", str(checkpoint), *common, "--quantization", "nf4"])
     opened = open_model(checkpoint)
     model, tokenizer = opened.load(quantization="nf4"), opened.tokenizer()
     expected = Tasks(["rolling"], tokenizer, str(folder))(model, distributed.init("cpu"))
-    found = of(evaluated(out), "rolling")
-    assert found == pytest.approx(of(expected["results"], "rolling"))
+    metrics = metrics_of(evaluated(out), "rolling")
+    assert metrics == pytest.approx(metrics_of(expected["results"], "rolling"))
     main(["eval", str(checkpoint), *common])
-    assert found["bits_per_byte,none"] != pytest.approx(of(evaluated(out), "rolling")["bits_per_byte,none"], rel=1e-4)
+    assert metrics["bits_per_byte,none"] != pytest.approx(
+        metrics_of(evaluated(out), "rolling")["bits_per_byte,none"], rel=1e-4
+    )
 
 
 @pytest.mark.slow
@@ -216,14 +220,14 @@ def test_several_processes(count, tp, checkpoint, chats, folder, prompts, tmp_pa
             together = tmp_path / alone.name.replace("one", "several")
             assert len(alone.read_text().splitlines()) == len(together.read_text().splitlines())
         for task in one:
-            assert of(two, task) == pytest.approx(of(one, task), rel=1e-6)
+            assert metrics_of(two, task) == pytest.approx(metrics_of(one, task), rel=1e-6)
 
     same("tasks=[choice,answer,rolling]", f"include_path={folder}", f"dataset.path={chats}")
     same(f"dataset.path={prompts}", "score=my_scores.length", "generation.max_new_tokens=5")
 
 
-def test_in_a_training(checkpoint, chats, folder, tmp_path, run_recipe, monkeypatch):
-    """It changes nothing in the training, and its last numbers are those of the model that is left."""
+def test_evaluation_during_training(checkpoint, chats, folder, tmp_path, run_recipe, monkeypatch):
+    """Evaluation does not change training, and its last numbers match the exported model."""
     common = [
         f"model.path={checkpoint}", f"dataset.path={chats}", "max_steps=3", "device=cpu", "dtype=fp32",
         "max_seq_len=128", "optimizer.lr=1e-2",
@@ -232,7 +236,7 @@ def test_in_a_training(checkpoint, chats, folder, tmp_path, run_recipe, monkeypa
     (tmp_path / "middle.yaml").write_text(middle.replace("metric: acc", "metric: acc, aggregation: median"))
     shutil.copy(folder / "choice.yaml", tmp_path)
     settings = ["evaluate.tasks=[choice,middle]", f"evaluate.include_path={tmp_path}", "evaluate.every=2"]
-    monkeypatch.setattr("lm_eval.api.metrics.bootstrap_stderr", lambda *_, **__: pytest.fail("it draws"))
+    monkeypatch.setattr("lm_eval.api.metrics.bootstrap_stderr", lambda *_, **__: pytest.fail("it draws random numbers"))
     drawn = {}
     for name, more in {"plain": [], "evaluated": settings}.items():
         random.seed(5)
@@ -244,20 +248,18 @@ def test_in_a_training(checkpoint, chats, folder, tmp_path, run_recipe, monkeypa
         [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         for name in ("plain", "evaluated")
     )
-    assert [each["loss"] for each in plain] == [each["loss"] for each in evaluated_]
-    assert ["choice/acc" in each for each in evaluated_] == [False, True, True]
+    assert [line["loss"] for line in plain] == [line["loss"] for line in evaluated_]
+    assert ["choice/acc" in line for line in evaluated_] == [False, True, True]
     out = tmp_path / "out.json"
     trained = str(tmp_path / "evaluated")
     main(["eval", trained, "--tasks", "choice", "--include-path", str(folder), "--out", str(out)])
-    found = of(evaluated(out), "choice")
-    assert found["acc_norm,none"] == pytest.approx(evaluated_[-1]["choice/acc_norm"])
+    metrics = metrics_of(evaluated(out), "choice")
+    assert metrics["acc_norm,none"] == pytest.approx(evaluated_[-1]["choice/acc_norm"])
 
 
 @pytest.mark.slow
-def test_the_best_by_a_metric_of_which_the_lowest_is_best(
-    checkpoint, chats, folder, tmp_path, run_recipe, told, capsys
-):
-    """The Brier score of a task, which that says itself. It falls, then rises."""
+def test_best_checkpoint_by_a_metric_to_minimize(checkpoint, chats, folder, tmp_path, run_recipe, told, capsys):
+    """Use the Brier score, which the task declares as better when lower. It falls, then rises."""
     body = (folder / "choice.yaml").read_text().replace("metric_list: [", "metric_list: [{metric: brier_score}, ")
     (tmp_path / "choice.yaml").write_text(body)
     run = tmp_path / "run"
@@ -270,9 +272,9 @@ def test_the_best_by_a_metric_of_which_the_lowest_is_best(
     ]  # fmt: skip
     assert run_recipe([*settings, "checkpointer.keep_best=choice/brier_score"]) == 0
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    scores = [each["choice/brier_score"] for each in lines]
+    scores = [line["choice/brier_score"] for line in lines]
     best = scores.index(min(scores)) + 1
-    assert best == len(scores) - 1 < 8  # it ends with the first that is no better
+    assert best == len(scores) - 1 < 8  # the run ends at the first value that is no better
     assert sorted(int(path.name[5:]) for path in (run / "checkpoints").iterdir()) == [best, best + 1]
     main(["checkpoints", str(run)])
     shown = [line.split() for line in capsys.readouterr().out.splitlines()[-3:]]
@@ -304,32 +306,32 @@ METHODS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", METHODS, ids=lambda recipe: recipe.__name__)
-def test_in_the_training_of_a_method(
+def test_evaluation_during_training_of_every_method(
     recipe, checkpoint, chats, pairs, requests, folder, prompts, tmp_path, run_recipe, told  # noqa: F811
 ):  # fmt: skip
-    """As in supervised fine-tuning: its last numbers and answers are those of the model that is left."""
+    """As in supervised fine-tuning, the last numbers and answers match the exported model."""
     names = {"model": checkpoint, "chats": chats, "pairs": pairs, "requests": requests}
     settings = [
         f"model.path={checkpoint}", f"output_dir={tmp_path / 'run'}", "max_steps=2", "device=cpu", "dtype=fp32",
         "optimizer.lr=1e-3", "evaluate.tasks=[choice]", f"evaluate.include_path={folder}", "evaluate.every=1",
         f"evaluate.prompts={prompts}", "evaluate.max_new_tokens=6",
-        *(each.format(**names) if "{" in each else each for each in METHODS[recipe]),
+        *(setting.format(**names) if "{" in setting else setting for setting in METHODS[recipe]),
     ]  # fmt: skip
     assert run_recipe(settings, recipe) == 0
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     opened = open_model(tmp_path / "run" / "model")
     model, tokenizer = opened.load(), opened.tokenizer()
     results = Tasks(["choice"], tokenizer, str(folder))(model, distributed.init("cpu"))
-    expected = {f"choice/{name[:-5]}": value for name, value in of(results["results"], "choice").items()}
-    assert expected and ["choice/acc" in each for each in steps] == [True, True]
+    expected = {f"choice/{name[:-5]}": value for name, value in metrics_of(results["results"], "choice").items()}
+    assert expected and ["choice/acc" in step for step in steps] == [True, True]
     assert {name: steps[-1][name] for name in expected} == pytest.approx(expected)
     lines = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
-    answered = [each for each in lines if each.get("prompt") == "the cat"]
-    assert [each["step"] for each in answered] == [0, 1, 2]
+    answered = [sample for sample in lines if sample.get("prompt") == "the cat"]
+    assert [sample["step"] for sample in answered] == [0, 1, 2]
     main(["generate", str(tmp_path / "run"), "--prompt", "the cat", "--max-new-tokens", "6", "--out", "out.jsonl"])
     assert json.loads(Path("out.jsonl").read_text())["completion"] == answered[-1]["text"]
-    found = told(recipe.__name__, [*settings[:-3], "evaluate.tasks=[chioce]", "evaluate.prompts=none.txt"])
-    assert "evaluate.tasks: " in found and "'chioce'" in found and "none.txt: there is no such file" in found
+    message = told(recipe.__name__, [*settings[:-3], "evaluate.tasks=[chioce]", "evaluate.prompts=none.txt"])
+    assert "evaluate.tasks: " in message and "'chioce'" in message and "none.txt: there is no such file" in message
 
 
 def no_template(tmp_path, checkpoint):
@@ -362,7 +364,7 @@ WRONG = {
     "nothing to answer": (["--score", "my_scores:length"], "score: "),
     "nowhere to write": (["--tasks", "choice", "--log-samples"], "log_samples", "out=results.json"),
     "no folder of tasks": (["--tasks", "choice", "--include-path", "nowhere"], "include_path: nowhere is not a folder"),
-    "misspelt option": (["--task", "choice"], "--task: is not an option. Did you mean '--tasks'?"),
+    "misspelled option": (["--task", "choice"], "--task: is not an option. Did you mean '--tasks'?"),
     "no such column": (('output_type: multiple_choice\ndoc_to_text: "{{question}"\n',), "tasks: mine cannot be used: "),
     "beams": ((GENERATES % "num_beams: 4",), "generation_kwargs: num_beams is not supported"),
     "too long an answer": ((GENERATES % "max_gen_toks: 512",), "a task generates 512 tokens, but max_length=512"),
@@ -384,7 +386,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", ["rows.json", "out_samples_choice.jsonl", "list.json"])
-def test_other_files_are_not_replaced_by_results(name, checkpoint, folder, tmp_path, capsys):
+def test_results_do_not_replace_other_files(name, checkpoint, folder, tmp_path, capsys):
     file = tmp_path / name
     file.write_text({"rows.json": '{"prompt": "a"}', "list.json": "[1]"}.get(name, '{"prompt": "a"}\n'))
     out = tmp_path / "out.json" if "samples" in name else file
@@ -398,7 +400,7 @@ def test_other_files_are_not_replaced_by_results(name, checkpoint, folder, tmp_p
 @pytest.mark.parametrize(
     "more", [["--data", "nowhere.jsonl"], ["--data", "no_prompts.jsonl", "--score", "my_scores:length"], ["--out", "."]]
 )
-def test_it_is_wrong_before_weights_are_read(more, checkpoint, folder, prompts, tmp_path, monkeypatch):
+def test_errors_come_before_weights_are_read(more, checkpoint, folder, prompts, tmp_path, monkeypatch):
     (tmp_path / "no_prompts.jsonl").write_text('{"text": "the cat"}\n')
     monkeypatch.setattr("tune.peft.OpenedModel.load", lambda *_, **__: pytest.fail("weights are read"))
     with pytest.raises(SystemExit) as end:
@@ -407,13 +409,13 @@ def test_it_is_wrong_before_weights_are_read(more, checkpoint, folder, prompts, 
 
 
 @pytest.mark.parametrize(
-    ("body", "setting", "says"),
+    ("body", "setting", "message"),
     [
         (GENERATES % "repetition_penalty: 1.1", "seed=0", "generation_kwargs: repetition_penalty is not supported"),
         (GENERATES % "max_gen_toks: 512", "seed=0", "a task generates 512 tokens, but max_length=512"),
     ],
 )
-def test_it_is_wrong_before_the_training(body, setting, says, checkpoint, chats, tmp_path, run_recipe, capsys):
+def test_errors_come_before_training(body, setting, message, checkpoint, chats, tmp_path, run_recipe, capsys):
     write_task(tmp_path, "mine", [{"q": "the cat"}], body)
     settings = [
         f"model.path={checkpoint}", f"dataset.path={chats}", f"output_dir={tmp_path / 'run'}", "max_steps=1",
@@ -422,34 +424,34 @@ def test_it_is_wrong_before_the_training(body, setting, says, checkpoint, chats,
     assert run_recipe([*settings, "evaluate.include_path=nowhere"]) == 2
     assert "evaluate.include_path: nowhere is not a folder" in capsys.readouterr().err
     assert run_recipe([*settings, setting]) == 2
-    assert f"evaluate.tasks: mine cannot be used: {says}" in capsys.readouterr().err
+    assert f"evaluate.tasks: mine cannot be used: {message}" in capsys.readouterr().err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize(
     "name",
-    # It reads all files of tasks for the names that are like it.
+    # An unknown task reads all task files to suggest similar names.
     [pytest.param(name, marks=pytest.mark.slow if name == "unknown task" else ()) for name in WRONG],
 )
 def test_wrong_inputs(name, checkpoint, folder, prompts, tmp_path, capsys, monkeypatch):
-    given, *says = WRONG[name]
-    if given == "far":
+    arguments, *messages = WRONG[name]
+    if arguments == "far":
         (tmp_path / "far.yaml").write_text(ON_HUB)
-        given = ["--include-path", str(tmp_path), "--tasks", "far"]
-    elif isinstance(given, tuple):
-        given = file_of(tmp_path, *given)
-    elif callable(given):
-        given = given(monkeypatch) if given is not_installed else given(tmp_path, checkpoint)
-    if not given or given[0].startswith("--"):
-        given = [str(checkpoint), *given]
-    if "--tasks" in given and "--include-path" not in given:
-        given += ["--include-path", str(folder)]
+        arguments = ["--include-path", str(tmp_path), "--tasks", "far"]
+    elif isinstance(arguments, tuple):
+        arguments = file_of(tmp_path, *arguments)
+    elif callable(arguments):
+        arguments = arguments(monkeypatch) if arguments is not_installed else arguments(tmp_path, checkpoint)
+    if not arguments or arguments[0].startswith("--"):
+        arguments = [str(checkpoint), *arguments]
+    if "--tasks" in arguments and "--include-path" not in arguments:
+        arguments += ["--include-path", str(folder)]
     with pytest.raises(SystemExit) as end:
-        main(["eval", *given, "device=cpu", "generation.max_new_tokens=3"])
+        main(["eval", *arguments, "device=cpu", "generation.max_new_tokens=3"])
     shown = capsys.readouterr().err
     assert end.value.code == 2, shown
     assert "Traceback" not in shown
-    for text in says:
+    for text in messages:
         assert text in shown
 
 
@@ -457,12 +459,12 @@ def test_wrong_inputs(name, checkpoint, folder, prompts, tmp_path, capsys, monke
     ("value", "way", "names"),
     [
         (torch.nan, "loss", ["chats/loss", "chats/perplexity"]),
-        (1e4, "loss", ["chats/perplexity"]),  # a loss whose exponential is beyond all numbers
-        (torch.nan, "tasks", ["NaN"]),  # whose metrics would be those of wrong answers
+        (1e4, "loss", ["chats/perplexity"]),  # a loss whose exponential overflows
+        (torch.nan, "tasks", ["NaN"]),  # would otherwise count as wrong answers
         (torch.nan, "score", ["NaN"]),
     ],
 )
-def test_a_model_that_gives_no_numbers(value, way, names, checkpoint, chats, folder, prompts, tmp_path, capsys):
+def test_model_with_non_finite_outputs(value, way, names, checkpoint, chats, folder, prompts, tmp_path, capsys):
     model, out = tmp_path / "model", tmp_path / "out.json"
     shutil.copytree(checkpoint, model)
     tensors = load_file(model / "model.safetensors")
@@ -478,10 +480,10 @@ def test_a_model_that_gives_no_numbers(value, way, names, checkpoint, chats, fol
     shown = capsys.readouterr().err
     assert end.value.code == 2 and "Traceback" not in shown
     assert all(name in shown for name in names)
-    assert out.exists() == (way == "loss")  # what was found is not lost
+    assert out.exists() == (way == "loss")  # finite results are kept
 
 
-def test_nothing_to_evaluate_on_in_a_training(checkpoint, chats, tmp_path, run_recipe, capsys):
+def test_nothing_to_evaluate_during_training(checkpoint, chats, tmp_path, run_recipe, capsys):
     common = [f"model.path={checkpoint}", f"dataset.path={chats}", f"output_dir={tmp_path / 'run'}"]
     assert run_recipe([*common, "evaluate.every=5"]) == 2
     assert "evaluate.every: the run has nothing to evaluate. Set evaluate.prompts" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The same recipes, unchanged, train every family: on two processes as on one, and in bf16 nearly so."""
+"""The unchanged recipes train every family: on two processes as on one, and closely in bf16."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ FAMILIES = {name.partition("-")[0]: variant for name, variant in reversed(VARIAN
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """A model of each family, in the first of its variants."""
+    """A model per family, in the family's first variant."""
     folder = tmp_path_factory.mktemp("families")
     shared = {"pad_token_id": None}
     return {
@@ -35,7 +35,7 @@ def test_every_family(recipe, settings, checkpoints, chats, tmp_path):
     families = [*checkpoints] if recipe == "full_finetune" else [*checkpoints][::4]
     variants = {family: [f"model.path={checkpoints[family]}"] for family in families}
     run_variants(recipe, tmp_path / "1", [*common, "dtype=fp32"], variants)
-    if recipe == "full_finetune":  # CPUs take several times as long for bf16
+    if recipe == "full_finetune":  # CPUs are several times slower in bf16
         run_variants(recipe, tmp_path / "bf16", [*common, "dtype=bf16", "epochs=2"], variants)
     exact = json.dumps([*common, "dtype=fp32"])
     run_processes(RUN_VARIANTS, 2, recipe, str(tmp_path / "2"), exact, json.dumps(variants))

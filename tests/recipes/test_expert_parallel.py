@@ -1,4 +1,4 @@
-"""One loss curve, also where each process has some of the experts (expert parallelism)."""
+"""The loss curve is the same when each process has some of the experts (expert parallelism)."""
 
 import json
 
@@ -47,7 +47,7 @@ def lines(file):
 
 
 @pytest.mark.slow
-def test_two_processes_have_the_experts(common, tmp_path):  # noqa: F811
+def test_two_processes_share_the_experts(common, tmp_path):  # noqa: F811
     (tmp_path / "prompts.txt").write_text("the cat\na big dog\nit\n")
     prompts = [f"evaluate.prompts={tmp_path / 'prompts.txt'}", "evaluate.max_new_tokens=5"]
     variants = {"all": [of_family("qwen3_moe", tmp_path), "model.router_loss=0.1", *prompts]}
@@ -72,12 +72,12 @@ def test_two_processes_have_the_experts(common, tmp_path):  # noqa: F811
 def test_families(name, common, tmp_path):  # noqa: F811
     variants = {name: [of_family(name, tmp_path)]}
     few = ("ep x FSDP", "ep x HSDP", "ep x tp") if name == "mixtral" else ("ep x FSDP",)
-    layouts = {each: LAYOUTS[each] for each in few}
+    layouts = {layout: LAYOUTS[layout] for layout in few}
     assert_one_curve("full_finetune", common, variants, layouts, 4, tmp_path / "runs")
 
 
 @pytest.mark.slow
-def test_ways(common, tmp_path):  # noqa: F811
+def test_training_settings(common, tmp_path):  # noqa: F811
     model = of_family("qwen3_moe", tmp_path)
     variants = {
         "plain": ["packed=false"],
@@ -86,9 +86,9 @@ def test_ways(common, tmp_path):  # noqa: F811
         "on the host": ["memory.cpu_offload=true"],
         "reduced once": ["parallel.reduce_every_micro_batch=false"],
         "Adafactor": ADAFACTOR,
-        "Muon": ["optimizer._component_=tune.optimizers.Muon", "optimizer.lr=2e-5"],  # which multiplies in bf16
+        "Muon": ["optimizer._component_=tune.optimizers.Muon", "optimizer.lr=2e-5"],  # Muon multiplies in bf16
     }
-    variants = {name: [model, "model.router_loss=0.1", *each] for name, each in variants.items()}
+    variants = {name: [model, "model.router_loss=0.1", *settings] for name, settings in variants.items()}
     (tmp_path / "few").mkdir()
     few = of_family("mixtral", tmp_path / "few", num_local_experts=2)
     variants["fewer experts than devices"] = [few]
@@ -107,12 +107,12 @@ def test_adapters(common, tmp_path):  # noqa: F811
         "NF4, DoRA": [model, *LORA, *NF4, "adapter.dora=true"],
     }
     layouts = {name: ["ep", "ep x cp", "ep x tp"] for name in variants}
-    layouts["NF4, DoRA"].remove("ep x tp")  # its rows are too short to be cut into blocks
+    layouts["NF4, DoRA"].remove("ep x tp")  # the rows are too short to be split into NF4 blocks
     assert_one_curve("lora_finetune", common, variants, LAYOUTS, 4, tmp_path / "runs", layouts)
 
 
 @pytest.mark.slow
-def test_a_teacher_may_be_dense(common, tmp_path):  # noqa: F811
+def test_dense_teacher(common, tmp_path):  # noqa: F811
     save_checkpoint(tmp_path / "dense", **SMALL | {"vocab_size": 300})
     variants = {"dense": [of_family("qwen3_moe", tmp_path), f"teacher.path={tmp_path / 'dense'}"]}
     assert_one_curve("distill", common, variants, {"ep": ["parallel.ep=2", "micro_batch_size=4"]}, 2, tmp_path)
@@ -120,7 +120,7 @@ def test_a_teacher_may_be_dense(common, tmp_path):  # noqa: F811
 
 @pytest.mark.slow
 def test_samples_are_the_same(run_recipe, requests, tmp_path):  # noqa: F811
-    """Processes with other prompts, whose completions end at other times."""
+    """Processes have different prompts, whose completions end at different times."""
     path = of_family("qwen3_moe", tmp_path).partition("=")[2]
     settings = [*settings_of(path, requests), *test_grpo.SMALL]
     assert run_recipe([*settings, f"output_dir={tmp_path / 'alone'}"], grpo) == 0

@@ -1,4 +1,4 @@
-"""Models with experts train as others do: one curve on any layout, whatever is done to save memory."""
+"""Mixture-of-experts models have one curve in every layout and with every memory setting."""
 
 import functools
 import json
@@ -38,7 +38,7 @@ def common(chats, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(common, tmp_path_factory):
-    """The curves of a way in one process, computed in this one."""
+    """Function that returns the curves of a way in one process, run in this one."""
     folder = tmp_path_factory.mktemp("alone")
 
     @functools.cache

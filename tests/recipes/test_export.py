@@ -1,4 +1,4 @@
-"""What a run leaves is what others load."""
+"""Other libraries load what a run exports."""
 
 import json
 
@@ -32,7 +32,7 @@ def run(source, chats, tmp_path_factory):
     return folder
 
 
-def test_transformers_computes_the_loss_of_the_trained_model(run, source, chats):
+def test_transformers_computes_the_same_loss(run, source, chats):
     """The last validation loss came from the model in training; the export must give it in another library."""
     reported = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["validation_loss"]
     model = transformers.AutoModelForCausalLM.from_pretrained(run / "model")
@@ -44,7 +44,7 @@ def test_transformers_computes_the_loss_of_the_trained_model(run, source, chats)
         loss_sum += F.cross_entropy(logits, labels, reduction="sum").item()
         count += int((labels != -100).sum())
     assert reported == pytest.approx(loss_sum / count, rel=1e-5)
-    assert reported < 5.5  # the untrained model's is 5.7
+    assert reported < 5.5  # the untrained model has 5.7
 
 
 def test_logits_names_and_config(run, source):
@@ -66,7 +66,7 @@ def test_tokenizer_and_template(run, source):
 
 
 @pytest.mark.slow
-def test_trace_events_and_another_type(checkpoint, chats, tmp_path):
+def test_trace_events_and_another_dtype(checkpoint, chats, tmp_path):
     overrides = [
         f"model.path={checkpoint}", f"dataset.path={chats}", "device=cpu", "max_steps=3", f"output_dir={tmp_path}",
         "dtype=bf16", "export.dtype=bf16", "profiler.start=2", "profiler.steps=1", "logger.tensorboard=true",

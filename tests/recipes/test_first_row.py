@@ -1,4 +1,4 @@
-"""What a run says before it begins. Its first row is what transformers renders, with marks around what is learned."""
+"""Output before training: the first row, as rendered by transformers, with marks around learned text."""
 
 import io
 import json
@@ -11,7 +11,7 @@ from tune.loggers.sinks import Console
 transformers = pytest.importorskip("transformers")
 
 
-def test_first_row_is_kept_with_what_is_learned_between_marks(inputs):
+def test_first_row_is_saved_with_marks_around_learned_text(inputs):
     messages = json.loads(inputs.rows.read_text().splitlines()[0])["messages"]
     text = transformers.AutoTokenizer.from_pretrained(inputs.model).apply_chat_template(messages, tokenize=False)
     answer = messages[1]["content"] + "<|im_end|>"
@@ -22,7 +22,7 @@ def test_first_row_is_kept_with_what_is_learned_between_marks(inputs):
 
 
 @pytest.mark.slow
-def test_rows_beyond_the_positions_of_the_model_are_told(inputs, run_recipe, told, capsys):
+def test_warning_about_rows_longer_than_the_model_supports(inputs, run_recipe, told, capsys):
     file = inputs.model / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 16}))
     assert run_recipe([*inputs.settings("max_steps=1"), f"output_dir={inputs.folder / 'short'}"]) == 0
@@ -31,7 +31,7 @@ def test_rows_beyond_the_positions_of_the_model_are_told(inputs, run_recipe, tol
     assert "but the model supports 16 " in told("full_finetune", inputs.settings("max_steps=1"), "warning")
 
 
-def test_a_run_begins_with_what_looks_wrong_in_its_data(inputs, run_recipe):
+def test_run_starts_with_warnings_about_its_data(inputs, run_recipe):
     run, rows = inputs.folder / "doubtful", inputs.rows.read_text().splitlines()
     (inputs.folder / "doubtful.jsonl").write_text("\n".join([*rows, rows[0]]))
     settings = [
@@ -47,7 +47,7 @@ def test_a_run_begins_with_what_looks_wrong_in_its_data(inputs, run_recipe):
     assert json.loads((inputs.run / "data.json").read_text())["warnings"] == []
 
 
-def test_letters_that_the_terminal_does_not_know_do_not_end_a_run(monkeypatch):
+def test_characters_that_stdout_cannot_encode_do_not_end_a_run(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     Console(every=1).message("⟦é⟧")
     assert sys.stdout.buffer.getvalue() == rb"\u27e6\xe9\u27e7" + b"\n"

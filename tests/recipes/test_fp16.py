@@ -24,15 +24,15 @@ def common(checkpoint, chats):
 
 
 @pytest.mark.parametrize("recipe", slow_but([full_finetune], [full_finetune, lora_finetune]))
-def test_it_follows_fp32(recipe, common, run_recipe, tmp_path):
+def test_curve_follows_fp32(recipe, common, run_recipe, tmp_path):
     for dtype in ("fp16", "fp32"):
         assert run_recipe([*common, f"dtype={dtype}", f"output_dir={tmp_path / dtype}"], recipe) == 0
     for name, within in (("loss", 1e-3), ("grad_norm", 1e-2)):
-        found, expected = (steps(tmp_path / dtype, name) for dtype in ("fp16", "fp32"))
-        assert found == pytest.approx(expected, rel=within) and found != expected
+        values, expected = (steps(tmp_path / dtype, name) for dtype in ("fp16", "fp32"))
+        assert values == pytest.approx(expected, rel=within) and values != expected
 
 
-def test_a_run_in_which_all_steps_overflow_exports_nothing(common, run_recipe, tmp_path, monkeypatch, capsys):
+def test_run_whose_steps_all_overflow_exports_nothing(common, run_recipe, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(LossScale, "INITIAL", 2.0**40)
     assert run_recipe([*common, "dtype=fp16", f"output_dir={tmp_path / 'run'}"]) == 2
     shown = capsys.readouterr().err
@@ -40,8 +40,8 @@ def test_a_run_in_which_all_steps_overflow_exports_nothing(common, run_recipe, t
 
 
 @pytest.mark.slow
-def test_a_step_that_overflows_is_left_out(common, run_recipe, tmp_path, monkeypatch):
-    """At first the scale is too high; continued from a checkpoint, it is as it was."""
+def test_overflowing_step_is_skipped(common, run_recipe, tmp_path, monkeypatch):
+    """The loss scale starts too high; a checkpoint restores it."""
     monkeypatch.setattr(LossScale, "INITIAL", 2.0**24)
     run = tmp_path / "run"
     settings = [*common, "dtype=fp16", "checkpointer.every=1", "checkpointer.keep=null", "max_steps=8"]

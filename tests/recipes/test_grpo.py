@@ -1,4 +1,4 @@
-"""GRPO end to end: a reward that rises, what is logged, one curve and its samples in any layout, wrong inputs."""
+"""GRPO end to end: rising reward, logs, the same curve and samples in every layout, and wrong inputs."""
 
 import functools
 import itertools
@@ -23,7 +23,7 @@ RUN_VARIANTS = Path(__file__).with_name("run_variants.py")
 
 
 def share_of_a(row, completion):
-    """How much of the completion is the letter a: partial credit, so that few groups are dead."""
+    """Return the share of the letter a in the completion: partial credit, so that few groups are dead."""
     return completion.count("a") / max(1, len(completion))
 
 
@@ -32,7 +32,7 @@ def always_one(row, completion):
 
 
 def odd_ones(row, completion):
-    """The groups of every second prompt are dead."""
+    """Return a reward that makes the group of every second prompt dead."""
     return float(len(row["instruction"]) % 2 or len(completion) % 2)
 
 
@@ -40,12 +40,12 @@ NUMBERS = itertools.count()
 
 
 def different(row, completion):
-    """Another value for each completion, so that no group is dead."""
+    """Return a different value for each completion, so that no group is dead."""
     return next(NUMBERS)
 
 
 class Interrupts:
-    """As Ctrl-C and SIGTERM do, while the second step of 16 completions is sampled."""
+    """Send SIGTERM to the run while the second step of 16 completions is sampled."""
 
     def __init__(self):
         self.calls = 0
@@ -70,7 +70,7 @@ def gives_nan(row, completion):
 
 
 class Guess:
-    """Three guesses at a letter; the completion is the guess."""
+    """Three guesses at a letter; each completion is a guess."""
 
     def start(self, row):
         self.turns = 0
@@ -113,7 +113,7 @@ def run(run_recipe, checkpoint, requests, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_reward_rises(run, requests, tmp_path):
+def test_reward_rises(run, requests, tmp_path):
     steps = run(
         "max_steps=24", "epochs=8", "optimizer.lr=1e-2", f"validation_dataset.path={requests}", "validate_first=true"
     )
@@ -132,7 +132,7 @@ def test_the_reward_rises(run, requests, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_model_of_transformers_samples_and_learns_the_same(run, tmp_path):
+def test_transformers_model_samples_and_learns_the_same(run, tmp_path):
     (ours,), (theirs,) = (
         run("max_steps=1", f"model._component_=tune.models.{name}", folder=tmp_path / name) for name in ("build", "hf")
     )
@@ -169,20 +169,20 @@ def test_options(settings, run):
 
 
 def rows(folder):
-    """Of samples.jsonl, in the order of the run."""
+    """Return the rows of samples.jsonl, in the order of the run."""
     lines = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     return sorted(lines, key=lambda line: (line["step"], line["sample"]))
 
 
 def assert_same_run(folder, plain):
-    """The same tokens, bit for bit, and one curve. The scores of a sharded reward model differ by their last bits."""
-    found, expected = rows(folder), rows(plain)
+    """Assert the same tokens and one curve. Scores of a sharded reward model differ in their last bits."""
+    actual, expected = rows(folder), rows(plain)
     exactly = "RewardModel" not in expected[0]
     names = ("reward", "RewardModel")
-    scores = [[row.pop(name) for row in each for name in names if name in row] for each in (found, expected)]
-    assert found == expected
+    scores = [[row.pop(name) for row in samples for name in names if name in row] for samples in (actual, expected)]
+    assert actual == expected
     assert scores[0] == pytest.approx(scores[1], rel=0, abs=0 if exactly else 1e-6)
-    ours, theirs = ([json.loads(line) for line in (each / "metrics.jsonl").open()] for each in (folder, plain))
+    ours, theirs = ([json.loads(line) for line in (run / "metrics.jsonl").open()] for run in (folder, plain))
     assert len(ours) == len(theirs) == 3
     for one, other in zip(ours, theirs, strict=True):
         for name in ("loss", "reward", "dead_groups", "supervised_tokens", "entropy", "kl", "validation_reward"):
@@ -207,7 +207,7 @@ SMALL = ["optimizer.lr=1e-3", "sampling.max_new_tokens=8", "group_size=4"]
 
 @pytest.fixture(scope="module")
 def alone(run_recipe, checkpoint, requests, tmp_path_factory):
-    """A function that gives the folder of a method's run in one process, and the settings common to all methods."""
+    """Function that returns the folder of a method's run in one process, and the common settings."""
     folder = tmp_path_factory.mktemp("alone")
     common = [*settings_of(checkpoint, requests), *SMALL, f"validation_dataset.path={requests}"]
 
@@ -222,7 +222,7 @@ def alone(run_recipe, checkpoint, requests, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", slow_but(["plain", "environment"], ["plain", "dynamic", "kl", "environment"]))
-def test_samples_and_curve_do_not_depend_on_the_micro_batches(method, alone, run_recipe, tmp_path):
+def test_samples_and_curve_do_not_depend_on_micro_batches(method, alone, run_recipe, tmp_path):
     folder_of, common = alone
     for way, settings in WAYS.items():
         assert run_recipe([*common, *METHODS[method], *settings, f"output_dir={tmp_path / way}"], grpo) == 0
@@ -231,7 +231,7 @@ def test_samples_and_curve_do_not_depend_on_the_micro_batches(method, alone, run
 
 @pytest.mark.slow
 def test_samples_and_curve_are_the_same_on_two_processes(alone, run_recipe, checkpoint, tmp_path):
-    """Also where a reward model is sharded as the policy is."""
+    """This holds for a reward model that is sharded like the policy, too."""
     folder_of, common = alone
     judge = tmp_path / "judge"
     shutil.copytree(checkpoint, judge)
@@ -245,7 +245,7 @@ def test_samples_and_curve_are_the_same_on_two_processes(alone, run_recipe, chec
     }
     assert run_recipe([*common, "adapter.rank=4", f"output_dir={tmp_path / 'adapted'}"], grpo) == 0
     continued = [f"adapter.path={tmp_path / 'adapted' / 'adapter'}", "kl=0.1", "parallel.zero_stage=2"]
-    # With dropout; test_method_layouts.py has the others.
+    # With dropout; test_method_layouts.py has the other methods.
     kl = {"kl": METHODS["kl"], "continued": continued, "continued, tp": [*continued, "parallel.tp=2"]}
     layouts = {
         "two copies of the model": [*METHODS["plain"], "parallel.dp_replicate=2", "micro_batch_size=3"],
@@ -262,47 +262,47 @@ def test_samples_and_curve_are_the_same_on_two_processes(alone, run_recipe, chec
         assert_same_run(tmp_path / name, folder_of("plain"))
 
 
-def test_what_the_methods_did(alone):
-    """The runs above are of what their names say."""
+def test_methods_do_what_their_names_say(alone):
+    """Check that the runs above use the method in their names."""
     folder_of, _ = alone
     episodes = rows(folder_of("environment"))
-    turns = [sum(token == 1 for token in each["tokens"]) // 2 for each in episodes]  # <|im_start|>, not sampled
+    turns = [sum(token == 1 for token in episode["tokens"]) // 2 for episode in episodes]  # <|im_start|>, not sampled
     assert max(turns) >= 1
-    assert all(each["reward"] == each["environment"] + each["share_of_a"] for each in episodes)
+    assert all(episode["reward"] == episode["environment"] + episode["share_of_a"] for episode in episodes)
     for step in map(json.loads, (folder_of("environment") / "metrics.jsonl").open()):
-        given = [each["environment"] for each in episodes if each["step"] == step["step"]]
-        assert step["reward/environment"] == pytest.approx(sum(given) / len(given))
+        rewards = [episode["environment"] for episode in episodes if episode["step"] == step["step"]]
+        assert step["reward/environment"] == pytest.approx(sum(rewards) / len(rewards))
         assert "validation_reward/environment" in step or step["step"] < 3
-    texts = [each["text"] for each in rows(folder_of("plain"))]
+    texts = [row["text"] for row in rows(folder_of("plain"))]
     assert len({*texts}) > len(texts) / 2
     dead = [json.loads(line)["dead_groups"] for line in (folder_of("dynamic") / "metrics.jsonl").open()]
-    prompts = {each["sample"] // 4 for each in rows(folder_of("dynamic"))}
+    prompts = {row["sample"] // 4 for row in rows(folder_of("dynamic"))}
     assert max(prompts) >= 12, "no group was replaced"
     assert sum(dead) < len(prompts)
 
 
-def test_a_conversation_that_outgrows_the_model_ends_there_and_is_counted(run, tmp_path):
+def test_conversations_that_outgrow_the_model_are_counted(run, tmp_path):
     short = save_checkpoint(tmp_path / "short", max_position_embeddings=64)
     environment = [f"model.path={short}", *METHODS["environment"], "group_size=4", "mask_truncated=true"]
-    run(*environment, code=2)  # all that differ are cut
+    run(*environment, code=2)  # all completions whose rewards differ are truncated
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     for step in steps:
-        of_step = [each for each in rows(tmp_path / "run") if each["step"] == step["step"]]
-        assert step["without_room"] == sum(each["finish"] == "room" for each in of_step)
-        assert step["truncated_share"] == sum(each["finish"] != "stop" for each in of_step) / 16
+        of_step = [row for row in rows(tmp_path / "run") if row["step"] == step["step"]]
+        assert step["without_room"] == sum(row["finish"] == "room" for row in of_step)
+        assert step["truncated_share"] == sum(row["finish"] != "stop" for row in of_step) / 16
     assert sum(step["without_room"] for step in steps) > 0
 
 
 @pytest.mark.slow
-def test_what_a_run_will_do_is_told(run, tmp_path):
-    """Also where the epochs end before max_steps."""
+def test_log_states_the_number_of_steps(run, tmp_path):
+    """The log warns if the epochs end before max_steps."""
     run("max_steps=9")
-    told = (tmp_path / "run" / "log.txt").read_text()
-    assert "5 steps, 5 an epoch" in told
-    assert "max_steps=9 is not reached: epochs=1 ends " in told
+    log_text = (tmp_path / "run" / "log.txt").read_text()
+    assert "5 steps, 5 an epoch" in log_text
+    assert "max_steps=9 is not reached: epochs=1 ends " in log_text
 
 
-def test_the_report_says_on_what(run, tmp_path):
+def test_report_names_the_data(run, tmp_path):
     run("max_steps=1")
     data = json.loads((tmp_path / "run" / "data.json").read_text())
     assert data["source"].endswith("requests.jsonl") and data["kept"] == data["rows"] > 0
@@ -318,13 +318,11 @@ def test_dynamic_sampling_trains_on_more_live_groups(run, tmp_path):
         for times in (0, 3)
     )
     assert plain > dynamic
-    assert len(rows(tmp_path / "3")) == len(rows(tmp_path / "0")) == 3 * 4 * 4  # as many groups
+    assert len(rows(tmp_path / "3")) == len(rows(tmp_path / "0")) == 3 * 4 * 4  # the same number of groups
 
 
-def test_where_all_groups_are_dead_nothing_is_learned_and_nothing_exported(
-    run_recipe, checkpoint, requests, tmp_path, capsys
-):
-    """Also when the command is given again: the checkpoint knows that nothing was learned."""
+def test_run_with_only_dead_groups_exports_nothing(run_recipe, checkpoint, requests, tmp_path, capsys):
+    """A second start exports nothing either: the checkpoint records that nothing was learned."""
     dead = ["reward=recipes.test_grpo.always_one", "dynamic_sampling=1", f"output_dir={tmp_path / 'run'}"]
     schedule = ["schedule._component_=tune.optimizers.linear", "checkpointer.every=1"]
     for _ in range(2):
@@ -337,20 +335,20 @@ def test_where_all_groups_are_dead_nothing_is_learned_and_nothing_exported(
     assert [step["lr"] for step in steps] == pytest.approx([steps[0]["lr"] * share for share in (1, 2 / 3, 1 / 3)])
 
 
-def test_what_is_cut_is_compared_and_not_learned(run, tmp_path):
+def test_truncated_completions_are_compared_but_not_learned(run, tmp_path):
     (step,) = run("mask_truncated=true", "max_steps=1", "sampling.stop_strings=[a]")
     samples = rows(tmp_path / "run")
     groups = [samples[at : at + 8] for at in range(0, 32, 8)]
-    live = [each for group in groups if len({each["reward"] for each in group}) > 1 for each in group]
-    assert {each["finish"] for each in live} == {"stop", "length"}
-    assert step["supervised_tokens"] == sum(len(each["tokens"]) for each in live if each["finish"] == "stop")
+    live = [sample for group in groups if len({sample["reward"] for sample in group}) > 1 for sample in group]
+    assert {sample["finish"] for sample in live} == {"stop", "length"}
+    assert step["supervised_tokens"] == sum(len(sample["tokens"]) for sample in live if sample["finish"] == "stop")
     (whole,) = run("max_steps=1", "sampling.stop_strings=[a]", folder=tmp_path / "whole")
-    assert whole["supervised_tokens"] == sum(len(each["tokens"]) for each in live)
+    assert whole["supervised_tokens"] == sum(len(sample["tokens"]) for sample in live)
 
 
 @pytest.mark.parametrize(("baseline", "kl"), [("mean", 0.3), ("leave_one_out", 0.0)])
-def test_the_loss_is_that_of_its_formula(baseline, kl, run, checkpoint, tmp_path):
-    """Its gradient too: a loss of A log p and of the KL divergence, whose log-probs transformers gives."""
+def test_loss_matches_its_formula(baseline, kl, run, checkpoint, tmp_path):
+    """The gradient matches, too. The loss is A log p plus the KL divergence, with log-probs from transformers."""
     import transformers
 
     other = save_checkpoint(tmp_path / "other", initializer_range=0.08)
@@ -363,26 +361,26 @@ def test_the_loss_is_that_of_its_formula(baseline, kl, run, checkpoint, tmp_path
     total, count, entropies, divergences = torch.zeros(()), 0, [], []
     for at in range(0, len(samples), 8):
         group = samples[at : at + 8]
-        values = [each["reward"] for each in group]
-        for each in group:
-            others = [value for other, value in zip(group, values, strict=True) if other is not each]
+        values = [sample["reward"] for sample in group]
+        for sample in group:
+            others = [value for other, value in zip(group, values, strict=True) if other is not sample]
             mean = sum(others) / 7 if baseline == "leave_one_out" else sum(values) / 8
             text = tokenizer.apply_chat_template(
-                [{"role": "user", "content": each["row"]["instruction"]}], add_generation_prompt=True, tokenize=False
+                [{"role": "user", "content": sample["row"]["instruction"]}], add_generation_prompt=True, tokenize=False
             )
             prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
-            logits = model(torch.tensor([[*prompt, *each["tokens"]]])).logits[0, len(prompt) - 1 : -1]
-            log_probs = logits.log_softmax(-1).gather(1, torch.tensor(each["tokens"])[:, None])
+            logits = model(torch.tensor([[*prompt, *sample["tokens"]]])).logits[0, len(prompt) - 1 : -1]
+            log_probs = logits.log_softmax(-1).gather(1, torch.tensor(sample["tokens"])[:, None])
             entropies += torch.distributions.Categorical(logits=logits.detach()).entropy().tolist()
-            total = total - (each["reward"] - mean) * log_probs.sum()
+            total = total - (sample["reward"] - mean) * log_probs.sum()
             if kl and len(set(values)) > 1:
                 with torch.no_grad():
-                    theirs = reference(torch.tensor([[*prompt, *each["tokens"]]])).logits[0, len(prompt) - 1 : -1]
-                    theirs = theirs.log_softmax(-1).gather(1, torch.tensor(each["tokens"])[:, None])
+                    theirs = reference(torch.tensor([[*prompt, *sample["tokens"]]])).logits[0, len(prompt) - 1 : -1]
+                    theirs = theirs.log_softmax(-1).gather(1, torch.tensor(sample["tokens"])[:, None])
                 ratio = theirs - log_probs
                 divergences += (ratio.exp() - 1 - ratio)[:, 0].tolist()
                 total = total + kl * (ratio.exp() - 1 - ratio).sum()
-            count += len(each["tokens"])
+            count += len(sample["tokens"])
     loss = total / count
     loss.backward()
     norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
@@ -398,26 +396,26 @@ def test_the_loss_is_that_of_its_formula(baseline, kl, run, checkpoint, tmp_path
 @pytest.mark.parametrize(
     ("recipe", "counts"), [(grpo, ["group_size=4"]), (ppo_finetune, ["prompts_per_step=16"])], ids=["grpo", "ppo"]
 )
-def test_an_interrupted_run_is_continued_bitwise(recipe, counts, run_recipe, checkpoint, requests, tmp_path):
-    """It saves the step that it is in, and says how to go on."""
-    given = [each for each in settings_of(checkpoint, requests) if "group_size" not in each]
-    common = [*given, *counts, "epochs=3", "updates=1", "checkpointer.every=null", "sampling.max_new_tokens=6"]
+def test_interrupted_run_resumes_bitwise(recipe, counts, run_recipe, checkpoint, requests, tmp_path):
+    """The interrupted run saves the current step and logs it."""
+    settings = [setting for setting in settings_of(checkpoint, requests) if "group_size" not in setting]
+    common = [*settings, *counts, "epochs=3", "updates=1", "checkpointer.every=null", "sampling.max_new_tokens=6"]
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     assert run_recipe([*common, f"output_dir={whole}"], recipe) == 0
     common.append("reward=recipes.test_grpo.Interrupts")
     assert run_recipe([*common, f"output_dir={parted}"], recipe) == 130
     assert "interrupted: step 2 is saved" in (parted / "log.txt").read_text()
     assert run_recipe([*common, f"output_dir={parted}"], recipe) == 0
-    ours, theirs = (load_file(each / "model" / "model.safetensors") for each in (parted, whole))
+    ours, theirs = (load_file(run / "model" / "model.safetensors") for run in (parted, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert [row["tokens"] for row in rows(parted)] == [row["tokens"] for row in rows(whole)]
 
 
 @pytest.mark.parametrize(("reward", "message"), [("fails", "KeyError"), ("gives_text", "'good'"), ("gives_nan", "nan")])
-def test_a_reward_that_fails_is_told_with_the_completion(reward, message, run, capsys):
+def test_failing_reward_is_named(reward, message, run, capsys):
     run(f"reward=recipes.test_grpo.{reward}", code=2)
-    told = capsys.readouterr().err
-    assert f"reward: {reward}" in told and message in told
+    error = capsys.readouterr().err
+    assert f"reward: {reward}" in error and message in error
 
 
 HERE = "recipes.test_grpo"
@@ -464,8 +462,8 @@ WRONG = {
 def test_wrong_settings(case, by, run, checkpoint, requests, told, tmp_path, capsys):
     settings, message = WRONG[case]
     if by == "validate":
-        given = [*settings_of(checkpoint, requests), f"output_dir={tmp_path / 'run'}", *settings]
-        assert message in " ".join(told("grpo", given).split())
+        all_settings = [*settings_of(checkpoint, requests), f"output_dir={tmp_path / 'run'}", *settings]
+        assert message in " ".join(told("grpo", all_settings).split())
         return
     run(*settings, code=2)
     assert message in " ".join(capsys.readouterr().err.split())
@@ -485,7 +483,7 @@ def test_wrong_data(run, checkpoint, requests, told, tmp_path, capsys):
         assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_model_without_a_template(run, checkpoint, tmp_path, capsys):
+def test_model_without_a_chat_template(run, checkpoint, tmp_path, capsys):
     folder = tmp_path / "base"
     folder.mkdir()
     for file in checkpoint.iterdir():
@@ -506,16 +504,16 @@ def test_several_rewards_with_weights(run, tmp_path):
     (step,) = run(f"reward=[{HERE}.share_of_a, {others}]", "max_steps=1")
     assert step["reward"] == pytest.approx(step["reward/share_of_a"] + 0.5 * step["reward/odd_ones"])
     assert step["reward/always_one"] == 1
-    assert all(each["reward"] == each["share_of_a"] + 0.5 * each["odd_ones"] for each in rows(tmp_path / "run"))
+    assert all(row["reward"] == row["share_of_a"] + 0.5 * row["odd_ones"] for row in rows(tmp_path / "run"))
 
 
 @pytest.mark.slow
 def test_references_agree(run, checkpoint, tmp_path):
-    """That of a folder is the base without its adapter."""
+    """A folder as the reference is the base without its adapter."""
     lora = ["adapter.rank=4", "kl=0.1", "optimizer.lr=1e-2"]
     off, folder = (
-        run(*lora, f"reference={each}", folder=tmp_path / str(number))
-        for number, each in enumerate(("adapter_off", checkpoint))
+        run(*lora, f"reference={reference}", folder=tmp_path / str(number))
+        for number, reference in enumerate(("adapter_off", checkpoint))
     )
     assert off[0]["kl"] == pytest.approx(0, abs=1e-6) and off[-1]["kl"] > 1e-4
     for one, other in zip(off, folder, strict=True):
@@ -525,8 +523,8 @@ def test_references_agree(run, checkpoint, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trained", [[], ["adapter.modules_to_save=[norm]"], ["adapter.dora=true"]])
-def test_a_continued_adapter_is_held_to_the_model_before_the_first_step(trained, run, tmp_path):
-    """As a folder with the merged model says it."""
+def test_reference_of_a_continued_adapter_is_the_starting_model(trained, run, tmp_path):
+    """A folder with the merged model as the reference gives the same numbers."""
     run("adapter.rank=4", "optimizer.lr=1e-2", "export.merge=true", *trained, folder=tmp_path / "first")
     again = [f"adapter.path={tmp_path / 'first' / 'adapter'}", "kl=0.1", "optimizer.lr=1e-2"]
     plain = run(*again, folder=tmp_path / "start")
@@ -559,6 +557,6 @@ def test_prompts_are_shown(verb, checkpoint, requests, capsys):
     from tune.cli import main
 
     main([verb, "grpo", *settings_of(checkpoint, requests), f"validation_dataset.path={requests}"])
-    told = capsys.readouterr().out
-    assert told.count("22 prompts of") == 2
-    assert ("<|im_start|>user\nSay the.<|im_end|>\n<|im_start|>assistant\n" in told) == (verb == "preview")
+    output = capsys.readouterr().out
+    assert output.count("22 prompts of") == 2
+    assert ("<|im_start|>user\nSay the.<|im_end|>\n<|im_start|>assistant\n" in output) == (verb == "preview")

@@ -1,9 +1,9 @@
-"""Rows held out of the training data are validated on, without a second dataset."""
+"""Rows held out of the training data are used for validation, without a second dataset."""
 
 import json
 
 
-def test_a_fraction_is_validated_on(inputs, run_recipe):
+def test_fraction_of_the_rows_is_held_out_for_validation(inputs, run_recipe):
     run = inputs.folder / "held_out"
     assert run_recipe(inputs.settings("dataset.validation_fraction=0.3", f"output_dir={run}")) == 0
     data = json.loads((run / "data.json").read_text())

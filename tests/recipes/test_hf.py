@@ -1,4 +1,4 @@
-"""The recipes train models that only transformers has, as a plain loop with transformers trains them."""
+"""The recipes train models that only transformers implements like a plain transformers loop."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
 RUN_VARIANTS = Path(__file__).with_name("run_variants.py")
-# Attention whose documents share a row, or not; no attention; two kinds of blocks, experts; heads of several sizes.
+# Attention with and without packing; no attention; two kinds of blocks with experts; heads of several sizes.
 ARCHITECTURES = {
     "neox": ("GPTNeoXConfig", {"tie_word_embeddings": False}),
     "opt": ("OPTConfig", {"ffn_dim": 128, "word_embed_proj_dim": 64}),
@@ -69,7 +69,7 @@ def losses(run):
 
 
 def plain_loop(model, folder, chats):
-    """Some steps of AdamW, a document at a time."""
+    """Return the losses of some AdamW steps, one document at a time."""
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0
     )
@@ -115,8 +115,8 @@ def test_full_finetuning(architecture, common, chats, tmp_path):
     packed = {"packed": ["packed=true", "max_seq_len=256"]}
     train("full_finetune", *common, *packed["packed"], f"output_dir={tmp_path / 'packed alone'}")
     variants = {"one row": [], "four rows": ["micro_batch_size=4", "memory.activation_checkpointing=selective"]}
-    given = json.dumps(common), json.dumps(variants | packed)
-    run_processes(RUN_VARIANTS, 2, "full_finetune", str(tmp_path / "2"), *given)
+    arguments = json.dumps(common), json.dumps(variants | packed)
+    run_processes(RUN_VARIANTS, 2, "full_finetune", str(tmp_path / "2"), *arguments)
     for name in variants:
         assert losses(tmp_path / "2" / name) == pytest.approx(expected, rel=1e-5), name
     assert losses(tmp_path / "2" / "packed") == pytest.approx(losses(tmp_path / "packed alone"), rel=1e-5)

@@ -1,4 +1,4 @@
-"""What ends a run from outside: a person, a scheduler, a full disk. The run says so, and nothing is lost."""
+"""Runs ended from outside, by a person, a scheduler or a full disk: the run reports it, and nothing is lost."""
 
 import errno
 import json
@@ -20,13 +20,13 @@ from tune.checkpointers import checkpointer
 from tune.run import Run
 
 LIMITS = {"file": resource.RLIMIT_FSIZE, "memory": resource.RLIMIT_AS}
-CONSTANT = "schedule._component_=tune.optimizers.constant"  # does not depend on how long the run is
+CONSTANT = "schedule._component_=tune.optimizers.constant"  # does not depend on the length of the run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sends signals and sets limits as on Linux")
 
 
 def limited(settings, **limits):
-    """The recipe in a process that may not write files, or use memory, of more than a number of bytes."""
+    """Run the recipe in a process with limits, in bytes, on its files or memory."""
 
     def limit():
         for name, size in limits.items():
@@ -37,7 +37,7 @@ def limited(settings, **limits):
 
 
 def explained(done):
-    """The one message of a process that knew what was wrong; on a busy machine lines on progress stand before it."""
+    """Return the only error message of a failed process; progress lines may precede it on a busy machine."""
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert f"\n{done.stderr}".count("\nerror: ") == 1, done.stderr
@@ -46,7 +46,7 @@ def explained(done):
 
 @pytest.fixture
 def short(inputs, run_recipe):
-    """A run of one step, and the settings of the same with three."""
+    """The folder of a one-step run, and settings that continue it to three steps."""
     settings = inputs.settings(CONSTANT, f"output_dir={inputs.folder / 'short'}")
     assert run_recipe([*settings, "max_steps=1"]) == 0
     return inputs.folder / "short", [*settings, "max_steps=3"]
@@ -74,7 +74,7 @@ def test_disk_full_while_saving(saving, short, run_recipe, contents):
 
 
 @pytest.mark.slow
-def test_disk_full_while_the_model_is_written(short, contents):
+def test_disk_full_while_writing_the_model(short, contents):
     run, settings = short
     before = contents(run / "model")
     done = limited([*settings, "max_steps=1"], file=50_000)
@@ -88,7 +88,7 @@ def test_disk_full_while_the_model_is_written(short, contents):
 
 @pytest.mark.slow
 def test_disk_full_while_logging(short, run_recipe):
-    """It ends no training. The exit status and the message are those of a run that has not written everything."""
+    """Training continues. The exit status and the message report that the run has not written everything."""
     run, settings = short
     (run / "log.txt").unlink()
     (run / "log.txt").symlink_to("/dev/full")
@@ -100,7 +100,7 @@ def test_disk_full_while_logging(short, run_recipe):
     assert json.loads((run / "run.json").read_text())["state"] == "failed"
 
 
-def test_a_disk_that_is_full_for_a_moment(inputs, run_recipe, monkeypatch, capsys):
+def test_disk_that_is_briefly_full(inputs, run_recipe, monkeypatch, capsys):
     log, run, (_, hard) = Run.log, inputs.folder / "new", resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def logged(*arguments, **metrics):
@@ -114,17 +114,17 @@ def test_a_disk_that_is_full_for_a_moment(inputs, run_recipe, monkeypatch, capsy
     monkeypatch.setattr(Run, "log", logged)
     settings = inputs.settings(f"output_dir={run}", "max_steps=4", "checkpointer.async=false")
     assert run_recipe(settings) == 0
-    told = capsys.readouterr().out
-    assert told.count("1 lines of metrics.jsonl (File too large)") == 1 and "continues after step 1" in told
-    assert told.index("metrics.jsonl (File too large)") < told.index(f"{run} accepts lines again")
+    output = capsys.readouterr().out
+    assert output.count("1 lines of metrics.jsonl (File too large)") == 1 and "continues after step 1" in output
+    assert output.index("metrics.jsonl (File too large)") < output.index(f"{run} accepts lines again")
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
-    assert [line for line in told.splitlines() if line.startswith("warning: ")] == [
+    assert [line for line in output.splitlines() if line.startswith("warning: ")] == [
         line for line in (run / "log.txt").read_text().splitlines() if line.startswith("warning: ")
     ]
 
 
-def test_a_last_checkpoint_that_fails_is_in_the_exit_status(inputs, run_recipe, monkeypatch, capsys):
-    """The result is written: nothing of the training is lost."""
+def test_failed_last_checkpoint_sets_the_exit_status(inputs, run_recipe, monkeypatch, capsys):
+    """The model is written: no training is lost."""
     save, run = checkpointer.dcp.save, inputs.folder / "new"
 
     def full(state, checkpoint_id, **options):
@@ -134,14 +134,14 @@ def test_a_last_checkpoint_that_fails_is_in_the_exit_status(inputs, run_recipe, 
 
     monkeypatch.setattr(checkpointer.dcp, "save", full)
     assert run_recipe(inputs.settings(f"output_dir={run}")) == 2
-    told = capsys.readouterr()
-    assert told.out.count("the checkpoint of step 2 could not be written") == 1 and "retries" not in told.out
-    assert "the checkpoint of step 2" in told.err and "continues after step 1" in told.err
+    output = capsys.readouterr()
+    assert output.out.count("the checkpoint of step 2 could not be written") == 1 and "retries" not in output.out
+    assert "the checkpoint of step 2" in output.err and "continues after step 1" in output.err
     assert (run / "model" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("moment", ["the last step is logged", "the model is written"])
-def test_a_signal_after_the_last_look_at_it(moment, inputs, run_recipe, monkeypatch, capfd):
+def test_signal_after_the_last_check_for_signals(moment, inputs, run_recipe, monkeypatch, capfd):
     run = inputs.folder / "new"
     settings = inputs.settings(f"output_dir={run}")
     place, name = (checkpointers, "export") if moment == "the model is written" else (Run, "log")
@@ -163,8 +163,8 @@ def test_a_signal_after_the_last_look_at_it(moment, inputs, run_recipe, monkeypa
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_although_nobody_reads_the_output(inputs):
-    """It ends both sides of `tune run ... | tee`, and the other one faster."""
+def test_ctrl_c_saves_although_nobody_reads_stdout(inputs):
+    """Ctrl-C ends both sides of `tune run ... | tee`, and tee ends first."""
     settings = inputs.settings(f"output_dir={inputs.folder / 'new'}", "max_steps=null", "epochs=9999")
     command = [sys.executable, str(config.find_recipe("full_finetune")), *settings, "checkpointer.every=null"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
@@ -183,8 +183,8 @@ LOCKED = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["folder", "URL"])
-def test_a_second_start_while_a_run_writes_a_checkpoint(place, inputs, run_recipe, contents, monkeypatch):
-    """It is refused before it has tidied, also after the first upload, and the first run ends as without it."""
+def test_second_start_while_a_run_writes_a_checkpoint(place, inputs, run_recipe, contents, monkeypatch):
+    """It is refused before it tidies up, even after the first upload, and the first run is unaffected."""
     folder, save, other = inputs.run, checkpointer.dcp.save, []
     settings = inputs.settings("max_steps=3", "checkpointer.async=false")
     if place == "URL":
@@ -194,7 +194,7 @@ def test_a_second_start_while_a_run_writes_a_checkpoint(place, inputs, run_recip
         shutil.copytree(inputs.run, folder)
         settings.append(f"output_dir={url}")
 
-    def state():  # of what the first run does not change meanwhile; to open its lock here would end that
+    def state():  # without files that the first run changes meanwhile; opening its lock file would release it
         files = [folder / name for name in ("config.yaml", "metrics.jsonl", "run.json", "log.txt")]
         return contents(folder / "checkpoints"), [file.read_bytes() for file in files]
 
@@ -216,12 +216,12 @@ def test_a_second_start_while_a_run_writes_a_checkpoint(place, inputs, run_recip
         assert run_recipe(settings) == 0
     assert [done.returncode for done in other] == [2]
     assert f"another run is writing to {folder}" in explained(other[0])
-    assert [each.name for each in sorted((folder / "checkpoints").iterdir())][-1] == "step-00000003"
+    assert [path.name for path in sorted((folder / "checkpoints").iterdir())][-1] == "step-00000003"
     assert run_recipe([*settings, "max_steps=4"]) == 0
 
 
-def test_a_run_that_begins_while_another_one_prepares(inputs, run_recipe, capfd, monkeypatch):
-    """Both have started in a new folder. The one that comes later to its first step is refused, and touches nothing."""
+def test_run_that_starts_while_another_one_prepares(inputs, run_recipe, capfd, monkeypatch):
+    """Both start in a new folder. The one that reaches its first step later is refused, and touches nothing."""
     folder, resume = inputs.folder / "new", checkpointers.Checkpointer.resume
 
     def late(checkpointer, how):
@@ -252,13 +252,13 @@ def test_out_of_memory(inputs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "processes"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGTERM, 2)])
-def test_interrupted_runs_save_and_are_continued(number, processes, killing, tmp_path):
+def test_interrupted_runs_save_and_resume(number, processes, killing, tmp_path):
     settings = [*killing.make_inputs(tmp_path), "checkpointer.every=null"]
     reference = killing.Reference(settings, tmp_path / "reference", processes)
     settings.append(f"output_dir={tmp_path / 'run'}")
     launch = killing.Launch(settings, processes)
     launch.wait_for("step 2/")
-    launch.processes[-1].send_signal(number)  # if only one of them is told, all stop after the same step
+    launch.processes[-1].send_signal(number)  # a signal to one process stops all after the same step
     assert [process.wait() for process in launch.processes] == [130] * processes
     assert f"is saved, the same command with output_dir={tmp_path / 'run'} continues after it" in launch.text()
     assert "Traceback" not in launch.text()
@@ -269,11 +269,11 @@ def test_interrupted_runs_save_and_are_continued(number, processes, killing, tmp
     assert killing.exported(tmp_path / "run") == reference.export
 
 
-def test_interrupted_before_the_training(inputs, contents):
+def test_interrupted_before_training(inputs, contents):
     command = [sys.executable, "-m", "tune.cli", "run", "full_finetune", *inputs.settings()]
     before = contents(inputs.folder)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():  # in the midst of the imports
+    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():  # during the imports
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=HANGS)
@@ -302,7 +302,7 @@ main()
 
 
 @pytest.mark.slow
-def test_an_import_that_swallows_exceptions_is_interrupted(inputs):
+def test_interrupt_during_an_import_that_swallows_exceptions(inputs):
     script = inputs.folder / "script.py"
     script.write_text(SWALLOWS)
     command = [sys.executable, "-m", "tune.cli", "run", str(script), *inputs.settings()]
@@ -313,13 +313,13 @@ def test_an_import_that_swallows_exceptions_is_interrupted(inputs):
 
 
 @pytest.mark.slow
-def test_a_lost_process_where_no_launcher_tells_of_it(killing, tmp_path):
+def test_lost_process_without_a_launcher(killing, tmp_path):
     launch = killing.Launch([*killing.make_inputs(tmp_path), f"output_dir={tmp_path / 'run'}"], 2)
     launch.wait_for("step 3/")
     launch.processes[0].kill()
     assert launch.processes[1].wait() == 1
-    (told,) = [line for line in launch.text().splitlines() if line.startswith("error: ")]
-    assert told.startswith("error: [rank 1] lost the connection to another process of this run")
+    (error,) = [line for line in launch.text().splitlines() if line.startswith("error: ")]
+    assert error.startswith("error: [rank 1] lost the connection to another process of this run")
     assert "Traceback" not in launch.text()
 
 
@@ -330,7 +330,7 @@ def run_two(settings, **popen):
 
 @pytest.mark.slow
 def test_one_of_two_processes_is_killed(inputs, run_recipe):
-    """torchrun tells of it, and no other process does. What changed is told by the run that continues."""
+    """Only torchrun reports it. The run that continues reports the changed settings."""
     run = inputs.folder / "new"
     settings = inputs.settings(f"output_dir={run}", CONSTANT, "max_steps=null", "epochs=9999")
     with run_two(settings, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as launcher:
@@ -357,13 +357,13 @@ def test_one_of_two_processes_is_killed(inputs, run_recipe):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("override", "says"),
+    ("override", "message"),
     [
         ("max_grad_norm=null", " at step 1"),
         ("{one_row}", "has 1 rows, too few for 2 data-parallel processes"),
     ],
 )
-def test_two_processes_say_it_once(override, says, inputs, contents):
+def test_two_processes_report_an_error_once(override, message, inputs, contents):
     one_row = inputs.write_rows({"prompt": "the cat", "completion": " sat"})[0]
     settings = inputs.settings(
         f"output_dir={inputs.folder / 'new'}", "max_steps=9", *override.format(one_row=one_row).split()
@@ -375,5 +375,5 @@ def test_two_processes_say_it_once(override, says, inputs, contents):
     done = subprocess.run(
         command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=HANGS
     )
-    assert says in explained(done)
+    assert message in explained(done)
     assert before.items() <= contents(inputs.folder).items()

@@ -1,4 +1,4 @@
-"""All pairs of a layout and another setting: three steps on two processes give the numbers of one."""
+"""All pairs of a layout and another setting: three steps on two processes match one process."""
 
 import json
 import random
@@ -35,21 +35,21 @@ HOW = {
     "layout": LAYOUTS,
     "checkpointing": FACTORS["checkpointing"],
     "cpu_offload": FACTORS["cpu_offload"],
-    "in_backward": {"false": ["max_grad_norm=null"], "true": []},  # the changed copy has no such setting
+    "in_backward": {"false": ["max_grad_norm=null"], "true": []},  # the changed copy lacks this setting
 }
 PIPELINES = ("interleaved", "zero bubble")
 REFUSED = [
     {"trained": "all", "quantization": "nf4"},
     {"cpu_offload": "true", "in_backward": "true"},
-    *({"layout": each, "trained": "DPO"} for each in PIPELINES),
-    *({"layout": each, "in_backward": "true"} for each in PIPELINES),
+    *({"layout": layout, "trained": "DPO"} for layout in PIPELINES),
+    *({"layout": layout, "in_backward": "true"} for layout in PIPELINES),
     {"layout": "zero bubble", "checkpointing": "selective"},
-    *({"layout": each, "optimizer": "Muon"} for each in ("tp", "tp, whole head")),
+    *({"layout": layout, "optimizer": "Muon"} for layout in ("tp", "tp, whole head")),
 ]
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_numbers_of_one(chats, pairs, tmp_path):
+def test_two_processes_match_one(chats, pairs, tmp_path):
     shape = {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 256}
     dense = save_checkpoint(tmp_path / "dense", **shape)
     experts = save_checkpoint(
@@ -71,10 +71,10 @@ def test_two_processes_give_the_numbers_of_one(chats, pairs, tmp_path):
         plain += [f"dataset.path={pairs if row['trained'] == 'DPO' else chats}"]
         plain += [setting for name in WHAT for setting in WHAT[name][row[name]]]
         name = ", ".join(row.values())
-        expected[name] = ", ".join([*(row[each] for each in WHAT), "experts" if mixture else "dense"])
+        expected[name] = ", ".join([*(row[factor] for factor in WHAT), "experts" if mixture else "dense"])
         alone[recipe][expected[name]] = [*plain, "micro_batch_size=8", "max_grad_norm=null"]
-        shared[recipe_of_two][name] = plain + [setting for each in HOW for setting in HOW[each][row[each]]]
-        if row["in_backward"] == "true":  # which wants one backward in a step
+        shared[recipe_of_two][name] = plain + [setting for factor in HOW for setting in HOW[factor][row[factor]]]
+        if row["in_backward"] == "true":  # which allows one backward pass per step
             shared[recipe_of_two][name].append(f"micro_batch_size={8 if row['layout'].startswith(('tp', 'cp')) else 4}")
 
     def measured(run):
@@ -83,8 +83,8 @@ def test_two_processes_give_the_numbers_of_one(chats, pairs, tmp_path):
 
     for folder, runs, processes in (("alone", alone, 1), ("two", shared, 2)):
         for recipe, variants in runs.items():
-            given = [str(tmp_path / folder), json.dumps(common), json.dumps(variants)]
-            run_processes(RUN_VARIANTS, processes, recipe, *given)
+            arguments = [str(tmp_path / folder), json.dumps(common), json.dumps(variants)]
+            run_processes(RUN_VARIANTS, processes, recipe, *arguments)
     for name, one in expected.items():
         tolerance = 1e-3 if "Muon" in name else 1e-5  # Muon scales the smallest directions of an update up, in bf16
         assert measured(tmp_path / "two" / name) == pytest.approx(measured(tmp_path / "alone" / one), rel=tolerance), (

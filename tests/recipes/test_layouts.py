@@ -1,4 +1,4 @@
-"""One loss curve: whatever the processes, the mesh, the micro-batches, and what is done to save memory."""
+"""The loss curve is the same for all numbers of processes, meshes, micro-batches and memory settings."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ RUN_VARIANTS = Path(__file__).with_name("run_variants.py")
 
 
 def layouts(processes):
-    """{1, 2, 4 micro-batch rows}, {FSDP, HSDP} and {unpacked, packed}: each of one with each of another."""
+    """Return layouts in which 1, 2 or 4 micro-batch rows, FSDP or HSDP, and packing occur in all pairs."""
     variants = {}
     for packed in (False, True):
         for micro in (1, 2, 4):
@@ -26,7 +26,7 @@ def layouts(processes):
     return variants
 
 
-WAYS = {  # one way to compute the same thing each
+WAYS = {  # each computes the same result in another way
     "qwen3, tied": ["model.path={tied}"],
     "full recomputation": ["memory.activation_checkpointing=full"],
     "selective recomputation": ["memory.activation_checkpointing=selective"],
@@ -47,7 +47,7 @@ def curves(folder, common, variants, count):
 
 
 def losses(run):
-    """Of the steps, and after the last one on validation data."""
+    """Return the loss of each step, and the final validation loss."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     return [*(line["loss"] for line in lines), lines[-1]["validation_loss"]]
@@ -64,7 +64,7 @@ def common(checkpoint, chats):
 
 @pytest.fixture(scope="module")
 def alone(common, tied_checkpoint, tmp_path_factory):
-    """The curves of one process, computed in this one."""
+    """Curves of one process, run in this one."""
     folder = tmp_path_factory.mktemp("alone")
     variants = layouts(1) | ways(tied_checkpoint)
     for name, overrides in variants.items():
@@ -98,5 +98,5 @@ def test_many_processes(count, alone, common, tied_checkpoint, tmp_path):
     for name, curve in curves(tmp_path, common, variants, count).items():
         packed = "packed True" in name
         reference = alone[name] if name in WAYS else alone[f"micro 1, replicas 1, packed {packed}"]
-        # What lies between two codes may be rounded either way.
+        # A value halfway between two codes may be rounded either way.
         assert_same_curve(curve, reference, within=1e-3 if name in ROUNDED else 1e-5)

@@ -1,4 +1,4 @@
-"""lora_finetune trains what PEFT trains, on any layout, and leaves the base alone."""
+"""lora_finetune trains what PEFT trains, in every layout, and leaves the base unchanged."""
 
 import json
 from pathlib import Path
@@ -65,8 +65,8 @@ def common(checkpoint, chats):
 
 
 @pytest.mark.parametrize("kind", slow_but(["lora"], KINDS))
-def test_the_curve_is_that_of_peft(kind, checkpoint, chats, common, tmp_path):
-    """20 steps from one adapter, against a loop written with peft and transformers."""
+def test_curve_matches_peft(kind, checkpoint, chats, common, tmp_path):
+    """Compare 20 steps from one adapter with a loop of peft and transformers."""
     base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     settings = peft.LoraConfig(r=8, lora_alpha=16, init_lora_weights=False, task_type="CAUSAL_LM", **KINDS[kind])
     model = peft.get_peft_model(base, settings)
@@ -94,7 +94,7 @@ def test_the_curve_is_that_of_peft(kind, checkpoint, chats, common, tmp_path):
 
 
 def require_merged(run, base):
-    """What a run exports of its sharded, adapted and quantized model is the original base with its adapter merged."""
+    """Assert that the exported model is the original base with the run's adapter merged."""
     lora_finetune.peft.merge(base, run / "adapter", run / "merged")
     exported, expected = (load_file(run / name / "model.safetensors") for name in ("model", "merged"))
     torch.testing.assert_close(exported, expected, rtol=1e-6, atol=1e-6)
@@ -107,19 +107,19 @@ def test_layouts(checkpoint, common, tmp_path):
     assert alone["micro-batches of 4"] == pytest.approx(alone["lora"], rel=1e-5)
     assert alone["dropout"] == pytest.approx(alone["dropout, micro-batches of 1, recomputed"], rel=1e-5)
     assert alone["dropout"] != pytest.approx(alone["lora"], rel=1e-3)
-    for count, names in (2, [*VARIANTS][4:]), (4, ["lora", "dropout"]):  # rows that are shared are not of adapters
+    for count, names in (2, [*VARIANTS][4:]), (4, ["lora", "dropout"]):  # sharing rows does not depend on adapters
         folder, variants = tmp_path / str(count), {name: VARIANTS[name] for name in names}
         merging = [*common, "export.merge=true"]
         run_processes(RUN_VARIANTS, count, "lora_finetune", str(folder), json.dumps(merging), json.dumps(variants))
         for name in variants:
-            within = 1e-3 if "rounded" in name else 1e-5  # a weight between two codes may be rounded either way
+            within = 1e-3 if "rounded" in name else 1e-5  # a weight halfway between two codes may be rounded either way
             assert losses(folder / name) == pytest.approx(alone[name], rel=within), (count, name)
             require_merged(folder / name, checkpoint)
 
 
 @pytest.mark.slow
 def test_base_and_checkpoint(checkpoint, common, tmp_path, monkeypatch):
-    """The base is bitwise what it was, a checkpoint holds adapters and their optimizer states and nothing else."""
+    """The base is bitwise unchanged; a checkpoint holds only adapters and their optimizer states."""
     run, models = tmp_path / "run", []
     export = lora_finetune.peft.export_adapter
 
@@ -136,7 +136,7 @@ def test_base_and_checkpoint(checkpoint, common, tmp_path, monkeypatch):
     )
     trained = [p for name, p in adapter.named_parameters() if "lora" in name]
     stored = sum(file.stat().st_size for file in (run / "checkpoints" / "step-00000012").iterdir())
-    # Each weight with its two moments; and for each tensor up to 3 kB of headers, much for tensors as small as these.
+    # Each weight with its two moments, and up to 3 kB of headers per tensor, a lot for such small tensors.
     assert stored <= 3 * (4 * sum(p.numel() for p in trained) + 3000 * len(trained))
     tokens = torch.arange(50)[None]
     merged = transformers.AutoModelForCausalLM.from_pretrained(run / "model")
@@ -144,8 +144,8 @@ def test_base_and_checkpoint(checkpoint, common, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_validation_is_without_dropout(checkpoint, chats, common, tmp_path):
-    """The loss of the trained adapter as PEFT computes it in evaluation."""
+def test_validation_uses_no_dropout(checkpoint, chats, common, tmp_path):
+    """The validation loss is the trained adapter's loss in PEFT's evaluation mode."""
     train(
         tmp_path, *common, "adapter.dropout=0.3", "max_steps=3", "validate_every=1", f"validation_dataset.path={chats}"
     )
@@ -179,8 +179,8 @@ def test_resume_is_exact(common, tmp_path):
         ("weights=nf4 quantization.double=true", "weights=nf4 quantization.double=false"),
     ],
 )
-def test_a_base_quantized_otherwise_is_refused(common, tmp_path, then, now):
-    then, now = (f"quantization.{each}" for each in (then, now))
+def test_resume_with_another_quantization_is_refused(common, tmp_path, then, now):
+    then, now = (f"quantization.{setting}" for setting in (then, now))
     train(tmp_path, *common, *then.split(), "max_steps=1")
     with pytest.raises(TuneError, match=rf"with {then}; .* with {now} has other weights"):
         train(tmp_path, *common, *now.split(), "max_steps=2")
@@ -189,7 +189,7 @@ def test_a_base_quantized_otherwise_is_refused(common, tmp_path, then, now):
 @pytest.mark.slow
 @pytest.mark.parametrize("double", ["true", "false"])
 def test_qlora(checkpoint, common, tmp_path, double):
-    """One curve for the quantized base on 1 and 2 processes; close to that of the base it stands for."""
+    """The quantized base has one curve on 1 and 2 processes, close to the curve of the plain base."""
     overrides = ["quantization.weights=nf4", f"quantization.double={double}", "export.merge=true"]
     alone = train(tmp_path / "alone", *common, *overrides)
     variants = {"quantized": overrides}

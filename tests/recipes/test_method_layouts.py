@@ -1,5 +1,5 @@
-"""One curve for every method: 1, 2 and 4 processes, FSDP, HSDP, TP and CP, micro-batches, packed or not; GRPO has equal
-ids."""
+"""Each method has one curve on 1, 2 and 4 processes: FSDP, HSDP, TP, CP, micro-batches, packed or not. GRPO samples the
+same tokens."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ def loss(name, *overrides):
 
 
 SAMPLED = ["dataset.path={requests}", "max_prompt_len=64", "reward=recipes.test_grpo.share_of_a", "epochs=20"]
-# Of each recipe: its settings, by which a step has all rows, and its methods.
+# Per recipe: its settings, with which a step has all rows, and its methods.
 RECIPES = {
     "preference_finetune": (
         ["dataset.path={pairs}", "max_seq_len=256", "global_batch_size=40"],
@@ -75,7 +75,7 @@ WAYS = {  # by the number of processes
         "packed": [*PACKED, *HSDP],
     },
 }
-FEW = [(1, ALONE), (4, "TP x FSDP")]  # of a recipe's first method all of them, of the others these
+FEW = [(1, ALONE), (4, "TP x FSDP")]  # a recipe's first method runs in all ways, its other methods in these
 FIGURES = {"loss", "grad_norm", "entropy", "rewards/margins", "reward", "kl", "value_loss", "policy_loss"}
 
 
@@ -87,19 +87,19 @@ def logged(folder):
 def test_one_curve(recipe, checkpoint, tied_checkpoint, pairs, chats, requests, tmp_path):  # noqa: F811
     settings, methods = RECIPES[recipe]
     data = {"pairs": pairs, "chats": chats, "requests": requests, "tied": tied_checkpoint}
-    given = [
+    unformatted = [
         f"model.path={checkpoint}", "device=cpu", "dtype=fp32", "micro_batch_size=1", "optimizer.lr=1e-4", "epochs=6",
         f"max_steps={curve_steps(2)}", "checkpointer.every=null", *settings,
     ]  # fmt: skip
-    given += ["teacher.dtype=fp32"] * (recipe == "distill")
-    common = [each.format(**data) if "{" in each else each for each in given]
+    unformatted += ["teacher.dtype=fp32"] * (recipe == "distill")
+    common = [setting.format(**data) if "{" in setting else setting for setting in unformatted]
     for processes, ways in WAYS.items():
         variants = {
-            f"{method} - {way}": [each.format(**data) for each in (*overrides, *how)]
+            f"{method} - {way}": [setting.format(**data) for setting in (*overrides, *how)]
             for method, overrides in methods.items()
             for way, how in ways.items()
             if (processes, way) in FEW or method == next(iter(methods))
-            if how[:1] != PACKED or "max_seq_len" in "".join(settings)  # samples of prompts are always together
+            if how[:1] != PACKED or "max_seq_len" in "".join(settings)  # sampled rows have no packed setting
         }
         folder = tmp_path / str(processes)
         run_processes(RUN_VARIANTS, processes, recipe, str(folder), json.dumps(common), json.dumps(variants))
@@ -111,17 +111,17 @@ def test_one_curve(recipe, checkpoint, tied_checkpoint, pairs, chats, requests, 
         assert len(curve) == len(expected) == curve_steps(2)
         assert len({step["loss"] for step in expected if "loss" in step}) > 1, (
             method
-        )  # groups of a step may all be dead
+        )  # all groups of a step may be dead
         for one, other in zip(curve, expected, strict=True):
             assert of_training(one) == of_training(other), folder
             for name in FIGURES & other.keys():
-                # Positive and negative shares of a figure cancel; margins are of whole answers.
+                # Positive and negative terms of a metric cancel; margins are sums over whole answers.
                 least = 1.0 if name == "rewards/margins" else 0.2
                 difference = abs(one[name] - other[name]) / max(least, abs(other[name]))
                 apart[method] = max(apart[method], difference)
         if recipe == "grpo":
-            assert [(each["sample"], each["tokens"]) for each in rows(folder)] == [
-                (each["sample"], each["tokens"]) for each in rows(plain)
+            assert [(row["sample"], row["tokens"]) for row in rows(folder)] == [
+                (row["sample"], row["tokens"]) for row in rows(plain)
             ], folder
-    print(apart)  # shown by -s, or where one is too large
+    print(apart)  # shown with -s or on failure
     assert max(apart.values()) < 1e-5

@@ -1,4 +1,4 @@
-"""What a run logs when asked: token accuracy, a validation before the first step, every learning rate; and when."""
+"""Optional metrics: token accuracy, validation before the first step, every learning rate; and times."""
 
 import json
 import re
@@ -23,7 +23,7 @@ def logged(run):
 
 
 def predicted(source, chats):
-    """Mean loss and accuracy of the supervised tokens of all rows, by transformers."""
+    """Return transformers' mean loss and accuracy over the supervised tokens of all rows."""
     model = transformers.AutoModelForCausalLM.from_pretrained(source)
     losses, hits = [], []
     for sample in load(Tokenizer(str(source)), str(chats), max_seq_len=128).samples:
@@ -38,7 +38,7 @@ def predicted(source, chats):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [full_finetune, lora_finetune])
-def test_asked_for(recipe, checkpoint, chats, tmp_path):
+def test_optional_metrics_are_logged(recipe, checkpoint, chats, tmp_path):
     begin = time.time()
     settings = [
         f"model.path={checkpoint}", f"dataset.path={chats}", f"validation_dataset.path={chats}", "device=cpu",
@@ -47,7 +47,7 @@ def test_asked_for(recipe, checkpoint, chats, tmp_path):
     ]  # fmt: skip
     patterns = {"embedding": 0.5} if recipe is full_finetune else {"lora_b": 0.5}
     settings.append(f"parameter_groups.lr_ratios={json.dumps(patterns)}")
-    for _ in range(2):  # what was not saved is trained again, and logged once
+    for _ in range(2):  # unsaved steps are trained again, and logged once
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(recipe.checkpointers.Checkpointer, "save", lambda *_, **__: None)
             recipe.main(config.load(recipe.__name__, settings))
@@ -55,7 +55,7 @@ def test_asked_for(recipe, checkpoint, chats, tmp_path):
     loss, accuracy = predicted(checkpoint, chats)
     assert (zeroth["step"], [line["step"] for line in steps]) == (0, [1, 2, 3])
     assert zeroth["validation_loss"] == pytest.approx(loss, rel=1e-5)
-    # A step's batch is the whole dataset, and its metrics are those before the step.
+    # A step's batch is the whole dataset, and its metrics come from the weights before the update.
     assert zeroth["validation_token_accuracy"] == steps[0]["token_accuracy"] == pytest.approx(accuracy, rel=1e-9)
     assert steps[-1]["validation_token_accuracy"] > accuracy and "validation_token_accuracy" not in steps[0]
     if recipe is full_finetune:
@@ -71,7 +71,7 @@ def test_asked_for(recipe, checkpoint, chats, tmp_path):
     assert steps[1]["lr"] == pytest.approx(1e-2) and steps[0]["lr"] == pytest.approx(5e-3)
 
 
-def test_by_default_nothing_of_it(checkpoint, chats, tmp_path):
+def test_optional_metrics_are_off_by_default(checkpoint, chats, tmp_path):
     settings = [f"model.path={checkpoint}", f"dataset.path={chats}", "device=cpu", "dtype=fp32", "max_steps=1"]
     full_finetune.main(config.load("full_finetune", [*settings, f"output_dir={tmp_path}"]))
     (line,) = logged(tmp_path)

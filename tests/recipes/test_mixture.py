@@ -1,4 +1,4 @@
-"""A recipe on several sources: from the command line to the loss of each."""
+"""A recipe on several sources, from the command line to the loss of each source."""
 
 import json
 
@@ -14,7 +14,7 @@ from tune.tokenizers import Tokenizer
 transformers = pytest.importorskip("transformers")
 
 
-def test_mixture_of_sources_and_the_loss_of_each(checkpoint, chats, tmp_path):
+def test_mixture_of_sources_logs_the_loss_of_each(checkpoint, chats, tmp_path):
     lines = chats.read_text().splitlines(keepends=True)
     files = {"few": tmp_path / "few.jsonl", "many": tmp_path / "many.jsonl"}
     files["few"].write_text("".join(lines[:8]))

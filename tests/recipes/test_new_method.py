@@ -1,4 +1,4 @@
-"""A method that the library knows nothing of: what it needs from the data goes from a file to the loss by name."""
+"""A method unknown to the library: a data column goes from a file to the loss by name."""
 
 import json
 
@@ -14,10 +14,10 @@ from tune.tokenizers import Tokenizer
 transformers = pytest.importorskip("transformers")
 
 
-# The method, all of it: the loss of each document counts as much as the column `weight` of its row says.
+# The whole method: the column `weight` of a row scales the loss of its document.
 def weighted(hidden, weight, batch: Batch, softcap=None):
     documents = batch.documents.ids.flatten()[batch.supervised]
-    rows, labels = (each.flatten(0, 1)[batch.supervised] for each in (hidden, batch.labels))
+    rows, labels = (tensor.flatten(0, 1)[batch.supervised] for tensor in (hidden, batch.labels))
     losses = F.cross_entropy(rows @ weight.T, labels, reduction="none")
     return (losses * batch.columns["weight"][documents]).sum()
 
@@ -28,7 +28,7 @@ def make_weighted(chunk_tokens: int | None = None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", ["true", "false"])
-def test_a_weight_of_each_document(checkpoint, tmp_path, packed):
+def test_weight_per_document(checkpoint, tmp_path, packed):
     rows = [{"text": f"the cat sat on {i} mats and ran", "weight": i / 3} for i in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = [

@@ -1,5 +1,5 @@
-"""The norm of the gradients of two processes is that of one: methods x layouts x stages of ZeRO, where the step follows
-the backward and where it is in it."""
+"""Gradient norms on two processes match one process: methods x layouts x ZeRO stages, with the update after
+the backward pass or in it."""
 
 import json
 
@@ -29,7 +29,7 @@ ROWS = 4
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory):
-    """A model with experts, all of which a step uses."""
+    """A mixture-of-experts model whose experts are all used in a step."""
     return save_checkpoint(
         tmp_path_factory.mktemp("mixture"), "Qwen3MoeConfig", num_experts=4, num_experts_per_tok=2, head_dim=16,
         moe_intermediate_size=32, num_hidden_layers=2,
@@ -61,8 +61,8 @@ def assert_norms(mixture, checkpoint, chats, pairs, tmp_path):
         after = [*common, "max_grad_norm=null"]
         run_processes(RUN_VARIANTS, 1, recipe, str(tmp_path / "alone"), json.dumps(after), json.dumps(alone))
         for moment in moments:
-            script, given = (recipe, after) if moment == "after" else (in_backward(recipe, tmp_path), common)
-            run_processes(RUN_VARIANTS, 2, script, str(tmp_path / moment), json.dumps(given), json.dumps(shared))
+            script, run_settings = (recipe, after) if moment == "after" else (in_backward(recipe, tmp_path), common)
+            run_processes(RUN_VARIANTS, 2, script, str(tmp_path / moment), json.dumps(run_settings), json.dumps(shared))
             for run in shared:
                 expected = norms_of(tmp_path / "alone" / run.partition(",")[0])
                 assert norms_of(tmp_path / moment / run) == pytest.approx(expected, rel=2e-5), (recipe, run, moment)

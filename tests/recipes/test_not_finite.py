@@ -1,4 +1,4 @@
-"""What `checkpointer.on_nan` does to a step whose loss is NaN."""
+"""Steps whose loss is NaN: `checkpointer.on_nan` stops, skips or rolls back."""
 
 import json
 
@@ -23,7 +23,7 @@ BAD_ROW = 11
 
 
 class Spoiled(LinearCrossEntropy):
-    """NaN for the batch that has one row of the dataset."""
+    """A loss that is NaN for the batch with one particular row."""
 
     def __call__(self, hidden, weight, batch, **options):
         loss = super().__call__(hidden, weight, batch, **options)
@@ -31,7 +31,7 @@ class Spoiled(LinearCrossEntropy):
 
 
 class SpoiledPolicy(ClippedPolicy):
-    """NaN for what is sampled in the second step of 16 completions."""
+    """A loss that is NaN for the completions of the second step of 16."""
 
     def __call__(self, log_probs, sampled, advantages, batch):
         loss, clipped = super().__call__(log_probs, sampled, advantages, batch)
@@ -43,8 +43,8 @@ class SpoiledPolicy(ClippedPolicy):
 @pytest.mark.parametrize(
     ("recipe", "counts"), [(grpo, ["group_size=4", "prompts_per_step=4"]), (ppo_finetune, ["prompts_per_step=16"])]
 )
-def test_updates_on_completions_end(recipe, counts, way, run_recipe, checkpoint, requests, tmp_path):  # noqa: F811
-    """Otherwise each of them would be refused, or, after a rollback, learn from the samples of other weights."""
+def test_nan_ends_the_updates_on_its_completions(recipe, counts, way, run_recipe, checkpoint, requests, tmp_path):  # noqa: F811
+    """Otherwise each update would fail or, after a rollback, learn from samples of other weights."""
     settings = [
         f"model.path={checkpoint}", f"dataset.path={requests}", "max_prompt_len=64", *counts, "updates=3", "epochs=3",
         "reward=recipes.test_grpo.share_of_a", "sampling.max_new_tokens=6", "device=cpu", "dtype=fp32", "max_steps=3",
@@ -66,11 +66,11 @@ METHODS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [pytest.param("skip", marks=pytest.mark.slow), "rollback"])
 @pytest.mark.parametrize("recipe", METHODS, ids=lambda recipe: recipe.__name__)
-def test_gradients_of_a_method(
+def test_nan_gradients_of_every_method(
     recipe, way, run_recipe, checkpoint, tied_checkpoint, pairs, chats, tmp_path, monkeypatch
 ):
-    """A step whose gradients are NaN leaves the weights, and the run goes on as if it had not been."""
-    common = [each.format(pairs=pairs, chats=chats, tied=tied_checkpoint) for each in METHODS[recipe]] + [
+    """A step with NaN gradients keeps the weights, and the run goes on as if it had not happened."""
+    common = [setting.format(pairs=pairs, chats=chats, tied=tied_checkpoint) for setting in METHODS[recipe]] + [
         f"model.path={checkpoint}", "device=cpu", "dtype=fp32", "global_batch_size=8", "micro_batch_size=4",
         "checkpointer.every=1", "checkpointer.keep=null", f"checkpointer.on_nan={way}", "max_steps=3",
         "schedule.warmup=0", "optimizer.lr=1e-2", "epochs=3",
@@ -78,7 +78,7 @@ def test_gradients_of_a_method(
     clip, calls = distributed.clip_grad_norm_, []
 
     def spoiled(parameters, *rest):
-        parameters = [each for each in parameters if each.grad is not None]
+        parameters = [parameter for parameter in parameters if parameter.grad is not None]
         calls.append(len(calls))
         if calls[-1] == 1:
             parameters[0].grad.fill_(torch.nan)
@@ -87,8 +87,8 @@ def test_gradients_of_a_method(
     monkeypatch.setattr(distributed, "clip_grad_norm_", spoiled)
     run = tmp_path / "run"
     assert run_recipe([*common, f"output_dir={run}"], recipe) == 0
-    found = [weights(run, step, tmp_path) for step in (1, 2, 3)]
-    differs = [any(not torch.equal(each[name], found[0][name]) for name in each) for each in found]
+    states = [weights(run, step, tmp_path) for step in (1, 2, 3)]
+    differs = [any(not torch.equal(state[name], states[0][name]) for name in state) for state in states]
     assert differs == [False, False, True] and None not in losses(run)
     log = (run / "log.txt").read_text()
     assert log.count("grad_norm is nan at step 2") == 1 and "training continues" in log
@@ -119,24 +119,24 @@ def weights(run, step, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [full_finetune, pytest.param(lora_finetune, marks=pytest.mark.slow)])
 def test_one_process(recipe, common, run_recipe, tmp_path):
-    found = {}
+    runs = {}
     for way in ("skip", "rollback"):
-        run = found[way] = tmp_path / way
+        run = runs[way] = tmp_path / way
         assert run_recipe([*common, f"checkpointer.on_nan={way}", f"output_dir={run}"], recipe) == 0
         assert [value is None for value in losses(run)] == [False, False, False, True, False, False]
         log = (run / "log.txt").read_text()
         weights_now = {"skip": "are unchanged", "rollback": "are restored from step 2"}
         assert "loss is nan at step 4, in a batch of dataset rows" in log
         assert f"The weights {weights_now[way]}; training continues" in log
-        again = tmp_path / "again"  # continued before the bad step
+        again = tmp_path / "again"  # resumed before the bad step
         settings = [*common, f"checkpointer.on_nan={way}", f"output_dir={again / way}"]
         before = run / "checkpoints" / "step-00000002"
         assert run_recipe([*settings, f"resume={before}"], recipe) == 0
         assert losses(again / way) == losses(run)[2:]
-    skipped, back = (losses(found[way]) for way in ("skip", "rollback"))
+    skipped, back = (losses(runs[way]) for way in ("skip", "rollback"))
     assert skipped[:4] == back[:4] and skipped[4] != back[4]
     assert run_recipe([*common, f"output_dir={tmp_path / 'stop'}"], recipe) == 2
-    kept, now = (weights(found["rollback"], step, tmp_path) for step in (2, 4))
+    kept, now = (weights(runs["rollback"], step, tmp_path) for step in (2, 4))
     assert kept.keys() == now.keys() and all(torch.equal(kept[name], now[name]) for name in kept)
 
 
@@ -152,7 +152,7 @@ def test_two_processes(common, run_recipe, tmp_path):
 
 
 @pytest.mark.parametrize("setting", ["optimizer.eps=0", "optimizer.lr=1e38"])
-def test_settings_that_make_weights_of_no_numbers_are_refused(setting, inputs, run_recipe, capsys):
+def test_settings_that_make_weights_non_finite_are_refused(setting, inputs, run_recipe, capsys):
     run = inputs.folder / "new"
     assert run_recipe([*inputs.settings(), f"output_dir={run}", setting]) == 2
     assert setting.partition("=")[0] in capsys.readouterr().err
@@ -160,7 +160,7 @@ def test_settings_that_make_weights_of_no_numbers_are_refused(setting, inputs, r
 
 
 class Overflowing(torch.optim.SGD):
-    """Of finite gradients, weights that are not finite."""
+    """An optimizer that makes weights non-finite from finite gradients."""
 
     def step(self, closure=None):
         super().step(closure)
@@ -169,8 +169,8 @@ class Overflowing(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(("recipe", "folder"), [(full_finetune, "model"), (lora_finetune, "adapter")])
-def test_a_last_step_that_overflows_exports_nothing(recipe, folder, inputs, run_recipe, capsys):
-    """Its loss and its gradients are finite, and there is no step after it to notice."""
+def test_overflowing_last_step_exports_nothing(recipe, folder, inputs, run_recipe, capsys):
+    """Its loss and gradients are finite, and no later step would notice."""
     run = inputs.folder / "new"
     settings = [*inputs.settings(), f"output_dir={run}", "max_steps=1"]
     assert run_recipe([*settings, "optimizer._component_=recipes.test_not_finite.Overflowing"], recipe) == 2
@@ -179,12 +179,12 @@ def test_a_last_step_that_overflows_exports_nothing(recipe, folder, inputs, run_
     assert not (run / folder).exists() and "done" not in shown.out
 
 
-def test_a_rate_that_is_allowed_and_too_high_for_the_type_of_the_weights(inputs, run_recipe, capsys):
-    """Of weights in fp16, near its largest number, 65,504."""
+def test_learning_rate_too_high_for_the_dtype_of_the_weights(inputs, run_recipe, capsys):
+    """The weights are in fp16, near its largest number, 65,504."""
     name, run = "model.embed_tokens.weight", inputs.folder / "new"
 
     def change(tensors):
-        tensors.update({each: tensor.half() for each, tensor in tensors.items()})
+        tensors.update({key: tensor.half() for key, tensor in tensors.items()})
         tensors[name][:] = 65440
 
     inputs.change_tensors(change)

@@ -1,4 +1,4 @@
-"""Every verb and recipe takes a model that only transformers has, by itself, and computes what transformers does."""
+"""Every verb and recipe accepts a model that only transformers implements, and computes what transformers does."""
 
 import json
 import random
@@ -33,19 +33,19 @@ def base(request, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def say_again():
-    """The cost is said once in a process."""
+    """Reset the note on the cost, which is printed once per process."""
     opened._say_once.cache_clear()
 
 
-def of_transformers(folder, **arguments):
+def transformers_logits(folder, **arguments):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **arguments).eval()
     with torch.no_grad():
         return model(TOKENS).logits
 
 
 @torch.no_grad()
-def test_each_way_to_open_one(base, tmp_path, capsys):
-    expected = of_transformers(base)
+def test_every_way_to_open_the_model(base, tmp_path, capsys):
+    expected = transformers_logits(base)
     model = open_model(base).load()
     assert isinstance(model, HuggingFaceModel)
     assert capsys.readouterr().err.count(f"note: {base}: {model.config.model_type} {COST}") == 1
@@ -55,23 +55,23 @@ def test_each_way_to_open_one(base, tmp_path, capsys):
     copied = open_model(base)
     copied.on_disk()
     copied.export(tmp_path / "out", "a copy")
-    assert_close(of_transformers(tmp_path / "out"), expected, atol=0, rtol=0)
+    assert_close(transformers_logits(tmp_path / "out"), expected, atol=0, rtol=0)
     in_nf4 = open_model(base).load(quantization="nf4")(TOKENS)
     assert 0 < (in_nf4 - expected).norm() / expected.norm() < 0.3
 
 
 @torch.no_grad()
-def test_its_adapter(base, tmp_path):
-    """As `tune merge` and `tune export` write it, as a frozen model, and as PEFT computes it."""
+def test_adapter_matches_peft(base, tmp_path):
+    """The merged model, the exported model and the frozen model match PEFT."""
     peft = pytest.importorskip("peft")
     adapter = make_adapter(base, tmp_path / "adapter", 1)
     whole = transformers.AutoModelForCausalLM.from_pretrained(base)
     expected = peft.PeftModel.from_pretrained(whole, adapter).eval()(TOKENS).logits
-    assert (expected - of_transformers(base)).abs().max() > 1e-3
+    assert (expected - transformers_logits(base)).abs().max() > 1e-3
     main(["merge", str(base), str(adapter), str(tmp_path / "merged")])
     main(["export", str(adapter), "--to", "hf", "--out", str(tmp_path / "exported")])
     for folder in ("merged", "exported"):
-        assert_close(of_transformers(tmp_path / folder), expected, atol=1e-5, rtol=1e-5)
+        assert_close(transformers_logits(tmp_path / folder), expected, atol=1e-5, rtol=1e-5)
     assert_close(open_model(adapter).load()(TOKENS), expected, atol=1e-5, rtol=1e-5)
     assert_close(open_model(adapter).shard(distributed.init("cpu"))(TOKENS), expected, atol=1e-5, rtol=1e-5)
 
@@ -83,15 +83,15 @@ def test_its_adapter(base, tmp_path):
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("fp8", 0.1), ("int4", 0.3))),
     ],
 )
-def test_quantized_as_transformers_reads_it(kind, within, base, tmp_path):
+def test_transformers_loads_the_quantized_model(kind, within, base, tmp_path):
     pytest.importorskip("compressed_tensors")
     main(["quantize", str(base), "--to", kind, "--out", str(tmp_path / "out")])
-    expected = of_transformers(base)
-    error = (of_transformers(tmp_path / "out") - expected).norm() / expected.norm()
+    expected = transformers_logits(base)
+    error = (transformers_logits(tmp_path / "out") - expected).norm() / expected.norm()
     assert 0 < error < within
 
 
-def test_experts_of_transformers_are_not_quantized(tmp_path, capsys):
+def test_quantizing_transformers_experts_is_refused(tmp_path, capsys):
     fields = {"num_local_experts": 4, "num_experts_per_tok": 2}
     folder = save_checkpoint(tmp_path / "model", "PhimoeConfig", **fields)
     with pytest.raises(SystemExit):
@@ -99,12 +99,12 @@ def test_experts_of_transformers_are_not_quantized(tmp_path, capsys):
     assert "only dense models can be quantized" in capsys.readouterr().err
 
 
-def test_more_tokens(base, tmp_path):
+def test_added_tokens_keep_the_logits(base, tmp_path):
     main(["add-tokens", str(base), str(tmp_path / "more"), "<|one|>", "<|two|>"])
     with torch.no_grad():
-        found, expected = load_model(tmp_path / "more")(TOKENS), of_transformers(base)
-    assert_close(found[..., : expected.shape[-1]], expected, atol=1e-5, rtol=1e-5)
-    assert found.shape[-1] == expected.shape[-1] + 2
+        logits, expected = load_model(tmp_path / "more")(TOKENS), transformers_logits(base)
+    assert_close(logits[..., : expected.shape[-1]], expected, atol=1e-5, rtol=1e-5)
+    assert logits.shape[-1] == expected.shape[-1] + 2
 
 
 def test_answers_and_loss(base, tmp_path, capfd):
@@ -120,16 +120,16 @@ def test_answers_and_loss(base, tmp_path, capfd):
     out = tmp_path / "out.json"
     main(["eval", str(base), "--data", str(tmp_path / "text.jsonl"), "--out", str(out), "device=cpu", "dtype=fp32"])
     ids = torch.tensor([Tokenizer(base).encode(" ".join(WORDS))])
-    found = json.loads(out.read_text())["results"]["text"]
+    results = json.loads(out.read_text())["results"]["text"]
     with torch.no_grad():
         logits = model(ids).logits[0, :-1]
     losses = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
-    # The text is followed by the token that ends texts, which is learned too.
-    assert found["loss,none"] == pytest.approx(losses.mean().item(), rel=0.1)
+    # `tune eval` also counts the token that ends the text.
+    assert results["loss,none"] == pytest.approx(losses.mean().item(), rel=0.1)
 
 
 @torch.no_grad()
-def test_a_reward_model_scores_as_in_transformers(tmp_path):
+def test_reward_model_scores_match_transformers(tmp_path):
     folder = save_checkpoint(tmp_path / "scores", "StableLmConfig", pad_token_id=1)
     settings = transformers.AutoConfig.from_pretrained(folder)
     settings.num_labels = 1
@@ -153,7 +153,7 @@ def test_without_transformers(base, monkeypatch):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Rows of each kind, by name."""
+    """A folder with rows of each kind."""
     draw, folder = random.Random(0), tmp_path_factory.mktemp("data")
 
     def text():
@@ -170,7 +170,7 @@ def data(tmp_path_factory):
 
 
 def spread(row, completion):
-    """Another reward for each text, so that no group has equal ones."""
+    """Return a different reward for each text, so that no group has equal rewards."""
     return zlib.crc32(completion.encode()) % 97 / 97
 
 
@@ -181,7 +181,7 @@ PROMPTS = [
     "prompts_per_step=4",
     "reward=recipes.test_not_native.spread",
 ]
-# The recipe, its data, its settings; BASE is the model.
+# The recipe, its data and its settings; BASE stands for the model.
 RECIPES = {
     "full": ("full_finetune", "chats", ROWS),
     "lora": ("lora_finetune", "chats", [*ROWS, "adapter.rank=4", "export.merge=true"]),
@@ -199,13 +199,13 @@ RECIPES = {
 def arguments(case, base, data):
     recipe, rows, settings = RECIPES[case]
     common = [f"model.path={base}", f"dataset.path={data / rows}.jsonl", "device=cpu", "dtype=fp32", "max_steps=2"]
-    return recipe, [*common, *(each.replace("BASE", str(base)) for each in settings)]
+    return recipe, [*common, *(setting.replace("BASE", str(base)) for setting in settings)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", RECIPES)
 def test_recipes(case, base, data, tmp_path, run_recipe):
-    """What is exported is a model of transformers with our logits, and other numbers than the base."""
+    """The export has our logits in transformers, and differs from the base."""
     recipe, settings = arguments(case, base, data)
     run = tmp_path / "run"
     module = __import__(recipe)
@@ -217,21 +217,21 @@ def test_recipes(case, base, data, tmp_path, run_recipe):
         assert model.head.weight.shape[0] == 1
         return
     with torch.no_grad():
-        expected = of_transformers(run / "model")
+        expected = transformers_logits(run / "model")
         assert_close(load_model(run / "model")(TOKENS), expected, atol=1e-5, rtol=1e-5)
     if "distill" not in case or "nf4" in str(RECIPES[case]):  # the student is its own teacher
-        assert (expected - of_transformers(base)).abs().max() > 0
+        assert (expected - transformers_logits(base)).abs().max() > 0
 
 
 @pytest.mark.slow
-def test_checkpoints_of_a_run(base, data, tmp_path, run_recipe):
-    """Opened by step, exported, averaged."""
+def test_run_checkpoints(base, data, tmp_path, run_recipe):
+    """Open a checkpoint by step, export one, and average them."""
     recipe, settings = arguments("full", base, data)
     run = tmp_path / "run"
     assert run_recipe([*settings, "checkpointer.every=1", f"output_dir={run}"], __import__(recipe)) == 0
     main(["export", str(run), "--step", "1", "--to", "hf", "--out", str(tmp_path / "one")])
     main(["merge", str(run), str(tmp_path / "mean"), "--method", "average"])
-    first, mean, last = (of_transformers(folder) for folder in (tmp_path / "one", tmp_path / "mean", run / "model"))
+    first, mean, last = (transformers_logits(folder) for folder in (tmp_path / "one", tmp_path / "mean", run / "model"))
     with torch.no_grad():
         assert_close(open_model(run, step=1).load()(TOKENS), first, atol=1e-5, rtol=1e-5)
     assert (first - last).abs().max() > 0
@@ -240,9 +240,9 @@ def test_checkpoints_of_a_run(base, data, tmp_path, run_recipe):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", [each if each == "full" else pytest.param(each, marks=pytest.mark.slow) for each in RECIPES]
+    "case", [case if case == "full" else pytest.param(case, marks=pytest.mark.slow) for case in RECIPES]
 )
-def test_rehearsed_and_planned(case, base, data, told, capsys):
+def test_validate_and_plan(case, base, data, told, capsys):
     recipe, settings = arguments(case, base, data)
     assert told(recipe, settings) == ""
     capsys.readouterr()

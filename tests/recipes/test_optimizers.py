@@ -1,4 +1,4 @@
-"""Optimizers by name, in both recipes: on any number of processes, continued exactly, and updating in backward."""
+"""Optimizers by name, in both recipes: on two processes, resumed exactly, and updating in the backward pass."""
 
 import json
 import os
@@ -21,8 +21,8 @@ from tune.losses import LinearCrossEntropy
 
 RUN_VARIANTS = Path(__file__).with_name("run_variants.py")
 
-# What to give for each, and how far 1 and 2 processes may differ: low-bit states are quantized in blocks of what a
-# process holds, and only where it holds at least 4,096 numbers; Muon multiplies in bf16.
+# Settings, and the tolerance between 1 and 2 processes. Low-bit states are quantized in blocks of a process's shard, if
+# it has at least 4,096 elements; Muon multiplies in bf16.
 OPTIMIZERS = {
     "AdamW": ([], 1e-5),
     "SGD": (["optimizer._component_=torch.optim.SGD", "optimizer.lr=0.1", "optimizer.momentum=0.9"], 1e-5),
@@ -50,14 +50,14 @@ RECIPES = {
 
 @pytest.fixture(autouse=True)
 def uncompiled():
-    """torchao's optimizers compile themselves, which takes long."""
+    """Keep torchao's optimizers from compiling, which is slow."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """Matrices of at least 8,192 numbers, so that low-bit states are quantized on two processes too."""
+    """A model with matrices of at least 8,192 elements: two processes quantize low-bit states, too."""
     return save_checkpoint(tmp_path_factory.mktemp("model"), hidden_size=128, num_hidden_layers=2)
 
 
@@ -70,7 +70,7 @@ def common(checkpoint, chats):
 
 
 def curve(run):
-    """What does not depend on the clock, of each step."""
+    """Return the metrics of each step that do not depend on the clock."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [(line["step"], line["loss"], line["grad_norm"], line["lr"]) for line in lines]
 
@@ -86,7 +86,7 @@ def train(recipe, folder, *overrides):
 
 
 def near(ours, theirs):
-    """Whether two curves are the same but for rounding."""
+    """Return whether two curves are equal up to rounding."""
     return np.array(ours) == pytest.approx(np.array(theirs), rel=1e-5)
 
 
@@ -98,7 +98,7 @@ def state(checkpoint, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", slow_but(["AdamW", "AdamW8bit"], OPTIMIZERS))
-def test_a_continued_run_is_that_without_interruption(name, recipe, common, told, tmp_path):
+def test_resumed_run_equals_the_uninterrupted_one(name, recipe, common, told, tmp_path):
     settings = [*common, *RECIPES[recipe], *OPTIMIZERS[name][0]]
     whole = train(recipe, tmp_path / "whole", *settings)
     middle, end = (tmp_path / "whole" / "checkpoints" / f"step-{step:08d}" for step in (2, 4))
@@ -113,7 +113,7 @@ def test_a_continued_run_is_that_without_interruption(name, recipe, common, told
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["full_finetune"])
 def test_two_processes(recipe, common, told_to, tmp_path):
-    """The curves of one process, which continues what they begin; bitwise among themselves, resumed or in backward."""
+    """They match one process, which can resume their runs. Resumed and in-backward runs match bitwise."""
     changed, unclipped = in_backward(recipe, tmp_path / "changed"), [*common, *RECIPES[recipe], "micro_batch_size=4"]
     common = [*unclipped, "max_grad_norm=null"]
     variants = {}
@@ -123,15 +123,15 @@ def test_two_processes(recipe, common, told_to, tmp_path):
             name: settings,
             f"{name}, resumed": [*settings, f"resume={middle}"],
         }
-        if name in LOW_BIT:  # cut within rows and blocks
+        if name in LOW_BIT:  # sharded within rows and blocks
             every = ["checkpointer.every=1", "parallel.tp=2"]
             variants[f"{name}, resumed, shared"] = [*settings, f"resume={middle}", *every]
             again = tmp_path / "2" / f"{name}, resumed, shared" / "checkpoints" / "step-00000003"
             variants[f"{name}, resumed twice"] = [*settings, f"resume={again}"]
     run_processes(RUN_VARIANTS, 2, recipe, str(tmp_path / "2"), json.dumps(common), json.dumps(variants))
     each_in_backward = {f"{name}, in backward": settings for name, (settings, _) in OPTIMIZERS.items()}
-    given = [str(tmp_path / "2"), json.dumps(unclipped), json.dumps(each_in_backward)]
-    run_processes(RUN_VARIANTS, 2, changed, *given)
+    arguments = [str(tmp_path / "2"), json.dumps(unclipped), json.dumps(each_in_backward)]
+    run_processes(RUN_VARIANTS, 2, changed, *arguments)
     lines = [[recipe, *common, *settings, f"output_dir={tmp_path / name}"] for name, settings in variants.items()]
     assert {*told_to(2, *lines)} == {""}
     for name, (settings, tolerance) in OPTIMIZERS.items():
@@ -151,7 +151,7 @@ def test_two_processes(recipe, common, told_to, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["cosine", "WSD"], SCHEDULES))
-def test_schedules_continue_exactly(name, common, tmp_path):
+def test_schedules_resume_exactly(name, common, tmp_path):
     settings = [*common, *RECIPES["full_finetune"], "max_steps=6", *SCHEDULES[name]]
     whole = train("full_finetune", tmp_path / "whole", *settings)
     assert len({lr for _, _, _, lr in whole}) > 2
@@ -162,8 +162,8 @@ def test_schedules_continue_exactly(name, common, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_in_backward_or_in_a_step_is_the_same(recipe, common, tmp_path):
-    """A run that began with one may go on with the other."""
+def test_update_in_backward_equals_update_in_step(recipe, common, tmp_path):
+    """A run that starts with one may resume with the other."""
     changed, common = in_backward(recipe, tmp_path / "changed"), [*common, *RECIPES[recipe], "micro_batch_size=8"]
     in_step = train(recipe, tmp_path / "step", *common, "max_grad_norm=null")
     at_once = train(changed, tmp_path / "backward", *common)
@@ -173,22 +173,22 @@ def test_in_backward_or_in_a_step_is_the_same(recipe, common, tmp_path):
     assert near(resumed, at_once[2:])
 
 
-def test_in_backward_wants_one_micro_batch(common, tmp_path):
+def test_update_in_backward_requires_one_micro_batch(common, tmp_path):
     changed = in_backward("full_finetune", tmp_path / "changed")
     with pytest.raises(TuneError, match=r"second gradient .* micro_batch_size"):
         train(changed, tmp_path / "run", *common, "micro_batch_size=2")
     assert not [*(tmp_path / "run" / "checkpoints").glob("step-*")]
 
 
-def test_in_backward_does_not_update_on_a_loss_that_is_not_finite(common, tmp_path, monkeypatch):
+def test_no_update_in_backward_on_a_non_finite_loss(common, tmp_path, monkeypatch):
     models, weights = [], []
     loss_of, check = LinearCrossEntropy.__call__, checkpointers.check_forward
 
-    def spoilt(*operands, **softcap):
+    def spoiled(*operands, **softcap):
         weights.append({name: tensor.clone() for name, tensor in models[-1].state_dict().items()})
         return loss_of(*operands, **softcap) * (torch.nan if len(weights) == 3 else 1)
 
-    monkeypatch.setattr(LinearCrossEntropy, "__call__", spoilt)
+    monkeypatch.setattr(LinearCrossEntropy, "__call__", spoiled)
     monkeypatch.setattr(checkpointers, "check_forward", lambda model: models.append(model) or check(model))
     changed = in_backward("full_finetune", tmp_path / "changed")
     with pytest.raises(TuneError, match="loss is nan at step 3"):
@@ -196,7 +196,7 @@ def test_in_backward_does_not_update_on_a_loss_that_is_not_finite(common, tmp_pa
     torch.testing.assert_close(models[-1].state_dict(), weights[-1], rtol=0, atol=0)
 
 
-def test_a_lower_learning_rate_counts_from_the_checkpoint_on(common, tmp_path):
+def test_lower_learning_rate_applies_from_the_checkpoint_on(common, tmp_path):
     settings = [*common, "schedule._component_=tune.optimizers.constant", "schedule.warmup=0"]
     train("full_finetune", tmp_path / "run", *settings, "optimizer.lr=1e-3")
     middle = tmp_path / "run" / "checkpoints" / "step-00000002"
@@ -204,7 +204,7 @@ def test_a_lower_learning_rate_counts_from_the_checkpoint_on(common, tmp_path):
     assert [lr for _, _, _, lr in resumed] == [5e-4, 5e-4]
 
 
-def test_adapters_are_not_continued_on_another_base(checkpoint, common, tmp_path):
+def test_adapters_do_not_resume_on_another_base(checkpoint, common, tmp_path):
     base = shutil.copytree(checkpoint, tmp_path / "base")
     settings = [*common, *RECIPES["lora_finetune"], f"model.path={base}"]
     train("lora_finetune", tmp_path / "run", *settings, "max_steps=2")
@@ -218,7 +218,7 @@ def test_adapters_are_not_continued_on_another_base(checkpoint, common, tmp_path
 
 
 @pytest.mark.slow
-def test_a_missing_compiler_is_named(common, tmp_path):
+def test_missing_compiler_is_named(common, tmp_path):
     env = os.environ | {"CXX": "/nowhere/g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     settings = [*common, "optimizer._component_=torchao.optim.AdamW8bit", f"output_dir={tmp_path / 'run'}"]
     command = [sys.executable, str(config.find_recipe("full_finetune")), *settings]

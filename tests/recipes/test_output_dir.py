@@ -1,4 +1,4 @@
-"""A run writes into a folder of its own: not over another recipe's training, a model or data."""
+"""A run writes to its own folder: not over another recipe's run, a model or data."""
 
 import importlib.util
 import shutil
@@ -19,11 +19,11 @@ def contents(folder):
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
-def test_the_folder_of_another_recipe_is_refused(inputs, run_recipe, told, capsys):
-    """It said 'continued ... done', and distilled nothing."""
+def test_folder_of_another_recipe_is_refused(inputs, run_recipe, told, capsys):
+    """The run once printed 'continued ... done', and distilled nothing."""
     before = contents(inputs.run)
     settings = inputs.settings(f"teacher.path={inputs.model}")
-    again = [each for each in settings if not each.startswith("output_dir=")]
+    again = [setting for setting in settings if not setting.startswith("output_dir=")]
     for place in (settings, [*again, f"output_dir={inputs.folder / 'new'}", f"resume={inputs.run}"]):
         assert run_recipe(place, distill) == 2
         message = capsys.readouterr().err
@@ -33,7 +33,7 @@ def test_the_folder_of_another_recipe_is_refused(inputs, run_recipe, told, capsy
 
 
 @pytest.mark.slow
-def test_the_folder_of_another_recipe_is_refused_without_a_checkpoint(inputs, run_recipe, told, capsys):
+def test_folder_of_another_recipe_is_refused_without_a_checkpoint(inputs, run_recipe, told, capsys):
     shutil.rmtree(inputs.run / "checkpoints")
     before = contents(inputs.run)
     assert run_recipe(inputs.settings(), lora_finetune) == 2
@@ -44,8 +44,8 @@ def test_the_folder_of_another_recipe_is_refused_without_a_checkpoint(inputs, ru
 
 
 @pytest.mark.slow
-def test_the_folder_of_a_recipe_is_refused_to_a_copy_of_it(inputs, told, tmp_path, capsys):
-    """`tune validate` finds what the run of the copy does. The copy may be named by its settings, too."""
+def test_copy_of_a_recipe_may_not_use_its_folder(inputs, told, tmp_path, capsys):
+    """`tune validate` reports what the copy's run does. The copy may also be named by its settings file."""
     main(["cp", "full_finetune", str(tmp_path / "mine.py")])
     for recipe in ("mine.py", "mine.yaml"):
         message = told(str(tmp_path / recipe), inputs.settings())
@@ -62,8 +62,8 @@ def test_the_folder_of_a_recipe_is_refused_to_a_copy_of_it(inputs, told, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", ["notes", "folder", "edited", "index lost"])
-def test_what_a_user_has_put_into_the_result_is_not_lost(change, inputs, run_recipe, told, capsys):
-    """A rerun removed it without a word. It is refused before the training, and not at its end."""
+def test_user_changes_to_the_result_are_not_lost(change, inputs, run_recipe, told, capsys):
+    """A rerun once removed them silently. It is refused before training, not at the end."""
     model = inputs.run / "model"
     if change == "notes":
         (model / "notes.md").write_text("the best so far")
@@ -81,14 +81,14 @@ def test_what_a_user_has_put_into_the_result_is_not_lost(change, inputs, run_rec
     assert contents(inputs.run) == before
 
 
-def test_a_result_that_is_as_it_was_written_is_replaced(inputs, run_recipe):
+def test_unchanged_result_is_replaced(inputs, run_recipe):
     before = contents(inputs.run / "model")
     assert run_recipe(inputs.settings("max_steps=3")) == 0
     after = contents(inputs.run / "model")
     assert after.keys() == before.keys() and after["model.safetensors"] != before["model.safetensors"]
 
 
-def test_verbs_take_what_a_run_has_trained_also_where_its_folder_holds_a_model(inputs, run_recipe, capsys):
+def test_verbs_use_the_trained_model_even_next_to_another_model(inputs, run_recipe, capsys):
     trained = load_file(inputs.run / "model" / "model.safetensors")
     for file in inputs.model.iterdir():
         shutil.copyfile(file, inputs.run / file.name)
@@ -97,14 +97,14 @@ def test_verbs_take_what_a_run_has_trained_also_where_its_folder_holds_a_model(i
     main(["export", str(inputs.run), "--to", "hf", "--out", str(out)])
     exported = load_file(out / "model.safetensors")
     assert all(exported[name].equal(tensor) for name, tensor in trained.items())
-    assert run_recipe(inputs.settings("max_steps=3")) == 2  # the run is not continued like this
+    assert run_recipe(inputs.settings("max_steps=3")) == 2  # such a run does not continue
     assert "config.json" in capsys.readouterr().err
     shutil.rmtree(inputs.run / "model")
     with pytest.raises(TuneError, match="step-00000002"):
         resolve_model(inputs.run)
 
 
-def test_tokens_are_not_added_over_the_model_that_is_read(inputs):
+def test_added_tokens_do_not_overwrite_a_model(inputs):
     before = contents(inputs.model)
     with pytest.raises(TuneError, match="model"):
         add_tokens(inputs.model, inputs.model, ["<new>"])
@@ -117,25 +117,25 @@ NAMES = ["config.json", "adapter_config.json", "rows.JSONL", "model.safetensors"
 
 
 @pytest.mark.parametrize("name", slow_but(NAMES[:1], NAMES))
-def test_a_folder_with_a_model_or_data_is_refused(name, inputs, run_recipe, told, capsys):
-    """`tune generate` of it took the model that was there before."""
+def test_folder_with_a_model_or_data_is_refused(name, inputs, run_recipe, told, capsys):
+    """`tune generate` once used the model that was there before."""
     folder = inputs.folder / "taken"
     folder.mkdir()
     (folder / name).write_text("{}")
     settings = inputs.settings(f"output_dir={folder}")
     assert run_recipe(settings) == 2
     message = capsys.readouterr().err
-    assert all(each in message for each in ("output_dir: ", str(folder), name))
+    assert all(part in message for part in ("output_dir: ", str(folder), name))
     assert f"output_dir: {folder}" in told("full_finetune", settings)
     assert contents(folder) == {name: b"{}"}
 
 
-def test_the_model_of_the_run_is_no_output_dir(inputs, run_recipe, capsys):
+def test_model_folder_is_refused_as_output_dir(inputs, run_recipe, capsys):
     assert run_recipe(inputs.settings(f"output_dir={inputs.model}")) == 2
     assert "config.json" in capsys.readouterr().err
 
 
-def test_a_folder_with_notes_is_taken(inputs, run_recipe):
+def test_folder_with_notes_is_accepted(inputs, run_recipe):
     folder = inputs.folder / "notes"
     folder.mkdir()
     (folder / "notes.md").write_text("what I want to try")

@@ -1,4 +1,4 @@
-"""A model of the user's own, as docs/components.md shows it."""
+"""A custom model, as shown in docs/components.md."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "components.md"
 
 @pytest.fixture
 def folder(checkpoint, tmp_path, monkeypatch):
-    """Its weights and a tokenizer; the module `mine` is what the page says."""
+    """A folder with weights and a tokenizer; the module `mine` has the code of the page."""
     section = PAGE.read_text().split("## Your own model")[1]
     (tmp_path / "mine.py").write_text(section.split("```python\n")[1].split("```")[0])
     monkeypatch.syspath_prepend(tmp_path)
@@ -44,7 +44,7 @@ def losses(run):
 @pytest.mark.parametrize(
     "recipe", [full_finetune, pytest.param(lora_finetune, marks=pytest.mark.slow)], ids=lambda recipe: recipe.__name__
 )
-def test_it_trains_and_is_exported(recipe, folder, chats, tmp_path):
+def test_custom_model_trains_and_is_exported(recipe, folder, chats, tmp_path):
     common = [
         "model._component_=mine.build", f"model.path={folder}", f"dataset.path={chats}", "max_seq_len=128",
         "global_batch_size=8", "micro_batch_size=2", "dtype=fp32", "device=cpu", "optimizer.lr=1e-2",
@@ -55,7 +55,9 @@ def test_it_trains_and_is_exported(recipe, folder, chats, tmp_path):
     assert losses(run)[-1] < losses(run)[0]
     if recipe is full_finetune:
         before, after = (load_file(place / "model.safetensors") for place in (folder, run / "model"))
-        assert {name: tensor.shape for name, tensor in after.items()} == {n: each.shape for n, each in before.items()}
+        assert {name: tensor.shape for name, tensor in after.items()} == {
+            n: weight.shape for n, weight in before.items()
+        }
         assert all(not torch.equal(after[name], tensor) for name, tensor in before.items())
     run_processes(RUN_VARIANTS, 2, recipe.__name__, str(tmp_path / "two"), json.dumps(common), json.dumps({"run": []}))
     assert losses(tmp_path / "two" / "run") == pytest.approx(losses(run), rel=1e-5)

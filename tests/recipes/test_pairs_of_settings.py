@@ -1,5 +1,7 @@
-"""All pairs of values of settings: `tune validate` refuses them, or two steps of them run, and give the numbers of the
-plain way where the settings only say how a step is computed."""
+"""All pairs of setting values: `tune validate` refuses them, or two steps run.
+
+If the settings only say how a step is computed, its numbers must match the plain way.
+"""
 
 import functools
 import importlib
@@ -20,7 +22,7 @@ from tune.distributed import LossScale
 from tune.distributed.activations import wrap_forward
 from tune.errors import TuneError
 
-# What the numbers depend on.
+# Settings that change the numbers.
 WHAT = {
     "trained": {
         "all": [],
@@ -56,16 +58,16 @@ WHAT = {
     },
     "packed": {"false": [], "true": ["packed=true"]},
 }
-# What they do not depend on; the first of each is the plain way.
+# Settings that do not change the numbers; the first value of each is the plain way.
 HOW = {
     "compile": {"false": [], "true": ["compile=true"], "one": ["compile=['*.1']"]},
-    "checkpointing": {each: [f"memory.activation_checkpointing={each}"] for each in ("none", "selective", "full")},
+    "checkpointing": {mode: [f"memory.activation_checkpointing={mode}"] for mode in ("none", "selective", "full")},
     "activation_offload": {"false": [], "true": ["memory.activation_offload=true"]},
     "cpu_offload": {"false": [], "true": ["memory.cpu_offload=true"]},
     "micro_batch": {"4": ["micro_batch_size=4"], "8": []},
 }
-# What a run does beside, or what its rows are.
-BESIDE = {
+# Other settings of a run, and its rows.
+OTHERS = {
     "model": {"build": [], "hf": ["model._component_=tune.models.hf"]},
     "start": {"weights": [], "random": ["from_scratch=true"]},
     "export": {"plain": [], "bf16": ["export.dtype=bf16"], "merged": ["export.merge=true"]},
@@ -73,16 +75,21 @@ BESIDE = {
     "decay": {"matrices": [], "all": ["parameter_groups.decay_vectors=true", "optimizer.weight_decay=0.1"]},
     "schedule": {
         "cosine": [],
-        **{each: [f"schedule._component_=tune.optimizers.{each}"] for each in ("linear", "warmup_stable_decay")},
+        **{value: [f"schedule._component_=tune.optimizers.{value}"] for value in ("linear", "warmup_stable_decay")},
         "constant": ["schedule._component_=tune.optimizers.constant"],
     },
     "warmup": {"0": [], "1": ["schedule.warmup=1"], "0.5": ["schedule.warmup=0.5"]},
     "clipping": {"null": [], "1.0": ["max_grad_norm=1.0"]},
     "chunk": {"null": [], "16": ["memory.loss_chunk_tokens=16"]},
     "accuracy": {"false": [], "true": ["loss.accuracy=true"]},
-    "train_on": {each: [f"dataset.train_on={each}"] * (each != "assistant") for each in ("assistant", "all", "last")},
+    "train_on": {
+        value: [f"dataset.train_on={value}"] * (value != "assistant") for value in ("assistant", "all", "last")
+    },
     "turns": {"together": [], "as_seen": ["dataset.turns=as_seen"]},
-    "too_long": {"128": [], **{each: ["max_seq_len=96", f"dataset.too_long={each}"] for each in ("truncate", "drop")}},
+    "too_long": {
+        "128": [],
+        **{value: ["max_seq_len=96", f"dataset.too_long={value}"] for value in ("truncate", "drop")},
+    },
     "bad rows": {"error": [], "skip": ["dataset.on_bad_row=skip"]},
     "rows": {"kept": ["epochs=3"], "streamed": ["dataset.streaming=true", "dataset.workers=1"]},
     "template": {"own": [], "chatml": ["tokenizer.chat_template=chatml"]},
@@ -100,7 +107,7 @@ BESIDE = {
     "every": {"null": [], "1": ["checkpointer.every=1"]},
     "async": {"true": [], "false": ["checkpointer.async=false"]},
     "on_error": {"retry": [], "stop": ["checkpointer.on_error=stop"]},
-    "on_nan": {each: [f"checkpointer.on_nan={each}"] * (each != "stop") for each in ("stop", "skip", "rollback")},
+    "on_nan": {value: [f"checkpointer.on_nan={value}"] * (value != "stop") for value in ("stop", "skip", "rollback")},
     "zero_stage": {"null": [], "1": ["parallel.zero_stage=1"], "0": ["parallel.zero_stage=0"]},
     "reduce": {"true": [], "false": ["parallel.reduce_every_micro_batch=false"]},
     "loss_parallel": {"true": [], "false": ["parallel.loss_parallel=false"]},
@@ -108,7 +115,7 @@ BESIDE = {
     "resume": {"auto": [], "never": ["resume=never"]},
     "deterministic": {"false": [], "true": ["deterministic=true"]},
 }
-FACTORS = WHAT | HOW | BESIDE
+FACTORS = WHAT | HOW | OTHERS
 PLAIN = {name: next(iter(values)) for name, values in HOW.items()}
 NOT_ADAPTED = ("all", "all, int8")
 ANSWERS = ("DPO", "KTO")
@@ -119,7 +126,7 @@ OF_ADAPTERS = [
     {"scale": ["rsLoRA"]},
     {"export": ["merged"]},
 ]
-# Values that do not go together, and what `tune validate` and the run say of the first of each.
+# Incompatible values, and the error of `tune validate` and the run for the first of each.
 REFUSED = [
     ({"trained": NOT_ADAPTED, "dropout": ["0.2"]}, "adapter: is not a setting. It is one of"),
     ({"trained": NOT_ADAPTED, "quantization": ["nf4", "double"]}, "quantization.weights: is not a setting"),
@@ -127,8 +134,8 @@ REFUSED = [
     ({"trained": NOT_ADAPTED, "export": ["merged"]}, "export.merge: is not a setting"),
     ({"trained": ADAPTED, "export": ["bf16"]}, "export.dtype: is not a setting"),
     ({"trained": ADAPTED, "start": ["random"]}, "from_scratch: is not a setting"),
-    *(({"start": ["random"], **each}, "from_scratch: is not a setting") for each in OF_ADAPTERS),
-    *(({"export": ["bf16"], **each}, "export.dtype: is not a setting") for each in OF_ADAPTERS[:-1]),
+    *(({"start": ["random"], **values}, "from_scratch: is not a setting") for values in OF_ADAPTERS),
+    *(({"export": ["bf16"], **values}, "export.dtype: is not a setting") for values in OF_ADAPTERS[:-1]),
     ({"trained": ["distilled", *ANSWERS], "accuracy": ["true"]}, "has no argument 'accuracy'"),
     (
         {"trained": ANSWERS, "train_on": ["all", "last"]},
@@ -162,13 +169,16 @@ REFUSED = [
 
 
 def each_of(values):
-    """All rows in which a setting has one of its values."""
+    """Return a row for every combination of the values."""
     return [dict(zip(values, row, strict=True)) for row in itertools.product(*values.values())]
 
 
 def covering(draw, factors, refused, tries=30, left_out=()):
-    """Rows in which every two values of two settings occur together, unless they are refused. Each row takes in as many
-    of the pairs that are left as the best of some greedy tries does, and else the plain values, which cost least."""
+    """Yield rows that cover every pair of values of two settings, unless it is refused.
+
+    Each row covers as many remaining pairs as the best of `tries` greedy attempts. Its other values are the plain ones,
+    which are cheapest.
+    """
     values = {name: [(name, value) for value in factors[name]] for name in factors}
 
     def is_refused(row):
@@ -185,24 +195,24 @@ def covering(draw, factors, refused, tries=30, left_out=()):
         row = dict(draw.choice(pairs))
         for name in draw.sample(sorted(factors.keys() - row), len(factors) - len(row)):
             if not (allowed := [value for value in values[name] if not is_refused(row | dict([value]))]):
-                return greedy(pairs)  # of three values each two go together
-            row |= [max(allowed, key=lambda value: sum(frozenset([value, each]) in left for each in row.items()))]
+                return greedy(pairs)  # of three values, only each two are compatible
+            row |= [max(allowed, key=lambda value: sum(frozenset([value, item]) in left for item in row.items()))]
         return row
 
     while left:
         first = sorted(map(sorted, left))
-        found = {
+        candidates = {
             frozenset(map(frozenset, itertools.combinations(row.items(), 2))): row
             for row in (greedy(first) for _ in range(tries))
         }
-        pairs = max(found, key=lambda pairs: len(pairs & left))
+        pairs = max(candidates, key=lambda pairs: len(pairs & left))
         left -= pairs
-        yield found[pairs]
+        yield candidates[pairs]
 
 
 @pytest.fixture(scope="module")
 def settings_of(chats, pairs, checkpoint, tmp_path_factory):
-    """The recipe and the settings of a row."""
+    """Function that returns the recipe and the settings of a row."""
     experts = save_checkpoint(
         tmp_path_factory.mktemp("experts"), "Qwen3MoeConfig", num_experts=4, num_experts_per_tok=2, head_dim=16,
         moe_intermediate_size=32, num_hidden_layers=2,
@@ -216,7 +226,7 @@ def settings_of(chats, pairs, checkpoint, tmp_path_factory):
         recipe = "full_finetune" if trained in NOT_ADAPTED else "lora_finetune"
         recipe = "distill" if trained == "distilled" else "preference_finetune" if trained in ANSWERS else recipe
         data = pairs if trained in ANSWERS else chats
-        given = [
+        settings = [
             f"model.path={experts if trained == 'experts' else checkpoint}", f"dataset.path={data}", "max_seq_len=128",
             "device=cpu", "dtype=fp32", "global_batch_size=8", "micro_batch_size=8", "max_steps=2",
             "max_grad_norm=null", "optimizer.lr=1e-3", "schedule.warmup=0", "checkpointer.every=null",
@@ -224,14 +234,16 @@ def settings_of(chats, pairs, checkpoint, tmp_path_factory):
             *[f"teacher.path={teacher}"] * (recipe == "distill"),
             f"output_dir={tmp_path_factory.mktemp('run')}",
         ]  # fmt: skip
-        return recipe, [each.format(data=data, prompts=prompts) if "{" in each else each for each in given]
+        return recipe, [
+            setting.format(data=data, prompts=prompts) if "{" in setting else setting for setting in settings
+        ]
 
     return settings_of
 
 
 @pytest.fixture(scope="module")
 def run(settings_of):
-    """Runs two steps of a row; gives loss and norm of the gradient of each."""
+    """Function that runs two steps of a row and returns the loss and gradient norm of each."""
 
     def run(row):
         recipe, settings = settings_of(row)
@@ -246,10 +258,10 @@ def run(settings_of):
 @functools.cache
 def rows():
     refused = [row for values, _ in REFUSED for row in each_of(values)]
-    # To compile all blocks takes long; to compile one shows as much.
+    # Compiling all blocks is slow, and compiling one shows as much.
     drawn = [*covering(random.Random(2), FACTORS, refused, tries=4, left_out=[("compile", "true")])]
     compiled = {"compile": "true", "activation_offload": "true"}
-    return [*drawn, *({**drawn[0], **compiled, "checkpointing": each} for each in HOW["checkpointing"])]
+    return [*drawn, *({**drawn[0], **compiled, "checkpointing": mode} for mode in HOW["checkpointing"])]
 
 
 SHARES = 8
@@ -257,8 +269,8 @@ SHARES = 8
 
 @pytest.mark.slow
 @pytest.mark.parametrize("share", range(SHARES))
-def test_what_is_not_refused_runs_and_gives_the_numbers_of_the_plain_way(share, run, settings_of, told, monkeypatch):
-    monkeypatch.setattr(LossScale, "INITIAL", 2.0**6)  # there are two steps, and none for it to be found
+def test_accepted_pairs_run_and_match_the_plain_way(share, run, settings_of, told, monkeypatch):
+    monkeypatch.setattr(LossScale, "INITIAL", 2.0**6)  # two steps are too few to find the scale
     compile = torch.compile
     for number, row in enumerate(rows()[share::SHARES]):
         backend = "aot_eager" if row["compile"] == "true" else "eager"
@@ -267,39 +279,39 @@ def test_what_is_not_refused_runs_and_gives_the_numbers_of_the_plain_way(share, 
         assert number % 24 or told(recipe, settings) == "", settings
         torch.compiler.reset()
         with monkeypatch.context() as patch:
-            if row["activation_offload"] == "true":  # a CPU has nowhere to offload to, and a setting would say so
+            if row["activation_offload"] == "true":  # a CPU has nowhere to offload to, and the setting is refused
                 offloading = functools.partial(wrap_forward, offload=True)
                 module = sys.modules["tune.distributed.parallelize"]
-                patch.setattr(module, "wrap_forward", lambda *given, way=offloading, **more: way(*given[:-1], **more))
+                patch.setattr(module, "wrap_forward", lambda *args, way=offloading, **more: way(*args[:-1], **more))
             with torch.compiler.set_stance("default" if row["compile"] != "false" else "force_eager"):
-                found = run(row | {"activation_offload": "false"})
+                numbers = run(row | {"activation_offload": "false"})
         with torch.compiler.set_stance("force_eager"):  # torchao's optimizers compile themselves
-            expected = run(row | PLAIN) if PLAIN.items() - row.items() else found
+            expected = run(row | PLAIN) if PLAIN.items() - row.items() else numbers
         tolerance = 3e-2 if row["dtype"] != "fp32" else 3e-3 if row["trained"] == "lora, float8" else 1e-4
-        if "int8" in row["trained"] and row["optimizer"] == "Muon":  # it makes a last bit as large as what is learned,
-            tolerance = max(tolerance, 3e-4)  # and a weight's last bit may be another of the 256 numbers
-        assert found == [pytest.approx(each, rel=tolerance) for each in expected] and len(found) == 2, settings
+        if "int8" in row["trained"] and row["optimizer"] == "Muon":  # Muon makes a last bit as large as an update,
+            tolerance = max(tolerance, 3e-4)  # and a weight's last bit may select another of the 256 codes
+        assert numbers == [pytest.approx(step, rel=tolerance) for step in expected] and len(numbers) == 2, settings
 
 
-# The other recipes, with settings above that they have (schedules are called as there) and their own.
+# The other recipes, with their settings from above (schedules are called alike) and their own.
 SHARED = (
     *("dropout", "quantization", "optimizer", "dtype", "compile", "checkpointing", "cpu_offload", "model"),
     *("clipping", "every", "async", "on_nan", "zero_stage", "reduce", "loss_parallel", "profiler"),
 )
-METHODS = {name: {each: FACTORS[each] for each in SHARED} for name in ("grpo", "ppo_finetune", "reward_finetune")}
+METHODS = {name: {factor: FACTORS[factor] for factor in SHARED} for name in ("grpo", "ppo_finetune", "reward_finetune")}
 for name, factors in METHODS.items():
     names = ("all", "lora", "dora", "head", "tokens", "experts")
-    factors["trained"] = {each: WHAT["trained"][each] for each in names}
-    factors["optimizer"] = {each: WHAT["optimizer"][each] for each in ("AdamW", "Adafactor", "AdamW8bit")}
-    factors["export"] = {each: BESIDE["export"][each] for each in ("plain", "merged")}
-    factors["validation"] = {each: BESIDE["validation"][each] for each in ("none", "path")}
+    factors["trained"] = {value: WHAT["trained"][value] for value in names}
+    factors["optimizer"] = {value: WHAT["optimizer"][value] for value in ("AdamW", "Adafactor", "AdamW8bit")}
+    factors["export"] = {value: OTHERS["export"][value] for value in ("plain", "merged")}
+    factors["validation"] = {value: OTHERS["validation"][value] for value in ("none", "path")}
     if name == "reward_finetune":
-        del factors["model"], factors["trained"]["head"]  # it scores, and transformers' models have no such head
-        factors |= {each: FACTORS[each] for each in ("packed", "micro_batch")}
+        del factors["model"], factors["trained"]["head"]  # it scores, and models of transformers have no such head
+        factors |= {factor: FACTORS[factor] for factor in ("packed", "micro_batch")}
         factors["center"] = {"0": [], "0.1": ["loss.center=0.1"]}
     else:
-        del factors["profiler"]  # a trace of all that is sampled is of a GiB
-        factors |= {each: FACTORS[each] for each in ("chunk", "evaluate")}
+        del factors["profiler"]  # a trace of sampling has a GiB
+        factors |= {factor: FACTORS[factor] for factor in ("chunk", "evaluate")}
         factors["kl"] = {"0": ["kl=0"], "0.1": ["kl=0.1"], "base": ["kl=0.1", "reference=adapter_off"]}
         factors["updates"] = {"1": ["updates=1"], "2": ["updates=2", "loss._component_=tune.losses.ClippedPolicy"]}
         factors["sampling"] = {"1": [], "cold": ["sampling.temperature=0.5", "sampling.max_rows=2"]}
@@ -311,22 +323,22 @@ OF_A_STEP = {
     "ppo_finetune": [*SAMPLED, "prompts_per_step=8"],
     "reward_finetune": ["dataset.path={pairs}", "max_seq_len=128", "global_batch_size=8"],
 }
-# What is not together there: what the adapter leaves of a base, and what nothing is left of.
+# Incompatible values in these recipes.
 NOT_TOGETHER = [
-    *({"trained": "all", **each} for each in ({"dropout": "0.2"}, {"export": "merged"}, {"kl": "base"})),
-    *({"trained": "all", "quantization": each} for each in ("nf4", "double")),
+    *({"trained": "all", **values} for values in ({"dropout": "0.2"}, {"export": "merged"}, {"kl": "base"})),
+    *({"trained": "all", "quantization": value} for value in ("nf4", "double")),
     {"optimizer": "AdamW8bit", "cpu_offload": "true", "dtype": "bf16"},
     {"trained": "tokens", "kl": "base"},
     {"trained": "head", "model": "hf", "dropout": "0.2"},
 ]
-# What is compiled for each shape: the step of torchao's optimizers, which the rows above have, and models of
-# transformers, of which one row has as much.
+# Recompiled for each shape: the step of torchao's optimizers, which the rows above cover, and models of transformers,
+# which one row covers.
 SLOW = [{"optimizer": "AdamW8bit", "compile": "one"}, {"model": "hf", "compile": "one"}]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", METHODS)
-def test_two_steps_of_another_method_run_where_nothing_is_refused(
+def test_accepted_pairs_of_other_methods_run(
     recipe, checkpoint, pairs, requests, settings_of, told, tmp_path, monkeypatch  # noqa: F811
 ):  # fmt: skip
     monkeypatch.setattr(LossScale, "INITIAL", 2.0**6)
@@ -336,7 +348,7 @@ def test_two_steps_of_another_method_run_where_nothing_is_refused(
     if "model" in factors:
         drawn.append(drawn[0] | {"compile": "one", "model": "hf"})
     for number, row in enumerate(drawn):
-        # What is compiled is that of the rows above, where another backend is tried too.
+        # The rows above compile the same code, with another backend too.
         monkeypatch.setattr(torch, "compile", functools.partial(compile, backend="eager"))
         torch.compiler.reset()
         settings = [
@@ -347,7 +359,7 @@ def test_two_steps_of_another_method_run_where_nothing_is_refused(
         ]  # fmt: skip
         names = {"data": pairs if recipe == "reward_finetune" else requests, "pairs": pairs, "requests": requests}
         names["prompts"] = requests
-        settings = [each.format(**names) if "{" in each else each for each in settings]
+        settings = [setting.format(**names) if "{" in setting else setting for setting in settings]
         assert number % 24 or told(recipe, settings) == "", settings
         with torch.compiler.set_stance("default" if row["compile"] != "false" else "force_eager"):
             importlib.import_module(recipe).main(config.load(recipe, settings))
@@ -363,13 +375,13 @@ USUAL = {name: next(iter(values)) for name, values in FACTORS.items()} | {"train
 
 
 @pytest.mark.parametrize(("values", "message"), slow_but(REFUSED[::4], REFUSED))
-def test_a_run_refuses(values, message, run):
+def test_run_refuses(values, message, run):
     with pytest.raises(TuneError, match=re.escape(message)):
         run(USUAL | each_of(values)[0])
 
 
 def wrong_on_any_machine(recipe, settings):
-    """What is found by the settings alone, in a moment. `tune validate` finds it too."""
+    """Return the errors in the settings alone, which is quick. `tune validate` finds them, too."""
     try:
         config.load(recipe, settings)
     except TuneError as error:

@@ -1,4 +1,4 @@
-"""The curve of one process, also where processes are stages with some of the blocks each (pipeline parallelism)."""
+"""The loss curve is the same when processes are stages with some of the blocks (pipeline parallelism)."""
 
 import functools
 import itertools
@@ -25,7 +25,7 @@ LAYOUTS = {
     "pp x ep": ["parallel.pp=2", "parallel.ep=2", "micro_batch_size=1"],
     "pp x ZeRO 0": ["parallel.pp=2", "parallel.zero_stage=0", "micro_batch_size=1"],
 }  # fmt: skip
-# Against the recipes without stages, on one process.
+# Comparisons with the recipes without stages, on one process.
 assert_curve_of_all = functools.partial(assert_one_curve, "pipeline_finetune", alone="full_finetune")
 assert_curve_of_adapters = functools.partial(assert_one_curve, "pipeline_finetune", alone="lora_finetune")
 FAMILIES = {"qwen3": ["pp"], "gemma3_text-scaled": ["pp x FSDP"], "qwen3_moe": ["pp", "pp x ep"]}
@@ -38,7 +38,7 @@ def test_two_stages(checkpoint, tied_checkpoint, common, tmp_path):  # noqa: F81
     }
     alike = [{"prompt": f"the cat and the dog went {number % 3} ", "completion": f"{number}"} for number in range(24)]
     (tmp_path / "alike.jsonl").write_text("\n".join(map(json.dumps, alike)))
-    # Rows that begin alike, which is computed once.
+    # Rows with a common prefix, which is computed once.
     variants["alike"] = [f"model.path={tied_checkpoint}", f"dataset.path={tmp_path / 'alike.jsonl'}", "packed=false"]
     layouts = {"pp": ["parallel.pp=2", "micro_batch_size=1"], "pp of several": ["parallel.pp=2", "micro_batch_size=4"]}
     names = {"packed": ["pp"], "tied": ["pp"], "alike": ["pp of several"]}
@@ -60,7 +60,7 @@ def test_all_parameters(common, tmp_path):  # noqa: F811
     }
     names = {name: ["pp x FSDP"] for name in variants}
     names |= {
-        "packed": [each for each in LAYOUTS if each != "pp x ep"],
+        "packed": [layout for layout in LAYOUTS if layout != "pp x ep"],
         "tied": ["pp x FSDP", "reduced once", "pp x ZeRO 0"],
     }
     for name, layouts in FAMILIES.items():
@@ -86,7 +86,7 @@ SEVERAL_STAGES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
-def test_several_stages_of_each_process(schedule, common, tmp_path):  # noqa: F811
+def test_several_stages_per_process(schedule, common, tmp_path):  # noqa: F811
     common = [*common, "micro_batch_size=1"]
     layouts = {name: [*layout, f"parallel.pp_schedule={schedule}"] for name, layout in SEVERAL_STAGES.items()}
     kind, changes = VARIANTS["qwen3_moe"]
@@ -99,7 +99,7 @@ def test_several_stages_of_each_process(schedule, common, tmp_path):  # noqa: F8
         "recomputed": [f"model.path={tmp_path / 'tied'}", "memory.activation_checkpointing=full"],
     }
     names = {"tied": ["pp", "pp x FSDP", "pp x tp"], "experts": ["pp x ep"], "recomputed": ["pp"]}
-    if schedule == "zero_bubble":  # whose backwards are in two parts
+    if schedule == "zero_bubble":  # splits the backward pass in two
         names["tied"] = [*SEVERAL_STAGES][:-1]
     assert_curve_of_all(common, variants, layouts, 4, tmp_path / "runs", names)
     saved = (tmp_path / "runs" / run / "model" / "model.safetensors" for run in ("tied, pp", "alone/tied"))
@@ -109,14 +109,16 @@ def test_several_stages_of_each_process(schedule, common, tmp_path):  # noqa: F8
 
 
 @pytest.mark.slow
-def test_continued(common, told_to, tmp_path):  # noqa: F811
-    """On the same stages to the bit, by each schedule from the one before, compiled, and without stages."""
+def test_resume(common, told_to, tmp_path):  # noqa: F811
+    """Resume bitwise on the same stages, from one schedule to the next, compiled, and without stages."""
     model = save_checkpoint(tmp_path / "tied", num_hidden_layers=4, tie_word_embeddings=True)
     stages, fsdp = ["parallel.pp=2", "micro_batch_size=1"], ["micro_batch_size=2"]
-    schedules = {each: [*stages, f"parallel.pp_schedule={each}"] for each in ("gpipe", "interleaved", "zero_bubble")}
+    schedules = {
+        schedule: [*stages, f"parallel.pp_schedule={schedule}"] for schedule in ("gpipe", "interleaved", "zero_bubble")
+    }
     ways = {"whole": stages, **schedules, "FSDP": fsdp, "stages once more": stages}
     common = [*common, f"model.path={model}", "max_steps=7", "checkpointer.every=1", "checkpointer.keep=null"]
-    common.append("optimizer.lr=5e-4")  # rules warn of more
+    common.append("optimizer.lr=5e-4")  # rules warn about higher rates
     starts = {name: (before, step) for step, (before, name) in enumerate(itertools.pairwise(ways), 1)}
     ways |= {"stages": stages, "alone": fsdp, "compiled": [*schedules["interleaved"], "compile=true"]}
     starts |= {"stages": ("whole", 3), "alone": ("zero_bubble", 4), "compiled": ("whole", 5)}
@@ -127,16 +129,16 @@ def test_continued(common, told_to, tmp_path):  # noqa: F811
     variants = {name: [*way, resumed.get(name, "resume=auto")] for name, way in ways.items() if name != "alone"}
     run_processes(RUN_VARIANTS, 2, "pipeline_finetune", str(tmp_path), json.dumps(common), json.dumps(variants))
     new = [*common, "parallel.pp=2", "micro_batch_size=1", f"output_dir={tmp_path / 'new'}"]
-    assert told_to(2, *(["pipeline_finetune", *new, each] for each in resumed.values())) == [""] * len(resumed)
+    assert told_to(2, *(["pipeline_finetune", *new, resume] for resume in resumed.values())) == [""] * len(resumed)
     alone = [*common, resumed["alone"], f"output_dir={tmp_path / 'alone'}"]
     pipeline_finetune.main(config.load("pipeline_finetune", alone))
-    found = {name: measured(tmp_path / name) for name in ways}
-    assert found["stages"] == found["whole"][6:] and len(found["whole"]) == 15
+    curves = {name: measured(tmp_path / name) for name in ways}
+    assert curves["stages"] == curves["whole"][6:] and len(curves["whole"]) == 15
     for name, (before, step) in starts.items():
-        rest = found["whole"][2 * step :]
-        assert found[name] == pytest.approx(rest, rel=1e-5), name
-        loss = found[before][-len(rest)]
-        assert found[name][0] == pytest.approx(loss, rel=1e-6), name
+        rest = curves["whole"][2 * step :]
+        assert curves[name] == pytest.approx(rest, rel=1e-5), name
+        loss = curves[before][-len(rest)]
+        assert curves[name][0] == pytest.approx(loss, rel=1e-6), name
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""One loss curve where processes share models of transformers, by their plans, and a module of a user's own, by its."""
+"""The loss curve is the same when processes shard transformers models and a custom module by their plans."""
 
 import json
 import shutil
@@ -15,8 +15,8 @@ from tune import config
 
 pytest.importorskip("transformers")
 
-# Norms of heads; three norms around parts; joined projections, whose outputs are gathered; biases, in one projection
-# for each head; experts; norms of all heads; latents.
+# Norms per head; three norms around sublayers; joined projections with gathered outputs; biases in a joined projection;
+# experts; norms of all heads; latents.
 FAMILIES = {
     "llama": ("LlamaConfig", {"num_key_value_heads": 4}),
     "qwen3": ("Qwen3Config", {"head_dim": 16, "num_key_value_heads": 4, "tie_word_embeddings": True}),
@@ -46,7 +46,7 @@ OWN = ["model._component_=planned_module.build", f"parallel.plan={json.dumps(PLA
 
 @pytest.fixture(scope="module")
 def own(checkpoint, tmp_path_factory):
-    """Weights and a tokenizer for the module."""
+    """A folder with weights and a tokenizer for the custom module."""
     folder = tmp_path_factory.mktemp("own")
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copyfile(checkpoint / file, folder / file)
@@ -63,10 +63,10 @@ def families(folder):
 
 
 def assert_same_export(folder, name, layout, file="model/model.safetensors"):
-    found, alone = (load_file(folder / run / file) for run in (f"{name}, {layout}", f"alone/{name}"))
-    assert found.keys() == alone.keys()
+    exported, alone = (load_file(folder / run / file) for run in (f"{name}, {layout}", f"alone/{name}"))
+    assert exported.keys() == alone.keys()
     for key, tensor in alone.items():
-        torch.testing.assert_close(found[key], tensor, rtol=1e-3, atol=2e-5)
+        torch.testing.assert_close(exported[key], tensor, rtol=1e-3, atol=2e-5)
 
 
 @pytest.mark.slow
@@ -81,21 +81,21 @@ def test_families(own, common, tmp_path):  # noqa: F811
 
 @pytest.mark.slow
 def test_adapters(own, common, tmp_path):  # noqa: F811
+    """Adapt joined projections, biases and latents; the other families differ in norms, which adapters leave alone."""
     own_lora = [*OWN, f"model.path={own}", *LORA]
-    """Of joined projections, of biases, of latents: the others differ in norms, which an adapter leaves alone."""
     of_family = families(tmp_path / "models")
     variants = {name: [*of_family[name], *LORA] for name in ("phi3", "neox", "deepseek_v2")}
     variants |= {"own": own_lora, "own, DoRA": [*own_lora, "adapter.dora=true"]}
     assert_one_curve(
-        "lora_finetune", common, variants, LAYOUTS, 4, tmp_path, {each: ["tp x FSDP"] for each in variants}
+        "lora_finetune", common, variants, LAYOUTS, 4, tmp_path, {name: ["tp x FSDP"] for name in variants}
     )
     for name in variants:
         assert_same_export(tmp_path, name, "tp x FSDP", "adapter/adapter_model.safetensors")
 
 
 @pytest.mark.slow
-def test_a_checkpoint_continues_without_the_plan(own, common, tmp_path):  # noqa: F811
-    """Two steps on two processes, two more on one."""
+def test_resume_without_the_plan(own, common, tmp_path):  # noqa: F811
+    """Train two steps on two processes, and two more on one."""
     settings = ["schedule._component_=tune.optimizers.constant", "schedule.warmup=0", "validation_dataset.path=null"]
     common = [*common, "max_steps=4", *OWN, f"model.path={own}", *settings]
     full_finetune.main(config.load("full_finetune", [*common, f"output_dir={tmp_path / 'alone'}"]))

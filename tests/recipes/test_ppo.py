@@ -1,4 +1,4 @@
-"""PPO end to end: a reward that rises, values that learn, advantages by the formula."""
+"""PPO end to end: rising reward, values that learn, advantages that match the formula."""
 
 import json
 from pathlib import Path
@@ -54,15 +54,15 @@ def run(run_recipe, common, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_reward_rises_and_values_learn(run):
+def test_reward_rises_and_values_learn(run):
     steps = run("max_steps=30", "epochs=60", "samples_per_prompt=2", "kl=0.01")
-    # Last bits decide which samples come, and with them how far it gets: six runs ended between 0.19 and 0.37.
+    # Rounding decides which tokens are sampled, and how far a run gets: six runs ended between 0.19 and 0.37.
     assert sum(step["reward"] for step in steps[-5:]) / 5 > steps[0]["reward"] + 0.1
     assert abs(steps[-1]["value"] - steps[-1]["return"]) < 0.2
 
 
 @pytest.mark.slow
-def test_a_new_value_model_says_nothing_and_a_reward_model_what_it_has_learned(run, tmp_path):
+def test_new_value_head_starts_at_zero_unlike_a_reward_model(run, tmp_path):
     assert run("max_steps=1", "updates=1")[0]["value"] == 0
     reward_model(tmp_path / "scores")
     values = f"value.path={tmp_path / 'scores'}"
@@ -70,8 +70,8 @@ def test_a_new_value_model_says_nothing_and_a_reward_model_what_it_has_learned(r
 
 
 @pytest.mark.slow
-def test_a_continued_adapter_is_held_to_the_model_before_the_first_step(run, tmp_path):
-    """As a folder with the merged model says it: the log-ratio to the reference is part of the returns."""
+def test_reference_of_a_continued_adapter_is_the_starting_model(run, tmp_path):
+    """A merged model as the reference gives the same returns, which contain the log-ratio to the reference."""
     run("adapter.rank=4", "optimizer.lr=1e-2", "export.merge=true", folder=tmp_path / "first")
     again = [
         f"adapter.path={tmp_path / 'first' / 'adapter'}",
@@ -88,31 +88,33 @@ def test_a_continued_adapter_is_held_to_the_model_before_the_first_step(run, tmp
         run(*again, f"reference={path or 'null'}", folder=tmp_path / name) for name, path in models.items()
     )
     assert [step["return"] for step in start] == pytest.approx([step["return"] for step in merged], rel=1e-3, abs=1e-4)
-    assert start[0]["return"] == pytest.approx(start[0]["reward"], abs=1e-2)  # of the first step the ratio is 1
-    assert base[0]["return"] < base[0]["reward"] - 0.1  # a divergence is taken off
+    assert start[0]["return"] == pytest.approx(start[0]["reward"], abs=1e-2)  # in the first step the ratio is 1
+    assert base[0]["return"] < base[0]["reward"] - 0.1  # a divergence is subtracted
 
 
-def test_returns_are_rewards_less_the_log_ratio_to_the_reference(run, checkpoint, tmp_path):
-    """By hand, with log-probs of transformers: a new value model says 0, and with gae_lambda=1 the return of
-    a token is all that comes from it on."""
+def test_returns_are_rewards_minus_the_log_ratio_to_the_reference(run, checkpoint, tmp_path):
+    """Recompute the returns with log-probs from transformers.
+
+    A new value head is zero, and with gae_lambda=1 the return of a token is the sum of all later rewards.
+    """
     other = save_checkpoint(tmp_path / "other", initializer_range=0.08)
     once = ["max_steps=1", "updates=1", "gae_lambda=1", "kl=0.5", f"reference={other}"]
     (step,) = run(*once)
     models = [
-        transformers.AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32) for each in (checkpoint, other)
+        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (checkpoint, other)
     ]
     tokenizer, returns = transformers.AutoTokenizer.from_pretrained(checkpoint), []
-    for each in [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()]:
-        asked = [{"role": "user", "content": each["row"]["instruction"]}]
+    for sample in [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()]:
+        asked = [{"role": "user", "content": sample["row"]["instruction"]}]
         text = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
         prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
-        tokens = torch.tensor([[*prompt, *each["tokens"]]])
+        tokens = torch.tensor([[*prompt, *sample["tokens"]]])
         with torch.no_grad():
             policy, reference = (
                 model(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1).gather(1, tokens[0, len(prompt) :, None])
                 for model in models
             )
-        later = each["reward"]
+        later = sample["reward"]
         for ratio in reversed((policy - reference).flatten().tolist()):
             later -= 0.5 * ratio
             returns.append(later)
@@ -120,14 +122,15 @@ def test_returns_are_rewards_less_the_log_ratio_to_the_reference(run, checkpoint
     assert abs(step["return"] - step["reward"]) > 0.1
 
 
-def test_two_updates_are_those_of_the_formulas(run, checkpoint, tmp_path):
-    """By hand, with the models of transformers: every figure of the second update, whose ratios and values have moved.
+def test_two_updates_match_the_formulas(run, checkpoint, tmp_path):
+    """Recompute every metric of the second update with transformers; its ratios and values have moved.
 
-    Some of both are clipped, the temperature is not 1, and the value model has learned something."""
+    Some of both are clipped, the temperature is not 1, and the value model is not new.
+    """
     scores, other = reward_model(tmp_path / "scores"), save_checkpoint(tmp_path / "other", initializer_range=0.08)
-    scores.model.embed_tokens.padding_idx = None  # or a sampled padding token would have no gradient
+    scores.model.embed_tokens.padding_idx = None  # otherwise a sampled padding token would get no gradient
     policy, reference = (
-        transformers.AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32) for each in (checkpoint, other)
+        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (checkpoint, other)
     )
     (step,) = run(
         "max_steps=1", "updates=2", "gae_lambda=0.8", "kl=0.3", f"reference={other}",
@@ -137,11 +140,11 @@ def test_two_updates_are_those_of_the_formulas(run, checkpoint, tmp_path):
         "max_grad_norm=null", "micro_batch_size=5",
     )  # fmt: skip
     tokenizer, texts = transformers.AutoTokenizer.from_pretrained(checkpoint), []
-    for each in [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()]:
-        asked = [{"role": "user", "content": each["row"]["instruction"]}]
+    for sample in [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()]:
+        asked = [{"role": "user", "content": sample["row"]["instruction"]}]
         text = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
         prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
-        texts.append((torch.tensor([[*prompt, *each["tokens"]]]), len(prompt), each["reward"]))
+        texts.append((torch.tensor([[*prompt, *sample["tokens"]]]), len(prompt), sample["reward"]))
 
     def log_softmax(model, tokens, start):
         return (model(tokens).logits[0, start - 1 : -1] / 0.7).log_softmax(-1)
@@ -170,7 +173,7 @@ def test_two_updates_are_those_of_the_formulas(run, checkpoint, tmp_path):
     both = [*policy.parameters(), *scores.parameters()]
     for _ in range(2):
         entropies = [log_softmax(policy, ids, at) for ids, at, _ in texts]
-        entropies = -torch.cat([(each.exp() * each).sum(-1) for each in entropies]).detach()
+        entropies = -torch.cat([(log_p.exp() * log_p).sum(-1) for log_p in entropies]).detach()
         difference, values = of_tokens(policy) - sampled, values_of()
         ratio, moved = difference.exp(), values - old
         clipped = ratio.clamp(0.9, 1.15)
@@ -184,20 +187,20 @@ def test_two_updates_are_those_of_the_formulas(run, checkpoint, tmp_path):
             "return": returns.mean(), "entropy": entropies.mean(),
             "clipped_share": (-clipped * normed > -ratio * normed).float().mean(),
             "mismatch_kl": (ratio - difference - 1).mean(),
-            "grad_norm": torch.nn.utils.get_total_norm([each.grad for each in both if each.grad is not None]),
+            "grad_norm": torch.nn.utils.get_total_norm([p.grad for p in both if p.grad is not None]),
         }  # fmt: skip
         with torch.no_grad():
             for rate, model in ((0.02, policy), (0.008, scores)):
-                for each in model.parameters():
-                    if each.grad is not None:
-                        each -= rate * each.grad
-                        each.grad = None
+                for parameter in model.parameters():
+                    if parameter.grad is not None:
+                        parameter -= rate * parameter.grad
+                        parameter.grad = None
     expected = {name: value.item() for name, value in expected.items()}
     assert 0.02 < expected["clipped_share"] < 0.9 and 0.02 < (moved.abs() > 0.52).float().mean() < 0.98
     assert {name: step[name] for name in expected} == pytest.approx(expected, rel=1e-3, abs=1e-6)
 
 
-def test_advantages_are_those_of_the_formula():
+def test_advantages_match_the_formula():
     draw = np.random.default_rng(0)
     lengths, decay = (4, 1, 6), 0.9
     samples = [
@@ -206,14 +209,14 @@ def test_advantages_are_those_of_the_formula():
     ]
     batch = collate([[sample] for sample in samples])
     rewards, values = (torch.tensor(draw.normal(size=sum(lengths))) for _ in range(2))
-    found, start = gae(rewards, values, batch, decay, batch.columns["reward"]), 0
+    advantages, start = gae(rewards, values, batch, decay, batch.columns["reward"]), 0
     for number, length in enumerate(lengths, 1):
         r, v = rewards[start : start + length].clone(), [*values[start : start + length], 0.0]
         r[-1] += number
         deltas = [r[at] + v[at + 1] - v[at] for at in range(length)]
         for at in range(length):
             expected = sum(decay**ahead * delta for ahead, delta in enumerate(deltas[at:]))
-            assert found[start + at].item() == pytest.approx(float(expected), abs=1e-6)
+            assert advantages[start + at].item() == pytest.approx(float(expected), abs=1e-6)
         start += length
 
 
@@ -222,14 +225,14 @@ def far_share_of_a(row, completion):
 
 
 @pytest.mark.slow
-def test_what_is_added_to_all_rewards_changes_no_gradient_of_the_policy(run, tmp_path):
+def test_constant_added_to_all_rewards_keeps_policy_gradients(run, tmp_path):
     alone = ["max_steps=1", "updates=1", "gae_lambda=1", "value_weight=0"]
     far = ["reward=recipes.test_ppo.far_share_of_a"]
     near, moved = (run(*alone, *more, folder=tmp_path / str(len(more)))[0]["grad_norm"] for more in ([], far))
     assert near > 0 and moved == pytest.approx(near, rel=1e-2)
 
 
-def same(steps, expected):
+def assert_same(steps, expected):
     names = ("loss", "reward", "value_loss", "grad_norm", "value", "return", "entropy")
     assert [[step[name] for name in names] for step in steps] == [
         [pytest.approx(step[name], rel=1e-4, abs=1e-5) for name in names] for step in expected
@@ -238,22 +241,20 @@ def same(steps, expected):
 
 @pytest.mark.slow
 def test_one_curve_on_one_and_two_processes(run, common, tmp_path):
-    slow = (
-        "optimizer.lr=1e-4"  # AdamW makes much of rounding: with the rate above, values differ by 1e-5 after 8 updates
-    )
+    slow = "optimizer.lr=1e-4"  # AdamW amplifies rounding: with the rate above, values differ by 1e-5 after 8 updates
     alone = run(slow, folder=tmp_path / "alone")
     for way in list(WAYS)[1:]:
-        same(run(slow, *WAYS[way], folder=tmp_path / way), alone)
+        assert_same(run(slow, *WAYS[way], folder=tmp_path / way), alone)
     ways = WAYS | {"tokens shared": ["parallel.cp=2"]}
     arguments = ("ppo_finetune", str(tmp_path / "two"), json.dumps([*common, slow]), json.dumps(ways))
     run_processes(RUN_VARIANTS, 2, *arguments)
     for way in ways:
-        same(logged(tmp_path / "two" / way), alone)
+        assert_same(logged(tmp_path / "two" / way), alone)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("adapter", slow_but([WITH_ADAPTER], [[], WITH_ADAPTER]))
-def test_a_continued_run_is_bitwise_the_same(adapter, run, common, told, tmp_path):
+def test_resume_is_bitwise_exact(adapter, run, common, told, tmp_path):
     whole = run(*adapter, "checkpointer.every=1", "checkpointer.keep=null", folder=tmp_path / "whole")
     resume = f"resume={tmp_path / 'whole' / 'checkpoints' / 'step-00000001'}"
     assert told("ppo_finetune", [*common, *adapter, resume, f"output_dir={tmp_path / 'continued'}"]) == ""
@@ -269,12 +270,12 @@ def test_a_continued_run_is_bitwise_the_same(adapter, run, common, told, tmp_pat
 
 @pytest.mark.slow
 def test_from_a_base_to_ppo(run, run_recipe, checkpoint, chats, pairs, tmp_path):  # noqa: F811
-    """The classical pipeline: each recipe takes what the one before it has exported."""
+    """Run the classical pipeline: each recipe starts from the previous recipe's export."""
     common = ["device=cpu", "dtype=fp32", "optimizer.lr=1e-3", "global_batch_size=4", "max_seq_len=256", "max_steps=4"]
 
     def train(recipe, model, data, name):
-        given = [f"model.path={model}", f"dataset.path={data}", f"output_dir={tmp_path / name}"]
-        assert run_recipe([*given, *common], recipe) == 0
+        settings = [f"model.path={model}", f"dataset.path={data}", f"output_dir={tmp_path / name}"]
+        assert run_recipe([*settings, *common], recipe) == 0
         return tmp_path / name / "model"
 
     policy = train(full_finetune, checkpoint, chats, "sft")
@@ -286,22 +287,22 @@ def test_from_a_base_to_ppo(run, run_recipe, checkpoint, chats, pairs, tmp_path)
     texts = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()]
     model = load_model(str(judge), head="score")
     tokenizer = Tokenizer(str(judge))
-    cut = [each for each in texts if each["finish"] == "length"]  # behind others stands what the template writes there
+    cut = [sample for sample in texts if sample["finish"] == "length"]  # the template adds tokens after the others
     assert cut
-    for each in cut[:3]:
-        asked = [{"role": "user", "content": each["row"]["instruction"]}]
+    for sample in cut[:3]:
+        asked = [{"role": "user", "content": sample["row"]["instruction"]}]
         prompt = tokenizer.encode(tokenizer.apply_chat_template(asked, add_generation_prompt=True))
-        tokens = np.array([*prompt, *each["tokens"]], dtype=np.int32)
+        tokens = np.array([*prompt, *sample["tokens"]], dtype=np.int32)
         with torch.no_grad():
             (expected,) = score(model, collate([[Sample(tokens, tokens)]])).tolist()
-        assert each["RewardModel"] == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        assert sample["RewardModel"] == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "adapter", [[], ["adapter.rank=4", "export.merge=true", "parameter_groups.lr_ratios={^value: 0.1}"]]
 )
-def test_the_policy_of_a_checkpoint_is_exported(adapter, run, tmp_path):
+def test_export_of_a_checkpoint_is_its_policy(adapter, run, tmp_path):
     run(*adapter, "checkpointer.every=1", "max_steps=1", "epochs=1")
     main(["export", str(tmp_path / "run"), "--to", "hf", "--step", "1", "--out", str(tmp_path / "out")])
     ours, result = (
@@ -310,21 +311,21 @@ def test_the_policy_of_a_checkpoint_is_exported(adapter, run, tmp_path):
     assert ours.keys() == result.keys() and all(torch.equal(ours[name], result[name]) for name in ours)
 
 
-def test_a_value_model_with_a_head_over_the_vocabulary_is_refused(run_recipe, common, tmp_path, capsys):
+def test_value_model_with_a_language_model_head_is_refused(run_recipe, common, tmp_path, capsys):
     settings = [*common, f"output_dir={tmp_path / 'run'}", "value.head=tokens"]
     assert run_recipe(settings, ppo_finetune) == 2
     assert "Set value.head=score" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_a_run_that_ends_before_its_checkpoint_is_refused(run, run_recipe, common, tmp_path, capsys):
+def test_run_that_ends_before_its_checkpoint_is_refused(run, run_recipe, common, tmp_path, capsys):
     run("checkpointer.every=1", "max_steps=2")
     settings = [*common, f"output_dir={tmp_path / 'run'}", "max_steps=1"]
     assert run_recipe(settings, ppo_finetune) == 2
     assert "this run ends at step 1" in capsys.readouterr().err
 
 
-def test_a_reference_of_another_tokenizer_is_refused(run_recipe, common, tmp_path, capsys):
+def test_reference_with_another_tokenizer_is_refused(run_recipe, common, tmp_path, capsys):
     save_checkpoint(tmp_path / "other")
     file = tmp_path / "other" / "tokenizer.json"
     file.write_text(file.read_text().replace("<|im_start|>", "<|turn|>"))

@@ -1,4 +1,4 @@
-"""Preference tuning end to end: the first loss, what is trained, references, one curve in any layout."""
+"""Preference tuning end to end: the first loss, trained weights, references, one curve in every layout."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ LOSSES = ["DPO", "IPO", "SimPO", "CPO", "ORPO", "KTO"]
 
 
 def loss(name):
-    """The settings of a loss of the library."""
+    """Return the settings of a built-in loss."""
     return [f"loss._component_=tune.losses.{name}", *(["dataset.kind=labelled"] if name == "KTO" else [])]
 
 
@@ -39,8 +39,10 @@ def settings(checkpoint, pairs, tmp_path):
 @pytest.fixture
 def run(run_recipe, settings, tmp_path):
     def run(*overrides, folder=tmp_path / "run"):
-        given = [each for each in settings if not (each.startswith("dataset.path") and MIXED in "".join(overrides))]
-        assert run_recipe([*given, f"output_dir={folder}", *overrides], preference_finetune) == 0
+        base_settings = [
+            setting for setting in settings if not (setting.startswith("dataset.path") and MIXED in "".join(overrides))
+        ]
+        assert run_recipe([*base_settings, f"output_dir={folder}", *overrides], preference_finetune) == 0
         return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
     return run
@@ -48,7 +50,7 @@ def run(run_recipe, settings, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
-def test_every_loss_trains_and_raises_the_reward_of_the_better_answers(name, run, checkpoint, tmp_path):
+def test_every_loss_trains_and_raises_the_reward_margin(name, run, checkpoint, tmp_path):
     steps = run(*loss(name))
     first, last = steps[0], steps[-1]
     if name == "DPO":
@@ -59,10 +61,10 @@ def test_every_loss_trains_and_raises_the_reward_of_the_better_answers(name, run
     assert last["rewards/chosen"] - last["rewards/rejected"] > first["rewards/chosen"] - first["rewards/rejected"]
     assert last["loss"] < first["loss"]
     before, after = (load_file(folder / "model.safetensors") for folder in (checkpoint, tmp_path / "run" / "model"))
-    assert all(not torch.equal(after[each], before[each]) for each in before)
+    assert all(not torch.equal(after[key], before[key]) for key in before)
 
 
-def test_a_reference_is_gone_before_the_first_step(run, tied_checkpoint, frozen_in_steps):
+def test_reference_is_freed_before_the_first_step(run, tied_checkpoint, frozen_in_steps):
     run(f"reference={tied_checkpoint}", "max_steps=1")
     assert frozen_in_steps == [False]
 
@@ -77,25 +79,25 @@ def losses(steps):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["DPO"], ["DPO", "KTO"]))
 def test_answers_to_fixed_prompts(name, run, checkpoint, tmp_path):
-    """Before the first step, after every second one and the last; the training is that without them."""
+    """They come before the first step, after every second step and the last. Training is unchanged."""
     (tmp_path / "prompts.txt").write_text("the cat\nit was\n")
     asked = [f"evaluate.prompts={tmp_path}/prompts.txt", "evaluate.max_new_tokens=7", "evaluate.every=2"]
     common = [*loss(name), *LORA, "max_steps=3", "optimizer.lr=0.05"]
     assert losses(run(*common, *asked)) == losses(run(*common, folder=tmp_path / "plain"))
     rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
-    assert [(row["step"], row["index"]) for row in rows] == [(at, each) for at in (0, 2, 3) for each in range(2)]
+    assert [(row["step"], row["index"]) for row in rows] == [(at, index) for at in (0, 2, 3) for index in range(2)]
     for answers, adapter in ((rows[:2], []), (rows[4:], [tmp_path / "run" / "adapter"])):
         opened = open_model(checkpoint, adapters=adapter)
         model, tokenizer = opened.load(), opened.tokenizer()
         chats = [[{"role": "user", "content": row["prompt"]}] for row in answers]
-        prompts = [tokenizer.encode(tokenizer.apply_chat_template(each, add_generation_prompt=True)) for each in chats]
+        prompts = [tokenizer.encode(tokenizer.apply_chat_template(chat, add_generation_prompt=True)) for chat in chats]
         expected = Sampler(max_new_tokens=7, temperature=0, stop_ids=tokenizer.stop_ids)(model, prompts)
-        assert [row["tokens"] for row in answers] == [each.tokens for (each,) in expected]
+        assert [row["tokens"] for row in answers] == [completion.tokens for (completion,) in expected]
     assert [row["tokens"] for row in rows[:2]] != [row["tokens"] for row in rows[4:]]
 
 
 def references(folder):
-    """The files with log-probs of a reference, and when each was written."""
+    """Return the files with log-probs of a reference, and when each was written."""
     return {file: file.stat().st_mtime_ns for file in folder.glob("reference-*.npy")}
 
 
@@ -112,8 +114,8 @@ def test_references_agree(name, run, checkpoint, tmp_path):
 
 
 @pytest.mark.slow
-def test_another_model_is_the_reference(run, tied_checkpoint, checkpoint, tmp_path):
-    """Its log-probs are those that transformers gives, and not the policy's."""
+def test_another_model_as_the_reference(run, tied_checkpoint, checkpoint, tmp_path):
+    """The rewards compare the policy with that model's log-probs."""
     (step, *_) = run(f"reference={tied_checkpoint}", "epochs=1")
     assert abs(step["loss"] - log(2)) > 1e-3
     ratio = step["rewards/chosen"] / 0.1
@@ -122,7 +124,7 @@ def test_another_model_is_the_reference(run, tied_checkpoint, checkpoint, tmp_pa
 
 
 @pytest.mark.slow
-def test_an_adapter_that_is_trained_on_is_part_of_the_reference(run, tmp_path):
+def test_continued_adapter_is_part_of_the_reference(run, tmp_path):
     run(*LORA, folder=tmp_path / "first")
     adapter = f"adapter={{_component_: tune.peft.adapter, path: {tmp_path / 'first' / 'adapter'}}}"
     (step, *_) = run(adapter, folder=tmp_path / "second")
@@ -130,25 +132,25 @@ def test_an_adapter_that_is_trained_on_is_part_of_the_reference(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_reference_has_no_dropout(run, pairs, tmp_path):
-    """That of an adapter which is trained on: the policy, measured without dropout before the first step, is it."""
+def test_reference_has_no_dropout(run, pairs, tmp_path):
+    """The reference of a continued adapter is the policy without dropout, before the first step."""
     run(*LORA, "epochs=1", folder=tmp_path / "first")
     adapter = f"adapter={{_component_: tune.peft.adapter, path: {tmp_path / 'first' / 'adapter'}, dropout: 0.5}}"
     validated = [f"validation_dataset.path={pairs}", "validate_first=true"]
     before, first, *_ = run(adapter, *validated, "epochs=1", folder=tmp_path / "second")
     assert before["validation_loss"] == pytest.approx(log(2), abs=1e-6) and before["validation_rewards/margins"] == 0
-    assert abs(first["rewards/margins"]) > 1e-6  # the policy that is trained has dropout
+    assert abs(first["rewards/margins"]) > 1e-6  # the policy has dropout in training
 
 
 @pytest.mark.slow
-def test_the_reference_is_that_of_the_model_before_the_first_step_also_when_continued(run, tmp_path):
+def test_resumed_run_keeps_the_reference_of_the_starting_model(run, tmp_path):
     constant = ["schedule._component_=tune.optimizers.constant", "epochs=4"]
     whole = losses(run(*constant, folder=tmp_path / "whole"))
     folder = tmp_path / "run"
     run(*constant, "max_steps=1")
     (written,) = references(folder).items()
     run(*constant, "max_steps=2")
-    assert references(folder) == dict([written])  # read, and not computed again
+    assert references(folder) == dict([written])  # read, not computed again
     written[0].unlink()
     assert losses(run(*constant)) == whole
     assert [*references(folder)] == [written[0]]
@@ -156,7 +158,7 @@ def test_the_reference_is_that_of_the_model_before_the_first_step_also_when_cont
 
 @pytest.mark.slow
 def test_other_data_or_weights_have_their_own_reference(run, pairs, tied_checkpoint, tmp_path):
-    """Also where the folder is that of an earlier run."""
+    """This holds in the folder of an earlier run, too."""
     folder = tmp_path / "run"
     other = tmp_path / "other.jsonl"
     other.write_text("".join(pairs.read_text().splitlines(keepends=True)[4:]))
@@ -165,8 +167,8 @@ def test_other_data_or_weights_have_their_own_reference(run, pairs, tied_checkpo
         steps = run(*changed, "epochs=1")
         assert steps[-1]["loss"] == pytest.approx(log(2), abs=1e-6)
         counts.append(len(references(folder)))
-        for each in ("checkpoints", "model"):
-            shutil.rmtree(folder / each)
+        for part in ("checkpoints", "model"):
+            shutil.rmtree(folder / part)
     assert counts == [1, 2, 3]
 
 
@@ -185,7 +187,7 @@ METHODS = {
     "ORPO": ["loss._component_=tune.losses.ORPO"],
     "DPO without the adapter": ["adapter={_component_: tune.peft.adapter, rank: 4}", "reference=adapter_off"],
 }
-# What does not depend on the way: the norm of gradients does not either, but sums more roundings.
+# Metrics that do not depend on the way. The gradient norm sums more rounding errors than the others.
 FIGURES = ("loss", "grad_norm", "entropy", "logps/chosen", "logps/rejected", "rewards/chosen", "rewards/rejected", "kl")
 
 
@@ -199,7 +201,7 @@ def assert_one_curve(steps, plain):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", slow_but(["DPO"], METHODS))
-def test_one_curve_whatever_the_micro_batches(method, run, tmp_path):
+def test_curve_does_not_depend_on_micro_batches(method, run, tmp_path):
     curves = {way: run(*METHODS[method], *WAYS[way], folder=tmp_path / way) for way in WAYS}
     plain = curves["micro-batches of 1"]
     assert plain[-1]["loss"] < plain[0]["loss"] - 1e-3
@@ -232,7 +234,7 @@ def test_one_curve_on_two_processes(run, settings, pairs, tmp_path):
 
 @pytest.mark.slow
 def test_validation(run, pairs, tmp_path):
-    """On the training rows, before the first step, it is what the first step measures."""
+    """Validation on the training rows before the first step matches the first step."""
     for method in ("DPO", "KTO"):
         steps = run(
             *METHODS[method], f"validation_dataset.path={pairs}", "validate_first=true", "micro_batch_size=4",
@@ -259,19 +261,19 @@ def test_rows_held_out_and_mixtures(method, run, pairs, tmp_path):
     mixed = [f"dataset._component_={MIXED}", f"dataset.sources={sources}"]
     folder = tmp_path / "mixed"
     steps = run(
-        *METHODS[method], *mixed, *(each.replace("dataset", "validation_dataset", 1) for each in mixed), "epochs=1",
+        *METHODS[method], *mixed, *(entry.replace("dataset", "validation_dataset", 1) for entry in mixed), "epochs=1",
         "validate_first=true", folder=folder,
     )  # fmt: skip
     if method == "DPO":
         first = [steps[0]["validation_loss/few"], steps[0]["validation_loss"], steps[1]["loss"]]
         assert first == pytest.approx([log(2)] * 3, abs=1e-6)
     assert steps[-1]["validation_loss/few"] != steps[-1]["validation_loss/many"]
-    assert len(references(folder)) == 2  # of each source once, although it is also validated on
+    assert len(references(folder)) == 2  # one per source, although each is also used for validation
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reference", ["precomputed", "adapter_off"])
-def test_adapters_of_a_quantized_base(reference, run, tmp_path):
+def test_adapters_on_a_quantized_base(reference, run, tmp_path):
     steps = run(*LORA, "quantization.weights=nf4", f"reference={reference}", "micro_batch_size=4")
     assert steps[0]["loss"] == pytest.approx(log(2), abs=1e-6)
     assert steps[-1]["loss"] < steps[0]["loss"] - 1e-4
@@ -293,12 +295,12 @@ def test_mixtures_of_experts(settings_of, run, tmp_path):
     if settings_of == "experts":
         off = run(*settings, "reference=adapter_off", folder=tmp_path / "off")
         assert_one_curve(off, plain)
-        for one, other in zip(off, plain, strict=True):  # of the policy alone
+        for one, other in zip(off, plain, strict=True):  # from the policy alone
             assert one["expert_load"] == pytest.approx(other["expert_load"], rel=1e-5)
 
 
 def by_hand(name, checkpoint, rows, steps=3):
-    """What transformers and the formulas give: of each step loss, norm of gradients, rewards; all rows in each step."""
+    """Yield loss, gradient norm and rewards of each step, from transformers and the formulas. A step has all rows."""
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
     model, frozen = (transformers.AutoModelForCausalLM.from_pretrained(checkpoint) for _ in range(2))
@@ -323,15 +325,15 @@ def by_hand(name, checkpoint, rows, steps=3):
     for _ in range(steps):
         entropies = []
         good = [ratio(row, row["chosen"]) for row in rows]
-        bad = [[ratio(row, each) for each in row["rejected"]] for row in rows]
+        bad = [[ratio(row, answer) for answer in row["rejected"]] for row in rows]
         if name == "DPO":
             margins = [0.1 * (one - other) for one, others in zip(good, bad, strict=True) for other in others]
             loss = torch.stack([-torch.nn.functional.logsigmoid(margin) for margin in margins]).mean()
             figures = {"rewards/margins": torch.stack(margins).mean().item()}
             figures |= {"entropy": torch.cat(entropies).mean().item(), "supervised_tokens": len(torch.cat(entropies))}
-        elif name == "SimPO":  # of means over the answer's tokens, and not those of the prompt
+        elif name == "SimPO":  # means over the answer's tokens, not the prompt's
             better = [log_prob(model, row, row["chosen"], "mean") for row in rows]
-            worse = [[log_prob(model, row, each, "mean") for each in row["rejected"]] for row in rows]
+            worse = [[log_prob(model, row, answer, "mean") for answer in row["rejected"]] for row in rows]
             margins = [2 * (one - other) for one, others in zip(better, worse, strict=True) for other in others]
             loss = torch.stack([-torch.nn.functional.logsigmoid(margin - 1) for margin in margins]).mean()
             figures = {"rewards/margins": torch.stack(margins).mean().item()}
@@ -339,9 +341,9 @@ def by_hand(name, checkpoint, rows, steps=3):
             bad = [other for others in bad for other in others]
             following = [*rows[1:], rows[0]]
             with torch.no_grad():
-                each = [ratio(row, other["chosen"]) for row, other in zip(rows, following, strict=True)]
+                ratios = [ratio(row, other["chosen"]) for row, other in zip(rows, following, strict=True)]
                 times = [1 + len(row["rejected"]) for row in rows]
-                z = max(0, sum(a * b for a, b in zip(each, times, strict=True)) / sum(times))
+                z = max(0, sum(a * b for a, b in zip(ratios, times, strict=True)) / sum(times))
             losses = [1 - torch.sigmoid(0.1 * (r - z)) for r in good] + [1 - torch.sigmoid(0.1 * (z - r)) for r in bad]
             loss = torch.stack(losses).mean()
             figures = {"kl": float(z), "rewards/rejected": 0.1 * torch.stack(bad).mean().item()}
@@ -354,18 +356,18 @@ def by_hand(name, checkpoint, rows, steps=3):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["DPO", "SimPO"], ["DPO", "SimPO", "KTO"]))
-def test_a_loop_of_transformers_gives_the_same(name, run, checkpoint, pairs):
+def test_steps_match_a_transformers_loop(name, run, checkpoint, pairs):
     rows = [json.loads(line) for line in pairs.read_text().splitlines()]
     constant = "schedule._component_=tune.optimizers.constant"
     steps = run(*loss(name), constant, "micro_batch_size=4")
     for ours, theirs in zip(steps, by_hand(name, checkpoint, rows), strict=True):
-        assert {each: ours[each] for each in theirs} == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+        assert {metric: ours[metric] for metric in theirs} == pytest.approx(theirs, rel=1e-3, abs=1e-5)
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert ours["tokens"] > ours["supervised_tokens"]
 
 
 def test_commands(checkpoint, pairs, run_recipe, tmp_path, capsys):
-    """Preview and prepare read pairs and labelled answers; a copy of the recipe runs as it does."""
+    """Preview and prepare read pairs and labeled answers; a copy of the recipe runs, too."""
     data = [f"model.path={checkpoint}", f"dataset.path={pairs}", "max_seq_len=128"]
     first = json.loads(pairs.read_text().splitlines()[0])
     tune(["preview", "preference_finetune", *data])

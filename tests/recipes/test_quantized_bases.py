@@ -1,4 +1,4 @@
-"""A run on a quantized checkpoint is the run on the plain one that it stands for, from the plan to the merged model."""
+"""A run on a quantized checkpoint equals the run on its dequantized copy, from the plan to the merged model."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ def settings_of(path, chats):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", BASES)
-def test_training_on_it(family, chats, tmp_path):
+def test_training_matches_the_plain_base(family, chats, tmp_path):
     make, kind, shape, how, layout = BASES[family]
     base = make(save_checkpoint(tmp_path / "base", kind, **shape))
     plain = save_plain(base, tmp_path / "plain")
@@ -51,7 +51,7 @@ def test_training_on_it(family, chats, tmp_path):
     run = tmp_path / "base-run"
     assert losses(run) == losses(tmp_path / "plain-run") and losses(run)[-1] < losses(run)[0]
 
-    # The merged model is plain, and what PEFT makes of the adapter on transformers' dequantized base.
+    # The merged model is not quantized, and matches PEFT's merge into transformers' dequantized base.
     assert "quantization_config" not in json.loads((run / "model" / "config.json").read_text())
     load = transformers.AutoModelForCausalLM.from_pretrained
     theirs = load(base, dtype="auto", quantization_config=getattr(transformers, how)(dequantize=True)).float()
@@ -67,7 +67,7 @@ def test_training_on_it(family, chats, tmp_path):
     ]
     assert changed and all(name.split(".")[-2] in ("q_proj", "q_b_proj", "o_proj") for name in changed)
 
-    # Two processes read slices of their own: also for NF4 in their rows.
+    # Each of two processes reads its own slices, for NF4 too.
     variants = {
         "shared": layout,
         "qlora": ["quantization.weights=nf4"],
@@ -79,8 +79,8 @@ def test_training_on_it(family, chats, tmp_path):
     assert losses(tmp_path / "qlora") == losses(tmp_path / "qlora of plain") != losses(run)
 
 
-def test_it_is_rehearsed(checkpoint, chats, told, tmp_path, capsys):
-    """The width of these weights is a tensor on disk."""
+def test_validate_and_plan(checkpoint, chats, told, tmp_path, capsys):
+    """On disk, the width of these weights is a tensor."""
     base = made.compressed(Path(shutil.copytree(checkpoint, tmp_path / "base")), FORMS["int8"][0], **FORMS["int8"][1])
     settings = [*settings_of(base, chats), f"output_dir={tmp_path / 'none'}"]
     plan = ["plan", "lora_finetune", "--device", "h100"]

@@ -1,7 +1,7 @@
-"""Random combinations of a model, a method, settings and a layout: two processes give what one does.
+"""Random combinations of a model, a method, settings and a layout: two processes match one.
 
-Each run draws others, as long as TUNE_TEST_SECONDS (30) says. TUNE_TEST_SEED draws those of an earlier run again,
-TUNE_TEST_FIRST begins with the combination of that number. A failure prints these, and the commands of both runs.
+Each run draws new combinations for TUNE_TEST_SECONDS (30). TUNE_TEST_SEED repeats the draws of an earlier run, and
+TUNE_TEST_FIRST is the number of the first combination. A failure prints both, and the commands of both runs.
 """
 
 import json
@@ -46,7 +46,7 @@ def loss(name, *settings):
     return [f"loss._component_=tune.losses.{name}", *rows, *settings]
 
 
-ROWS = 8  # of a step
+ROWS = 8  # per step
 OF_A_STEP = ["max_steps=2", f"global_batch_size={ROWS}"]
 CHATS = ["dataset.path={chats}", *OF_A_STEP]
 PAIRS = ["dataset.path={pairs}", *OF_A_STEP]
@@ -54,7 +54,7 @@ SAMPLED = [
     "dataset.path={requests}", "max_prompt_len=64", "reward=recipes.test_grpo.share_of_a", "sampling.max_new_tokens=6",
     "max_steps=2",
 ]  # fmt: skip
-METHODS = {  # by recipe: its settings, what it trains, and how
+METHODS = {  # by recipe: its settings, trained parameters, and variants
     "full_finetune": (CHATS, {"all": []}, [[], ["loss.accuracy=true"]]),
     "lora_finetune": (CHATS, ADAPTED, [[], ["loss.accuracy=true"]]),
     "preference_finetune": (
@@ -88,8 +88,8 @@ LAYOUTS = {
     "tp, whole head": ["parallel.tp=2", "parallel.loss_parallel=false"],
     "pp": ["parallel.pp=2"],
 }
-SCHEDULES = [[f"parallel.pp_schedule={each}"] for each in ("gpipe", "1f1b", "interleaved", "zero_bubble")]
-# Of each of these the first half of the time, else any.
+SCHEDULES = [[f"parallel.pp_schedule={schedule}"] for schedule in ("gpipe", "1f1b", "interleaved", "zero_bubble")]
+# The first value of each is drawn half of the time, otherwise any.
 OF_LAYOUTS = [
     [[], *([f"parallel.zero_stage={stage}"] for stage in range(4))],
     [[], ["parallel.reduce_every_micro_batch=false"]],
@@ -99,7 +99,7 @@ SETTINGS = [
         ["optimizer.eps=1e-6"], ["optimizer._component_=torch.optim.SGD"],
         ["optimizer._component_=tune.optimizers.Adafactor"], ["optimizer._component_=tune.optimizers.Muon"],
     ],
-    [[], *([f"memory.activation_checkpointing={each}"] for each in ("selective", "full"))],
+    [[], *([f"memory.activation_checkpointing={mode}"] for mode in ("selective", "full"))],
     [[], ["memory.cpu_offload=true"]],
     [[], ["memory.loss_chunk_tokens=16"]],
     [[], ["parameter_groups.decay_vectors=true", "optimizer.weight_decay=0.1"]],
@@ -116,32 +116,32 @@ OF_ROWS = [
     [["max_grad_norm=null"], ["max_grad_norm=0.3"]],
     [[], ["validation_dataset.path={validated}", "validate_every=1"]],
 ]
-# What is refused always, and would take half of the draws.
+# Combinations that are always refused, and would be half of the draws.
 NOT_TOGETHER = [
     ("parallel.pp=2", "parallel.zero_stage=3"),
     ("parallel.pp_schedule=zero_bubble", "memory.activation_checkpointing=selective"),
     ("parallel.pp_schedule=zero_bubble", "memory.activation_checkpointing=full"),
     ("parallel.tp=2", "optimizer._component_=tune.optimizers.Muon"),
 ]
-# What two processes may refuse, and one does not: a layout, by its setting, or what is documented of it.
+# Errors that only two processes may give: about a layout's setting, or a documented limit.
 REFUSALS = re.compile(r"parallel\.\w+|Muon needs whole matrices")
-# What a step logs of its speed, and not of its numbers.
+# Metrics of speed and memory, which differ between runs.
 OF_SPEED = re.compile("time|second|per_s|flops|mfu|memory|gib|slowest|wait", re.IGNORECASE)
 
 
-def drawn(seed, number):
-    """The recipes of one process and of two, the name of their model, their settings, and those of each."""
+def draw_combination(seed, number):
+    """Return the recipes for one and two processes, the model name, the common settings, and the settings of each."""
     draw = random.Random(f"{seed}, {number}")
     while True:
-        found = drawn_by(draw)
-        if not any({*pair} <= {*found[2], *found[4]} for pair in NOT_TOGETHER):
-            return found
+        combination = draw_settings(draw)
+        if not any({*pair} <= {*combination[2], *combination[4]} for pair in NOT_TOGETHER):
+            return combination
 
 
-def drawn_by(draw):
+def draw_settings(draw):
     def one_of_each(factors):
         chosen = (values[0] if draw.random() < 0.5 else draw.choice(values) for values in factors)
-        return [setting for each in chosen for setting in each]
+        return [setting for group in chosen for setting in group]
 
     layout = draw.choice([*LAYOUTS])
     recipe = draw.choice(STAGED if layout == "pp" else [*METHODS])
@@ -153,8 +153,8 @@ def drawn_by(draw):
     settings += one_of_each([] if recipe in SAMPLING else OF_ROWS)
     if trained == "all" and OFF in settings:
         settings.remove(OFF)
-    rows = ROWS if layout.startswith(("cp", "tp")) else ROWS // 2  # at most, of a process
-    rows = draw.choice([each for each in (1, 2, 4, 8) if each <= rows])
+    rows = ROWS if layout.startswith(("cp", "tp")) else ROWS // 2  # per process, at most
+    rows = draw.choice([count for count in (1, 2, 4, 8) if count <= rows])
     shared = [*LAYOUTS[layout], *(draw.choice(SCHEDULES) if layout == "pp" else []), *one_of_each(OF_LAYOUTS)]
     shared += [f"micro_batch_size={rows}", "parallel.timeout=5"]
     recipes = recipe, "pipeline_finetune" if layout == "pp" else recipe
@@ -167,15 +167,15 @@ def command(recipe, settings, processes):
 
 
 def logged(folder):
-    """The numbers of each step."""
+    """Return the metrics of each step, without speed and memory."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in line.items() if not OF_SPEED.search(name)} for line in lines]
 
 
 def exported(folder):
-    """The tensors, by file and name."""
-    files = [each for each in folder.rglob("*.safetensors") if "checkpoints" not in each.parts]
-    return {(str(each.relative_to(folder)), name): tensor for each in files for name, tensor in load_file(each).items()}
+    """Return the exported tensors, by file and name."""
+    files = [path for path in folder.rglob("*.safetensors") if "checkpoints" not in path.parts]
+    return {(str(path.relative_to(folder)), name): tensor for path in files for name, tensor in load_file(path).items()}
 
 
 def _is_rounding(step, name):
@@ -183,13 +183,13 @@ def _is_rounding(step, name):
 
 
 def difference(alone, two, start, is_rough):
-    """What differs in two runs, or "". `start` has the tensors of the model before the first step."""
+    """Return how two runs differ, or "". `start` has the model's tensors before the first step."""
     tolerance = 1e-2 if is_rough else 1e-4
     one, other = logged(alone), logged(two)
     if [line.keys() for line in one] != [line.keys() for line in other] or not one:
         return f"logged: {[sorted(line) for line in one]}, on two processes {[sorted(line) for line in other]}"
     for before, after in zip(one, other, strict=True):
-        # Of equal rewards, as before the first update, rounding says which is larger.
+        # Rounding decides which of two equal rewards is larger, as before the first update.
         decided = {name for name in before if not _is_rounding(before, name)}
         for name, value in ((name, before[name]) for name in sorted(decided)):
             if after[name] != pytest.approx(value, rel=tolerance, abs=tolerance * (name != "grad_norm") / 20):
@@ -208,19 +208,19 @@ def difference(alone, two, start, is_rough):
 
 class Combination:
     def __init__(self, seed, number, data, folder, again=False):
-        """`again`: with the rows in another order."""
-        self.recipes, name, settings, alone, shared = drawn(seed, number)
+        """Draw a combination; `again` changes the order of the rows."""
+        self.recipes, name, settings, alone, shared = draw_combination(seed, number)
         self.model, self.has_experts = model_of(name, folder), name in EXPERTS
         data = data | {"teacher": model_of(TEACHER, folder)}
         data["validated"] = data["pairs"] if "{pairs}" in str(settings) else data["chats"]
-        given = [f"model.path={self.model}", *["model._component_=tune.models.hf"] * (name == HF)]
-        given += ["device=cpu", "dtype=fp32", "optimizer.lr=1e-3", "schedule.warmup=0", *["seed=1"] * again]
-        given += [each.format(**data) if "{" in each else each for each in settings]
+        common = [f"model.path={self.model}", *["model._component_=tune.models.hf"] * (name == HF)]
+        common += ["device=cpu", "dtype=fp32", "optimizer.lr=1e-3", "schedule.warmup=0", *["seed=1"] * again]
+        common += [setting.format(**data) if "{" in setting else setting for setting in settings]
         self.folders = [folder / f"{number}-{processes}{'-again' * again}" for processes in (1, 2)]
-        self.runs = [[*given, *alone], [*given, *shared]]
+        self.runs = [[*common, *alone], [*common, *shared]]
 
     def outcome(self):
-        """ "equal", "refused", "refused on two", or what is wrong."""
+        """Return "equal", "refused", "refused on two", or what is wrong."""
         files = [folder.with_suffix(".refused") for folder in self.folders]
         alone, two = (file.read_text() if file.exists() else "" for file in files)
         if alone and two:
@@ -241,39 +241,44 @@ def model_of(name, folder):
     path = folder / "models" / name.replace(" ", "_")
     if not path.exists():
         kind, changes = VARIANTS[name.partition(" ")[0]]
-        layers = {"num_hidden_layers": 3 if "layer_types" in changes else 4}  # interleaved stages want 4
+        layers = {"num_hidden_layers": 3 if "layer_types" in changes else 4}  # interleaved stages need 4
         save_checkpoint(path, kind, **SMALL | SHAPE | layers | changes)
     return path
 
 
 def outcomes(combinations):
-    """Those of several, which run in one group of processes: to start one takes most of the time of a run. Where a run
-    fails, each has its own."""
+    """Return the outcomes of combinations, which share a process group, as starting one takes most of the time.
+
+    If a run fails, each combination gets its own group.
+    """
     try:
         for processes in (1, 2):
             at = processes - 1
-            runs = [(each.recipes[at], str(each.folders[at]), each.runs[at]) for each in combinations]
+            runs = [
+                (combination.recipes[at], str(combination.folders[at]), combination.runs[at])
+                for combination in combinations
+            ]
             run_processes(SCRIPT, processes, json.dumps(runs))
     except AssertionError as error:
         if len(combinations) == 1:
             return [str(error)]
-        for folder in (folder for each in combinations for folder in each.folders):
+        for folder in (folder for combination in combinations for folder in combination.folders):
             shutil.rmtree(folder, ignore_errors=True)
             folder.with_suffix(".refused").unlink(missing_ok=True)
-        return [outcome for each in combinations for outcome in outcomes([each])]
-    return [each.outcome() for each in combinations]
+        return [outcome for combination in combinations for outcome in outcomes([combination])]
+    return [combination.outcome() for combination in combinations]
 
 
 @pytest.mark.slow
-def test_two_processes_give_what_one_gives(chats, pairs, requests, tmp_path):  # noqa: F811
+def test_two_processes_match_one(chats, pairs, requests, tmp_path):  # noqa: F811
     data = {"chats": chats, "pairs": pairs, "requests": requests}
     seed, number = seed_of_run(), int(os.environ.get("TUNE_TEST_FIRST", 0))
     ends = time.monotonic() + float(os.environ.get("TUNE_TEST_SECONDS", 30))
     counts, wrong = {"equal": 0, "refused": 0, "refused on two": 0}, []
     while time.monotonic() < ends or not (wrong or counts["equal"]):
-        combinations = [Combination(seed, number + each, data, tmp_path) for each in range(TOGETHER)]
+        combinations = [Combination(seed, number + offset, data, tmp_path) for offset in range(TOGETHER)]
         for combination, outcome in zip(combinations, outcomes(combinations), strict=True):
-            # Where two experts of a token are equal but for rounding, the processes may choose the other one.
+            # If two experts of a token are equal up to rounding, the processes may choose different ones.
             if combination.has_experts and re.match(r"step \d+: |exported: .* apart", outcome):
                 (outcome,) = outcomes([Combination(seed, number, data, tmp_path, again=True)])
             if outcome in counts:

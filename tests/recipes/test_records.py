@@ -22,7 +22,7 @@ DEMO = Path(__file__).parents[2] / ".demo" / "run"
 
 
 @pytest.mark.slow
-def test_a_run_that_is_continued(inputs, run_recipe):
+def test_continued_run(inputs, run_recipe):
     settings = inputs.settings("schedule._component_=tune.optimizers.constant", "optimizer.lr=1e-3")
     assert run_recipe([*settings, f"output_dir={inputs.folder / 'new'}", "max_steps=1"], lora_finetune) == 0
     assert run_recipe([*settings, f"output_dir={inputs.folder / 'new'}", "max_steps=3"], lora_finetune) == 0
@@ -36,8 +36,8 @@ def test_a_run_that_is_continued(inputs, run_recipe):
 
 
 @pytest.mark.slow
-def test_figures_of_a_run_are_those_in_its_files(inputs, run_recipe, capsys):
-    """On the console, and where tools show them."""
+def test_shown_figures_match_the_run_files(inputs, run_recipe, capsys):
+    """Check the console, `tune preview`, `watch` and `runs`, and the report."""
     run = inputs.folder / "new"
     more = ["max_steps=3", "validate_every=2", f"validation_dataset.path={inputs.rows}", f"output_dir={run}"]
     assert run_recipe(inputs.settings(*more)) == 0
@@ -86,8 +86,8 @@ PLANNED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANNED)
-def test_figures_of_a_plan_are_those_of_the_run(name, inputs, run_recipe, capsys):
-    """All rows are as long as they may be, as a plan counts them."""
+def test_plan_figures_match_the_run(name, inputs, run_recipe, capsys):
+    """All rows have the maximum length, as a plan assumes."""
     recipe, more = PLANNED[name]
     text, folder = "the cat sat on a mat " * 60, inputs.folder / "new"
     data = [{"text": f"cat {number} {text}"} for number in range(12)]
@@ -114,12 +114,12 @@ def test_figures_of_a_plan_are_those_of_the_run(name, inputs, run_recipe, capsys
     assert planned["optimizer"] == pytest.approx(sizes["optimizer"], rel=1e-4)
     kept = sum(sizes.values())
     assert plan["checkpoint_gib"] * 2**30 == pytest.approx(kept, rel=1e-4)
-    assert planned["checkpoint"] == pytest.approx(kept, rel=1e-4)  # on a CPU a copy of it is in the same memory
+    assert planned["checkpoint"] == pytest.approx(kept, rel=1e-4)  # on a CPU, its copy is in the same memory
     cli.main(["plan", recipe.__name__, *settings, "--device", "cpu"])
     assert f"a checkpoint {size_in_words(plan['checkpoint_gib'] * 2**30)}" in capsys.readouterr().out
 
 
-def test_a_run_that_fails(inputs, run_recipe):
+def test_failed_run(inputs, run_recipe):
     inputs.make_overflow()
     assert run_recipe(inputs.settings(f"output_dir={inputs.folder / 'new'}", "max_grad_norm=null")) == 2
     run = records.read(inputs.folder / "new")
@@ -127,14 +127,14 @@ def test_a_run_that_fails(inputs, run_recipe):
     assert "The run has failed: " in (inputs.folder / "new" / "report.html").read_text()
 
 
-def test_a_run_that_is_interrupted(inputs, run_recipe, monkeypatch):
+def test_interrupted_run(inputs, run_recipe, monkeypatch):
     monkeypatch.setattr(distributed.Interrupt, "requested", True)
     assert run_recipe(inputs.settings(f"output_dir={inputs.folder / 'new'}")) == 130
     assert records.read(inputs.folder / "new").state == "interrupted"
     assert "The run was interrupted" in (inputs.folder / "new" / "report.html").read_text()
 
 
-def test_a_report_that_fails_is_a_line_in_the_log(inputs, run_recipe, monkeypatch):
+def test_failed_report_is_logged(inputs, run_recipe, monkeypatch):
     def fail(folders, out):
         raise ZeroDivisionError("of the template")
 
@@ -146,13 +146,13 @@ def test_a_report_that_fails_is_a_line_in_the_log(inputs, run_recipe, monkeypatc
 
 
 @pytest.mark.parametrize("setting", ["dataset.path=nowhere.jsonl", "adapter.target_modules=[none]"])
-def test_a_wrong_start_leaves_no_folder(setting, inputs, run_recipe):
+def test_refused_start_leaves_no_folder(setting, inputs, run_recipe):
     assert run_recipe(inputs.settings(f"output_dir={inputs.folder / 'new'}", setting), lora_finetune) == 2
     assert not (inputs.folder / "new").exists()
 
 
 @pytest.mark.parametrize("made", ["model", "adapter", None])
-def test_a_run_that_is_given_as_the_model(made, inputs, run_recipe, capfd):
+def test_run_folder_given_as_the_model(made, inputs, run_recipe, capfd):
     run = inputs.folder / "earlier"
     (run / (made or "checkpoints")).mkdir(parents=True)
     (run / "config.yaml").write_text("seed: 0")
@@ -164,7 +164,7 @@ def test_a_run_that_is_given_as_the_model(made, inputs, run_recipe, capfd):
     ) in message
 
 
-def test_an_adapter_that_is_given_as_the_model(inputs, run_recipe, capfd):
+def test_adapter_given_as_the_model(inputs, run_recipe, capfd):
     (inputs.folder / "lora").mkdir()
     (inputs.folder / "lora" / "adapter_config.json").write_text("{}")
     assert run_recipe(inputs.settings(f"model.path={inputs.folder / 'lora'}")) == 2
@@ -173,7 +173,7 @@ def test_an_adapter_that_is_given_as_the_model(inputs, run_recipe, capfd):
 
 
 @pytest.mark.parametrize("setting", ["model.path=nowhere", "optimizer.lrr=1"])
-def test_a_wrong_start_leaves_the_record_of_an_earlier_run(setting, inputs, run_recipe):
+def test_refused_start_keeps_the_record_of_an_earlier_run(setting, inputs, run_recipe):
     before = (inputs.run / "run.json").read_text(), (inputs.run / "report.html").stat().st_mtime_ns
     assert json.loads(before[0])["state"] == "done"
     assert run_recipe(inputs.settings(setting)) == 2
@@ -181,7 +181,7 @@ def test_a_wrong_start_leaves_the_record_of_an_earlier_run(setting, inputs, run_
 
 
 @pytest.mark.slow
-def test_the_commands_in_the_report_work(inputs, run_recipe, monkeypatch, capsys):
+def test_commands_in_the_report_work(inputs, run_recipe, monkeypatch, capsys):
     assert run_recipe(inputs.settings(f"output_dir={inputs.folder / 'new'}"), lora_finetune) == 0
     page = (inputs.folder / "new" / "report.html").read_text()
     commands = re.findall(r'<pre class="command">tune (.*?)</pre>', page)
@@ -194,8 +194,8 @@ def test_the_commands_in_the_report_work(inputs, run_recipe, monkeypatch, capsys
 
 @needs_browser
 @pytest.mark.slow
-def test_the_pages_of_real_runs_in_a_browser(checkpoint, chats, pairs, tmp_path, run_recipe, shown):  # noqa: F811
-    """A supervised run, one of preferences, and both on one page, which fit on a phone too."""
+def test_pages_of_real_runs_in_a_browser(checkpoint, chats, pairs, tmp_path, run_recipe, shown):  # noqa: F811
+    """Show a supervised run, a preference run, and both on one page. The pages fit on a phone, too."""
     (tmp_path / "prompts.txt").write_text("the cat\nit was\n")
     common = [
         f"model.path={checkpoint}", "device=cpu", "dtype=fp32", "max_seq_len=128", "global_batch_size=8", "max_steps=3",
@@ -225,8 +225,8 @@ def test_the_pages_of_real_runs_in_a_browser(checkpoint, chats, pairs, tmp_path,
     "DEMO_IS_NEW" not in os.environ, reason="`.ci/run` sets it after `make demo`, and .demo/run may be old"
 )
 @pytest.mark.parametrize("width", [1400, 400])
-def test_the_page_of_the_demo(width):
-    """As its run has written it."""
+def test_page_of_the_demo(width):
+    """Check the page as written by the demo's run."""
     with Browser(width=width) as browser:
         browser.open(DEMO / "report.html")
         losses = curves(browser)["Loss"]["loss"]
@@ -234,5 +234,5 @@ def test_the_page_of_the_demo(width):
         fetched = [url for url in browser.requests if not url.startswith(("file:", "data:"))]
     assert (browser.errors, fetched) == ([], [])
     steps = [json.loads(line) for line in (DEMO / "metrics.jsonl").read_text().splitlines()]
-    assert losses == {each["step"]: pytest.approx(each["loss"], rel=1e-5) for each in steps if "loss" in each}
+    assert losses == {step["step"]: pytest.approx(step["loss"], rel=1e-5) for step in steps if "loss" in step}
     assert (DEMO / "report.html").stat().st_size < 3 * 2**20

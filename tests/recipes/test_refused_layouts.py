@@ -1,4 +1,4 @@
-"""A layout that the model does not fit is refused before the data are read, in every recipe."""
+"""A layout that does not fit the model is refused before the data are read, in every recipe."""
 
 import json
 from pathlib import Path
@@ -30,19 +30,19 @@ WRONG = [
 
 
 @pytest.mark.slow
-def test_before_the_data_are_read(checkpoint, told_to, tmp_path):
+def test_refused_before_the_data_are_read(checkpoint, told_to, tmp_path):
     pytest.importorskip("transformers")
     (tmp_path / "tried.py").write_text(TRIED)
     common = f"model.path={checkpoint}", "dataset.path=nowhere.jsonl", "device=cpu", f"output_dir={tmp_path / 'run'}"
     runs = json.dumps([(recipe, [*common, *settings]) for recipe, *settings in WRONG])
-    found = [line for line in run_processes(tmp_path / "tried.py", 2, runs).splitlines() if "parallel." in line]
-    assert [line.split(":")[0] for line in found] == ["parallel.ep", "parallel.pp", "parallel.ep"]
+    errors = [line for line in run_processes(tmp_path / "tried.py", 2, runs).splitlines() if "parallel." in line]
+    assert [line.split(":")[0] for line in errors] == ["parallel.ep", "parallel.pp", "parallel.ep"]
     lines = [[recipe, *common, *settings] for recipe, *settings in WRONG]
-    for text, line in zip(told_to(2, *lines), found, strict=True):
+    for text, line in zip(told_to(2, *lines), errors, strict=True):
         assert line in text.splitlines()
 
 
-def test_in_all_recipes():
+def test_every_recipe_checks_the_layout_before_the_data():
     recipes = [path.read_text() for path in Path(full_finetune.__file__).parent.glob("*.py")]
     placed = [text.index("require_layout(") - text.index("tokenizer = inst") for text in recipes if "backward" in text]
     assert len(placed) == 8 and max(placed) < 0

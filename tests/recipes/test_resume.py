@@ -15,11 +15,11 @@ from helpers import slow_but
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-STEPS = 6  # of 3 steps an epoch
+STEPS = 6  # two epochs of 3 steps
 
 
 def curve(run):
-    """What does not depend on the clock, of each step."""
+    """Return the metrics of each step that do not depend on the clock."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [tuple(line[name] for name in ("step", "loss", "grad_norm", "lr", "tokens")) for line in lines]
 
@@ -33,7 +33,7 @@ def checkpoints(run):
 
 
 def state(checkpoint, folder):
-    """A checkpoint as anyone can read it."""
+    """Return the tensors and the JSON state of a checkpoint, read without the library."""
     dcp_to_torch_save(checkpoint, folder / "state.pt")
     tensors = torch.load(folder / "state.pt", weights_only=True)
     return tensors, json.loads((checkpoint / "state.json").read_text())
@@ -80,7 +80,7 @@ def uninterrupted(settings, train, tmp_path_factory):
 
 
 def stopped_after(step, uninterrupted, folder):
-    """What a process leaves that dies while it saves the step after this one."""
+    """Return a run folder as left by a process that dies while saving the next step."""
     run = shutil.copytree(uninterrupted, folder / "stopped")
     shutil.rmtree(exported(run).parent)
     for path in checkpoints(run)[step + 1 :]:
@@ -103,15 +103,15 @@ def stopped_after(step, uninterrupted, folder):
     indirect=["method"],
     scope="module",
 )
-def test_a_continued_run_equals_the_uninterrupted_one(method, saving, step, uninterrupted, settings, train, tmp_path):
+def test_resumed_run_equals_the_uninterrupted_one(method, saving, step, uninterrupted, settings, train, tmp_path):
     run = stopped_after(step, uninterrupted, tmp_path)
     assert train([*settings, f"output_dir={run}", f"checkpointer.async={saving == 'async'}"]) == 0
     assert curve(run) == curve(uninterrupted)
     if method == "GRPO":
         assert (run / "samples.jsonl").read_text() == (uninterrupted / "samples.jsonl").read_text()
-    ours, theirs = (load_file(exported(each)) for each in (run, uninterrupted))
+    ours, theirs = (load_file(exported(folder)) for folder in (run, uninterrupted))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-    ours, theirs = (state(checkpoints(each)[-1], tmp_path) for each in (run, uninterrupted))
+    ours, theirs = (state(checkpoints(folder)[-1], tmp_path) for folder in (run, uninterrupted))
     torch.testing.assert_close(ours[0], theirs[0], rtol=0, atol=0)
     assert ours[1] == theirs[1]
 
@@ -125,7 +125,7 @@ def test_only_the_newest_checkpoints_are_kept(uninterrupted, settings, train, tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["step-00000003", "run"])
-def test_a_run_continues_from_another_ones_checkpoint(where, uninterrupted, settings, train, contents, tmp_path):
+def test_resume_from_the_checkpoint_of_another_run(where, uninterrupted, settings, train, contents, tmp_path):
     source = stopped_after(3, uninterrupted, tmp_path)
     before = contents(source)
     path = source if where == "run" else source / "checkpoints" / where
@@ -134,7 +134,7 @@ def test_a_run_continues_from_another_ones_checkpoint(where, uninterrupted, sett
     assert contents(source) == before
 
 
-def test_a_finished_run_only_exports_again(uninterrupted, settings, train, contents, tmp_path):
+def test_finished_run_only_exports_again(uninterrupted, settings, train, contents, tmp_path):
     run = shutil.copytree(uninterrupted, tmp_path / "run")
     shutil.rmtree(run / "model")
     assert train([*settings, f"output_dir={run}", "checkpointer.keep=null"]) == 0
@@ -145,15 +145,15 @@ def test_a_finished_run_only_exports_again(uninterrupted, settings, train, conte
     assert "continued after step 6\n" in (run / "log.txt").read_text()
 
 
-def test_steps_that_the_epochs_do_not_reach_are_told(uninterrupted, settings, train, capsys, tmp_path):
+def test_warning_if_the_epochs_end_before_max_steps(uninterrupted, settings, train, capsys, tmp_path):
     run = shutil.copytree(uninterrupted, tmp_path / "run")
     assert train([*settings, f"output_dir={run}", "max_steps=7"]) == 0
     assert "warning: max_steps=7 is not reached: epochs=2 ends " in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_a_longer_run_continues_a_shorter_one(uninterrupted, settings, train, tmp_path):
-    """Possible where the learning rate does not depend on the number of steps."""
+def test_longer_run_continues_a_shorter_one(uninterrupted, settings, train, tmp_path):
+    """This requires a learning rate that does not depend on the number of steps."""
     constant = ["schedule._component_=tune.optimizers.constant", f"output_dir={tmp_path}"]
     assert train([*settings, *constant, "epochs=1"]) == 0
     assert train([*settings, *constant, "epochs=2"]) == 0
@@ -162,7 +162,7 @@ def test_a_longer_run_continues_a_shorter_one(uninterrupted, settings, train, tm
 
 @pytest.fixture(scope="module")
 def killed(killing, tmp_path_factory):
-    """Of a recipe the settings of the runs to kill, and with a number of processes the run that is not killed."""
+    """Functions that return a recipe's settings for runs to kill, and its run that is not killed."""
     folder = tmp_path_factory.mktemp("killed")
 
     @functools.cache
@@ -190,10 +190,10 @@ def killed(killing, tmp_path_factory):
         ("ppo_finetune", [1], [""], "async", 1),
     ],
 )
-def test_a_killed_run_is_continued(recipe, processes, layouts, saving, kills, killing, killed, tmp_path):
+def test_killed_run_resumes(recipe, processes, layouts, saving, kills, killing, killed, tmp_path):
     inputs, reference = killed
     command = [*inputs(recipe), f"checkpointer.async={saving == 'async'}"]
     unbroken = reference(recipe, processes[0], layouts[0])
-    found = killing.kill_and_resume("", command, tmp_path, unbroken, processes, layouts, kills, random.Random(0))
-    assert found.kills == kills
-    assert found.as_wanted(same_layout=len(processes) == 1), found
+    result = killing.kill_and_resume("", command, tmp_path, unbroken, processes, layouts, kills, random.Random(0))
+    assert result.kills == kills
+    assert result.as_wanted(same_layout=len(processes) == 1), result

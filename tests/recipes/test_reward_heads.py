@@ -1,5 +1,7 @@
-"""Every family as a reward model: a step that trains all of it, what is saved, and transformers' scores where it has
-the class."""
+"""Every family as a reward model: a step trains all parameters, and the export reloads with the same scores.
+
+Scores match transformers if it has the class.
+"""
 
 import pytest
 import torch
@@ -20,18 +22,22 @@ TOKENS = torch.arange(5, 45)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in SHOWN])
-def test_a_family_has_scores(family, tmp_path):
+def test_family_trains_as_a_reward_model(family, tmp_path):
     config_class, changes = FAMILIES[family]
     base = save_checkpoint(tmp_path / "base", config_class, **{"pad_token_id": None} | changes)
     model, tokenizer = made_a_reward_model(base)
     batch = Batch.of(TOKENS[None].numpy(), documents=(TOKENS[None] > 20).int().numpy())
     before = score(model, batch)
     (before[0] - before[1]).sigmoid().log().neg().backward()
-    still = [name for name, each in model.named_parameters() if each.grad is None or not each.grad.isfinite().all()]
+    still = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.grad is None or not parameter.grad.isfinite().all()
+    ]
     assert still == []
     with torch.no_grad():
-        for each in model.parameters():
-            each -= 0.01 * each.grad
+        for parameter in model.parameters():
+            parameter -= 0.01 * parameter.grad
         after = score(model, batch)
     assert (after - before).abs().max() > 1e-6
     checkpointers.export(model, tokenizer, tmp_path / "model", distributed.init("cpu"), source=str(base))

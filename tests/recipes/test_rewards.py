@@ -1,4 +1,4 @@
-"""Reward models end to end: their loss, what transformers and PEFT make of them, one curve in any layout."""
+"""Reward models end to end: the loss, use in transformers and PEFT, one curve in every layout."""
 
 import json
 import math
@@ -88,7 +88,7 @@ def logged(folder):
 
 
 def reward_model(folder, config_class="LlamaConfig", pad_token_id=0, num_labels=1, **changes):
-    """As transformers saves one."""
+    """Save a reward model as transformers does, and return it."""
     save_checkpoint(folder, config_class, **changes)
     config = transformers.AutoConfig.from_pretrained(folder)
     config.num_labels, config.pad_token_id = num_labels, pad_token_id
@@ -100,7 +100,7 @@ def reward_model(folder, config_class="LlamaConfig", pad_token_id=0, num_labels=
 
 
 def chats(rows):
-    """Of each row the conversations with its better and with its worse answers."""
+    """Return, per row, the conversations with its chosen and its rejected answers."""
     return [
         [
             [{"role": "user", "content": row["instruction"]}, {"role": "assistant", "content": answer}]
@@ -112,7 +112,7 @@ def chats(rows):
 
 @torch.no_grad()
 def theirs(model, folder, conversations):
-    """Scores of a padded batch as transformers' own tokenizer makes it."""
+    """Return transformers' scores of a batch that its tokenizer has padded."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     inputs = tokenizer.apply_chat_template(conversations, padding=True, return_dict=True, return_tensors="pt")
     assert not inputs["attention_mask"].all()
@@ -123,12 +123,15 @@ def theirs(model, folder, conversations):
 def ours(folder, conversations):
     model = checkpointers.load_model(str(folder), head="score")
     tokenizer = Tokenizer(str(folder))
-    tokens = [torch.tensor(tokenizer.encode(tokenizer.apply_chat_template(each))).int() for each in conversations]
-    return score(model, collate([[Sample(each.numpy(), each.numpy()) for each in tokens]]))
+    tokens = [
+        torch.tensor(tokenizer.encode(tokenizer.apply_chat_template(conversation))).int()
+        for conversation in conversations
+    ]
+    return score(model, collate([[Sample(ids.numpy(), ids.numpy()) for ids in tokens]]))
 
 
 def made_a_reward_model(base):
-    """A language model that becomes a reward model, and its tokenizer."""
+    """Turn a language model into a reward model; return it and its tokenizer."""
     with torch.device("meta"):
         model = build(str(base), head="score")
     weights = checkpointers.Pretrained(str(base), model)
@@ -140,14 +143,14 @@ def made_a_reward_model(base):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_gives_the_same_scores(family, rows, tmp_path):
-    """Of a language model that has become a reward model, whose pad token was the one that ends turns."""
+def test_transformers_computes_the_same_scores(family, rows, tmp_path):
+    """The reward model was a language model, whose pad token was the token that ends turns."""
     config_class, changes = FAMILIES[family]
     base = save_checkpoint(tmp_path / "base", config_class, **{"pad_token_id": 2} | changes)
     model, tokenizer = made_a_reward_model(base)
     world = distributed.init("cpu")
     checkpointers.export(model, tokenizer, tmp_path / "model", world, source=str(base))
-    conversations = [each for row in chats(rows) for each in row]
+    conversations = [conversation for row in chats(rows) for conversation in row]
     automatic = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "model").eval()
     assert "lm_head.weight" not in load_file(tmp_path / "model" / "model.safetensors")
     assert [type(automatic).__name__] == json.loads((tmp_path / "model" / "config.json").read_text())["architectures"]
@@ -158,30 +161,30 @@ def test_transformers_gives_the_same_scores(family, rows, tmp_path):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
 @pytest.mark.parametrize("pad_token_id", [0, 2])
-def test_models_of_transformers_have_the_same_scores_here(family, pad_token_id, rows, tmp_path):
+def test_reward_models_of_transformers_have_the_same_scores(family, pad_token_id, rows, tmp_path):
     config_class, changes = FAMILIES[family]
     model = reward_model(tmp_path, config_class, pad_token_id, **changes)
-    template = "{% for message in messages %}{{ message.content }}<|im_end|>{% endfor %}"  # 2 ends turns, and pads
+    template = "{% for message in messages %}{{ message.content }}<|im_end|>{% endfor %}"  # token 2 ends turns and pads
     (tmp_path / "chat_template.jinja").write_text(template)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     tokenizer.pad_token = {0: "<|endoftext|>", 2: "<|im_end|>"}[pad_token_id]
     tokenizer.save_pretrained(tmp_path)
-    conversations = [each for row in chats(rows) for each in row]
+    conversations = [conversation for row in chats(rows) for conversation in row]
     expected = theirs(model, tmp_path, conversations)
     torch.testing.assert_close(ours(tmp_path, conversations), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("center", slow_but([0.05], [0.0, 0.05]))
-def test_steps_are_those_of_the_formula_on_transformers_model(center, rows, pairs, run, tmp_path):
+def test_steps_match_the_formula_on_a_transformers_model(center, rows, pairs, run, tmp_path):
     model = reward_model(tmp_path / "model")
     conversations, margins = chats(rows), torch.tensor([row["margin"] for row in rows for _ in row["rejected"]])
-    answers = [[len(each) for each in conversations[:at]] for at in range(len(rows))]
+    answers = [[len(group) for group in conversations[:at]] for at in range(len(rows))]
     compared = [(at, number) for at, row in enumerate(rows) for number, _ in enumerate(row["rejected"], 1)]
     first = torch.tensor([sum(answers[at]) for at, _ in compared])
     others = torch.tensor([sum(answers[at]) + number for at, number in compared])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model", pad_token="<|endoftext|>")
-    flat = [each for row in conversations for each in row]
+    flat = [conversation for row in conversations for conversation in row]
     inputs = tokenizer.apply_chat_template(flat, padding=True, return_dict=True, return_tensors="pt")
     steps = run(
         f"model.path={tmp_path / 'model'}", "global_batch_size=12", "epochs=20", f"loss.center={center}",
@@ -198,16 +201,16 @@ def test_steps_are_those_of_the_formula_on_transformers_model(center, rows, pair
         assert step["rewards/accuracies"] == pytest.approx((chosen > rejected).float().mean().item())
         optimizer.zero_grad()
         loss.backward()
-        norm = torch.nn.utils.get_total_norm([each.grad for each in model.parameters() if each.grad is not None])
-        assert step["grad_norm"] == pytest.approx(norm.item(), rel=1e-3)  # AdamW does not show a factor
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        assert step["grad_norm"] == pytest.approx(norm.item(), rel=1e-3)  # AdamW would hide a factor
         optimizer.step()
     assert len(steps) == 20
     assert steps[-1]["loss"] < 0.8 * steps[0]["loss"]
 
 
 @pytest.mark.slow
-def test_new_heads_are_random_by_the_seed_and_everything_is_trained(run, checkpoint, tmp_path):
-    first, again, other = (run(*each, folder=tmp_path / name)[0]["loss"] for name, each in {
+def test_seed_determines_new_heads_and_all_weights_train(run, checkpoint, tmp_path):
+    first, again, other = (run(*settings, folder=tmp_path / name)[0]["loss"] for name, settings in {
         "first": [], "again": [], "other": ["seed=1", "epochs=1"]}.items())  # fmt: skip
     assert first == again
     assert first != other
@@ -217,10 +220,10 @@ def test_new_heads_are_random_by_the_seed_and_everything_is_trained(run, checkpo
 
 
 def test_adapters(run, rows, checkpoint, tmp_path):
-    """PEFT on transformers' model, the merged model and `tune merge` give one score, that of the run's last step."""
+    """PEFT on transformers' model, the merged export and `tune merge` give the same scores."""
     run("adapter.rank=4", "export.merge=true")
     done = tmp_path / "run"
-    conversations = [each for row in chats(rows) for each in row]
+    conversations = [conversation for row in chats(rows) for conversation in row]
     settings = json.loads((done / "adapter" / "adapter_config.json").read_text())
     assert (settings["task_type"], settings["modules_to_save"]) == ("SEQ_CLS", ["score"])
     auto = transformers.AutoModelForSequenceClassification
@@ -234,21 +237,21 @@ def test_adapters(run, rows, checkpoint, tmp_path):
     torch.testing.assert_close(theirs(merged, tmp_path / "merged", conversations), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_adapters_of_peft_go_on(run, rows, checkpoint, tmp_path):
+def test_peft_adapter_continues(run, rows, checkpoint, tmp_path):
     base = transformers.AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=1, pad_token_id=0)
     adapter = peft.LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["q_proj"], init_lora_weights=False)
     adapted = peft.get_peft_model(base, adapter).eval()
     adapted.save_pretrained(tmp_path / "adapter")
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint, pad_token="<|endoftext|>")
     tokenizer.save_pretrained(tmp_path / "adapter")
-    conversations = [each for row in chats(rows) for each in row]
+    conversations = [conversation for row in chats(rows) for conversation in row]
     expected = theirs(adapted, tmp_path / "adapter", conversations)
     run(f"adapter.path={tmp_path / 'adapter'}", "optimizer.lr=0", "export.merge=true")
     torch.testing.assert_close(ours(tmp_path / "run" / "model", conversations), expected, rtol=1e-5, atol=1e-5)
 
 
 ADAPTER = "adapter={{_component_: tune.peft.adapter, rank: 4, dropout: 0.1}}"
-WAYS = {  # to compute each of four curves
+WAYS = {  # ways to compute each of four curves
     "4 rows": {
         "as it is": [],
         "micro-batches of 1": ["micro_batch_size=1"],
@@ -281,7 +284,7 @@ def curves(common, pairs, checkpoint, tmp_path_factory):
         folder = tmp_path_factory.mktemp("curves")
         settings = [*common, f"validation_dataset.path={pairs}", "validate_every=2", "global_batch_size=4"]
         variants = {
-            f"{curve} - {way}": [each.format(processes=processes, packed=packed) for each in overrides]
+            f"{curve} - {way}": [override.format(processes=processes, packed=packed) for override in overrides]
             for curve, ways in WAYS.items()
             for way, overrides in ways.items()
         }
@@ -300,15 +303,15 @@ def test_one_curve(curves):
             reference = alone[f"{name.partition(' - ')[0]} - as it is"]
             assert len(steps) == len(reference) == (9 if "4 rows" in name else 3)
             for step, expected in zip(steps, reference, strict=True):
-                found = {metric: step[metric] for metric in expected.keys() & metrics}
-                expected = {metric: expected[metric] for metric in found}
-                assert found == pytest.approx(expected, rel=1e-5, abs=1e-6), name
+                values = {metric: step[metric] for metric in expected.keys() & metrics}
+                expected = {metric: expected[metric] for metric in values}
+                assert values == pytest.approx(expected, rel=1e-5, abs=1e-6), name
             assert "validation_loss" in steps[1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("adapter", [[], ["adapter.rank=4"]])
-def test_a_continued_run_is_bitwise_the_same(adapter, run, tmp_path):
+def test_resume_is_bitwise_exact(adapter, run, tmp_path):
     whole = run(*adapter, "checkpointer.every=1", "checkpointer.keep=null", folder=tmp_path / "whole")
     resume = f"resume={tmp_path / 'whole' / 'checkpoints' / 'step-00000002'}"
     continued = run(*adapter, resume, folder=tmp_path / "continued")
@@ -327,14 +330,14 @@ def test_a_continued_run_is_bitwise_the_same(adapter, run, tmp_path):
         (lambda row: {"rejected": []}, "empty rejected"),
     ],
 )
-def test_rows_that_compare_nothing_are_left_out_and_counted(change, reason, rows, run, tmp_path):
+def test_rows_without_a_comparison_are_dropped_and_counted(change, reason, rows, run, tmp_path):
     data = tmp_path / "pairs.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[0] | change(rows[0])]))
     run(f"dataset.path={data}", "epochs=1")
     assert json.loads((tmp_path / "run" / "data.json").read_text())["dropped"] == {reason: 1}
 
 
-def test_rows_that_are_too_long_are_left_out_and_counted(run, tmp_path):
+def test_rows_that_are_too_long_are_dropped_and_counted(run, tmp_path):
     run("max_seq_len=100", "epochs=1")
     data = json.loads((tmp_path / "run" / "data.json").read_text())
     assert 0 < data["kept"] < data["rows"] == 12
@@ -393,17 +396,17 @@ def test_several_labels_are_refused(labels, run_recipe, common, tmp_path, capsys
     assert f"the model scores {labels} labels, but a reward is one number" in capsys.readouterr().err
 
 
-def test_a_language_model_is_no_reward_model(checkpoint):
+def test_language_model_is_refused_as_a_reward_model(checkpoint):
     with pytest.raises(TuneError, match="no scoring head"):
         prepare_scores(build(str(checkpoint)), Tokenizer(str(checkpoint)))
     with pytest.raises(TuneError, match="not a reward model"):
         checkpointers.load_model(str(checkpoint), head="score")
 
 
-def test_a_tokenizer_whose_only_special_token_ends_texts(checkpoint, tmp_path):
+def test_tokenizer_whose_only_special_token_is_eos(checkpoint, tmp_path):
     folder = shutil.copytree(checkpoint, tmp_path / "model")
     content = json.loads((folder / "tokenizer.json").read_text())
-    content["added_tokens"] = [each for each in content["added_tokens"] if each["content"] == "<|im_end|>"]
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] == "<|im_end|>"]
     (folder / "tokenizer.json").write_text(json.dumps(content))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
     with pytest.raises(TuneError, match="no special token for padding") as error:

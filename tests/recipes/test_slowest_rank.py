@@ -1,4 +1,4 @@
-"""The rank that computes longest is named, however the others wait for it."""
+"""The rank that computes longest is reported, however the others wait for it."""
 
 import json
 from pathlib import Path
@@ -16,9 +16,9 @@ LAYOUTS = {
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
 
 
-def test_the_slowest_of_several():
+def test_slowest_of_several_ranks():
     pace = Pace()
-    for seconds, found in (
+    for seconds, expected in (
         ([], {}),
         ([1.0], {}),
         ([1.0, 1.0, 1.05], {}),
@@ -26,8 +26,8 @@ def test_the_slowest_of_several():
         ([0.0, 2.0], {}),
     ):
         pace.add(seconds)
-        assert pace.slowest() == pytest.approx(found)
-    assert not pace.slowest()  # it is said once
+        assert pace.slowest() == pytest.approx(expected)
+    assert not pace.slowest()  # it is reported once
 
 
 @pytest.mark.parametrize("count", LAYOUTS)
@@ -47,6 +47,6 @@ def test_one_slow_rank_is_named(count, checkpoint, chats, tmp_path):
     run_processes(ONE_SLOW_RANK, count, str(tmp_path), json.dumps(common), json.dumps(variants), "1")
     for name in variants:
         steps = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        assert [step.get("slowest_rank") for step in steps[1:]] == [1] * 3, (name, steps)  # of the step before
+        assert [step.get("slowest_rank") for step in steps[1:]] == [1] * 3, (name, steps)  # from the previous step
         assert min(step["slowest_excess"] for step in steps[1:]) > 0.3, name
         print(name, [round(step["slowest_excess"], 2) for step in steps[1:]])

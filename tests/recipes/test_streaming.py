@@ -1,4 +1,4 @@
-"""A recipe on a stream: resumed at the row, and counted at its end."""
+"""A recipe on a stream resumes at the row, and counts the rows at the end."""
 
 import json
 
@@ -11,7 +11,7 @@ def curve(run):
 
 
 @pytest.mark.slow
-def test_stream_continues_at_the_row_where_it_was_left(inputs, run_recipe):
+def test_stream_resumes_at_the_row_where_it_stopped(inputs, run_recipe):
     chats = inputs.rows.read_text()
     inputs.rows.write_text(chats * 3)  # 144 rows: three windows
     settings = [

@@ -1,4 +1,4 @@
-"""A step waits for the device once. Whatever else reads a tensor's values on the host would make a GPU stand idle."""
+"""A step waits for the device once. Any other read of a tensor's values on the host would leave a GPU idle."""
 
 import threading
 from collections import Counter
@@ -28,11 +28,11 @@ WAITS = {
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
 
 
-EXCHANGED = ["optimizer._component_=torch.optim.SGD"]  # the processes that share experts are one
+EXCHANGED = ["optimizer._component_=torch.optim.SGD"]  # one process has all experts
 
 
 class Waits(TorchDispatchMode):
-    """Counts the operations of this thread that would wait for a device."""
+    """Count the operations of this thread that would wait for a device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Waits(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        masks = [each for each in args[1] or [] if each is not None] if operation is torch.ops.aten.index.Tensor else []
+        masks = [mask for mask in args[1] or [] if mask is not None] if operation is torch.ops.aten.index.Tensor else []
         unknown_size = operation is torch.ops.aten.repeat_interleave.Tensor and kwargs.get("output_size") is None
         if operation in WAITS or unknown_size or any(mask.dtype == torch.bool for mask in masks):
             self.found[str(operation)] += 1
@@ -63,7 +63,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("recipe", "settings", "model"), slow_but(CASES[::4], CASES))
-def test_one_wait_a_step(recipe, settings, model, chats, pairs, run_recipe, tmp_path, monkeypatch):
+def test_one_wait_per_step(recipe, settings, model, chats, pairs, run_recipe, tmp_path, monkeypatch):
     folder = save_checkpoint(tmp_path / "model", hidden_size=128, **model)
     rows = pairs if recipe is preference_finetune else chats
     waits, before_fetch = Waits(), []
@@ -96,5 +96,5 @@ def test_one_wait_a_step(recipe, settings, model, chats, pairs, run_recipe, tmp_
             recipe,
         )  # fmt: skip
     assert code == 0
-    # The sizes of what is exchanged, once in each of 3 layers for each of 4 micro-batches.
+    # The sizes of the expert exchange, once per layer (3) and micro-batch (4).
     assert before_fetch[1:] == [{"tolist": 12} if settings is EXCHANGED else {}] * 2

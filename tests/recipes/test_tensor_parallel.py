@@ -1,4 +1,4 @@
-"""One loss curve, also where processes share the heads and widths of each block (tensor parallelism)."""
+"""The loss curve is the same when processes share the heads and widths of each block (tensor parallelism)."""
 
 import importlib
 import json
@@ -26,13 +26,16 @@ WHOLE_HEAD = ["parallel.loss_parallel=false"]
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
-    """A Llama whose rows can be cut into blocks of NF4."""
+    """A Llama whose rows can be split into NF4 blocks."""
     return save_checkpoint(tmp_path_factory.mktemp("wide"), hidden_size=128, intermediate_size=256, num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")
 def common(chats):
-    """With this rate an untrained norm differs by more than exports may; with this `eps`, a rounded one does not."""
+    """Settings that reveal an untrained norm in exports: the rate moves it beyond their tolerance.
+
+    With this `eps`, rounding stays within the tolerance.
+    """
     return [
         f"dataset.path={chats}", f"validation_dataset.path={chats}", "validation_dataset.take=16", "max_seq_len=128",
         "global_batch_size=8", "micro_batch_size=8", "dtype=fp32", "device=cpu", "optimizer.lr=1e-3",
@@ -41,14 +44,16 @@ def common(chats):
 
 
 def measured(run):
-    """The losses, gradient norms and what routers did in each step, and the losses on validation data."""
+    """Return the losses, gradient norms and router metrics of each step, and the validation losses."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line[name] for line in lines for name in MEASURED if name in line]
 
 
 def assert_one_curve(recipe, common, variants, layouts, count, folder, names=None, alone=None, of_alone=()):
-    """Each of `variants` in each of `layouts`, or in those that `names` has for it, on `count` processes, against one
-    process, which runs the recipe `alone` where it is another, with the settings `of_alone`."""
+    """Compare each of `variants` in each of `layouts`, or in its layouts in `names`, on `count` processes and on one.
+
+    One process runs the recipe `alone`, if given, with the additional settings `of_alone`.
+    """
     pairs = [(name, layout) for name in variants for layout in (names[name] if names else layouts)]
     alone = alone or recipe
     main = importlib.import_module(alone).main
@@ -62,7 +67,7 @@ def assert_one_curve(recipe, common, variants, layouts, count, folder, names=Non
 
 
 def assert_curve_in_backward(common, variants, layouts, count, folder, names=None):
-    """All parameters, each updated in the backward, against one process that updates them after it."""
+    """Compare updates in the backward pass with one process that updates after it; all parameters train."""
     changed = in_backward("full_finetune", folder / "changed")
     others = {"alone": "full_finetune", "of_alone": ["max_grad_norm=null"]}
     assert_one_curve(changed, common, variants, layouts, count, folder, names, **others)
@@ -78,7 +83,7 @@ LAYOUTS = {
 @pytest.mark.slow
 def test_two_processes_share_each_block(wide, common, tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # two nodes
-    # More blocks than Dynamo compiles anew, and rows that two cannot share.
+    # More blocks than Dynamo's recompile limit, and a number of rows that two processes cannot share.
     deep = save_checkpoint(tmp_path / "deep", hidden_size=32, num_hidden_layers=10, vocab_size=301)
     variants = {"all": [f"model.path={wide}"], "deep": [f"model.path={deep}"]}
     compiled = ["parallel.tp=2", "micro_batch_size=8", "compile=true", *FULL]
@@ -87,12 +92,12 @@ def test_two_processes_share_each_block(wide, common, tmp_path, monkeypatch):
     names = {"all": ["tp", "whole head"], "deep": ["compiled"]}
     assert_one_curve("full_finetune", common, variants, layouts, 2, tmp_path, names)
     merged, alone = (load_file(tmp_path / run / "model" / "model.safetensors") for run in ("all, tp", "alone/all"))
-    told, told_deep = ((tmp_path / run / "log.txt").read_text() for run in ("all, tp", "deep, compiled"))
-    assert "mesh: tp 2; consecutive processes share the last axis\n" in told
-    assert re.search(r"\nsent by each process per step of [\d,]+ tokens, MiB: tp [\d.]+\n", told)
-    assert "warning: tp 2 spans nodes of 1 processes, whose links are slow. Set it to 1\n" in told
-    assert "does not divide" not in told + (tmp_path / "all, whole head" / "log.txt").read_text()
-    assert "warning: tp=2 does not divide the rows of embedding, head: " in told_deep
+    log, deep_log = ((tmp_path / run / "log.txt").read_text() for run in ("all, tp", "deep, compiled"))
+    assert "mesh: tp 2; consecutive processes share the last axis\n" in log
+    assert re.search(r"\nsent by each process per step of [\d,]+ tokens, MiB: tp [\d.]+\n", log)
+    assert "warning: tp 2 spans nodes of 1 processes, whose links are slow. Set it to 1\n" in log
+    assert "does not divide" not in log + (tmp_path / "all, whole head" / "log.txt").read_text()
+    assert "warning: tp=2 does not divide the rows of embedding, head: " in deep_log
     torch.testing.assert_close(merged, alone, rtol=1e-3, atol=2e-5)
 
 
@@ -141,7 +146,7 @@ def test_compiled(checkpoint, common, tmp_path):
 
 @pytest.mark.slow
 def test_families(common, checkpoint, tmp_path):
-    """What four processes share otherwise than two; tests/distributed/test_families_in_layouts.py has every family."""
+    """Families that four processes shard unlike two; tests/distributed/test_families_in_layouts.py has every family."""
     pytest.importorskip("transformers")
     names = {"llama-multi-query": ["tp"], "gpt_oss": ["tp"], "qwen3_moe": ["tp x FSDP"], "qwen3_5_text": ["tp x FSDP"]}
     variants = {}

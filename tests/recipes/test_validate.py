@@ -1,6 +1,6 @@
-"""`tune validate` finds, in one pass and without weights, what a run refuses, and nothing where a run would work.
+"""`tune validate` finds, in one pass and without weights, what a run refuses, and nothing if a run would work.
 
-That it tells the same as the run is asserted beside each wrong input: in test_wrong_inputs.py and its neighbors.
+The tests of wrong inputs, such as test_wrong_inputs.py, assert that it reports the same errors as the run.
 """
 
 import json
@@ -20,24 +20,24 @@ from tune.devices import DEVICES
 GOOD = ["dtype=fp32", "device=cpu", "max_seq_len=128"]
 
 
-def test_nothing_is_wrong_with_a_run_that_works(inputs, told):
+def test_run_that_works_has_no_findings(inputs, told):
     for level in ("error", "changed", "warning"):
         assert told("full_finetune", inputs.settings("resume=auto"), level) == ""
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_that_the_run_sets_aside(inputs, told):
+def test_damaged_checkpoint_that_the_run_sets_aside(inputs, told):
     checkpoint = inputs.run / "checkpoints" / "step-00000002"
     again = inputs.settings(f"output_dir={inputs.run}")
     for name in ("__0_0.distcp", ".metadata", "state.json"):
         (checkpoint / name).write_bytes((checkpoint / name).read_bytes()[:9])
         assert told("full_finetune", again) == ""
-        (found,) = told("full_finetune", again, "warning").splitlines()
-        assert found.startswith("resume: ") and f"step-00000002 is damaged: {name} " in found
+        (warning,) = told("full_finetune", again, "warning").splitlines()
+        assert warning.startswith("resume: ") and f"step-00000002 is damaged: {name} " in warning
     assert "state.json cannot be read" in told("full_finetune", [*again, f"resume={checkpoint}"])
 
 
-def test_the_checkpoint_before_a_damaged_one(inputs, told):
+def test_checkpoint_before_a_damaged_one(inputs, told):
     checkpoint = inputs.run / "checkpoints" / "step-00000002"
     shutil.copytree(checkpoint, checkpoint.with_name("step-00000003"))
     (checkpoint.with_name("step-00000003") / "__0_0.distcp").write_bytes(b"")
@@ -46,7 +46,7 @@ def test_the_checkpoint_before_a_damaged_one(inputs, told):
     assert "step-00000002 has a different optimizer" in told("full_finetune", settings)
 
 
-def test_states_of_an_optimizer_with_a_group_of_vectors_and_matrices(inputs, told):
+def test_optimizer_states_of_a_group_with_vectors_and_matrices(inputs, told):
     settings = inputs.settings(
         "optimizer._component_=tune.optimizers.Adafactor", "optimizer.lr=1e-2", "parameter_groups.decay_vectors=true",
         "max_steps=1", f"output_dir={inputs.folder / 'factors'}",
@@ -56,18 +56,18 @@ def test_states_of_an_optimizer_with_a_group_of_vectors_and_matrices(inputs, tol
 
 
 @pytest.mark.slow
-def test_a_warning_about_training_and_validation_is_told_of_both(inputs, told):
-    found = told(
+def test_warning_names_training_and_validation_data(inputs, told):
+    warnings = told(
         "full_finetune", inputs.settings(f"validation_dataset.path={inputs.rows}", "max_seq_len=32"), "warning"
     )
-    cut_off = [line for line in found.splitlines() if "tokens" in line and "are cut off" in line]
+    cut_off = [line for line in warnings.splitlines() if "tokens" in line and "are cut off" in line]
     assert [line.partition(":")[0] for line in cut_off] == ["training", "validation"]
 
 
-def test_all_is_found_in_one_pass_sorted_by_place(inputs, told):
+def test_all_errors_in_one_pass_sorted_by_place(inputs, told):
     inputs.change_json("config.json", hidden_size="64")
     (inputs.model / "tokenizer.json").write_text("{}")
-    found = told(
+    errors = told(
         "full_finetune",
         inputs.settings(
             "epochs=0",
@@ -77,7 +77,7 @@ def test_all_is_found_in_one_pass_sorted_by_place(inputs, told):
             "memory.activation_offload=true",
         ),
     )
-    places = [line.partition(":")[0] for line in found.splitlines()]
+    places = [line.partition(":")[0] for line in errors.splitlines()]
     assert places == [
         "dataset",
         "epochs",
@@ -89,19 +89,21 @@ def test_all_is_found_in_one_pass_sorted_by_place(inputs, told):
     ]
 
 
-def test_settings_that_are_wrong_have_no_effects_that_are_told_too(inputs, told):
-    found = told("full_finetune", inputs.settings("optimizer.lr=-1", "optimizer._component_=torch.optim.AdmW", "lrr=1"))
-    assert [line.partition(":")[0] for line in found.splitlines()] == ["lrr", "optimizer._component_", "optimizer.lr"]
+def test_wrong_settings_cause_no_follow_up_errors(inputs, told):
+    errors = told(
+        "full_finetune", inputs.settings("optimizer.lr=-1", "optimizer._component_=torch.optim.AdmW", "lrr=1")
+    )
+    assert [line.partition(":")[0] for line in errors.splitlines()] == ["lrr", "optimizer._component_", "optimizer.lr"]
 
 
 @pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
-def test_an_optimizer_that_cannot_take_a_step_with_these_groups(name, inputs, told):
-    found = told("full_finetune", inputs.settings(f"optimizer._component_=torch.optim.{name}"))
-    assert f"{name} does" in found and len(found.splitlines()) == 1
+def test_optimizer_that_cannot_step_with_these_groups(name, inputs, told):
+    errors = told("full_finetune", inputs.settings(f"optimizer._component_=torch.optim.{name}"))
+    assert f"{name} does" in errors and len(errors.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
-    ("settings", "level", "says"),
+    ("settings", "level", "message"),
     [
         (["dtype=bf16", "--device", "t4"], "warning", "dtype: bf16 is slow on this GPU"),
         (["dtype=bf16", "--device", "a100"], "warning", ""),
@@ -115,35 +117,37 @@ def test_an_optimizer_that_cannot_take_a_step_with_these_groups(name, inputs, to
         ),
     ],
 )
-def test_the_device_that_it_is_for(settings, level, says, inputs, told):
+def test_target_device(settings, level, message, inputs, told):
     old = inputs.folder / "old.json"
     old.write_text(json.dumps(asdict(DEVICES["h100"]) | {"capability": [7, 0]}))
-    found = told(
-        "full_finetune", inputs.settings("device=auto", *(each.replace("OLD", str(old)) for each in settings)), level
+    findings = told(
+        "full_finetune",
+        inputs.settings("device=auto", *(setting.replace("OLD", str(old)) for setting in settings)),
+        level,
     )
-    assert says in found if says else found == ""
+    assert message in findings if message else findings == ""
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         (["quantization.qat=int8", "export.dtype=fp32", "dtype=bf16"], "quantization.qat: blocks.0.attention.query is"),
         (["compile=[blocks.99]"], "compile: blocks.99 "),
     ],
 )
-def test_what_a_run_refuses_when_it_builds_the_model(settings, says, inputs, told):
-    assert says in told("full_finetune", inputs.settings(*settings))
+def test_errors_from_building_the_model(settings, message, inputs, told):
+    assert message in told("full_finetune", inputs.settings(*settings))
 
 
 @pytest.mark.slow
-def test_an_optimizer_that_does_not_take_shares(inputs, told_to):
+def test_optimizer_that_does_not_support_shards(inputs, told_to):
     muon = "optimizer._component_=tune.optimizers.Muon"
     line = ["full_finetune", *inputs.settings("dtype=fp32", muon, "parallel.tp=2")]
     assert told_to(2, line) == ["optimizer._component_: Muon needs whole matrices: set parallel.tp=1"]
 
 
 @pytest.mark.slow
-def test_room_for_checkpoints_and_what_is_merged(inputs, told, monkeypatch):
+def test_disk_space_for_checkpoints_and_the_merged_model(inputs, told, monkeypatch):
     free = SimpleNamespace(free=(inputs.model / "model.safetensors").stat().st_size)
     monkeypatch.setattr("shutil.disk_usage", lambda _: free)
     settings = inputs.settings(f"output_dir={inputs.folder / 'new'}", "adapter.rank=1")
@@ -152,14 +156,14 @@ def test_room_for_checkpoints_and_what_is_merged(inputs, told, monkeypatch):
     assert "the checkpoints and the export take" in told("full_finetune", settings[:-1], "warning")
 
 
-def test_a_package_of_another_version(inputs, told, monkeypatch):
+def test_package_of_another_version(inputs, told, monkeypatch):
     monkeypatch.setattr("importlib.metadata.requires", lambda _: ["safetensors>=99", "torch>=1", "not-installed>=1"])
     assert "pip install 'safetensors>=99'" in told("full_finetune", inputs.settings("resume=auto"))
 
 
 @pytest.mark.slow
-def test_processes_that_are_not_here(inputs):
-    """Of layouts and batches, for so many processes; a problem is told once."""
+def test_more_processes_than_this_machine_has(inputs):
+    """Layouts and batches are checked for the given number of processes; a problem is reported once."""
     command_lines = {
         "batch": ["--world-size", "3"],
         "tp": ["parallel.tp=8", "--world-size", "8"],
@@ -169,28 +173,28 @@ def test_processes_that_are_not_here(inputs):
     }
     run = ["validate", "full_finetune", *inputs.settings()]
     done = run_verbs(*([*run, *more] for more in command_lines.values()))
-    assert [(each.returncode, each.stderr) for each in done] == [(1, "")] * 5
-    texts = ([line for line in each.stdout.splitlines() if line.startswith("error ")] for each in done)
-    found = dict(zip(command_lines, texts, strict=True))
-    assert sum("is not a multiple of 3" in line for line in found["batch"]) == 1
-    assert "parallel.tp: 8 does not divide num_heads=4" in found["tp"][0] and len(found["tp"]) == 1
-    assert found["dp"][0].split()[:3] == ["error", "parallel:", "dp_replicate=3"]
-    assert " 8 processes" in found["dp"][0]
-    of_sizes, of_rows = found["rows"]
+    assert [(result.returncode, result.stderr) for result in done] == [(1, "")] * 5
+    texts = ([line for line in result.stdout.splitlines() if line.startswith("error ")] for result in done)
+    errors = dict(zip(command_lines, texts, strict=True))
+    assert sum("is not a multiple of 3" in line for line in errors["batch"]) == 1
+    assert "parallel.tp: 8 does not divide num_heads=4" in errors["tp"][0] and len(errors["tp"]) == 1
+    assert errors["dp"][0].split()[:3] == ["error", "parallel:", "dp_replicate=3"]
+    assert " 8 processes" in errors["dp"][0]
+    of_sizes, of_rows = errors["rows"]
     assert of_rows.endswith("chats.jsonl has 48 rows, too few for 512 data-parallel processes. Use at most 48")
     assert "global_batch_size=4 is not a multiple of 512" in of_sizes
-    assert "parallel.ep: 3 does not divide" in found["ep"][0] and len(found["ep"]) == 1
+    assert "parallel.ep: 3 does not divide" in errors["ep"][0] and len(errors["ep"]) == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_a_missing_device_is_one_problem_among_others(inputs, run_recipe, capsys):
+def test_missing_device_is_reported_with_other_errors(inputs, run_recipe, capsys):
     assert run_recipe(inputs.settings("device=cuda", "epochs=-1"), full_finetune) == 2
     shown = capsys.readouterr().err
     assert "epochs: -1" in shown and "device: cuda" in shown
 
 
 @pytest.mark.slow
-def test_a_healed_setting_is_in_the_config_of_the_run(inputs, run_recipe, told, monkeypatch, capsys):
+def test_changed_setting_is_in_the_config_of_the_run(inputs, run_recipe, told, monkeypatch, capsys):
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
     settings = inputs.settings("compile=true", f"output_dir={inputs.folder / 'new'}")
     assert "compile: TORCH_COMPILE_DISABLE" in told("full_finetune", settings, "changed")
@@ -200,12 +204,12 @@ def test_a_healed_setting_is_in_the_config_of_the_run(inputs, run_recipe, told, 
     assert "\ncompile: false\n" in (inputs.folder / "new" / "config.yaml").read_text()
 
 
-def test_a_misspelt_option_is_told_with_the_one_that_is_meant(inputs, told):
-    found = told("full_finetune", inputs.settings("--word-size", "2"))
-    assert "--word-size: is not an option. Did you mean '--world-size'? --help lists them" in found
+def test_misspelled_option_gets_a_suggestion(inputs, told):
+    error = told("full_finetune", inputs.settings("--word-size", "2"))
+    assert "--word-size: is not an option. Did you mean '--world-size'? --help lists them" in error
 
 
-def test_help_says_what_it_takes(capsys):
+def test_help_lists_the_options(capsys):
     try:
         main(["validate", "--help"])
     except SystemExit as end:
@@ -215,7 +219,7 @@ def test_help_says_what_it_takes(capsys):
 
 
 @pytest.mark.slow
-def test_how_many_rows_were_read_is_said(inputs, capsys):
+def test_number_of_rows_read_is_reported(inputs, capsys):
     many = inputs.folder / "many.jsonl"
     many.write_text("".join(json.dumps({"text": f"the cat sat {index}"}) + "\n" for index in range(1200)))
     command = ["validate", "full_finetune", *inputs.settings(f"dataset.path={many}"), "--json"]
@@ -223,13 +227,15 @@ def test_how_many_rows_were_read_is_said(inputs, capsys):
     for more in ([], ["--all"]):
         with pytest.raises(SystemExit):
             main([*command, *more])
-        found = json.loads(capsys.readouterr().out)["findings"]
-        levels.append([each["message"] for each in found if each["level"] == "info" and each["place"] == "dataset"])
-    assert [len(each) for each in levels] == [1, 0] and "1,000" in levels[0][0] and "--all" in levels[0][0]
+        findings = json.loads(capsys.readouterr().out)["findings"]
+        levels.append(
+            [finding["message"] for finding in findings if finding["level"] == "info" and finding["place"] == "dataset"]
+        )
+    assert [len(messages) for messages in levels] == [1, 0] and "1,000" in levels[0][0] and "--all" in levels[0][0]
 
 
-def test_a_setting_that_is_missing_has_no_second_error(inputs, told):
-    """Nor what is computed with it."""
-    given = [each for each in inputs.settings() if not each.startswith("model.path=")]
-    found = told("full_finetune", [*given, "optimizer.lr=-1"])
-    assert [line.partition(":")[0] for line in found.splitlines()] == ["model.path", "optimizer.lr"]
+def test_missing_setting_has_no_second_error(inputs, told):
+    """Values that are computed from it have no error, either."""
+    settings = [setting for setting in inputs.settings() if not setting.startswith("model.path=")]
+    errors = told("full_finetune", [*settings, "optimizer.lr=-1"])
+    assert [line.partition(":")[0] for line in errors.splitlines()] == ["model.path", "optimizer.lr"]

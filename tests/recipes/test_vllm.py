@@ -1,4 +1,4 @@
-"""vLLM as the engine of a rollout, with a stand-in of transformers for it: weights, samples and what is refused."""
+"""vLLM as the rollout engine, with a transformers stand-in for it: weights, samples and errors."""
 
 import json
 import shutil
@@ -32,24 +32,24 @@ def vllm(monkeypatch):
     del sys.modules["vllm"]
 
 
-def test_it_has_the_weights_of_the_moment_with_the_adapter_merged(vllm, checkpoint):
+def test_engine_has_the_current_weights_with_the_adapter_merged(vllm, checkpoint):
     model = load_model(str(checkpoint))
     lora = peft.LoRA(rank=4)
     peft.add_adapters(model, lora)
     peft.start(model, lora, 0)
     common = {"max_new_tokens": 8, "stop_ids": [2]}
     sampler, engine = Sampler(**common, temperature=0), VLLM(**common, path=str(checkpoint), dtype="fp32")
-    found = []
+    log_probs = []
     for _ in range(2):
         (expected, other), (mine, another) = sampler(model, PROMPTS), replace(engine, temperature=0)(model, PROMPTS)
         for ours, theirs in zip(expected + other, mine + another, strict=True):
             assert (ours.tokens, ours.finish) == (theirs.tokens, theirs.finish)
             assert ours.log_probs == pytest.approx(theirs.log_probs, abs=1e-5)
-        found.append(expected[0].log_probs)
+        log_probs.append(expected[0].log_probs)
         for name, parameter in model.named_parameters():
             if "lora_b" in name:
                 parameter.data += 0.02
-    assert found[0] != pytest.approx(found[1], abs=1e-3)
+    assert log_probs[0] != pytest.approx(log_probs[1], abs=1e-3)
     (theirs,) = vllm.ENGINES  # one for all rollouts
     assert theirs.settings["logprobs_mode"] == "processed_logprobs" and theirs.settings["dtype"] == "float32"
 
@@ -60,36 +60,36 @@ def test_samples_do_not_depend_on_the_process(vllm, checkpoint):
     both = engine(model, PROMPTS, samples=3, step=2)
     assert engine(model, PROMPTS[1:], samples=3, step=2, indices=[1]) == both[1:]
     assert engine(model, PROMPTS[1:], samples=3, step=3, indices=[1]) != both[1:]
-    assert len({tuple(each.tokens) for group in both for each in group}) == 6
+    assert len({tuple(completion.tokens) for group in both for completion in group}) == 6
     assert engine(model, []) == []
-    told = vllm.ENGINES[0].told[0]
-    assert len({each.seed for each in told}) == 6 and all(each.ignore_eos and each.logprobs == 0 for each in told)
+    params = vllm.ENGINES[0].sampling_params[0]
+    assert len({item.seed for item in params}) == 6 and all(item.ignore_eos and item.logprobs == 0 for item in params)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("adapter", [pytest.param([], marks=pytest.mark.slow), ["adapter.rank=4"]])
-def test_a_training_on_its_samples(vllm, adapter, run_recipe, checkpoint, requests, tmp_path):  # noqa: F811
+def test_training_on_samples_of_vllm(vllm, adapter, run_recipe, checkpoint, requests, tmp_path):  # noqa: F811
     own = [f"output_dir={tmp_path / 'run'}", f"sampling.path={checkpoint}", "sampling._component_=tune.generation.VLLM"]
-    given = [*settings_of(checkpoint, requests), *own, *adapter, "sampling.dtype=fp32", "sampling.temperature=0.8"]
-    assert run_recipe([*given, f"validation_dataset.path={requests}", "validate_first=true"], grpo) == 0
+    settings = [*settings_of(checkpoint, requests), *own, *adapter, "sampling.dtype=fp32", "sampling.temperature=0.8"]
+    assert run_recipe([*settings, f"validation_dataset.path={requests}", "validate_first=true"], grpo) == 0
     first, *steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert "validation_reward" in first and len(steps) == 3
-    assert all(step["mismatch_kl"] < 1e-8 for step in steps)  # the weights that were sampled from are those of the step
+    assert all(step["mismatch_kl"] < 1e-8 for step in steps)  # sampling and training use the same weights
     assert len(vllm.ENGINES) == 1
 
 
-def test_weights_that_are_offloaded_are_computed_with_on_their_device(monkeypatch):
+def test_offloaded_weights_are_used_on_their_device(monkeypatch):
     """With memory.cpu_offload they are in host memory when a rollout starts."""
     distributed.init("cpu")
     mesh = DeviceMesh("cpu", [0], _init_backend=False)
     model = torch.nn.Module()
     model.weight = torch.nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False))
-    mesh._device_type = "cuda"  # which is not at hand
+    mesh._device_type = "cuda"  # not available here
     assert vllm_engine._device_type(model) == "cuda" and model.weight.device.type == "cpu"
     assert vllm_engine._device_type(torch.nn.Linear(1, 1)) == "cpu"
 
 
-def test_a_process_of_several_has_its_own(vllm, checkpoint, monkeypatch):
+def test_each_process_has_its_own_engine(vllm, checkpoint, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     VLLM(max_new_tokens=1, path=str(checkpoint))(load_model(str(checkpoint)), PROMPTS)
     assert vllm.ENGINES[0].settings["distributed_executor_backend"] == "external_launcher"
@@ -100,12 +100,12 @@ def test_without_vllm(checkpoint):
         VLLM(max_new_tokens=4, path=str(checkpoint))
 
 
-def test_what_it_says_another_thing_of(vllm, checkpoint):
+def test_unsupported_top_p_is_refused(vllm, checkpoint):
     with pytest.raises(TuneError, match="top_p: vLLM"):
         VLLM(max_new_tokens=4, path=str(checkpoint), top_p=0.9)
 
 
-def test_a_quantized_copy_takes_no_plain_weights(vllm, checkpoint, tmp_path):
+def test_quantized_checkpoint_is_refused(vllm, checkpoint, tmp_path):
     folder = packed_checkpoints.fp8(shutil.copytree(checkpoint, tmp_path / "fp8"))
     with pytest.raises(TuneError, match="--to hf"):
         VLLM(max_new_tokens=6, path=str(folder))

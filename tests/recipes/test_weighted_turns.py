@@ -1,4 +1,4 @@
-"""Runs on weighted answers, each as seen: one curve for all layouts, that of rows and of a formula by hand."""
+"""Runs on weighted answers, each as seen: one curve in every layout, which matches a formula and separate rows."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ RECIPES = {"full_finetune": full_finetune, "lora_finetune": lora_finetune, "pipe
 
 @pytest.fixture(scope="module")
 def talks(tmp_path_factory):
-    """12 conversations of one to three answers with reasoning, the first of them of some weight."""
+    """12 conversations of one to three answers with reasoning; the first answer has a weight."""
     file = tmp_path_factory.mktemp("talks") / "talks.jsonl"
     rows = []
     for number in range(12):
@@ -41,13 +41,13 @@ def talks(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def by_hand(talks):
-    """A row for each answer, without the messages behind it, that learns that one; those of a talk are a group."""
+    """A row per answer, which learns only that answer and ends with it. Rows of a conversation are a group."""
     file = talks.with_name("by_hand.jsonl")
     rows = []
     for number, line in enumerate(talks.read_text().splitlines()):
         messages = json.loads(line)["messages"]
         for index in range(1, len(messages), 2):
-            earlier = [{**each, "weight": 0} for each in messages[:index]]
+            earlier = [{**message, "weight": 0} for message in messages[:index]]
             rows.append({"messages": [*earlier, messages[index]], "group": number})
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
@@ -68,14 +68,14 @@ def curve(run):
     return [*((line["loss"], line["grad_norm"]) for line in lines), (lines[-1]["validation_loss"], 0.0)]
 
 
-def assert_one_curve(found, expected):
-    for ours, theirs in zip(found, expected, strict=True):
+def assert_one_curve(steps, expected):
+    for ours, theirs in zip(steps, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=2e-5)
 
 
 @pytest.fixture(scope="module")
 def alone(common, tmp_path_factory):
-    """The curve of one process, by recipe."""
+    """Curves of one process, by recipe."""
     runs = tmp_path_factory.mktemp("alone")
     for recipe in ("full_finetune", "lora_finetune"):
         RECIPES[recipe].main(config.load(recipe, [*common, f"output_dir={runs / recipe}"]))
@@ -83,13 +83,13 @@ def alone(common, tmp_path_factory):
 
 
 def weighted_mean(thinking_checkpoint, rows):
-    """The loss of rows of one learned answer each, by transformers and the formula."""
+    """Return the loss of rows with one learned answer each, from transformers and the formula."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(thinking_checkpoint)
     model = transformers.AutoModelForCausalLM.from_pretrained(thinking_checkpoint)
     total = weight = 0.0
     for messages in (row["messages"] for row in rows):
         prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False)
-        tokens = tokenizer.apply_chat_template(messages, return_dict=False)[:-1]  # without the end of the line
+        tokens = tokenizer.apply_chat_template(messages, return_dict=False)[:-1]  # without the final newline
         with torch.no_grad():
             logits = model(torch.tensor([tokens])).logits[0, len(prompt) - 1 : -1]
         answer, of_each = torch.tensor(tokens[len(prompt) :]), messages[-1].get("weight", 1)
@@ -98,7 +98,7 @@ def weighted_mean(thinking_checkpoint, rows):
     return total / weight
 
 
-def test_one_process_is_the_weighted_mean_of_turns_by_hand(alone, common, thinking_checkpoint, by_hand, tmp_path):
+def test_loss_is_the_weighted_mean_of_turns(alone, common, thinking_checkpoint, by_hand, tmp_path):
     all_rows = ["global_batch_size=12", "micro_batch_size=12", "max_steps=1"]
     full_finetune.main(config.load("full_finetune", [*common, *all_rows, f"output_dir={tmp_path / 'all'}"]))
     expected = weighted_mean(thinking_checkpoint, map(json.loads, by_hand.read_text().splitlines()))
@@ -134,7 +134,7 @@ def test_two_stages(alone, common, tmp_path):
 
 
 def test_packed_rows_weigh_the_same(common, tmp_path):
-    """An epoch in one step has the loss of all rows, packed or not."""
+    """A step over a whole epoch has the same loss, packed or not."""
     for name, more in (("packed", ["packed=true", "micro_batch_size=1", "global_batch_size=64"]), ("plain", [])):
         settings = [*common, "global_batch_size=12", "max_steps=1", *more, f"output_dir={tmp_path / name}"]
         full_finetune.main(config.load("full_finetune", settings))

@@ -1,4 +1,4 @@
-"""What users get wrong with adapters: one message with the place, the cause and the way out, and exit code 2."""
+"""User errors with adapters: one message with the place, the cause and the solution, and exit code 2."""
 
 import json
 
@@ -39,7 +39,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize(*REFUSED_BY)
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_setting(setting, by, inputs, run_recipe, capfd, told):
+def test_wrong_setting(setting, by, inputs, run_recipe, capfd, told):
     settings = [*inputs.settings(), f"output_dir={inputs.folder / 'new'}", setting]
     if by == "validate":
         assert SETTINGS[setting] in told("lora_finetune", settings)
@@ -50,11 +50,11 @@ def test_setting(setting, by, inputs, run_recipe, capfd, told):
     assert SETTINGS[setting] in message
 
 
-def test_quantisation_of_what_is_trained(inputs, run_recipe, capfd, told):
-    says = "quantization.weights: is not a setting. It is one of distill, evaluate, grpo"
-    assert says in told("full_finetune", inputs.settings("quantization.weights=nf4"))
+def test_quantization_of_trained_weights_is_refused(inputs, run_recipe, capfd, told):
+    message = "quantization.weights: is not a setting. It is one of distill, evaluate, grpo"
+    assert message in told("full_finetune", inputs.settings("quantization.weights=nf4"))
     assert run_recipe([*inputs.settings(), "quantization.weights=nf4"], full_finetune) == 2
-    assert says in capfd.readouterr().err
+    assert message in capfd.readouterr().err
 
 
 @pytest.mark.slow
@@ -97,29 +97,29 @@ def test_adapter_with_a_damaged_file(adapter, inputs, run_recipe, capfd, told):
 
 
 @pytest.mark.slow
-def test_continued_with_an_adapter_or_without_before_the_data_are_prepared(inputs, run_recipe, capfd, told):
-    says = "is a run of the recipe full_finetune, not lora_finetune"
+def test_run_of_another_recipe_is_refused_before_data_preparation(inputs, run_recipe, capfd, told):
+    message = "is a run of the recipe full_finetune, not lora_finetune"
     for settings in ([], [f"resume={inputs.run}", f"output_dir={inputs.folder / 'new'}"]):
-        assert says in told("lora_finetune", inputs.settings(*settings))
+        assert message in told("lora_finetune", inputs.settings(*settings))
         assert run_recipe(inputs.settings(*settings), lora_finetune) == 2
-        found = capfd.readouterr()
-        assert says in found.err and "tokens per sample" not in found.out
+        output = capfd.readouterr()
+        assert message in output.err and "tokens per sample" not in output.out
 
 
 @pytest.mark.slow
-def test_a_preference_run_is_not_continued_with_an_adapter(inputs, run_recipe, capfd, told):
-    """Of one recipe that trains both."""
+def test_preference_run_does_not_resume_with_an_adapter(inputs, run_recipe, capfd, told):
+    """One recipe trains with and without adapters."""
     import preference_finetune
 
     pairs = inputs.write_rows(*({"instruction": f"{n}?", "chosen": "yes", "rejected": "no"} for n in range(8)))
     settings = inputs.settings(*pairs, f"output_dir={inputs.folder / 'pairs'}")
     assert run_recipe(settings, preference_finetune) == 0
     capfd.readouterr()
-    found = told("preference_finetune", [*settings, "adapter.rank=4"])
-    assert "checkpoints/step-00000002" in found and "adapter" in found
+    error = told("preference_finetune", [*settings, "adapter.rank=4"])
+    assert "checkpoints/step-00000002" in error and "adapter" in error
     assert run_recipe([*settings, "adapter.rank=4"], preference_finetune) == 2
-    found = capfd.readouterr().err
-    assert "checkpoints/step-00000002" in found and "adapter" in found
+    error = capfd.readouterr().err
+    assert "checkpoints/step-00000002" in error and "adapter" in error
 
 
 CHANGED = {
@@ -131,16 +131,16 @@ CHANGED = {
 
 
 @pytest.mark.slow
-def test_continued_with_other_settings(inputs, run_recipe, capfd, told):
-    """Names and shapes of what is trained are the same with all of these."""
+def test_resume_with_other_adapter_settings(inputs, run_recipe, capfd, told):
+    """All of these settings keep the names and shapes of trained weights."""
     settings = [*inputs.settings(), f"output_dir={inputs.folder / 'new'}", "adapter.trainable_tokens=[5,6]"]
     assert run_recipe([*settings, "max_steps=1"], lora_finetune) == 0
-    for setting, says in CHANGED.items():
+    for setting, message in CHANGED.items():
         capfd.readouterr()
-        says = f"the checkpoint was made with another adapter: {says}"
-        assert says in told("lora_finetune", [*settings, setting])
+        message = f"the checkpoint was made with another adapter: {message}"
+        assert message in told("lora_finetune", [*settings, setting])
         assert run_recipe([*settings, setting], lora_finetune) == 2
-        assert says in capfd.readouterr().err
+        assert message in capfd.readouterr().err
     assert run_recipe([*settings, "adapter.dropout=0.1"], lora_finetune) == 0
 
 
@@ -151,7 +151,7 @@ def test_merging_into_quantized_weights(adapter, inputs, capfd):
 
 
 def test_merging_into_a_base_with_another_vocabulary(adapter, inputs, capfd):
-    """The same number of tokens, but two of them with each other's ids."""
+    """The number of tokens is the same, but two tokens have swapped their ids."""
     fields = json.loads((inputs.model / "tokenizer.json").read_text())
     vocabulary = fields["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
@@ -160,7 +160,7 @@ def test_merging_into_a_base_with_another_vocabulary(adapter, inputs, capfd):
     assert "was trained with another vocabulary" in capfd.readouterr().err
 
 
-def test_merging_an_adapter_that_is_not_finite(adapter, inputs, capfd):
+def test_merging_a_non_finite_adapter(adapter, inputs, capfd):
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(adapter / "adapter_model.safetensors")

@@ -1,7 +1,7 @@
-"""What users get wrong: one message with the place, the cause and the way out, exit code 2, and nothing overwritten.
+"""User errors: one message with the place, the cause and the solution, exit code 2, and nothing overwritten.
 
-Each function below spoils the inputs of a run that would work, or returns settings that do; `wrong` lists what the
-message must say.
+Each function below spoils the inputs of a run that would work, or returns settings that do; `wrong` lists parts of the
+expected message.
 """
 
 import json
@@ -18,10 +18,10 @@ Case = Callable[..., list[str] | None]
 CASES: list = []
 
 
-def wrong(*says: str) -> Callable[[Case], Case]:
+def wrong(*parts: str) -> Callable[[Case], Case]:
     def register(case: Case) -> Case:
         marks = pytest.mark.slow if len(CASES) % 3 else ()
-        CASES.append(pytest.param(case, says, id=case.__name__.replace("_", " "), marks=marks))
+        CASES.append(pytest.param(case, parts, id=case.__name__.replace("_", " "), marks=marks))
         return case
 
     return register
@@ -42,7 +42,7 @@ def unknown_key(inputs):
 
 
 @wrong("global_batch_sise", "Did you mean 'global_batch_size'?")
-def misspelt_key(inputs):
+def misspelled_key(inputs):
     return ["global_batch_sise=8"]
 
 
@@ -57,12 +57,12 @@ def several_mistakes_together(inputs):
 
 
 @wrong("optimizer._component_", "AdamW")
-def misspelt_component(inputs):
+def misspelled_component(inputs):
     return ["optimizer._component_=torch.optim.AdmW"]
 
 
 @wrong("optimizer.betta", "AdamW has no argument 'betta'", "Did you mean 'betas'?")
-def argument_that_the_component_lacks(inputs):
+def unknown_argument_of_a_component(inputs):
     return ["optimizer.betta=[0.9,0.99]"]
 
 
@@ -72,12 +72,12 @@ def option_in_another_style(inputs):
 
 
 @wrong("mine.yaml", "no")
-def config_file_that_is_not_there(inputs):
+def missing_config_file(inputs):
     return ["--config", "mine.yaml"]
 
 
 @wrong("model.path: is missing", "model.path=...")
-def required_setting_left_out(inputs):
+def missing_required_setting(inputs):
     return ["model.path=???"]
 
 
@@ -183,12 +183,12 @@ def no_weights(inputs):
 
 
 @wrong("pytorch_model.bin cannot be read", "torch before 1.6", "weights_only=True")
-def a_torch_file_that_is_none(inputs):
+def unreadable_torch_file(inputs):
     (inputs.model / "model.safetensors").rename(inputs.model / "pytorch_model.bin")
 
 
 @wrong("model.safetensors.index.json names files that do not exist", "model-00002-of-00002.safetensors", "Download")
-def shard_missing(inputs):
+def missing_shard(inputs):
     weights = {name: "model-00001-of-00002.safetensors" for name in load_file(inputs.model / "model.safetensors")}
     weights["model.norm.weight"] = "model-00002-of-00002.safetensors"
     (inputs.model / "model.safetensors").rename(inputs.model / "model-00001-of-00002.safetensors")
@@ -213,12 +213,12 @@ def tensor_of_another_shape(inputs):
 
 
 @wrong("missing: model.norm.weight [64]")
-def tensor_missing(inputs):
+def missing_tensor(inputs):
     inputs.change_tensors(lambda tensors: tensors.pop("model.norm.weight"))
 
 
 @wrong("not known: model.extra.weight [2]")
-def tensor_too_many(inputs):
+def unknown_tensor(inputs):
     inputs.change_tensors(lambda tensors: tensors.update({"model.extra.weight": torch.ones(2)}))
 
 
@@ -246,12 +246,12 @@ def chat_template_that_is_not_jinja(inputs):
 
 
 @wrong("tokenizer.chat_template=gemma", "no token '<start_of_turn>'", "tune add-tokens", "chatml")
-def chat_template_whose_tokens_are_not_there(inputs):
+def chat_template_with_missing_tokens(inputs):
     return ["tokenizer.chat_template=gemma"]
 
 
 @wrong("tokenizer.eos_token=</s>", "no token '</s>'")
-def eos_token_that_is_not_there(inputs):
+def missing_eos_token(inputs):
     return ["tokenizer.eos_token=</s>"]
 
 
@@ -267,12 +267,12 @@ def tokenizer_of_a_larger_model(inputs):
 
 
 @wrong("dataset: ", "chat.jsonl does not exist", "Did you mean 'chats.jsonl'?")
-def dataset_path_wrong(inputs):
+def wrong_dataset_path(inputs):
     return [f"dataset.path={inputs.rows.with_name('chat.jsonl')}"]
 
 
 @wrong("validation_dataset: ", "held_out.jsonl does not exist")
-def validation_path_wrong(inputs):
+def wrong_validation_path(inputs):
     return [f"validation_dataset.path={inputs.folder / 'held_out.jsonl'}"]
 
 
@@ -320,7 +320,7 @@ def bad_role(inputs):
 
 
 @wrong("rows.jsonl:1: messages[1].content is", "must be a string")
-def content_that_is_no_text(inputs):
+def content_that_is_not_text(inputs):
     return inputs.write_rows({"messages": [GOOD["messages"][0], {"role": "assistant", "content": 4}]})
 
 
@@ -340,32 +340,32 @@ def split_of_a_file(inputs):
 
 
 @wrong("dataset.train_on: 'user' is not one of assistant, all, last or a list")
-def role_that_is_no_list(inputs):
+def role_that_is_not_a_list(inputs):
     return ["dataset.train_on=user"]
 
 
 @wrong("dataset.train_on: in ['asistant'], 'asistant' is not one of system, developer, user, assistant, tool")
-def misspelt_role_to_learn(inputs):
+def misspelled_role_to_learn(inputs):
     return ["dataset.train_on=[asistant]"]
 
 
 @wrong("dataset.too_long: 'cut' is not one of truncate, drop, split, error", "dataset.validation_fraction: 2 is not")
-def settings_of_the_data_that_are_none(inputs):
+def invalid_dataset_settings(inputs):
     return ["dataset.too_long=cut", "dataset.validation_fraction=2"]
 
 
 @wrong("dataset: format=sharegtp is not a format", "Did you mean 'sharegpt'?")
-def misspelt_format(inputs):
+def misspelled_format(inputs):
     return ["dataset.format=sharegtp"]
 
 
 @wrong("dataset.filter: there is no module 'my_rows'", "Is it installed, or in the current folder?")
-def filter_that_is_not_there(inputs):
+def missing_filter(inputs):
     return ["dataset.filter=my_rows.is_good"]
 
 
 @wrong("dataset: ", "rows.jsonl:1: the row has", "more than max_seq_len=8")
-def rows_too_long_where_none_may_be(inputs):
+def rows_too_long_with_too_long_error(inputs):
     return [*inputs.write_rows(GOOD), "max_seq_len=8", "dataset.too_long=error"]
 
 
@@ -388,14 +388,14 @@ def output_dir_below_a_file(inputs):
 
 
 @wrong("output_dir", "/proc/run cannot be made")
-def output_dir_where_nobody_may_write(inputs):
+def output_dir_that_is_not_writable(inputs):
     if sys.platform != "linux":
         pytest.skip("needs /proc")
     return ["output_dir=/proc/run"]
 
 
 @wrong("output_dir", "nosuch://bucket/run cannot be used", "nosuch")
-def output_dir_in_a_store_of_no_kind(inputs):
+def output_dir_in_an_unknown_store(inputs):
     return ["output_dir=nosuch://bucket/run"]
 
 
@@ -472,7 +472,7 @@ def resume_with_an_optimizer_without_states(inputs):
 
 
 @wrong("resume", "of step 2, but this run ends at step 1", "Raise max_steps or epochs")
-def resume_behind_the_last_step(inputs):
+def resume_after_the_last_step(inputs):
     return ["max_steps=1"]
 
 
@@ -485,7 +485,7 @@ def resume_from_an_earlier_step_in_place(inputs):
 
 
 @wrong("loss is nan at step 1", "earlier checkpoints are intact", "dataset rows")
-def weights_that_are_not_finite(inputs):
+def non_finite_weights(inputs):
     inputs.change_tensors(lambda tensors: tensors["model.norm.weight"].fill_(float("inf")))
     return [f"output_dir={inputs.folder / 'new'}"]
 
@@ -496,25 +496,25 @@ def weights_so_large_that_gradients_overflow(inputs):
     return ["max_steps=9", f"output_dir={inputs.folder / 'new'}"]
 
 
-# What a run finds in its weights, or while it trains.
-NOT_BEFORE = {weights_that_are_not_finite, weights_so_large_that_gradients_overflow}
+# Errors that a run finds in its weights, or during training.
+NOT_BEFORE = {non_finite_weights, weights_so_large_that_gradients_overflow}
 
 
 def is_in(part: str, text: str) -> bool:
-    """One of the alternatives, between which there is a `|`."""
-    return any(each in text for each in part.split("|"))
+    """Return whether `text` contains one of the alternatives in `part`, separated by `|`."""
+    return any(alternative in text for alternative in part.split("|"))
 
 
 @pytest.mark.parametrize(*REFUSED_BY)
-@pytest.mark.parametrize(("spoil", "says"), CASES)
-def test_wrong_input(spoil, says, by, inputs, run_recipe, contents, capfd, told):
+@pytest.mark.parametrize(("spoil", "parts"), CASES)
+def test_wrong_input(spoil, parts, by, inputs, run_recipe, contents, capfd, told):
     settings = inputs.settings("checkpointer.async=false", *(spoil(inputs) or []))
     before = contents(inputs.folder)
     if by == "validate":
         if spoil in NOT_BEFORE:
             return
-        found = told("full_finetune", settings)
-        assert not [part for part in says if not is_in(part, found) and "problems" not in part], found
+        errors = told("full_finetune", settings)
+        assert not [part for part in parts if not is_in(part, errors) and "problems" not in part], errors
         assert contents(inputs.folder) == before
         return
     code = run_recipe(settings)
@@ -522,7 +522,7 @@ def test_wrong_input(spoil, says, by, inputs, run_recipe, contents, capfd, told)
     assert code == 2, message
     assert message.startswith("error: ")
     assert "Traceback" not in message
-    for part in says:
+    for part in parts:
         assert is_in(part, message), part
     after = contents(inputs.folder)
     assert [file for file in before if after.get(file) != before[file]] == []

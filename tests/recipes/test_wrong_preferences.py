@@ -1,4 +1,4 @@
-"""Wrong settings and rows of preference tuning: each is told by its key or its place, or counted."""
+"""Wrong settings and rows of preference tuning: each is reported by its key or place, or counted."""
 
 import json
 import shutil
@@ -47,7 +47,7 @@ class Mean(Unrewarded):
         return answers.ratio
 
 
-def test_a_loss_that_takes_the_mean_of_pairs(settings, run_recipe, capsys):
+def test_loss_that_returns_a_mean_is_refused(settings, run_recipe, capsys):
     assert run_recipe([*settings, "loss._component_=recipes.test_wrong_preferences.Mean"], preference_finetune) == 2
     assert "it must return a loss per pair, [pairs]" in capsys.readouterr().err
 
@@ -97,13 +97,13 @@ def test_a_loss_that_takes_the_mean_of_pairs(settings, run_recipe, capsys):
         (["max_seq_len=24"], "Set max_seq_len to a larger value"),
     ],
 )
-def test_settings(overrides, message, by, settings, checkpoint, pairs, run_recipe, capsys, told, monkeypatch):
-    monkeypatch.delattr("tune.checkpointers.Pretrained.load")  # before weights are read
-    given = [each.format(checkpoint=checkpoint) for each in overrides]
+def test_wrong_settings(overrides, message, by, settings, checkpoint, pairs, run_recipe, capsys, told, monkeypatch):
+    monkeypatch.delattr("tune.checkpointers.Pretrained.load")  # refused before weights are read
+    formatted = [override.format(checkpoint=checkpoint) for override in overrides]
     if by == "validate":
-        assert message.format(pairs=pairs) in told("preference_finetune", [*settings, *given])
+        assert message.format(pairs=pairs) in told("preference_finetune", [*settings, *formatted])
         return
-    assert run_recipe([*settings, *given], preference_finetune) == 2
+    assert run_recipe([*settings, *formatted], preference_finetune) == 2
     assert message.format(pairs=pairs) in capsys.readouterr().err
 
 
@@ -120,7 +120,7 @@ def test_settings(overrides, message, by, settings, checkpoint, pairs, run_recip
         (PAIR, ["max_seq_len=25"], "the shortest prompt has 38 tokens. Set max_seq_len"),
     ],
 )
-def test_rows(row, overrides, message, by, settings, write, run_recipe, capsys, told):
+def test_wrong_rows(row, overrides, message, by, settings, write, run_recipe, capsys, told):
     if by == "validate":
         assert message in told("preference_finetune", [*settings, write(*[row] * 4), *overrides])
         return
@@ -128,13 +128,13 @@ def test_rows(row, overrides, message, by, settings, write, run_recipe, capsys, 
     assert message in capsys.readouterr().err
 
 
-def test_losses_of_preferences_are_not_for_tokens(settings, chats, run_recipe, capsys):
+def test_preference_losses_are_refused_by_full_finetune(settings, chats, run_recipe, capsys):
     overrides = ["loss._component_=tune.losses.DPO", f"dataset.path={chats}"]
     assert run_recipe([*settings, *overrides], full_finetune) == 2
     assert "loss._component_: tune.losses.DPO compares log-probs of answers" in capsys.readouterr().err
 
 
-def test_a_reference_of_another_tokenizer_or_vocabulary(settings, checkpoint, run_recipe, capsys, tmp_path):
+def test_reference_with_another_tokenizer_or_vocabulary(settings, checkpoint, run_recipe, capsys, tmp_path):
     other = shutil.copytree(checkpoint, tmp_path / "other")
     file = json.loads((other / "tokenizer.json").read_text())
     one, another, *_ = (token for token, index in file["model"]["vocab"].items() if 200 < index < 210)
@@ -148,7 +148,7 @@ def test_a_reference_of_another_tokenizer_or_vocabulary(settings, checkpoint, ru
     assert "small has rows for 260 tokens, but the tokenizer has 300" in capsys.readouterr().err
 
 
-def test_labelled_answers_that_are_all_good_have_no_metrics_of_bad_ones(settings, write, run_recipe, tmp_path):
+def test_labeled_answers_that_are_all_good_log_no_rejected_metrics(settings, write, run_recipe, tmp_path):
     rows = [{**LABELLED, "prompt": prompt} for prompt in ("a", "the", "cat", "it was", "on", "under", "then")]
     overrides = ["dataset.validation_fraction=0.4", "validate_first=true", *KTO, write(*rows)]
     assert run_recipe([*settings, *overrides], preference_finetune) == 0
@@ -166,7 +166,7 @@ def test_answers_without_room_for_a_mismatched_one_are_counted(settings, write, 
     assert data["samples"] == 6
 
 
-def test_cut_answers_are_not_told_to_be_split(settings, run_recipe, capsys):
+def test_truncated_answers_get_no_advice_to_split(settings, run_recipe, capsys):
     assert run_recipe([*settings, "max_seq_len=60"], preference_finetune) == 0
     output = capsys.readouterr().out
     assert "are cut off: raise max_seq_len" in output and "too_long=split" not in output

@@ -1,4 +1,4 @@
-"""Wrong rewards, models, environments and settings of grpo and ppo_finetune: each is told, none with a traceback."""
+"""Wrong rewards, models, environments and settings of grpo and ppo_finetune: each is reported without a traceback."""
 
 import json
 import shutil
@@ -92,7 +92,7 @@ def unwanted(row):
 
 @pytest.fixture(scope="module")
 def folders(checkpoint, tmp_path_factory):
-    """Models beside the policy, by name."""
+    """Models other than the policy, by name."""
     at = tmp_path_factory.mktemp("models")
     reward_model(at / "two_labels", num_labels=2)
     reward_model(at / "other_reward")
@@ -102,9 +102,9 @@ def folders(checkpoint, tmp_path_factory):
         file = at / name / "tokenizer.json"
         file.write_text((checkpoint / "tokenizer.json").read_text().replace("<|im_start|>", "<|turn|>"))
     shutil.copyfile(checkpoint / "tokenizer.json", at / "two_labels" / "tokenizer.json")
-    found = {"language": checkpoint, "nowhere": at / "nowhere", **{each.name: each for each in at.iterdir()}}
-    (at / "texts.jsonl").write_text("".join(json.dumps({"prompt": f"{each} and"}) + "\n" for each in range(20)))
-    return found | {"texts": at / "texts.jsonl"}
+    paths = {"language": checkpoint, "nowhere": at / "nowhere", **{folder.name: folder for folder in at.iterdir()}}
+    (at / "texts.jsonl").write_text("".join(json.dumps({"prompt": f"{number} and"}) + "\n" for number in range(20)))
+    return paths | {"texts": at / "texts.jsonl"}
 
 
 REWARD_MODEL = "reward={{_component_: tune.generation.RewardModel, path: {%s}}}"
@@ -214,7 +214,7 @@ def counts(recipe):
     return ["prompts_per_step=4", "group_size=4"] if recipe is grpo else ["prompts_per_step=16"]
 
 
-# What a judge or an environment does is known when it is called.
+# Errors that only a call of the judge or the environment shows.
 NOT_BEFORE = {"too few scores", "no list of scores", "a judge that fails"}
 BEFORE_WEIGHTS = {"no room", "texts", "another reference", "a reference of few rows", "a reward model as reference"}
 NOT_BEFORE |= {name for name in ENVIRONMENTS if name not in ("NoStep", "good")}
@@ -225,7 +225,7 @@ QUICK = {"grpo": {"raises", "no prompt fits"}, "ppo_finetune": set()}
 
 
 def cases(names):
-    """The cases whose names are in `names`, by recipe: all others are slow."""
+    """Return all cases; those that are not in `names`, by recipe, are slow."""
     return [
         pytest.param(
             recipe, case, id=f"{recipe.__name__} {case[0]}",
@@ -237,17 +237,17 @@ def cases(names):
 
 def overrides_and_messages(case, folders):
     overrides, *messages = case[1]
-    return [each.format(**folders) if "{" in each else each for each in overrides], messages
+    return [override.format(**folders) if "{" in override else override for override in overrides], messages
 
 
-# What both methods refuse is quick of one of them.
+# Cases that both methods refuse are quick in one of them.
 @pytest.mark.parametrize(
     ("recipe", "case"), cases({"grpo": {*[*BOTH][::2], *[*OF_GRPO][::2]}, "ppo_finetune": {*[*OF_PPO][::2], "raises"}})
 )
-def test_a_run_refuses(recipe, case, settings, folders, run_recipe, capsys):
-    given, messages = overrides_and_messages(case, folders)
-    assert run_recipe([*settings, *counts(recipe), *given], recipe) == 2
-    out, shown = (" ".join(each.split()) for each in capsys.readouterr())
+def test_run_refuses(recipe, case, settings, folders, run_recipe, capsys):
+    overrides, messages = overrides_and_messages(case, folders)
+    assert run_recipe([*settings, *counts(recipe), *overrides], recipe) == 2
+    out, shown = (" ".join(text.split()) for text in capsys.readouterr())
     assert all(message in shown for message in messages), shown
     assert case[0] not in BEFORE_WEIGHTS or "an epoch" not in out
 
@@ -256,15 +256,15 @@ def test_a_run_refuses(recipe, case, settings, folders, run_recipe, capsys):
 def test_tune_validate_refuses(recipe, case, settings, folders, told):
     if case[0] in NOT_BEFORE:
         return
-    given, messages = overrides_and_messages(case, folders)
-    found = " ".join(told(recipe.__name__, [*settings, *counts(recipe), *given]).split())
-    assert [message for message in messages if message not in found] == []
+    overrides, messages = overrides_and_messages(case, folders)
+    errors = " ".join(told(recipe.__name__, [*settings, *counts(recipe), *overrides]).split())
+    assert [message for message in messages if message not in errors] == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [grpo, ppo_finetune])
-def test_a_tokenizer_that_ends_nothing_is_told(recipe, checkpoint, settings, run_recipe, tmp_path, capsys):
-    """Otherwise every completion is as long as may be, and nobody learns why."""
+def test_warning_about_a_tokenizer_without_eos(recipe, checkpoint, settings, run_recipe, tmp_path, capsys):
+    """Without it, every completion would have the maximum length for no visible reason."""
     folder = shutil.copytree(checkpoint, tmp_path / "endless")
     for name in ("tokenizer_config.json", "config.json", "generation_config.json"):
         fields = json.loads((folder / name).read_text())
@@ -272,8 +272,8 @@ def test_a_tokenizer_that_ends_nothing_is_told(recipe, checkpoint, settings, run
     (folder / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% endfor %}"
     )
-    given = [*settings, *counts(recipe), f"model.path={folder}"]
-    assert run_recipe(given, recipe) == 0
+    run_settings = [*settings, *counts(recipe), f"model.path={folder}"]
+    assert run_recipe(run_settings, recipe) == 0
     assert "warning: the tokenizer has no eos_token, so nothing ends a completion" in capsys.readouterr().out
-    assert run_recipe([*given, f"output_dir={tmp_path / 'stopped'}", "sampling.stop_strings=[a]"], recipe) == 0
+    assert run_recipe([*run_settings, f"output_dir={tmp_path / 'stopped'}", "sampling.stop_strings=[a]"], recipe) == 0
     assert "nothing ends" not in capsys.readouterr().out

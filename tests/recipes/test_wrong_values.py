@@ -1,5 +1,7 @@
-"""One or two wrong values at a time, in any setting of any recipe: they are accepted, or reported by key, never a
-traceback. What `tune run` says of the settings, `tune validate` says too."""
+"""One or two wrong values at a time, in any setting of any recipe, are accepted or reported without a traceback.
+
+`tune validate` reports the same problems in the settings as `tune run`.
+"""
 
 import json
 import os
@@ -32,7 +34,7 @@ RECIPES = {
     "ppo_finetune": ["dataset.path=prompts.jsonl", "reward=rewarding.length", "prompts_per_step=4", "value.path=model"],
     "evaluate": ["dataset.path=chats.jsonl"],
 }
-# Settings whose fault was found by hand: each of another kind.
+# Errors found by hand, each of a different kind.
 KNOWN = [
     ("full_finetune", "max_steps=-1"),
     ("full_finetune", "output_dir={a: 1}"),
@@ -61,7 +63,7 @@ KNOWN = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tiny model, and rows for every recipe."""
+    """A folder with a tiny model and rows for every recipe."""
     folder = tmp_path_factory.mktemp("wrong-values")
     save_checkpoint(folder / "model", hidden_size=16, intermediate_size=32, num_hidden_layers=2)
     rows = {
@@ -83,51 +85,55 @@ def here(folder, monkeypatch):
     return folder
 
 
-def settings(recipe: str, *given: str) -> list[str]:
+def settings(recipe: str, *overrides: str) -> list[str]:
     usual = ["dtype=fp32", "device=cpu", "output_dir=run", "max_steps=2", "max_seq_len=64", "micro_batch_size=1"]
     if recipe in ("grpo", "ppo_finetune"):
         usual = [*usual[:4]]
-    return ["model.path=model", *RECIPES[recipe], *(usual if recipe != "evaluate" else []), *given]
+    return ["model.path=model", *RECIPES[recipe], *(usual if recipe != "evaluate" else []), *overrides]
 
 
 def keys(recipe: str) -> list[str]:
-    found = []
+    paths = []
 
     def collect(values: dict, prefix: str) -> None:
         for name, value in values.items():
-            found.append(f"{prefix}{name}")
+            paths.append(f"{prefix}{name}")
             if isinstance(value, dict):
                 collect(value, f"{prefix}{name}.")
 
     collect(OmegaConf.to_container(config.read(recipe, settings(recipe))[0]), "")
-    return found
+    return paths
 
 
 def found_by_both(recipe: str, *wrong: str) -> tuple[list[str], list[str]]:
-    """The problems that `tune run` finds in the settings, and the errors of `tune validate`."""
-    given = settings(recipe, *wrong)
-    cfg, problems = config.read(*recipe_of(recipe, given))
+    """Return the problems that `tune run` finds in the settings, and the errors of `tune validate`."""
+    overrides = settings(recipe, *wrong)
+    cfg, problems = config.read(*recipe_of(recipe, overrides))
     errors = [
-        str(each) for each in validate(config.find_recipe(recipe), cfg, problems, rows=8) if each.level == "error"
+        str(finding)
+        for finding in validate(config.find_recipe(recipe), cfg, problems, rows=8)
+        if finding.level == "error"
     ]
     if problems:
         with pytest.raises(TuneError) as refused:
-            config.load(recipe, given)
-        assert all(each in str(refused.value) for each in problems)
+            config.load(recipe, overrides)
+        assert all(problem in str(refused.value) for problem in problems)
     return problems, errors
 
 
 def require_agreement(recipe: str, *wrong: str) -> None:
     problems, errors = found_by_both(recipe, *wrong)
-    found = {each.partition(":")[0] for each in errors}  # of several about one setting, validate says the first
-    assert {each.partition(":")[0] for each in problems} <= found
-    names = [each.partition("=")[0].removesuffix("._component_") for each in wrong]
-    assert not problems or any(name in each for each in problems for name in names)
+    places = {
+        error.partition(":")[0] for error in errors
+    }  # validate reports only the first of several errors about a setting
+    assert {problem.partition(":")[0] for problem in problems} <= places
+    names = [setting.partition("=")[0].removesuffix("._component_") for setting in wrong]
+    assert not problems or any(name in problem for problem in problems for name in names)
     assert os.path.exists("run") is False
 
 
 def draw_and_check(seconds: float, most: int) -> int:
-    seed = int(os.environ.get("FUZZ_SEED", 0))  # others find more: FUZZ_SEED=$RANDOM
+    seed = int(os.environ.get("FUZZ_SEED", 0))  # other seeds find more: FUZZ_SEED=$RANDOM
     draw, count, end = random.Random(seed), 0, time.monotonic() + seconds
     known = {recipe: keys(recipe) for recipe in RECIPES}
     while count < most and time.monotonic() < end:
@@ -143,33 +149,33 @@ def draw_and_check(seconds: float, most: int) -> int:
 
 @pytest.mark.parametrize(
     ("recipe", "wrong"),
-    slow_but([each for each in KNOWN[::4] if "tasks" not in each[1]], KNOWN),
+    slow_but([case for case in KNOWN[::4] if "tasks" not in case[1]], KNOWN),
     ids=[f"{recipe}-{wrong[:40]}" for recipe, wrong in KNOWN],
 )
-def test_a_wrong_value_is_reported_by_its_key(recipe, wrong, here):
+def test_wrong_value_is_reported_by_its_key(recipe, wrong, here):
     _, errors = found_by_both(recipe, wrong)
     key = wrong.partition("=")[0].removesuffix("._component_")
     nothing_to_do = recipe == "evaluate" and wrong == "dataset.path=null"
-    assert errors and (nothing_to_do or all(each.startswith(key) for each in errors)), errors
+    assert errors and (nothing_to_do or all(error.startswith(key) for error in errors)), errors
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("others", [[], ["parallel.pp=2"], ["micro_batch_size=4"], ["micro_batch_size=0"]])
-def test_a_wrong_batch_size_has_no_consequences(others, here):
+def test_wrong_batch_size_causes_no_follow_up_errors(others, here):
     _, errors = found_by_both("pipeline_finetune", "global_batch_size=0", *others)
-    wrong = {"global_batch_size", *(each.partition("=")[0] for each in others if each.endswith("=0"))}
-    of_sizes = {each.partition(":")[0] for each in errors if "batch" in each}
+    wrong = {"global_batch_size", *(other.partition("=")[0] for other in others if other.endswith("=0"))}
+    of_sizes = {error.partition(":")[0] for error in errors if "batch" in error}
     assert of_sizes == wrong, errors
 
 
-def test_a_learning_rate_that_a_ratio_makes_absurd(here):
-    given = ["optimizer.lr=1", "parameter_groups.lr_ratios={norm: 1000}"]
-    _, (error,) = found_by_both("full_finetune", *given)
+def test_ratio_that_makes_a_learning_rate_absurd(here):
+    overrides = ["optimizer.lr=1", "parameter_groups.lr_ratios={norm: 1000}"]
+    _, (error,) = found_by_both("full_finetune", *overrides)
     assert error.startswith("parameter_groups.lr_ratios: ") and "1000" in error
 
 
 @pytest.mark.parametrize(
-    ("given", "key"),
+    ("overrides", "key"),
     [
         pytest.param(["tasks=[no_such_task]"], "tasks", marks=pytest.mark.slow),  # imports the harness
         (["limit=0.5"], "limit"),
@@ -180,23 +186,23 @@ def test_a_learning_rate_that_a_ratio_makes_absurd(here):
         (["dataset.path=prompts.jsonl", "score=rewarding.length"], ""),
     ],
 )
-def test_what_an_evaluation_refuses(given, key, here):
-    _, errors = found_by_both("evaluate", *given)
-    assert [each.partition(":")[0] for each in errors] == [key] * bool(key)
+def test_evaluation_settings(overrides, key, here):
+    _, errors = found_by_both("evaluate", *overrides)
+    assert [error.partition(":")[0] for error in errors] == [key] * bool(key)
     assert not (here / "new").exists()
 
 
 @pytest.mark.slow
-def test_a_group_and_a_key_in_it_that_are_both_wrong(here):
+def test_group_and_key_in_it_are_both_wrong(here):
     require_agreement("ppo_finetune", "parallel=99999999999999999999", "parallel.auto=${.}")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["full_finetune", "distill", "ppo_finetune", "evaluate"])
-def test_a_text_that_is_no_name_of_a_file(recipe, here):
+def test_text_that_is_too_long_for_a_file_name(recipe, here):
     for key in keys(recipe):
         wrong = f"{key}={'x' * 300}"
-        if not config.read(*recipe_of(recipe, settings(recipe, wrong)))[1]:  # else its type is told
+        if not config.read(*recipe_of(recipe, settings(recipe, wrong)))[1]:  # otherwise its type is reported
             require_agreement(recipe, wrong)
 
 

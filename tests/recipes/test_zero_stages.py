@@ -1,4 +1,4 @@
-"""One loss curve, whatever FSDP's processes share between steps and in them (ZeRO 0 to 3)."""
+"""The loss curve is the same for every ZeRO stage (0 to 3), which FSDP's processes shard between and within steps."""
 
 import pytest
 from recipes.test_tensor_parallel import (
@@ -14,8 +14,8 @@ from tune import distributed
 from tune.errors import TuneError
 
 STAGES = {f"ZeRO {stage}": [f"parallel.zero_stage={stage}", "micro_batch_size=1"] for stage in range(4)}
-# ZeRO 1 is ZeRO 2 that reduces once, as pipelines do without a stage; ZeRO 0 has copies only.
-BESIDE = {
+# ZeRO 1 is ZeRO 2 with one reduction per step, which is the default of pipelines; ZeRO 0 only replicates.
+COMBINED = {
     f"{name}, ZeRO {stage}": [f"parallel.zero_stage={stage}", f"parallel.{name}=2", f"micro_batch_size={rows}"]
     for name, rows, stages in (("cp", 2, (0, 2)), ("tp", 2, (0, 1)), ("dp_replicate", 1, (1,)))
     for stage in stages
@@ -31,10 +31,10 @@ def test_two_processes(checkpoint, common, tmp_path):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_stages_that_are_refused(told, checkpoint, chats):
-    given = [f"model.path={checkpoint}", f"dataset.path={chats}"]
+def test_invalid_stages_are_refused(told, checkpoint, chats):
+    settings = [f"model.path={checkpoint}", f"dataset.path={chats}"]
     for value in ("5", "-1", "two", "true", "2.5", "[1]"):
-        assert "is not one of 0, 1, 2, 3 or null" in told("full_finetune", [*given, f"parallel.zero_stage={value}"])
+        assert "is not one of 0, 1, 2, 3 or null" in told("full_finetune", [*settings, f"parallel.zero_stage={value}"])
     with pytest.raises(TuneError, match=r"parallel\.zero_stage: .* parallel\.pp=2.* Set it to 2 or less, or null"):
         distributed.init("cpu", pp=2, zero_stage=3)
 
@@ -49,11 +49,11 @@ def test_all_parameters(checkpoint, tied_checkpoint, common, tmp_path):  # noqa:
         "reduced once": [f"model.path={checkpoint}", "parallel.reduce_every_micro_batch=false"],
     }  # fmt: skip
     names = {
-        "tied": [*STAGES, *BESIDE],
+        "tied": [*STAGES, *COMBINED],
         "little memory": ["ZeRO 0", "ZeRO 2"],
         "reduced once": ["ZeRO 0", "ZeRO 3"],
     }
-    assert_one_curve("full_finetune", common, variants, STAGES | BESIDE, 4, tmp_path, names)
+    assert_one_curve("full_finetune", common, variants, STAGES | COMBINED, 4, tmp_path, names)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Each process has prompts of its own, and vLLM itself as an engine of its own; run by test_vllm_itself.py."""
+"""Run the real vLLM in each process, with its own prompts and engine; started by test_vllm_itself.py."""
 
 import sys
 
@@ -10,7 +10,7 @@ if __name__ == "__main__":
     world, model = distributed.init("cpu"), load_model(sys.argv[1])
     common, prompts = {"max_new_tokens": 8, "temperature": 0}, [[[5, 6, 7, 30, 41]], [[9, 8]]][world.rank]
     ((expected,),) = Sampler(**common)(model, prompts)
-    ((found,),) = VLLM(**common, path=sys.argv[1], dtype="fp32", max_len=64, max_rows=8)(model, prompts)
-    assert found.tokens == expected.tokens
-    (total,) = {sum(world.all_gather(world.rank + 1))}  # the group of the training is as it was
+    ((completion,),) = VLLM(**common, path=sys.argv[1], dtype="fp32", max_len=64, max_rows=8)(model, prompts)
+    assert completion.tokens == expected.tokens
+    (total,) = {sum(world.all_gather(world.rank + 1))}  # the process group of training still works
     print("agrees in", total - 1, "processes")

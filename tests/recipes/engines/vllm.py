@@ -1,4 +1,4 @@
-"""What stands in for vLLM in the tests: the interface that `tune` uses, over transformers, in fp32 on the host."""
+"""A stand-in for vLLM in tests: the interface that `tune` uses, on top of transformers, in fp32 on the CPU."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ ENGINES = []
 
 class LLM:
     def __init__(self, model, **settings):
-        self.settings, self.told, self.is_fresh, self.is_packed = settings, [], False, False
+        self.settings, self.sampling_params, self.is_fresh, self.is_packed = settings, [], False, False
         config = transformers.AutoConfig.from_pretrained(model)
         self.model = transformers.AutoModelForCausalLM.from_config(config).eval()  # load_format="dummy"
         self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(_finalizer=SimpleNamespace(atexit=True)))
@@ -23,17 +23,17 @@ class LLM:
 
     @torch.no_grad()
     def collective_rpc(self, method, *, kwargs):
-        """Reloads all weights. To load into the model itself fails where vLLM packs them, as it does on a CPU."""
+        """Reload all weights. Loading into the model directly would fail where vLLM packs them, as on a CPU."""
         assert method == "reload_weights" and [*kwargs] == ["weights_iterator"]
         missing = {*dict(self.model.named_parameters())}
         for name, tensor in kwargs["weights_iterator"]:
             self.model.get_parameter(name).copy_(tensor)
-            missing.remove(name)  # tied weights come once
+            missing.remove(name)  # tied weights are sent once
         assert not missing
         self.is_fresh, self.is_packed = False, False
 
     def apply_model(self, function):
-        """Here `function` is to pack the weights again; `is_packed` is what it leaves."""
+        """Call `function`, which must pack the weights again; this sets `is_packed`."""
         head = self.model.get_output_embeddings()
         head.cpu_linear, head.quant_method = True, SimpleNamespace(process_weights_after_loading=self.pack)
         return [function(self.model)]
@@ -46,8 +46,8 @@ class LLM:
 
     def generate(self, prompts, sampling_params, *, use_tqdm):
         assert self.is_fresh and self.is_packed and not use_tqdm
-        self.told.append(sampling_params)
-        return [self.complete(*each) for each in zip(prompts, sampling_params, strict=True)]
+        self.sampling_params.append(sampling_params)
+        return [self.complete(*request) for request in zip(prompts, sampling_params, strict=True)]
 
     @torch.no_grad()
     def complete(self, prompt, params):
