@@ -85,7 +85,7 @@ def test_errors_of_a_component_name_its_key() -> None:
     cfg = OmegaConf.create({"part": {"_component_": "tune.config.find_config", "name": "zzz"}})
     with pytest.raises(TuneError, match=r"^part: .*zzz"):
         instantiate(cfg.part)
-    for key in ("value", "reference"):  # what is wrong with an argument: its own key, whatever the model is for
+    for key in ("value", "reference"):  # an invalid argument: the error names its own key, whatever the model is for
         cfg = OmegaConf.create({key: {"_component_": "tune.models.build", "path": "zzz"}})
         with pytest.raises(TuneError, match=f"^{key}.path: zzz does not exist"):
             instantiate(cfg[key])
