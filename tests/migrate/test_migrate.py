@@ -418,8 +418,8 @@ def test_llama_factory_uses_the_base_as_reference(stage, reference, tmp_path):
     text = f"stage: {stage}\nfinetuning_type: lora\nmodel_name_or_path: ./b\nadapter_name_or_path: ./a\n"
     assert ours(converted(text, tmp_path)).get("reference") == reference
     without = converted(text + "pref_loss: simpo\n", tmp_path)
-    (entry_of_adapter,) = (entry for entry in without.entries() if entry.key == "adapter_name_or_path")
-    assert ours(without)["adapter.path"] == "./a" and "reference" not in ours(without) | {"": entry_of_adapter.note}
+    (path_entry,) = (entry for entry in without.entries() if entry.key == "adapter_name_or_path")
+    assert ours(without)["adapter.path"] == "./a" and "reference" not in ours(without) | {"": path_entry.note}
 
 
 def test_llama_factory_kto_has_its_own_loss(tmp_path):
