@@ -17,7 +17,7 @@ before = dict(os.environ), list(warnings.filters), list(sys.path)
 import tune
 assert (dict(os.environ), list(warnings.filters), list(sys.path)) == before
 loggers = [logging.root, *map(logging.getLogger, logging.root.manager.loggerDict), logging.getLogger("torchao")]
-assert not [each for each in loggers if each.filters or each.handlers]
+assert not [logger for logger in loggers if logger.filters or logger.handlers]
 assert "torch" not in sys.modules and "numpy" not in sys.modules
 """
 
@@ -55,7 +55,7 @@ def test_importing_torchao_prints_nothing():
 
 @pytest.mark.parametrize("package", slow_but(["tune.tokenizers", "tune.collators"], FORBIDDEN))
 def test_components_import_only_what_they_need(package):
-    done = run(f"import sys, {package}; print([each for each in {FORBIDDEN[package]} if each in sys.modules])")
+    done = run(f"import sys, {package}; print([name for name in {FORBIDDEN[package]} if name in sys.modules])")
     assert done.stdout.strip() == "[]"
 
 

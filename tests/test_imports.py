@@ -66,12 +66,12 @@ def test_packages_import_only_lower_packages() -> None:
     files = [file for file in HOUSE.rglob("*.py") if file != HOUSE / "__init__.py"]
     of = {file: file.relative_to(HOUSE).parts[0].removesuffix(".py") for file in files}
     assert len(files) > 50
-    assert not {str(file): found for file in files if (found := wrong(of[file], file))}
+    assert not {str(file): forbidden for file in files if (forbidden := wrong(of[file], file))}
     assert set(ALLOWED) <= {(of[file], other) for file in files for other in packages(file)}  # no longer needed?
 
 
 @pytest.mark.parametrize(
-    ("package", "line", "found"),
+    ("package", "line", "expected"),
     [
         ("losses", "import tune.models", {"models"}),
         ("models", "def f():\n    from tune.cli import main", {"cli"}),
@@ -82,9 +82,9 @@ def test_packages_import_only_lower_packages() -> None:
         ("config", "from tune.config.paths import find_config", set()),
     ],
 )
-def test_forbidden_imports_are_detected(package: str, line: str, found: set[str], tmp_path: Path) -> None:
+def test_forbidden_imports_are_detected(package: str, line: str, expected: set[str], tmp_path: Path) -> None:
     (tmp_path / "file.py").write_text(line)
-    assert wrong(package, tmp_path / "file.py") == found
+    assert wrong(package, tmp_path / "file.py") == expected
 
 
 def test_packages_are_imported_through_their_public_names() -> None:

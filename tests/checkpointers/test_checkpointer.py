@@ -320,8 +320,8 @@ Path.write_text = write
 again.save(4, wait=True)
 assert make().resume("auto") == 4
 
-told = []
-last = make(keep_best="accuracy", tell=told.append)
+messages = []
+last = make(keep_best="accuracy", tell=messages.append)
 last.step(5, {"accuracy": 0.5})
 last.wait()
 with torch.no_grad():

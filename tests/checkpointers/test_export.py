@@ -319,15 +319,15 @@ def test_no_command_writes_nonfinite_weights(checkpoint, tmp_path, verb, capsys)
 
 
 class Second:
-    """The second of two processes; the first one has `found` nonfinite tensors."""
+    """The second of two processes; the first one has nonfinite tensors with these `names`."""
 
     is_main = False
 
-    def __init__(self, found):
-        self.found = found
+    def __init__(self, names):
+        self.names = names
 
     def all_gather(self, mine):
-        return [self.found, mine]
+        return [self.names, mine]
 
     def of_main(self, function):
         pass

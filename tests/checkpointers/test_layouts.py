@@ -46,7 +46,7 @@ def start(layout, lora, at):
     weights.load(model)
     if lora:
         peft.initialize(model, seed=0)
-    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2)
     optimizer.turns = distributed.Pipeline(model, world)
     parts = {"model": model, "optimizer": optimizer, "schedule": Nothing(), "data": Nothing()}
     return world, model, optimizer, Checkpointer(at, world, **parts, async_=False)
@@ -76,8 +76,8 @@ def whole(world, model, optimizer):
             state = optimizer.state[parameter]
             tensors |= {f"{name} {part}": distributed.full_tensor(value) for part, value in state.items()}
     every = {}  # of all stages
-    for each in world.all_gather(tensors):
-        for name, tensor in each.items():
+    for stage in world.all_gather(tensors):
+        for name, tensor in stage.items():
             assert torch.equal(every.setdefault(name, tensor), tensor), name
     return every
 

@@ -44,7 +44,7 @@ class Terminal:
         `again` is typed after every two seconds without output.
         """
         deadline = time.monotonic() + HANGS
-        while not (found := re.search(pattern, self.seen)):
+        while not (match := re.search(pattern, self.seen)):
             left = max(0, deadline - time.monotonic())
             ready, _, _ = select.select([self.screen], [], [], min(2, left) if again else left)
             if not ready and again and left:
@@ -56,7 +56,7 @@ class Terminal:
                 ready = []
             assert ready, f"{pattern!r} is not in {self.seen[-2000:]!r}"
             self.seen = self.bytes.decode(errors="replace").replace("\r\n", "\n")
-        shown, self.seen = self.seen[: found.end()], self.seen[found.end() :]
+        shown, self.seen = self.seen[: match.end()], self.seen[match.end() :]
         self.bytes = self.seen.encode()
         return shown
 

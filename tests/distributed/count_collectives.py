@@ -72,7 +72,7 @@ whole, here = (
     sum(count(parameter) for parameter in model.parameters()) for count in (torch.numel, lambda p: p.to_local().numel())
 )
 gradients = sum(parameter.grad.to_local().numel() for parameter in model.parameters())
-found = {"calls": counted.calls, "numbers": counted.numbers, "share": here / whole, "gradients": gradients / whole}
-found |= {"bytes": 4 * whole, "expected": expected, "of_fsdp": counted.of_fsdp}
-print(json.dumps(found))
+result = {"calls": counted.calls, "numbers": counted.numbers, "share": here / whole, "gradients": gradients / whole}
+result |= {"bytes": 4 * whole, "expected": expected, "of_fsdp": counted.of_fsdp}
+print(json.dumps(result))
 world.finish()

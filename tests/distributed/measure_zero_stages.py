@@ -49,7 +49,7 @@ def measure(path, stage):
         states = bytes_of(
             tensor for state in optimizer.state.values() for name, tensor in state.items() if name != "step"
         )
-        weights = bytes_of(each.data for each in model.parameters())
+        weights = bytes_of(parameter.data for parameter in model.parameters())
         sizes = {"gathered": everything - kept, "weights": weights, "gradients": kept - weights - states}
         shares[moment] = {name: size / whole for name, size in (sizes | {"states": states / 2}).items()}
 

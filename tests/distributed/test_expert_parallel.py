@@ -143,9 +143,9 @@ with Sent() as sent:
     loss = model(Batch.of(tokens, tokens), LinearCrossEntropy())
     forward = dict(sent.calls), dict(sent.numbers)
     loss.backward()
-whole, here = (sum(map(count, model.parameters())) for count in (torch.numel, lambda each: each.to_local().numel()))
-found = world.all_gather([*forward, dict(sent.calls), dict(sent.numbers), here / whole])
-print(json.dumps(found) if world.is_main else "")
+whole, here = (sum(map(count, model.parameters())) for count in (torch.numel, lambda part: part.to_local().numel()))
+results = world.all_gather([*forward, dict(sent.calls), dict(sent.numbers), here / whole])
+print(json.dumps(results) if world.is_main else "")
 world.finish()
 """
 

@@ -62,7 +62,9 @@ def test_router_loss_is_scaled(tmp_path):
     assert exact.train().config.router_loss == 50
     model = model_of(folder, distributed.init("cpu"))
     model.parallelism.loss_scale.load_state_dict({"value": 64.0, "steps": 0, "skipped": 0})
-    of_routers = [{name: each for name, each in gradients(each).items() if "router" in name} for each in (model, exact)]
+    of_routers = [
+        {name: value for name, value in gradients(part).items() if "router" in name} for part in (model, exact)
+    ]
     assert len(of_routers[1]) == 3 and error(*of_routers) < 0.02
 
 

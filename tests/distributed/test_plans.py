@@ -125,9 +125,9 @@ def check(plan, heads=None, dtype="fp32"):
     for block in model.blocks if heads else ():
         block.attention.forward = fixed(block.attention, heads)
     distributed.parallelize(model, replace(world, plan=plan), dtype=dtype)
-    whole = {name: torch.randn(each.shape, generator=torch.Generator().manual_seed(0)) for name, each in named(model)}
-    for name, each in named(model):
-        shard, place = distributed.local_shard(each.detach())
+    whole = {name: torch.randn(value.shape, generator=torch.Generator().manual_seed(0)) for name, value in named(model)}
+    for name, tensor in named(model):
+        shard, place = distributed.local_shard(tensor.detach())
         shard.copy_(whole[name][place] * 0.1)
     try:
         checkpointers.check_forward(model)
@@ -142,8 +142,8 @@ def fixed(attention, heads):
             layer(hidden).unflatten(-1, (heads, -1)).transpose(1, 2)
             for layer in (attention.query, attention.key, attention.value)
         )
-        found = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask[:, None])
-        return attention.output(found.transpose(1, 2).flatten(2))
+        output = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask[:, None])
+        return attention.output(output.transpose(1, 2).flatten(2))
 
     return forward
 

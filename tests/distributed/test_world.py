@@ -105,14 +105,14 @@ from tune import distributed, processor
 
 for function in ("destroy_process_group", "_abort_process_group"):
     original = getattr(dist.distributed_c10d, function)
-    def told(*arguments, name=function, original=original):
+    def recorded(*arguments, name=function, original=original):
         print(name, flush=True)
         original(*arguments)
     for module in (dist, dist.distributed_c10d):
-        setattr(module, function, told)
+        setattr(module, function, recorded)
 
 def threads_of_gloo():  # called at exit after the library's functions, which are registered later
-    print(sum("pt_gloo" in each.read_text() for each in Path("/proc/self/task").glob("*/comm")), "threads", flush=True)
+    print(sum("pt_gloo" in file.read_text() for file in Path("/proc/self/task").glob("*/comm")), "threads", flush=True)
 
 def main():
     atexit.register(threads_of_gloo)

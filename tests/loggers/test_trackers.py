@@ -49,7 +49,7 @@ def test_mlflow(tracking, tmp_path):
     assert records.identity(folder) in run.data.tags.values()
 
 
-def test_mlflow_distinguishes_runs_with_the_same_name_and_records_their_end(tracking, tmp_path):
+def test_mlflow_distinguishes_runs_of_one_name_and_records_their_end(tracking, tmp_path):
     uri, client = tracking
     for parent in ("a", "b"):
         (folder := tmp_path / parent / "test").mkdir(parents=True)

@@ -150,7 +150,7 @@ class Source:
             config, _, group = ast.unparse(node.func.value).partition(".")
             if node.func.attr == "get" and config in names:
                 key, value = map(self.plain, node.args)
-                keys |= {".".join(filter(None, (group, name))): each for name in key for each in value}
+                keys |= {".".join(filter(None, (group, name))): default for name in key for default in value}
         return keys
 
 

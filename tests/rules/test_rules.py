@@ -267,16 +267,16 @@ def test_conflicting_settings_are_reported(id, tmp_path):
     needed = {"model.path": str(tmp_path), "dataset.path": "d"}
     needed |= {"reward": "tune.evaluation.exact_match"} if recipe == GRPO else {}
 
-    def given(settings):
+    def command_line(settings):
         arguments = [*(f"{key}={value}" for key, value in needed.items()), *settings]
         return [setting.replace("{model}", str(tmp_path / ".")) for setting in arguments]
 
     defaults = config.read_file(config.find_config(recipe))
-    facts = Facts(config.read(recipe, given(wrong))[0], defaults=defaults)
+    facts = Facts(config.read(recipe, command_line(wrong))[0], defaults=defaults)
     assert rule.when(facts)
     with pytest.raises(TuneError, match=re.escape(f"{rule.place(facts)}: {rule.said(facts)}")):
-        config.load(recipe, given(wrong))
-    assert not rule.when(Facts(config.load(recipe, given(right)), defaults=defaults))
+        config.load(recipe, command_line(wrong))
+    assert not rule.when(Facts(config.load(recipe, command_line(right)), defaults=defaults))
 
 
 @pytest.mark.parametrize(

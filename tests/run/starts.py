@@ -23,7 +23,7 @@ if attempt == "0":
     sys.exit(1)
 
 # One file per process: lines of two processes may mix in a shared output.
-told, messages = Path(f"told-{world.rank}.txt").absolute(), []
+report, messages = Path(f"told-{world.rank}.txt").absolute(), []
 run_folder.PATIENCE = 0.5
 os.makedirs(f"node-{world.rank}/runs", exist_ok=True)
 os.chdir(f"node-{world.rank}")
@@ -62,4 +62,4 @@ try:
 except TuneError as error:
     messages.append(str(error))
 run._require_same_data(SimpleNamespace(fingerprint="equal"), None)
-told.write_text("\n".join(messages))
+report.write_text("\n".join(messages))

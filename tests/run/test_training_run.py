@@ -117,7 +117,7 @@ def test_step_without_supervised_tokens_is_reported(run, clock):
 
 
 @pytest.mark.parametrize(
-    ("tp", "cp", "ep", "told"),
+    ("tp", "cp", "ep", "warned"),
     [
         (4, 1, 1, [("tp 4", "parallel.tp to a divisor of 2")]),
         (1, 4, 1, [("cp 4", "parallel.cp to a divisor of 2")]),
@@ -130,8 +130,8 @@ def test_step_without_supervised_tokens_is_reported(run, clock):
         (2, 1, 1, []),
     ],
 )
-def test_axes_that_communicate_within_blocks_across_nodes(tp, cp, ep, told):
-    expected = [f"{axis} spans nodes of 2 processes, whose links are slow. Set {most}" for axis, most in told]
+def test_axes_that_communicate_within_blocks_across_nodes(tp, cp, ep, warned):
+    expected = [f"{axis} spans nodes of 2 processes, whose links are slow. Set {most}" for axis, most in warned]
     assert [*module.over_slow_links({"tp": tp, "cp": cp}, ep, here=2)] == expected
 
 

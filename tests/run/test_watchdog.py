@@ -27,7 +27,7 @@ if world.rank == 1:
     def reads_slowly():
         while not (folder / "rank-00000.txt").exists():
             time.sleep(0.1)
-        time.sleep(4)  # until it is told
+        time.sleep(4)  # until the watchdog reports it
     reads_slowly()
 world.barrier()
 watchdog.end()

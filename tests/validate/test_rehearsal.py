@@ -54,14 +54,18 @@ def mine(here):
     return copy
 
 
-def found(*arguments: str) -> list[dict]:
+def findings_of(*arguments: str) -> list[dict]:
     with redirect_stdout(io.StringIO()) as shown, pytest.raises(SystemExit):
         cli.main(["validate", *arguments, "--json"])
     return json.loads(shown.getvalue())["findings"]
 
 
 def errors(*arguments: str) -> list[str]:
-    return [f"{finding['place']}: {finding['message']}" for finding in found(*arguments) if finding["level"] == "error"]
+    return [
+        f"{finding['place']}: {finding['message']}"
+        for finding in findings_of(*arguments)
+        if finding["level"] == "error"
+    ]
 
 
 def line_of(text: str) -> int:
@@ -174,7 +178,7 @@ def test_invalid_tasks_and_prompts_are_both_reported(here):
 
 
 def test_general_data_causes_no_warning(here):
-    assert found("full_finetune", *SETTINGS, "evaluate.general=shipped") == []
+    assert findings_of("full_finetune", *SETTINGS, "evaluate.general=shipped") == []
 
 
 def test_prints_of_a_copied_recipe_stay_out_of_the_report(mine):
@@ -207,7 +211,7 @@ def test_run_of_a_custom_class(mine):
 
 def test_unavailable_number_is_not_an_error(mine):
     mine("full_finetune", ("total_loss += loss.detach()", "total_loss += loss.detach().numpy().sum()"))
-    findings = found("mine.py", *SETTINGS)
+    findings = findings_of("mine.py", *SETTINGS)
     assert not [finding for finding in findings if finding["level"] == "error"]
     (limit,) = [finding for finding in findings if finding["level"] == "info"]
     assert f"{limit['place']}: {limit['message']}".count("mine.py:") == 1

@@ -47,7 +47,7 @@ def test_missing_values_and_their_attributes_are_false():
 
 
 @pytest.mark.parametrize(
-    ("body", "found"),
+    ("body", "expected"),
     [
         ("for each in range(5):\n    if each == 1:\n        continue\n    seen.append(each)", [0, 2, 3, 4]),
         ("for each in range(5):\n    seen.append(each)\n    if each == 1:\n        break", [0, 1]),
@@ -63,9 +63,9 @@ def test_missing_values_and_their_attributes_are_false():
         ("for each in 1 / 0:\n    seen.append(1)\nseen.append(2)", [1, 2]),
     ],
 )  # fmt: skip
-def test_control_flow(body, found):
+def test_control_flow(body, expected):
     seen, _ = run(body)
-    assert seen == found
+    assert seen == expected
 
 
 def test_context_is_exited_after_an_error():
