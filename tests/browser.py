@@ -1,4 +1,4 @@
-"""A page in a headless Chromium, driven over its debugging pipe."""
+"""A page in headless Chromium, controlled over its debugging pipe."""
 
 import json
 import os
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-HANGS = 120  # seconds until an event
-SETTLES = 120  # seconds until a page shows what was asked for
+HANGS = 120  # seconds to wait for an event
+SETTLES = 120  # seconds to wait for a page to show the expected value
 
 
 class Browser:
-    """Opens a file of this machine; knows its requests, and the errors of its scripts."""
+    """Opens a local file and records its requests and script errors."""
 
     def __init__(self, width: int = 1400, height: int = 1000, dark: bool = False):
         self.requests: list[str] = []
@@ -67,16 +67,18 @@ class Browser:
         self.send("Page.navigate", url=page.resolve().as_uri())
         while not self.loaded:
             self._event()
-        self.ask("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done())))")  # it is drawn
+        self.ask(
+            "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done())))"
+        )  # wait until it is drawn
 
     def ask(self, script: str) -> Any:
-        """The value of an expression on the page."""
+        """Return the value of an expression on the page."""
         found = self.send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
     def wait_for(self, script: str, expected: Any) -> None:
-        """Until the expression has the `expected` value, or approximately that."""
+        """Wait until the expression has the `expected` value, at least approximately."""
         end = time.monotonic() + SETTLES
         while (found := self.ask(script)) != expected:
             assert time.monotonic() < end, (found, expected)

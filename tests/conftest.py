@@ -17,9 +17,9 @@ from tune import cli
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# The same cases in each run: a change is judged by what it changed.
-# `--hypothesis-profile=default` searches for new ones.
-# No deadline, as the machine may be busy with other work.
+# The same cases in each run, so that only a change to the code changes results.
+# `--hypothesis-profile=default` searches for new cases.
+# No deadline, because the machine may be busy.
 hypothesis.settings.register_profile("tune", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("tune")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -27,7 +27,7 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 @pytest.fixture(autouse=True, scope="session")
 def cache_of_the_session(tmp_path_factory):
-    """Prepared datasets end with the session; pytest removes what a killed one leaves, when it has had three others."""
+    """Keep prepared datasets in a temporary folder of the session; pytest removes leftovers after three sessions."""
     folder = tmp_path_factory.mktemp("cache")
     os.environ["TUNE_CACHE"] = str(folder)
     yield
@@ -36,7 +36,7 @@ def cache_of_the_session(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def forget_written_modules(tmp_path_factory):
-    """A module that a test wrote ends with it: the next test may write another of that name."""
+    """Forget modules that a test wrote: the next test may write another one with the same name."""
     before, folder = set(sys.modules), str(tmp_path_factory.getbasetemp())
     yield
     for name in set(sys.modules) - before:
@@ -46,19 +46,19 @@ def forget_written_modules(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> Path:
-    """An untied Llama."""
+    """Return an untied Llama checkpoint."""
     return save_checkpoint(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="session")
 def tied_checkpoint(tmp_path_factory) -> Path:
-    """A tied Qwen3."""
+    """Return a tied Qwen3 checkpoint."""
     return save_checkpoint(tmp_path_factory.mktemp("qwen3"), "Qwen3Config", head_dim=16, tie_word_embeddings=True)
 
 
 @pytest.fixture(scope="session")
 def thinking_checkpoint(checkpoint, tmp_path_factory) -> Path:
-    """The `checkpoint` with a template that leaves out the reasoning of earlier answers."""
+    """Return the `checkpoint` with a template that drops the reasoning of earlier answers."""
     folder = tmp_path_factory.mktemp("thinking") / "llama"
     shutil.copytree(checkpoint, folder)
     (folder / "chat_template.jinja").write_text(DROPS_REASONING)
@@ -67,7 +67,7 @@ def thinking_checkpoint(checkpoint, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def chats(tmp_path_factory) -> Path:
-    """48 conversations whose lengths, and shares of supervised tokens, differ much."""
+    """Return 48 conversations with very different lengths and shares of supervised tokens."""
     draw = random.Random(0)
 
     def text(low: int, high: int) -> str:
@@ -83,13 +83,13 @@ def chats(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def biased_checkpoint(tmp_path_factory) -> Path:
-    """A Llama with biases everywhere."""
+    """Return a Llama checkpoint with biases everywhere."""
     return save_checkpoint(tmp_path_factory.mktemp("biased"), attention_bias=True, mlp_bias=True)
 
 
 @pytest.fixture(scope="session")
 def told():
-    """What `tune validate` finds of a level, as one text; nothing is left of it."""
+    """Return a function that gives the findings of `tune validate` at a level as one text and cleans up."""
 
     def told(recipe: str, settings: list[str], level: str = "error") -> str:
         with redirect_stdout(io.StringIO()) as shown, pytest.raises(SystemExit) as end:
@@ -103,7 +103,7 @@ def told():
 
 @pytest.fixture(scope="session")
 def told_to():
-    """The errors that `tune validate` finds of command lines, each a recipe with settings, for so many processes."""
+    """Return a function that gives the `tune validate` errors of command lines (recipe, settings) for `processes`."""
 
     def told_to(processes: int, *command_lines: list[str]) -> list[str]:
         script = Path(__file__).with_name("validate_command_lines.py")

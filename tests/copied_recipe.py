@@ -1,4 +1,4 @@
-"""Copies of recipes, changed as people change them and run as people run them."""
+"""Copied recipes, changed and run as users do."""
 
 import contextlib
 import json
@@ -28,7 +28,7 @@ SAMPLED = [
 
 
 def sections(page: Path) -> dict[str, str]:
-    """By title, those of second level."""
+    """Return the second-level sections of a page by title."""
     return dict(part.split("\n", 1) for part in page.read_text(encoding="utf-8").split("\n## ")[1:])
 
 
@@ -38,10 +38,10 @@ EDITS = sections(Path(__file__).with_name("hacks") / "edits.md")
 
 
 class Copied(Reader):
-    """A folder with a tiny model, data, and `mine.py`, a copy of a recipe."""
+    """A folder with a tiny model, data, and `mine.py`, a copied recipe."""
 
     def copy(self, recipe: str, edit: str) -> None:
-        """Copy a recipe and make the changes of `edit`: files, lines of settings, and diffs. Nothing is run."""
+        """Copy a recipe and apply the changes of `edit`: files, settings lines, and diffs. Nothing is run."""
         with self.at_work():
             cli.main(["cp", recipe, "mine.py", "--force"])
         for language, block in BLOCK.findall(edit):
@@ -54,12 +54,12 @@ class Copied(Reader):
                     self.echo(shlex.split(line), re.sub(r">> \w+\.yaml$", ">> mine.yaml", line))
 
     def validate(self, *settings: str) -> int:
-        """The exit status of `tune validate mine.py`."""
+        """Return the exit status of `tune validate mine.py`."""
         with self.at_work():
             return exit_status("validate", "mine.py", *settings)
 
     def train(self, output_dir: str, *settings: str, processes: int = 1) -> list[dict[str, float]]:
-        """Run the copy; the metrics of each step."""
+        """Run the copy and return the metrics of each step."""
         with contextlib.chdir(self.folder):
             path = os.pathsep.join(filter(None, [str(self.folder), os.environ.get("PYTHONPATH")]))
             before, os.environ["PYTHONPATH"] = os.environ.get("PYTHONPATH"), path
@@ -72,7 +72,7 @@ class Copied(Reader):
         return [json.loads(line) for line in lines]
 
     def exported(self, output_dir: str) -> dict[str, torch.Tensor]:
-        """The weights or the adapter that a run has made."""
+        """Return the weights or the adapter that a run exported."""
         (file,) = [*(self.folder / output_dir).glob("*/*model.safetensors"), *(self.folder / output_dir).glob("*.pt")]
         return torch.load(file) if file.suffix == ".pt" else load_file(file)
 
@@ -80,7 +80,7 @@ class Copied(Reader):
         shutil.rmtree(self.folder / name)
 
     def save_tower(self) -> None:
-        """The weights of edit 11, in a file of its own."""
+        """Save the weights for edit 11 in a separate file."""
         with self.at_work():
             from tower import Tower
 
@@ -89,7 +89,7 @@ class Copied(Reader):
 
 
 def exit_status(*arguments: str) -> int:
-    """That of a verb of `tune`, in this process."""
+    """Return the exit status of a `tune` command run in this process."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         cli.main([*arguments])
@@ -102,7 +102,7 @@ def exit_status(*arguments: str) -> int:
 
 
 def lines_of(edit: str) -> int:
-    """The lines that a reader writes: those that diffs add or change, of modules, and of settings."""
+    """Return the number of lines that a reader writes: lines added or changed by diffs, module lines, and settings."""
     count = 0
     for language, block in BLOCK.findall(edit):
         if language == "diff":
@@ -115,5 +115,5 @@ def lines_of(edit: str) -> int:
 
 
 def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    """To the bit."""
+    """Assert that both are bitwise equal."""
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)

@@ -1,7 +1,7 @@
-"""Follows a page of the documentation in a folder of tiny stand-ins, block by block.
+"""Follow a page of the documentation block by block in a folder with tiny stand-ins.
 
-A block is a file where its first line names one, a change to a file where it is a diff with a header, a script where it
-begins with an import, and commands where it has no language and begins with one.
+A block is a file if its first line names one, a change if it is a diff with a header, a script if it begins with an
+import, and commands if it has no language and begins with a command.
 """
 
 import argparse
@@ -37,13 +37,13 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"(tune|torchrun|python|pip|make|git|pytest|echo|srun|sbatch|\.) ")
 FILE = re.compile(r'(?:"""|# )([\w/]+\.\w+)\b')
 SCRIPT = re.compile(r"(import|from) ")
-ON_EIGHT: set[tuple[str, ...]] = set()  # recipes and names of settings that have been validated for eight processes
+ON_EIGHT: set[tuple[str, ...]] = set()  # recipes and setting names already validated for eight processes
 TINY = {
     "model.path": "SmolLM2-135M-Instruct", "dataset.path": "chats.jsonl", "device": "cpu", "dtype": "fp32",
     "max_seq_len": "256", "max_steps": "1", "global_batch_size": "8",
 }  # fmt: skip
 EIGHT = {"max_seq_len": 256, "global_batch_size": 64}  # rows for eight processes
-# No answer of a tiny model is a JSON object, and where all rewards are 0 a run ends with an error.
+# A tiny model never answers with a JSON object, and a run ends with an error when all rewards are 0.
 REWARD = """
 
 def fraction_right(row, completion):
@@ -56,14 +56,14 @@ NIMBUS = {
 
 
 def commands(text: str) -> Iterator[str]:
-    """The lines that a reader types: those of blocks without a language that begin with a program."""
+    """Yield the lines that a reader types: lines of blocks without a language that begin with a program."""
     for language, block in BLOCK.findall(text):
         if not language:
             yield from filter(COMMAND.match, block.splitlines())
 
 
 def change(diff: str, folder: Path) -> None:
-    """Make the changes of a diff without line numbers to its file in `folder`: what a hunk shows must be there once."""
+    """Apply a diff without line numbers to its file in `folder`: the lines of a hunk must occur exactly once."""
     header, *hunks = re.split(r"^@@\n", diff, flags=re.MULTILINE)
     file = folder / header.split("+++ ")[1].strip()
     text = file.read_text()
@@ -77,19 +77,19 @@ def change(diff: str, folder: Path) -> None:
 
 
 class Reader:
-    """Follows pages in `folder`, with the tiny `checkpoint` and `chats` for all models and data they name."""
+    """Follows pages in `folder`, using the tiny `checkpoint` and `chats` for all models and data they name."""
 
     def __init__(self, folder: Path, checkpoint: Path, chats: Path):
         self.folder, self.checkpoint = folder, checkpoint
         self.namespace: dict[str, object] = {}
         self.numbers = count(1)
-        self.on_eight: list[list[str]] = []  # what is validated for eight processes, at the end of a page
+        self.on_eight: list[list[str]] = []  # command lines validated for eight processes at the end of a page
         for name in ("recipes", "configs", "benchmarks"):
             (folder / name).symlink_to(ROOT / name)
         shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
         with (folder / "examples/reinforcement/rewards.py").open("a", encoding="utf-8") as file:
             file.write(REWARD)
-        shutil.copytree(checkpoint, folder / "TEACHER")  # a teacher that is the student is warned of
+        shutil.copytree(checkpoint, folder / "TEACHER")  # a teacher equal to the student would cause a warning
         for model in ("SmolLM2-135M-Instruct", "Qwen3-0.6B", "BASE", ".demo/smollm2-135m", "output_dir/model"):
             (folder / model).parent.mkdir(exist_ok=True)
             (folder / model).symlink_to(checkpoint)
@@ -99,7 +99,7 @@ class Reader:
         (folder / "my_data.py").write_text("from tune.datasets import load\n")
 
     def follow(self, text: str, skipped: Container[str] = ()) -> None:
-        """All blocks of `text`, without the commands that are `skipped`."""
+        """Follow all blocks of `text` except the `skipped` commands."""
         with self.at_work():
             for language, block in BLOCK.findall(text):
                 if language == "diff" and block.startswith("--- "):
@@ -118,7 +118,7 @@ class Reader:
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """In the folder; what a process of its own would forget is forgotten. torchrun starts one process: this one."""
+        """Work in the folder and reset state as a new process would. torchrun starts one process: this one."""
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(self.folder)
@@ -158,7 +158,7 @@ class Reader:
                 self.stand_in(argument.removeprefix("./"))
             arguments = [*arguments, "device=cpu"]
         (self.folder / "questions.txt").write_text("the cat\n")
-        shutil.rmtree(self.folder / "OUT", ignore_errors=True)  # each example begins without it
+        shutil.rmtree(self.folder / "OUT", ignore_errors=True)  # each example starts without it
         if "ADAPTER" in arguments:
             shutil.copytree(self.trained_adapter(), self.folder / "ADAPTER", dirs_exist_ok=True)
         cli.main(arguments)
@@ -172,7 +172,7 @@ class Reader:
             main(self.completed(arguments))
 
     def python(self, arguments: list[str], line: str) -> None:
-        if arguments[0].startswith("benchmarks/"):  # they measure for minutes: only their arguments are read
+        if arguments[0].startswith("benchmarks/"):  # they measure for minutes, so only their arguments are parsed
             self.read_arguments(arguments)
         elif arguments[0].startswith("examples/"):
             self.script(arguments[1:], argparse.Namespace(training_script=arguments[0]))
@@ -182,11 +182,11 @@ class Reader:
             self.script(settings, argparse.Namespace(training_script=arguments[0]))
 
     def validate(self, recipe: str, settings: list[str]) -> None:
-        """No rule reports a run that a page shows. The run has one process, and the first of each recipe on a page is
+        """Require that no rule reports a documented run. It has one process; the first run of each recipe on a page is
         validated for eight, unless another page has one with the same settings."""
         if default_config(Path(recipe)) is None:
             return
-        settings = [*settings, "master_dtype=fp32"]  # dtype is that of `TINY`
+        settings = [*settings, "master_dtype=fp32"]  # dtype is the one of `TINY`
         cfg, problems = config.read(*recipe_of(recipe, settings))
         assert not problems and not judge(Facts(cfg)), recipe
         more = [f"{key}={value}" for key, value in EIGHT.items() if any(each.startswith(key) for each in settings)]
@@ -211,7 +211,9 @@ class Reader:
 
         sys.argv = arguments
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Read):
-            patch.syspath_prepend(str(ROOT / "benchmarks"))  # a relative one would stay that of the first page's folder
+            patch.syspath_prepend(
+                str(ROOT / "benchmarks")
+            )  # a relative path would keep pointing to the first page's folder
             patch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
             runpy.run_path(arguments[0], run_name="__main__")
 
@@ -229,7 +231,7 @@ class Reader:
         subprocess.run(line, shell=True, check=True, cwd=self.folder)
 
     def completed(self, arguments: list[str], is_run: bool = True) -> list[str]:
-        """A tiny run: values for `...`, and settings that the command leaves open."""
+        """Return a tiny run: values for `...`, and settings that the command leaves open."""
         given = dict(argument.split("=", 1) for argument in arguments if "=" in argument and argument[0] != "-")
         if "--config" in arguments and (file := self.folder / arguments[arguments.index("--config") + 1]).is_file():
             data = (yaml.safe_load(file.read_text()).get("dataset") or {}).get("path", "")
@@ -248,7 +250,7 @@ class Reader:
         return [*kept, *(f"{key}={value}" for key, value in tiny.items() if given.get(key, "...") == "...")]
 
     def stand_in(self, name: str) -> None:
-        """For a file or model that a command names and the reader has not yet."""
+        """Create a stand-in for a file or model that a command names and that is missing."""
         path = self.folder / name
         if path.exists():
             return
@@ -274,7 +276,7 @@ class Reader:
         return run / "adapter"
 
     def compare_usage(self, verb: str, line: str) -> None:
-        """A line with [options] is what `--help` says."""
+        """Require that a line with [options] matches `--help`."""
         with redirect_stdout(StringIO()) as shown, suppress(SystemExit):
             cli.main([verb, "--help"])
         assert line in " ".join(shown.getvalue().split())

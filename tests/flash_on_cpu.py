@@ -1,5 +1,5 @@
-"""The flash kernels of GPUs, for tests on a CPU: torch's operators by the formulas of the paper (Dao, 2023), in fp32,
-or in fp64 if they are given that."""
+"""GPU flash kernels for tests on a CPU: torch's operators by the formulas of the paper (Dao, 2023), in fp32, or in fp64
+for fp64 inputs."""
 
 from contextlib import contextmanager
 from unittest import mock
@@ -10,7 +10,7 @@ from tune.models import attention, layers
 
 
 def visible(query_bounds, key_bounds, left):
-    """`[queries, keys]`: of one document, and where it has fewer queries than keys, its last query sees the last."""
+    """Return a mask `[queries, keys]` within documents; with fewer queries, the last query sees the last key."""
     query, key = torch.arange(query_bounds[-1]), torch.arange(key_bounds[-1])
     of_query, of_key = (
         torch.searchsorted(b[1:].long(), at, right=True) for b, at in ((query_bounds, query), (key_bounds, key))
@@ -48,7 +48,7 @@ def backward(
     gradient, query, key, value, output, log_sum, query_bounds, key_bounds, most_queries, most_keys, dropout,
     is_causal, seed, offset, *, scale=None, window_size_left=None, window_size_right=None,
 ):  # fmt: skip
-    """By the output and the log_sum that it is given, as the kernel does."""
+    """Compute gradients from the given output and log_sum, as the kernel does."""
     dtype = query.dtype
     gradient, query, key, value, output = (each.to(log_sum.dtype) for each in (gradient, query, key, value, output))
     scores, groups, scale = scores_of(query, key, query_bounds, key_bounds, scale, window_size_left)
@@ -65,7 +65,7 @@ def efficient_forward(
     query, key, value, bias, query_bounds, key_bounds, most_queries, most_keys, dropout, causality, keeps_log_sum, *,
     scale=None, **others,
 ):  # fmt: skip
-    """The memory-efficient kernel, without gradients."""
+    """Compute the memory-efficient kernel without gradients."""
     assert all(heads.shape[-1] * heads.itemsize % 16 == 0 and len(heads) == 1 for heads in (query, key, value))
     assert query.shape[2] == key.shape[2] == value.shape[2] and (bias, dropout, causality) == (None, 0, 2)
     scores, *_ = scores_of(query[0], key[0], query_bounds, key_bounds, scale, -1)
@@ -76,7 +76,7 @@ def efficient_forward(
 
 @contextmanager
 def flash_path():
-    """Attention without soft caps is flash attention, on any device: on `meta` too, where torch knows the shapes."""
+    """Use flash attention for attention without soft caps on any device, even `meta`, where torch knows shapes."""
 
     def choose(*args, softcap=False, sinks=False):
         return attention.Choice("math" if softcap else "flash")
@@ -87,7 +87,7 @@ def flash_path():
 
 @contextmanager
 def flash_on_cpu():
-    """Attention without soft caps goes by `forward` and `backward`, and the memory-efficient kernel is there too."""
+    """Use `forward` and `backward` for attention without soft caps, and provide the memory-efficient kernel."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("_efficient_attention_forward", efficient_forward, "CPU")
     library.impl("_flash_attention_forward", forward, "CPU")

@@ -1,7 +1,7 @@
-"""Starts scripts without the seconds that imports take: a script runs in a fork of this process, which has imported.
+"""Start scripts without the seconds that imports take: each script runs in a fork of this process after its imports.
 
-It reads a line of JSON for each script, runs the script as `python script` would, and prints rank and exit code when
-the script has ended. Scripts may run at the same time.
+The server reads a line of JSON for each script, runs the script as `python script` would, and prints its rank and exit
+code when it ends. Scripts may run at the same time.
 """
 
 import gc
@@ -13,7 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
-# What recipes and commands import at the start or on their way.
+# Modules that recipes and commands import at the start or later.
 IMPORTED = (
     "numpy.lib._npyio_impl",
     "torch._dynamo",
@@ -40,8 +40,8 @@ IMPORTED = (
 
 
 def prepare() -> None:
-    """Import, and compile the template of report.html, which the end of a run needs. The memory of all that is left to
-    the forks as it is: their garbage collection would copy it page by page."""
+    """Import, and compile the template of report.html, which every run needs at its end. Freeze this memory for the
+    forks: their garbage collection would otherwise copy it page by page."""
     for name in IMPORTED:
         importlib.import_module(name)
     sys.modules["tune.records.page"].TEMPLATES.get_template("report.html")
@@ -50,15 +50,17 @@ def prepare() -> None:
 
 
 def share_a_device() -> None:
-    """For all groups of gloo. Each would have its own, whose thread looks a hundred times a second for what has come:
-    where a script makes hundreds of groups, that takes most of the time."""
+    """Share one device among all gloo groups. Otherwise each group has its own, whose thread polls a hundred times a
+    second: in a script with hundreds of groups, that takes most of the time."""
     from torch.distributed import distributed_c10d
 
     gloo = distributed_c10d.ProcessGroupGloo
     device = gloo.create_default_device()
 
     class Sharing(gloo):
-        def __init__(self, store, rank, size, timeout, **_):  # torch 2.14 gives what a plain group does not need
+        def __init__(
+            self, store, rank, size, timeout, **_
+        ):  # torch 2.14 passes arguments that a plain group does not need
             options = gloo._Options()
             options._devices, options._timeout = [device], timeout
             super().__init__(store, rank, size, options)
@@ -96,7 +98,7 @@ def start(job: dict) -> bool:
 
 if __name__ == "__main__":
     prepare()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes that wait
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for the intermediate forks
     for line in sys.stdin:
         job = json.loads(line)
         if start(job):

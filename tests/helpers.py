@@ -1,4 +1,4 @@
-"""What many tests use: a tiny checkpoint folder as users have them, and processes that form a group."""
+"""Helpers for many tests: a tiny, realistic checkpoint folder, and processes that form a group."""
 
 import atexit
 import contextlib
@@ -23,10 +23,10 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# After so many seconds a process that a test has started hangs; before, the machine may just be busy.
+# Seconds after which a process started by a test counts as hanging; before that, the machine may just be busy.
 HANGS = 1200
-# Who refuses a row of a table of mistakes. A run does before it begins. `tune validate` rehearses a whole run first and
-# takes a second: tests/recipes/test_validate.py has a quick mistake of each kind.
+# The checker that rejects a row in a table of errors. A run rejects it before it starts. `tune validate` rehearses a
+# whole run first and takes a second: tests/recipes/test_validate.py has a quick error of each kind.
 REFUSED_BY = ("by", ["run", pytest.param("validate", marks=pytest.mark.slow)])
 WORDS = [
     "the",
@@ -55,32 +55,32 @@ WORDS = [
 
 
 def slow_but(fast: Iterable, cases: Iterable) -> list:
-    """The cases as parameters of a test; those that are not in `fast` are slow: they show once more what those show."""
+    """Return the cases as test parameters. Cases outside `fast` are marked slow: they repeat what `fast` covers."""
     marks = {True: (), False: pytest.mark.slow}
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks[case in fast]) for case in cases]
 
 
 def curve_steps(usual: int = 3) -> int:
-    """The steps whose losses a test of layouts compares: as many as CURVE_STEPS in the environment says, or `usual`.
-    That of step 3 is the first in which optimizer states of an earlier step have a part."""
+    """Return the number of steps whose losses a layout test compares: CURVE_STEPS from the environment, or `usual`.
+    Step 3 is the first that depends on optimizer states of an earlier step."""
     return int(os.environ.get("CURVE_STEPS", usual))
 
 
 def seed_of_run() -> int:
-    """A seed for what a test draws: another in each run, or TUNE_TEST_SEED of the environment. pytest shows it where
-    the test fails."""
+    """Return a random seed: a new one in each run, or TUNE_TEST_SEED from the environment. pytest shows it when the
+    test fails."""
     seed = int(os.environ.get("TUNE_TEST_SEED") or random.SystemRandom().randrange(10**6))
     print(f"TUNE_TEST_SEED={seed}")
     return seed
 
 
 def of_training(metrics: Mapping[str, float]) -> set[str]:
-    """The names of a step's `metrics`, without what depends on the speed of the processes."""
+    """Return the names of a step's `metrics` without those that depend on the speed of the processes."""
     return {name for name in metrics if not name.startswith("slowest_")}
 
 
 def save_checkpoint(folder: Path, config_class: str = "LlamaConfig", **changes) -> Path:
-    """A random model of transformers' with weights of usual size, and a byte-level BPE tokenizer with ChatML."""
+    """Save a random transformers model with weights of usual magnitude and a byte-level BPE tokenizer with ChatML."""
     import transformers
 
     tokenizer = Tokenizer(models.BPE())
@@ -112,14 +112,14 @@ def save_checkpoint(folder: Path, config_class: str = "LlamaConfig", **changes) 
     config = getattr(transformers, config_class)(**shape | changes)
     model = transformers.AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
-        if name.endswith("bias"):  # these start at zero, which hides mistakes
+        if name.endswith("bias"):  # biases start at zero, which hides errors
             torch.nn.init.normal_(parameter, std=0.1)
     model.save_pretrained(folder)
     return folder
 
 
 def make_adapter(base: Path, folder: Path, seed: int, **settings) -> Path:
-    """A random adapter in PEFT's layout, with settings of `LoRA`."""
+    """Save a random adapter in PEFT's layout, with settings of `LoRA`."""
     from tune import distributed
     from tune.checkpointers import load_model
     from tune.peft import LoRA, add_adapters, export_adapter
@@ -136,7 +136,7 @@ def make_adapter(base: Path, folder: Path, seed: int, **settings) -> Path:
 
 
 def free_port() -> int:
-    """Below those that the system gives to connections: one of these may be taken before it is used."""
+    """Return a port below the ephemeral range: the system may assign an ephemeral port before it is used."""
     for port in random.SystemRandom().sample(range(10_000, 32_000), 100):
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
@@ -146,8 +146,8 @@ def free_port() -> int:
 
 @functools.cache
 def forking(number: int) -> subprocess.Popen:
-    """A process whose forks run scripts, see fork_server.py. There are two, as the sets of a process have an order of
-    its own: so have those of an even rank and an odd one."""
+    """Start a process whose forks run scripts (see fork_server.py). There are two, for even and odd ranks, because the
+    order of sets differs between processes."""
     command = [sys.executable, str(Path(__file__).with_name("fork_server.py"))]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
     atexit.register(process.wait)
@@ -156,7 +156,7 @@ def forking(number: int) -> subprocess.Popen:
 
 
 def start_script(script: Path, arguments: Sequence[str], output: Path, **variables: object) -> subprocess.Popen:
-    """Run `script` in a fork, with `variables` in its environment, RANK among them; returns the process that forks."""
+    """Run `script` in a fork with `variables`, including RANK, in its environment; return the forking process."""
     env = os.environ | {name: str(value) for name, value in variables.items()}
     job = {"script": str(script), "arguments": arguments, "output": str(output), "env": env, "cwd": os.getcwd()}
     process = forking(int(env["RANK"]) % 2)
@@ -166,7 +166,7 @@ def start_script(script: Path, arguments: Sequence[str], output: Path, **variabl
 
 
 def exit_codes(processes: Iterable[subprocess.Popen], count: int) -> dict[int, int]:
-    """The exit codes of `count` scripts by rank. Once a script has failed, others may wait for it."""
+    """Return the exit codes of `count` scripts by rank. After a script fails, others may keep waiting for it."""
     codes: dict[int, int] = {}
     while len(codes) < count and not any(codes.values()):
         ready = connection.wait([process.stdout for process in processes], HANGS)
@@ -179,7 +179,7 @@ def exit_codes(processes: Iterable[subprocess.Popen], count: int) -> dict[int, i
 
 
 def run_processes(script: Path, count: int, *arguments: str) -> str:
-    """Run `script` in `count` processes that find each other as under torchrun; returns rank 0's output."""
+    """Run `script` in `count` processes that connect as under torchrun; return rank 0's output."""
     place = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1}
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, str(rank)) for rank in range(count)]
@@ -201,6 +201,6 @@ def run_processes(script: Path, count: int, *arguments: str) -> str:
 
 
 def run_verbs(*command_lines: list[str]) -> list[subprocess.CompletedProcess[str]]:
-    """Run `tune` with each of the command lines, one after the other in a process that is no one else's."""
+    """Run `tune` with each command line in order, in a separate process."""
     output = run_processes(Path(__file__).with_name("run_command_lines.py"), 1, json.dumps(command_lines))
     return [subprocess.CompletedProcess(*done) for done in json.loads(output.splitlines()[-1])]

@@ -1,6 +1,6 @@
-"""A loop of one's own on several processes: torch's process group and `fully_shard`, an adapted net, one folder.
+"""Your own training loop on several processes: torch's process group and `fully_shard`, an adapted net, one folder.
 
-Run as a script it trains, exports the adapter to `sys.argv[1]`, and prints the losses.
+Run as a script, it trains, exports the adapter to `sys.argv[1]`, and prints the losses.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Quantized checkpoints, made of plain ones as those are that are published."""
+"""Quantized checkpoints in published formats, made from plain ones."""
 
 import json
 import re
@@ -14,8 +14,8 @@ LINEAR = r"(_proj|kv_a_proj_with_mqa|\.w[123])\.weight$"
 
 
 def rewrite(folder: Path, make: Callable[[str, Tensor], dict[str, Tensor]], matching: str, **settings: object) -> Path:
-    """Put what `make` gives for a weight in the place of those with names `matching`, in bf16, and say so in the
-    config.json."""
+    """Replace weights with names `matching` by the tensors that `make` returns, store the rest in bf16, and record the
+    `settings` in config.json."""
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(folder / "model.safetensors").items()}
     names = [name for name in tensors if re.search(matching, name)]
     assert names
@@ -29,14 +29,14 @@ def rewrite(folder: Path, make: Callable[[str, Tensor], dict[str, Tensor]], matc
 
 
 def blocks_of(weight: Tensor, size: int) -> Tensor:
-    """The largest magnitude of each block of `size` by `size`, the last ones smaller."""
+    """Return the largest magnitude of each block of `size` by `size`; the last blocks may be smaller."""
     rows, columns = weight.shape
     padded = torch.nn.functional.pad(weight.abs(), (0, -columns % size, 0, -rows % size))
     return padded.unflatten(0, (-1, size)).unflatten(2, (-1, size)).amax(dim=(1, 3))
 
 
 def fp8(folder: Path, size: int = 32, matching: str = LINEAR, **settings: object) -> Path:
-    """As DeepSeek-V3 and MiniMax-M2: a scale for each block of `size` by `size`."""
+    """Quantize like DeepSeek-V3 and MiniMax-M2: a scale for each block of `size` by `size`."""
 
     def make(name: str, weight: Tensor) -> dict[str, Tensor]:
         scales = blocks_of(weight, size) / 448
@@ -48,7 +48,7 @@ def fp8(folder: Path, size: int = 32, matching: str = LINEAR, **settings: object
 
 
 def fp8_of_tensors(folder: Path, suffix: str = "_scale_inv", of_inputs: str = "activation_scale") -> Path:
-    """As Ministral 3: one scale for a weight, and one for its inputs."""
+    """Quantize like Ministral 3: one scale for a weight and one for its inputs."""
 
     def make(name: str, weight: Tensor) -> dict[str, Tensor]:
         scale = weight.abs().amax() / 448
@@ -62,7 +62,7 @@ def fp8_of_tensors(folder: Path, suffix: str = "_scale_inv", of_inputs: str = "a
 
 
 def mxfp4(folder: Path) -> Path:
-    """As gpt-oss: random codes for its experts, as their blocks and scales are stored."""
+    """Quantize like gpt-oss: random codes for its experts, stored as blocks and scales."""
     generator = torch.Generator().manual_seed(1)
 
     def make(name: str, weight: Tensor) -> dict[str, Tensor]:
@@ -77,7 +77,7 @@ def mxfp4(folder: Path) -> Path:
 
 
 def compressed(folder: Path, form: str, matching: str = LINEAR, **weights: object) -> Path:
-    """As the library compressed-tensors makes them in the format `form`, with the settings `weights`."""
+    """Quantize with the compressed-tensors library in the format `form`, with the settings `weights`."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
@@ -109,7 +109,7 @@ def compressed(folder: Path, form: str, matching: str = LINEAR, **weights: objec
 
 
 def awq(folder: Path, size: int = 32) -> Path:
-    """As AutoAWQ: random words of 4-bit codes and zeros, scales for groups of `size` inputs."""
+    """Quantize like AutoAWQ: random words of 4-bit codes and zeros, scales for groups of `size` inputs."""
     generator = torch.Generator().manual_seed(1)
 
     def make(name: str, weight: Tensor) -> dict[str, Tensor]:
@@ -124,7 +124,7 @@ def awq(folder: Path, size: int = 32) -> Path:
 
 
 def gptq(folder: Path, bits: int = 4, size: int = 32, **settings: object) -> Path:
-    """As GPTQModel: random words of codes and of zeros (none the largest), scales for groups of `size` inputs."""
+    """Quantize like GPTQModel: random codes and zeros (below the maximum), scales for groups of `size` inputs."""
     generator, per = torch.Generator().manual_seed(1), 32 // bits
 
     def words(*shape: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Small configs as people of other libraries write them, for the tests of `tune migrate`."""
+"""Small, realistic configs of other libraries for the tests of `tune migrate`."""
 
 AXOLOTL = """
 base_model: NousResearch/Llama-3.2-1B

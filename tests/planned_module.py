@@ -1,4 +1,4 @@
-"""A module of a user's own with attention, and its plan of tensor parallelism."""
+"""A custom module with attention and its tensor-parallel plan."""
 
 from types import SimpleNamespace
 

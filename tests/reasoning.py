@@ -1,6 +1,6 @@
-"""Conversations whose answers have reasoning, and a chat template that leaves it out of earlier ones."""
+"""Conversations whose answers have reasoning, and a chat template that drops it from earlier answers."""
 
-# Like Qwen 3's: of answers before the last question, the reasoning is left out.
+# Like Qwen 3's: it drops the reasoning of answers before the last question.
 DROPS_REASONING = """\
 {%- set last = namespace(question=0) %}
 {%- for message in messages %}

@@ -1,5 +1,5 @@
-"""Runs command lines of `tune` one after the other, and prints of each the exit code and what it wrote: in a process of
-its own, as that of pytest may be in a group of one, and has read its environment."""
+"""Run `tune` command lines in order and print the exit code and output of each. This needs a separate process: pytest's
+may be in a process group of one and has already read its environment."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Run folders as runs leave them, in no time."""
+"""Run folders like those of real runs, written in no time."""
 
 import json
 import math
@@ -15,7 +15,7 @@ DATA = {
 def write_run(
     parent: Path, name: str = "one", steps: int = 12, lr: float = 1e-3, state: str | None = "done", **facts
 ) -> Path:
-    """A run folder as a run leaves it; `state` is that of run.json, without which there is none."""
+    """Write a run folder like that of a real run; `state` goes into run.json, which is omitted without a state."""
     folder = parent / name
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(SETTINGS.format(lr=lr, steps=steps))

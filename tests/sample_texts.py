@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001
-"""Strings that tokenizers get wrong, and conversations that templates do."""
+"""Strings that tokenizers often get wrong, and conversations that templates often get wrong."""
 
 import random
 
@@ -115,7 +115,7 @@ RUNS = ["a", "ab", "aaa", "-", "=", "ha", "\n", " ", "1", "ß", "é", "你", "�
 
 
 def texts(count: int, seed: int = 0) -> list[str]:
-    """The same strings each time: each kind alone, runs, and mixtures of all kinds."""
+    """Return the same strings each time: each kind alone, runs, and mixtures of all kinds."""
     draw = random.Random(seed)
     words = [word for line in SCRIPTS for word in line.split(" ")]
     kinds = [words, words, words, EMOJI, SPACES, SPACES, CONTROL, CODE, SPECIAL]
@@ -151,7 +151,7 @@ DOCUMENTS = [{"title": "Foxes", "text": "A fox is quick; it's <i>brown</i>."}, {
 
 
 def conversations(count: int, seed: int = 0) -> list[dict]:
-    """Arguments of `apply_chat_template`: systems, tools, documents, many turns, empty contents, answers at the end."""
+    """Return arguments for `apply_chat_template`: systems, tools, documents, many turns, empty contents, answers."""
     draw = random.Random(seed)
     contents = [text for text in texts(400, seed) if "\ufdd0" not in text]
     found = []

@@ -1,6 +1,6 @@
 """A made-up model whose experts are separate tensors on disk and one stacked parameter in memory.
 
-Run as a script in several processes it loads the folder `sys.argv[1]`, prints an output and exports to `sys.argv[2]`.
+Run as a script in several processes, it loads the folder `sys.argv[1]`, prints an output, and exports to `sys.argv[2]`.
 """
 
 import sys

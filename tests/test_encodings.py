@@ -1,4 +1,4 @@
-"""Text files are UTF-8, whatever the locale says."""
+"""Text files are UTF-8, whatever the locale."""
 
 import ast
 import os
@@ -15,19 +15,20 @@ ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIO
 
 @pytest.mark.parametrize("folder", ["tune", "recipes", "examples", "benchmarks"])
 def test_every_text_file_is_opened_as_utf8(folder: str) -> None:
-    """Ruff (PLW1514) sees only the calls on what it knows to be a path."""
-    found = [
+    """Ruff (PLW1514) only sees calls on objects that it knows to be paths."""
+    calls = [
         f"{file.relative_to(ROOT)}:{call.lineno}"
         for file in sorted((ROOT / folder).rglob("*.py"))
         for call in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
-        if call.func.attr in ("read_text", "write_text") and not any(each.arg == "encoding" for each in call.keywords)
+        if call.func.attr in ("read_text", "write_text")
+        and not any(keyword.arg == "encoding" for keyword in call.keywords)
     ]
-    assert not found
+    assert not calls
 
 
 @pytest.mark.slow
-def test_a_locale_without_utf8(tmp_path: Path) -> None:
+def test_locale_without_utf8(tmp_path: Path) -> None:
     run = write_run(tmp_path, "läuft")
     with (run / "config.yaml").open("a", encoding="utf-8") as settings:
         settings.write("chat_template: räume.jinja\n")

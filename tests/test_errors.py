@@ -4,7 +4,7 @@ from tune.errors import TuneError, explained
 
 
 @pytest.mark.parametrize(
-    ("kinds", "error", "told"),
+    ("kinds", "error", "message"),
     [
         ((), TuneError("b"), "a: b"),
         ((ValueError, OSError), UnicodeError("b"), "a: b"),
@@ -12,12 +12,12 @@ from tune.errors import TuneError, explained
         ((Exception,), TuneError("b"), "b"),
     ],
 )
-def test_errors_are_explained(kinds: tuple, error: Exception, told: str) -> None:
-    with pytest.raises(TuneError) as found, explained("a", *kinds):
+def test_errors_are_explained(kinds: tuple, error: Exception, message: str) -> None:
+    with pytest.raises(TuneError) as caught, explained("a", *kinds):
         raise error
-    assert str(found.value) == told
+    assert str(caught.value) == message
 
 
-def test_other_errors_pass() -> None:
+def test_other_errors_pass_unchanged() -> None:
     with pytest.raises(KeyError), explained("a", ValueError):
         raise KeyError("b")

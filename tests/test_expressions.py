@@ -1,4 +1,4 @@
-"""Expressions that have to be read twice: they are written as statements."""
+"""Expressions that are hard to read are written as statements."""
 
 import ast
 from pathlib import Path
@@ -13,12 +13,12 @@ TEXTS = (ast.JoinedStr, ast.List, ast.ListComp)
 
 
 def is_nested_choice(node: ast.AST) -> bool:
-    """`a if x else b if y else c`"""
+    """Return whether it is `a if x else b if y else c`."""
     return isinstance(node, ast.IfExp) and any(isinstance(part, ast.IfExp) for part in (node.body, node.orelse))
 
 
 def is_text_times_condition(node: ast.AST) -> bool:
-    """`" and more" * is_more`, `[one] * (number > 1)`: one factor is a comparison, a `not`, or named as a condition."""
+    """Return whether it is like `" and more" * is_more` or `[one] * (number > 1)`: one factor is a condition."""
     if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)):
         return False
     sides = (node.left, node.right)
@@ -35,7 +35,7 @@ def is_named_as_one(node: ast.AST) -> bool:
 
 
 @pytest.mark.parametrize("is_riddle", [is_nested_choice, is_text_times_condition])
-def test_no_riddles(is_riddle):
+def test_no_hard_to_read_expressions(is_riddle):
     riddles = [
         f"{file.relative_to(HOUSE.parent)}:{node.lineno}"
         for file in FILES

@@ -1,4 +1,4 @@
-"""The processes that tests start run a script as `python script` does."""
+"""Processes that tests start run a script as `python script` does."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from helpers import run_processes
 
 
 @pytest.mark.slow
-def test_one_that_fails_ends_the_others(tmp_path: Path) -> None:
+def test_failing_process_ends_the_others(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     failing = "import os, time\nif os.environ['RANK'] == '1':\n    raise OSError('no luck')\ntime.sleep(9999)\n"
     script.write_text(failing)

@@ -1,4 +1,4 @@
-"""What an import of the library changes in a process: nothing."""
+"""Importing the library changes nothing in a process."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ before = dict(os.environ), list(warnings.filters), list(sys.path)
 import tune
 assert (dict(os.environ), list(warnings.filters), list(sys.path)) == before
 loggers = [logging.root, *map(logging.getLogger, logging.root.manager.loggerDict), logging.getLogger("torchao")]
-assert not [each for each in loggers if each.filters or each.handlers]
+assert not [logger for logger in loggers if logger.filters or logger.handlers]
 assert "torch" not in sys.modules and "numpy" not in sys.modules
 """
 
@@ -28,7 +28,7 @@ locate("torchao.optim.AdamW8bit")
 assert not logging.getLogger("torchao").filters and not logging.getLogger("torch.utils._pytree").filters
 """
 
-# Packages, and what an import of them does not need.
+# Packages, and modules that importing them must not load.
 FORBIDDEN = {
     "tune.tokenizers": ["torch", "transformers", "datasets"],
     "tune.collators": ["tune.distributed", "torch.distributed.fsdp", "tokenizers"],
@@ -42,29 +42,29 @@ def run(code):
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
 
 
-def test_an_import_changes_nothing_in_the_process():
+def test_import_changes_nothing_in_the_process():
     run(QUIET)
 
 
 @pytest.mark.slow
-def test_torchao_is_quiet_when_it_is_imported():
+def test_importing_torchao_prints_nothing():
     pytest.importorskip("torchao")
     done = run(TORCHAO)
     assert "Failed to load" not in done.stderr and "is an Enum subclass" not in done.stderr
 
 
 @pytest.mark.parametrize("package", slow_but(["tune.tokenizers", "tune.collators"], FORBIDDEN))
-def test_a_component_loads_no_more_than_it_needs(package):
-    done = run(f"import sys, {package}; print([each for each in {FORBIDDEN[package]} if each in sys.modules])")
+def test_components_import_only_what_they_need(package):
+    done = run(f"import sys, {package}; print([name for name in {FORBIDDEN[package]} if name in sys.modules])")
     assert done.stdout.strip() == "[]"
 
 
-def test_errors_are_at_the_top():
+def test_errors_are_exported_at_the_top_level():
     assert tune.TuneError is TuneError
 
 
 @pytest.mark.slow
-def test_the_wheel_says_that_it_is_typed(tmp_path):
+def test_wheel_is_marked_as_typed(tmp_path):
     root = Path(tune.__file__).parents[1]
     command = ["hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True, cwd=root)

@@ -1,4 +1,4 @@
-"""Imports run one way, from what stands on top of the library to its ground."""
+"""Imports go one way, from the top of the library to its base."""
 
 import ast
 import sys
@@ -20,7 +20,7 @@ ORDER = [
     *("datasets", "models", "optimizers"),
     *("tokenizers", "losses", "quantization", "distributed"),
     *("collators", "config", "rules", "files"),
-    # Files beside the packages.
+    # Files next to the packages.
     *("ray_cluster", "fused", "rehearsal", "processor"),
     *("devices", "lookup", "types", "errors", "secrets", "__version__"),
 ]
@@ -31,7 +31,7 @@ ALLOWED = {
     ("migrate", "config"): "the signatures of components say which keys they take",
     ("records", "config"): "a report reads them there, and the recipe's defaults",
 }
-# Imported from inside a package: what its face would have to load for all.
+# Imported from inside a package, because the package itself would have to load it for everyone.
 INSIDE = {
     "tune.models.families": "a face itself",
     "tune.launchers.ray": "imports Ray",
@@ -40,38 +40,38 @@ INSIDE = {
 
 
 def imported(file: Path) -> set[str]:
-    """The full names of the modules, or of what is in them, that a file imports, wherever in it."""
+    """Return the full names of modules and their members that a file imports anywhere."""
     names = []
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom):
             assert not node.level, f"{file}:{node.lineno}: relative imports hide which package is meant"
-            names += [f"{node.module}.{each.name}" for each in node.names]
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
-            names += [each.name for each in node.names]
+            names += [alias.name for alias in node.names]
     return set(names)
 
 
 def packages(file: Path) -> set[str]:
-    """The packages of `tune`, and the files beside them, that a file imports."""
+    """Return the packages of `tune`, and files next to them, that a file imports."""
     return {name.split(".")[1] for name in imported(file) if name.startswith("tune.")}
 
 
 def wrong(package: str, file: Path) -> set[str]:
-    """What a file of `package` imports and may not: only recipes and `cli` know the config."""
+    """Return forbidden imports in a file of `package`: only recipes and `cli` know the config."""
     below = set(ORDER[ORDER.index(package) :]) - ({"config"} - {package} if package != "cli" else set())
     return {other for other in packages(file) - below if (package, other) not in ALLOWED}
 
 
-def test_each_package_imports_only_what_is_below_it() -> None:
+def test_packages_import_only_lower_packages() -> None:
     files = [file for file in HOUSE.rglob("*.py") if file != HOUSE / "__init__.py"]
     of = {file: file.relative_to(HOUSE).parts[0].removesuffix(".py") for file in files}
     assert len(files) > 50
-    assert not {str(file): found for file in files if (found := wrong(of[file], file))}
+    assert not {str(file): forbidden for file in files if (forbidden := wrong(of[file], file))}
     assert set(ALLOWED) <= {(of[file], other) for file in files for other in packages(file)}  # no longer needed?
 
 
 @pytest.mark.parametrize(
-    ("package", "line", "found"),
+    ("package", "line", "expected"),
     [
         ("losses", "import tune.models", {"models"}),
         ("models", "def f():\n    from tune.cli import main", {"cli"}),
@@ -82,12 +82,12 @@ def test_each_package_imports_only_what_is_below_it() -> None:
         ("config", "from tune.config.paths import find_config", set()),
     ],
 )
-def test_what_is_wrong(package: str, line: str, found: set[str], tmp_path: Path) -> None:
+def test_forbidden_imports_are_detected(package: str, line: str, expected: set[str], tmp_path: Path) -> None:
     (tmp_path / "file.py").write_text(line)
-    assert wrong(package, tmp_path / "file.py") == found
+    assert wrong(package, tmp_path / "file.py") == expected
 
 
-def test_packages_are_imported_by_their_faces() -> None:
+def test_packages_are_imported_through_their_public_names() -> None:
     modules = {".".join(file.relative_to(HOUSE.parent).with_suffix("").parts) for file in HOUSE.rglob("*/*.py")}
     files = [*HOUSE.rglob("*.py"), *RECIPES.glob("*.py")]
     past = {
@@ -105,8 +105,12 @@ def test_no_two_modules_import_each_other() -> None:
     below: dict[str, set[str]] = {}
     for name, file in modules.items():
         names = imported(file)
-        below[name] = {each for each in names | {each.rpartition(".")[0] for each in names} if each in modules}
-    for name in below:  # what one reaches
+        below[name] = {
+            imported_name
+            for imported_name in names | {imported_name.rpartition(".")[0] for imported_name in names}
+            if imported_name in modules
+        }
+    for name in below:  # the modules that one reaches
         reached, left = set[str](), [*below[name]]
         while left:
             if (module := left.pop()) not in reached:
@@ -121,17 +125,17 @@ def test_recipes_import_tune_torch_and_the_standard_library() -> None:
         assert {name.split(".")[0] for name in imported(recipe)} <= allowed, recipe
 
 
-def test_no_verb_imports_another() -> None:
-    """What several verbs need is in the library, or in a file of `cli` that is no verb."""
+def test_commands_do_not_import_each_other() -> None:
+    """Code that several commands need is in the library, or in a file of `cli` that is not a command."""
     verbs = {verb.replace("-", "_") for verb in VERBS}
     modules = {f"tune.cli.{verb}" for verb in verbs}
     files = [HOUSE / "cli" / f"{verb}.py" for verb in verbs]
     shared = [file for file in (HOUSE / "cli").glob("*.py") if file.stem not in verbs]
     assert len(files) > 20 and {"recipes.py", "output.py"} <= {file.name for file in shared}
-    found = {
+    imports = {
         (file.name, name)
         for file in [*files, *shared]
         for name in imported(file)
         if any(f"{name}.".startswith(f"{module}.") for module in modules)
     }
-    assert not found
+    assert not imports

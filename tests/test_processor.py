@@ -1,5 +1,5 @@
-"""Machines as users have them: a GPU that torch does not see. `nvidia-smi` is a script that prints what the real one
-does."""
+"""Realistic machines with a GPU that torch does not see. `nvidia-smi` is a script that prints the output of the real
+one."""
 
 import sys
 from pathlib import Path
@@ -15,7 +15,7 @@ H100 = "NVIDIA H100 80GB HBM3"
 
 @pytest.fixture
 def gpu(tmp_path, monkeypatch):
-    """Call it with a driver's version (None: no `nvidia-smi`) for a machine whose GPU torch does not see."""
+    """Return a function of a driver version (None: no `nvidia-smi`) that fakes a GPU that torch does not see."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     monkeypatch.setattr(processor, "PROC", tmp_path / "proc")
@@ -41,7 +41,7 @@ def error(device: str = "auto") -> str:
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])
-def test_a_driver_that_is_older_than_cuda_needs(device, gpu):
+def test_driver_too_old_for_cuda(device, gpu):
     gpu("535.104.05")
     message = error(device)
     assert all(fact in message for fact in (H100, "535.104.05", "CUDA 13.0", "580.65", "CUDA 12", "device=cpu"))
@@ -50,7 +50,7 @@ def test_a_driver_that_is_older_than_cuda_needs(device, gpu):
 @pytest.mark.parametrize(
     ("driver", "fix"), [("580.82.07", "pip install --force-reinstall torch=="), ("535.1", "CUDA 12")]
 )
-def test_a_torch_without_cuda(driver, fix, gpu, monkeypatch):
+def test_torch_without_cuda(driver, fix, gpu, monkeypatch):
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(processor.platform, "machine", lambda: "x86_64")
     gpu(driver, cuda=None)
@@ -59,13 +59,13 @@ def test_a_torch_without_cuda(driver, fix, gpu, monkeypatch):
 
 
 @pytest.mark.parametrize("value", ["", "-1"])
-def test_gpus_that_are_hidden(value, gpu, monkeypatch):
+def test_hidden_gpus(value, gpu, monkeypatch):
     gpu("580.82.07")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
     assert "Unset CUDA_VISIBLE_DEVICES" in error() and repr(value) in error()
 
 
-def test_a_gpu_that_torch_cannot_use_for_another_reason(gpu, monkeypatch):
+def test_gpu_that_torch_cannot_use_for_another_reason(gpu, monkeypatch):
     def fails():
         raise RuntimeError("system not yet initialized\nmore")
 
@@ -76,8 +76,8 @@ def test_a_gpu_that_torch_cannot_use_for_another_reason(gpu, monkeypatch):
     assert "system not yet initialized." in message and "'7'" in message and "--gpus all" in message
 
 
-def test_a_container_that_was_not_given_the_gpu(gpu):
-    """It has neither `nvidia-smi` nor devices, but sees the kernel's module."""
+def test_container_without_access_to_the_gpu(gpu):
+    """It has neither `nvidia-smi` nor devices, but it sees the kernel module."""
     folder = gpu(None) / "proc"
     (folder / "gpus" / "0000:01:00.0").mkdir(parents=True)
     (folder / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.57.02  Tue Jul 13 16:14:05\n")
@@ -85,13 +85,13 @@ def test_a_container_that_was_not_given_the_gpu(gpu):
 
 
 @pytest.mark.parametrize("driver", [None, "580.82.07"])
-def test_a_machine_without_a_gpu_is_a_cpu(driver, gpu):
-    """Also one with the tools of a driver that finds none."""
+def test_machine_without_a_gpu_uses_the_cpu(driver, gpu):
+    """Also a machine with driver tools that find no GPU."""
     gpu(driver, code=9)
     assert processor.device_type("auto") == "cpu"
 
 
-def test_the_cpu_can_be_chosen(gpu):
+def test_cpu_can_be_selected(gpu):
     gpu("535.104.05")
     assert distributed.join("cpu") == torch.device("cpu")
 
@@ -107,7 +107,7 @@ def test_the_cpu_can_be_chosen(gpu):
         ([], (7, 0), True),
     ],
 )
-def test_a_gpu_without_kernels(built, capability, runs, monkeypatch):
+def test_gpu_without_kernels(built, capability, runs, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100-SXM2-16GB")
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built)
@@ -118,10 +118,10 @@ def test_a_gpu_without_kernels(built, capability, runs, monkeypatch):
 
 
 @pytest.mark.parametrize(("rank", "count", "index"), [(0, 2, 0), (1, 2, 1), (2, 2, None), (3, 1, 0), (0, 0, None)])
-def test_a_process_has_the_capability_of_its_own_gpu(rank, count, index, monkeypatch):
-    """That of the only one it sees, if the launcher gives it one; none if there are fewer GPUs than processes."""
+def test_process_has_the_capability_of_its_own_gpu(rank, count, index, monkeypatch):
+    """The capability of the only visible GPU, if the launcher assigns one; none with fewer GPUs than processes."""
     monkeypatch.setenv("LOCAL_RANK", str(rank))
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # which is set otherwise
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # so that monkeypatch undoes what is set
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda at: (8 + at, 0))
     assert processor.capability("cuda") == (None if index is None else (8 + index, 0))

@@ -1,4 +1,4 @@
-"""Keys, tokens and credentials stay on the machine: settings, messages, files and loggers are without them."""
+"""Keys, tokens, and credentials stay on the machine: settings, messages, files, and loggers omit them."""
 
 import json
 import sys
@@ -29,11 +29,11 @@ TOKEN = "abcdefghij" * 4
         ("'logger.wandb.api_key=abc' is no setting", "'logger.wandb.api_key=***' is no setting"),
         (f"invalid user token hf_{TOKEN}.", "invalid user token ***."),
         ("Authorization: Bearer a.b.c", "Authorization: Bearer ***"),
-        ("the key is 0123456789", "the key is ***"),  # in the environment
+        ("the key is 0123456789", "the key is ***"),  # from the environment
         (["hf_token=abc", {"secret": {"a": 1}, "at": "https://a@b"}], ["hf_token=***", {"secret": None, "at": "https://b"}]),
     ],
 )  # fmt: skip
-def test_secrets_are_left_out(text, shown, monkeypatch):
+def test_secrets_are_masked(text, shown, monkeypatch):
     monkeypatch.setenv("SERVICE_API_KEY", "0123456789")
     shown = "https://host/a?X-Amz-Security-Token=***&X-Amz-Signature=***" if shown is None else shown
     assert without_secrets(text) == shown
@@ -48,11 +48,11 @@ def test_secrets_are_left_out(text, shown, monkeypatch):
         {"chunk_tokens": 1, "eos_token": "<s>", "tokenizer": {"path": "a"}, "trainable_tokens": [1], "key": "a"},
     ],
 )  # fmt: skip
-def test_nothing_else_is(text):
+def test_other_texts_are_not_masked(text):
     assert without_secrets(text) == text
 
 
-def test_errors_and_model_cards():
+def test_errors_and_model_cards_have_no_secrets():
     error = TuneError("https://me:secret@host/a.jsonl?token=secret cannot be read")
     assert str(error) == "https://host/a.jsonl?token=*** cannot be read"
     card = model_card("full_finetune", "model", "https://me:secret@host?token=secret")
@@ -61,14 +61,14 @@ def test_errors_and_model_cards():
 
 @pytest.fixture
 def url(chats):
-    """The conversations, in a place with a password."""
+    """Return the conversations at a URL with a password."""
     files = fsspec.filesystem("memory")
     files.pipe("/me:pass-word@host/chats.jsonl", chats.read_bytes())
     yield "memory://me:pass-word@host/chats.jsonl"
     files.rm("/me:pass-word@host", recursive=True)
 
 
-def test_tune_prepare(url, checkpoint, capsys):
+def test_prepare_prints_no_secrets(url, checkpoint, capsys):
     for streaming in ("true", "false"):
         arguments = [f"model.path={checkpoint}", f"dataset.path={url}", f"dataset.streaming={streaming}"]
         tune(["prepare", "full_finetune", *arguments, "max_steps=1"])
@@ -77,17 +77,17 @@ def test_tune_prepare(url, checkpoint, capsys):
 
 
 def sgd(parameters, lr, api_key):
-    """A component with a setting that is secret."""
+    """A component with a secret setting."""
     assert api_key == "sesame"
     return torch.optim.SGD(parameters, lr)
 
 
-def test_a_run_tells_nobody(url, checkpoint, tmp_path, monkeypatch, capfd):
-    told = []  # to Weights & Biases: all that it is given, and the command line, which it takes
+def test_run_reveals_no_secrets(url, checkpoint, tmp_path, monkeypatch, capfd):
+    calls = []  # sent to Weights & Biases: all arguments, and the command line, which it reads
 
     def init(**arguments):
-        told.append((arguments, list(sys.argv)))
-        log, finish = (lambda *args, **kwargs: told.append(args)), (lambda **given: told.append((given,)))
+        calls.append((arguments, list(sys.argv)))
+        log, finish = (lambda *args, **kwargs: calls.append(args)), (lambda **options: calls.append((options,)))
         return types.SimpleNamespace(log=log, finish=finish)
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, __spec__=object()))
@@ -102,8 +102,8 @@ def test_a_run_tells_nobody(url, checkpoint, tmp_path, monkeypatch, capfd):
     files = {file.name: file.read_text(errors="replace") for file in tmp_path.rglob("*") if file.is_file()}
     assert {"config.yaml", "log.txt", "data.json", "README.md"} <= files.keys()
     out, err = capfd.readouterr()
-    for where, text in {**files, "wandb": repr(told), "stdout": out, "stderr": err}.items():
+    for where, text in {**files, "wandb": repr(calls), "stdout": out, "stderr": err}.items():
         assert "pass-word" not in text and "sesame" not in text, where
     assert json.loads(files["data.json"])["source"] in out + files["log.txt"]
-    assert told[0][0]["config"]["seed"] == 0 and told[0][1][1:2] == settings[:1]
-    assert told[-1] == ({"exit_code": 0},) and "is turned off after an error" not in files["log.txt"]
+    assert calls[0][0]["config"]["seed"] == 0 and calls[0][1][1:2] == settings[:1]
+    assert calls[-1] == ({"exit_code": 0},) and "is turned off after an error" not in files["log.txt"]

@@ -25,7 +25,7 @@ RANGES = {
 
 @pytest.mark.parametrize("kind", RANGES, ids=lambda kind: kind.__metadata__[0].description)
 @pytest.mark.parametrize("number", [-math.inf, -1, -0.5, 0, 0.0, 1e-9, 0.5, 0.999, 1, 1.0, 1.5, 2, math.inf, math.nan])
-def test_a_range_is_its_formula(kind: Any, number: float) -> None:
+def test_ranges_match_their_formulas(kind: Any, number: float) -> None:
     assert fits(number, kind) == RANGES[kind](number)
     assert not fits(str(number), kind)
 
@@ -56,7 +56,7 @@ def test_a_range_is_its_formula(kind: Any, number: float) -> None:
         (object(), Any, True),
     ],
 )
-def test_what_fits(value: Any, kind: Any, expected: bool) -> None:
+def test_values_that_fit_a_type(value: Any, kind: Any, expected: bool) -> None:
     assert fits(value, kind) is expected
     assert bool(mismatch(value, kind)) is not expected
 
@@ -74,7 +74,7 @@ def test_what_fits(value: Any, kind: Any, expected: bool) -> None:
         (True, str, "true is not a string. Write it in quotes."),
     ],
 )
-def test_how_it_is_said(value: Any, kind: Any, sentence: str) -> None:
+def test_messages_of_mismatches(value: Any, kind: Any, sentence: str) -> None:
     assert mismatch(value, kind) == sentence
 
 
@@ -105,13 +105,13 @@ def scaled(values: torch.Tensor, factor: types.PositiveFloat = 1.0, *others: int
         (lambda: scaled(torch.ones(2), factor=math.nan), "factor", "nan"),
     ],
 )
-def test_arguments_hold_what_their_annotations_say(call: Callable[[], Any], argument: str, value: str) -> None:
+def test_arguments_must_match_their_annotations(call: Callable[[], Any], argument: str, value: str) -> None:
     with pytest.raises(TuneError) as error:
         call()
     assert str(error.value).startswith(f"{argument}: ") and value in str(error.value)
 
 
-def test_checked_arguments_arrive() -> None:
+def test_checked_arguments_are_passed_on() -> None:
     assert Settings(np.int64(3), np.float32(0.5), names=("a",)) == Settings(3, 0.5, "one", ("a",))
     assert scaled(torch.ones(2), 3, 4, five=5).tolist() == [3, 3]
     assert fits(Path("a"), Path) and not fits(Path("a"), str)

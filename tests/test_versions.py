@@ -1,4 +1,4 @@
-"""The lock file has the versions that the tests run with."""
+"""The lock file has the versions that tests run with."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ def pins(file):
     return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in PIN.findall(text)}
 
 
-def test_the_lock_file_has_the_versions_of_the_constraints():
+def test_lock_file_matches_the_constraints():
     tested, locked = pins("constraints.txt"), pins("requirements.lock")
     assert len(tested) > 100
     assert {name: locked.get(name) for name in tested} == tested

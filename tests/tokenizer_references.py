@@ -1,4 +1,4 @@
-"""The libraries that tokenizers and templates are compared with."""
+"""Reference libraries for tokenizers and templates."""
 
 import base64
 import json
@@ -44,7 +44,7 @@ def _tiktoken(ranks: dict[bytes, int], words: str, normalize: Any = None) -> Ref
 
 
 def transformers_rendering(source: str, variables: dict[str, str]) -> Callable[..., str]:
-    """`apply_chat_template` of a tokenizer that has this template and these special tokens."""
+    """Return `apply_chat_template` of a tokenizer with this template and these special tokens."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""Recipes that update each parameter in the backward: copies with the change that docs/changes.md shows."""
+"""Copied recipes that update each parameter in the backward, with the change from docs/changes.md."""
 
 import shutil
 from pathlib import Path
@@ -13,7 +13,7 @@ DIFFS = [block for language, block in BLOCK.findall(SECTION) if language == "dif
 
 
 def in_backward(recipe: str, folder: Path) -> str:
-    """The path of a changed copy of the recipe, which has no `max_grad_norm`; its settings are beside it."""
+    """Return the path of a changed copy of the recipe without `max_grad_norm`; its settings are next to it."""
     place = folder / recipe
     place.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(config.find_recipe(recipe), place / "mine.py")

@@ -1,5 +1,5 @@
-"""Prints the errors that `tune validate` finds of command lines for so many processes, and what else rules say: in a
-process of its own, as that of pytest may be in a group of one."""
+"""Print `tune validate` errors of command lines for several processes, and other findings of rules. This needs a
+separate process: pytest's may be in a process group of one."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""`make gpu`, on tiny models on a CPU."""
+"""`make gpu` with tiny models on a CPU."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ MODULES = ("bench", "layouts", "page", "parts")
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """The modules of the benchmark, whose names are its own."""
+    """Import the modules of the benchmark; their names exist only there."""
     monkeypatch.syspath_prepend(str(FOLDER))
     for name in MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -29,7 +29,7 @@ def gpu(monkeypatch):
 
 
 def run(folder, *only, limit=6000):
-    """Rows of the tables of the page that these parts give, by their first cell."""
+    """Return the table rows that these parts give, by their first cell."""
     out = folder / "page.md"
     options = ["--device", "cpu", "--folder", str(folder), "--out", str(out), "--limit", str(limit)]
     done = subprocess.run([sys.executable, FOLDER, *options, *only], capture_output=True, text=True)
@@ -50,7 +50,7 @@ PARTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("only", slow_but(["nf4 sample-1b"], PARTS))
-def test_some_parts(only, tmp_path):
+def test_selected_parts_give_their_rows(only, tmp_path):
     rows = run(tmp_path, "--only", *only.split())
     assert set(PARTS[only]) <= rows.keys()
     checks = ("NF4", "curve", "layout", "attention", "sampler", "bf16")
@@ -59,7 +59,7 @@ def test_some_parts(only, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_process_that_fails_or_hangs_is_shown_by_its_last_lines(gpu, tmp_path):
+def test_failing_or_hanging_process_shows_its_last_lines(gpu, tmp_path):
     bench, *_ = gpu
     here = bench.Bench(tmp_path, "cpu", time.monotonic() + 100)
     assert here.process(sys.executable, "-c", "print(7)", limit=60) == "7\n"
@@ -76,7 +76,7 @@ def test_a_process_that_fails_or_hangs_is_shown_by_its_last_lines(gpu, tmp_path)
         here.process(sys.executable, "-c", "print(7)", limit=60)
 
 
-def test_checks_that_are_wrong_and_parts_that_fail_are_on_the_page(gpu):
+def test_failed_checks_and_parts_are_on_the_page(gpu):
     bench, _, page = gpu
     results = [bench.Check("loss", 1e-6, 1e-5), bench.Check("norm", 2e-5, 1e-5), bench.Check("nan", float("nan"), 1.0)]
     text = page.page("A card", {"device": "H1000"}, results, {"lora-8b": "out of\nmemory", "trl": "skipped: no trl"})
@@ -85,8 +85,8 @@ def test_checks_that_are_wrong_and_parts_that_fail_are_on_the_page(gpu):
     assert "`lora-8b`:\n\n```\nout of\nmemory\n```" in text and "`trl`: skipped: no trl" in text
 
 
-def test_what_devices_exchange_and_how_much_of_it_is_hidden(gpu, tmp_path):
-    """A trace of two steps: a gather of 1 ms, half of it beside a product, and a sum of 1 ms that is alone."""
+def test_traffic_between_devices_and_its_hidden_share(gpu, tmp_path):
+    """A trace of two steps: a 1 ms gather, half of it overlapping a product, and a 1 ms sum without overlap."""
     _, layouts, _ = gpu
 
     def kernel(name, begin, end, rank=0, **args):
@@ -103,6 +103,6 @@ def test_what_devices_exchange_and_how_much_of_it_is_hidden(gpu, tmp_path):
         {"cat": "cpu_op", "name": "nccl:all_gather", "pid": 0, "ts": 0, "dur": 9},
     ]  # fmt: skip
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
-    found = layouts.exchanged("", tmp_path / "trace.json", steps=2)
-    assert found.gib_sent == pytest.approx((3 / 4 * 2 + 2 * 3 / 4 * 1) / 2)
-    assert found.exchange_seconds == pytest.approx(1e-3) and found.hidden_share == pytest.approx(0.25)
+    exchange = layouts.exchanged("", tmp_path / "trace.json", steps=2)
+    assert exchange.gib_sent == pytest.approx((3 / 4 * 2 + 2 * 3 / 4 * 1) / 2)
+    assert exchange.exchange_seconds == pytest.approx(1e-3) and exchange.hidden_share == pytest.approx(0.25)

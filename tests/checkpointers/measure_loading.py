@@ -1,6 +1,6 @@
-"""Prints how much the peak memory of this process grew by loading the folder `sys.argv[1]`, and what it holds: MB.
+"""Print the growth in peak memory from loading the folder `sys.argv[1]`, and the size of the loaded parameters, in MB.
 
-With a second argument the linear layers are quantized to NF4 while they are read.
+With a second argument, the linear layers are quantized to NF4 while they are read.
 """
 
 import resource
@@ -12,7 +12,7 @@ from tune import checkpointers, distributed, models, quantization
 
 if __name__ == "__main__":
     world = distributed.init("cpu")
-    world.barrier()  # what the process group takes is not the loader's
+    world.barrier()  # do not count the memory of the process group
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with torch.device("meta"):
         model = models.build(sys.argv[1])

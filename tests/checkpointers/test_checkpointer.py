@@ -24,7 +24,7 @@ from tune.errors import TuneError
 
 
 class Position:
-    """A small state: what step it is."""
+    """A small state: the current step."""
 
     def __init__(self, step=0):
         self.step = step
@@ -75,26 +75,26 @@ def test_saved_and_restored(tmp_path, async_):
     assert torch.equal(second.model.weight, first.model.weight)
 
 
-def test_ray_is_told_of_checkpoints_that_all_nodes_see(tmp_path, monkeypatch):
-    told = []
+def test_ray_is_notified_of_checkpoints_on_shared_storage(tmp_path, monkeypatch):
+    reports = []
     monkeypatch.setattr(checkpointer, "is_ray_worker", lambda: True)
-    monkeypatch.setattr(checkpointer, "report", lambda step, metrics, *_: told.append((step, metrics)))
-    found = make(tmp_path / "checkpoints", every=1)
+    monkeypatch.setattr(checkpointer, "report", lambda step, metrics, *_: reports.append((step, metrics)))
+    training = make(tmp_path / "checkpoints", every=1)
     for step in (1, 2, 3):
-        train(found, step)
-        if step == 3:  # at the end a step is saved before it is measured
-            found.save(step, wait=True)
-        found.step(step, {"loss": step / 2})
-    found.wait()
-    (tmp_path / checkpointer.STORED).touch()  # from here on uploaded from the disk of each node
-    train(found, 4)
-    found.step(4)
-    found.wait()
-    assert told == [(1, {"loss": 0.5}), (2, {"loss": 1.0}), (3, {"loss": 1.5})]
+        train(training, step)
+        if step == 3:  # at the end, a step is saved before it is measured
+            training.save(step, wait=True)
+        training.step(step, {"loss": step / 2})
+    training.wait()
+    (tmp_path / checkpointer.STORED).touch()  # from here on, each node uploads from its own disk
+    train(training, 4)
+    training.step(4)
+    training.wait()
+    assert reports == [(1, {"loss": 0.5}), (2, {"loss": 1.0}), (3, {"loss": 1.5})]
 
 
 class Average(Position):
-    """Tensors and a number, in a nested state."""
+    """A nested state with tensors and a number."""
 
     def __init__(self, names=("a", "b")):
         self.tensors = {name: torch.zeros(2, dtype=torch.float64) for name in names}
@@ -107,7 +107,7 @@ class Average(Position):
         self.tensors, self.step = state["tensors"], state["numbers"]["step"]
 
 
-def test_folders_of_other_names_are_the_users(tmp_path):
+def test_folders_with_other_names_are_left_alone(tmp_path):
     first = make(tmp_path, every=1, keep=1, async_=False)
     (tmp_path / "step-junk").mkdir()
     for step in (1, 2):
@@ -116,14 +116,14 @@ def test_folders_of_other_names_are_the_users(tmp_path):
         if step == 1:
             for name in ("step-mine", "step-00000001-good"):
                 shutil.copytree(tmp_path / "step-00000001", tmp_path / name)
-    found = sorted(each.name for each in tmp_path.iterdir())
-    assert found == ["step-00000001-good", "step-00000002", "step-junk", "step-mine"]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["step-00000001-good", "step-00000002", "step-junk", "step-mine"]
     assert make(tmp_path, every=1).resume("auto") == 2
     assert make(tmp_path / "new", every=1).resume(str(tmp_path / "step-mine")) == 1
 
 
 @pytest.mark.parametrize("async_", [False, True])
-def test_state_of_the_users_own(tmp_path, async_):
+def test_custom_state_is_saved_and_restored(tmp_path, async_):
     def with_average(*names):
         average = Average(names)
         return average, make(tmp_path, async_=async_, extra={"average": average, "counter": Position()})
@@ -134,7 +134,7 @@ def test_state_of_the_users_own(tmp_path, async_):
     average.tensors["b"] += torch.tensor([1 / 3, 2.0], dtype=torch.float64)
     average.step = 5
     first.save(1)
-    average.tensors["b"] += 1  # goes on while that is written
+    average.tensors["b"] += 1  # training continues during the write
     average.step = first.small["counter"].step = 100
     first.wait()
     average, second = with_average("a", "b")
@@ -150,8 +150,8 @@ def test_state_of_the_users_own(tmp_path, async_):
 
 
 @pytest.mark.parametrize("async_", [False, True])
-def test_another_process_may_come_first(tmp_path, monkeypatch, async_):
-    """Each process's writer makes the folder if it is not there: rank 0 must not insist on being the first."""
+def test_another_process_may_create_the_folder_first(tmp_path, monkeypatch, async_):
+    """Each process creates the folder if it is missing: rank 0 must not require being the first."""
     attempt = uuid.uuid4()
     monkeypatch.setattr(uuid, "uuid4", lambda: attempt)
     (tmp_path / f".step-00000001.{attempt.hex[:8]}").mkdir()
@@ -164,11 +164,11 @@ def test_another_process_may_come_first(tmp_path, monkeypatch, async_):
 
 @pytest.mark.parametrize("async_", [False, True])
 @pytest.mark.parametrize("optimizer_class", [low_bit.AdamW8bit, low_bit.AdamW4bit, low_bit.AdamWFp8])
-def test_low_bit_states_are_saved_as_they_are(tmp_path, optimizer_class, async_):
+def test_low_bit_optimizer_states_are_saved_unchanged(tmp_path, optimizer_class, async_):
     with torch.compiler.set_stance("force_eager"):
         first = make(tmp_path, optimizer_class, size=64, async_=async_)
         for step in (1, 2, 3):
-            train(first, step)  # goes on while the second step is written
+            train(first, step)  # training continues while the second step is written
             if step == 2:
                 saved = inner(first)
                 first.save(2)
@@ -182,7 +182,7 @@ def test_low_bit_states_are_saved_as_they_are(tmp_path, optimizer_class, async_)
 
 
 def inner(checkpointer):
-    """Copies of the codes and scales of both moments of the weight."""
+    """Return copies of the codes and scales of both moments of the weight."""
     state = checkpointer.optimizer.state[checkpointer.model.weight]
     moments = {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
     return {
@@ -193,7 +193,7 @@ def inner(checkpointer):
 
 
 class Code:
-    """What runs when it is unpickled: writes a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, file):
         self.file = file
@@ -214,13 +214,13 @@ def put_instead_of_metadata(checkpoint, code):
 
 
 def put_for_one_rank(checkpoint, code):
-    """What DCP reads where it cannot read the metadata of all."""
+    """Write the file that DCP reads when it cannot read the global metadata."""
     (checkpoint / ".metadata").write_bytes(b"")
     (checkpoint / "__0.metadata").write_bytes(pickle.dumps(code))
 
 
 def put_into_values(checkpoint, code):
-    """In the place of an optimizer's number, which is none of its tensors."""
+    """Replace an optimizer's number, which is not a tensor."""
     data, metadata = next(checkpoint.glob("*.distcp")), pickle.loads((checkpoint / ".metadata").read_bytes())
     place = metadata.storage_data[MetadataIndex("optimizer.weight.count")]
     content = io.BytesIO()
@@ -242,7 +242,7 @@ class CountingInState(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("harm", ["truncated", "changed", "a bit", "missing", "digests"])
-def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_taken(tmp_path, harm):
+def test_damaged_checkpoint_is_set_aside_and_the_previous_one_is_used(tmp_path, harm):
     first = make(tmp_path, size=400, every=1, keep=3, async_=False)
     for step in (1, 2, 3):
         train(first, step)
@@ -254,7 +254,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_taken(tmp_path,
             file.write_bytes(file.read_bytes()[:-1])
         case "changed":
             file.write_bytes(bytes(len(file.read_bytes())))
-        case "a bit":  # of none of the samples that versions before took a digest of
+        case "a bit":  # outside the samples that earlier versions computed digests of
             at = next(
                 at
                 for at in range(len(content))
@@ -266,15 +266,15 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_taken(tmp_path,
             file.unlink()
         case "digests":
             (tmp_path / "step-00000003" / "digests.json").write_text('{"a')
-    told = []
+    messages = []
     with pytest.raises(TuneError, match=r"step-00000003 is damaged: .* Use an earlier checkpoint"):
         make(tmp_path, size=400).resume(str(tmp_path / "step-00000003"))
-    again = make(tmp_path, size=400, every=1, async_=False, tell=told.append)
+    again = make(tmp_path, size=400, every=1, async_=False, tell=messages.append)
     assert again.resume("auto") == 2
     what = "digests.json cannot be read" if harm == "digests" else file.name
-    assert what in told[0] and "is damaged" in told[0] and len(told) == 1
+    assert what in messages[0] and "is damaged" in messages[0] and len(messages) == 1
     train(again, 3)
-    again.step(3)  # in the place of the damaged one
+    again.step(3)  # replaces the damaged one
     assert make(tmp_path, size=400).resume("auto") == 3
     assert len([*tmp_path.glob("damaged-step-00000003.*")]) == 1
 
@@ -313,15 +313,15 @@ def full(file, text, **keywords):
     if file.name == "state.json":
         raise OSError("No space left on device")
     return write(file, text, **keywords)
-Path.write_text = full  # on rank 0, which alone writes it: no other process may wait for what it does not come to
+Path.write_text = full  # on rank 0, the only writer: no other process may wait for a step that rank 0 does not reach
 again = make()
 again.save(3, wait=True)
 Path.write_text = write
 again.save(4, wait=True)
 assert make().resume("auto") == 4
 
-told = []
-last = make(keep_best="accuracy", tell=told.append)
+messages = []
+last = make(keep_best="accuracy", tell=messages.append)
 last.step(5, {"accuracy": 0.5})
 last.wait()
 with torch.no_grad():
@@ -343,20 +343,20 @@ except TuneError as error:  # on all of them
 
 
 @pytest.mark.slow
-def test_two_processes_share_the_digests_and_their_comparison(tmp_path):
+def test_two_processes_share_digests_and_verification(tmp_path):
     (tmp_path / "script.py").write_text(
         f"import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})\n{TWO}"
     )
-    told = run_processes(tmp_path / "script.py", 2, str(tmp_path / "checkpoints"))
-    assert "step-00000002 is damaged: __1_0.distcp does not match its digest" in told
-    assert told.count("the checkpoint of step 3 could not be written: No space left on device") == 1
+    output = run_processes(tmp_path / "script.py", 2, str(tmp_path / "checkpoints"))
+    assert "step-00000002 is damaged: __1_0.distcp does not match its digest" in output
+    assert output.count("the checkpoint of step 3 could not be written: No space left on device") == 1
 
 
 VALUES = [0.5, 0.9, 0.7, 0.1]
 
 
-def with_a_damaged_best(folder, harm):
-    """A training whose second step is the best and whose third is the next best; gives their weights."""
+def train_with_damaged_best(folder, harm):
+    """Train so that step 2 is the best and step 3 the next best; return the weights by step."""
     first, weights = make(folder, every=1, keep=4, keep_best="accuracy", async_=False), {}
     for step, value in enumerate(VALUES, 1):
         train(first, step)
@@ -370,23 +370,23 @@ def with_a_damaged_best(folder, harm):
 
 
 @pytest.mark.parametrize("harm", ["a bit", "cut short", "gone"])
-def test_a_damaged_best_checkpoint_gives_way_to_the_next_best(tmp_path, harm):
-    weights, told = with_a_damaged_best(tmp_path, harm), []
+def test_damaged_best_checkpoint_falls_back_to_the_next_best(tmp_path, harm):
+    weights, messages = train_with_damaged_best(tmp_path, harm), []
     if harm == "gone":
         shutil.rmtree(tmp_path / "step-00000002")
     for attempt in (1, 2):
-        again = make(tmp_path, every=1, keep=4, keep_best="accuracy", tell=told.append)
+        again = make(tmp_path, every=1, keep=4, keep_best="accuracy", tell=messages.append)
         assert again.resume("auto") == 4
         again.finish()
-        assert torch.equal(again.model.weight, weights[3]) and "0.7 at step 3" in told[-1]
+        assert torch.equal(again.model.weight, weights[3]) and "0.7 at step 3" in messages[-1]
         if attempt == 1:
-            assert [("step-00000002" in each or "step 2" in each) for each in told] == [True, False]
+            assert [("step-00000002" in message or "step 2" in message) for message in messages] == [True, False]
     assert json.loads((tmp_path / "step-00000004" / "state.json").read_text())["best"]["step"] == 3
 
 
-def test_back_to_the_checkpoint_before_a_damaged_one(tmp_path):
-    told = []
-    first = make(tmp_path, every=1, keep=4, on_nan="rollback", async_=False, tell=told.append)
+def test_rollback_skips_damaged_checkpoints(tmp_path):
+    messages = []
+    first = make(tmp_path, every=1, keep=4, on_nan="rollback", async_=False, tell=messages.append)
     for step in (1, 2, 3):
         train(first, step)
         first.step(step)
@@ -396,7 +396,7 @@ def test_back_to_the_checkpoint_before_a_damaged_one(tmp_path):
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     assert not first.accepts(4, [0], loss=math.nan)
     assert torch.equal(first.model.weight, weights)
-    assert "step-00000003 is damaged" in told[0] and "restored from step 2" in told[-1]
+    assert "step-00000003 is damaged" in messages[0] and "restored from step 2" in messages[-1]
     for step in (1, 2):
         file = next((tmp_path / f"step-{step:08d}").glob("*.distcp"))
         file.write_bytes(file.read_bytes()[:-1] + b"x")
@@ -404,7 +404,7 @@ def test_back_to_the_checkpoint_before_a_damaged_one(tmp_path):
         first.accepts(5, [0], loss=math.nan)
 
 
-def test_back_to_the_folder_that_training_has_continued_from(tmp_path):
+def test_rollback_to_the_folder_that_training_resumed_from(tmp_path):
     first = make(tmp_path / "first", every=1, keep=4, async_=False)
     for step in (1, 2):
         train(first, step)
@@ -417,9 +417,9 @@ def test_back_to_the_folder_that_training_has_continued_from(tmp_path):
 
 
 @pytest.mark.parametrize("kept", ["there", "gone"])
-def test_the_best_of_another_folder_is_taken_over_or_looked_for_anew(tmp_path, kept):
+def test_best_of_another_folder_is_copied_or_determined_again(tmp_path, kept):
     options = {"every": 1, "keep": 1, "keep_best": "accuracy"}
-    first, weights, told = make(tmp_path / "first", **options), {}, []
+    first, weights, messages = make(tmp_path / "first", **options), {}, []
     for step, value in enumerate([0.9, 0.1], 1):
         train(first, step)
         weights[step] = first.model.weight.detach().clone()
@@ -427,7 +427,7 @@ def test_the_best_of_another_folder_is_taken_over_or_looked_for_anew(tmp_path, k
     first.wait()
     if kept == "gone":
         shutil.rmtree(tmp_path / "first" / "step-00000001")
-    again = make(tmp_path / "again", **options, tell=told.append)
+    again = make(tmp_path / "again", **options, tell=messages.append)
     assert again.resume(str(tmp_path / "first")) == 2
     for step, value in enumerate([0.5, 0.3], 3):
         train(again, step)
@@ -437,7 +437,7 @@ def test_the_best_of_another_folder_is_taken_over_or_looked_for_anew(tmp_path, k
     best = 1 if kept == "there" else 3
     there = sorted(path.name for path in (tmp_path / "again").iterdir())
     assert there == [f"step-{best:08d}", "step-00000004"]
-    assert ["step 1" in each and "missing" in each for each in told] == ([] if kept == "there" else [True])
+    assert ["step 1" in message and "missing" in message for message in messages] == ([] if kept == "there" else [True])
     shutil.rmtree(tmp_path / "first")
     last = make(tmp_path / "again", **options)
     assert last.resume("auto") == 4
@@ -445,7 +445,7 @@ def test_the_best_of_another_folder_is_taken_over_or_looked_for_anew(tmp_path, k
     assert torch.equal(last.model.weight, weights[best])
 
 
-def test_digests_of_earlier_versions_are_compared_too(tmp_path):
+def test_digests_from_earlier_versions_are_verified(tmp_path):
     first = make(tmp_path, every=1, keep=3, async_=False)
     for step in (1, 2):
         train(first, step)
@@ -460,8 +460,8 @@ def test_digests_of_earlier_versions_are_compared_too(tmp_path):
     assert make(tmp_path).resume("auto") == 1
 
 
-def test_what_was_best_is_noted_in_a_checkpoint_that_stays_intact(tmp_path):
-    """At the end a step is saved before it is validated."""
+def test_best_step_is_recorded_without_invalidating_the_checkpoint(tmp_path):
+    """At the end, a step is saved before it is validated."""
     first = make(tmp_path, every=1, keep_best="validation_loss")
     train(first, 1)
     first.save(1, wait=True)
@@ -476,7 +476,7 @@ def test_what_was_best_is_noted_in_a_checkpoint_that_stays_intact(tmp_path):
 @pytest.mark.parametrize(
     "put", [put_into_metadata, put_instead_of_metadata, put_for_one_rank, put_into_values], ids=lambda put: put.__name__
 )
-def test_no_code_from_a_checkpoint_runs(tmp_path, put, resume):
+def test_checkpoints_cannot_run_code(tmp_path, put, resume):
     def optimizer_class(parameters):
         return CountingInState(parameters, lr=0.1)
 
@@ -486,7 +486,7 @@ def test_no_code_from_a_checkpoint_runs(tmp_path, put, resume):
     again = make(tmp_path, optimizer_class)
     assert again.resume("auto") == 1
     assert again.optimizer.state[again.model.weight]["count"] == 1
-    (tmp_path / "step-00000001" / "digests.json").unlink()  # as whoever changes files would
+    (tmp_path / "step-00000001" / "digests.json").unlink()  # as an attacker would
     put(tmp_path / "step-00000001", Code(tmp_path / "it-ran"))
     with pytest.raises(TuneError, match=r"could run code|is damaged"):
         make(tmp_path, optimizer_class).resume("auto" if resume == "auto" else str(tmp_path))
@@ -495,12 +495,12 @@ def test_no_code_from_a_checkpoint_runs(tmp_path, put, resume):
 
 @pytest.mark.parametrize("async_", [False, True])
 @pytest.mark.parametrize("what", ["tensors", "small state"])
-def test_a_checkpoint_that_fails_is_told_in_the_next_step_and_tried_again(tmp_path, monkeypatch, async_, what):
+def test_failed_checkpoint_is_reported_in_the_next_step_and_retried(tmp_path, monkeypatch, async_, what):
     def full(*arguments, **keywords):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    told = []
-    checkpointer = make(tmp_path, every=2, async_=async_, tell=told.append)
+    messages = []
+    checkpointer = make(tmp_path, every=2, async_=async_, tell=messages.append)
     for step in range(1, 7):
         train(checkpointer, step)
         with monkeypatch.context() as patch:
@@ -509,10 +509,13 @@ def test_a_checkpoint_that_fails_is_told_in_the_next_step_and_tried_again(tmp_pa
             checkpointer.step(step)
             if checkpointer.pending:
                 checkpointer.pending.exception()  # waits, and does not raise
-        assert len(told) == (step >= 4 + async_)
-    assert "the checkpoint of step 4 could not be written" in told[0] and "continues after step 2" in told[0]
+        assert len(messages) == (step >= 4 + async_)
+    assert "the checkpoint of step 4 could not be written" in messages[0] and "continues after step 2" in messages[0]
     assert checkpointer.wait() == 6
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000005", "step-00000006"]  # soon, and when due
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-00000005",
+        "step-00000006",
+    ]  # retried soon, and when due
 
     train(checkpointer, 7)
     with monkeypatch.context() as patch:
@@ -520,7 +523,7 @@ def test_a_checkpoint_that_fails_is_told_in_the_next_step_and_tried_again(tmp_pa
         checkpointer.save(7, wait=True)
         checkpointer.step(7, now=True)
         checkpointer.wait()
-    assert len(told) == 2 and "of step 7 could not be written" in told[1]  # once
+    assert len(messages) == 2 and "of step 7 could not be written" in messages[1]  # once
 
     stopping = make(tmp_path / "new", every=2, async_=async_, on_error="stop")
     train(stopping, 1)
@@ -531,8 +534,8 @@ def test_a_checkpoint_that_fails_is_told_in_the_next_step_and_tried_again(tmp_pa
         stopping.step(9)
 
 
-def test_on_a_slow_disk_training_goes_on_until_the_next_checkpoint_is_due(tmp_path, monkeypatch, request):
-    """A disk that writes nothing until somebody waits for it."""
+def test_slow_disk_blocks_training_only_at_the_next_checkpoint(tmp_path, monkeypatch, request):
+    """The disk writes nothing until the checkpointer waits for it."""
     waits, create = threading.Event(), FileSystem.create_stream
     request.addfinalizer(waits.set)
 
@@ -550,7 +553,7 @@ def test_on_a_slow_disk_training_goes_on_until_the_next_checkpoint_is_due(tmp_pa
     saved, pending = checkpointer.model.weight.detach().clone(), checkpointer.pending
     train(checkpointer, 3)
     checkpointer.step(3)
-    assert not pending.done() and checkpointer.newest() is None  # nobody takes what is written in part
+    assert not pending.done() and checkpointer.newest() is None  # a partly written checkpoint is never used
     train(checkpointer, 4)
     assert not torch.equal(checkpointer.model.weight, saved)
     result = pending.result
@@ -564,12 +567,12 @@ def test_on_a_slow_disk_training_goes_on_until_the_next_checkpoint_is_due(tmp_pa
 
 
 @pytest.mark.parametrize("async_", [False, True])
-def test_a_best_checkpoint_that_fails_leaves_the_one_before_it(tmp_path, monkeypatch, async_):
+def test_failed_best_checkpoint_keeps_the_previous_best(tmp_path, monkeypatch, async_):
     def full(*arguments, **keywords):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    told, weights = [], {}
-    options = {"every": 1, "keep": 1, "keep_best": "validation_accuracy", "async_": async_, "tell": told.append}
+    messages, weights = [], {}
+    options = {"every": 1, "keep": 1, "keep_best": "validation_accuracy", "async_": async_, "tell": messages.append}
     checkpointer = make(tmp_path, **options)
     for step, value in enumerate([0.5, 0.9, 0.1, 0.1], 1):
         train(checkpointer, step)
@@ -586,14 +589,16 @@ def test_a_best_checkpoint_that_fails_leaves_the_one_before_it(tmp_path, monkeyp
     assert again.resume("auto") == 4
     again.finish()
     assert torch.equal(again.model.weight, weights[1])
-    assert told[-1] == "using the weights with the best validation_accuracy, 0.5 at step 1"
+    assert messages[-1] == "using the weights with the best validation_accuracy, 0.5 at step 1"
 
-    checkpointer.step(5, {"validation_accuracy": 0.8})  # below what could not be written, and above what could
+    checkpointer.step(
+        5, {"validation_accuracy": 0.8}
+    )  # below the value that could not be written, above the one that was
     checkpointer.wait()
     assert checkpointer.best.kept == (0.8, 5)
 
 
-def test_a_best_of_what_no_validation_measures_is_refused_at_the_first(tmp_path):
+def test_keep_best_of_an_unknown_metric_is_rejected_at_first_validation(tmp_path):
     checkpointer = make(tmp_path, keep_best="validation_los")
     checkpointer.step(1, {"loss": 1.0})
     with pytest.raises(TuneError, match="does not measure validation_los, only validation_loss, validation_accuracy"):
@@ -602,7 +607,7 @@ def test_a_best_of_what_no_validation_measures_is_refused_at_the_first(tmp_path)
 
 
 class Counting(torch.optim.SGD):
-    """Keeps a number of its own in its groups, as Prodigy and others do."""
+    """Keeps an extra number in its parameter groups, as Prodigy and others do."""
 
     def step(self, closure=None):
         super().step(closure)
@@ -610,7 +615,7 @@ class Counting(torch.optim.SGD):
             group["count"] = group.get("count", 0) + 1
 
 
-def test_of_groups_a_checkpoint_keeps_what_training_changed_and_no_settings(tmp_path):
+def test_checkpoint_keeps_changed_group_values_but_not_settings(tmp_path):
     first = make(tmp_path, lambda parameters: Counting(parameters, lr=0.1, momentum=0.9), async_=False)
     for step in (1, 2):
         train(first, step)
@@ -624,7 +629,7 @@ def test_of_groups_a_checkpoint_keeps_what_training_changed_and_no_settings(tmp_
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_value_that_is_not_finite_stops_the_training(tmp_path, value):
+def test_nonfinite_value_stops_training(tmp_path, value):
     checkpointer = make(tmp_path)
     assert checkpointer.accepts(1, [3, 4], loss=1.0, grad_norm=2.0)
     with pytest.raises(TuneError, match=r"grad_norm is (nan|inf) at step 7, .* rows 3, 4.*on_nan=skip"):
@@ -632,10 +637,10 @@ def test_a_value_that_is_not_finite_stops_the_training(tmp_path, value):
 
 
 @pytest.mark.parametrize("async_", [False, True])
-def test_back_to_the_last_checkpoint(tmp_path, async_):
-    """Weights and the optimizer's states are those of the checkpoint; schedule and data go on."""
-    told = []
-    checkpointer = make(tmp_path, every=2, async_=async_, on_nan="rollback", tell=told.append)
+def test_rollback_to_the_last_checkpoint(tmp_path, async_):
+    """Weights and optimizer states come from the checkpoint; schedule and data continue."""
+    messages = []
+    checkpointer = make(tmp_path, every=2, async_=async_, on_nan="rollback", tell=messages.append)
     with pytest.raises(TuneError, match=r"at step 1, .* no checkpoint to roll back to yet") as stopped:
         checkpointer.accepts(1, [0], loss=math.nan)
     assert "on_nan" not in str(stopped.value)  # it is set already
@@ -648,14 +653,16 @@ def test_back_to_the_last_checkpoint(tmp_path, async_):
             moments = {name: value.clone() for name, value in state.items()}
     checkpointer.optimizer.param_groups[0]["lr"] = 7.0
     assert not checkpointer.accepts(4, [5, 6], loss=math.nan)
-    assert "loss is nan at step 4, in a batch of dataset rows 5, 6. The weights are restored from step 2" in told[-1]
+    assert (
+        "loss is nan at step 4, in a batch of dataset rows 5, 6. The weights are restored from step 2" in messages[-1]
+    )
     assert torch.equal(checkpointer.model.weight, weights)
     state = checkpointer.optimizer.state[checkpointer.model.weight]
     assert all(torch.equal(state[name], value) for name, value in moments.items())
     assert checkpointer.small["data"].step == 3 and checkpointer.optimizer.param_groups[0]["lr"] == 7.0
 
 
-def test_ten_steps_in_a_row_that_are_not_finite_stop_the_training(tmp_path):
+def test_ten_consecutive_nonfinite_steps_stop_training(tmp_path):
     checkpointer = make(tmp_path, on_nan="skip")
     train(checkpointer, 1)
     before = checkpointer.model.weight.detach().clone()

@@ -1,4 +1,4 @@
-"""A training that was saved, or stopped and continued, is the training that was not."""
+"""Training that is saved, or stopped and resumed, equals uninterrupted training."""
 
 import copy
 
@@ -60,7 +60,7 @@ class Position:
 
 
 class Idle(torch.nn.Module):
-    """`late` has gradients from step 5 on, `never` has none."""
+    """A model in which `late` has gradients from step 5 on and `never` has none."""
 
     def __init__(self):
         super().__init__()
@@ -74,8 +74,8 @@ class Training:
     def __init__(self, folder, optimizer, schedule=SCHEDULES["ours"], **options):
         torch.manual_seed(0)
         self.model = Idle()
-        matrices = [each for each in self.model.parameters() if each.ndim == 2]
-        vectors = [each for each in self.model.parameters() if each.ndim == 1]
+        matrices = [parameter for parameter in self.model.parameters() if parameter.ndim == 2]
+        vectors = [parameter for parameter in self.model.parameters() if parameter.ndim == 1]
         self.optimizer = optimizer([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}])
         for group in self.optimizer.param_groups:
             group["lr"] = 0.01
@@ -103,8 +103,8 @@ class Training:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_saving_changes_no_number(optimizer, tmp_path):
-    """However often, and before the first gradient too (huggingface/accelerate#3007 is kin)."""
+def test_saving_does_not_change_training(optimizer, tmp_path):
+    """However often, and also before the first gradient (related: huggingface/accelerate#3007)."""
     plain, saving = (Training(tmp_path / name, OPTIMIZERS[optimizer]) for name in ("plain", "saving"))
     steps = range(1, STEPS + 1)
     plain.take(steps, dead=[1, 2])
@@ -114,8 +114,8 @@ def test_saving_changes_no_number(optimizer, tmp_path):
 
 @pytest.mark.parametrize("at", [1, 3, 6])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_every_optimizer_continues_as_if_it_had_not_stopped(optimizer, at, tmp_path):
-    """Saved before the first gradient; with a layer that has none yet, and one that never has; and after all."""
+def test_every_optimizer_resumes_exactly(optimizer, at, tmp_path):
+    """Save before the first gradient, while `late` has none yet, and after all layers but `never` have one."""
     dead = [1, 2]
     first = Training(tmp_path, OPTIMIZERS[optimizer])
     first.take(range(1, STEPS + 1), saves=[at], dead=dead)
@@ -126,7 +126,7 @@ def test_every_optimizer_continues_as_if_it_had_not_stopped(optimizer, at, tmp_p
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule_continues_as_if_it_had_not_stopped(schedule, tmp_path):
+def test_every_schedule_resumes_exactly(schedule, tmp_path):
     momentum = OPTIMIZERS["SGD, momentum"]
     first = Training(tmp_path, momentum, SCHEDULES[schedule])
     rates = first.take(range(1, STEPS + 1), saves=[4])
@@ -136,30 +136,30 @@ def test_every_schedule_continues_as_if_it_had_not_stopped(schedule, tmp_path):
     torch.testing.assert_close(second.weights(), first.weights(), rtol=0, atol=0)
 
 
-def test_a_new_learning_rate_counts_for_our_schedules(tmp_path):
+def test_new_learning_rate_applies_to_our_schedules(tmp_path):
     first = Training(tmp_path, torch.optim.AdamW)
     first.take([1, 2, 3], saves=[3])
     second = Training(tmp_path, lambda groups: torch.optim.AdamW(groups))
-    second.schedule.base_lrs = [0.05, 0.05]  # as a schedule has them that was made with another rate
+    second.schedule.base_lrs = [0.05, 0.05]  # as in a schedule created with another rate
     second.checkpointer.resume("auto")
     assert second.optimizer.param_groups[0]["lr"] == pytest.approx(5 * first.optimizer.param_groups[0]["lr"])
 
 
-def test_a_checkpoint_without_states_is_of_its_optimizer(tmp_path):
+def test_checkpoint_without_states_records_its_optimizer(tmp_path):
     Training(tmp_path, torch.optim.AdamW).take([1], saves=[1], dead=[1])
     with pytest.raises(TuneError, match=r"AdamW.*SGD"):
         Training(tmp_path, OPTIMIZERS["SGD, momentum"]).checkpointer.resume("auto")
 
 
-def test_where_all_steps_are_refused_nothing_is_left_to_export(tmp_path):
+def test_export_fails_when_every_step_was_skipped(tmp_path):
     training = Training(tmp_path, torch.optim.AdamW, on_nan="skip")
     assert not training.checkpointer.accepts(1, [0], loss=float("nan"))
     with pytest.raises(TuneError, match="on_nan"):
         training.checkpointer.finish()
 
 
-def test_a_group_without_parameters_keeps_its_settings(tmp_path):
-    """As a stage of a pipeline has, of which other stages have the parameters."""
+def test_empty_parameter_group_keeps_its_settings(tmp_path):
+    """As in a pipeline stage when other stages hold the parameters."""
 
     def with_an_empty_group(groups):
         return torch.optim.AdamW([*groups, {"params": [], "weight_decay": 0.5}])
@@ -173,7 +173,7 @@ def test_a_group_without_parameters_keeps_its_settings(tmp_path):
 
 
 class Means:
-    """A mean of each weight's gradients, which it has from the first step on."""
+    """A running mean of each weight's gradients, available from the first step on."""
 
     def __init__(self):
         self.means = {}
@@ -186,8 +186,8 @@ class Means:
 
 
 @pytest.mark.parametrize("steps", [0, 3])
-def test_state_that_is_made_by_the_first_step(steps, tmp_path):
-    """A second optimizer, and an object of one's own."""
+def test_state_created_by_the_first_step(steps, tmp_path):
+    """A second optimizer and a custom object."""
     plain, first = (Training(tmp_path / name, OPTIMIZERS["SGD"], extra={}) for name in ("plain", "saved"))
     for training in (plain, first):
         extra(training)

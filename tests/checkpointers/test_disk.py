@@ -1,4 +1,4 @@
-"""The formats that checkpoints come in: what transformers reads from a folder is what is read here."""
+"""Checkpoint formats: we read from a folder what transformers reads."""
 
 import itertools
 import json
@@ -32,7 +32,7 @@ def tensors(checkpoint):
 
 
 def save_torch(folder, tensors, shards, **options):
-    """pytorch_model.bin, or shards of it with their index."""
+    """Save pytorch_model.bin, or its shards with an index."""
     if shards == 1:
         torch.save(tensors, folder / "pytorch_model.bin", **options)
         return
@@ -54,21 +54,21 @@ def test_torch_files(checkpoint, folder, tensors, shards):
 
 
 @pytest.mark.parametrize("save", [save_torch, lambda folder, tensors, _: save_file(tensors, folder / "a.safetensors")])
-def test_a_part_of_a_tensor(folder, save):
+def test_part_of_a_tensor_can_be_read(folder, save):
     tensors = {"matrix": torch.randn(5, 7).bfloat16(), "scalar": torch.tensor(3.0), "stack": torch.randn(2, 3, 4)}
     save(folder, tensors, 1)
-    found = disk_tensors(folder)
-    assert {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()} == {
+    stored = disk_tensors(folder)
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in stored.items()} == {
         name: (list(tensor.shape), tensor.dtype) for name, tensor in tensors.items()
     }
     for name, tensor in tensors.items():
-        assert torch.equal(found[name].read(), tensor)
-    assert torch.equal(found["matrix"].read((slice(1, 3), slice(0, 7))), tensors["matrix"][1:3])
-    assert torch.equal(found["stack"].read((slice(1, 2),)), tensors["stack"][1:])
+        assert torch.equal(stored[name].read(), tensor)
+    assert torch.equal(stored["matrix"].read((slice(1, 3), slice(0, 7))), tensors["matrix"][1:3])
+    assert torch.equal(stored["stack"].read((slice(1, 2),)), tensors["stack"][1:])
 
 
 def save_safetensors(folder, tensors, shards):
-    """model.safetensors, or shards of it with their index."""
+    """Save model.safetensors, or its shards with an index."""
     if shards == 1:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         return
@@ -90,22 +90,24 @@ SETS = {
 
 
 @pytest.mark.parametrize(("one", "other"), [*itertools.combinations(SETS, 2)])
-def test_of_two_sets_of_weights_the_one_of_transformers_is_read(one, other, checkpoint, folder, tensors):
-    """And a warning names the other one."""
+def test_of_two_sets_of_weights_we_read_the_same_as_transformers(one, other, checkpoint, folder, tensors):
+    """A warning names the other set."""
     shutil.copyfile(checkpoint / "config.json", folder / "config.json")
     for value, name in enumerate((one, other), 1):
         save, shards = SETS[name]
         save(folder, tensors | {"model.norm.weight": torch.full((64,), float(value))}, shards)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).model.norm.weight[0].item()
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning) as caught:
         ours = load_model(str(folder)).norm.weight[0].item()
     assert ours == theirs
     read = {tensor.file.name for tensor in disk_tensors(folder).values()}
     unread = {file.name for file in folder.iterdir() if file.suffix in (".safetensors", ".bin")} - read
-    assert unread and any(str(folder) in str(each.message) and min(unread) in str(each.message) for each in said)
+    assert unread and any(
+        str(folder) in str(warning.message) and min(unread) in str(warning.message) for warning in caught
+    )
 
 
-def test_safetensors_of_other_names_are_read_where_there_is_nothing_else(folder):
+def test_safetensors_with_other_names_are_read_when_nothing_else_exists(folder):
     save_file({"shard": torch.zeros(1)}, folder / "consolidated.safetensors")
     assert list(disk_tensors(folder)) == ["shard"]
 
@@ -129,19 +131,19 @@ def test_code_in_a_torch_file_does_not_run(folder, capsys):
     assert "this must not run" not in capsys.readouterr().out
 
 
-def test_what_is_no_state_dict(folder):
+def test_torch_file_without_a_state_dict_is_rejected(folder):
     torch.save({"model": {"weight": torch.zeros(2)}, "epoch": 3}, folder / "pytorch_model.bin")
     assert "must hold tensors by name; found {'model': 'dict', 'epoch': 'int'}" in refusal(folder)
 
 
-def test_the_format_of_old_torch(folder):
+def test_old_torch_format_is_rejected(folder):
     save_torch(folder, {"a": torch.zeros(2)}, 1, _use_new_zipfile_serialization=False)
     message = refusal(folder)
     assert "the format of torch before 1.6" in message and "weights_only=True" in message
 
 
 @pytest.mark.parametrize("share", [0, 0.01, 0.5, 0.99])
-def test_a_truncated_torch_file(folder, tensors, share):
+def test_truncated_torch_file_is_rejected(folder, tensors, share):
     torch.save(tensors, folder.parent / "whole.bin")
     whole = (folder.parent / "whole.bin").read_bytes()
     (folder / "pytorch_model.bin").write_bytes(whole[: int(len(whole) * share)])
@@ -149,7 +151,7 @@ def test_a_truncated_torch_file(folder, tensors, share):
 
 
 @pytest.mark.parametrize("suffix", ["bin", "safetensors"])
-def test_an_index_that_lies(folder, suffix):
+def test_incorrect_index_is_rejected(folder, suffix):
     stem, save = ("model", save_file) if suffix == "safetensors" else ("pytorch_model", torch.save)
     for number, names in enumerate(("ab", "cd"), 1):
         save({name: torch.zeros(1) for name in names}, folder / f"{stem}-{number:05d}-of-00002.{suffix}")
@@ -164,18 +166,18 @@ def test_an_index_that_lies(folder, suffix):
     assert "is not a valid index" in refusal(folder)
 
 
-def test_shards_without_an_index(folder):
+def test_missing_shards_are_reported(folder):
     save_file({"a": torch.zeros(1)}, folder / "model-00002-of-00003.safetensors")
     assert "has no model-00001-of-00003.safetensors, model-00003-of-00003.safetensors" in refusal(folder)
 
 
-def test_one_tensor_in_two_files(folder):
+def test_tensor_in_two_files_is_rejected(folder):
     for name in ("one", "two"):
         save_file({"a": torch.zeros(1)}, folder / f"{name}.safetensors")
     assert "a is in " in refusal(folder)
 
 
-def test_a_folder_of_something_else(folder):
+def test_folder_without_weights_is_rejected(folder):
     assert "no *.safetensors or pytorch_model*.bin in" in refusal(folder)
     (folder / "consolidated.00.pth").touch()
     assert "found consolidated.00.pth: see `tune convert --help`" in refusal(folder)

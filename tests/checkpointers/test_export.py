@@ -1,4 +1,4 @@
-"""Load, export: every tensor, every name, every type and the config are as they were; transformers reads the result."""
+"""Loading and exporting preserves every tensor, name, dtype, and the config; transformers reads the result."""
 
 import functools
 import io
@@ -73,7 +73,7 @@ def source(request, tmp_path):
     return folder
 
 
-def test_nothing_changes_on_the_way(source, tmp_path):
+def test_export_preserves_the_source(source, tmp_path):
     assert_close(exported(source, tmp_path / "out"), tensors_of(source), rtol=0, atol=0)
     for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
@@ -83,7 +83,7 @@ def test_nothing_changes_on_the_way(source, tmp_path):
         assert_close(theirs.float()(tokens).logits, ours(tokens), atol=1e-5, rtol=1e-5)
 
 
-def test_what_was_trained_is_what_is_written(source, tmp_path):
+def test_export_writes_the_trained_weights(source, tmp_path):
     def change(model):
         for parameter in model.parameters():
             parameter.mul_(2)
@@ -93,14 +93,14 @@ def test_what_was_trained_is_what_is_written(source, tmp_path):
         assert torch.equal(after[name], tensor if "inv_freq" in name else tensor * 2), name
 
 
-def test_a_tensor_is_let_go_before_the_next_one_is_gathered(checkpoint, tmp_path, monkeypatch):
+def test_tensor_is_freed_before_the_next_one_is_gathered(checkpoint, tmp_path, monkeypatch):
     weights, made = import_module("tune.checkpointers.weights"), []
     gather = weights._full_tensor
 
-    def watched(*given):
+    def watched(*arguments):
         assert not [name for name, tensor in made if tensor() is not None]
-        tensor = gather(*given).clone()
-        made.append((given[1], weakref.ref(tensor)))
+        tensor = gather(*arguments).clone()
+        made.append((arguments[1], weakref.ref(tensor)))
         return tensor
 
     monkeypatch.setattr(weights, "_full_tensor", watched)
@@ -108,8 +108,8 @@ def test_a_tensor_is_let_go_before_the_next_one_is_gathered(checkpoint, tmp_path
     assert len(made) == len(tensors_of(checkpoint))
 
 
-def test_an_export_replaces_only_what_an_export_has_written(checkpoint, tmp_path):
-    """A user's notes and folders were gone without a word."""
+def test_export_replaces_only_earlier_exports(checkpoint, tmp_path):
+    """Regression: a user's notes and folders were deleted silently."""
     out = tmp_path / "out"
     first = exported(checkpoint, out)
     exported(checkpoint, out, lambda model: model.norm.weight.fill_(3.0))
@@ -124,7 +124,7 @@ def test_an_export_replaces_only_what_an_export_has_written(checkpoint, tmp_path
         assert other.exists() and tensors_of(out).keys() == first.keys()
         shutil.rmtree(out / name.partition("/")[0]) if "/" in name else other.unlink()
     exported(checkpoint, out)
-    for folder in (tmp_path / "base", tmp_path / "file"):  # what others wrote
+    for folder in (tmp_path / "base", tmp_path / "file"):  # not written by an export
         shutil.copytree(checkpoint, folder) if folder.name == "base" else folder.write_text("mine")
         with pytest.raises(TuneError, match=folder.name):
             exported(checkpoint, folder)
@@ -132,8 +132,8 @@ def test_an_export_replaces_only_what_an_export_has_written(checkpoint, tmp_path
 
 
 @pytest.mark.parametrize("changes", [{"num_hidden_layers": 2}, {"num_hidden_layers": 4}, {"intermediate_size": 96}])
-def test_a_source_of_another_size_is_refused(changes, checkpoint, tmp_path):
-    """Its blocks were mixed in, and its config.json had another number of them."""
+def test_source_with_other_shapes_is_rejected(changes, checkpoint, tmp_path):
+    """Regression: its blocks were mixed in, and its config.json had another number of blocks."""
     other = save_checkpoint(tmp_path / "other", **changes)
     model, out = load_model(str(checkpoint)), tmp_path / "out"
     with pytest.raises(TuneError, match=str(other)):
@@ -141,7 +141,7 @@ def test_a_source_of_another_size_is_refused(changes, checkpoint, tmp_path):
     assert not out.exists()
 
 
-def test_another_type_for_all(source, tmp_path):
+def test_export_in_another_dtype(source, tmp_path):
     tensors = exported(source, tmp_path / "out", dtype="bf16")
     assert {tensor.dtype for name, tensor in tensors.items() if "inv_freq" not in name} == {torch.bfloat16}
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "out"))
@@ -149,7 +149,7 @@ def test_another_type_for_all(source, tmp_path):
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch.bfloat16
 
 
-def test_shards(checkpoint, tmp_path, monkeypatch):
+def test_export_in_shards(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[export.__module__], "SHARD_BYTES", 100_000)
     assert_close(exported(checkpoint, tmp_path / "out"), tensors_of(checkpoint), rtol=0, atol=0)
     files = sorted((tmp_path / "out").glob("*.safetensors"))
@@ -162,8 +162,8 @@ def test_shards(checkpoint, tmp_path, monkeypatch):
     assert_close(theirs.state_dict(), transformers.AutoModelForCausalLM.from_pretrained(checkpoint).state_dict())
 
 
-def test_a_source_without_weights(checkpoint, tmp_path):
-    """As training from random weights has it: the type is the one that config.json declares."""
+def test_source_without_weights_uses_the_configured_dtype(checkpoint, tmp_path):
+    """As in training from random weights: config.json declares the dtype."""
     (tmp_path / "config.json").write_text(
         json.dumps(json.loads((checkpoint / "config.json").read_text()) | {"dtype": "bfloat16"})
     )
@@ -173,8 +173,8 @@ def test_a_source_without_weights(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize(("folder", "advice"), [("run/model", "with output_dir={}/run"), ("out", "again")])
-def test_a_full_disk(tmp_path, monkeypatch, folder, advice):
-    """Only a run with checkpoints goes on from them: `tune convert` and `tune merge` have no output_dir."""
+def test_full_disk_error_says_how_to_continue(tmp_path, monkeypatch, folder, advice):
+    """Only a run with checkpoints can be resumed: `tune convert` and `tune merge` have no output_dir."""
 
     def full(*arguments, **keywords):
         raise OSError(28, "No space left on device")
@@ -187,7 +187,7 @@ def test_a_full_disk(tmp_path, monkeypatch, folder, advice):
     assert ("output_dir" in str(error.value)) == (folder == "run/model")
 
 
-def test_a_card_names_the_hub_where_it_can(tmp_path, monkeypatch):
+def test_model_card_uses_hub_names_where_possible(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "chats.jsonl").touch()  # otherwise it could be a name on the hub
@@ -198,8 +198,8 @@ def test_a_card_names_the_hub_where_it_can(tmp_path, monkeypatch):
     assert "Fine-tuned from `mine` on `chats.jsonl` with" in model_card("r", str(tmp_path / "mine"), "data/chats.jsonl")
 
 
-def test_tensors_of_all_types_and_sizes(tmp_path, monkeypatch):
-    """Some begin between two words of those after them, some need more files for their names alone."""
+def test_tensors_of_all_dtypes_and_sizes(tmp_path, monkeypatch):
+    """Some tensors misalign the next one; the names alone may need more files."""
     monkeypatch.setattr(export_module, "HEADER_BYTES", 2**12)
     draw = torch.Generator().manual_seed(0)
     dtypes = [torch.uint8, torch.float32, torch.bfloat16, torch.int64, torch.float8_e4m3fn, torch.bool]
@@ -211,10 +211,10 @@ def test_tensors_of_all_types_and_sizes(tmp_path, monkeypatch):
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     assert len(files) > 1 and index.keys() == tensors.keys()
     for file in files:
-        for name, found in load_file(file).items():
+        for name, loaded in load_file(file).items():
             assert index[name] == file.name
-            assert_close(found.float(), tensors[name].float(), rtol=0, atol=0)
-            assert found.dtype == tensors[name].dtype
+            assert_close(loaded.float(), tensors[name].float(), rtol=0, atol=0)
+            assert loaded.dtype == tensors[name].dtype
 
 
 class Terminal(io.StringIO):
@@ -222,7 +222,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_progress_is_for_terminals(monkeypatch, tmp_path):
+def test_progress_is_shown_only_in_terminals(monkeypatch, tmp_path):
     def tensors():
         for number in range(2):
             deadline = time.monotonic() + HANGS
@@ -240,15 +240,15 @@ def test_progress_is_for_terminals(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_replace_nothing(checkpoint, tmp_path, value):
+def test_nonfinite_weights_do_not_replace_an_export(checkpoint, tmp_path, value):
     before = exported(checkpoint, tmp_path / "out")
     with pytest.raises(TuneError, match=r"model\.norm\.weight"):
         exported(checkpoint, tmp_path / "out", lambda model: model.norm.weight[3].fill_(value))
     assert_close(tensors_of(tmp_path / "out"), before)
-    assert [each.name for each in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_number_that_the_type_of_the_export_cannot_hold_is_not_finite(checkpoint, tmp_path):
+def test_values_beyond_the_export_dtype_count_as_nonfinite(checkpoint, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(checkpoint, source)
     tensors = {name: tensor.half() for name, tensor in load_file(checkpoint / "model.safetensors").items()}
@@ -258,7 +258,7 @@ def test_a_number_that_the_type_of_the_export_cannot_hold_is_not_finite(checkpoi
     assert not (tmp_path / "out").exists()
 
 
-def test_the_source_is_not_written_over(checkpoint, tmp_path):
+def test_source_is_not_overwritten(checkpoint, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(checkpoint, source)
     with pytest.raises(TuneError, match=str(source)):
@@ -267,8 +267,8 @@ def test_the_source_is_not_written_over(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.uint8, torch.bool], ids=str)
-def test_weights_of_integers_are_refused(checkpoint, tmp_path, dtype, capsys):
-    """They would be trained as the few numbers that they are without their scales, and be written as integers."""
+def test_integer_weights_are_rejected(checkpoint, tmp_path, dtype, capsys):
+    """Without their scales they would be trained as plain integers and written back as integers."""
     source = tmp_path / "source"
     shutil.copytree(checkpoint, source)
     name = "model.layers.1.mlp.up_proj.weight"
@@ -285,11 +285,11 @@ def test_weights_of_integers_are_refused(checkpoint, tmp_path, dtype, capsys):
         with pytest.raises(SystemExit) as end:
             main([*map(str, command)])
         assert end.value.code == 2 and all(part in capsys.readouterr().err for part in parts[:1])
-    assert [each.name for each in tmp_path.iterdir()] == ["source"]
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_integers_that_are_no_weights_stay(checkpoint, tmp_path):
-    """As some old checkpoints have them: positions, which the model does not use."""
+def test_integer_buffers_are_kept(checkpoint, tmp_path):
+    """Some old checkpoints have position buffers that the model does not use."""
     source = tmp_path / "source"
     shutil.copytree(checkpoint, source)
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.arange(8)}
@@ -300,7 +300,7 @@ def test_integers_that_are_no_weights_stay(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("verb", ["add-tokens", "merge", "export", "quantize"])
-def test_no_verb_writes_weights_that_are_not_finite(checkpoint, tmp_path, verb, capsys):
+def test_no_command_writes_nonfinite_weights(checkpoint, tmp_path, verb, capsys):
     source, out = tmp_path / "source", tmp_path / "out"
     shutil.copytree(checkpoint, source)
     tensors = load_file(checkpoint / "model.safetensors")
@@ -315,19 +315,19 @@ def test_no_verb_writes_weights_that_are_not_finite(checkpoint, tmp_path, verb, 
     with pytest.raises(SystemExit) as end:
         main([verb, *map(str, command)])
     assert end.value.code == 2 and "model.norm.weight" in capsys.readouterr().err
-    assert not out.exists() and {each.name for each in tmp_path.iterdir()} <= {"source", "adapter"}
+    assert not out.exists() and {path.name for path in tmp_path.iterdir()} <= {"source", "adapter"}
 
 
 class Second:
-    """The second of two processes, of which the first has found tensors that are not finite."""
+    """The second of two processes; the first one has nonfinite tensors with these `names`."""
 
     is_main = False
 
-    def __init__(self, found):
-        self.found = found
+    def __init__(self, names):
+        self.names = names
 
     def all_gather(self, mine):
-        return [self.found, mine]
+        return [self.names, mine]
 
     def of_main(self, function):
         pass
@@ -336,26 +336,26 @@ class Second:
         pass
 
 
-def test_an_adapter_that_is_not_finite_replaces_nothing(checkpoint, tmp_path):
-    """And all processes end, whatever their own copies hold."""
+def test_nonfinite_adapter_does_not_replace_an_export(checkpoint, tmp_path):
+    """All processes end, whatever their own copies hold."""
     folder = make_adapter(checkpoint, tmp_path / "adapter", 0)
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
     model, lora = load_model(str(checkpoint)), LoRA(rank=4)
     add_adapters(model, lora)
     layer = model.blocks[1].attention.value
     layer.lora_b.data[2] = torch.inf
-    given = {"base": str(checkpoint), "tokenizer": Tokenizer(str(checkpoint))}
+    options = {"base": str(checkpoint), "tokenizer": Tokenizer(str(checkpoint))}
     name = "model.layers.1.self_attn.v_proj.lora_B.weight"
     with pytest.raises(TuneError, match=re.escape(name)):
-        export_adapter(model, folder, world=distributed.init("cpu"), **given)
+        export_adapter(model, folder, world=distributed.init("cpu"), **options)
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
-    export_adapter(model, folder, world=Second([]), **given)  # its own copy is not what is written
+    export_adapter(model, folder, world=Second([]), **options)  # its own copy is not written
     layer.lora_b.data[2] = 0
     with pytest.raises(TuneError, match=re.escape(name)):
-        export_adapter(model, folder, world=Second([name]), **given)
+        export_adapter(model, folder, world=Second([name]), **options)
 
 
-def test_an_adapter_of_integers_is_refused(checkpoint, tmp_path):
+def test_integer_adapter_is_rejected(checkpoint, tmp_path):
     folder = make_adapter(checkpoint, tmp_path / "adapter", 0)
     file = folder / "adapter_model.safetensors"
     tensors = load_file(file)
@@ -369,16 +369,16 @@ def test_an_adapter_of_integers_is_refused(checkpoint, tmp_path):
     assert all(part in str(error.value) for part in (name, "int8", str(file)))
 
 
-def test_a_source_of_another_kind_is_refused(checkpoint, tmp_path):
-    """All of its tensors were copied next to those of the model."""
+def test_source_of_another_architecture_is_rejected(checkpoint, tmp_path):
+    """Regression: all of its tensors were copied next to the model's."""
     model = torch.nn.ModuleDict({"other": torch.nn.Linear(2, 2)})
     with pytest.raises(TuneError, match=r"lacks other\.bias \(2 such tensors\)"):
         export(model, None, tmp_path / "out", source=checkpoint)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_of_peft_is_refused(checkpoint, tmp_path):
-    """The untrained base was written."""
+def test_peft_model_is_rejected(checkpoint, tmp_path):
+    """Regression: the untrained base was written."""
     peft = pytest.importorskip("peft")
     base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     theirs = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"]))
@@ -391,7 +391,7 @@ def test_a_model_of_peft_is_refused(checkpoint, tmp_path):
     assert {tensor.dtype for tensor in tensors_of(tmp_path / "out").values()} == {torch.bfloat16}
 
 
-def test_an_adapted_transformers_model_is_written_merged(checkpoint, tmp_path):
+def test_adapted_transformers_model_is_exported_merged(checkpoint, tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint).eval()
     add_adapters(model, LoRA(rank=4))
     for parameter in model.parameters():

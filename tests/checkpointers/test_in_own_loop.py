@@ -1,4 +1,4 @@
-"""A Checkpointer in a loop of one's own: any scheduler, no World, states of any kind."""
+"""A Checkpointer in your own training loop: any scheduler, no World, states of any kind."""
 
 import random
 from collections import Counter
@@ -47,7 +47,7 @@ SCHEDULES = {
 
 
 class Training:
-    """A loop over ten steps; `rates` are the learning rate before each, `betas` the momenta."""
+    """A loop over ten steps; `rates` and `betas` are the learning rate and the momenta before each step."""
 
     def __init__(self, make_schedule, folder=None, optimizer_class=torch.optim.AdamW):
         torch.manual_seed(0)
@@ -72,7 +72,7 @@ class Training:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD])
-def test_the_rate_of_any_schedule_goes_on(name, optimizer_class, tmp_path):
+def test_learning_rate_continues_with_any_schedule(name, optimizer_class, tmp_path):
     if name == "OneCycleLR" and optimizer_class is torch.optim.SGD:
         optimizer_class = lambda parameters, lr: torch.optim.SGD(parameters, lr, momentum=0.9)  # noqa: E731
     whole = Training(SCHEDULES[name], None, optimizer_class).run(1, STEPS)
@@ -88,7 +88,7 @@ def test_the_rate_of_any_schedule_goes_on(name, optimizer_class, tmp_path):
 
 
 class Anything:
-    """A state of one's own."""
+    """A custom state."""
 
     def __init__(self, state):
         self.state = state
@@ -119,7 +119,7 @@ PLAIN = {
 }
 
 
-def test_plain_states_come_back_as_they_were(tmp_path):
+def test_plain_states_round_trip(tmp_path):
     checkpointer(tmp_path, mine=Anything(PLAIN)).save(1, wait=True)
     mine = Anything({})
     checkpointer(tmp_path, mine=mine).resume("auto")
@@ -127,7 +127,7 @@ def test_plain_states_come_back_as_they_were(tmp_path):
     assert type(mine.state["tuple"]) is tuple and type(mine.state["tuple"][2][1]) is tuple
 
 
-def test_states_of_generators_come_back(tmp_path):
+def test_generator_states_round_trip(tmp_path):
     generator = torch.Generator().manual_seed(7)
     mine = {
         "torch": Anything({"state": generator.get_state()}),
@@ -148,28 +148,28 @@ def test_states_of_generators_come_back(tmp_path):
     assert drawn.random() == np.random.default_rng(5).random()
 
 
-def test_a_generator_itself_is_a_state(tmp_path):
+def test_generator_can_be_a_state(tmp_path):
     def draw(resume):
         generator = torch.Generator().manual_seed(7)
-        found = checkpointer(tmp_path, dropout=generator)
+        saver = checkpointer(tmp_path, dropout=generator)
         if resume:
-            found.resume("auto")
+            saver.resume("auto")
         else:
             torch.rand(3, generator=generator)
-            found.save(1, wait=True)
+            saver.save(1, wait=True)
         return torch.rand(5, generator=generator)
 
     assert torch.equal(draw(resume=False), draw(resume=True))
 
 
-def test_what_is_no_state_is_refused(tmp_path):
+def test_unsupported_state_is_rejected(tmp_path):
     with pytest.raises(TuneError, match=r"extra\.counts.*state_dict"):
         checkpointer(tmp_path, counts=Counter("ab"))
     with pytest.raises(TuneError, match=r"mine.*a: object"):
         checkpointer(tmp_path, mine=Anything({"a": object()})).save(1, wait=True)
 
 
-def test_mistaken_arguments(tmp_path):
+def test_invalid_arguments_are_rejected(tmp_path):
     model = torch.nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for name, value in {"on_nan": "skp", "on_error": "ignore", "every": 0, "keep": -1}.items():
@@ -177,26 +177,26 @@ def test_mistaken_arguments(tmp_path):
             Checkpointer(tmp_path, model=model, optimizer=optimizer, **{name: value})
 
 
-def test_a_second_optimizer_goes_on(tmp_path):
-    """Its state has whole numbers as keys, tuples and tensors."""
+def test_second_optimizer_resumes(tmp_path):
+    """Its state has integer keys, tuples, and tensors."""
 
     def make(resume):
         torch.manual_seed(1)
         other = torch.nn.Linear(2, 2)
         optimizer = torch.optim.AdamW(other.parameters(), lr=0.01, betas=(0.5, 0.75))
-        found = checkpointer(tmp_path, critic=optimizer, weights=other)
+        saver = checkpointer(tmp_path, critic=optimizer, weights=other)
         if resume:
-            found.resume("auto")
-        return other, optimizer, found
+            saver.resume("auto")
+        return other, optimizer, saver
 
     def step(other, optimizer):
         other(torch.ones(2)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    other, optimizer, found = make(resume=False)
+    other, optimizer, saver = make(resume=False)
     step(other, optimizer)
-    found.save(1, wait=True)
+    saver.save(1, wait=True)
     step(other, optimizer)
     again, restored, _ = make(resume=True)
     assert restored.state_dict()["state"].keys() == {0, 1}
@@ -205,7 +205,7 @@ def test_a_second_optimizer_goes_on(tmp_path):
     assert torch.equal(again.weight, other.weight)
 
 
-def test_tensors_within_tuples_and_behind_other_keys(tmp_path):
+def test_tensors_in_tuples_and_under_non_string_keys(tmp_path):
     state = {1: (torch.ones(2), "a"), "1": [torch.zeros(3)], ("x", 2): {"deep": (torch.full((1,), 7.0),)}}
     checkpointer(tmp_path, mine=Anything(state)).save(1, wait=True)
     mine = Anything({})
@@ -215,7 +215,7 @@ def test_tensors_within_tuples_and_behind_other_keys(tmp_path):
     assert mine.state[("x", 2)]["deep"][0].item() == 7.0
 
 
-def test_parameters_that_are_not_in_the_model_are_refused(tmp_path):
+def test_parameters_outside_the_model_are_rejected(tmp_path):
     model, other = torch.nn.Linear(3, 3), torch.nn.Linear(5, 2)
     optimizer = torch.optim.AdamW([{"params": model.parameters()}, {"params": other.parameters()}])
     with pytest.raises(TuneError, match=r"group 1 .*\(2, 5\)"):
@@ -262,6 +262,6 @@ world.finish()
 
 
 @pytest.mark.slow
-def test_what_is_not_sharded_comes_back_as_rank_0_had_it(tmp_path):
+def test_unsharded_state_is_restored_from_rank_0(tmp_path):
     (tmp_path / "script.py").write_text(OWN_TO_EACH_RANK)
     run_processes(tmp_path / "script.py", 2, str(tmp_path / "checkpoints"))

@@ -1,4 +1,4 @@
-"""A checkpoint of a layout is that of the others: every tensor is the same, to the bit."""
+"""A checkpoint of one layout loads in the others: every tensor is bit-identical."""
 
 import pytest
 from helpers import run_processes, save_checkpoint
@@ -46,7 +46,7 @@ def start(layout, lora, at):
     weights.load(model)
     if lora:
         peft.initialize(model, seed=0)
-    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2)
     optimizer.turns = distributed.Pipeline(model, world)
     parts = {"model": model, "optimizer": optimizer, "schedule": Nothing(), "data": Nothing()}
     return world, model, optimizer, Checkpointer(at, world, **parts, async_=False)
@@ -76,8 +76,8 @@ def whole(world, model, optimizer):
             state = optimizer.state[parameter]
             tensors |= {f"{name} {part}": distributed.full_tensor(value) for part, value in state.items()}
     every = {}  # of all stages
-    for each in world.all_gather(tensors):
-        for name, tensor in each.items():
+    for stage in world.all_gather(tensors):
+        for name, tensor in stage.items():
             assert torch.equal(every.setdefault(name, tensor), tensor), name
     return every
 
@@ -115,8 +115,8 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
     ("name", "kind", "shape", "pairs"),
     [("dense", "Qwen3Config", {"tie_word_embeddings": True}, 21), ("experts", "Qwen3MoeConfig", EXPERTS, 12)],
 )
-def test_pairs_of_layouts_of_four_processes(name, kind, shape, pairs, tmp_path):
+def test_checkpoints_move_between_layouts_of_four_processes(name, kind, shape, pairs, tmp_path):
     save_checkpoint(tmp_path / name, kind, num_hidden_layers=4, **shape)
     (tmp_path / "pairs.py").write_text(SCRIPT)
-    found = run_processes(tmp_path / "pairs.py", 4, str(tmp_path / name), str(tmp_path))
-    assert found.endswith(f"{pairs} pairs\n")
+    output = run_processes(tmp_path / "pairs.py", 4, str(tmp_path / name), str(tmp_path))
+    assert output.endswith(f"{pairs} pairs\n")

@@ -1,4 +1,4 @@
-"""Quantized checkpoints are read as the plain ones that transformers and compressed-tensors make of them."""
+"""Quantized checkpoints are read as transformers and compressed-tensors dequantize them."""
 
 import json
 import random
@@ -49,7 +49,7 @@ def copy(checkpoint, tmp_path):
 
 
 def module_of(folder, weight):
-    """The tensors on disk of the module of `weight`, by their names in it."""
+    """Return the stored tensors of the module that owns `weight`, by their names within the module."""
     stem = weight.rpartition(".")[0] + "."
     return {name.removeprefix(stem): tensor for name, tensor in load(folder).items() if name.startswith(stem)}
 
@@ -63,7 +63,7 @@ def quantized(folder):
 
 
 def save_plain(folder, out):
-    """The checkpoint that `plain_tensors` stands for."""
+    """Save the dequantized checkpoint that `plain_tensors` describes."""
     shutil.copytree(folder, out)
     tensors = {name: tensor.read() for name, tensor in plain_tensors(folder).items()}
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
@@ -103,25 +103,25 @@ def test_compressed_tensors_decompresses_to_the_same_bits(kind, copy):
     folder = made.compressed(copy, form, **weights)
     library = BaseCompressor.get_value_from_registry(form)
     scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
-    found = quantized(folder)
-    assert len(found) == 21
-    for name, tensor in list(found.items())[:3]:
+    packed = quantized(folder)
+    assert len(packed) == 21
+    for name, tensor in list(packed.items())[:3]:
         expected = library.decompress(module_of(folder, name), scheme)["weight"]
         assert tensor.shape == [*expected.shape] and torch.equal(tensor.read(), expected.bfloat16()), name
 
 
-def test_blocks_that_end_before_128(copy):
+def test_blocks_smaller_than_128(copy):
     from compressed_tensors.entrypoints.convert.converters import FP8BlockDequantizer
 
     folder = made.fp8(copy, size=48)
     expected = FP8BlockDequantizer(targets=[r"re:.*_proj$"], weight_block_size=(48, 48)).process(load(folder))
-    found = {name: tensor.read() for name, tensor in plain_tensors(folder).items()}
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
+    tensors = {name: tensor.read() for name, tensor in plain_tensors(folder).items()}
+    assert tensors.keys() == expected.keys()
+    for name, tensor in tensors.items():
         assert torch.equal(tensor, expected[name]), name
 
 
-def test_awq_is_what_compressed_tensors_converts_it_to(copy):
+def test_awq_matches_the_conversion_of_compressed_tensors(copy):
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.entrypoints.convert.converters import AutoAWQConverter
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -141,8 +141,8 @@ def test_awq_is_what_compressed_tensors_converts_it_to(copy):
 
 
 @pytest.mark.parametrize(("bits", "version"), [(4, "gptq"), (8, "gptq"), (4, "gptq_v2")])
-def test_gptq_is_what_gptqmodel_computes_with(bits, version, copy):
-    """`scales[g_idx] * (codes - zeros[g_idx])` in fp16, by input; the zeros of its first version are one too small."""
+def test_gptq_matches_the_arithmetic_of_gptqmodel(bits, version, copy):
+    """`scales[g_idx] * (codes - zeros[g_idx])` in fp16, by input; version 1 stores zeros minus one."""
     folder = made.gptq(copy, bits, checkpoint_format=version)
     name, tensor = next(iter(quantized(folder).items()))
     parts, per = module_of(folder, name), 32 // bits
@@ -151,16 +151,16 @@ def test_gptq_is_what_gptqmodel_computes_with(bits, version, copy):
     def code(words, index):
         return (words >> bits * index) & (2**bits - 1)
 
-    codes = torch.stack([code(parts["qweight"][each // per], each % per) for each in range(inputs)])
-    zeros = [code(parts["qzeros"][:, each // per], each % per) for each in range(tensor.shape[0])]
+    codes = torch.stack([code(parts["qweight"][row // per], row % per) for row in range(inputs)])
+    zeros = [code(parts["qzeros"][:, column // per], column % per) for column in range(tensor.shape[0])]
     zeros = torch.stack(zeros, dim=1) + (version == "gptq")
     expected = parts["scales"][groups] * (codes - zeros[groups]).half()
     assert torch.equal(tensor.read(), expected.T.bfloat16())
     open_checkpoint(folder)
 
 
-def test_nvfp4_of_model_optimizer(copy):
-    """Its second scale is a factor, of which compressed-tensors stores the inverse."""
+def test_nvfp4_from_model_optimizer(copy):
+    """Its second scale is a factor; compressed-tensors stores the inverse."""
     from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 
     def make(name, weight):
@@ -177,9 +177,9 @@ def test_nvfp4_of_model_optimizer(copy):
 
     folder = rewrite(copy, make, made.LINEAR, quant_method="modelopt", quant_algo="NVFP4")
     with pytest.warns(UserWarning, match="input_scale"):
-        found = quantized(folder)
-    assert len(found) == 21
-    for name, tensor in found.items():
+        packed = quantized(folder)
+    assert len(packed) == 21
+    for name, tensor in packed.items():
         parts = module_of(folder, name)
         values = unpack_fp4_from_uint8(parts["weight"], tensor.shape[0], tensor.shape[1]).double()
         exact = values * parts["weight_scale"].double().repeat_interleave(16, 1) * parts["weight_scale_2"].double()
@@ -195,12 +195,12 @@ MAKERS = {
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_a_slice_is_that_of_the_whole(kind, copy, monkeypatch):
+def test_slice_equals_the_slice_of_the_whole_tensor(kind, copy, monkeypatch):
     tensor = list(quantized(MAKERS[kind](copy)).values())[-1]
     require_slices(tensor, monkeypatch)
 
 
-def test_a_slice_of_stacked_experts(tmp_path, monkeypatch):
+def test_slice_of_stacked_experts(tmp_path, monkeypatch):
     folder = made.mxfp4(save_checkpoint(tmp_path, "GptOssConfig", **GPT_OSS, intermediate_size=96))
     for tensor in list(quantized(folder).values())[:2]:
         require_slices(tensor, monkeypatch)
@@ -227,10 +227,10 @@ def test_only_the_slice_is_read(tmp_path, monkeypatch):
 
     monkeypatch.setattr(DiskTensor, "read", watched)
     tensor.read((slice(1, 2), slice(0, 32), slice(8, 12)))
-    assert [part.numel() for part in read] == [4, 4 * 16]  # of one expert 4 outputs: a block of 32 inputs
+    assert [part.numel() for part in read] == [4, 4 * 16]  # 4 outputs of one expert: a block of 32 inputs
 
 
-def test_the_base_of_qlora_is_that_of_the_plain_checkpoint(copy, tmp_path):
+def test_qlora_base_equals_the_plain_checkpoint(copy, tmp_path):
     folder = made.fp8(copy)
     plain = save_plain(folder, tmp_path / "plain")
 
@@ -246,13 +246,15 @@ def test_the_base_of_qlora_is_that_of_the_plain_checkpoint(copy, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["fp8 of 48", "awq", "nvfp4"])
-def test_an_export_is_plain(kind, copy, tmp_path):
+def test_export_is_dequantized(kind, copy, tmp_path):
     folder = MAKERS[kind](copy)
     (folder / "hf_quant_config.json").write_text("{}")
     main(["export", str(folder), "--to", "hf", "--out", str(tmp_path / "out")])
-    expected, found = load(save_plain(folder, tmp_path / "plain")), load(tmp_path / "out")
-    assert found.keys() == expected.keys()
-    assert all(found[name].dtype == torch.bfloat16 and torch.equal(found[name], expected[name]) for name in found)
+    expected, exported = load(save_plain(folder, tmp_path / "plain")), load(tmp_path / "out")
+    assert exported.keys() == expected.keys()
+    assert all(
+        exported[name].dtype == torch.bfloat16 and torch.equal(exported[name], expected[name]) for name in exported
+    )
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "quantization_config" not in config and config["dtype"] == "bfloat16"
     assert not (tmp_path / "out" / "hf_quant_config.json").exists()
@@ -262,14 +264,14 @@ def test_an_export_is_plain(kind, copy, tmp_path):
         torch.testing.assert_close(load_model(folder)(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
-def test_added_tokens_make_it_plain(copy, tmp_path):
+def test_adding_tokens_dequantizes_the_checkpoint(copy, tmp_path):
     main(["add-tokens", str(made.fp8(copy)), str(tmp_path / "out"), "<new>"])
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     assert {tensor.dtype for tensor in load(tmp_path / "out").values()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8", "mxfp4"])
-def test_what_tune_quantize_wrote_is_read(kind, checkpoint, tmp_path):
+def test_checkpoints_from_tune_quantize_can_be_read(kind, checkpoint, tmp_path):
     main(["quantize", str(checkpoint), "--to", kind, "--out", str(tmp_path / "out")])
     how = transformers.CompressedTensorsConfig(dequantize=True)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", quantization_config=how, dtype="auto")
@@ -278,7 +280,7 @@ def test_what_tune_quantize_wrote_is_read(kind, checkpoint, tmp_path):
         assert torch.equal(parameter, theirs.get_parameter(model.names.on_disk[name])), name
 
 
-def test_a_model_that_transformers_computes(tmp_path):
+def test_model_loaded_through_transformers(tmp_path):
     shape = {"rotary_pct": 0.5, "intermediate_size": 128, "hidden_size": 64}
     folder = save_checkpoint(tmp_path / "packed", "GPTNeoXConfig", **shape)
     made.fp8(folder, matching=r"(query_key_value|dense|dense_.*)\.weight$")
@@ -289,8 +291,8 @@ def test_a_model_that_transformers_computes(tmp_path):
         torch.testing.assert_close(load_model(folder)(tokens), theirs.eval()(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
-def test_groups_of_modules_have_formats_of_their_own(copy):
-    """As Kimi K2 Thinking: names before kinds."""
+def test_module_groups_have_their_own_formats(copy):
+    """As in Kimi K2 Thinking: names take precedence over module kinds."""
     made.compressed(copy, "pack-quantized", r"mlp\..*_proj\.weight$", **FORMS["int4"][1])
     first = json.loads((copy / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]
     made.compressed(copy, "float-quantized", r"self_attn\..*_proj\.weight$", **FORMS["fp8"][1])
@@ -299,9 +301,9 @@ def test_groups_of_modules_have_formats_of_their_own(copy):
     groups["group_0"]["targets"] = [r"re:.*self_attn\..*"]
     config["quantization_config"] |= {"format": "mixed-precision", "config_groups": {"all": first} | groups}
     (copy / "config.json").write_text(json.dumps(config))
-    found = quantized(copy)
-    assert len(found) == 21
-    per = {name.rpartition("layers.")[2]: tensor.codes.per for name, tensor in found.items()}
+    packed = quantized(copy)
+    assert len(packed) == 21
+    per = {name.rpartition("layers.")[2]: tensor.codes.per for name, tensor in packed.items()}
     assert per["0.self_attn.q_proj.weight"] == 1 and per["0.mlp.up_proj.weight"] == 8
 
 
@@ -341,7 +343,7 @@ def without(folder, pattern):
         ("awq", {"group_size": 64}, ["down_proj.scales", "[4, 64]", "[2, 64]"]),
     ],
 )
-def test_what_is_refused(kind, spoil, facts, copy):
+def test_unsupported_checkpoints_are_rejected(kind, spoil, facts, copy):
     folder = MAKERS[kind](copy)
     change(folder, **spoil) if isinstance(spoil, dict) else without(folder, spoil)
     with pytest.raises(TuneError) as error:
@@ -350,7 +352,7 @@ def test_what_is_refused(kind, spoil, facts, copy):
 
 
 @pytest.mark.parametrize("settings", ["fp8", ["fp8"]])
-def test_settings_that_are_no_mapping(settings, checkpoint, tmp_path):
+def test_settings_must_be_a_mapping(settings, checkpoint, tmp_path):
     config = json.loads((checkpoint / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
     with pytest.raises(TuneError, match=r"config\.json.*fp8"):
@@ -365,7 +367,7 @@ def test_settings_that_are_no_mapping(settings, checkpoint, tmp_path):
         ({"strategy": "attn_head"}, ["config.json", "attn_head"]),
     ],
 )
-def test_schemes_that_are_refused(weights, facts, copy):
+def test_unsupported_schemes_are_rejected(weights, facts, copy):
     folder = MAKERS["int4"](copy)
     groups = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"]
     groups["group_0"]["weights"] |= weights
@@ -376,7 +378,7 @@ def test_schemes_that_are_refused(weights, facts, copy):
 
 
 @pytest.mark.parametrize("form", ["marlin-24", "sparse-bitmask"])
-def test_formats_that_are_refused(form, copy):
+def test_unsupported_formats_are_rejected(form, copy):
     folder = MAKERS["fp8 of tensors"](copy)
     groups = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"]
     groups["group_0"]["format"] = form
@@ -386,7 +388,7 @@ def test_formats_that_are_refused(form, copy):
 
 
 DOWN = r".*layers\.1\..*experts\.\d+\.down_proj"
-PLAIN = r"\.self_attn\.(q|k|v|o)_proj\.weight$"  # parts that have a changed weight
+PLAIN = r"\.self_attn\.(q|k|v|o)_proj\.weight$"  # modules with a changed weight
 
 
 @pytest.mark.parametrize(
@@ -399,24 +401,24 @@ PLAIN = r"\.self_attn\.(q|k|v|o)_proj\.weight$"  # parts that have a changed wei
     ],
     ids=["gpt_oss", "llama", "deepseek_v3", "compressed-tensors"],
 )  # fmt: skip
-def test_what_an_adapter_leaves_alone_stays_packed(make, shape, target, plain, excluded, tmp_path):
+def test_weights_without_an_adapter_stay_packed(make, shape, target, plain, excluded, tmp_path):
     base = make(save_checkpoint(tmp_path / "base", shape[0], **shape[1]))
     targets = target if "*" in target else [target]
     adapter = make_adapter(base, tmp_path / "adapter", 1, target_modules=targets)
     for out, flags in {"merged": [], "packed": ["--packed"]}.items():
         main(["merge", str(base), str(adapter), str(tmp_path / out), *flags])
-    merged, found = load(tmp_path / "merged"), load(tmp_path / "packed")
+    merged, stored = load(tmp_path / "merged"), load(tmp_path / "packed")
     packed, before = quantized(base), load(base)
     kept = {name for name in packed if not re.search(plain, name)}
     assert quantized(tmp_path / "packed").keys() == kept
     assert kept and (kept != packed.keys()) == bool(excluded)
     for name in kept:
         for part in packed[name].parts:
-            assert torch.equal(found[part.name].view(torch.uint8), before[part.name].view(torch.uint8)), part.name
-    assert all(torch.equal(found[name], merged[name]) for name in merged.keys() - kept)
-    config, fields = (json.loads((tmp_path / each / "config.json").read_text()) for each in ("packed", "base"))
+            assert torch.equal(stored[part.name].view(torch.uint8), before[part.name].view(torch.uint8)), part.name
+    assert all(torch.equal(stored[name], merged[name]) for name in merged.keys() - kept)
+    config, fields = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("packed", "base"))
     for key in ("modules_to_not_convert", "ignore"):
-        now, then = (each["quantization_config"].get(key) or [] for each in (config, fields))
+        now, then = (mapping["quantization_config"].get(key) or [] for mapping in (config, fields))
         assert set(now) >= {*then} and (not now or set(now) >= {*excluded})
 
     # transformers reads both to the same model.
@@ -428,7 +430,7 @@ def test_what_an_adapter_leaves_alone_stays_packed(make, shape, target, plain, e
         assert torch.equal(theirs[name], tensor), name
 
 
-def test_nothing_stays_packed_of_a_plain_base(checkpoint, tmp_path):
+def test_packed_merge_needs_a_quantized_base(checkpoint, tmp_path):
     adapter = make_adapter(checkpoint, tmp_path / "adapter", 1, target_modules=["q_proj"])
     with pytest.raises(SystemExit):
         main(["merge", str(checkpoint), str(adapter), str(tmp_path / "out"), "--packed"])
@@ -437,9 +439,9 @@ def test_nothing_stays_packed_of_a_plain_base(checkpoint, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_loading_takes_the_memory_of_a_slice(processes, tmp_path):
-    """Beyond the model in fp32: of 33 million weights, stacked experts, the part in bf16, and what is dequantized at a
-    time. In fp32 at once they would take 134 MB in each of three steps."""
+def test_loading_needs_memory_for_one_slice(processes, tmp_path):
+    """Beyond the fp32 model: the bf16 part of 33 million weights of stacked experts, and the slice being dequantized.
+    In fp32 at once, they would take 134 MB in each of three steps."""
     shape = GPT_OSS | {"num_local_experts": 8, "hidden_size": 1024, "intermediate_size": 2048, "head_dim": 64}
     made.mxfp4(save_checkpoint(tmp_path, "GptOssConfig", **shape))
     script = Path(__file__).with_name("measure_loading.py")
@@ -448,8 +450,8 @@ def test_loading_takes_the_memory_of_a_slice(processes, tmp_path):
     assert grown < held + 67 / processes + 160
 
 
-def test_what_is_frozen_stays_packed(copy, tmp_path):
-    """Of a model that is trained in part, without adapters."""
+def test_frozen_weights_stay_packed(copy, tmp_path):
+    """In a partly trained model without adapters."""
     base = made.fp8(copy)
     model, weights = load_model(base), open_checkpoint(base)[1]
     model.requires_grad_(False)
@@ -459,15 +461,15 @@ def test_what_is_frozen_stays_packed(copy, tmp_path):
     export(model, None, tmp_path / "out", source=base, base=weights, packed=True)
     kept = {name for name in quantized(base) if "layers.1.mlp" not in name}
     assert quantized(tmp_path / "out").keys() == kept
-    found = {name: tensor.read() for name, tensor in plain_tensors(tmp_path / "out").items()}
+    tensors = {name: tensor.read() for name, tensor in plain_tensors(tmp_path / "out").items()}
     for name, tensor in plain_tensors(base).items():
         is_trained = name == "model.layers.1.mlp.down_proj.weight"
-        assert torch.equal(found[name], trained.bfloat16() if is_trained else tensor.read()), name
+        assert torch.equal(tensors[name], trained.bfloat16() if is_trained else tensor.read()), name
     export(model, None, tmp_path / "plain", source=base, packed=False)
     assert not quantized(tmp_path / "plain")
 
 
-def test_float8_without_its_settings_is_refused(checkpoint, tmp_path):
+def test_float8_without_quantization_config_is_rejected(checkpoint, tmp_path):
     """It would be read as plain numbers."""
     folder = shutil.copytree(checkpoint, tmp_path / "coded")
     file = next(folder.glob("*.safetensors"))

@@ -1,4 +1,4 @@
-"""One parameter of ours, many tensors on disk."""
+"""Stacked experts: one parameter in memory, many tensors on disk."""
 
 import json
 from pathlib import Path
@@ -38,8 +38,8 @@ def plain_output(tensors):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])  # experts of two ranks: 2 and 1
-def test_in_and_out(source, tmp_path, processes):
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])  # two ranks hold 2 experts and 1
+def test_stacked_experts_round_trip(source, tmp_path, processes):
     folder, tensors = source
     script = Path(__file__).parents[1] / "stacked_experts.py"
     output = run_processes(script, processes, str(folder), str(tmp_path / "out"))
@@ -47,7 +47,7 @@ def test_in_and_out(source, tmp_path, processes):
     assert_close(load_file(tmp_path / "out" / "model.safetensors"), tensors, rtol=0, atol=0)
 
 
-def test_an_expert_that_does_not_fit_is_named(source):
+def test_mismatched_expert_is_named(source):
     folder, _ = source
     tensors = load_file(folder / "a.safetensors")
     del tensors["layers.0.experts.1.weight"]

@@ -1,4 +1,4 @@
-"""New tokens: transformers reads the same model with the same ids, and nothing else has changed."""
+"""New tokens: transformers reads the same model with the same ids, and nothing else changes."""
 
 import json
 
@@ -41,13 +41,13 @@ def test_new_tokens(tmp_path, settings):
         assert_close(new.weight[ids], old.weight[:known].mean(dim=0).expand(2, -1))
 
 
-def test_what_is_there_is_refused(checkpoint, tmp_path):
+def test_existing_tokens_are_rejected(checkpoint, tmp_path):
     with pytest.raises(TuneError, match=r"already has '<\|im_end\|>' in its vocabulary"):
         add_tokens(checkpoint, tmp_path / "out", ["<|im_end|>", "<new>"])
     assert not (tmp_path / "out").exists()
 
 
-def test_command(checkpoint, tmp_path, capsys):
+def test_add_tokens_command(checkpoint, tmp_path, capsys):
     main(["add-tokens", str(checkpoint), str(tmp_path / "out"), *NEW])
     vocab_size = json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"]
     assert f"'adapter.trainable_tokens=[{vocab_size - 2},{vocab_size - 1}]'" in capsys.readouterr().out

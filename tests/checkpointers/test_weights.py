@@ -20,7 +20,7 @@ def on_meta(folder):
 
 @pytest.fixture
 def broken(checkpoint, tmp_path):
-    """A copy of the checkpoint, to be damaged."""
+    """Return a copy of the checkpoint to damage."""
     return Path(shutil.copytree(checkpoint, tmp_path / "broken"))
 
 
@@ -30,7 +30,7 @@ def rewrite(folder, change):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_every_name_that_does_not_fit_is_told_at_once(broken):
+def test_all_mismatched_names_are_reported_at_once(broken):
     def change(tensors):
         del tensors["model.norm.weight"]
         tensors["model.extra.weight"] = torch.zeros(3)
@@ -50,13 +50,13 @@ def test_copy_of_a_tied_head_and_old_rotary_buffers_are_allowed(tied_checkpoint,
     assert_close(load_model(str(folder)).embedding.weight, load_model(str(tied_checkpoint)).embedding.weight)
 
 
-def test_an_untied_model_without_head_is_refused(broken):
+def test_untied_model_without_a_head_is_rejected(broken):
     rewrite(broken, lambda tensors: tensors.pop("lm_head.weight"))
     with pytest.raises(TuneError, match=r"missing: lm_head\.weight"):
         Pretrained(str(broken), on_meta(broken))
 
 
-def test_sharded_files_of_half_precision(checkpoint, tmp_path):
+def test_sharded_half_precision_files(checkpoint, tmp_path):
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
@@ -67,7 +67,7 @@ def test_sharded_files_of_half_precision(checkpoint, tmp_path):
         assert_close(load_model(str(tmp_path))(tokens), model.float()(tokens).logits, atol=1e-5, rtol=1e-5)
 
 
-def test_file_named_in_the_index_that_is_not_there(broken):
+def test_missing_file_named_in_the_index(broken):
     (broken / "model.safetensors").rename(broken / "model-00002-of-00002.safetensors")
     (broken / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}})
@@ -76,14 +76,14 @@ def test_file_named_in_the_index_that_is_not_there(broken):
         Pretrained(str(broken), on_meta(broken))
 
 
-def test_damaged_file(broken):
+def test_damaged_file_is_reported(broken):
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
     with pytest.raises(TuneError, match=r"model\.safetensors is damaged"):
         Pretrained(str(broken), on_meta(broken))
 
 
-def test_random_weights_depend_on_the_seed_alone(checkpoint):
+def test_random_weights_depend_only_on_the_seed(checkpoint):
     first, second, other = (on_meta(checkpoint).to_empty(device="cpu") for _ in range(3))
     for model, seed in ((first, 1), (second, 1), (other, 2)):
         Random(seed).load(model)
@@ -98,7 +98,7 @@ def test_random_weights_depend_on_the_seed_alone(checkpoint):
     assert not torch.equal(first.blocks[0].mlp.gate.weight, first.blocks[1].mlp.gate.weight)
 
 
-def test_other_weights_of_the_same_shapes_are_another_base(checkpoint, broken):
+def test_other_weights_of_the_same_shapes_count_as_another_base(checkpoint, broken):
     state = Pretrained(str(checkpoint), on_meta(checkpoint)).state_dict()
     Pretrained(str(broken), on_meta(broken)).load_state_dict(state)  # a copy is the same
     rewrite(broken, lambda tensors: tensors["model.embed_tokens.weight"].mul_(2))
@@ -107,18 +107,18 @@ def test_other_weights_of_the_same_shapes_are_another_base(checkpoint, broken):
 
 
 @pytest.mark.slow
-def test_a_quantized_model_never_exists_in_full_precision(tmp_path):
-    """Well below the 470 MB of fp32: 1.5 times what is held, and one block of 59 MB."""
+def test_quantized_model_never_exists_in_full_precision(tmp_path):
+    """Well below the 470 MB of fp32: 1.5 times the loaded size, plus one block of 59 MB."""
     save_checkpoint(tmp_path, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=16)
     script = Path(__file__).with_name("measure_loading.py")
     grown, held = map(float, run_processes(script, 1, str(tmp_path), "nf4").split()[-2:])
     assert held < 470 / 4 * 0.6
-    assert grown < 1.5 * held + 59 + 160  # and what torch takes for its first operations, which differs by machine
+    assert grown < 1.5 * held + 59 + 160  # plus torch's startup memory, which differs by machine
 
 
 @pytest.mark.slow
-def test_a_rank_loads_its_own_part_only(tmp_path):
-    """Well below the 470 MB of the whole: the half it holds, and a buffer."""
+def test_rank_loads_only_its_own_part(tmp_path):
+    """Well below the 470 MB of the whole model: its own half and a buffer."""
     save_checkpoint(tmp_path, hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=16)
     grown, held = map(
         float, run_processes(Path(__file__).with_name("measure_loading.py"), 2, str(tmp_path)).split()[-2:]
@@ -127,7 +127,7 @@ def test_a_rank_loads_its_own_part_only(tmp_path):
     assert grown < held + 160
 
 
-def test_one_changed_row_and_another_config_are_another_model(checkpoint, broken):
+def test_digest_changes_with_one_row_or_the_config(checkpoint, broken):
     _, whole = open_checkpoint(broken)
     before = whole.digest()
     assert open_checkpoint(checkpoint)[1].digest() == before
@@ -147,14 +147,14 @@ def test_one_changed_row_and_another_config_are_another_model(checkpoint, broken
     assert len(seen) == len(range(0, 300, 7))
 
 
-def test_a_pointer_of_git_lfs_in_place_of_weights(broken):
+def test_git_lfs_pointer_in_place_of_weights(broken):
     pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{64 * 'a'}\nsize 1234\n"
     (broken / "model.safetensors").write_text(pointer)
     with pytest.raises(TuneError, match=r"model\.safetensors is a git-lfs pointer.*git -C .* lfs pull"):
         open_checkpoint(broken)
 
 
-def test_an_index_names_no_files_of_other_folders(checkpoint, broken):
+def test_index_cannot_name_files_outside_the_folder(checkpoint, broken):
     names = [tensor for tensor in load_file(checkpoint / "model.safetensors")]
     (broken / "model.safetensors").rename(broken.parent / "outside.safetensors")
     index = {"weight_map": dict.fromkeys(names, "../outside.safetensors")}

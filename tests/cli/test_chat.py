@@ -25,12 +25,12 @@ CUT = "(cut after 12 tokens, the limit of --max-new-tokens or the model)"
 
 
 class Terminal:
-    """A process in a terminal: what is typed, and what is shown."""
+    """A process in a terminal: its input and its output."""
 
     def __init__(self, *arguments, **variables):
         self.process, self.screen = pty.fork()
         if not self.process:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # tests that a shell started in the background ignore it
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
             environment = os.environ | {"TERM": "dumb", "COLUMNS": "100000"} | variables
             os.execve(sys.executable, [sys.executable, "-m", "tune.cli", *map(str, arguments)], environment)
         self.seen, self.bytes = "", b""
@@ -39,12 +39,12 @@ class Terminal:
         os.write(self.screen, text.encode())
 
     def wait_for(self, pattern, again=""):
-        """What is shown up to the end of the pattern, which has not been given yet.
+        """Return the output up to the end of the pattern that no earlier call returned.
 
-        `again` is typed after every two seconds in which nothing is shown.
+        `again` is typed after every two seconds without output.
         """
         deadline = time.monotonic() + HANGS
-        while not (found := re.search(pattern, self.seen)):
+        while not (match := re.search(pattern, self.seen)):
             left = max(0, deadline - time.monotonic())
             ready, _, _ = select.select([self.screen], [], [], min(2, left) if again else left)
             if not ready and again and left:
@@ -56,12 +56,12 @@ class Terminal:
                 ready = []
             assert ready, f"{pattern!r} is not in {self.seen[-2000:]!r}"
             self.seen = self.bytes.decode(errors="replace").replace("\r\n", "\n")
-        shown, self.seen = self.seen[: found.end()], self.seen[found.end() :]
+        shown, self.seen = self.seen[: match.end()], self.seen[match.end() :]
         self.bytes = self.seen.encode()
         return shown
 
     def ask(self, text):
-        """What is shown between a line that is typed and the next prompt."""
+        """Type a line and return the output up to the next prompt."""
         self.type(f"{text}\n")
         self.wait_for(re.escape(text) + "\n")
         return self.wait_for(r"(?m)^> ").removesuffix("> ").removesuffix("\n")
@@ -82,12 +82,12 @@ def terminal():
         return opened[0]
 
     yield start
-    for each in opened:
-        each.end()
+    for chat in opened:
+        chat.end()
 
 
 def answer(folder, messages, count, **settings):
-    """What the sampler gives for the whole conversation."""
+    """Return the sampler's answer to the whole conversation."""
     model, tokenizer = load_model(str(folder)), Tokenizer(str(folder))
     prompt = tokenizer.encode(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
     step = settings.pop("step", 1)
@@ -104,12 +104,12 @@ def assistant(text):
 
 
 def words(text):
-    """What terminals change is left out: control characters. A character that streaming has split is \ufffd."""
+    """Remove control characters, which terminals change. A character that streaming has split is \ufffd."""
     return re.sub(r"[\x00-\x1f\x7f]", "", text).removesuffix(CUT)
 
 
 @pytest.mark.slow
-def test_a_conversation(checkpoint, terminal, tmp_path):
+def test_chat_conversation(checkpoint, terminal, tmp_path):
     chat = terminal(checkpoint, "--max-new-tokens", 12, "--device", "cpu")
     first = answer(checkpoint, [user("the cat")], 12)
     shown = chat.ask("the cat")
@@ -150,53 +150,53 @@ def test_a_conversation(checkpoint, terminal, tmp_path):
 
 
 @pytest.mark.slow
-def test_another_answer_by_another_sample(checkpoint, terminal):
+def test_retry_samples_another_answer(checkpoint, terminal):
     chat = terminal(checkpoint, "--max-new-tokens", 12, "--temperature", 1, "--seed", 3)
     expected = ""
     for step, line in enumerate(["the cat", "/retry", "/retry"], 1):
-        said = answer(checkpoint, [user("the cat")], 12, temperature=1.0, seed=3, step=step)
-        assert words(chat.ask(line)) == words(said)
-        expected += said
-    assert re.search("[\u0080-\ufffc]", expected)  # characters of several tokens, which are shown whole
+        sampled = answer(checkpoint, [user("the cat")], 12, temperature=1.0, seed=3, step=step)
+        assert words(chat.ask(line)) == words(sampled)
+        expected += sampled
+    assert re.search("[\u0080-\ufffc]", expected)  # characters that span several tokens are shown whole
 
 
 WIDE = {"TERM": "xterm", "COLUMNS": "100", "LINES": "12"}
-ERASED = "\x1b[2K"  # a line, by what shows an answer that grows
+ERASED = "\x1b[2K"  # erases a line while a growing answer is redrawn
 
 
 def columns(shown):
-    """Of what is printed last: a heading, the text and the note of each column."""
+    """Return the heading, text, and note of each column of the last output."""
     rows = re.sub(r"\x1b\[[\d;?]*\w", "", shown.rpartition(ERASED)[2]).split("\n")
     sides = zip(*(row.split("\u2502") for row in rows if "\u2502" in row), strict=True)
     return [(head.strip(), *"".join(lines).rpartition("(")[::2]) for head, *lines in sides]
 
 
 def letters(text):
-    """Without the blanks that wrapping changes, and without the marks that have no width."""
+    """Remove whitespace, which wrapping changes, and control characters, which have no width."""
     return re.sub(r"\s", "", words(text))
 
 
 @pytest.mark.slow
-def test_side_by_side(checkpoint, terminal, tmp_path):
-    """Two columns that grow together, in a terminal that can show them; Ctrl-C keeps what there is of both."""
+def test_answers_side_by_side(checkpoint, terminal, tmp_path):
+    """Two columns grow together in a capable terminal."""
     adapter = make_adapter(checkpoint, tmp_path / "adapter", 1)
     chat = terminal(adapter, "--compare", checkpoint, "--max-new-tokens", 40, **WIDE)
     messages = []
     for line in ("the cat", "a dog"):
         messages.append(user(line))
-        said = answer(checkpoint, messages, 40)
+        reply = answer(checkpoint, messages, 40)
         shown = chat.ask(line)
         (first, tuned, _), (second, base, cut) = columns(shown)
         for name, whole in {first: adapter, second: checkpoint}.items():
             assert str(whole).endswith(name.removeprefix("\u2026")) and len(name) > 20
         assert cut.startswith("cut after 40 tokens")
-        assert letters(base) == letters(said) != letters(tuned)
-        messages.append(assistant(said))
+        assert letters(base) == letters(reply) != letters(tuned)
+        messages.append(assistant(reply))
 
 
 @pytest.mark.slow
-def test_side_by_side_until_ctrl_c(terminal, tmp_path):
-    """What there is of both answers stays, and is longer than the terminal is high."""
+def test_ctrl_c_keeps_both_partial_answers(terminal, tmp_path):
+    """Both partial answers stay, although they are longer than the terminal is high."""
     folder = save_checkpoint(tmp_path / "endless", max_position_embeddings=200_000, eos_token_id=None)
     chat = terminal(folder, "--compare", folder, "--max-new-tokens", 150_000, **WIDE)
     chat.type("the cat\n")
@@ -204,13 +204,13 @@ def test_side_by_side_until_ctrl_c(terminal, tmp_path):
         chat.wait_for(re.escape(ERASED) + r"[\s\S]*?\u2502")  # drawn again
     chat.type("\x03")
     (_, first, stopped), (_, second, _) = columns(chat.wait_for(r"(?m)^> "))
-    ends = (each.rstrip(" \ufffd") for each in (first, second))  # a character may be cut by Ctrl-C
+    ends = (text.rstrip(" \ufffd") for text in (first, second))  # a character may be cut by Ctrl-C
     shorter, longer = sorted(ends, key=len)
     assert longer.startswith(shorter) and len(letters(shorter)) > 50 and stopped.startswith("stopped)")
 
 
-def test_both_caches_stay(checkpoint):
-    """Each model reads what is new of the conversation, and no token of it twice."""
+def test_both_models_keep_their_caches(checkpoint):
+    """Each model reads only the new part of the conversation and no token twice."""
     tokenizer, models = Tokenizer(str(checkpoint)), [load_model(str(checkpoint)) for _ in range(2)]
     settings = {"temperature": 0, "stop_ids": ()}
     speakers = [Speaker("", Continuation(model), tokenizer, settings) for model in models]
@@ -227,35 +227,35 @@ def test_both_caches_stay(checkpoint):
     dialogue.ask("it ran")
     for speaker, tokens in zip(speakers, read.values(), strict=True):
         text = tokenizer.apply_chat_template(speaker.messages[:-1], add_generation_prompt=True)
-        # Each answer's last token is read with the next message, where it is encoded anew.
+        # Each answer's last token is read with the next message, where it is encoded again.
         assert sum(tokens) <= len(tokenizer.encode(text)) + 5 + 3 * 5
 
 
 @pytest.mark.slow
-def test_base_and_tuned(checkpoint, terminal, tmp_path):
+def test_compare_base_and_tuned_models(checkpoint, terminal, tmp_path):
     adapter = make_adapter(checkpoint, tmp_path / "adapter", 1)
     chat = terminal(adapter, "--compare", checkpoint, "--max-new-tokens", 12)
     shown = chat.ask("the cat")
     tuned, base = shown.removeprefix(f"[{adapter}]").split(f"[{checkpoint}]")
     first = answer(checkpoint, [user("the cat")], 12)
     assert words(base) == words(first) != words(tuned)
-    base = chat.ask("a dog").split(f"[{checkpoint}]")[1]  # each goes on from its own answers
+    base = chat.ask("a dog").split(f"[{checkpoint}]")[1]  # each model continues from its own answers
     assert words(base) == words(answer(checkpoint, [user("the cat"), assistant(first), user("a dog")], 12))
 
 
 @pytest.mark.slow
-def test_processes_that_share_the_model(checkpoint, terminal):
+def test_two_processes_share_the_model(checkpoint, terminal):
     chat = terminal(checkpoint, "--compare", checkpoint, "--tp", 2, "--max-new-tokens", 12, "--device", "cpu", **WIDE)
-    said = answer(checkpoint, [user("the cat")], 12)
+    reply = answer(checkpoint, [user("the cat")], 12)
     for _, text, cut in columns(chat.ask("the cat")):
-        assert letters(text) == letters(said) and cut.startswith("cut after 12 tokens")
+        assert letters(text) == letters(reply) and cut.startswith("cut after 12 tokens")
     chat.type("/exit\n")
     assert os.waitstatus_to_exitcode(os.waitpid(chat.process, 0)[1]) == 0
     chat.process = os.spawnv(os.P_NOWAIT, "/bin/true", ["true"])
 
 
 @pytest.mark.slow
-def test_a_lost_process_is_named(checkpoint, terminal):
+def test_lost_process_is_named(checkpoint, terminal):
     chat = terminal(checkpoint, "--tp", 2, "--max-new-tokens", 12, "--device", "cpu")
     chat.ask("the cat")
     (other,) = Path(f"/proc/{chat.process}/task/{chat.process}/children").read_text().split()
@@ -268,8 +268,8 @@ def test_a_lost_process_is_named(checkpoint, terminal):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_streaming_and_ctrl_c(processes, terminal, tmp_path):
-    """An answer that would take minutes is seen while it comes, and is stopped."""
+def test_answers_stream_and_ctrl_c_stops_them(processes, terminal, tmp_path):
+    """An answer that would take minutes is shown as it is generated, and can be stopped."""
     folder = save_checkpoint(tmp_path / "endless", max_position_embeddings=200_000, eos_token_id=None)
     chat = terminal(folder, "--max-new-tokens", 150_000, "--tp", processes, "--device", "cpu")
     chat.type("the cat\n")
@@ -280,7 +280,7 @@ def test_streaming_and_ctrl_c(processes, terminal, tmp_path):
     chat.type("the dog")
     chat.wait_for("the dog")
     chat.type("\x03")
-    # Python loses a signal that comes just before it waits for a key: as a person would, the test presses again.
+    # Python loses a signal that arrives just before it waits for a key. As a person would, the test presses it again.
     chat.wait_for(r"\(Ctrl-D or /exit ends\)\n> ", again="\x03")
     chat.type("/exit\n")
     assert os.waitstatus_to_exitcode(os.waitpid(chat.process, 0)[1]) == 0

@@ -20,7 +20,7 @@ TEXT = "In 2024 it's 30% colder,   say 1,234 people."
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    """A byte-level tokenizer that cuts numbers into digits, as SmolLM's does."""
+    """A byte-level tokenizer that splits numbers into digits, as SmolLM's does."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
         [
@@ -46,7 +46,7 @@ def model(request: pytest.FixtureRequest) -> Any:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=128 if request.param == "qwen3" else 8,  # transformers takes that for every Qwen3
+        head_dim=128 if request.param == "qwen3" else 8,  # transformers uses 128 for every Qwen3
         max_position_embeddings=64,
         tie_word_embeddings=True,
     )
@@ -59,7 +59,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def write(tmp_path: Path, model: Any, tokenizer: Any) -> Write:
-    """A function that writes the model and its tokenizer to a GGUF file as llama.cpp's converter does."""
+    """Return a function that writes the model and its tokenizer to a GGUF file as llama.cpp's converter does."""
 
     def write(splits: str = "smollm", architecture: str | None = None) -> Path:
         file = tmp_path / "tiny.gguf"
@@ -102,7 +102,7 @@ def write(tmp_path: Path, model: Any, tokenizer: Any) -> Write:
     return write
 
 
-def test_the_folder_has_the_models_logits_and_the_tokenizers_tokens(
+def test_converted_folder_has_the_same_logits_and_tokens(
     tmp_path: Path, write: Write, model: Any, tokenizer: Any
 ) -> None:
     main(["convert", str(write()), str(tmp_path / "out")])
@@ -118,20 +118,20 @@ def test_the_folder_has_the_models_logits_and_the_tokenizers_tokens(
 
 @pytest.mark.parametrize("model", ["llama"], indirect=True)
 @pytest.mark.slow
-def test_nothing_but_what_is_meant_for_users_is_printed(tmp_path: Path, write: Write) -> None:
-    """No bars of transformers, which do not know of ours; no warnings of torchao, which transformers imports."""
+def test_convert_prints_only_its_own_messages(tmp_path: Path, write: Write) -> None:
+    """No progress bars from transformers, and no warnings from torchao, which transformers imports."""
     command = [sys.executable, "-m", "tune.cli", "convert", str(write()), str(tmp_path / "out")]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
     assert ended.stderr == ""
     assert ended.stdout == f"converting {tmp_path / 'tiny.gguf'}\nwrote {tmp_path / 'out'}\n"
 
 
-def test_unknown_word_splitting_is_told(tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_word_splitting_prints_a_note(tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     main(["convert", str(write(splits="mine")), str(tmp_path / "out")])
     assert "note: unknown word-splitting rule of the vocabulary 'mine'" in capsys.readouterr().out
 
 
-def test_a_truncated_file(tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_truncated_file_is_rejected(tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     file = write()
     whole = file.read_bytes()
     for share in (0.01, 0.1, 0.5, 0.99):
@@ -140,15 +140,13 @@ def test_a_truncated_file(tmp_path: Path, write: Write, capsys: pytest.CaptureFi
     assert not (tmp_path / "out").exists()
 
 
-def test_not_a_gguf_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_file_formats_are_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"PK\x03\x04")
     assert "is not a GGUF file: it starts with b'PK" in fails(file, tmp_path / "out", capsys)
 
 
-def test_an_architecture_that_transformers_does_not_read(
-    tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unsupported_architecture_is_rejected(tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
     assert "cannot convert the architecture 'unheard'" in fails(write(architecture="unheard"), tmp_path / "out", capsys)
 
 

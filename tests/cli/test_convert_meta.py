@@ -1,4 +1,4 @@
-"""Llama in Meta's format: what Meta's formulas compute from its files, transformers computes from what is written."""
+"""Llama in Meta's format: transformers computes from the converted folder what Meta's formulas compute."""
 
 import json
 import re
@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 
 LLAMA2 = {"dim": 32, "n_layers": 2, "n_heads": 4, "norm_eps": 1e-5, "vocab_size": -1, "multiple_of": 16}
 LLAMA3 = LLAMA2 | {"n_kv_heads": 2, "vocab_size": 90, "rope_theta": 5e5}
-# The dimension along which Meta's files divide a weight.
+# The dimension along which Meta's files split a weight.
 COLUMNS, ROWS = ("wq", "wk", "wv", "w1", "w3", "output"), ("wo", "w2")
 TOKENS = torch.arange(24)[None]
 
@@ -36,7 +36,7 @@ def tensors_of(params):
 
 
 def save(folder, params, tensors, count=1, embedding_dimension=0):
-    """As fairscale's parallel layers hold them: `count` files."""
+    """Save `count` files, split like fairscale's parallel layers."""
     folder.mkdir(exist_ok=True)
     (folder / "params.json").write_text(json.dumps(params))
     (folder / "tokenizer.model").write_bytes(b"the tokenizer")
@@ -53,7 +53,7 @@ def save(folder, params, tensors, count=1, embedding_dimension=0):
 
 
 def reference(params, tensors, tokens):
-    """Logits by the formulas of Meta's reference implementation: rotation of adjacent pairs as complex numbers."""
+    """Return logits by the formulas of Meta's reference implementation: adjacent pairs rotated as complex numbers."""
 
     def norm(hidden, name):
         return hidden * (hidden.pow(2).mean(-1, keepdim=True) + params["norm_eps"]).rsqrt() * tensors[f"{name}.weight"]
@@ -89,7 +89,7 @@ def reference(params, tensors, tokens):
 @pytest.mark.parametrize(
     ("params", "count", "embedding_dimension"), [(LLAMA2, 1, 0), (LLAMA2, 2, 1), (LLAMA3, 1, 0), (LLAMA3, 2, 0)]
 )
-def test_the_logits_are_those_of_metas_formulas(tmp_path, params, count, embedding_dimension):
+def test_logits_match_metas_formulas(tmp_path, params, count, embedding_dimension):
     tensors = tensors_of(params)
     save(tmp_path / "meta", params, tensors, count, embedding_dimension)
     main(["convert", str(tmp_path / "meta"), str(tmp_path / "out")])
@@ -102,8 +102,8 @@ def test_the_logits_are_those_of_metas_formulas(tmp_path, params, count, embeddi
 
 
 @pytest.mark.parametrize(("tied", "factor"), [(False, 8.0), (True, 32.0)])
-def test_scaled_rope_and_types(tmp_path, capsys, tied, factor):
-    """Llama 3.1, and 3.2, whose head is the embedding."""
+def test_scaled_rope_and_dtypes(tmp_path, capsys, tied, factor):
+    """Llama 3.1, and Llama 3.2 with tied embeddings."""
     params = LLAMA3 | {"use_scaled_rope": True}
     tensors = {name: tensor.bfloat16() for name, tensor in tensors_of(params).items()}
     if tied:
@@ -151,14 +151,14 @@ def fails(folder: Path, capsys) -> str:
         ),
     ],
 )
-def test_what_does_not_fit(tmp_path, capsys, change, message):
+def test_inconsistent_folders_are_rejected(tmp_path, capsys, change, message):
     folder = save(tmp_path / "meta", LLAMA3, tensors_of(LLAMA3), count=2)
     change(folder)
     assert re.search(message, fails(folder, capsys))
 
 
 @pytest.mark.parametrize("value", [torch.nan, 3])
-def test_weights_that_are_not_finite_or_integers(tmp_path, capsys, value):
+def test_nonfinite_and_integer_weights_are_rejected(tmp_path, capsys, value):
     tensors = tensors_of(LLAMA3)
     if value == 3:
         tensors["layers.1.attention.wo.weight"] = tensors["layers.1.attention.wo.weight"].to(torch.int8)
@@ -168,7 +168,7 @@ def test_weights_that_are_not_finite_or_integers(tmp_path, capsys, value):
     assert "model.layers.1.self_attn.o_proj.weight" in fails(folder, capsys)
 
 
-def test_another_folder(tmp_path, capsys):
+def test_folder_with_another_format(tmp_path, capsys):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "model.gguf").touch()
     assert "found model.gguf. For a GGUF model, name the file itself" in fails(tmp_path / "folder", capsys)

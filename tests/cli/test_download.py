@@ -27,7 +27,7 @@ COMMIT = "0123456789" * 4
 
 
 class Hub(BaseHTTPRequestHandler):
-    """The few answers of the Hugging Face hub that a download asks for."""
+    """The few responses of the Hugging Face Hub that a download requests."""
 
     fetched: list[str]
 
@@ -65,7 +65,7 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub() -> Iterator[str]:
-    """A hub of its own on this machine; its address."""
+    """Start a local hub and yield its address."""
     Hub.fetched = []
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -87,7 +87,7 @@ def cli(folder: Path, hub: str, *arguments: str) -> subprocess.CompletedProcess[
 
 
 @pytest.mark.slow
-def test_gets_what_training_needs_and_nothing_twice(tmp_path: Path, hub: str) -> None:
+def test_download_gets_what_training_needs_once(tmp_path: Path, hub: str) -> None:
     first = download(tmp_path, hub, "someone/tiny")
     assert first.returncode == 0, first.stderr
     assert first.stdout == "wrote tiny\n"
@@ -101,8 +101,8 @@ def test_gets_what_training_needs_and_nothing_twice(tmp_path: Path, hub: str) ->
 
 
 @pytest.mark.parametrize("held", ["another model", "notes"])
-def test_a_folder_that_holds_something_else_is_refused(held, tmp_path):
-    """The files of two models were mixed: `tune download a/llama` and `tune download b/llama` have one folder."""
+def test_folder_with_other_contents_is_rejected(held, tmp_path):
+    """Regression: the files of `tune download a/llama` and `tune download b/llama` were mixed in one folder."""
     (tmp_path / "notes.md").write_text("mine")
     if held == "another model":
         (tmp_path / HUB_ID).parent.mkdir(parents=True)
@@ -116,7 +116,7 @@ def test_a_folder_that_holds_something_else_is_refused(held, tmp_path):
 
 
 @pytest.mark.slow
-def test_out_names_the_folder(tmp_path: Path, hub: str) -> None:
+def test_download_to_a_named_folder(tmp_path: Path, hub: str) -> None:
     assert download(tmp_path, hub, "someone/tiny", "--revision", "main", "--out", "here").stdout == "wrote here\n"
     assert (tmp_path / "here" / "model.safetensors").read_bytes() == b"weights"
 
@@ -131,7 +131,7 @@ def test_out_names_the_folder(tmp_path: Path, hub: str) -> None:
         (["a/b/c"], "'a/b/c' is not a valid model id"),
     ],
 )
-def test_refusals_are_explained(tmp_path: Path, hub: str, arguments: list[str], explanation: str) -> None:
+def test_hub_errors_are_explained(tmp_path: Path, hub: str, arguments: list[str], explanation: str) -> None:
     result = download(tmp_path, hub, *arguments)
     assert result.returncode == 2
     assert result.stderr.startswith("error: ")
@@ -139,14 +139,14 @@ def test_refusals_are_explained(tmp_path: Path, hub: str, arguments: list[str], 
 
 
 @pytest.mark.slow
-def test_a_plan_gets_the_shape_of_a_model_alone(
+def test_plan_downloads_only_the_config(
     tmp_path: Path, checkpoint: Path, hub: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(FILES, "config.json", (checkpoint / "config.json").read_bytes())
     settings = "--device", "h100", "max_seq_len=64", "--json"
-    found = cli(tmp_path, hub, "plan", "lora_finetune", "model.path=someone/tiny", *settings)
-    assert found.returncode == 0, found.stderr
-    assert json.loads(found.stdout)["fits"] and Hub.fetched == ["config.json"]
+    result = cli(tmp_path, hub, "plan", "lora_finetune", "model.path=someone/tiny", *settings)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["fits"] and Hub.fetched == ["config.json"]
     missing = cli(tmp_path, hub, "plan", "full_finetune", "model.path=someone/unknown", *settings)
     assert missing.returncode == 2 and "error: someone/unknown is not on the Hub, or is private" in missing.stderr
     offline = cli(tmp_path / "..", "http://127.0.0.1:9", "plan", "full_finetune", "model.path=someone/other", *settings)
@@ -154,13 +154,13 @@ def test_a_plan_gets_the_shape_of_a_model_alone(
 
 
 @pytest.mark.slow
-def test_no_network(tmp_path: Path) -> None:
+def test_missing_network_is_reported(tmp_path: Path) -> None:
     result = download(tmp_path, "http://127.0.0.1:9", "someone/tiny")
     assert result.returncode == 2
     assert "error: the request to the Hub for " in result.stderr
     assert "Traceback" not in result.stderr
 
 
-def test_old_weights_only_where_there_are_no_safetensors() -> None:
+def test_torch_weights_are_downloaded_only_without_safetensors() -> None:
     assert wanted(["config.json", "pytorch_model.bin", "README.md"]) == ["config.json", "pytorch_model.bin"]
     assert wanted(["config.json", "pytorch_model.bin", "model.safetensors"]) == ["config.json", "model.safetensors"]

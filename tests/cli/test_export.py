@@ -1,4 +1,4 @@
-"""`tune export`: what it writes is read by llama.cpp itself and by transformers."""
+"""`tune export`: llama.cpp itself and transformers read its output."""
 
 import io
 import json
@@ -116,14 +116,14 @@ def export(source: Path, out: Path, *options: str) -> Path:
 
 
 def log_probs(model: Decoder, tokens: list[int]) -> list[float]:
-    """Of all tokens but the first."""
+    """Return the log-probabilities of all tokens but the first."""
     with torch.no_grad():
-        found = model(torch.tensor([tokens])).log_softmax(-1)[0]
-    return [found[at - 1, tokens[at]].item() for at in range(1, len(tokens))]
+        log_softmax = model(torch.tensor([tokens])).log_softmax(-1)[0]
+    return [log_softmax[at - 1, tokens[at]].item() for at in range(1, len(tokens))]
 
 
 def below_the_best(model: Decoder, prompt: list[int], answer: list[int]) -> float:
-    """How far below the largest logit a token of the answer is at most."""
+    """Return the largest gap between the maximum logit and the logit of an answer token."""
     with torch.no_grad():
         logits = model(torch.tensor([prompt + answer]))[0, len(prompt) - 1 : -1]
     return (logits.amax(-1) - logits.gather(1, torch.tensor(answer)[:, None])[:, 0]).max().item()
@@ -131,14 +131,14 @@ def below_the_best(model: Decoder, prompt: list[int], answer: list[int]) -> floa
 
 def require_same(file: Path, model: Decoder, tokens: list[int], within: float, **arguments: Path) -> None:
     with LlamaCpp(file, **arguments) as llama_cpp:
-        found = [llama_cpp.log_prob(tokens[:at], tokens[at]) for at in range(1, len(tokens))]
-    errors = [abs(one - other) for one, other in zip(found, log_probs(model, tokens), strict=True)]
-    assert statistics.median(errors) < within  # for some tokens a router may choose another expert
+        theirs = [llama_cpp.log_prob(tokens[:at], tokens[at]) for at in range(1, len(tokens))]
+    errors = [abs(one - other) for one, other in zip(theirs, log_probs(model, tokens), strict=True)]
+    assert statistics.median(errors) < within  # for some tokens, a router may choose another expert
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_llama_cpp_computes_what_we_compute(family: str, tmp_path: Path) -> None:
+def test_llama_cpp_computes_the_same_probabilities(family: str, tmp_path: Path) -> None:
     config_class, changes = FAMILIES[family]
     folder = save_checkpoint(tmp_path / "model", config_class, initializer_range=0.1, pad_token_id=None, **changes)
     export(folder, tmp_path / "model.gguf", "--to", "gguf")
@@ -147,7 +147,7 @@ def test_llama_cpp_computes_what_we_compute(family: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("kind", "within"), [("f16", 0.005), ("bf16", 0.02), ("q8_0", 0.02), ("q4_0", 0.2)])
-def test_each_type(checkpoint: Path, kind: str, within: float, tmp_path: Path) -> None:
+def test_gguf_types(checkpoint: Path, kind: str, within: float, tmp_path: Path) -> None:
     file = export(checkpoint, tmp_path / "model.gguf", "--to", "gguf", "--type", kind)
     stored = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
     assert stored["blk.0.ffn_up.weight"] == kind.upper()
@@ -155,7 +155,7 @@ def test_each_type(checkpoint: Path, kind: str, within: float, tmp_path: Path) -
     require_same(file, load_model(str(checkpoint)), Tokenizer(str(checkpoint)).encode(TEXT)[:24], within)
 
 
-def test_tokens_and_chat_are_those_of_the_folder(
+def test_gguf_tokens_and_chat_template_match_the_folder(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     file, tokenizer = export(checkpoint, tmp_path / "m.gguf", "--to", "gguf"), Tokenizer(str(checkpoint))
@@ -176,8 +176,8 @@ def test_tokens_and_chat_are_those_of_the_folder(
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-def test_a_sentencepiece_vocabulary(prefix: bool, tmp_path: Path) -> None:
-    """As Llama 2 has it: the same ids, as the same logits follow, and greedy answers are ours."""
+def test_sentencepiece_vocabulary(prefix: bool, tmp_path: Path) -> None:
+    """As in Llama 2: the ids match, as equal logits show, and greedy answers are the same."""
     sentencepiece, trained = pytest.importorskip("sentencepiece"), io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(texts(700, seed=1)), model_writer=trained, vocab_size=1000, model_type="bpe",
@@ -187,7 +187,7 @@ def test_a_sentencepiece_vocabulary(prefix: bool, tmp_path: Path) -> None:
     ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
     folder = save_checkpoint(tmp_path / "model", vocab_size=1000, initializer_range=0.1, **ends)
     tensors = load_file(folder / "model.safetensors")
-    tensors["lm_head.weight"][:259] = 0  # llama.cpp's server does not tell tokens that are a part of a character
+    tensors["lm_head.weight"][:259] = 0  # llama.cpp's server cannot show tokens that are part of a character
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     for name in ("tokenizer.json", "chat_template.jinja"):
         (folder / name).unlink()
@@ -203,13 +203,13 @@ def test_a_sentencepiece_vocabulary(prefix: bool, tmp_path: Path) -> None:
             assert ids == [1, *library.encode(text)]
             assert llama_cpp.count(text) == len(ids)
             of_text, of_ids = llama_cpp.complete(text, 16), llama_cpp.complete(ids, 16)
-            same = pytest.approx([each["logprob"] for each in of_ids], abs=1e-5)
-            assert [each["logprob"] for each in of_text] == same
+            same = pytest.approx([token["logprob"] for token in of_ids], abs=1e-5)
+            assert [token["logprob"] for token in of_text] == same
             (answer,) = Sampler(max_new_tokens=16, temperature=0)(model, [ids])[0]
-            assert [each["id"] for each in of_text] == answer.tokens
+            assert [token["id"] for token in of_text] == answer.tokens
 
 
-def test_what_is_beside_the_file_stays(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_existing_modelfile_is_not_overwritten(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "m.gguf.Modelfile").write_text("mine")
     with pytest.raises(SystemExit) as stopped:
         export(checkpoint, tmp_path / "m.gguf", "--to", "gguf")
@@ -222,7 +222,7 @@ def test_stop_tokens_with_quotes() -> None:
     assert modelfile(ends, "m") == 'FROM ./m\nPARAMETER stop "<end>"\nPARAMETER stop """<"end">"""\n'
 
 
-def test_the_card_says_what_was_done(checkpoint: Path, runs: dict[str, Path], tmp_path: Path) -> None:
+def test_model_card_describes_the_export(checkpoint: Path, runs: dict[str, Path], tmp_path: Path) -> None:
     card = (export(checkpoint, tmp_path / "plain", "--to", "hf") / "README.md").read_text()
     assert f"`{checkpoint.name}`, written by `tune export`" in card and "Fine-tuned" not in card
     card = (export(runs["lora"], tmp_path / "lora", "--to", "hf") / "README.md").read_text()
@@ -248,7 +248,7 @@ def runs(checkpoint: Path, chats: Path, tmp_path_factory: pytest.TempPathFactory
     return {"full": folder / "full_finetune", "lora": folder / "lora_finetune"}
 
 
-def test_the_adapter_of_a_run_is_merged_or_a_file_of_its_own(
+def test_adapter_of_a_run_is_merged_or_exported_separately(
     runs: dict[str, Path], checkpoint: Path, tmp_path: Path
 ) -> None:
     opened = open_model(runs["lora"])
@@ -265,7 +265,7 @@ def test_the_adapter_of_a_run_is_merged_or_a_file_of_its_own(
     assert (tmp_path / "lora.gguf.Modelfile").read_text() == "FROM ./BASE.gguf\nADAPTER ./lora.gguf\n"
 
 
-def test_a_run_that_has_merged_its_adapter_has_it_still(
+def test_run_with_a_merged_adapter_still_exports_the_adapter(
     runs: dict[str, Path], checkpoint: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -280,10 +280,10 @@ def test_a_run_that_has_merged_its_adapter_has_it_still(
     assert all(torch.equal(merged[name], expected[name]) for name in expected)
 
 
-def test_a_checkpoint_of_a_reward_model_with_adapters(
+def test_export_checkpoint_of_a_reward_model_with_adapters(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """Its head is trained in full, which the settings of the adapter do not say. Merged, it is shipped as it is."""
+    """Its head is trained in full, although the adapter settings do not list it. The merged model keeps the head."""
     pairs = tmp_path / "pairs.jsonl"
     rows = ({"instruction": f"Say {n}", "chosen": f"{n}", "rejected": "No."} for n in range(12))
     pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -314,22 +314,22 @@ def test_a_checkpoint_of_a_reward_model_with_adapters(
 
 @pytest.mark.filterwarnings("error:torch.distributed is disabled")
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_a_checkpoint_of_a_run(kind: str, runs: dict[str, Path], tmp_path: Path) -> None:
+def test_export_checkpoint_of_a_run(kind: str, runs: dict[str, Path], tmp_path: Path) -> None:
     run = runs[kind]
     last = load_model(str(export(run, tmp_path / "end", "--to", "hf")))
     for step, same in ((3, True), (2, False)):
-        found = load_model(str(export(run, tmp_path / f"{step}", "--to", "hf", "--step", str(step))))
-        pairs = zip(found.parameters(), last.parameters(), strict=True)
+        model = load_model(str(export(run, tmp_path / f"{step}", "--to", "hf", "--step", str(step))))
+        pairs = zip(model.parameters(), last.parameters(), strict=True)
         assert all(torch.equal(one, other) for one, other in pairs) == same
     file = export(run, tmp_path / "m.gguf", "--to", "gguf", "--step", "3")
     require_same(file, last, Tokenizer(str(tmp_path / "end")).encode(TEXT)[:16], within=0.01)
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_a_run_is_a_model_for_other_commands(
+def test_other_commands_accept_checkpoints_of_a_run(
     runs: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
-    """By its folder, and by --step; nothing of it stays in the run."""
+    """By its folder and by --step; no temporary files stay in the run."""
     run, at_two = runs["full"], export(runs["full"], tmp_path / "2", "--to", "hf", "--step", "2")
     checkpoint, files = run / "checkpoints" / "step-00000002", sorted(run.iterdir())
     text = tmp_path / "texts.jsonl"
@@ -343,8 +343,8 @@ def test_a_checkpoint_of_a_run_is_a_model_for_other_commands(
     expected = generated(str(at_two))
     assert generated(str(checkpoint)) == generated(str(run), "--step", "2") == expected != generated(str(run))
     main(["generate", str(run), "--step", "2", "--prompt", "the cat", "--max-new-tokens", "1"])
-    told = capfd.readouterr().err
-    assert f"{run} after step 2: float32" in told and ".step-2-" not in told
+    message = capfd.readouterr().err
+    assert f"{run} after step 2: float32" in message and ".step-2-" not in message
     losses = []
     for named in ([str(at_two)], [str(run), "--step", "2"]):
         main(["eval", *named, "--data", str(text), "--out", str(tmp_path / "out.json")])
@@ -360,22 +360,24 @@ def test_a_checkpoint_of_a_run_is_a_model_for_other_commands(
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_a_mean_of_checkpoints(kind: str, runs: dict[str, Path], tmp_path: Path) -> None:
+def test_average_of_checkpoints(kind: str, runs: dict[str, Path], tmp_path: Path) -> None:
     for steps, options in (([1, 2, 3], []), ([1, 3], ["--steps", "3", "1"])):
         out = tmp_path / f"mean{len(steps)}"
         main(["merge", str(runs[kind]), str(out), "--method", "average", *options])
-        found, models = load_model(str(out)).state_dict(), []
+        averaged, models = load_model(str(out)).state_dict(), []
         for step in steps:
             folder = tmp_path / f"{step}"
             if not folder.exists():
                 export(runs[kind], folder, "--to", "hf", "--step", str(step))
             models.append(load_model(str(folder)).state_dict())
-        assert not torch.equal(models[0]["blocks.0.attention.query.weight"], found["blocks.0.attention.query.weight"])
-        for name, tensor in found.items():
+        assert not torch.equal(
+            models[0]["blocks.0.attention.query.weight"], averaged["blocks.0.attention.query.weight"]
+        )
+        for name, tensor in averaged.items():
             mean = torch.stack([model[name] for model in models]).mean(0)
             torch.testing.assert_close(tensor, mean, rtol=1e-6, atol=1e-7)
             if kind == "lora" and "norm" in name:
-                assert torch.equal(tensor, models[0][name])  # what was frozen is untouched
+                assert torch.equal(tensor, models[0][name])  # frozen weights are unchanged
     assert "the mean of the steps 1, 3 of the run" in (tmp_path / "mean2" / "README.md").read_text()
     assert Tokenizer(str(tmp_path / "mean2")).chat_template
 
@@ -396,18 +398,20 @@ WRONG_MEANS = {
 
 
 @pytest.mark.parametrize("wrong", WRONG_MEANS)
-def test_wrong_means(wrong: str, checkpoint: Path, runs: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
+def test_invalid_averages_are_rejected(
+    wrong: str, checkpoint: Path, runs: dict[str, Path], tmp_path: Path, capsys: Any
+) -> None:
     arguments, message = WRONG_MEANS[wrong]
     places = {"MODEL": checkpoint, "RUN": runs["full"], "NEW": tmp_path / "new"}
     with pytest.raises(SystemExit) as stopped:
-        main(["merge", *(str(places.get(each, each)) for each in arguments)])
+        main(["merge", *(str(places.get(argument, argument)) for argument in arguments)])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "new").exists() and not list(tmp_path.glob(".new*"))
 
 
 def with_settings(run: Path, folder: Path, **changes: Any) -> Path:
-    """A run folder with other settings and the checkpoints of `run`."""
+    """Create a run folder with changed settings and the checkpoints of `run`."""
     folder.mkdir()
     (folder / "checkpoints").symlink_to(run / "checkpoints")
     OmegaConf.save(OmegaConf.merge(OmegaConf.load(run / "config.yaml"), changes), folder / "config.yaml")
@@ -416,7 +420,7 @@ def with_settings(run: Path, folder: Path, **changes: Any) -> Path:
 
 @pytest.mark.parametrize("key", ["model", "adapter", "tokenizer"])
 @pytest.mark.parametrize("code", ["subprocess.check_output", "tune.config.instantiate"])
-def test_no_code_that_a_run_folder_names_is_run(
+def test_code_named_in_a_run_folder_does_not_run(
     key: str, code: str, runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     inner = {"_component_": "subprocess.check_output", "args": ["touch", str(tmp_path / "ran")]}
@@ -428,7 +432,7 @@ def test_no_code_that_a_run_folder_names_is_run(
     assert f"{key}._component_ is {code}" in capsys.readouterr().err
 
 
-def test_the_code_of_a_model_folder_is_not_run(runs: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
+def test_code_in_a_model_folder_does_not_run(runs: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
     trusting = {"_component_": "tune.models.hf", "trust_remote_code": True}
     run = with_settings(runs["full"], tmp_path / "run", model=trusting)
     with pytest.raises(SystemExit):
@@ -436,7 +440,7 @@ def test_the_code_of_a_model_folder_is_not_run(runs: dict[str, Path], tmp_path: 
     assert "trust_remote_code would run code" in capsys.readouterr().err
 
 
-def test_a_checkpoint_that_is_relative_to_its_start(
+def test_checkpoint_relative_to_its_start_is_rejected(
     checkpoint: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     run = tmp_path / "run"
@@ -469,7 +473,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_wrong_inputs(
+def test_invalid_inputs_are_rejected(
     wrong: str, checkpoint: Path, runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments, message = WRONG[wrong]
@@ -479,7 +483,7 @@ def test_wrong_inputs(
     for name in {"OTHER", "YARN", "GELU", "NAN", "HUGE", "BARE", "WORDS"} & {*arguments}:
         places[name] = spoiled(name, tmp_path / "spoiled")
     with pytest.raises(SystemExit) as stopped:
-        main(["export", *(str(places.get(each, each)) for each in arguments)])
+        main(["export", *(str(places.get(argument, argument)) for argument in arguments)])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "new").exists() and not list(tmp_path.glob(".new*"))
@@ -507,8 +511,8 @@ def spoiled(how: str, folder: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not REAL.exists(), reason="needs the real model: make model")
-def test_the_fine_tune_of_the_demo(tmp_path: Path) -> None:
-    """After a few of its steps: the perplexity of its held-out conversations is ours, and its answers are greedy by our
+def test_fine_tuned_demo_model_in_llama_cpp(tmp_path: Path) -> None:
+    """After a few steps of the demo, the perplexity of held-out conversations matches ours. Answers are greedy by our
     logits, up to near-ties."""
     root, run = Path(__file__).parents[2], tmp_path / "run"
     command = ["run", "lora_finetune", "--config", "examples/home_commands/demo.yaml", "export.merge=true"]
@@ -519,14 +523,14 @@ def test_the_fine_tune_of_the_demo(tmp_path: Path) -> None:
     lines = (root / "examples/home_commands/validation.jsonl").read_text().splitlines()
     chats = [json.loads(line)["messages"] for line in lines[:40]]
     tokens = tokenizer.encode("".join(map(tokenizer.apply_chat_template, chats)))
-    # llama.cpp rounds the inputs of Q8_0's products too, each CPU in its own order: the mean wants more tokens.
+    # llama.cpp also rounds the inputs of Q8_0's products, in a CPU-specific order: the mean needs more tokens.
     lengths, within = {"f16": 200, "q8_0": 1000}, {"f16": 0.005, "q8_0": 0.01}
     asked = [chat[:2] for chat in chats[:6]]
-    prompts = [tokenizer.encode(tokenizer.apply_chat_template(each, add_generation_prompt=True)) for each in asked]
+    prompts = [tokenizer.encode(tokenizer.apply_chat_template(chat, add_generation_prompt=True)) for chat in asked]
     for kind, length in lengths.items():
         pieces = [tokens[start : start + 100] for start in range(0, length, 100)]
         file = export(run, tmp_path / f"{kind}.gguf", "--to", "gguf", "--type", kind)
-        if kind == "q8_0":  # ours with the weights that the file has
+        if kind == "q8_0":  # our model with the file's rounded weights
             for parameter in model.parameters():
                 if parameter.ndim == 2:
                     rounded = gguf.quants.quantize(parameter.detach().numpy(), gguf.GGMLQuantizationType.Q8_0)
@@ -534,13 +538,13 @@ def test_the_fine_tune_of_the_demo(tmp_path: Path) -> None:
         ours = math.exp(-statistics.mean(value for piece in pieces for value in log_probs(model, piece)))
         with LlamaCpp(file) as llama_cpp:
             theirs = math.exp(-statistics.mean(value for piece in pieces for value in llama_cpp.log_probs(piece)))
-            found = [llama_cpp.greedy(prompt, 32, ignore_eos=False) for prompt in prompts]
-            counts = [llama_cpp.ask(messages=each, max_tokens=1)["usage"]["prompt_tokens"] for each in asked]
-        below = max(below_the_best(model, *each) for each in zip(prompts, found, strict=True))
+            answers = [llama_cpp.greedy(prompt, 32, ignore_eos=False) for prompt in prompts]
+            counts = [llama_cpp.ask(messages=chat, max_tokens=1)["usage"]["prompt_tokens"] for chat in asked]
+        below = max(below_the_best(model, *pair) for pair in zip(prompts, answers, strict=True))
         print(f"perplexity as {kind}: {theirs:.3f}, ours {ours:.3f}; answers are {below:.3f} below the best")
         assert theirs / ours == pytest.approx(1, abs=within[kind])
-        assert kind != "f16" or below < 0.1  # of two that are nearly equal, another CPU may take the other one
-        for *before, last in found:
+        assert kind != "f16" or below < 0.1  # another CPU may choose the other of two nearly equal tokens
+        for *before, last in answers:
             assert not {*before} & {*tokenizer.stop_ids} and (len(before) == 31 or last in tokenizer.stop_ids)
         assert gguf.GGUFReader(file).fields["tokenizer.chat_template"].contents() == tokenizer.chat_template
         assert counts == [len(prompt) for prompt in prompts]

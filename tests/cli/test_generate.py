@@ -1,4 +1,4 @@
-"""`tune generate`: answers on standard output, in the order of the prompts, as transformers gives them."""
+"""`tune generate`: answers on standard output, in the order of the prompts, equal to those of transformers."""
 
 import io
 import json
@@ -39,8 +39,8 @@ def theirs(folder, text, count):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
-    found = model.generate(ids, max_new_tokens=count, do_sample=False, pad_token_id=0)
-    return tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
+    tokens = model.generate(ids, max_new_tokens=count, do_sample=False, pad_token_id=0)
+    return tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def files(tmp_path_factory):
     return folder
 
 
-def test_answers_are_those_of_transformers(checkpoint, files, capsys):
+def test_answers_match_transformers(checkpoint, files, capsys):
     expected = [theirs(checkpoint, CHAT.format(prompt), 20) for prompt in PROMPTS]
     out, err = run(capsys, checkpoint, "--prompts", files / "prompts.txt", "--max-new-tokens", 20, "--device", "cpu")
     assert out == "".join(f"{answer}\n" for answer in expected)
@@ -65,7 +65,7 @@ def test_answers_are_those_of_transformers(checkpoint, files, capsys):
     assert system == theirs(checkpoint, text, 9) + "\n"
 
 
-def test_standard_input(checkpoint, files, capsys, monkeypatch):
+def test_prompts_from_standard_input(checkpoint, files, capsys, monkeypatch):
     expected = {
         name: run(capsys, checkpoint, "--prompts", files / name, "--max-new-tokens", 5)[0]
         for name in ("prompts.txt", "prompts.jsonl")
@@ -75,16 +75,18 @@ def test_standard_input(checkpoint, files, capsys, monkeypatch):
         assert run(capsys, checkpoint, "--max-new-tokens", 5)[0] == answers
 
 
-def test_only_a_line_feed_ends_a_line(checkpoint, tmp_path, capsys, monkeypatch):
-    """And a byte order mark is no part of the first one: the places are those of `wc -l` and of editors."""
+def test_only_line_feeds_separate_prompts(checkpoint, tmp_path, capsys, monkeypatch):
+    """A byte order mark is not part of the first prompt; line numbers match `wc -l` and editors."""
     text = "a cat\u2028and\x0ca dog\x85"
     (tmp_path / "texts.txt").write_text(f"{text}\r\nit", encoding="utf-8-sig")
     run(capsys, checkpoint, "--prompts", tmp_path / "texts.txt", "--max-new-tokens", 2, "--out", tmp_path / "a.jsonl")
     records = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().split("\n")[:-1]]
-    assert [each["prompt"] for each in records] == [text, "it"]
+    assert [record["prompt"] for record in records] == [text, "it"]
     rows = json.dumps({"prompt": text}, ensure_ascii=False) + "\n" + '{"prompt": "it"'
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"\ufeff{rows}}}\n"))
-    assert run(capsys, checkpoint, "--max-new-tokens", 2)[0] == "".join(f"{each['completion']}\n" for each in records)
+    assert run(capsys, checkpoint, "--max-new-tokens", 2)[0] == "".join(
+        f"{record['completion']}\n" for record in records
+    )
     for system in ([], ["--system", "brief"]):
         monkeypatch.setattr(sys, "stdin", io.StringIO(rows))
         with pytest.raises(SystemExit):
@@ -98,18 +100,18 @@ def test_samples_and_their_records(checkpoint, files, tmp_path, capsys):
     out, err = run(capsys, *sampled, "--seed", 4)
     assert "temperature 0.9, top_k 50, top_p 0.95, min_p 0.001, seed 4" in err
     records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [(each["index"], each["sample"]) for each in records] == [(i, s) for i in range(2) for s in range(3)]
-    assert out == "".join(each["completion"] + "\n" for each in records)
+    assert [(record["index"], record["sample"]) for record in records] == [(i, s) for i in range(2) for s in range(3)]
+    assert out == "".join(record["completion"] + "\n" for record in records)
     assert records[0]["prompt"] == PROMPTS[0] and records[3]["messages"][0]["content"] == PROMPTS[1]
     assert records[0].keys() == {"index", "sample", "id", "prompt", "completion", "finish", "tokens"}
-    assert len({each["completion"] for each in records}) == 6
-    assert all(each["finish"] == ("length" if each["tokens"] == 12 else "stop") for each in records)
+    assert len({record["completion"] for record in records}) == 6
+    assert all(record["finish"] == ("length" if record["tokens"] == 12 else "stop") for record in records)
     assert run(capsys, *sampled, "--seed", 4, "--batch-size", 1)[0] == out
     assert run(capsys, *sampled, "--seed", 5)[0] != out
 
 
-def test_records_have_all_that_was_asked(checkpoint, tmp_path, capsys):
-    """And all else that the row has: its id, its answer."""
+def test_records_keep_all_fields_of_the_row(checkpoint, tmp_path, capsys):
+    """Including other fields of the row, such as its id and answer."""
     row = {"instruction": "the cat", "input": "on a mat", "system": "be brief"}
     row |= {"id": 0, "answer": "sat", "tags": {"a": 1}}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row | {"tokens": 99}) + "\n")
@@ -120,18 +122,18 @@ def test_records_have_all_that_was_asked(checkpoint, tmp_path, capsys):
     assert {name: record[name] for name in row} == row and record["tokens"] <= 2
     run(capsys, *asked, tmp_path / "out.parquet")
     assert parquet.read_table(tmp_path / "out.parquet").to_pylist() == [record]
-    for file in (out, tmp_path / "out.parquet"):  # answers are replaced by answers
+    for file in (out, tmp_path / "out.parquet"):  # answers may overwrite answers
         require_answers(file)
 
 
-def test_few_are_answered_at_a_time_where_that_takes_long(monkeypatch):
+def test_slow_prompts_are_answered_in_smaller_turns(monkeypatch):
     world = distributed.init("cpu")
     assert [*turns(100, 16, world)] == [range(0, 16), range(16, 80), range(80, 100)]
     monkeypatch.setattr("tune.cli.generate.QUICK", -1)
     assert [*turns(40, 16, world)] == [range(0, 16), range(16, 32), range(32, 40)]
 
 
-def test_adapters_and_runs(checkpoint, files, tmp_path, capsys):
+def test_adapters_and_runs_as_models(checkpoint, files, tmp_path, capsys):
     adapter = make_adapter(checkpoint, tmp_path / "run" / "adapter", 1)
     (tmp_path / "run" / "config.yaml").touch()
     ask = ["--prompt", "the dog", "--max-new-tokens", 12]
@@ -140,7 +142,7 @@ def test_adapters_and_runs(checkpoint, files, tmp_path, capsys):
     assert len(out) == 1 and out != {run(capsys, checkpoint, *ask)[0]}
 
 
-def test_settings_of_the_checkpoint(tmp_path):
+def test_sampling_settings_from_the_checkpoint(tmp_path):
     file = {"do_sample": True, "top_p": 0.8, "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
     (tmp_path / "generation_config.json").write_text(json.dumps(file))
     settings, words = sampling_settings(tmp_path)
@@ -157,7 +159,7 @@ def test_settings_of_the_checkpoint(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("shares", ["prompts", "layers"])
 def test_two_processes(shares, checkpoint, files, tmp_path, capsys):
-    """They share the prompts, or each layer of the model and its adapter."""
+    """The processes share the prompts, or each layer of the model and its adapter."""
     adapter = make_adapter(checkpoint, tmp_path / "adapter", 1)
     arguments = ["generate", *(["--tp", "2"] if shares == "layers" else []), checkpoint, "--adapter", adapter]
     arguments += ["--prompts", files / "prompts.txt", "--max-new-tokens", "9", "--device", "cpu"]
@@ -172,18 +174,18 @@ def test_two_processes(shares, checkpoint, files, tmp_path, capsys):
 
 
 def actors_in(folder):
-    """The processes of Ray's actors that work there."""
-    processes = [each for each in Path("/proc").glob("[0-9]*") if os.access(each / "cwd", os.R_OK)]
+    """Return the pids of Ray actors whose working directory is `folder`."""
+    processes = [process for process in Path("/proc").glob("[0-9]*") if os.access(process / "cwd", os.R_OK)]
     return [
-        int(each.name)
-        for each in processes
-        if b"ray::_Actor" in (each / "cmdline").read_bytes() and (each / "cwd").readlink() == folder
+        int(process.name)
+        for process in processes
+        if b"ray::_Actor" in (process / "cmdline").read_bytes() and (process / "cwd").readlink() == folder
     ]
 
 
 @pytest.mark.slow
-def test_actors_of_ray_one_of_which_is_killed(checkpoint, tmp_path, capsys):
-    """Row for row what one process gives."""
+def test_ray_actors_survive_the_loss_of_one(checkpoint, tmp_path, capsys):
+    """The rows equal those of one process."""
     asked = [{"messages": [{"role": "user", "content": f"the cat {number}"}]} for number in range(24)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
     arguments = [checkpoint, "--prompts", tmp_path / "rows.jsonl", "--max-new-tokens", 60, "--temperature", 1]
@@ -202,7 +204,7 @@ def test_actors_of_ray_one_of_which_is_killed(checkpoint, tmp_path, capsys):
     assert parquet.read_table(tmp_path / "ray.parquet").to_pylist() == expected
 
 
-def test_parquet_has_the_records_of_json(checkpoint, tmp_path, capsys):
+def test_parquet_has_the_same_records_as_json(checkpoint, tmp_path, capsys):
     rows = [{"prompt": "the", "system": None}, {"prompt": "a", "system": "be brief"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name in ("out.jsonl", "out.parquet"):
@@ -277,7 +279,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_inputs(name, checkpoint, tmp_path, monkeypatch, capsys):
+def test_invalid_inputs_are_rejected(name, checkpoint, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.md").write_text("a")
     (tmp_path / "empty.txt").write_text("\n\n")
@@ -293,7 +295,7 @@ def test_wrong_inputs(name, checkpoint, tmp_path, monkeypatch, capsys):
     (tmp_path / "RUN" / "config.yaml").write_text("seed: 0")
     arguments, message = WRONG[name]
     with pytest.raises(SystemExit) as ended:
-        main(["generate", *(str(checkpoint) if each == "MODEL" else each for each in arguments)])
+        main(["generate", *(str(checkpoint) if argument == "MODEL" else argument for argument in arguments)])
     shown = capsys.readouterr()
     assert ended.value.code == 2 and message in shown.err and not shown.out
     early = "to write" in name or name in ("temperature", "top-p")
@@ -302,7 +304,7 @@ def test_wrong_inputs(name, checkpoint, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "number.jsonl", "notes"])
-def test_data_are_not_replaced_by_answers(name, checkpoint, tmp_path, capsys):
+def test_answers_do_not_overwrite_data(name, checkpoint, tmp_path, capsys):
     file = tmp_path / name
     if file.suffix == ".parquet":
         parquet.write_table(pyarrow.table({"prompt": ["a"]}), file)
@@ -314,7 +316,7 @@ def test_data_are_not_replaced_by_answers(name, checkpoint, tmp_path, capsys):
     assert ended.value.code == 2 and str(file) in capsys.readouterr().err and file.read_bytes() == before
 
 
-def test_a_family_of_transformers_alone(checkpoint, files, tmp_path, capsys):
+def test_model_loaded_through_transformers(checkpoint, files, tmp_path, capsys):
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     sizes["initializer_range"] = 0.5
     config = transformers.GPTNeoXConfig(vocab_size=len(transformers.AutoTokenizer.from_pretrained(checkpoint)), **sizes)
@@ -329,17 +331,17 @@ def test_a_family_of_transformers_alone(checkpoint, files, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["too many tokens", "nothing to go on from"])
-def test_wrong_inputs_leave_what_was_written_before(name, checkpoint, tmp_path, capsys):
+def test_invalid_inputs_keep_earlier_output(name, checkpoint, tmp_path, capsys):
     before = '{"index": 0, "sample": 0, "completion": "a"}\n'
     (tmp_path / "out.jsonl").write_text(before)
-    arguments = [str(checkpoint) if each == "MODEL" else each for each in WRONG[name][0]]
+    arguments = [str(checkpoint) if argument == "MODEL" else argument for argument in WRONG[name][0]]
     with pytest.raises(SystemExit):
         main(["generate", *arguments, "--out", str(tmp_path / "out.jsonl")])
     assert WRONG[name][1] in capsys.readouterr().err
     assert (tmp_path / "out.jsonl").read_text() == before
 
 
-def test_a_model_without_a_chat_template(checkpoint, tmp_path, capsys):
+def test_model_without_a_chat_template(checkpoint, tmp_path, capsys):
     base = tmp_path / "base"
     shutil.copytree(checkpoint, base)
     (base / "chat_template.jinja").unlink()
@@ -356,7 +358,7 @@ def test_a_model_without_a_chat_template(checkpoint, tmp_path, capsys):
         )
 
 
-def test_another_type(tmp_path, capsys):
+def test_another_dtype(tmp_path, capsys):
     folder = save_checkpoint(tmp_path / "m")
     assert "bfloat16 on cpu" in run(capsys, folder, "--prompt", "a", "--max-new-tokens", 2, "--dtype", "bf16")[1]
     assert torch.get_default_dtype() == torch.float32
@@ -386,29 +388,29 @@ def scores(tmp_path, monkeypatch):
     sys.modules.pop("scores_here", None)
 
 
-def test_a_score_and_the_best_answers_as_rows_to_train_on(checkpoint, files, scores, capsys):
+def test_scored_answers_become_training_rows(checkpoint, files, scores, capsys):
     asked = [checkpoint, "--prompts", files / "prompts.jsonl", "--max-new-tokens", 100, "--temperature", 1.5]
     asked += ["--samples", 6, "--system", "be brief", "--score", "scores_here:length"]
     run(capsys, *asked, "--out", "all.jsonl")
     records = read_rows("all.jsonl")
-    assert all(each["score"] == len(each["completion"]) for each in records)
+    assert all(record["score"] == len(record["completion"]) for record in records)
     run(capsys, *asked, "--out", "all.parquet")
-    assert parquet.read_table("all.parquet").column("score").to_pylist() == [each["score"] for each in records]
-    ended = [each for each in records if each["finish"] == "stop"]
-    assert 2 < len(ended) < len(records)  # some are cut, and would be learned to end there
+    assert parquet.read_table("all.parquet").column("score").to_pylist() == [record["score"] for record in records]
+    ended = [record for record in records if record["finish"] == "stop"]
+    assert 2 < len(ended) < len(records)  # some are cut off, and training would teach the model to stop there
     _, err = run(capsys, *asked, "--keep", "all", "--out", "rows.jsonl")
     rows = read_rows("rows.jsonl")
     assert [row["messages"][-1] for row in rows] == [{"role": "assistant", "content": e["completion"]} for e in ended]
-    assert [row["score"] for row in rows] == [each["score"] for each in ended]
+    assert [row["score"] for row in rows] == [record["score"] for record in ended]
     assert f"kept {len(rows)} of 12 answers; {12 - len(rows)} without an end" in err
     middle = sorted(row["score"] for row in rows)[len(rows) // 2]
-    run(capsys, *asked, "--keep", "all", "--min-score", middle, "--out", "rows.jsonl")  # over rows of its own
-    found = read_rows("rows.jsonl")
-    assert found == [row for row in rows if row["score"] >= middle]
+    run(capsys, *asked, "--keep", "all", "--min-score", middle, "--out", "rows.jsonl")  # overwrites its own rows
+    kept = read_rows("rows.jsonl")
+    assert kept == [row for row in rows if row["score"] >= middle]
     run(capsys, *asked, "--keep", "best", "--out", "rows.jsonl")
     best = read_rows("rows.jsonl")
     for row in best:
-        assert row["score"] == max(each["score"] for each in rows if each["index"] == row["index"])
+        assert row["score"] == max(other["score"] for other in rows if other["index"] == row["index"])
     assert [row["index"] for row in best] == sorted({row["index"] for row in rows})
     first, second = (row["messages"] for row in best)
     assert first[:2] == [{"role": "system", "content": "be brief"}, {"role": "user", "content": PROMPTS[0]}]
@@ -420,7 +422,7 @@ def test_a_score_and_the_best_answers_as_rows_to_train_on(checkpoint, files, sco
         assert Tokenizer(str(checkpoint)).decode(learned) == row["messages"][-1]["content"] + "<|im_end|>"
 
 
-def test_texts_that_go_on_are_kept_as_prompt_and_completion(checkpoint, scores, capsys):
+def test_raw_continuations_are_kept_as_prompt_and_completion(checkpoint, scores, capsys):
     asked = [checkpoint, "--prompt", "the cat", "--raw", "--temperature", 2, "--samples", 20, "--seed", 3]
     run(capsys, *asked, "--keep", "all", "--out", "rows.jsonl")
     rows = read_rows("rows.jsonl")
@@ -443,7 +445,7 @@ WRONG_SCORES = {
 
 
 @pytest.mark.parametrize("name", WRONG_SCORES)
-def test_wrong_scores(name, checkpoint, scores, capsys):
+def test_invalid_scores_are_rejected(name, checkpoint, scores, capsys):
     arguments, message = WRONG_SCORES[name]
     with pytest.raises(SystemExit) as ended:
         main(["generate", str(checkpoint), "--prompt", "a", "--max-new-tokens", "2", *arguments])
@@ -452,8 +454,8 @@ def test_wrong_scores(name, checkpoint, scores, capsys):
     assert "float32 on cpu" not in shown.err or name == "it fails"  # before the model is loaded
 
 
-def test_a_long_prompt_does_not_shorten_the_answers_to_others(tmp_path, capsys):
-    """It has room for a few tokens; the others' answers are those that they have without it."""
+def test_long_prompt_does_not_shorten_other_answers(tmp_path, capsys):
+    """The long prompt leaves room for a few tokens; the other answers are the same as without it."""
     checkpoint = save_checkpoint(tmp_path / "model", max_position_embeddings=96)
     tokenizer = Tokenizer(str(checkpoint))
     words = next(words for words in range(96) if len(tokenizer.encode(CHAT.format("the " * words))) >= 90)
@@ -462,27 +464,27 @@ def test_a_long_prompt_does_not_shorten_the_answers_to_others(tmp_path, capsys):
     for name, some in {"all": texts, "short": texts[::2]}.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in some))
         run(capsys, checkpoint, "--prompts", tmp_path / f"{name}.jsonl", "--out", tmp_path / f"{name}-out.jsonl")
-    found, short = (read_rows(tmp_path / f"{name}-out.jsonl") for name in ("all", "short"))
-    assert [each["completion"] for each in found[::2]] == [each["completion"] for each in short]
-    assert max(each["tokens"] for each in short) > room >= found[1]["tokens"] > 0
+    answers, short = (read_rows(tmp_path / f"{name}-out.jsonl") for name in ("all", "short"))
+    assert [record["completion"] for record in answers[::2]] == [record["completion"] for record in short]
+    assert max(record["tokens"] for record in short) > room >= answers[1]["tokens"] > 0
 
 
-def test_what_generation_config_says_and_is_not_applied_is_named(tmp_path, capsys):
+def test_ignored_keys_of_generation_config_are_named(tmp_path, capsys):
     folder = save_checkpoint(tmp_path / "m")
     file = folder / "generation_config.json"
-    said = json.loads(file.read_text()) | {
+    settings = json.loads(file.read_text()) | {
         "do_sample": True, "repetition_penalty": 1.2, "typical_p": 0.9, "min_new_tokens": 3, "num_beams": 1,
         "bad_words_ids": [], "top_k": 5,
     }  # fmt: skip
-    file.write_text(json.dumps(said))
+    file.write_text(json.dumps(settings))
     err = run(capsys, folder, "--prompt", "a", "--max-new-tokens", 2)[1]
     (line,) = [line for line in err.splitlines() if "repetition_penalty" in line]
     assert "repetition_penalty=1.2" in line and "typical_p=0.9" in line and "min_new_tokens=3" in line
     assert "num_beams" not in err and "bad_words_ids" not in err and "top_k=" not in line
 
 
-def test_each_key_of_generation_config_is_applied_named_or_changes_nothing():
-    """Those that change nothing are of the cache, the speed, what is returned, or of the whole text."""
+def test_every_generation_config_key_is_applied_named_or_irrelevant():
+    """Irrelevant keys concern the cache, speed, return values, or the length of the whole text."""
     nothing = {
         "max_length", "early_stopping", "use_mtp", "use_cache", "cache_implementation", "cache_config",
         "max_cache_len", "renormalize_logits", "remove_invalid_values", "num_return_sequences", "output_attentions",

@@ -1,4 +1,4 @@
-"""Every verb with folders and files of any name: each is read and written under the name that it was given."""
+"""Every command reads and writes folders and files under any name."""
 
 import json
 import shutil
@@ -24,26 +24,26 @@ def here(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     return tmp_path
 
 
-def given(name: str) -> str:
-    """As a user must name it: else it is an option, the home folder, or nothing."""
+def argument_for(name: str) -> str:
+    """Return the name as a user must write it, so that it is not read as an option, the home folder, or null."""
     return f"./{name}" if name.startswith(("-", "~")) or name == "null" else name
 
 
 def succeeded(*commands: list[str]) -> list[str]:
     done = run_verbs(*commands)
-    for each in done:
-        assert not each.returncode, (each.args, each.stderr[-2000:])
-    return [each.stdout for each in done]
+    for result in done:
+        assert not result.returncode, (result.args, result.stderr[-2000:])
+    return [result.stdout for result in done]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [NAMES[::6], pytest.param(NAMES, marks=pytest.mark.slow)])
-def test_models_and_what_is_written(names: list[str], checkpoint: Path, chats: Path, here: Path) -> None:
+def test_models_and_outputs(names: list[str], checkpoint: Path, chats: Path, here: Path) -> None:
     row = chats.read_text().splitlines()[0]
     adapter = make_adapter(checkpoint, here / "adapter", seed=1)
     commands = []
     for name in names:
-        place, out = given(name), f"--out=out/{name}"
+        place, out = argument_for(name), f"--out=out/{name}"
         shutil.copytree(checkpoint, here / name)
         shutil.copytree(adapter, here / "adapters" / name)
         (here / f"{name}.jsonl").write_text(f"{row}\n{row}\n")
@@ -59,10 +59,10 @@ def test_models_and_what_is_written(names: list[str], checkpoint: Path, chats: P
         command
         for name in names[::5]
         for command in (
-            ["merge", given(name), f"adapters/{name}", f"out/merged {name}"],
-            ["quantize", given(name), "--to", "int8", f"--out=out/small {name}"],
+            ["merge", argument_for(name), f"adapters/{name}", f"out/merged {name}"],
+            ["quantize", argument_for(name), "--to", "int8", f"--out=out/small {name}"],
             ["export", f"adapters/{name}", "--to", "hf", f"--out=out/hf {name}"],
-            ["add-tokens", given(name), f"out/larger {name}", "<|new|>"],
+            ["add-tokens", argument_for(name), f"out/larger {name}", "<|new|>"],
         )
     ]
     before = {*here.iterdir()}
@@ -77,8 +77,8 @@ def test_models_and_what_is_written(names: list[str], checkpoint: Path, chats: P
 
 
 @pytest.mark.slow
-def test_a_run(checkpoint: Path, chats: Path, here: Path) -> None:
-    """A run in a folder with a number sign is that run, and continues no other."""
+def test_runs_in_folders_with_any_name(checkpoint: Path, chats: Path, here: Path) -> None:
+    """A run in a folder with a number sign does not continue another run."""
     (here / "home").mkdir()
     common = [f"model.path={checkpoint}", f"dataset.path={chats}", "max_seq_len=64", "device=cpu", "dtype=fp32",
               "max_steps=1", "global_batch_size=2", "checkpointer.every=1"]  # fmt: skip
@@ -102,11 +102,11 @@ def test_a_run(checkpoint: Path, chats: Path, here: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", ["runs", "diff", "report", "checkpoints", "watch"])
-def test_verbs_that_read_runs(verb: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_that_read_runs(verb: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from tune.cli import main
 
     for name in NAMES:
-        run, place = write_run(here, name), given(name)
+        run, place = write_run(here, name), argument_for(name)
         if verb == "checkpoints":
             (run / "checkpoints" / "step-00000004").mkdir(parents=True)
         main({"runs": ["runs", "."], "diff": ["diff", place, place]}.get(verb, [verb, place]))
@@ -115,7 +115,7 @@ def test_verbs_that_read_runs(verb: str, here: Path, capsys: pytest.CaptureFixtu
         assert verb != "report" or (run / "report.html").exists()
 
 
-def test_values_of_a_sweep() -> None:
+def test_sweep_values() -> None:
     assert separated("1e-5,2e-5") == ["1e-5", "2e-5"]
     assert separated("[a,b],[c]") == ["[a,b]", "[c]"]
     assert separated('"a,b.jsonl",run #2.jsonl,"007"') == ["a,b.jsonl", "run #2.jsonl", "007"]

@@ -14,7 +14,7 @@ def arguments(checkpoint, chats, tmp_path, monkeypatch):
     return [f"model.path={checkpoint}", f"dataset.path={chats}", "max_seq_len=128", "packed=true"]
 
 
-def test_run_starts_from_what_was_prepared(arguments, chats, tmp_path, monkeypatch, capsys):
+def test_run_uses_prepared_data(arguments, chats, tmp_path, monkeypatch, capsys):
     arguments.append(f"validation_dataset.path={chats}")
     main(["prepare", "full_finetune", *arguments])
     shown = capsys.readouterr().out
@@ -27,14 +27,14 @@ def test_run_starts_from_what_was_prepared(arguments, chats, tmp_path, monkeypat
     assert (tmp_path / "run" / "model").exists()
 
 
-def test_nothing_of_a_stream_is_prepared(arguments, tmp_path, capsys):
+def test_streams_are_not_prepared(arguments, tmp_path, capsys):
     main(["prepare", "full_finetune", *arguments, "dataset.streaming=true"])
     shown = capsys.readouterr().out
     assert "is streamed: nothing is cached" in shown and "no warnings" in shown
     assert not (tmp_path / "cache").exists()
 
 
-def test_without_weights(arguments, checkpoint, tmp_path, capsys):
+def test_prepare_needs_no_weights(arguments, checkpoint, tmp_path, capsys):
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
     main(["prepare", "lora_finetune", *arguments, f"model.path={tmp_path}"])
@@ -50,7 +50,7 @@ def test_config_finds_its_recipe(arguments, tmp_path):
         settings(str(tmp_path / "mine.yaml"), arguments)
 
 
-def test_settings_of_which_no_recipe_knows(arguments, tmp_path, capsys):
+def test_unknown_settings_are_rejected(arguments, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["prepare", "full_finetune", *arguments, "dataset.wrkers=2"])
     assert "load has no argument 'wrkers'. Did you mean 'workers'?" in capsys.readouterr().err

@@ -38,11 +38,11 @@ def error(arguments, chats, capsys):
 
 @pytest.fixture
 def first(chats):
-    """What the assistant says first."""
+    """Return the assistant's first message."""
     return json.loads(chats.read_text().splitlines()[0])["messages"][1]["content"]
 
 
-def test_plain_text_where_there_is_no_terminal(preview, first, chats):
+def test_plain_text_outside_a_terminal(preview, first, chats):
     shown = preview("packed=true", "--rows", "2", f"validation_dataset.path={chats}")
     assert "\x1b" not in shown
     assert f"<|im_start|>assistant\n⟦{first}<|im_end|>⟧\n" in shown
@@ -54,7 +54,7 @@ def test_plain_text_where_there_is_no_terminal(preview, first, chats):
     )
 
 
-def test_what_is_learned_in_part(preview, tmp_path):
+def test_partly_weighted_tokens(preview, tmp_path):
     answer = {"role": "assistant", "content": "the cat", "weight": 0.25}
     (tmp_path / "weighed.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, answer]}) + "\n")
     shown = preview(data=f"dataset.path={tmp_path / 'weighed.jsonl'}")
@@ -73,7 +73,7 @@ def test_colors_in_a_terminal(preview, first, monkeypatch):
     assert f"⟦{first}<|im_end|>⟧" in preview("--rows", "1")
 
 
-def test_page_stands_alone(preview, first, tmp_path):
+def test_html_page_is_self_contained(preview, first, tmp_path):
     file = tmp_path / "pages" / "page.html"
     assert preview("--html", str(file)) == f"wrote {file}; warnings: 0\n"
     tags, text = [], []
@@ -87,7 +87,7 @@ def test_page_stands_alone(preview, first, tmp_path):
     assert not {"src", "href"} & set.union(*(attributes for _, attributes in tags))
 
 
-def test_source_is_one_of_those_there_are(preview, error, chats):
+def test_source_must_exist(preview, error, chats):
     sources = f"dataset.sources={{big: {{path: {chats}}}, small: {{path: {chats}, take: 3}}}}"
     mix = "dataset._component_=tune.datasets.mix"
     assert "an epoch has 51 rows" in preview(mix, data=sources)
@@ -100,7 +100,7 @@ def test_source_is_one_of_those_there_are(preview, error, chats):
     )
 
 
-def test_of_a_stream_the_first_window(preview):
+def test_stream_preview_shows_the_first_window(preview):
     assert "streamed: rows 1 to 48" not in preview()
     assert "was not looked at" not in preview()
     shown = preview("dataset.streaming=true", "max_steps=1")
@@ -108,14 +108,14 @@ def test_of_a_stream_the_first_window(preview):
     assert shown.endswith("a stream: only its first rows were read\n\nno warnings\n")
 
 
-def test_letters_that_the_terminal_does_not_know(arguments, chats, first, monkeypatch):
+def test_characters_outside_the_terminal_encoding(arguments, chats, first, monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     main(["preview", "full_finetune", *arguments, f"dataset.path={chats}"])
     sys.stdout.flush()
     assert rf"\u27e6{first}<|im_end|>\u27e7" in sys.stdout.buffer.getvalue().decode("ascii")
 
 
-def test_wrong_arguments(error, tmp_path):
+def test_invalid_arguments_are_rejected(error, tmp_path):
     assert "argument --rows: '0' is not a number of at least 1" in error("--rows", "0")
     assert "argument --rows: 'two' is not a number of at least 1" in error("--rows", "two")
     assert "--row: is not an option. Did you mean '--rows'? --help lists them" in error("--row", "1")
@@ -124,7 +124,7 @@ def test_wrong_arguments(error, tmp_path):
     assert f"tokenizer: no tokenizer in {tmp_path / 'none'}" in error(f"model.path={tmp_path / 'none'}")
 
 
-def test_without_arguments_it_says_how_it_is_called(capsys):
+def test_usage_is_printed_without_arguments(capsys):
     with pytest.raises(SystemExit):
         main(["preview"])
     assert capsys.readouterr().err.startswith("usage: tune preview RECIPE [--config FILE_OR_NAME]")

@@ -1,4 +1,4 @@
-"""`tune push`, to a hub of its own on this machine."""
+"""`tune push` to a local hub."""
 
 import base64
 import json
@@ -18,7 +18,7 @@ TOKEN = "hf_" + "x" * 34
 
 
 class Hub(BaseHTTPRequestHandler):
-    """The few answers of the Hugging Face hub that an upload of small files asks for."""
+    """The few responses of the Hugging Face Hub that an upload of small files requests."""
 
     made: list[dict[str, Any]]
     uploaded: dict[str, bytes]
@@ -42,8 +42,8 @@ class Hub(BaseHTTPRequestHandler):
                 return self.answer(200, {"errors": [], "warnings": []})
             case ["api", "models", "someone", "mine", "preupload", _]:
                 files = [
-                    {"path": each["path"], "uploadMode": "regular", "shouldIgnore": False, "oid": None}
-                    for each in json.loads(body)["files"]
+                    {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False, "oid": None}
+                    for file in json.loads(body)["files"]
                 ]
                 return self.answer(200, {"files": files})
             case ["api", "models", "someone", "mine", "commit", _]:
@@ -83,7 +83,7 @@ def hub() -> Iterator[str]:
 
 @pytest.fixture
 def run(checkpoint: Path, tmp_path: Path) -> Path:
-    """A run folder that has an adapter."""
+    """Create a run folder with an adapter."""
     folder = make_adapter(checkpoint, tmp_path / "run" / "adapter", seed=1)
     (tmp_path / "run" / "config.yaml").write_text("seed: 0\n")
     (folder / "README.md").write_text("---\nbase_model: someone/base\n---\n\nMine.\n")
@@ -101,19 +101,19 @@ def push(hub: str, *arguments: object, **changes: str) -> subprocess.CompletedPr
 
 
 @pytest.mark.slow
-def test_the_adapter_of_a_run(hub: str, run: Path) -> None:
-    found = push(hub, run, "someone/mine", "--private")
-    assert found.returncode == 0, found.stderr
+def test_push_uploads_the_adapter_of_a_run(hub: str, run: Path) -> None:
+    result = push(hub, run, "someone/mine", "--private")
+    assert result.returncode == 0, result.stderr
     kept = {".hidden", INDEX}
     files = {file.name: file.read_bytes() for file in (run / "adapter").iterdir() if file.name not in kept}
     assert Hub.uploaded == files and {"README.md", "adapter_model.safetensors", "tokenizer.json"} <= files.keys()
     assert Hub.made[0]["name"] == "mine" and "private" in (Hub.made[0].get("visibility"), *Hub.made[0])
     assert Hub.tokens == {f"Bearer {TOKEN}"}
-    assert f"uploaded to {hub}/someone/mine" in found.stdout and "Hub id" in found.stdout
-    assert TOKEN not in found.stdout + found.stderr
+    assert f"uploaded to {hub}/someone/mine" in result.stdout and "Hub id" in result.stdout
+    assert TOKEN not in result.stdout + result.stderr
 
 
-def test_a_token_of_a_file(hub: str, run: Path, tmp_path: Path) -> None:
+def test_token_from_a_file(hub: str, run: Path, tmp_path: Path) -> None:
     (tmp_path / "token").write_text(f"{TOKEN[::-1]}\n")
     assert push(hub, run / "adapter", "someone/mine", "--token-file", tmp_path / "token").returncode == 0
     assert Hub.tokens == {f"Bearer {TOKEN[::-1]}"} and "private" not in Hub.made[0].values()
@@ -133,11 +133,11 @@ WRONG = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong", WRONG)
-def test_wrong_inputs(wrong: str, hub: str, run: Path) -> None:
+def test_invalid_inputs_are_rejected(wrong: str, hub: str, run: Path) -> None:
     arguments, changes, message = WRONG[wrong]
     if "BARE" in arguments:
         (run / "adapter" / "README.md").write_text("\n")
-    found = push(hub, *(run if each in ("RUN", "BARE") else each for each in arguments), **changes)
-    assert found.returncode == 2 and message in found.stderr
-    assert TOKEN not in found.stdout + found.stderr and "Traceback" not in found.stderr
+    result = push(hub, *(run if argument in ("RUN", "BARE") else argument for argument in arguments), **changes)
+    assert result.returncode == 2 and message in result.stderr
+    assert TOKEN not in result.stdout + result.stderr and "Traceback" not in result.stderr
     assert not Hub.uploaded

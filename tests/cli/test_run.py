@@ -47,7 +47,7 @@ def hello(name: str) -> str:
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    """A copied recipe with its defaults and a component beside it."""
+    """Create a copied recipe with its defaults and a component next to it."""
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "defaults.yaml").write_text(DEFAULTS)
@@ -64,7 +64,7 @@ def run(
     )
 
 
-def test_a_recipe_runs_as_under_python(recipe: Path) -> None:
+def test_recipe_runs_as_with_python(recipe: Path) -> None:
     ours = run(recipe, "greeting.name=a=b")
     theirs = run(recipe, "greeting.name=a=b", module=())
     assert ours.stdout == theirs.stdout == "hello a=b None __main__\n", ours.stderr
@@ -72,7 +72,7 @@ def test_a_recipe_runs_as_under_python(recipe: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [(), ("--nproc-per-node", "2")])
-def test_wrong_keys_are_told_before_anything_is_imported(recipe: Path, options: tuple[str, ...]) -> None:
+def test_unknown_keys_are_reported_before_imports(recipe: Path, options: tuple[str, ...]) -> None:
     (recipe.parent / "greetings.py").write_text("import sys\nprint('imported', file=sys.stderr)\n" + COMPONENT)
     result = run(*options, recipe, "greeting.name=x", "greting=1", "greeting.nam=x")
     assert result.returncode == 2
@@ -85,19 +85,19 @@ def test_wrong_keys_are_told_before_anything_is_imported(recipe: Path, options: 
 
 
 @pytest.mark.slow
-def test_wrong_arguments_of_components_are_told_once(recipe: Path) -> None:
+def test_unknown_component_arguments_are_reported_once(recipe: Path) -> None:
     result = run("--nproc-per-node", "2", recipe, "greeting.name=x", "greeting.nam=x")
     assert result.returncode == 2
     assert result.stderr.startswith("error: ")
     assert "Did you mean 'name'?" in result.stderr
-    assert result.stderr.count("greeting.nam:") == 1  # not once a process
+    assert result.stderr.count("greeting.nam:") == 1  # not once per process
 
 
-def test_a_wrong_value_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_value_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         check("full_finetune", ["model.path=m", "dataset.path=d", "epoch=1", "optimizer.bettas=1"])
-    told = capsys.readouterr().err
-    assert told.count("epoch:") == 1 and told.count("optimizer.bettas:") == 1
+    message = capsys.readouterr().err
+    assert message.count("epoch:") == 1 and message.count("optimizer.bettas:") == 1
 
 
 @pytest.mark.slow
@@ -108,53 +108,53 @@ def test_a_wrong_value_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
         ("0", "--nproc-per-node 0 starts no process"),
     ],
 )
-def test_wrong_option_of_torchrun(count: str, message: str, recipe: Path) -> None:
+def test_invalid_torchrun_options_are_reported(count: str, message: str, recipe: Path) -> None:
     result = run("--nproc-per-node", count, recipe, "greeting.name=x")
     assert result.returncode == 2
     assert result.stderr.splitlines()[-1].startswith(f"error: torchrun: {message}")
 
 
 @pytest.mark.slow
-def test_port_0_is_no_port(recipe: Path) -> None:
+def test_port_0_is_rejected(recipe: Path) -> None:
     result = run("--nproc-per-node", "2", "--master-port", "0", recipe, "greeting.name=x")
     assert result.returncode == 2 and "--master-port must not be 0" in result.stderr
 
 
-def test_help_of_a_recipe_needs_no_torchrun(recipe: Path) -> None:
+def test_recipe_help_does_not_start_torchrun(recipe: Path) -> None:
     result = run("--nproc-per-node", "2", recipe, "--help")
     assert result.stdout.splitlines()[0] == "A recipe of one's own."
     assert result.returncode == 0
 
 
-def test_two_processes(recipe: Path) -> None:
+def test_recipe_runs_in_two_processes(recipe: Path) -> None:
     result = run("--nproc-per-node", "2", recipe, "greeting.name=x")
     assert result.stdout.replace("\n", "") == "hello x 2 __main__" * 2, result.stderr  # lines may mix
     assert result.returncode == 0
 
 
 @pytest.mark.slow
-def test_a_failing_process_gives_its_exit_code_and_no_traceback(recipe: Path) -> None:
+def test_failing_process_gives_its_exit_code_without_a_traceback(recipe: Path) -> None:
     result = run("--nproc-per-node", "2", recipe, "greeting.name=x", "fail_on='1'")
     assert result.returncode == 7
     assert "Traceback" not in result.stderr
 
 
-def test_time_to_save_after_sigterm(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun kills processes that have not ended 30 s after it was told to end."""
+def test_processes_have_time_to_save_after_sigterm(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun kills processes that have not ended 30 s after it receives SIGTERM."""
     asked = {}
     monkeypatch.syspath_prepend(recipe.parent)
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")  # so that what is set is undone
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")  # so that changes are undone
     monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
     monkeypatch.setattr(torchrun, "run", lambda _: asked.update(seconds=LaunchConfig(1, 1, 1).shutdown_timeout))
     launch(["--nproc-per-node", "1"], recipe, ["greeting.name=x"], recipe.parent / "run")
     assert asked == {"seconds": 600}
 
 
-def test_usage(recipe: Path) -> None:
+def test_usage_is_printed(recipe: Path) -> None:
     assert run("--help").stdout.startswith("usage: tune run [--launcher NAME] [LAUNCHER OPTIONS] RECIPE")
 
 
-def test_a_folder_whose_name_is_a_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_output_folder_whose_name_is_a_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     settings, folder = with_folder("full_finetune", Path("mine.py"), ["output_dir=1e5"])
     assert (settings, folder) == (["output_dir=1e5"], Path("1e5"))

@@ -1,4 +1,4 @@
-"""`tune runs`, `checkpoints`, `diff`, `report` and `watch` on run folders as people have them."""
+"""`tune runs`, `checkpoints`, `diff`, `report`, and `watch` on realistic run folders."""
 
 import fcntl
 import functools
@@ -30,8 +30,8 @@ def make_run(tmp_path):
 
 
 @pytest.fixture
-def going_on(make_run):
-    """A run folder as a running process holds it."""
+def running_run(make_run):
+    """Yield a run folder locked by a running process, and the process."""
     folder = make_run(steps=6, state="running")
     (folder / "run.json").write_text((folder / "run.json").read_text().replace('"steps": 6', '"steps": 20'))
     hold = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
@@ -49,8 +49,8 @@ def shown(capsys, *arguments: str) -> list[list[str]]:
     return [line.split() for line in capsys.readouterr().out.splitlines()]
 
 
-def test_every_figure_is_that_of_the_files(make_run, tmp_path, capsys):
-    """Losses that are NaN from step 9 on, which metrics.jsonl leaves out, are not those of the last step."""
+def test_figures_match_the_files(make_run, tmp_path, capsys):
+    """Losses are NaN from step 9 on, so metrics.jsonl omits them: the figures name step 8."""
     folders = [make_run(name) for name in ("one", "two")]
     for folder, loss in zip(folders, (2.34561, 2.34639), strict=True):
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -79,13 +79,13 @@ def test_every_figure_is_that_of_the_files(make_run, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 10])
-def test_a_narrow_terminal_does_not_end_watch(columns, make_run, monkeypatch, capsys):
+def test_watch_works_in_a_narrow_terminal(columns, make_run, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(columns))
     main(["watch", str(make_run())])
     assert "d" in capsys.readouterr().out
 
 
-def test_runs(make_run, tmp_path, capsys):
+def test_list_of_runs(make_run, tmp_path, capsys):
     make_run("second", state="failed", starts=[{"step": 0, "time": 2e9}])
     make_run("sweep/first", steps=4)
     (make_run("third", steps=0, starts=[{"step": 0, "time": 3e9}]) / "model").mkdir()
@@ -100,7 +100,7 @@ def test_runs(make_run, tmp_path, capsys):
     assert rows[3][:4] == [str(tmp_path / "third"), "done", "full_finetune", "0.02"]  # no step yet
 
 
-def test_rewards_of_runs_that_have_them(make_run, tmp_path, capsys):
+def test_runs_with_rewards_show_a_reward_column(make_run, tmp_path, capsys):
     make_run("one", steps=1)
     with (make_run("two", steps=1, recipe="grpo") / "metrics.jsonl").open("w") as lines:
         lines.write('{"step": 1, "time": 2000, "reward": 0.75}\n')
@@ -109,14 +109,14 @@ def test_rewards_of_runs_that_have_them(make_run, tmp_path, capsys):
     assert rows[1][4] == "2" and rows[2][3:5] == ["1", "0.75"]
 
 
-def test_the_size_of_a_run_that_removes_files_meanwhile(tmp_path, monkeypatch):
+def test_size_of_a_run_that_is_removing_files(tmp_path, monkeypatch):
     (tmp_path / "stays").write_bytes(bytes(2**27))
-    (tmp_path / "gone").symlink_to("removed")  # listed, and not there when its size is asked for
+    (tmp_path / "gone").symlink_to("removed")  # listed, but gone when its size is read
     monkeypatch.setattr("pathlib.Path.is_file", lambda self: True)
     assert gib(tmp_path) == "0.12"
 
 
-def test_checkpoints(make_run, capsys):
+def test_list_of_checkpoints(make_run, capsys):
     folder = make_run()
     for name in ("step-00000004", "step-00000012", ".step-00000008.abc", "notes"):
         (folder / "checkpoints" / name).mkdir(parents=True)
@@ -128,11 +128,11 @@ def test_checkpoints(make_run, capsys):
         ["step-00000012", "0.00", "complete", "0.1667", "0.175"],
     ]
     (folder / "checkpoints/step-00000012/digests.json").write_text('{".metadata": "0"}')
-    assert shown(capsys, "checkpoints", str(folder))[-1][2] == "complete"  # all bytes are read only when asked for
+    assert shown(capsys, "checkpoints", str(folder))[-1][2] == "complete"  # all bytes are read only with --verify
     assert shown(capsys, "checkpoints", str(folder), "--verify")[-1][2] == "damaged"
 
 
-def test_checkpoints_with_metrics_of_tasks_and_the_one_that_decides(make_run, capsys):
+def test_checkpoints_show_task_metrics_and_the_keep_best_metric(make_run, capsys):
     folder = make_run(steps=0)
     with (folder / "config.yaml").open("a") as settings:
         settings.write("evaluate: {tasks: [mine/choice.yaml, mmlu]}\ncheckpointer: {keep_best: mmlu_law/acc}\n")
@@ -145,12 +145,12 @@ def test_checkpoints_with_metrics_of_tasks_and_the_one_that_decides(make_run, ca
     ]
 
 
-def test_watch_ends_its_last_line_outside_of_a_terminal(make_run, capsys):
+def test_watch_ends_its_last_line_outside_a_terminal(make_run, capsys):
     main(["watch", str(make_run("one"))])
     assert capsys.readouterr().out.endswith("\n")
 
 
-def test_watch_shows_what_the_page_shows(make_run, capsys):
+def test_watch_shows_the_same_facts_as_the_page(make_run, capsys):
     folder = make_run("one")
     (folder / "model").mkdir()
     answers = {0: "no\nidea", 12: "yes"}
@@ -161,7 +161,7 @@ def test_watch_shows_what_the_page_shows(make_run, capsys):
     (validation,) = (line for line in lines if line.startswith("validation_loss  "))
     assert validation.split()[-2:] == ["█▃▁", "0.175"]
     others = ("grad_norm  ", "lr  ", "tokens_per_second ")
-    assert [line.split()[0] for line in lines if line.startswith(others)] == [each.strip() for each in others]
+    assert [line.split()[0] for line in lines if line.startswith(others)] == [name.strip() for name in others]
     shown = " ".join(" ".join(lines).split())
     for part in (
         "time: training 0:00:15, waiting for data 0:00:06, saving 0:00:03, evaluation 0:00:11",
@@ -174,9 +174,9 @@ def test_watch_shows_what_the_page_shows(make_run, capsys):
 
 
 @pytest.mark.parametrize("state", ["running", "done"])
-def test_watch_fits_the_height_while_a_run_goes_on(state, going_on, monkeypatch):
-    """What there is no room for is left out, from the end. The last picture is whole."""
-    folder, _ = going_on
+def test_watch_fits_the_terminal_height_while_a_run_continues(state, running_run, monkeypatch):
+    """Lines that do not fit are dropped from the end. The final output is complete."""
+    folder, _ = running_run
     (folder / "run.json").write_text((folder / "run.json").read_text().replace("running", state))
     monkeypatch.setattr(watch.time, "sleep", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
     for height, fits in ((24, state == "done"), (60, True)):
@@ -185,10 +185,10 @@ def test_watch_fits_the_height_while_a_run_goes_on(state, going_on, monkeypatch)
         main(["watch", str(folder)])
         assert "grad_norm " in screen.file.getvalue()
         assert ("optimizer.lr" in screen.file.getvalue()) == fits
-        assert "..." not in screen.file.getvalue()  # what rich puts in the place of lines that do not fit
+        assert "..." not in screen.file.getvalue()  # rich's placeholder for lines that do not fit
 
 
-def test_diff(make_run, capsys):
+def test_diff_of_two_runs(make_run, capsys):
     one, other = make_run("one"), make_run("two", steps=8, lr=0.01)
     data = json.loads((other / "data.json").read_text())
     (other / "data.json").write_text(json.dumps(data | {"rows": 40}))
@@ -203,7 +203,7 @@ def test_diff(make_run, capsys):
     assert [" ".join(row) for row in rows[1:]] == ["settings and data: no difference", "result: no difference"]
 
 
-def test_diff_writes_values_as_settings_have_them(make_run, capsys):
+def test_diff_prints_values_as_in_settings(make_run, capsys):
     one, other = make_run("one"), make_run("two")
     for run, value in ((one, "null"), (other, "true")):
         (run / "config.yaml").write_text((run / "config.yaml").read_text() + f"\ncompile: {value}\n")
@@ -218,7 +218,7 @@ def test_diff_of_two_recipes(make_run, capsys):
     assert ["group_size", "-", "4"] in rows
 
 
-def test_report(make_run, tmp_path, capsys, monkeypatch):
+def test_report_output_paths(make_run, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_run("one")
     make_run("two")
@@ -233,7 +233,7 @@ def spoiled(folder, file, text):
     (folder / file).write_text(text)
 
 
-# What is wrong, and what is said, or shown in spite of it.
+# The arguments and the expected message.
 WRONG = {
     "empty": (["report", "empty"], "empty is not a run folder: it has none of run.json, config.yaml, metrics.jsonl"),
     "missing": (["watch", "mising"], "mising is not a run folder"),
@@ -259,9 +259,9 @@ def test_mistakes_end_in_one_message(case, make_run, tmp_path, capsys, monkeypat
     arguments, message = WRONG[case]
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
-    told = capsys.readouterr()
-    assert (stopped.value.code, told.out) == (2, "")
-    assert told.err.startswith("error: ") and message in told.err and told.err.count("\n") == 1
+    output = capsys.readouterr()
+    assert (stopped.value.code, output.out) == (2, "")
+    assert output.err.startswith("error: ") and message in output.err and output.err.count("\n") == 1
 
 
 DAMAGED = {
@@ -280,7 +280,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("case", DAMAGED)
-def test_damaged_files_hide_nothing_else(case, make_run, tmp_path, capsys):
+def test_damaged_files_do_not_hide_other_facts(case, make_run, tmp_path, capsys):
     folder, (file, content, loss) = make_run(), DAMAGED[case]
     (folder / file).write_text(content)
     row = shown(capsys, "runs", str(tmp_path))[1]
@@ -290,8 +290,8 @@ def test_damaged_files_hide_nothing_else(case, make_run, tmp_path, capsys):
     capsys.readouterr()
     main(["diff", str(folder), str(folder)])
     assert ("config.yaml" in capsys.readouterr().err) == (file == "config.yaml")
-    told = "is not YAML" in (page := (folder / "report.html").read_text()) or "must have" in page
-    assert told == (file == "config.yaml")
+    warned = "is not YAML" in (page := (folder / "report.html").read_text()) or "must have" in page
+    assert warned == (file == "config.yaml")
     assert ("1 lines of metrics.jsonl" in page) == (case == "a line of something else")
 
 
@@ -312,13 +312,13 @@ class Terminal:
 
     def read_until(self, *wanted: str) -> None:
         deadline, start = time.monotonic() + HANGS, len(self.text)
-        while not all(each in self.text[start:] for each in wanted):
+        while not all(text in self.text[start:] for text in wanted):
             assert time.monotonic() < deadline, self.text
             if select.select([self.outer], [], [], 1)[0]:
                 try:
                     self.text += os.read(self.outer, 1 << 16).decode(errors="replace")
-                except OSError:  # its end
-                    assert all(each in self.text[start:] for each in wanted), self.text
+                except OSError:  # the process has ended
+                    assert all(text in self.text[start:] for text in wanted), self.text
                     return
 
     def type(self, text: str) -> None:
@@ -326,8 +326,8 @@ class Terminal:
 
 
 @pytest.mark.slow
-def test_watch_follows_a_run_to_its_end(going_on):
-    folder, process = going_on
+def test_watch_follows_a_run_to_its_end(running_run):
+    folder, process = running_run
     terminal = Terminal(folder)
     terminal.read_until("running", "step 6 of 20", "left, last step", "0.3333 now", "█", "the data are few")
     with (folder / "metrics.jsonl").open("a") as lines:
@@ -339,8 +339,8 @@ def test_watch_follows_a_run_to_its_end(going_on):
     assert process.poll() is None
 
 
-def test_ctrl_c_ends_watching_alone(going_on):
-    folder, process = going_on
+def test_ctrl_c_ends_watching_alone(running_run):
+    folder, process = running_run
     terminal = Terminal(folder)
     terminal.read_until("step 6 of 20")
     terminal.type("\x03")

@@ -1,4 +1,4 @@
-"""A recipe of the test's own, whose loss is known, in place of a training."""
+"""`tune sweep`, with a test recipe whose loss is known."""
 
 import json
 import subprocess
@@ -41,7 +41,7 @@ main()
 
 
 def read_table(text: str, metric: str) -> list[dict[str, str]]:
-    """The rows of the table that a sweep prints, by the names of its columns."""
+    """Return the rows of the table that a sweep prints, by column names."""
     lines = text.splitlines()
     start = next(number for number, line in enumerate(lines) if metric in line.split())
     names = lines[start].split()
@@ -54,8 +54,8 @@ def read_table(text: str, metric: str) -> list[dict[str, str]]:
 
 
 def require_figures_of_files(table: list[dict[str, str]], rows: list[dict], metric: str) -> None:
-    """Every cell, and what sweep.json has, is what metrics.jsonl and run.json of its run say."""
-    assert [each["run"] for each in table] == [each["folder"] for each in rows]
+    """Compare every cell and sweep.json with metrics.jsonl and run.json of the run."""
+    assert [row["run"] for row in table] == [row["folder"] for row in rows]
     for shown, kept in zip(table, rows, strict=True):
         steps = [json.loads(line) for line in (Path(shown["run"]) / "metrics.jsonl").read_text().splitlines()]
         measured = [step for step in steps if metric in step][-1:]
@@ -70,10 +70,8 @@ def require_figures_of_files(table: list[dict[str, str]], rows: list[dict], metr
 
 
 @pytest.mark.parametrize("metric", ["validation_loss", "validation_reward"])
-def test_every_figure_of_a_sweep_is_that_of_the_files(
-    metric: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In both directions. One run was measured before its last step, one never, one ended early, and one failed."""
+def test_sweep_figures_match_the_files(metric: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In both directions: one run was measured before its last step, one never, one ended early, and one failed."""
     runs = [{"optimizer.lr": value} for value in ("1", "2", "3", "4", "5", "6")]
     values = {"1": 0.30000000004, "2": 0.3, "3": None, "4": 0.5, "5": 0.4, "6": 0.45}
     steps = {"1": 12, "2": 12, "3": 12, "4": 6, "5": 12, "6": 10}
@@ -81,7 +79,7 @@ def test_every_figure_of_a_sweep_is_that_of_the_files(
     for lr, value in values.items():
         folder = write_run(tmp_path, f"lr={lr}", steps=steps[lr], lr=float(lr), state=of_states.get(lr, "done"))
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        lines = [{name: each for name, each in line.items() if name != "validation_loss"} for line in lines]
+        lines = [{name: value for name, value in line.items() if name != "validation_loss"} for line in lines]
         for line in lines[: 8 if lr == "6" else None] if value else ():
             line[metric] = value + 0.001 * (len(lines) - line["step"])
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -92,12 +90,12 @@ def test_every_figure_of_a_sweep_is_that_of_the_files(
     table = read_table(shown, metric)
     require_figures_of_files(table, rows, metric)
     best_first = ["4", "6", "1", "2"] if more else ["2", "1", "6", "4"]
-    assert [each["optimizer.lr"] for each in table] == [*best_first, "3", "5"]
+    assert [row["optimizer.lr"] for row in table] == [*best_first, "3", "5"]
     assert ("highest" if more else "lowest") in shown.splitlines()[-1]
-    assert [each["state"] for each in rows if each["settings"]["optimizer.lr"] in "45"] == (["ended early", "failed"])
+    assert [row["state"] for row in rows if row["settings"]["optimizer.lr"] in "45"] == (["ended early", "failed"])
 
 
-def test_a_sweep_that_failed_has_no_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_sweep_has_no_best_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path, "lr=1", state="failed")
     assert compare(tmp_path, [{"lr": "1"}, {"lr": "2"}], "loss", False, ["lr=1", "lr=2"])
     shown = capsys.readouterr().out
@@ -112,7 +110,7 @@ def test_a_sweep_that_failed_has_no_best(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.slow
-def test_runs_that_fall_behind_end_early_and_the_best_is_first(tmp_path: Path) -> None:
+def test_asha_ends_weak_runs_early_and_ranks_the_best_first(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(RECIPE)
     (tmp_path / "defaults.yaml").write_text("lr: 1\nrank: 1\noutput_dir: null\n")
     command = [
@@ -124,15 +122,15 @@ def test_runs_that_fall_behind_end_early_and_the_best_is_first(tmp_path: Path) -
     rows = json.loads((tmp_path / "out" / "sweep.json").read_text())
     assert len(rows) == 8
     assert rows[0]["settings"] == {"lr": "1", "rank": "1"} and rows[0]["state"] == "done" and rows[0]["steps"] == 30
-    early = [each for each in rows if each["state"] == "ended early"]
-    assert early and all(5 <= each["steps"] < 30 for each in early)
+    early = [row for row in rows if row["state"] == "ended early"]
+    assert early and all(5 <= row["steps"] < 30 for row in early)
     assert done.stdout.splitlines()[-10].split()[:3] == ["lr", "rank", "loss"]
     require_figures_of_files(read_table(done.stdout, "loss"), rows, "loss")
     assert (tmp_path / "out" / "report.html").exists()
 
 
 @pytest.mark.slow
-def test_a_metric_that_no_run_has(tmp_path: Path) -> None:
+def test_metric_that_no_run_has(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(RECIPE.replace("0.2", "0.01"))
     (tmp_path / "defaults.yaml").write_text("lr: 1\nrank: 1\noutput_dir: null\n")
     command = [sys.executable, "-m", "tune.cli", "sweep", "mine.py", "--over", "lr=1,2", "--metric", "los"]
@@ -143,8 +141,8 @@ def test_a_metric_that_no_run_has(tmp_path: Path) -> None:
     assert "tune report " in done.stderr.splitlines()[-1]
 
 
-def test_the_best_of_a_sweep_is_first(checkpoint: Path, tmp_path: Path) -> None:
-    """Tasks say whether more is better, however their metrics are called."""
+def test_best_run_of_a_sweep_is_first(checkpoint: Path, tmp_path: Path) -> None:
+    """Tasks define whether higher is better, whatever the metric's name."""
     pytest.importorskip("lm_eval")
     folder = write_tasks(tmp_path)
     tasks = json.dumps([str(folder / f"{name}.yaml") for name in ("choice", "rolling")])
@@ -154,9 +152,9 @@ def test_the_best_of_a_sweep_is_first(checkpoint: Path, tmp_path: Path) -> None:
         "kl": False,
     }.items():  # fmt: skip
         assert more_is_better(metric, told_by_tasks(metric, [cfg])) == more, metric
-    both = [  # tasks that are swept over
-        config.load("full_finetune", ["model.path=" + str(checkpoint), "dataset.path=d", f"evaluate.tasks=[{each}]"])
-        for each in json.loads(tasks)
+    both = [  # a sweep over tasks
+        config.load("full_finetune", ["model.path=" + str(checkpoint), "dataset.path=d", f"evaluate.tasks=[{task}]"])
+        for task in json.loads(tasks)
     ]
     assert told_by_tasks("choice/acc", both) == told_by_tasks("choice/acc", [cfg])
     rows = [
@@ -170,7 +168,7 @@ def test_the_best_of_a_sweep_is_first(checkpoint: Path, tmp_path: Path) -> None:
     assert value_of(rows[0]) == "0.1" and value_of(rows[0] | {"step": 4}) == "0.1 (step 4)"
 
 
-def test_a_folder_of_something_else_is_no_out(
+def test_out_folder_with_other_contents_is_rejected(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "sweep.json").write_text("mine")
@@ -181,7 +179,7 @@ def test_a_folder_of_something_else_is_no_out(
     assert [file.name for file in tmp_path.iterdir()] == ["sweep.json"]
 
 
-def test_component_arguments_are_checked_before_anything_starts(
+def test_component_arguments_are_checked_before_runs_start(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrong = ["--over", "optimizer.lrr=1,2", f"model.path={checkpoint}", "dataset.path=none"]
@@ -199,17 +197,17 @@ def test_component_arguments_are_checked_before_anything_starts(
         (["lr=1,2,1"], "lr has the value 1 twice"),
     ],
 )
-def test_wrong_values(over: list[str], message: str) -> None:
+def test_invalid_values_are_rejected(over: list[str], message: str) -> None:
     with pytest.raises(TuneError, match=message):
         swept(over, [])
 
 
-def test_settings_behind_the_values_are_the_recipes() -> None:
+def test_settings_after_the_values_go_to_the_recipe() -> None:
     values, settings = swept(["lr=1,2", "tasks=[a,b],[c]", "model.path=x", "seed=1"], ["dtype=fp32"])
     assert values == {"lr": ["1", "2"], "tasks": ["[a,b]", "[c]"]}
     assert settings == ["model.path=x", "seed=1", "dtype=fp32"]
 
 
-def test_a_run_that_wrote_nothing(tmp_path: Path) -> None:
-    found = row(tmp_path / "none", {"lr": "1"}, "loss", True)
-    assert (found["state"], found["value"], found["steps"]) == ("failed", None, 0)
+def test_run_that_wrote_nothing(tmp_path: Path) -> None:
+    facts = row(tmp_path / "none", {"lr": "1"}, "loss", True)
+    assert (facts["state"], facts["value"], facts["steps"]) == ("failed", None, 0)

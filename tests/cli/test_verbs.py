@@ -21,8 +21,8 @@ finally:
 """
 
 
-def test_help_is_instant() -> None:
-    """Of other people's packages, which take their time to be imported, it needs none."""
+def test_help_imports_nothing_slow() -> None:
+    """It imports no third-party packages, which are slow to import."""
     shown = subprocess.run([sys.executable, "-c", HELP], check=True, capture_output=True, text=True).stdout
     for verb in ("ls", "cp", "cat", "run", "preview", "prepare", "generate", "chat", "download", "convert"):
         assert f"  {verb} " in shown
@@ -40,14 +40,14 @@ print("unneeded:", *({"torchao", "transformers", "datasets", "pandas", "pyarrow"
 
 
 @pytest.mark.slow
-def test_validate_imports_what_it_needs(checkpoint: Path, chats: Path) -> None:
-    """Of the time that it takes, imports are nearly all. FSDP alone imports the compiler of torch."""
+def test_validate_imports_only_what_it_needs(checkpoint: Path, chats: Path) -> None:
+    """Imports take nearly all of its time. FSDP alone imports torch's compiler."""
     run = ["full_finetune", f"model.path={checkpoint}", f"dataset.path={chats}", "--world-size", "2", "--device", "cpu"]
     shown = subprocess.run([sys.executable, "-c", VALIDATE, *run], check=False, capture_output=True, text=True)
     assert shown.stdout.endswith("unneeded:\n"), shown
 
 
-def test_ls_says_what_each_recipe_and_config_is_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_describes_every_recipe_and_config(capsys: pytest.CaptureFixture[str]) -> None:
     main(["ls"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Recipes:"
@@ -58,7 +58,7 @@ def test_ls_says_what_each_recipe_and_config_is_for(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("recipe", config.list_recipes())
-def test_ls_of_a_recipe_lists_what_its_components_also_take(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_of_a_recipe_lists_optional_component_arguments(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(["ls", recipe])
     shown = capsys.readouterr().out
     assert shown.startswith(config.find_config(recipe).read_text(encoding="utf-8"))
@@ -66,7 +66,7 @@ def test_ls_of_a_recipe_lists_what_its_components_also_take(recipe: str, capsys:
     assert listed and not {"checkpointer.extra", "checkpointer.tell"} & {key for key, _ in listed}
     unwritten = [f"{key}={value}" for key, value in listed]
     before = {*config.read(recipe, [])[1]}
-    assert not {each for each in config.read(recipe, unwritten)[1] if not each.startswith("checkpointer.keep")} - before
+    assert not {note for note in config.read(recipe, unwritten)[1] if not note.startswith("checkpointer.keep")} - before
 
 
 def test_ls_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,14 +77,16 @@ def test_ls_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert (settings["model.path"], settings["optimizer.lr"], settings["optimizer.amsgrad"]) == ("???", 2e-5, False)
 
 
-def test_cat_tells_a_recipe_from_its_config(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cat_distinguishes_a_recipe_from_its_config(capsys: pytest.CaptureFixture[str]) -> None:
     main(["cat", "full_finetune"])
     assert capsys.readouterr().out == config.find_recipe("full_finetune").read_text()
     main(["cat", "full_finetune.yaml"])
     assert capsys.readouterr().out == config.find_config("full_finetune").read_text()
 
 
-def test_cp_copies_to_here_to_a_folder_and_to_a_new_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cp_to_the_current_folder_another_folder_and_a_new_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     main(["cp", "full_finetune.yaml", "new/mine.yaml"])
@@ -97,7 +99,7 @@ def test_cp_copies_to_here_to_a_folder_and_to_a_new_name(tmp_path: Path, monkeyp
     assert len(Path("full_finetune.py").read_text().splitlines()) == len(recipe_lines())
 
 
-def test_cp_overwrites_only_by_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cp_overwrites_only_with_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text("my work")
     assert fails(["cp", "full_finetune", str(mine)], capsys) == (
@@ -117,7 +119,7 @@ def recipe_lines() -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_new_setting_of_a_copy_works_at_once(
+def test_new_setting_in_a_copied_recipe_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], checkpoint: Path, chats: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -142,7 +144,7 @@ def test_a_new_setting_of_a_copy_works_at_once(
         "greeting: hello"
         in subprocess.run([sys.executable, "mine.py", "--help"], capture_output=True, text=True).stdout
     )
-    for name in ("mine.py", "mine.yaml"):  # the verbs that take a recipe or its config
+    for name in ("mine.py", "mine.yaml"):  # commands accept a recipe or its config
         main(["prepare", name, *arguments, "greeting=bye"])
         assert "48" in capsys.readouterr().out
     Path("other.yaml").write_text("greeting: from a file\n")
@@ -180,12 +182,12 @@ def test_mistakes_end_in_one_message(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_verb_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_command_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'ls', 'cp', 'cat', 'run'" in fails(["lss"], capsys)
 
 
 def fails(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What a call that must end with exit code 2 says on stderr."""
+    """Return stderr of a call that must end with exit code 2."""
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     assert stopped.value.code == 2

@@ -1,5 +1,5 @@
-"""`tune verify`: what transformers, PEFT and llama.cpp compute of what is shipped is what the run computes, and what is
-planted in it is found."""
+"""`tune verify`: transformers, PEFT, and llama.cpp compute from an artifact what the run computes, and planted errors
+are found."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ COMPUTED = {"greedy answers", "log-probs", "perplexity", "adapter"}
 
 @pytest.fixture(scope="module")
 def run(checkpoint: Path, chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of an adapter, on a model that stops at a token which is not its template's end of a turn too."""
+    """Train an adapter on a model with an extra stop token that does not end a turn in its template."""
     folder = tmp_path_factory.mktemp("verified")
     shutil.copytree(checkpoint, folder / "base")
     file = folder / "base" / "generation_config.json"
@@ -38,7 +38,7 @@ def run(checkpoint: Path, chats: Path, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="module")
 def artifact(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """What is shipped of the run, by its kind."""
+    """Return a function that makes an artifact of the run by kind."""
     folder = tmp_path_factory.mktemp("artifacts")
 
     def made(kind: str) -> Path:
@@ -60,7 +60,7 @@ def artifact(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 
 
 def verified(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict[str, str]]:
-    """The exit code, and the result of each check."""
+    """Return the exit code and the result of each check."""
     capsys.readouterr()
     code = 0
     try:
@@ -79,7 +79,7 @@ KINDS = ("merged", "adapter", "f16.gguf", "int4", "q8_0.gguf", "q4_0.gguf", "int
 
 
 @pytest.mark.parametrize("kind", slow_but({"f16.gguf"}, KINDS))
-def test_what_is_right_passes(kind: str, run: Path, artifact: Callable, capsys: pytest.CaptureFixture) -> None:
+def test_correct_artifacts_pass(kind: str, run: Path, artifact: Callable, capsys: pytest.CaptureFixture) -> None:
     for package in {"adapter": ["peft"], "nf4": ["bitsandbytes"]}.get(kind, ["xllamacpp", "compressed_tensors"]):
         pytest.importorskip(package)
     code, checks = verified(capsys, artifact(kind), "--against", run)
@@ -107,21 +107,21 @@ def other_template(folder: Path) -> None:
 
 
 def swapped_tokens(folder: Path) -> None:
-    """The ids of two special tokens: each chat has as many tokens, and others."""
+    """Swap the ids of two special tokens: chats keep their lengths, but not their tokens."""
     file = folder / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     one, other = "<|im_start|>", "<|im_end|>"
     vocab = tokenizer["model"]["vocab"]
     if one in vocab:
         vocab[one], vocab[other] = vocab[other], vocab[one]
-    added = {each["content"]: each for each in tokenizer["added_tokens"]}
+    added = {token["content"]: token for token in tokenizer["added_tokens"]}
     added[one]["id"], added[other]["id"] = added[other]["id"], added[one]["id"]
-    tokenizer["added_tokens"].sort(key=lambda each: each["id"])
+    tokenizer["added_tokens"].sort(key=lambda token: token["id"])
     file.write_text(json.dumps(tokenizer))
 
 
 def wrong_scale(folder: Path) -> None:
-    """Of one layer."""
+    """Change the scale of one layer."""
     tensors = load_file(folder / "model.safetensors")
     name = next(name for name in tensors if name.endswith("0.mlp.down_proj.weight_scale"))
     tensors[name] *= 3
@@ -135,16 +135,16 @@ def wrong_frequency(file: Path) -> None:
 
 
 def other_name(file: Path) -> None:
-    """For the template's role of answers, as long as the right one."""
+    """Misspell the assistant role in the template, with the same length."""
     content = file.read_bytes()
     assert content.count(b"<|im_start|>assistant\n{% endif %}") == 1
     file.write_bytes(content.replace(b"<|im_start|>assistant\n{% endif %}", b"<|im_start|>assistent\n{% endif %}"))
 
 
 def wrong_blocks(file: Path) -> None:
-    """The scales of one tensor, each an fp16 before 32 codes of a byte."""
+    """Change the scales of one tensor: each block has an fp16 scale before 32 one-byte codes."""
     gguf = pytest.importorskip("gguf")
-    data = next(each.data for each in gguf.GGUFReader(file, "r+").tensors if each.name == "blk.0.ffn_down.weight")
+    data = next(tensor.data for tensor in gguf.GGUFReader(file, "r+").tensors if tensor.name == "blk.0.ffn_down.weight")
     blocks = data.reshape(-1, 34)
     blocks[:, :2] = torch.from_numpy(blocks[:, :2].copy()).view(torch.float16).mul(3).view(torch.uint8).numpy()
 
@@ -165,7 +165,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("name", slow_but({"a rope scale", "two special tokens"}, PLANTED))
-def test_what_is_planted_is_found(
+def test_planted_errors_are_found(
     name: str, run: Path, artifact: Callable, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     kind, change, expected = PLANTED[name]
@@ -180,10 +180,10 @@ def test_what_is_planted_is_found(
 
 
 @pytest.mark.slow
-def test_a_model_against_another_and_texts_of_a_file(
+def test_verify_one_model_against_another_with_texts_from_a_file(
     run: Path, artifact: Callable, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """Whose folder says nothing of data, and has no adapter."""
+    """Its folder does not name data and has no adapter."""
     (tmp_path / "texts.txt").write_text("the cat sat\nand it ran under the mat\n")
     asked = ["--prompts", tmp_path / "texts.txt"]
     code, checks = verified(capsys, checkpoint, "--against", checkpoint, *asked)
@@ -194,10 +194,8 @@ def test_a_model_against_another_and_texts_of_a_file(
     assert verified(capsys, artifact("merged"), "--against", checkpoint, *loose)[0] == 0
 
 
-def test_stop_tokens_that_gguf_has_no_place_for(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    """It names three."""
+def test_stop_tokens_beyond_the_limit_of_gguf(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """GGUF has room for three."""
     pytest.importorskip("xllamacpp")
     for ends, code in (([2, 40, 41], 0), ([2, 40, 41, 42], 1)):
         folder, file = tmp_path / f"{len(ends)}", tmp_path / f"{len(ends)}.gguf"
@@ -205,14 +203,14 @@ def test_stop_tokens_that_gguf_has_no_place_for(
         change_json(folder / "generation_config.json", eos_token_id=ends)
         main(["export", str(folder), "--to", "gguf", "--out", str(file)])
         assert ("will not stop at H" in capsys.readouterr().out) == bool(code)
-        found, checks = verified(capsys, file, "--against", folder)
-        assert found == code and differing(checks) == ({"stop tokens"} if code else set())
+        exit_code, checks = verified(capsys, file, "--against", folder)
+        assert exit_code == code and differing(checks) == ({"stop tokens"} if code else set())
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
-def test_in_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """A model, an adapter on it, and the model without its stop token, in a process each: vLLM leaves much behind."""
+def test_verify_in_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """A model, its adapter, and the model without its stop token, each in its own process: vLLM does not clean up."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     base = save_checkpoint(tmp_path / "base", head_dim=32)
@@ -222,7 +220,7 @@ def test_in_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
         change_json(spoilt / name, eos_token_id=0)
     change_json(spoilt / "tokenizer_config.json", eos_token="<|endoftext|>")
     named = [(base, base), (adapter, adapter), (spoilt, base)]
-    lines = [["verify", str(each), "--against", str(run), "--with", "vllm", "--limit", "3"] for each, run in named]
+    lines = [["verify", str(path), "--against", str(run), "--with", "vllm", "--limit", "3"] for path, run in named]
     codes = []
     for line in lines:
         (done,) = run_verbs(line)
@@ -249,7 +247,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_inputs(
+def test_invalid_inputs_are_rejected(
     name: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -257,5 +255,5 @@ def test_wrong_inputs(
     (tmp_path / "empty").mkdir()
     arguments, message = WRONG[name]
     with pytest.raises(SystemExit) as ended:
-        main(["verify", *(each.replace("RUN", str(run)) for each in arguments)])
+        main(["verify", *(argument.replace("RUN", str(run)) for argument in arguments)])
     assert ended.value.code == 2 and message in capsys.readouterr().err

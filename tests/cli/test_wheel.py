@@ -1,4 +1,4 @@
-"""The built wheel, installed in an empty place: recipes and configs travel with it."""
+"""The built wheel in a fresh environment contains recipes and configs."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def tune(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The `tune` command of a fresh environment that has the wheel, and the dependencies of this one."""
+    """Return the `tune` command of a fresh environment with the wheel and this environment's dependencies."""
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(REPOSITORY)]
@@ -30,26 +30,26 @@ def tune(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(tune: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the installed command in `folder`, with nothing of this repository in its way."""
+    """Run the installed command in `folder`, isolated from this repository."""
     return subprocess.run(
         [tune, *arguments], cwd=folder, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, timeout=HANGS
     )
 
 
-def test_ls(tune: Path, tmp_path: Path) -> None:
+def test_wheel_lists_recipes(tune: Path, tmp_path: Path) -> None:
     assert "full_finetune.yaml" in run(tune, tmp_path, "ls").stdout
 
 
-def test_cp(tune: Path, tmp_path: Path) -> None:
+def test_wheel_copies_recipes(tune: Path, tmp_path: Path) -> None:
     assert run(tune, tmp_path, "cp", "full_finetune", "mine.py").returncode == 0
     copied, original = (tmp_path / "mine.py").read_text(), (REPOSITORY / "recipes" / "full_finetune.py").read_text()
     changed = [pair for pair in zip(copied.splitlines(), original.splitlines(), strict=True) if pair[0] != pair[1]]
-    assert all("mine" in ours and "full_finetune" in theirs for ours, theirs in changed)  # what it calls itself
+    assert all("mine" in ours and "full_finetune" in theirs for ours, theirs in changed)  # its own name
     assert (tmp_path / "mine.yaml").exists()
 
 
 @pytest.mark.slow
-def test_run_explains_what_is_missing_and_where_the_recipe_came_from(tune: Path, tmp_path: Path) -> None:
+def test_wheel_reports_missing_and_unknown_settings(tune: Path, tmp_path: Path) -> None:
     result = run(tune, tmp_path, "run", "full_finetune", "optimizer.lrr=1")
     assert result.returncode == 2
     assert "model.path" in result.stderr
@@ -57,7 +57,7 @@ def test_run_explains_what_is_missing_and_where_the_recipe_came_from(tune: Path,
     assert not list(tmp_path.iterdir())
 
 
-def test_a_copied_recipe_runs(tune: Path, tmp_path: Path) -> None:
+def test_copied_recipe_runs(tune: Path, tmp_path: Path) -> None:
     run(tune, tmp_path, "cp", "full_finetune", "mine.py")
     shown = run(tune, tmp_path, "run", "mine.py", "--help").stdout
     assert shown.startswith("Supervised fine-tuning of all parameters")

@@ -57,7 +57,7 @@ memory:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder: `default.yaml`, and the components it names in `parts.py`."""
+    """Prepare the current folder: `default.yaml`, and its components in `parts.py`."""
     (tmp_path / "parts.py").write_text(PARTS)
     (tmp_path / "default.yaml").write_text(DEFAULT)
     monkeypatch.chdir(tmp_path)

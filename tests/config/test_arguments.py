@@ -1,4 +1,4 @@
-"""A setting has the type of the argument that a recipe passes it as."""
+"""A setting takes its type from the argument that the recipe passes it as."""
 
 import sys
 from pathlib import Path
@@ -92,33 +92,33 @@ def types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return config.types_of_settings(tmp_path / "mine.py", config.read_file(tmp_path / "mine.yaml"))
 
 
-def test_each_way_to_pass_a_setting_on(types: dict[str, Any]) -> None:
+def test_settings_passed_in_every_way_are_checked(types: dict[str, Any]) -> None:
     wrong = {
         "device": "gpu",  # positional
-        "parallel.tp": 0,  # of a group that is spread
+        "parallel.tp": 0,  # from a group expanded with **
         "parallel.size": "many",
-        "depth": 0,  # of a dict that is spread
-        "options.project": 7,  # of a group with types of its own
+        "depth": 0,  # from a dict expanded with **
+        "options.project": 7,  # from a group with its own types
         "options.steps": 0,
-        "name": 2024,  # a method of what a function returns
+        "name": 2024,  # a method of a function's return value
         "share": 1.0,
         "size": 0,  # a method of a class; in a conditional expression
         "least": 0,
         "kind": "c",  # a function of the recipe itself
-        "weight": 1.0,  # of a component, by what instantiates it
-        "chunk": 0,  # that a component's argument refers to
+        "weight": 1.0,  # an argument of a component, through instantiate
+        "chunk": 0,  # referenced by a component's argument
     }
     assert {key: bool(mismatch(value, types[key])) for key, value in wrong.items()} == dict.fromkeys(wrong, True)
     assert not {"untyped", "lost", "many", "other", "never"} & types.keys()
 
 
-def test_what_cannot_be_read_has_no_types(tmp_path: Path) -> None:
+def test_unreadable_recipe_has_no_types(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def main(cfg:\n")
     assert config.types_of_settings(tmp_path / "mine.py", {}) == {}
     assert config.types_of_settings(tmp_path / "not_there.py", {}) == {}
 
 
-# Settings that a recipe does not pass on as they are: conditions, and numbers that it computes with itself.
+# Settings that a recipe does not pass on unchanged: conditions, and numbers that it computes with.
 OWN = {
     "from_scratch", "mask_truncated", "dynamic_sampling", "updates", "kl", "value_clip", "value_weight",
     "adapter", "export.merge", "parameter_groups.lr_ratios.^value",
@@ -126,7 +126,7 @@ OWN = {
 
 
 @pytest.mark.parametrize("recipe", slow_but(["full_finetune"], config.list_recipes()))
-def test_the_settings_of_recipes_have_types(recipe: str) -> None:
+def test_settings_of_recipes_have_types(recipe: str) -> None:
     values = config.read_file(config.find_config(recipe))
     types = config.types_of_settings(config.find_recipe(recipe), values)
     settings = dict(walk(values))
@@ -140,7 +140,7 @@ def test_the_settings_of_recipes_have_types(recipe: str) -> None:
     assert all(fits(settings[key], types[key]) for key in plain & types.keys() if settings[key] not in (None, "???"))
 
 
-def test_a_renamed_setting_keeps_its_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_renamed_setting_keeps_its_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     cli.main(["cp", "full_finetune", "mine.py"])
     for name in ("mine.py", "mine.yaml"):
@@ -148,8 +148,8 @@ def test_a_renamed_setting_keeps_its_type(tmp_path: Path, monkeypatch: pytest.Mo
         for key in ("max_steps", "max_seq_len", "parallel"):
             text = text.replace(f"cfg.{key}", f"cfg.my_{key}").replace(f"\n{key}:", f"\nmy_{key}:")
         Path(name).write_text(text)
-    given = ["model.path=m", "dataset.path=d", "my_max_steps=soon", "my_max_seq_len=0", "my_parallel.tp=0"]
-    problems = config.read("mine.yaml", given, recipe=Path("mine.py"))[1]
+    arguments = ["model.path=m", "dataset.path=d", "my_max_steps=soon", "my_max_seq_len=0", "my_parallel.tp=0"]
+    problems = config.read("mine.yaml", arguments, recipe=Path("mine.py"))[1]
     assert [problem.partition(":")[0] for problem in problems] == ["my_max_seq_len", "my_max_steps", "my_parallel.tp"]
 
 
@@ -204,13 +204,13 @@ def __getattr__(name):
 HEAD = "from tune import config\nfrom tune.config import instantiate\nimport parts\nfrom parts import *\n"
 
 
-def problems_of(tmp_path: Path, script: str, given: list[str], settings: str = "size: 1\nother: 1\n") -> list[str]:
-    """The problems of a run whose `main(cfg)` ends with `script`; what stands before it ends with ---."""
+def problems_of(tmp_path: Path, script: str, arguments: list[str], settings: str = "size: 1\nother: 1\n") -> list[str]:
+    """Return the problems of a run whose `main(cfg)` ends with `script`; any preamble before it ends with ---."""
     before, _, body = script.rpartition("---\n")
     lines = "".join(f"    {line}\n" for line in body.splitlines())
     (tmp_path / "own.py").write_text(f'{HEAD}{before}\n\n@config.entrypoint("own")\ndef main(cfg):\n{lines}')
     (tmp_path / "own.yaml").write_text(settings)
-    return config.read(str(tmp_path / "own.yaml"), given, recipe=tmp_path / "own.py")[1]
+    return config.read(str(tmp_path / "own.yaml"), arguments, recipe=tmp_path / "own.py")[1]
 
 
 @pytest.fixture
@@ -260,7 +260,7 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "parts.group(**cfg.lost)\nparts.group(cfg.lost)",
     ],
 )  # fmt: skip
-def test_what_is_right_is_not_refused(parts: Path, script: str) -> None:
+def test_valid_values_are_accepted(parts: Path, script: str) -> None:
     (parts / "broken.py").write_text("import sys\nsys.exit(3)")
     assert problems_of(parts, script, ["size=text"], "size: null\nother: 1\nlost: null\nmodel: {size: 1}\n") == []
 
@@ -280,12 +280,12 @@ def test_what_is_right_is_not_refused(parts: Path, script: str) -> None:
         "if cfg.other:\n    positive(cfg.size)",
     ],
 )
-def test_what_is_wrong_is_refused(parts: Path, script: str) -> None:
+def test_invalid_values_are_rejected(parts: Path, script: str) -> None:
     problems = problems_of(parts, script, ["size=text"], "size: null\nother: 1\n")
-    assert [each.partition(":")[0] for each in problems] == ["size"]
+    assert [problem.partition(":")[0] for problem in problems] == ["size"]
 
 
-def test_a_setting_may_be_off(parts: Path) -> None:
+def test_setting_may_be_off(parts: Path) -> None:
     script = "if cfg.size:\n    positive(cfg.size)"
     assert problems_of(parts, script, [], "size: false\n") == []
     assert problems_of(parts, script, ["size=3"], "size: false\n") == []
@@ -294,16 +294,16 @@ def test_a_setting_may_be_off(parts: Path) -> None:
     assert problems_of(parts, "parts.usual(cfg.size)", ["size=null"]) == []
 
 
-def test_types_are_those_of_the_components_of_the_run(parts: Path) -> None:
+def test_types_come_from_the_components_of_the_run(parts: Path) -> None:
     settings = "weight: 1\nchunk: 1\nloss: {_component_: parts.Loss, chunk: '${chunk}'}\n"
     script = "loss = instantiate(cfg.loss, weight=cfg.weight)"
     assert len(problems_of(parts, script, ["weight=text", "chunk=text"], settings)) == 2
-    given = ["loss._component_=parts.Other", "weight=text", "chunk=text"]
-    assert problems_of(parts, script, given, settings.replace(": 1", ": null")) == []
+    arguments = ["loss._component_=parts.Other", "weight=text", "chunk=text"]
+    assert problems_of(parts, script, arguments, settings.replace(": 1", ": null")) == []
     assert problems_of(parts, "parts.describe(cfg.loss, cfg.weight)", ["weight=0"], settings)
 
 
-def test_nothing_is_imported_that_gets_no_setting(parts: Path) -> None:
+def test_modules_without_settings_are_not_imported(parts: Path) -> None:
     (parts / "noisy.py").write_text("raise SystemExit('imported')")
     (parts / "own_parts.py").write_text("open('imported', 'a').write('x'); 1 / 0")
     script = "import noisy, own_parts\nnoisy.run(cfg.other + 1)\nown_parts.run(1)"

@@ -18,7 +18,7 @@ def full_finetune(*arguments: str) -> list[str]:
     return findings("model.path=m", "dataset.path=d", *arguments, default="full_finetune")
 
 
-def test_everything_wrong_is_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     with pytest.raises(TuneError) as caught:
         load("full_finetune", ["model.path=m", "optimizer.lrr=1", "dtype=fp8"])
     assert str(caught.value) == (
@@ -46,7 +46,7 @@ def test_everything_wrong_is_told_at_once() -> None:
         ("dataset.max_seq_len=3", "dataset.max_seq_len: is given by the recipe itself, not in the configuration."),
     ],
 )
-def test_an_unknown_key(argument: str, finding: str) -> None:
+def test_unknown_key_gets_a_suggestion(argument: str, finding: str) -> None:
     assert full_finetune(argument) == [finding]
 
 
@@ -110,17 +110,17 @@ def test_an_unknown_key(argument: str, finding: str) -> None:
         ("max_steps.x=1", "max_steps: {'x': 1} is not a positive integer or null."),
     ],
 )
-def test_a_wrong_value(argument: str, finding: str) -> None:
-    (found,) = full_finetune(argument)
-    assert found.startswith(finding)
+def test_invalid_value_is_reported(argument: str, finding: str) -> None:
+    (problem,) = full_finetune(argument)
+    assert problem.startswith(finding)
 
 
-def test_a_component_in_place_of_its_group() -> None:
-    (found,) = full_finetune("loss=tune.losses.linearCrossEntropy")
-    assert "loss._component_=tune.losses.linearCrossEntropy" in found and "'LinearCrossEntropy'?" in found
+def test_component_given_in_place_of_its_group() -> None:
+    (problem,) = full_finetune("loss=tune.losses.linearCrossEntropy")
+    assert "loss._component_=tune.losses.linearCrossEntropy" in problem and "'LinearCrossEntropy'?" in problem
 
 
-def test_a_value_that_comes_from_another_setting_is_checked_too() -> None:
+def test_value_interpolated_from_another_setting_is_checked() -> None:
     problems = full_finetune("memory.loss_chunk_tokens=0")
     assert [problem.partition(":")[0] for problem in problems] == ["loss.chunk_tokens", "memory.loss_chunk_tokens"]
 
@@ -142,18 +142,18 @@ def test_a_value_that_comes_from_another_setting_is_checked_too() -> None:
         ("torch.optim.adamw", "'torch.optim.adamw' is a module, not a function or class."),
     ],
 )
-def test_a_component_that_does_not_exist(component: str, finding: str) -> None:
+def test_component_that_does_not_exist(component: str, finding: str) -> None:
     assert full_finetune(f"optimizer._component_={component}") == [f"optimizer._component_: {finding}"]
 
 
-def test_what_brings_an_optimizer_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_optimizer_package_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao", None)
     assert full_finetune("optimizer._component_=torchao.optim.AdamW8bit") == [
         "optimizer._component_: there is no module 'torchao'. It comes with: pip install 'tune-recipes[torchao]'"
     ]
 
 
-def test_settings_of_a_default_without_declared_types_keep_the_type_of_their_default(folder: Path) -> None:
+def test_untyped_settings_keep_the_type_of_their_default(folder: Path) -> None:
     assert findings("name=run", "threshold=high", "tags=a") == [
         "threshold: 'high' is not a number.",
         "tags: 'a' is not a list. Write it as one: [a].",
@@ -161,21 +161,21 @@ def test_settings_of_a_default_without_declared_types_keep_the_type_of_their_def
     assert load("default.yaml", ["name=run", "threshold=1", "note=[1]"]).note == [1]
 
 
-def test_an_interpolation_that_leads_nowhere(folder: Path) -> None:
+def test_unresolved_interpolation_is_reported(folder: Path) -> None:
     assert findings("name=run", "note=${nam}") == ["note: Interpolation key 'nam' not found."]
     assert findings("name=run", "part.name=${part.lrr}") == ["part.name: Interpolation key 'part.lrr' not found."]
     assert findings("name=run", "tags=['${nam}']") == ["tags: Interpolation key 'nam' not found."]
 
 
-def test_interpolations_that_lead_in_a_circle(folder: Path) -> None:
+def test_circular_interpolations_are_reported(folder: Path) -> None:
     assert len(findings("name=${note}", "note=${name}")) == 3
 
 
-def test_a_missing_value_is_told_once_though_others_refer_to_it(folder: Path) -> None:
+def test_missing_value_is_reported_once_despite_references(folder: Path) -> None:
     assert findings() == ["name: is missing. Give it on the command line: name=..."]
 
 
-def test_the_file_of_a_mistake_is_named(folder: Path) -> None:
+def test_problems_name_their_file(folder: Path) -> None:
     (folder / "mine.yaml").write_text("name: run\nepochs: many\nepoch: 2\nmemory.cpu_offload: true\npart: {lrr: 1}\n")
     assert findings("--config", "mine.yaml") == [
         "epoch: is not a setting. Did you mean 'epochs'? (mine.yaml)",
@@ -185,7 +185,7 @@ def test_the_file_of_a_mistake_is_named(folder: Path) -> None:
     ]
 
 
-def test_another_component_inherits_only_what_it_takes(folder: Path) -> None:
+def test_another_component_inherits_only_arguments_it_takes(folder: Path) -> None:
     cfg = load("default.yaml", ["name=run", "part._component_=parts.Rising", "part.growth=0.1"])
     assert cfg.part == {"_component_": "parts.Rising", "lr": 0.1, "growth": 0.1}
 
@@ -242,9 +242,9 @@ def test_optimizers_can_be_exchanged_by_name(recipe: str, component: str, inheri
         ),
     ],
 )
-def test_settings_that_do_not_go_together(arguments: list[str], finding: str) -> None:
-    (found,) = full_finetune(*arguments)
-    assert found.startswith(finding)
+def test_conflicting_settings_are_reported(arguments: list[str], finding: str) -> None:
+    (problem,) = full_finetune(*arguments)
+    assert problem.startswith(finding)
 
 
 @pytest.mark.parametrize(
@@ -263,56 +263,58 @@ def test_settings_that_do_not_go_together(arguments: list[str], finding: str) ->
         (["quantization.weights=nf4"], "quantization.weights: "),
     ],
 )
-def test_settings_that_do_not_go_with_stages(arguments: list[str], finding: str) -> None:
-    (found,) = findings("model.path=m", "dataset.path=d", "parallel.pp=2", *arguments, default="pipeline_finetune")
-    assert found.startswith(finding)
+def test_settings_that_conflict_with_pipeline_stages(arguments: list[str], finding: str) -> None:
+    (problem,) = findings("model.path=m", "dataset.path=d", "parallel.pp=2", *arguments, default="pipeline_finetune")
+    assert problem.startswith(finding)
 
 
-def test_settings_of_a_wrong_kind_have_no_say_in_what_goes_together() -> None:
+def test_invalid_settings_cause_no_conflict_messages() -> None:
     counts = "parallel.tp", "max_grad_norm", "evaluate.every", "checkpointer.patience"
     others = [
         "quantization.float8=rowwise",
         "evaluate.tasks=[]",
         "loss._component_=no.no",
     ]
-    found = full_finetune(*(f"{key}=two" for key in counts), *others)
-    assert sorted(each.partition(":")[0] for each in found) == sorted([*counts, "loss._component_"])
-    found = findings(
+    problems = full_finetune(*(f"{key}=two" for key in counts), *others)
+    assert sorted(problem.partition(":")[0] for problem in problems) == sorted([*counts, "loss._component_"])
+    problems = findings(
         "model.path=m", "dataset.path=d", "loss._component_=no.no", "reference=adapter_off", default="grpo"
     )
-    assert [each.partition(":")[0] for each in found] == ["reward", "loss._component_", "reference"]
+    assert [problem.partition(":")[0] for problem in problems] == ["reward", "loss._component_", "reference"]
 
 
-def test_an_environment_is_named_by_its_path_alone() -> None:
-    given = "model.path=m", "dataset.path=d"
-    (found,) = findings(*given, "reward=builtins.len", "environment._component_=my.Game", default="grpo")
-    assert found.startswith("environment: {'_component_': 'my.Game'} is not a string.")
-    (found,) = findings(*given, "reward=null", default="grpo")
-    assert found.startswith("reward: null ") and "environment" in found
-    problems = findings(*given, "reward=null", default="ppo_finetune")
+def test_environment_must_be_a_dotted_path() -> None:
+    required = "model.path=m", "dataset.path=d"
+    (message,) = findings(*required, "reward=builtins.len", "environment._component_=my.Game", default="grpo")
+    assert message.startswith("environment: {'_component_': 'my.Game'} is not a string.")
+    (message,) = findings(*required, "reward=null", default="grpo")
+    assert message.startswith("reward: null ") and "environment" in message
+    problems = findings(*required, "reward=null", default="ppo_finetune")
     assert any(problem.startswith("reward: null") and "environment" not in problem for problem in problems)
 
 
-def test_a_wrong_setting_that_others_take_is_told_once() -> None:
+def test_invalid_setting_with_references_is_reported_once() -> None:
     assert findings("model.path=", "dataset.path=d", default="full_finetune") == ["model.path: null is not a string."]
 
 
-def test_stages_of_other_recipes_and_dropout_that_is_recomputed() -> None:
+def test_pipeline_settings_of_other_recipes_and_recomputed_dropout() -> None:
     paths = ["model.path=m", "dataset.path=d", "parallel.pp=2"]
     others = "It is one of pipeline_finetune: use that recipe, or leave it out (a copy: add it)."
     for recipe in ("full_finetune", "lora_finetune", "preference_finetune"):
-        found = findings(*paths, "parallel.pp_schedule=gpipe", "parallel.pp_virtual=2", default=recipe)
-        assert found == [f"parallel.{key}: is not a setting. {others}" for key in ("pp", "pp_schedule", "pp_virtual")]
+        problems = findings(*paths, "parallel.pp_schedule=gpipe", "parallel.pp_virtual=2", default=recipe)
+        assert problems == [
+            f"parallel.{key}: is not a setting. {others}" for key in ("pp", "pp_schedule", "pp_virtual")
+        ]
     recomputed = ["adapter.dropout=0.1", "memory.activation_checkpointing=selective"]
     assert load("pipeline_finetune", [*paths, *recomputed]).adapter.dropout == 0.1
-    (found,) = findings(*paths, *recomputed, "compile=true", default="pipeline_finetune")
-    assert found.startswith("adapter.dropout: with parallel.pp=2")
+    (problem,) = findings(*paths, *recomputed, "compile=true", default="pipeline_finetune")
+    assert problem.startswith("adapter.dropout: with parallel.pp=2")
     twice = ["parallel.pp_schedule=zero_bubble", "memory.activation_checkpointing=selective", "compile=true"]
-    found = findings(*paths, *twice, default="pipeline_finetune")
-    assert ["parallel.pp_schedule=zero_bubble" in each for each in found] == [True, True]
+    problems = findings(*paths, *twice, default="pipeline_finetune")
+    assert ["parallel.pp_schedule=zero_bubble" in problem for problem in problems] == [True, True]
 
 
-def test_selective_checkpointing_is_offloaded_from_compiled_blocks() -> None:
+def test_selective_checkpointing_can_offload_from_compiled_blocks() -> None:
     memory = ["memory.activation_offload=true", "memory.activation_checkpointing=selective"]
     assert load("full_finetune", ["model.path=m", "dataset.path=d", *memory, "compile=true"]).compile
 
@@ -340,9 +342,9 @@ HELD_OUT = "{chats: {path: c, validation_fraction: 0.1}, code: {path: d}}"
     ],
 )
 @pytest.mark.parametrize("recipe", ["full_finetune", "lora_finetune"])
-def test_rows_held_out_beside_a_validation_dataset(recipe: str, arguments: list[str], key: str) -> None:
-    (found,) = findings("model.path=m", *arguments, default=recipe)
-    assert found.startswith(f"{key}.validation_fraction: ")
+def test_held_out_rows_conflict_with_a_validation_dataset(recipe: str, arguments: list[str], key: str) -> None:
+    (problem,) = findings("model.path=m", *arguments, default=recipe)
+    assert problem.startswith(f"{key}.validation_fraction: ")
 
 
 @pytest.mark.parametrize(
@@ -357,30 +359,30 @@ def test_rows_held_out_or_a_validation_dataset(arguments: list[str]) -> None:
     assert load("full_finetune", ["model.path=m", *arguments]).dataset
 
 
-def test_arguments_given_with_another_component_are_strict(folder: Path) -> None:
+def test_explicit_arguments_of_another_component_are_checked_strictly(folder: Path) -> None:
     assert findings("name=run", "part._component_=parts.Rising", "part.name=x", "part.growth=1") == [
         "part.name: Rising has no argument 'name'. Did you mean 'name'?",
         "part.growth: 1 is not a number from 0 to below 1.",
     ]
 
 
-def test_a_file_that_names_the_component_of_the_default_changes_nothing(folder: Path) -> None:
+def test_file_naming_the_default_component_changes_nothing(folder: Path) -> None:
     (folder / "mine.yaml").write_text("name: run\npart: {_component_: parts.Steady}\n")
     assert load("default.yaml", ["--config", "mine.yaml"]).part.lr == 0.1
 
 
-def test_a_component_on_the_command_line_drops_what_a_file_gave_to_its_predecessor(folder: Path) -> None:
+def test_component_on_the_command_line_drops_arguments_from_a_file(folder: Path) -> None:
     (folder / "mine.yaml").write_text("name: run\npart: {_component_: parts.Rising, growth: 0.1}\n")
     cfg = load("default.yaml", ["--config", "mine.yaml", "part._component_=parts.Steady"])
     assert cfg.part == {"_component_": "parts.Steady", "lr": 0.1, "name": "run"}
 
 
-def test_a_component_may_take_anything(folder: Path) -> None:
+def test_component_may_take_any_arguments(folder: Path) -> None:
     cfg = load("default.yaml", ["name=run", "part._component_=parts.anything", "part.new.deep=1"])
     assert cfg.part == {"_component_": "parts.anything", "lr": 0.1, "name": "run", "new": {"deep": 1}}
 
 
-def test_a_component_may_stand_where_the_default_has_null(folder: Path) -> None:
+def test_component_may_replace_a_null_default(folder: Path) -> None:
     cfg = load("default.yaml", ["name=run", "note._component_=parts.Writer", "note.folder=out"])
     assert cfg.note.folder == "out"
     assert findings("name=run", "note._component_=parts.Writer", "note.every=0", "note.fold=out") == [
@@ -389,12 +391,12 @@ def test_a_component_may_stand_where_the_default_has_null(folder: Path) -> None:
     ]
 
 
-def test_the_null_of_the_default_may_be_given_again() -> None:
+def test_null_default_may_be_repeated() -> None:
     arguments = ["model.path=m", "dataset.path=d", "validation_dataset.path=null", "max_steps=null"]
     assert load("full_finetune", arguments).validation_dataset.path is None
 
 
-def test_without_imports_keys_are_told_and_values_are_not_looked_at() -> None:
+def test_without_imports_keys_are_checked_but_not_values() -> None:
     arguments = [
         "lr=1",
         "seed=many",
@@ -411,8 +413,8 @@ def test_without_imports_keys_are_told_and_values_are_not_looked_at() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["full_finetune", "lora_finetune"])
-def test_without_imports_nothing_is_wrong_that_is_right_with_them(recipe: str) -> None:
-    """Arguments that another component may not take are left in place, and so may be missing or null."""
+def test_checks_without_imports_accept_valid_settings(recipe: str) -> None:
+    """Arguments that another component may not take stay in place, so they may be missing or null."""
     sources = "{a: {path: a, validation_fraction: 0.1}}"
     mixes = [
         *("dataset._component_=tune.datasets.mix", f"dataset.sources={sources}", "validate_every=1"),
@@ -423,18 +425,18 @@ def test_without_imports_nothing_is_wrong_that_is_right_with_them(recipe: str) -
         assert not read(recipe, ["model.path=m", *arguments], imports=False)[1]
 
 
-def test_no_setting_takes_a_number_that_is_not_finite(folder: Path) -> None:
+def test_settings_reject_nonfinite_numbers(folder: Path) -> None:
     for value in (".nan", ".inf", "-.inf", "1e400"):
         for key in ("threshold", "part.lr", "note", "tags", "writer.every"):
-            given = f"{key}=[{value}]" if key in ("note", "tags") else f"{key}={value}"
-            (found,) = findings("name=run", given)
-            assert found.startswith(f"{key}: ")
+            argument = f"{key}=[{value}]" if key in ("note", "tags") else f"{key}={value}"
+            (problem,) = findings("name=run", argument)
+            assert problem.startswith(f"{key}: ")
 
 
 @pytest.mark.parametrize("component", ["torchao.optim.AdamW8bit", "tune.optimizers.Muon", "torch.optim.AdamW"])
-def test_advice_for_one_beta_is_right_itself(component: str) -> None:
-    (found,) = full_finetune(f"optimizer._component_={component}", "optimizer.betas=0.9")
-    assert found.startswith("optimizer.betas: 0.9 ") and "[0.9]" not in found
+def test_advice_for_a_single_beta_is_valid(component: str) -> None:
+    (problem,) = full_finetune(f"optimizer._component_={component}", "optimizer.betas=0.9")
+    assert problem.startswith("optimizer.betas: 0.9 ") and "[0.9]" not in problem
 
 
 @pytest.mark.parametrize("value", ["0.5", "1.5", "3.0", "2", "1e-3"])
@@ -443,10 +445,10 @@ def test_epochs_may_be_fractions(value: str) -> None:
     assert load("grpo", ["model.path=m", "dataset.path=d", "reward=builtins.len", f"epochs={value}"])
 
 
-def test_wrong_settings_are_returned_as_their_defaults() -> None:
+def test_invalid_settings_are_returned_as_their_defaults() -> None:
     wrong = ["max_steps=-1", "optimizer._component_=no.no", "optimizer.lr=1", "parallel.cp=${nope}", "compile={a: 1}"]
     cfg, problems = read("full_finetune", ["model.path=null", "dataset.path=d", *wrong])
-    assert {each.partition(":")[0] for each in problems} == {
+    assert {problem.partition(":")[0] for problem in problems} == {
         "max_steps", "optimizer._component_", "parallel.cp", "compile", "model.path",
     }  # fmt: skip
     default = load("full_finetune", ["model.path=m", "dataset.path=d"])
@@ -461,12 +463,12 @@ def test_wrong_settings_are_returned_as_their_defaults() -> None:
     "text",
     [b"a: " + b"[" * 3000 + b"]" * 3000, b"seed: \x00", b"\xff\xfe", b"- 1", b"seed:\n\t1", b"null: 1", b"a: &a [*a]"],
 )
-def test_a_file_that_cannot_be_read_is_named(text: bytes, folder: Path) -> None:
+def test_unreadable_file_is_named(text: bytes, folder: Path) -> None:
     (folder / "mine.yaml").write_bytes(text)
     with pytest.raises(TuneError, match=r"mine\.yaml"):
         load("default.yaml", ["--config", "mine.yaml", "name=run"])
 
 
-def test_a_config_whose_name_no_file_can_have(folder: Path) -> None:
+def test_config_name_that_no_file_can_have(folder: Path) -> None:
     with pytest.raises(TuneError, match="there is no config"):
         load("default.yaml", ["--config", "x" * 300])

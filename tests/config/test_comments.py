@@ -1,4 +1,4 @@
-"""The configs say of every setting what it does."""
+"""Configs explain every setting."""
 
 import re
 from pathlib import Path

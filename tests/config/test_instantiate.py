@@ -9,7 +9,7 @@ from tune.config.instantiate import instantiate_weighted
 from tune.errors import TuneError
 
 
-def test_a_component_gets_positional_and_named_arguments(folder: Path) -> None:
+def test_component_gets_positional_and_named_arguments(folder: Path) -> None:
     node = OmegaConf.create(
         {"base": 2, "part": {"_component_": "parts.Rising", "lr": "${base}", "layers": [1, 2]}}
     ).part
@@ -19,11 +19,11 @@ def test_a_component_gets_positional_and_named_arguments(folder: Path) -> None:
     assert "_component_" in node
 
 
-def test_a_plain_dict_will_do(folder: Path) -> None:
+def test_plain_dict_is_accepted(folder: Path) -> None:
     assert instantiate({"_component_": "parts.anything", "a": {"b": 1}}) == {"a": {"b": 1}}
 
 
-def test_a_key_that_is_a_python_keyword(folder: Path) -> None:
+def test_key_that_is_a_python_keyword(folder: Path) -> None:
     assert instantiate({"_component_": "parts.Writer", "folder": "x", "async": True}).async_ is True
 
 
@@ -41,19 +41,19 @@ def test_a_key_that_is_a_python_keyword(folder: Path) -> None:
         ({"_component_": "parts.Writer", "folder": "x", "name": 1}, "got an unexpected keyword argument 'name'"),
     ],
 )
-def test_a_mistake(folder: Path, node: dict[str, object], message: str) -> None:
+def test_invalid_component_is_reported(folder: Path, node: dict[str, object], message: str) -> None:
     with pytest.raises(TuneError) as caught:
         instantiate(node)
     assert message in str(caught.value)
 
 
-def test_the_key_of_a_component_that_lacks_an_argument(folder: Path) -> None:
+def test_missing_argument_names_the_key_of_the_component(folder: Path) -> None:
     cfg = OmegaConf.create({"optimizer": {"_component_": "parts.Steady"}})
     with pytest.raises(TuneError, match=r"^optimizer: invalid arguments for parts\.Steady: missing"):
         instantiate(cfg.optimizer)
 
 
-def test_an_argument_that_the_recipe_gives_too(folder: Path) -> None:
+def test_argument_that_the_recipe_also_passes(folder: Path) -> None:
     with pytest.raises(TuneError, match=r"^folder: the recipe passes this argument to parts\.Writer"):
         instantiate({"_component_": "parts.Writer", "folder": "x"}, folder="y")
 
@@ -65,13 +65,13 @@ def test_an_argument_that_the_recipe_gives_too(folder: Path) -> None:
         ({"_component_": "torch.optim.LBFGS"}, "LBFGS doesn't support per-parameter options"),
     ],
 )
-def test_what_torch_does_not_take_is_the_users_mistake(arguments: dict[str, object], message: str) -> None:
+def test_values_that_torch_rejects_are_user_errors(arguments: dict[str, object], message: str) -> None:
     groups = [{"params": [torch.zeros(1)]}, {"params": [torch.ones(1)]}]
     with pytest.raises(TuneError, match=f"{arguments['_component_']} refuses these arguments: {message}"):
         instantiate(arguments, groups)
 
 
-def test_errors_inside_a_component_are_its_own(folder: Path) -> None:
+def test_errors_inside_a_component_propagate(folder: Path) -> None:
     (folder / "failing.py").write_text(
         "def fail():\n    raise TypeError('mine')\ndef lack():\n    import nowhere_at_all\n"
     )
@@ -81,21 +81,21 @@ def test_errors_inside_a_component_are_its_own(folder: Path) -> None:
         instantiate({"_component_": "failing.lack"})
 
 
-def test_what_a_component_finds_wrong_is_said_with_its_place() -> None:
+def test_errors_of_a_component_name_its_key() -> None:
     cfg = OmegaConf.create({"part": {"_component_": "tune.config.find_config", "name": "zzz"}})
     with pytest.raises(TuneError, match=r"^part: .*zzz"):
         instantiate(cfg.part)
-    for key in ("value", "reference"):  # what is wrong with an argument: its own key, whatever the model is for
+    for key in ("value", "reference"):  # an invalid argument: the error names its own key, whatever the model is for
         cfg = OmegaConf.create({key: {"_component_": "tune.models.build", "path": "zzz"}})
         with pytest.raises(TuneError, match=f"^{key}.path: zzz does not exist"):
             instantiate(cfg[key])
 
 
-def test_null_is_no_function():
+def test_null_is_not_a_function():
     assert instantiate_weighted(None) == []
 
 
-def test_an_argument_that_a_reward_does_not_have(folder: Path) -> None:
+def test_unknown_argument_of_a_reward(folder: Path) -> None:
     with pytest.raises(
         TuneError, match=r"^reward: invalid arguments for Writer: got an unexpected keyword argument 'x'$"
     ):

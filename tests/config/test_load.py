@@ -13,7 +13,7 @@ def failure(*arguments: str, default: str = "default.yaml") -> str:
     return str(caught.value)
 
 
-def test_the_default_alone(folder: Path) -> None:
+def test_default_config(folder: Path) -> None:
     cfg = load("default.yaml", ["name=run"])
     assert cfg.epochs == 1
     assert cfg.part == {"_component_": "parts.Steady", "lr": 0.1, "name": "run"}
@@ -33,11 +33,11 @@ def test_the_default_alone(folder: Path) -> None:
         ("threshold=2", "threshold", 2),
     ],
 )
-def test_an_override(folder: Path, override: str, key: str, value: object) -> None:
+def test_override_on_the_command_line(folder: Path, override: str, key: str, value: object) -> None:
     assert OmegaConf.select(load("default.yaml", ["name=run", override]), key) == value
 
 
-def test_overrides_win_over_files_and_later_files_over_earlier_ones(folder: Path) -> None:
+def test_overrides_beat_files_and_later_files_beat_earlier_ones(folder: Path) -> None:
     (folder / "one.yaml").write_text("name: one\nepochs: 1\nmemory: {loss_chunk_tokens: 1}\n")
     (folder / "two.yaml").write_text("name: two\nepochs: 2\n")
     cfg = load("default.yaml", ["epochs=3", "--config", "one.yaml", "--config=two.yaml"])
@@ -56,7 +56,7 @@ def test_overrides_win_over_files_and_later_files_over_earlier_ones(folder: Path
         ("name=${", "name: '${' has a ${ that names no other setting"),
     ],
 )
-def test_an_argument_that_is_none(folder: Path, argument: str, message: str) -> None:
+def test_malformed_argument_is_rejected(folder: Path, argument: str, message: str) -> None:
     assert message in failure("name=run", argument)
 
 
@@ -72,8 +72,8 @@ def test_an_argument_that_is_none(folder: Path, argument: str, message: str) -> 
         (["loss=tune.losses.IPO", "loss.beta=1"], "loss: is given as 'tune.losses.IPO' and by its keys (beta)"),
     ],
 )
-def test_a_value_and_keys_of_one_setting(arguments: list[str], message: str) -> None:
-    """None of them replaces the others silently."""
+def test_value_and_keys_of_one_setting_conflict(arguments: list[str], message: str) -> None:
+    """Neither replaces the other silently."""
     for order in (arguments, [*arguments, "seed=3"]):
         assert message in failure("model.path=m", "dataset.path=d", *order, default="grpo")
     together = ["reward._component_=my.Judge", "reward.path=x", "adapter=null", "adapter.rank=4"]
@@ -94,17 +94,17 @@ def test_a_value_and_keys_of_one_setting(arguments: list[str], message: str) -> 
         ("name: \x00", "mine.yaml: cannot be read: unacceptable character"),
     ],
 )
-def test_a_file_that_cannot_be_read(folder: Path, text: str, message: str) -> None:
+def test_invalid_file_is_rejected(folder: Path, text: str, message: str) -> None:
     (folder / "mine.yaml").write_text(text)
     assert message in failure("--config", "mine.yaml")
 
 
-def test_a_file_that_is_not_text(folder: Path) -> None:
+def test_binary_file_is_rejected(folder: Path) -> None:
     (folder / "mine.yaml").write_bytes(b"\xff\xfe\x80model")
     assert "mine.yaml: cannot be read: 'utf-8' codec can't decode" in failure("--config", "mine.yaml")
 
 
-def test_a_file_that_is_not_there(folder: Path) -> None:
+def test_missing_file_is_rejected(folder: Path) -> None:
     assert "there is no config 'sub/mine.yaml'" in failure("--config", "sub/mine.yaml")
     assert "there is no config 'full_finetun'" in failure("--config", "full_finetun")
     assert "Did you mean 'full_finetune'?" in failure("--config", "full_finetun")
@@ -134,7 +134,7 @@ def test_secrets_are_not_saved(folder: Path) -> None:
     }
 
 
-def test_the_defaults_of_full_finetune(tmp_path: Path) -> None:
+def test_defaults_of_full_finetune(tmp_path: Path) -> None:
     cfg = load(
         "full_finetune", ["model.path=model", "dataset.path=data.jsonl", "optimizer._component_=torch.optim.SGD"]
     )

@@ -7,13 +7,13 @@ from tune.config import find_config, find_recipe, list_configs, list_recipes
 from tune.errors import TuneError
 
 
-def test_what_travels_with_the_library() -> None:
+def test_packaged_recipes_and_configs() -> None:
     assert "full_finetune" in list_configs()
     assert find_config("full_finetune") == find_config("full_finetune.yaml")
     assert find_config("full_finetune").read_text().startswith("# Defaults of recipes/full_finetune.py")
 
 
-def test_in_a_wheel_they_are_inside_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipes_are_inside_the_package_in_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for file in ("_recipes/mine.py", "_recipes/_shared.py", "_configs/mine.yaml", "_configs/preset.yaml"):
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).touch()
@@ -24,7 +24,7 @@ def test_in_a_wheel_they_are_inside_the_package(tmp_path: Path, monkeypatch: pyt
         find_recipe("mien")
 
 
-def test_a_file_of_the_user_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_file_takes_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full_finetune.yaml").touch()
     assert find_config("full_finetune.yaml") == Path("full_finetune.yaml")

@@ -7,7 +7,7 @@ from tune.config.signature import Signature, signature_of
 from tune.types import fits, mismatch
 
 
-def test_types_are_those_that_yaml_can_express() -> None:
+def test_only_types_that_yaml_can_express() -> None:
     kinds = kinds_of("torch.optim.AdamW")
     assert mismatch("x", kinds["lr"]) == "'x' is not a number from 0 to 100."
     assert mismatch([1], kinds["betas"]) == "in [1], 1 is not a number from 0 to below 1."
@@ -110,15 +110,15 @@ def test_every_kind_of_annotation() -> None:
         ("reexport.inner.load", {"path": True}),
     ],
 )
-def test_a_component_is_found_where_it_is_defined(path: str, required: dict[str, bool] | None) -> None:
+def test_component_is_found_where_it_is_defined(path: str, required: dict[str, bool] | None) -> None:
     parameters = signature_of(path).parameters
     if required is None:
         assert parameters.keys() == signature_of("shapes.build").parameters.keys()
     else:
-        assert {name: each.default is each.empty for name, each in parameters.items()} == required
+        assert {name: parameter.default is parameter.empty for name, parameter in parameters.items()} == required
 
 
-def test_components_that_are_made_when_their_module_is_imported(folder: Path) -> None:
+def test_components_created_at_import(folder: Path) -> None:
     (folder / "dynamic.py").write_text(
         "from functools import partial\n"
         "def power(base: float, exponent: int): ...\n"
@@ -138,14 +138,14 @@ def test_components_that_are_made_when_their_module_is_imported(folder: Path) ->
     assert signature_of("builtins.dict").accepts_any
 
 
-def test_mistakes_in_a_users_module(folder: Path) -> None:
+def test_errors_in_a_user_module(folder: Path) -> None:
     (folder / "broken.py").write_text("def fine(): ...\ndef broken(:\n")
     assert "broken.py:2: invalid syntax" in signature_of("broken.fine").problem
     (folder / "needy.py").write_text("import nowhere_at_all\nfrom nowhere_at_all import thing\n")
     assert "needy.thing: there is no module 'nowhere_at_all'" in signature_of("needy.thing").problem
 
 
-def test_an_annotation_that_only_a_type_checker_can_read(folder: Path) -> None:
+def test_annotation_only_for_type_checkers(folder: Path) -> None:
     (folder / "checked.py").write_text("def build(a: 'NotImported', b: int = 1): ...\n")
     kinds = kinds_of("checked.build")
     assert fits("x", kinds["a"]) and not fits("x", kinds["b"])

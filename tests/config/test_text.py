@@ -1,4 +1,4 @@
-"""A name is text, whatever YAML would make of it."""
+"""A name is text, however YAML would parse it."""
 
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,12 @@ NAMES = [
     "2024", "1_000", "0x10", "1e5", "1.5", "-1", "-x", "--out", "true", "no", "on", "null.", "ünï-日本", "!x", "&x",
     "*x", "@x", "%x", "`x`", "|", ">", "?", "- x", "it's", "x'", '"a" and "b"', "a\\b", "a\tb", "$x", "~",
 ]  # fmt: skip
-NO_NAMES = ("environment", "reward", "score", "adapter.target_modules")  # of functions and of modules, or lists
+NO_NAMES = ("environment", "reward", "score", "adapter.target_modules")  # names of functions and modules, or lists
 GIVEN = {"model.path": "m", "dataset.path": "d", "teacher.path": "t", "reward": "len"}
 
 
 def kind_of(values: dict[str, Any], types: dict[str, Any], key: str) -> Any:
-    """The type of a setting, by what a recipe's YAML and its components say."""
+    """Return the type of a setting from a recipe's YAML and its components."""
     group, _, name = key.rpartition(".")
     node = OmegaConf.select(OmegaConf.create(values), group) if group else values
     if COMPONENT in node and name != COMPONENT:
@@ -42,22 +42,22 @@ def text_settings(recipe: str) -> list[str]:
 
 
 @pytest.mark.parametrize("recipe", slow_but(config.list_recipes()[::4], config.list_recipes()))
-def test_every_setting_that_takes_text_takes_any_name(recipe: str, tmp_path: Path) -> None:
+def test_text_settings_take_any_name(recipe: str, tmp_path: Path) -> None:
     keys = [key for key in text_settings(recipe) if key not in NO_NAMES]
     assert {"model.path", "out" if recipe == "evaluate" else "output_dir"} <= {*keys}
     required = config.read_file(config.find_config(recipe))
-    given = {key: text for key, text in GIVEN.items() if "???" in str(dict(walk(required)).get(key))}
+    required_names = {key: text for key, text in GIVEN.items() if "???" in str(dict(walk(required)).get(key))}
     for start in range(0, len(NAMES), len(keys)):
         names = {key: NAMES[(start + place) % len(NAMES)] for place, key in enumerate(keys)}
-        cfg, findings = config.read(recipe, [f"{key}={text}" for key, text in (given | names).items()])
+        cfg, findings = config.read(recipe, [f"{key}={text}" for key, text in (required_names | names).items()])
         assert {key: OmegaConf.select(cfg, key) for key in keys} == names, findings
-        OmegaConf.save(cfg, tmp_path / "config.yaml")  # what a run folder has reproduces it
+        OmegaConf.save(cfg, tmp_path / "config.yaml")  # the config of a run folder reproduces it
         again, _ = config.read(recipe, ["--config", str(tmp_path / "config.yaml")])
         assert {key: OmegaConf.select(again, key) for key in keys} == names
 
 
 @pytest.mark.parametrize("written", ["2024", "007", "12:30", "1e5", "0x10", "yes", "1_000"])
-def test_a_name_in_a_file_needs_no_quotes(folder: Path, written: str) -> None:
+def test_name_in_a_file_needs_no_quotes(folder: Path, written: str) -> None:
     (folder / "mine.yaml").write_text(f"name: run\npart: {{name: {written}}}\n")
     cfg = config.load("default.yaml", ["--config", "mine.yaml"])
     assert cfg.part.name == written
@@ -72,22 +72,22 @@ def test_names_in_lists(tmp_path: Path) -> None:
         assert cfg.evaluate.tasks == ["2024", "007", "12:30", "no"]
 
 
-def test_numbers_and_words_stay_what_they_are(folder: Path) -> None:
+def test_numbers_and_yaml_words_keep_their_types(folder: Path) -> None:
     for text, value in {
         "7": 7, "-7": -7, "1_000": 1000, "1e-5": 1e-5, "2.5": 2.5, "true": True, "False": False, "null": None,
         "007": "007", "12:30": "12:30", "010": "010", "x": "x", "run #2": "run #2", '"7"': "7",
     }.items():  # fmt: skip
-        found = config.load("default.yaml", ["name=run", f"note={text}"]).note
-        assert (found, type(found)) == (value, type(value))
+        note = config.load("default.yaml", ["name=run", f"note={text}"]).note
+        assert (note, type(note)) == (value, type(value))
 
 
-def test_a_list_without_an_end(folder: Path) -> None:
+def test_unterminated_list_is_rejected(folder: Path) -> None:
     for text in ("[1", "{a", "[1] #2"):
         with pytest.raises(TuneError, match="note: "):
             config.load("default.yaml", ["name=run", f"note={text}"])
 
 
-def test_the_home_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_folder_is_expanded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(folder))
     (folder / "mine.yaml").write_text("output_dir: ~/runs/a\nmodel: {path: ~/m}\ndataset: {path: ~/d}\n")
     cfg = config.load("full_finetune", ["--config", "mine.yaml"])
@@ -95,8 +95,8 @@ def test_the_home_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.local_folder("~") == folder
 
 
-def test_one_pair_of_quotes_around_a_value_is_taken_off(folder: Path) -> None:
-    """As YAML and other command lines have it; what stands inside is text."""
-    for given in ("'run #2'", '"run #2"'):
-        cfg = config.load("full_finetune", ["model.path=m", "dataset.path=d", f"output_dir={given}"])
+def test_one_pair_of_quotes_around_a_value_is_removed(folder: Path) -> None:
+    """As in YAML and on other command lines; the content is text."""
+    for quoted in ("'run #2'", '"run #2"'):
+        cfg = config.load("full_finetune", ["model.path=m", "dataset.path=d", f"output_dir={quoted}"])
         assert cfg.output_dir == "run #2"

@@ -1,6 +1,6 @@
-"""Prints what a process sends in a step and holds, without any others: `count_collectives.py MODEL AXIS SIZE [STAGE]`.
+"""Print what one process sends in a step and holds, without starting the others.
 
-With a stage of ZeRO the step has two micro-batches.
+Usage: `count_collectives.py MODEL AXIS SIZE [STAGE]`. With a ZeRO stage, the step has two micro-batches.
 """
 
 import json
@@ -19,7 +19,7 @@ from tune.models import build
 
 
 class Collectives(TorchDispatchMode):
-    """Counts calls, and numbers of the larger of what goes in and what comes out. Those of FSDP are c10d's own."""
+    """Counts calls, and the elements of the larger of input and output. FSDP's collectives are c10d's own."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ class Collectives(TorchDispatchMode):
 path, axis, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
 stage, count = (int(sys.argv[4]), 2) if len(sys.argv) > 4 else (None, 1)
 dist.init_process_group("fake", rank=size // 2, world_size=size, store=FakeStore())
-dist.ProcessGroup.set_timeout = lambda *_: None  # this backend has none
+dist.ProcessGroup.set_timeout = lambda *_: None  # this backend has no timeout
 layouts = {"HSDP": {"dp_replicate": size // 2}, "whole head": {"tp": size, "loss_parallel": False}}
 layout = layouts.get(axis, {axis: size})
 world = distributed.init("cpu", **layout, zero_stage=stage, reduce_every_micro_batch=True)
@@ -69,10 +69,10 @@ with Collectives() as counted:
             distributed.set_gradient_sync(model, is_last)
             due.backward()
 whole, here = (
-    sum(count(each) for each in model.parameters()) for count in (torch.numel, lambda p: p.to_local().numel())
+    sum(count(parameter) for parameter in model.parameters()) for count in (torch.numel, lambda p: p.to_local().numel())
 )
 gradients = sum(parameter.grad.to_local().numel() for parameter in model.parameters())
-found = {"calls": counted.calls, "numbers": counted.numbers, "share": here / whole, "gradients": gradients / whole}
-found |= {"bytes": 4 * whole, "expected": expected, "of_fsdp": counted.of_fsdp}
-print(json.dumps(found))
+result = {"calls": counted.calls, "numbers": counted.numbers, "share": here / whole, "gradients": gradients / whole}
+result |= {"bytes": 4 * whole, "expected": expected, "of_fsdp": counted.of_fsdp}
+print(json.dumps(result))
 world.finish()

@@ -1,4 +1,4 @@
-"""Prints the bytes of tokens that processes send to each other's experts, on average: `count_exchanged.py MODEL`."""
+"""Print the average bytes of tokens that processes send to each other's experts: `count_exchanged.py MODEL`."""
 
 import json
 import sys
@@ -33,5 +33,5 @@ tokens = torch.randint(0, 256, (1, 120), generator=torch.Generator().manual_seed
 with Exchanged() as exchanged:
     model(Batch.of(tokens, tokens), LinearCrossEntropy()).backward()
 counted = sum(world.all_gather(exchanged.bytes)) / 2
-print(json.dumps({"expected": expected, "counted": counted / 2}))  # a half stays, where experts are equally popular
+print(json.dumps({"expected": expected, "counted": counted / 2}))  # half stays local when experts are equally popular
 world.finish()

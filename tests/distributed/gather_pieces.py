@@ -1,4 +1,4 @@
-"""Prints whether parameters sharded by FSDP over tensor-parallel ones, evenly or not, are whole as they were."""
+"""Print whether tensor-parallel parameters sharded by FSDP, evenly or not, are gathered unchanged."""
 
 import torch
 from torch import nn
@@ -15,6 +15,9 @@ model = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 7), nn.Linear(7, 3))
 expected = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 parallelize_module(model, world.mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
 fully_shard(model, mesh=world.shards)
-same = [torch.equal(distributed.full_tensor(each.detach()), expected[name]) for name, each in model.named_parameters()]
+same = [
+    torch.equal(distributed.full_tensor(parameter.detach()), expected[name])
+    for name, parameter in model.named_parameters()
+]
 print(len(same), all(same))
 world.finish()

@@ -1,5 +1,7 @@
-"""In each of several processes, which share the tokens of each batch: `heads_in_parts.py MODEL SEED`. Prints how many
-heads gave for random batches what they give on one process, and the same gradients."""
+"""Print for how many random batches heads give the same results and gradients as on one process.
+
+Run in several processes that share the tokens of each batch: `heads_in_parts.py MODEL SEED`.
+"""
 
 import json
 import random
@@ -27,7 +29,7 @@ def parallel_model(path):
 
 
 def of_teacher(loss):
-    """A head that asks another model for the same batch, as the recipe of distillation does."""
+    """Return a head that runs another model on the same batch, as the distillation recipe does."""
 
     def head(hidden, weight, batch):
         with torch.no_grad():
@@ -47,7 +49,7 @@ def of_values(hidden, weight, batch):
 
 
 def of_scores(scores):
-    """The scores by the first row of a head for tokens."""
+    """Return a head for scores computed from the first row of a token head."""
     return lambda hidden, weight, batch: scores(hidden, weight[:1], batch)
 
 
@@ -56,7 +58,7 @@ def hidden_states(hidden, weight, batch):
 
 
 def of_your_own(hidden, weight, batch):
-    """Neither a sum nor values of tokens: the greatest logit of each document's mean."""
+    """A custom head without sums or token values: the greatest logit of each document's mean."""
     documents = batch.documents.ids.flatten()
     sums = hidden.new_zeros(len(batch.documents.lengths), hidden.shape[-1]).index_add(
         0, documents, hidden.flatten(0, 1)
@@ -100,13 +102,15 @@ def batch_of(draw, count, is_padded):
 
 
 def result_of(model, batch, head):
-    """What `head` gives, and the gradients of a sum that counts each of its numbers differently."""
-    found = model(batch, head)
-    found = [each for each in (found if isinstance(found, tuple) else [found]) if each is not None]
-    weighted = [each * (1 + torch.arange(each.numel()) % 7).view(each.shape) for each in found if each.requires_grad]
+    """Return the output of `head` and the gradients of a sum that weights each element differently."""
+    outputs = model(batch, head)
+    outputs = [value for value in (outputs if isinstance(outputs, tuple) else [outputs]) if value is not None]
+    weighted = [
+        value * (1 + torch.arange(value.numel()) % 7).view(value.shape) for value in outputs if value.requires_grad
+    ]
     if weighted:
-        sum(each.sum() for each in weighted).backward()
-    values = {f"value {index}": each.detach().float() for index, each in enumerate(found)}
+        sum(value.sum() for value in weighted).backward()
+    values = {f"value {index}": value.detach().float() for index, value in enumerate(outputs)}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             values[name] = distributed.full_tensor(parameter.grad)
@@ -119,9 +123,9 @@ draw = random.Random(seed)
 world = distributed.init("cpu", cp=2)
 split, whole = parallel_model(path), load_model(path)
 teachers = {True: parallel_model(path).requires_grad_(False), False: load_model(path).requires_grad_(False)}
-for each in teachers.values():
-    with torch.no_grad():  # another model, which predicts something else
-        for parameter in each.parameters():
+for teacher in teachers.values():
+    with torch.no_grad():  # another model with other predictions
+        for parameter in teacher.parameters():
             own = distributed.local_shard(parameter)[0]
             own.mul_(0.8)
 agreed = 0
@@ -132,10 +136,10 @@ for name, head in HEADS.items():
             teacher = teachers[False]
             expected = result_of(whole, batch, head)
             teacher = teachers[True]
-            found = result_of(split, batch, head)
-            assert found.keys() == expected.keys(), (name, count, is_padded)
+            result = result_of(split, batch, head)
+            assert result.keys() == expected.keys(), (name, count, is_padded)
             for part, value in expected.items():
-                apart = (found[part] - value).norm()
+                apart = (result[part] - value).norm()
                 assert apart <= 1e-5 * value.norm() + 5e-6, (name, count, is_padded, part, apart, value.norm())
             agreed += 1
 if world.is_main:

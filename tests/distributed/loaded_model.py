@@ -1,6 +1,6 @@
-"""Shards a model that is loaded, of ours and of transformers, and compares its logits with those before.
+"""Shard a loaded model, ours and one of transformers, and compare the logits with those before.
 
-`sys.argv[1]` is its folder, and `sys.argv[2]` the number of processes that share its layers.
+`sys.argv[1]` is its folder and `sys.argv[2]` the number of processes that share its layers.
 """
 
 import sys
@@ -31,8 +31,8 @@ def logits(model):
     return getattr(output, "logits", output)
 
 
-def ones_own_fsdp():
-    """Of torch, around a model of transformers: as in one process it computes and is sampled from."""
+def custom_fsdp():
+    """Check torch's FSDP around a transformers model: it computes and samples as in one process."""
     model, sampler = hf(from_transformers()), Sampler(max_new_tokens=5, temperature=0)
     expected, completions = logits(model), sampler(model, [[5, 6, 7]])
     for layer in model.body.model.layers:
@@ -47,7 +47,7 @@ def ones_own_fsdp():
 if TP == 1:
     dist.init_process_group("gloo")
     world, models = None, [load_model(FOLDER), from_transformers(), hf(from_transformers())]
-    ones_own_fsdp()
+    custom_fsdp()
 else:
     world, models = distributed.init("cpu", tp=TP), [load_model(FOLDER)]
 for model in models:

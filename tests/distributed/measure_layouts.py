@@ -1,7 +1,7 @@
-"""Trains in several layouts and prints losses, norms of gradients and what a process holds, to what the model has.
+"""Train in several layouts; print losses, gradient norms, and the share of the model that a process holds.
 
-measure_layouts.py MODELS_JSON LAYOUTS_JSON STEPS [SEED]: folders with config.json, by names; lists of a model's name
-and axes; the seed of the weights.
+measure_layouts.py MODELS_JSON LAYOUTS_JSON STEPS [SEED]: folders with config.json by name; lists of a model name and
+axes; the seed of the weights.
 """
 
 import json
@@ -20,16 +20,16 @@ ROWS = 16
 
 
 def held(tensors):
-    """Bytes of the memory behind local tensors."""
-    memory = (distributed.local_shard(each)[0].untyped_storage() for each in tensors)
-    return sum({each.data_ptr(): each.nbytes() for each in memory}.values())
+    """Return the bytes of memory that local tensors use."""
+    memory = (distributed.local_shard(tensor)[0].untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in memory}.values())
 
 
 def measure(path, axes, steps, seed=0):
     world = distributed.init("cpu", **axes)
     with torch.device("meta"):
         model = build(path, router_loss=0.01) if path.endswith("moe") else build(path)
-    whole = sum(each.nbytes for each in model.parameters())
+    whole = sum(parameter.nbytes for parameter in model.parameters())
     try:
         distributed.parallelize(model, world, dtype="fp32")
     except TuneError as error:
@@ -37,7 +37,7 @@ def measure(path, axes, steps, seed=0):
     Random(seed).load(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     pipeline = distributed.Pipeline(model, world)
-    draw, found = torch.Generator().manual_seed(0), []
+    draw, measured = torch.Generator().manual_seed(0), []
     for _ in range(steps):
         tokens, labels = torch.randint(0, model.config.vocab_size, (2, ROWS, 24), generator=draw)
         labels[torch.rand(labels.shape, generator=draw) < 0.4] = -100
@@ -53,12 +53,12 @@ def measure(path, axes, steps, seed=0):
                 distributed.set_gradient_sync(model, is_last)
                 due.backward()
         norm = distributed.clip_grad_norm_(model.parameters(), 1.0, pipeline)
-        found += world.fetch(loss=world.sum(loss), norm=norm).values()
+        measured += world.fetch(loss=world.sum(loss), norm=norm).values()
         optimizer.step()
-    states = [each for state in optimizer.state.values() for name, each in state.items() if name != "step"]
-    kinds = held(model.parameters()), held(each.grad for each in model.parameters()), held(states) / 2
+    states = [tensor for state in optimizer.state.values() for name, tensor in state.items() if name != "step"]
+    kinds = held(model.parameters()), held(parameter.grad for parameter in model.parameters()), held(states) / 2
     shares = torch.tensor(world.all_gather([size / whole for size in kinds]))
-    return {"measured": found, "shares": shares.amax(dim=0).tolist()}
+    return {"measured": measured, "shares": shares.amax(dim=0).tolist()}
 
 
 models, layouts, *options = map(json.loads, sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Prints the bytes of a token that backward keeps of the blocks, on one of TP processes: `MODEL TP CHECKPOINTING`."""
+"""Print the bytes per token that blocks save for backward on one of TP processes: `MODEL TP CHECKPOINTING`."""
 
 import sys
 
@@ -11,14 +11,14 @@ from tune.models import build
 
 path, size, checkpointing = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
-dist.ProcessGroup.set_timeout = lambda *_: None  # this backend has none
+dist.ProcessGroup.set_timeout = lambda *_: None  # this backend has no timeout
 world = distributed.init("cpu", tp=size)
 with torch.device("meta"):
     model = build(path)
 distributed.parallelize(model, world, dtype="fp32", activation_checkpointing=checkpointing)
 for parameter in model.parameters():
     torch.nn.init.zeros_(parameter)
-weights = {distributed.local_shard(each)[0].untyped_storage()._cdata for each in model.parameters()}
+weights = {distributed.local_shard(parameter)[0].untyped_storage()._cdata for parameter in model.parameters()}
 kept = {}
 
 

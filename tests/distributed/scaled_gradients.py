@@ -1,5 +1,8 @@
-"""Compares gradients in fp16 with those of fp32 in one process, in layouts of the processes of this group. The loss is
-so small that without a scale they would be zero. Prints the largest relative error of a parameter's gradient."""
+"""Compare fp16 gradients in layouts of this group's processes with fp32 gradients in one process.
+
+The loss is so small that gradients would be zero without a scale. Prints the largest relative error of a parameter's
+gradient.
+"""
 
 import json
 import sys
@@ -20,13 +23,13 @@ SMALL = 1e-7
 
 def gradients(model, factor=1.0):
     (model(BATCH, LinearCrossEntropy()) * factor).backward()
-    named = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    return {name: distributed.full_tensor(each.grad) for name, each in named.items()}
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {name: distributed.full_tensor(parameter.grad) for name, parameter in named.items()}
 
 
-def error(found, expected):
-    """The largest of all parameters, by norms."""
-    norms = {name: (found[name].float() - each).norm() / each.norm() for name, each in expected.items()}
+def error(gradients, expected):
+    """Return the largest relative error over all parameters, by norms."""
+    norms = {name: (gradients[name].float() - gradient).norm() / gradient.norm() for name, gradient in expected.items()}
     return max(float(norm) for norm in norms.values())
 
 
@@ -40,10 +43,10 @@ def model_of(folder, world, adapted=False, dtype="fp16", **execution):
     weights.load(model)
     if adapted:
         initialize(model, seed=0)
-        with torch.no_grad():  # B is zero, and with it the gradients of A
-            for name, each in model.named_parameters():
+        with torch.no_grad():  # B is zero, and so are the gradients of A
+            for name, parameter in model.named_parameters():
                 if "lora_b" in name:
-                    each.fill_(0.01)
+                    parameter.fill_(0.01)
     return model
 
 
@@ -54,8 +57,8 @@ def main(folder, layouts):
         model = model_of(folder, world)
         for is_last in (False, True):  # gradients of micro-batches add up
             distributed.set_gradient_sync(model, is_last)
-            found = gradients(model, SMALL)
-        scaled = {name: each / SMALL / world.data_size / 2 for name, each in found.items()}
+            scaled_up = gradients(model, SMALL)
+        scaled = {name: gradient / SMALL / world.data_size / 2 for name, gradient in scaled_up.items()}
         if world.rank == 0:
             print(json.dumps([layout, error(scaled, expected)]))
 

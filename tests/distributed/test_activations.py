@@ -1,4 +1,4 @@
-"""Recomputing and offloading change what is kept, never the gradients."""
+"""Recomputation and offloading change what is saved, never the gradients."""
 
 import functools
 from collections import Counter
@@ -24,7 +24,7 @@ POSITIONS = torch.arange(40)[None]
 
 
 class Count(TorchDispatchMode):
-    """Counts matrix products, those of them by a narrow matrix, and attentions."""
+    """Counts matrix products, products with a narrow matrix, and attention calls."""
 
     supports_higher_order_operators = True
 
@@ -43,7 +43,7 @@ class Count(TorchDispatchMode):
 
 
 def backward_of(checkpoint, checkpointing="none", offload=False, adapted=False, compile=False):
-    """Gradients, and the operations of the forward that the backward of the blocks repeated."""
+    """Return gradients, and the forward operations that the backward of the blocks repeated."""
     model = load_model(str(checkpoint))
     if adapted:
         peft.add_adapters(model, peft.LoRA(rank=2))
@@ -57,8 +57,8 @@ def backward_of(checkpoint, checkpointing="none", offload=False, adapted=False, 
 
 
 @pytest.fixture
-def uninduced(monkeypatch):
-    """What is compiled is traced and parted into forward and backward, and runs in torch's own kernels."""
+def force_eager_compile(monkeypatch):
+    """Trace compiled code and partition it into forward and backward, but run it in torch's own kernels."""
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
@@ -66,14 +66,14 @@ def uninduced(monkeypatch):
 
 @pytest.mark.parametrize(
     ("checkpointing", "products", "attentions", "compile"),
-    # Of 3 blocks of 7 products and 1 attention; backward has no use for the result of the last product of a block.
+    # 3 blocks of 7 products and 1 attention; backward does not need the result of a block's last product.
     [
         ("none", 0, 0, False), ("selective", 9, 0, False), ("full", 18, 3, False), ("selective", 9, 0, True),
         pytest.param("none", 0, 0, True, marks=pytest.mark.slow),
         pytest.param("full", 18, 3, True, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
-def test_what_is_recomputed(checkpoint, checkpointing, products, attentions, compile, uninduced):
+def test_recomputed_operations(checkpoint, checkpointing, products, attentions, compile, force_eager_compile):
     expected, plain = backward_of(checkpoint)
     gradients, counted = backward_of(checkpoint, checkpointing, compile=compile)
     assert_close(gradients, expected, rtol=1e-4, atol=1e-3)
@@ -82,18 +82,18 @@ def test_what_is_recomputed(checkpoint, checkpointing, products, attentions, com
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compile
 
 
-def test_the_narrow_products_of_lora_do_not_count(checkpoint, monkeypatch):
+def test_narrow_lora_products_do_not_count(checkpoint, monkeypatch):
     monkeypatch.setattr(products, "is_watched", lambda: True)  # also without checkpointing
     expected, plain = backward_of(checkpoint, adapted=True)
     gradients, counted = backward_of(checkpoint, "selective", adapted=True)
     assert_close(gradients, expected, rtol=1e-4, atol=1e-3)
-    assert counted["products"] - plain["products"] == 9  # as without adapters
-    assert counted["narrow"] - plain["narrow"] == 3 * 6  # by B, but for the last of a block; those by A are kept
+    assert counted["products"] - plain["products"] == 9  # the same as without adapters
+    assert counted["narrow"] - plain["narrow"] == 3 * 6  # by B, except the last of a block; products by A are saved
 
 
 @pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_offloaded_activations_come_back(checkpoint, checkpointing, compile, uninduced):
+def test_offloaded_activations_are_restored(checkpoint, checkpointing, compile, force_eager_compile):
     expected, _ = backward_of(checkpoint, checkpointing, compile=compile)
     gradients, _ = backward_of(checkpoint, checkpointing, offload=True, compile=compile)
     assert_close(gradients, expected, rtol=1e-4, atol=1e-3)
@@ -107,9 +107,11 @@ def test_offloaded_activations_come_back(checkpoint, checkpointing, compile, uni
         pytest.param("none", True, marks=pytest.mark.slow), pytest.param("full", True, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
-def test_all_but_weights_is_offloaded(checkpoint, checkpointing, compile, is_shared, uninduced, monkeypatch):
-    """What autograd keeps goes to the host, less the weights, which stay on the device anyway; also where processes
-    share them (here one process has all)."""
+def test_everything_but_weights_is_offloaded(
+    checkpoint, checkpointing, compile, is_shared, force_eager_compile, monkeypatch
+):
+    """Tensors that autograd saves go to the host, except weights, which stay on the device anyway. This includes
+    sharded weights (here, one process has all of them)."""
     kept, moved = [], []
 
     def record(pack, unpack):
@@ -134,7 +136,7 @@ def test_all_but_weights_is_offloaded(checkpoint, checkpointing, compile, is_sha
             model.blocks[0](torch.randn(1, 40, 64, requires_grad=True), Context(rotation, None, POSITIONS, None))
         saved = [kept.copy(), moved.copy()]
         kept.clear(), moved.clear()
-        return {local_shard(each)[0].untyped_storage().data_ptr() for each in model.parameters()}, saved
+        return {local_shard(parameter)[0].untyped_storage().data_ptr() for parameter in model.parameters()}, saved
 
     def sizes(tensors, weights, of_weights):
         held = [tensor for tensor in tensors if (tensor.untyped_storage().data_ptr() in weights) == of_weights]
@@ -153,30 +155,30 @@ class Product(nn.Module):
 
 
 def test_offloaded_activations_keep_their_strides():
-    """Compiled backwards are made for those of the forward."""
+    """Compiled backwards expect the strides of the forward."""
     block = Product()
     wrap_forward(block, "none", compile=False, offload=True)
     halves = torch.randn(2, 3, 8, requires_grad=True).transpose(0, 1).chunk(2, dim=-1)
     expanded = torch.randn(3, 1, 4, requires_grad=True).expand(3, 2, 4)
     for first, second in (halves, (halves[0], expanded)):
         node = block(first, second).grad_fn
-        block(first, second)  # until then the tensors of the first forward are on the device
+        block(first, second)  # until then, the tensors of the first forward are on the device
         for saved, expected in ((node._saved_self, first), (node._saved_other, second)):
             assert torch.equal(saved, expected) and saved.stride() == expected.stride()
             assert saved.data_ptr() != expected.data_ptr()
 
 
-def test_what_two_blocks_save_is_on_the_device():
+def test_activations_of_two_blocks_are_on_the_device():
     blocks = [Product() for _ in range(4)]
     for block in blocks:
         wrap_forward(block, "none", compile=False, offload=True)
     hidden, saved = torch.randn(8, requires_grad=True), []
-    on_device = lambda: [sum(tensor is not None for tensor in each.on_device) for each in saved]  # noqa: E731
+    on_device = lambda: [sum(tensor is not None for tensor in block.on_device) for block in saved]  # noqa: E731
     outputs = [hidden]
     for block in blocks:
         outputs.append(block(outputs[-1], outputs[-1]))  # one tensor, saved twice
         saved.append(Offloaded.newest())
-    assert [len(each.on_host) for each in saved] == [1] * 4 and on_device() == [0, 0, 0, 1]
+    assert [len(block.on_host) for block in saved] == [1] * 4 and on_device() == [0, 0, 0, 1]
     seen = []
     for output in outputs[1:]:
         output.register_hook(lambda _: seen.append(on_device()))
@@ -184,19 +186,19 @@ def test_what_two_blocks_save_is_on_the_device():
     assert seen == [[0, 0, 0, 1], [0, 0, 1, 0], [0, 1, 0, 0], [1, 0, 0, 0]] and on_device() == [0] * 4
     expected = 16 * hidden.detach() ** 15  # x to the power of 16
     assert_close(hidden.grad, expected)
-    outputs[-1].sum().backward()  # of the graph that was retained
+    outputs[-1].sum().backward()  # backward through the retained graph
     assert_close(hidden.grad, 2 * expected)
 
 
 @pytest.mark.parametrize(("checkpointing", "attentions"), [("none", 0), ("selective", 0), ("full", 3)])
-def test_the_attention_of_gpus_is_recomputed_in_full_only(checkpoint, checkpointing, attentions):
-    """On the meta device, which knows of its results all but the values."""
+def test_gpu_attention_is_recomputed_only_in_full_mode(checkpoint, checkpointing, attentions):
+    """On the meta device, where results have everything but values."""
     with torch.device("meta"):
         model = build(str(checkpoint))
     for block in model.blocks:
         wrap_forward(block, checkpointing, compile=False, offload=False)
     with flash_path():
         loss = model(Batch.of([[0] * 40]).to("meta")).square().sum()
-    with Count() as count, flash_path():  # which recomputes
+    with Count() as count, flash_path():  # recomputes
         loss.backward()
     assert count.calls["attentions"] == attentions

@@ -1,4 +1,4 @@
-"""Parts of batches: what they attend to, how even they are, and what cannot be split."""
+"""Parts of batches: their attention, their balance, and unsupported models."""
 
 import json
 import re
@@ -21,11 +21,11 @@ from tune.errors import TuneError
 from tune.models import hf
 from tune.models.attention import attend, attend_masked
 
-DOCUMENTS = [[7, 1, 24], [32], [5, 5, 5, 17]]  # of three rows, as `make` has them
+DOCUMENTS = [[7, 1, 24], [32], [5, 5, 5, 17]]  # three rows, as `make` arranges them
 
 
 class Mesh:
-    """Of process `rank` of `processes`."""
+    """The mesh of process `rank` of `processes`."""
 
     def __init__(self, rank, processes):
         self.rank, self.processes = rank, processes
@@ -56,9 +56,9 @@ def batch_of(rows, columns=()):
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 5])
-def test_every_token_is_in_one_part(processes):
+def test_every_token_is_in_exactly_one_part(processes):
     batch = batch_of([[7, 1, 23], [32], [5, 9]], columns=["value"])
-    found, labels = torch.zeros(96, dtype=torch.int64), []
+    counts, labels = torch.zeros(96, dtype=torch.int64), []
     for part in parts(batch, processes):
         places = part.documents.part.places
         real = places < 96
@@ -71,24 +71,24 @@ def test_every_token_is_in_one_part(processes):
         assert torch.equal(part.supervised, (part.labels[0] != -100).nonzero()[:, 0])
         assert part.num_supervised == len(part.supervised) == len(part.documents.part.supervised)
         assert torch.equal(batch.supervised[part.documents.part.supervised], places[part.supervised])
-        found[places[real]] += 1
+        counts[places[real]] += 1
         labels.append(part.documents.part.supervised)
-    assert torch.equal(found, torch.ones_like(found))
+    assert torch.equal(counts, torch.ones_like(counts))
     assert torch.equal(torch.cat(labels).sort().values, torch.arange(batch.num_supervised))
 
 
 @pytest.mark.parametrize("way", [attend, attend_masked])
 @pytest.mark.parametrize("processes", [2, 3])
 @pytest.mark.parametrize("scoring", SCORINGS)
-def test_parts_attend_as_the_whole(scoring, processes, way, monkeypatch):
+def test_parts_attend_like_the_whole_batch(scoring, processes, way, monkeypatch):
     heads, _ = make()
     batch = batch_of(DOCUMENTS)
     expected = attend_masked(*heads, batch.documents, SCORINGS[scoring]).flatten(0, 1)
-    query, key, value = (each.flatten(0, 1) for each in heads)
+    query, key, value = (tensor.flatten(0, 1) for tensor in heads)
     divided = parts(batch, processes)
     padding = -96 % (2 * processes)
     places = [part.documents.part.places.clamp(max=95) for part in divided]
-    both = torch.cat([torch.cat([key, value], dim=-1)[each] for each in places])
+    both = torch.cat([torch.cat([key, value], dim=-1)[place] for place in places])
     monkeypatch.setattr(Peers, "gathered", lambda *_: both)
     outputs = torch.zeros_like(expected)
     for part, at in zip(divided, places, strict=True):
@@ -96,17 +96,17 @@ def test_parts_attend_as_the_whole(scoring, processes, way, monkeypatch):
         if way is attend_masked:
             mine = mine[0], *part.documents.part.attended(*mine[1:])
         real = part.documents.part.places < 96
-        found = way(*mine, part.documents, SCORINGS[scoring])[0][real]
-        outputs = outputs.index_copy(0, at[real], found)
+        output = way(*mine, part.documents, SCORINGS[scoring])[0][real]
+        outputs = outputs.index_copy(0, at[real], output)
     assert (96 + padding) % (2 * processes) == 0
     assert_close(outputs, expected)
-    gradients = (torch.autograd.grad(each.square().sum(), heads, retain_graph=True) for each in (outputs, expected))
+    gradients = (torch.autograd.grad(output.square().sum(), heads, retain_graph=True) for output in (outputs, expected))
     for one, other in zip(*gradients, strict=True):
         assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
 def pairs_of(part):
-    """The pairs of tokens of a part between which attention is computed."""
+    """Return the number of token pairs of a part between which attention is computed."""
     pieces = zip(part.documents.lengths, part.documents.part.lengths, strict=True)
     return sum(queries * (keys - queries) + queries * (queries + 1) // 2 for queries, keys in pieces)
 
@@ -119,17 +119,19 @@ def test_parts_have_about_the_same_work(rows, most):
     assert max(work) <= most * sum(work) / 4
 
 
-def test_what_is_sent_and_held(checkpoint):
-    """The numbers of docs/layouts.md, and those of its formulas."""
-    found = json.loads(run_processes(Path(__file__).with_name("count_collectives.py"), 1, str(checkpoint), "cp", "2"))
+def test_sent_and_held_sizes(checkpoint):
+    """The figures of docs/layouts.md and of its formulas."""
+    measured = json.loads(
+        run_processes(Path(__file__).with_name("count_collectives.py"), 1, str(checkpoint), "cp", "2")
+    )
     keys_and_values = 3 * 120 * 2 * 2 * 16
     ways = {"all_gather_into_tensor.default": "in forward", "reduce_scatter_tensor.default": "in backward"}
-    assert found["calls"] == dict.fromkeys(ways, 3) | {"all_reduce.default": 1}
-    assert found["numbers"] == dict.fromkeys(ways, keys_and_values) | {"all_reduce.default": 1}
+    assert measured["calls"] == dict.fromkeys(ways, 3) | {"all_reduce.default": 1}
+    assert measured["numbers"] == dict.fromkeys(ways, keys_and_values) | {"all_reduce.default": 1}
     text = (Path(tune.__file__).parents[1] / "docs" / "layouts.md").read_text()
     for when in ways.values():
         assert re.search(rf"of all tokens, .* {when} \| 2 L T K \| 3 \| {keys_and_values:,} \|", text)
-    assert found["share"] == found["gradients"] == pytest.approx(1 / 2, rel=0.02)
+    assert measured["share"] == measured["gradients"] == pytest.approx(1 / 2, rel=0.02)
 
 
 class Unknown(nn.Module):
@@ -138,7 +140,7 @@ class Unknown(nn.Module):
         self.linear = nn.Linear(1, 1)
 
 
-def test_what_cannot_be_split(checkpoint, tmp_path):
+def test_unsupported_models_are_rejected(checkpoint, tmp_path):
     pytest.importorskip("transformers")
     refused = [
         (Unknown(), r"parallel\.cp: Unknown .* Set parallel\.cp=1"),
@@ -152,7 +154,7 @@ def test_what_cannot_be_split(checkpoint, tmp_path):
         assert "forward" not in vars(model)
 
 
-def test_a_model_whose_batches_are_split_needs_batches(tmp_path):
+def test_model_with_split_batches_needs_a_batch(tmp_path):
     model = model_of(tmp_path, "llama")
     context_parallel.split(model, Mesh(0, 2))
     with pytest.raises(TuneError, match=r"parallel\.cp: the model needs a Batch"):
@@ -161,9 +163,9 @@ def test_a_model_whose_batches_are_split_needs_batches(tmp_path):
 
 
 @pytest.mark.slow
-def test_every_head_gives_what_it_gives_on_one_process(checkpoint):
-    """Heads x rows x padding, of which the lengths are drawn."""
+def test_every_head_matches_one_process(checkpoint):
+    """Heads x rows x padding, with random lengths."""
     seed = seed_of_run()
     script = Path(__file__).with_name("heads_in_parts.py")
-    found = json.loads(run_processes(script, 2, str(checkpoint), str(seed)).splitlines()[-1])
-    assert found["agreed"] == found["of"] > 40
+    result = json.loads(run_processes(script, 2, str(checkpoint), str(seed)).splitlines()[-1])
+    assert result["agreed"] == result["of"] > 40

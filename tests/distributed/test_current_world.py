@@ -1,4 +1,4 @@
-"""A World where a script of one's own has, or has not, a process group."""
+"""A World in your own script, with and without a process group."""
 
 import subprocess
 import sys
@@ -59,19 +59,19 @@ print("done")
 
 
 @pytest.mark.slow
-def test_a_script_without_a_process_group(tmp_path):
+def test_script_without_a_process_group(tmp_path):
     (tmp_path / "one.py").write_text(ONE_PROCESS)
     subprocess.run([sys.executable, str(tmp_path / "one.py")], check=True, capture_output=True, text=True)
 
 
 @pytest.mark.slow
-def test_a_group_of_their_own_stays_as_it_is(tmp_path):
+def test_existing_process_group_is_kept(tmp_path):
     (tmp_path / "theirs.py").write_text(THEIRS)
     assert "done" in run_processes(tmp_path / "theirs.py", 2)
 
 
 @pytest.mark.parametrize(("is_initialized", "index"), [(True, 2), (False, 3)])
-def test_the_gpu_of_a_process_is_the_one_it_has_chosen(is_initialized, index, monkeypatch):
+def test_selected_gpu_of_a_process_is_used(is_initialized, index, monkeypatch):
     gpu = {"is_available": True, "is_initialized": is_initialized, "current_device": 2, "device_count": 8}
     for name, value in gpu.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
@@ -79,7 +79,7 @@ def test_the_gpu_of_a_process_is_the_one_it_has_chosen(is_initialized, index, mo
     assert distributed.world._device_of(None) == torch.device("cuda", index)
 
 
-def test_several_processes_without_a_group_are_refused(monkeypatch):
+def test_several_processes_without_a_group_are_rejected(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(distributed.world.dist, "is_initialized", lambda: False)
     with pytest.raises(TuneError, match="WORLD_SIZE is 2"):

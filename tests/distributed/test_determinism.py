@@ -1,4 +1,4 @@
-"""Kernels that give the same bits when they are run again."""
+"""Kernels that give the same bits in every run."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from tune.distributed import determinism
 
 
 def test_deterministic_kernels():
-    """In a process of its own: they stay. What the user has set stays, too."""
+    """In a separate process, because the settings persist. Settings of the user are kept, too."""
     code = (
         "import os, torch; from tune import distributed; distributed.use_deterministic_kernels();"
         "print(torch.are_deterministic_algorithms_enabled(), os.environ['CUBLAS_WORKSPACE_CONFIG'], "
@@ -24,9 +24,9 @@ def test_deterministic_kernels():
 
 
 @pytest.mark.parametrize("shape", [(3, 1), (2, 7), (1, 1000), (4, 64, 5)])
-def test_sums_by_doubling_are_running_sums(shape):
+def test_doubling_sums_are_cumulative_sums(shape):
     values = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    expected, found = values.cumsum(1), determinism._sums_by_doubling(values, 1)
-    assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
+    expected, sums = values.cumsum(1), determinism._sums_by_doubling(values, 1)
+    assert torch.allclose(sums, expected, rtol=1e-12, atol=1e-12)
     weights = torch.randn(shape, dtype=torch.float64)
-    assert torch.allclose(*(torch.autograd.grad((each * weights).sum(), values)[0] for each in (found, expected)))
+    assert torch.allclose(*(torch.autograd.grad((result * weights).sum(), values)[0] for result in (sums, expected)))

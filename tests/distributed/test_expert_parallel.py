@@ -1,4 +1,4 @@
-"""Experts that processes share: what cannot be shared is told before anything is loaded; what is waited for."""
+"""Expert parallelism: unsupported layouts are reported before loading; synchronizations are counted."""
 
 import json
 from dataclasses import replace
@@ -30,29 +30,29 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("name", "changes", "processes", "message"), WRONG)
-def test_what_processes_cannot_share(name, changes, processes, message, tmp_path):
+def test_unsupported_layouts_are_rejected(name, changes, processes, message, tmp_path):
     model = model_of(tmp_path, name, **changes)
     with pytest.raises(TuneError, match=r"^parallel\.ep: ") as refusal:
         share_experts(model, Mesh(processes))
     assert message in str(refusal.value)
-    assert not any(isinstance(each, DTensor) for each in model.parameters())
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 @pytest.mark.slow
-def test_it_is_told_before_the_run(chats, tmp_path, told_to):
+def test_unsupported_layouts_are_reported_before_the_run(chats, tmp_path, told_to):
     for name, changes, processes, message in WRONG:
         folder = checkpoint_of(tmp_path / f"{name} {processes}", name, **changes)
-        (found,) = told_to(processes, line_of(folder, chats, f"parallel.ep={processes}"))
-        assert f"parallel.ep: {message}" in found
+        (output,) = told_to(processes, line_of(folder, chats, f"parallel.ep={processes}"))
+        assert f"parallel.ep: {message}" in output
 
 
-def test_models_of_transformers(tmp_path):
+def test_models_loaded_through_transformers(tmp_path):
     model = hf(str(save_checkpoint(tmp_path, "MixtralConfig", num_local_experts=4)))
     with pytest.raises(TuneError, match=r"parallel\.ep: HuggingFaceModel has no experts"):
         share_experts(model, Mesh(2))
 
 
-def test_a_frozen_model_beside_may_be_dense(tmp_path):
+def test_additional_frozen_model_may_be_dense(tmp_path):
     share_experts(model_of(tmp_path, "llama").requires_grad_(False), Mesh(2))
 
 
@@ -62,21 +62,21 @@ def test_a_frozen_model_beside_may_be_dense(tmp_path):
         ({"ep": 2}, r"parallel\.ep: 2 does not divide dp_shard x cp = 1\. Set it to 1"),
     ],
 )
-def test_axes_that_do_not_fit(axes, message):
+def test_axes_that_do_not_divide_the_processes(axes, message):
     with pytest.raises(TuneError, match=message):
         distributed.init("cpu", **axes)
 
 
 @pytest.fixture
 def alone():
-    """Processes that share experts, of which there is one."""
+    """Share experts among one process."""
     world = distributed.init("cpu")
     return init_device_mesh(world.device.type, (1,), mesh_dim_names=("ep",))
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_meta_tensors_are_exchanged(name, alone, tmp_path, monkeypatch):
-    """Nothing is left on the CPU where the device is another one, and sizes are all that is waited for."""
+    """Nothing stays on the CPU when the device is another one, and only sizes are waited for."""
     model = model_of(tmp_path, name)
     share_experts(model, alone)
     mixture, waits = model.blocks[0].mlp, []
@@ -93,14 +93,14 @@ def test_meta_tensors_are_exchanged(name, alone, tmp_path, monkeypatch):
     assert waits == [(2, 1)]
 
 
-def test_frozen_experts_are_in_the_type_of_the_computation(tmp_path):
+def test_frozen_experts_have_the_compute_dtype(tmp_path):
     model = model_of(tmp_path, "qwen3_moe")
     with torch.device("meta"):
         add_adapters(model, LoRA(rank=2, target_modules=".*experts.*"))
     mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp_replicate", "dp_shard", "ep"))
     distributed.parallelize(model, replace(distributed.init("cpu"), experts=mesh), dtype="bf16")
     experts = dict(model.blocks[0].mlp.experts.named_parameters())
-    assert {name: each.to_local().dtype for name, each in experts.items()} == {
+    assert {name: parameter.to_local().dtype for name, parameter in experts.items()} == {
         name: torch.float32 if "lora" in name else torch.bfloat16 for name in experts
     }
 
@@ -143,27 +143,27 @@ with Sent() as sent:
     loss = model(Batch.of(tokens, tokens), LinearCrossEntropy())
     forward = dict(sent.calls), dict(sent.numbers)
     loss.backward()
-whole, here = (sum(map(count, model.parameters())) for count in (torch.numel, lambda each: each.to_local().numel()))
-found = world.all_gather([*forward, dict(sent.calls), dict(sent.numbers), here / whole])
-print(json.dumps(found) if world.is_main else "")
+whole, here = (sum(map(count, model.parameters())) for count in (torch.numel, lambda part: part.to_local().numel()))
+results = world.all_gather([*forward, dict(sent.calls), dict(sent.numbers), here / whole])
+print(json.dumps(results) if world.is_main else "")
 world.finish()
 """
 
 
 @pytest.mark.slow
-def test_what_is_sent_is_what_the_docs_say(tmp_path):
+def test_sent_sizes_match_the_docs(tmp_path):
     shape = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
     save_checkpoint(tmp_path / "model", "Qwen3MoeConfig", num_hidden_layers=3, **shape)
     (tmp_path / "sent.py").write_text(SENT)
-    found = json.loads(run_processes(tmp_path / "sent.py", 2, str(tmp_path / "model")).splitlines()[-1])
+    measured = json.loads(run_processes(tmp_path / "sent.py", 2, str(tmp_path / "model")).splitlines()[-1])
     exchanged, sizes = 2 * 3 * 120 * 2 * 64, 3 * 8
-    for in_forward, numbers_in_forward, calls, numbers, share in found:
+    for in_forward, numbers_in_forward, calls, numbers, share in measured:
         assert in_forward == {"torch.float32": 6, "torch.int32": 3}
         assert calls == {"torch.float32": 12, "torch.int32": 3}
         assert numbers["torch.float32"] == 2 * numbers_in_forward["torch.float32"]
         assert numbers["torch.int32"] == sizes
         assert share == pytest.approx(1 / 2, rel=0.02)
-    assert sum(numbers["torch.float32"] for _, numbers, *_ in found) == 2 * exchanged  # of both processes
+    assert sum(numbers["torch.float32"] for _, numbers, *_ in measured) == 2 * exchanged  # sum over both processes
     text = (Path(tune.__file__).parents[1] / "docs" / "layouts.md").read_text()
     for row in ("tokens to their experts and back, in forward", "their gradients, in backward"):
         assert f"| {row} | 2 L T k D | 6 | {exchanged:,} |" in text

@@ -1,4 +1,4 @@
-"""Every family shared by heads, and some in layouts of three axes: losses and norms of gradients are those of one
+"""Every family with tensor parallelism, and some in layouts of three axes: losses and gradient norms match one
 process."""
 
 import json
@@ -29,15 +29,15 @@ WITH_IMAGES = {
 
 
 @pytest.mark.slow
-def test_every_family_on_two_processes(tmp_path):
-    """Which have some of the heads, the widths and the vocabulary each."""
+def test_every_family_on_two_processes_matches_one(tmp_path):
+    """Each process has some of the heads, the widths, and the vocabulary."""
     transformers = pytest.importorskip("transformers")
     families = [family for family in supported() if family != "kimi_k2"]  # deepseek_v3 by another name
     for family in families:
         config_class, fields = WITH_IMAGES.get(family) or (VARIANTS[family][0], SMALL | VARIANTS[family][1])
         getattr(transformers, config_class)(**fields).save_pretrained(tmp_path / family)
     apart = differences_on_two(families, tmp_path, seed=0)
-    # Where two experts of a token are equal but for rounding, processes may choose the other one. Other weights
+    # When two experts of a token are equal except for rounding, processes may choose the other one. Other weights
     # have other ties.
     again = [family for family, most in apart.items() if most > 1e-5]
     assert all(family in OF_EXPERTS for family in again), again
@@ -45,24 +45,24 @@ def test_every_family_on_two_processes(tmp_path):
 
 
 def differences_on_two(families, folder, seed):
-    """The largest relative difference of losses and norms on two processes to those on one, by family."""
+    """Return the largest relative difference of losses and norms between two processes and one, by family."""
     folders = json.dumps({family: str(folder / family) for family in families})
-    found = []
+    results = []
     for count in (1, 2):
         layouts = json.dumps([[family, {"tp": count}] for family in families])
-        found.append(json.loads(run_processes(MEASURE, count, folders, layouts, str(curve_steps(2)), str(seed))))
+        results.append(json.loads(run_processes(MEASURE, count, folders, layouts, str(curve_steps(2)), str(seed))))
     apart = {}
-    for family, alone, shared in zip(families, *found, strict=True):
+    for family, alone, shared in zip(families, *results, strict=True):
         pairs = zip(shared["measured"], alone["measured"], strict=True)
         apart[family] = max(abs(a - b) / b for a, b in pairs)
-        print(f"{family} | {apart[family]:.1e} | {max(shared['shares']):.3f}")  # shown by -s
+        print(f"{family} | {apart[family]:.1e} | {max(shared['shares']):.3f}")  # shown with -s
         assert max(shared["shares"]) < 0.8, family  # of parameters, gradients and states
     return apart
 
 
 @pytest.mark.slow
-def test_eight_families_on_eight_processes(tmp_path):
-    """Losses and norms of gradients are those of one process; what cannot be is refused."""
+def test_eight_families_on_eight_processes_match_one(tmp_path):
+    """Losses and gradient norms match one process; unsupported layouts are rejected."""
     transformers = pytest.importorskip("transformers")
     families = DENSE + WITH_EXPERTS
     for family in families:
@@ -75,17 +75,19 @@ def test_eight_families_on_eight_processes(tmp_path):
         if (family in WITH_EXPERTS if "ep" in how.split() else (number + at) % 3 == 0 or family == "qwen3_5_text")
     ]
     folders, steps = json.dumps({family: str(tmp_path / family) for family in families}), str(curve_steps())
-    alone = json.loads(run_processes(MEASURE, 1, folders, json.dumps([[each, {}] for each in families]), steps))
-    one = {family: each["measured"] for family, each in zip(families, alone, strict=True)}
+    alone = json.loads(run_processes(MEASURE, 1, folders, json.dumps([[family, {}] for family in families]), steps))
+    one = {family: result["measured"] for family, result in zip(families, alone, strict=True)}
     named = json.dumps([[family, MIXED[how]] for family, how in layouts])
     apart, refused = {}, {}
-    for (family, how), found in zip(layouts, json.loads(run_processes(MEASURE, 8, folders, named, steps)), strict=True):
-        if "refused" in found:
-            refused[family, how] = found["refused"]
+    for (family, how), result in zip(
+        layouts, json.loads(run_processes(MEASURE, 8, folders, named, steps)), strict=True
+    ):
+        if "refused" in result:
+            refused[family, how] = result["refused"]
         else:
-            differences = [abs(a - b) / b for a, b in zip(found["measured"], one[family], strict=True)]
+            differences = [abs(a - b) / b for a, b in zip(result["measured"], one[family], strict=True)]
             apart[family, how] = max(differences)
-    print(*(f"{family} | {how} | {most:.1e}" for (family, how), most in apart.items()), sep="\n")  # shown by -s
+    print(*(f"{family} | {how} | {most:.1e}" for (family, how), most in apart.items()), sep="\n")  # shown with -s
     assert max(apart.values()) < 1e-5
     assert refused.keys() == {(family, how) for family, how in layouts if family == "qwen3_5_text" and "cp" in how}
     assert all("DeltaNet (blocks.0.attention)" in text for text in refused.values())

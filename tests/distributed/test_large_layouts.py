@@ -1,4 +1,4 @@
-"""benchmarks/large_layouts.py on small models: the same path, on more processes than there are."""
+"""benchmarks/large_layouts.py on small models: the same code path, for more processes than exist."""
 
 import json
 from pathlib import Path
@@ -27,9 +27,9 @@ DEEPSEEK = LLAMA | {
         (DEEPSEEK, ["ep=8", "cp=2"], 1),
     ],
 )
-def test_a_process_of_64_has_a_64th(tmp_path, config, axes, share):
+def test_one_of_64_processes_has_a_64th(tmp_path, config, axes, share):
     (tmp_path / "config.json").write_text(json.dumps(config))
     options = "--model", str(tmp_path), "--processes", "64", "--tokens", "256"
-    found = json.loads(run_processes(SCRIPT, 1, *options, *axes))
-    assert found["parameters"] * 64 / found["whole"] == pytest.approx(share, rel=0.02)
-    assert found["gradients"] == found["parameters"]
+    sizes = json.loads(run_processes(SCRIPT, 1, *options, *axes))
+    assert sizes["parameters"] * 64 / sizes["whole"] == pytest.approx(share, rel=0.02)
+    assert sizes["gradients"] == sizes["parameters"]

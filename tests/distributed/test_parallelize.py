@@ -49,9 +49,9 @@ def loss_and_gradients(model):
     return loss, {name: distributed.full_tensor(gradient) for name, gradient in gradients.items()}
 
 
-@pytest.mark.parametrize("cpu_offload", [True, False])  # with FSDP, and without it
+@pytest.mark.parametrize("cpu_offload", [True, False])  # with and without FSDP
 @pytest.mark.parametrize("folder", ["checkpoint", "tied_checkpoint"])
-def test_the_sharded_model_is_the_model(folder, cpu_offload, request):
+def test_sharded_model_equals_the_model(folder, cpu_offload, request):
     folder = request.getfixturevalue(folder)
     model = parallel_model(folder, cpu_offload=cpu_offload)
     assert isinstance(next(model.parameters()), DTensor) == cpu_offload
@@ -71,19 +71,19 @@ def test_bf16_computes_in_bf16_and_keeps_fp32(checkpoint):
         assert_close(gradient.bfloat16(), reference_gradients[name])
 
 
-@pytest.mark.parametrize("cpu_offload", [True, False])  # with FSDP, and without it
-def test_a_head_gets_the_numbers_of_a_batch_as_they_are(checkpoint, cpu_offload):
+@pytest.mark.parametrize("cpu_offload", [True, False])  # with and without FSDP
+def test_head_gets_the_values_of_a_batch_unchanged(checkpoint, cpu_offload):
     columns = {"ids": torch.full((2, 30, 1), 299.0), "reference": torch.tensor([-1.2345678, -3.1])}
     batch = Batch.of(TOKENS, LABELS, columns=columns, weights=torch.full((2, 30), 0.3))
-    given = []
+    received = []
     model = parallel_model(checkpoint, dtype="bf16", cpu_offload=cpu_offload)
-    model(batch, lambda hidden, weight, batch: given.extend([hidden.dtype, batch.columns, batch.weights]))
-    assert given[0] == torch.bfloat16
-    assert_close(given[1:], [columns, batch.weights], rtol=0, atol=0)
+    model(batch, lambda hidden, weight, batch: received.extend([hidden.dtype, batch.columns, batch.weights]))
+    assert received[0] == torch.bfloat16
+    assert_close(received[1:], [columns, batch.weights], rtol=0, atol=0)
 
 
 def test_compiled_blocks(checkpoint):
-    """With the graphs as they are captured: the code generated for them takes minutes on a CPU."""
+    """Run the captured graphs: generating code for them takes minutes on a CPU."""
     torch.compiler.reset()
     with torch._dynamo.config.patch(error_on_recompile=False):
         model = parallel_model(checkpoint)
@@ -104,7 +104,7 @@ def test_named_blocks_are_compiled(checkpoint, monkeypatch):
         parallel_model(checkpoint, compile=["blocks.0", "blocks.3"])
 
 
-def test_any_module_with_blocks(checkpoint):
+def test_custom_module_with_blocks(checkpoint):
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     expected = model(TOKENS).logits
@@ -120,7 +120,7 @@ def test_any_module_with_blocks(checkpoint):
     assert_close(model(TOKENS).logits, expected)
 
 
-def test_a_module_without_blocks_is_refused():
+def test_module_without_blocks_is_rejected():
     with pytest.raises(TuneError, match=r"Linear has no nn\.ModuleList of blocks"):
         distributed.parallelize(nn.Linear(2, 2), distributed.init("cpu"))
 
@@ -154,7 +154,7 @@ def test_buffers_keep_their_values(checkpoint):
     assert torch.equal(model.turns, torch.arange(4.0)) and not model.blocks[0].weight.is_meta
 
 
-def test_a_buffer_of_several_modules_stays_one():
+def test_shared_buffer_stays_shared():
     with torch.device("meta"):
         model = WithBuffers("cpu", persistent=False)
         model.blocks[0].register_buffer("turns", model.turns, persistent=False)
@@ -162,8 +162,8 @@ def test_a_buffer_of_several_modules_stays_one():
     assert torch.equal(model.blocks[0].turns, torch.arange(4.0)) and model.blocks[0].turns is model.turns
 
 
-def test_a_buffer_whose_values_are_nowhere_is_refused():
-    """It would be undefined, and no message would tell."""
+def test_buffer_without_values_is_rejected():
+    """Otherwise its values would be silently undefined."""
     with torch.device("meta"):
         lost, saved = WithBuffers("meta", persistent=False), WithBuffers("meta", persistent=True)
     with pytest.raises(TuneError, match="the buffer turns"):
@@ -182,23 +182,25 @@ ADAPTERS = {
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)
-def test_adapters_of_one_process_are_without_fsdp_what_they_are_with_it(checkpoint, kind):
-    """A and B are cast where they are used; DoRA's magnitude, norm and ratio are in fp32 in both."""
-    found = []
+def test_adapters_on_one_process_match_with_and_without_fsdp(checkpoint, kind):
+    """A and B are cast at use; DoRA's magnitude, norm, and ratio are fp32 in both."""
+    results = []
     for cpu_offload in (False, True):
         model = adapted_model(checkpoint, ADAPTERS[kind], dtype="bf16", cpu_offload=cpu_offload)
         assert isinstance(next(model.parameters()), DTensor) == cpu_offload
         for name, parameter in model.named_parameters():
             assert parameter.dtype == (torch.float32 if parameter.requires_grad else torch.bfloat16), name
-        found.append(loss_and_gradients(model))
-    assert found[0][0].dtype == torch.float32
-    assert_close(found[0], found[1], atol=1e-4, rtol=1e-2)  # bits of bf16 products depend on where weights lie
+        results.append(loss_and_gradients(model))
+    assert results[0][0].dtype == torch.float32
+    assert_close(
+        results[0], results[1], atol=1e-4, rtol=1e-2
+    )  # bits of bf16 products depend on the memory layout of weights
 
 
 @pytest.mark.parametrize("cpu_offload", [False, True])
 @pytest.mark.parametrize("master_dtype", ["fp32", "bf16"])
-def test_the_magnitude_of_dora_is_used_in_fp32(checkpoint, master_dtype, cpu_offload, monkeypatch):
-    """A change of it that bf16 cannot hold reaches the ratio, by PEFT's formula."""
+def test_dora_magnitude_is_used_in_fp32(checkpoint, master_dtype, cpu_offload, monkeypatch):
+    """A change below bf16 precision reaches the ratio, as in PEFT's formula."""
     options = {"dtype": "bf16", "master_dtype": master_dtype, "cpu_offload": cpu_offload}
     model = adapted_model(checkpoint, LoRA(rank=4, dora=True), **options)
     layer, seen, outputs_of = model.blocks[0].attention.query, [], products.outputs_of
@@ -216,15 +218,15 @@ def test_the_magnitude_of_dora_is_used_in_fp32(checkpoint, master_dtype, cpu_off
     assert_close(seen[0], torch.full_like(seen[0], 1 + 2**-12), atol=0, rtol=2e-5)
 
 
-def test_magnitudes_beside_what_fsdp_casts_are_refused(checkpoint):
+def test_magnitudes_in_modules_that_fsdp_casts_are_rejected(checkpoint):
     with pytest.raises(TuneError, match=r"adapter\.dora .* adapter\.modules_to_save"):
         adapted_model(checkpoint, LoRA(dora=True, rank=4, modules_to_save=["input_layernorm"]), dtype="bf16")
     adapted_model(checkpoint, LoRA(dora=True, rank=4, modules_to_save=["lm_head", "model.norm"]), dtype="bf16")
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.5])
-def test_clipping_takes_parameters_of_several_meshes(max_norm):
-    """As shards under FSDP with tensor parallelism for some, and plain ones: the norm is that of all together."""
+def test_clipping_accepts_parameters_on_several_meshes(max_norm):
+    """FSDP shards, some with tensor parallelism, and plain parameters: the norm is over all of them."""
     world = distributed.init("cpu")
     torch.manual_seed(0)
     plain = [nn.Parameter(torch.zeros(3, 4)) for _ in range(4)]
@@ -246,8 +248,8 @@ def test_clipping_takes_parameters_of_several_meshes(max_norm):
         assert_close(distributed.full_tensor(parameter.grad), reference.grad)
 
 
-def test_the_norm_of_many_numbers_is_that_in_fp64():
-    """torch adds up a CPU's numbers one after the other: of so many, a small embedding's, its norm lacks 0.15%."""
+def test_norm_of_many_elements_matches_fp64():
+    """torch sums sequentially on a CPU: its norm of a small embedding is 0.15% too low."""
     parameter = nn.Parameter(torch.empty(28_000_000 // 64, 64))
     parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
     expected = parameter.grad.double().norm()
@@ -257,9 +259,9 @@ def test_the_norm_of_many_numbers_is_that_in_fp64():
 
 
 @pytest.mark.parametrize("dtype", ["fp32", torch.float32, "bf16", torch.bfloat16], ids=str)
-@pytest.mark.parametrize("cpu_offload", [True, False])  # with FSDP, and without it
-def test_loaded_weights_stay(cpu_offload, dtype, checkpoint):
-    """They were replaced by memory with whatever it held."""
+@pytest.mark.parametrize("cpu_offload", [True, False])  # with and without FSDP
+def test_loaded_weights_are_kept(cpu_offload, dtype, checkpoint):
+    """Regression: they were replaced by uninitialized memory."""
     model, reference = load_model(str(checkpoint)), load_model(str(checkpoint), dtype=dtype)
     add_adapters(model, LoRA(rank=4, modules_to_save=["norm"]))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -271,11 +273,11 @@ def test_loaded_weights_stay(cpu_offload, dtype, checkpoint):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
-def test_loaded_weights_stay_on_two_processes(tp, checkpoint):
+def test_loaded_weights_are_kept_on_two_processes(tp, checkpoint):
     run_processes(Path(__file__).with_name("loaded_model.py"), 2, str(checkpoint), str(tp))
 
 
-def test_types_have_two_spellings(checkpoint):
+def test_dtypes_have_two_spellings(checkpoint):
     for spelling in ("bf16", torch.bfloat16):
         assert next(load_model(str(checkpoint), dtype=spelling).parameters()).dtype == torch.bfloat16
     for wrong in ("bfloat", torch.int8, 16):
@@ -283,15 +285,15 @@ def test_types_have_two_spellings(checkpoint):
             distributed.as_dtype(wrong)
 
 
-def test_a_loaded_model_is_not_cut_into_stages(checkpoint):
+def test_loaded_model_cannot_be_split_into_stages(checkpoint):
     world = replace(distributed.init("cpu"), experts=init_device_mesh("cpu", (1,)))
     with pytest.raises(TuneError, match="meta"):
         distributed.parallelize(load_model(str(checkpoint)), world)
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_another_linear_child_is_no_head(tmp_path, tied):
-    """With a tied head the embedding stays in the root, which is gathered while the loss reads it."""
+def test_other_linear_children_are_not_heads(tmp_path, tied):
+    """With a tied head, the embedding stays in the root, which is gathered while the loss reads it."""
     folder = save_checkpoint(tmp_path / "model", num_hidden_layers=2, tie_word_embeddings=tied)
     with torch.device("meta"):
         model = build(str(folder))
@@ -325,7 +327,7 @@ world.finish()
 
 
 @pytest.mark.slow
-def test_a_head_of_ones_own_beside_a_tied_one_leaves_the_loss_alone(tmp_path):
+def test_custom_head_next_to_a_tied_head_does_not_change_the_loss(tmp_path):
     folder = save_checkpoint(tmp_path / "model", num_hidden_layers=2, tie_word_embeddings=True)
     (tmp_path / "script.py").write_text(AUXILIARY)
     one, two = (float(run_processes(tmp_path / "script.py", n, str(folder)).split("loss ")[1]) for n in (1, 2))

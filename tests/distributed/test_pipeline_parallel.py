@@ -1,4 +1,4 @@
-"""Stages: which blocks they have, when backwards are due, what is sent, and what cannot be cut."""
+"""Pipeline stages: their blocks, when backwards are due, what they send, and unsupported models."""
 
 import itertools
 import json
@@ -33,7 +33,7 @@ from tune.quantization import quantize_linears
         ([3, 3, 1, 1, 1, 1, 1], 0, [1, 1, 2, 3]),
     ],
 )
-def test_the_most_expensive_stage_is_as_cheap_as_it_can_be(blocks, head, sizes):
+def test_stage_costs_are_balanced_optimally(blocks, head, sizes):
     stages = stages_of(blocks, head, len(sizes))
     assert [block for stage in stages for block in stage] == [*range(len(blocks))]
 
@@ -45,13 +45,15 @@ def test_the_most_expensive_stage_is_as_cheap_as_it_can_be(blocks, head, sizes):
     assert most([0, *itertools.accumulate(sizes[:-1])]) == most([stage.start for stage in stages])
 
 
-def test_what_blocks_cost(tmp_path):
-    """The head counts, and of experts those that a token is sent to; weights in 4 bits count as frozen ones do."""
+def test_block_costs(tmp_path):
+    """The head counts, and the experts that a token is sent to; 4-bit weights count like frozen ones."""
     model = model_of(tmp_path / "experts", "qwen3_moe")
-    attention = 6 * 2 * 4 * model.config.layers[0].attention.head_dim  # of a token with itself
+    attention = 6 * 2 * 4 * model.config.layers[0].attention.head_dim  # a token attends only to itself
     *blocks, head = model.costs()
     mlp = model.blocks[0].mlp
-    whole, experts = (sum(each.numel() for each in part.parameters()) for part in (model.blocks[0], mlp.experts))
+    whole, experts = (
+        sum(parameter.numel() for parameter in part.parameters()) for part in (model.blocks[0], mlp.experts)
+    )
     router = mlp.router.config
     active = whole - experts * (1 - router.chosen / router.num_experts)
     assert blocks[0] == pytest.approx(6 * active + attention)
@@ -64,17 +66,17 @@ def test_what_blocks_cost(tmp_path):
 
 
 @pytest.mark.parametrize("length", [32, 4096])
-def test_stages_of_unequal_blocks(length, tmp_path):
-    """Gemma 3 has windows in most blocks, and DeepSeek-V3 no experts in the first ones: what blocks cost by a formula,
-    and the cut by trying all."""
+def test_stages_with_unequal_blocks(length, tmp_path):
+    """Gemma 3 has windows in most blocks; DeepSeek-V3 has no experts in the first ones. The test compares costs with a
+    formula, and the split with a search over all splits."""
     kinds = ["full_attention"] * 2 + ["sliding_attention"] * 4
-    given = {"num_hidden_layers": 6, "head_dim": 24, "sliding_window": 16, "layer_types": kinds}
-    gemma = model_of(tmp_path / "gemma", "gemma3_text", **given)
+    settings = {"num_hidden_layers": 6, "head_dim": 24, "sliding_window": 16, "layer_types": kinds}
+    gemma = model_of(tmp_path / "gemma", "gemma3_text", **settings)
     weights = 64 * 24 * (4 + 2 + 2 + 4) + 3 * 64 * 96 + 4 * 64 + 2 * 24
     pairs = [sum(min(at, 16 if "sliding" in kind else at) for at in range(1, length + 1)) / length for kind in kinds]
-    of_gemma = [*(6 * (weights + 2 * 4 * 24 * each) for each in pairs), 6 * 128 * 64]
-    given = {"num_hidden_layers": 6, "first_k_dense_replace": 2, "intermediate_size": 1024}
-    deepseek = model_of(tmp_path / "deepseek", "deepseek_v3", **given)
+    of_gemma = [*(6 * (weights + 2 * 4 * 24 * attended) for attended in pairs), 6 * 128 * 64]
+    settings = {"num_hidden_layers": 6, "first_k_dense_replace": 2, "intermediate_size": 1024}
+    deepseek = model_of(tmp_path / "deepseek", "deepseek_v3", **settings)
     config = json.loads((tmp_path / "deepseek" / "config.json").read_text())
     rank, queries, plain, turned, values = (
         config[name] for name in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -85,7 +87,7 @@ def test_stages_of_unequal_blocks(length, tmp_path):
     sparse = 64 * config["n_routed_experts"] + 3 * 64 * config["moe_intermediate_size"] * (shared + experts)
     mlps = [3 * 64 * 1024] * 2 + [sparse] * 4
     attention = 4 * (plain + turned + values) * (length + 1) / 2
-    of_deepseek = [*(6 * (latent + each + attention) for each in mlps), 6 * 128 * 64]
+    of_deepseek = [*(6 * (latent + mlp_cost + attention) for mlp_cost in mlps), 6 * 128 * 64]
     for model, costs in ((gemma, of_gemma), (deepseek, of_deepseek)):
         assert model.costs(length) == pytest.approx(costs, rel=1e-3)  # a router's bias
 
@@ -94,12 +96,12 @@ def test_stages_of_unequal_blocks(length, tmp_path):
 
         best = min(most([0, *way]) for way in itertools.combinations(range(1, 6), 2))
         assert most([stage.start for stage in pipeline.split_blocks(model, 3, length=length)]) == pytest.approx(best)
-    # Of long documents the two blocks without a window are most.
+    # For long documents, the two blocks without a window cost most.
     assert pipeline.split_blocks(gemma, 2, length=length)[1].start == {32: 3, 4096: 1}[length]
 
 
 class Turns(pipeline.Pipeline):
-    """Whose backwards, and those for weights, say their turn and micro-batch."""
+    """A pipeline whose backwards, also those for weights, record their turn and micro-batch."""
 
     def _split(self, loss, received):
         weights = pipeline.Work(lambda: [("W", *loss)])
@@ -110,7 +112,7 @@ class Turns(pipeline.Pipeline):
 
 
 def order_of(schedule, processes, place, count, virtual=1):
-    """What a process does in a step of so many micro-batches: F, B or W, its own stage, the micro-batch."""
+    """Return the operations of a process in a step of `count` micro-batches: F, B, or W; its stage; the micro-batch."""
     mesh = SimpleNamespace(size=lambda: processes, get_local_rank=lambda: place, get_group=lambda: None)
     stages = SimpleNamespace(turn=None)
     model = SimpleNamespace(config=SimpleNamespace(tied_head=False), stages=stages)
@@ -137,14 +139,14 @@ def order_of(schedule, processes, place, count, virtual=1):
         ("1f1b", 2, "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4"),
     ],
 )
-def test_schedules(schedule, place, order):
-    """Figures 3 and 4 of Narayanan et al., 2021, of one step."""
+def test_schedules_match_published_figures(schedule, place, order):
+    """One step of figures 3 and 4 of Narayanan et al., 2021."""
     assert " ".join(f"{kind}{index}" for kind, _, index in order_of(schedule, 3, place, 5)) == order
 
 
 def waits(schedule, processes, count, virtual=1):
-    """The share of the time of a step that a process waits, where a backward takes as long as two forwards, each half
-    of it as long as one, and what is sent takes no time."""
+    """Return the share of a step that a process waits. A backward takes as long as two forwards, each half of it as
+    long as one, and sending takes no time."""
     lasts = {"F": 1, "B": 1 if schedule == "zero_bubble" else 2, "W": 1}
     orders = [order_of(schedule, processes, place, count, virtual) for place in range(processes)]
     last, clock, done, at = processes * virtual - 1, [0] * processes, {}, [0] * processes
@@ -170,22 +172,22 @@ def waits(schedule, processes, count, virtual=1):
 
 
 @pytest.mark.parametrize("processes", [2, 3, 4, 8])
-def test_how_long_a_process_waits(processes):
-    """Narayanan et al., 2021, section 2.2: (p - 1) / v of the time of a micro-batch. Qi et al., 2023, section 2.3:
-    of a forward, a backward and weights the forward and the backward less the weights, which is a third."""
+def test_idle_time_of_schedules(processes):
+    """Narayanan et al., 2021, section 2.2: (p - 1) / v of a micro-batch's time. Qi et al., 2023, section 2.3: the
+    forward plus the backward for inputs minus the backward for weights, a third of their sum."""
     several = [(schedule, virtual) for schedule in ("interleaved", "zero_bubble") for virtual in (2, 3, 4)]
     for schedule, virtual in (("gpipe", 1), ("1f1b", 1), ("zero_bubble", 1), *several):
         for count in range(processes, 4 * processes + 1):
-            found = waits(schedule, processes, count, virtual)
+            share = waits(schedule, processes, count, virtual)
             idle = (processes - 1) / virtual / (3 if schedule == "zero_bubble" else 1)
-            assert found == pytest.approx(idle / (count + idle)), (schedule, virtual, count)
+            assert share == pytest.approx(idle / (count + idle)), (schedule, virtual, count)
 
 
-def test_what_is_sent(checkpoint):
-    """The numbers of docs/layouts.md, and those of its formulas: of the stage in the middle."""
-    found = json.loads(run_processes(Path(__file__).with_name("count_collectives.py"), 1, str(checkpoint), "pp", "3"))
-    assert found["calls"] == {"send.default": 2, "recv_.default": 2}
-    assert found["numbers"] == {"send.default": 2 * 120 * 64, "recv_.default": 2 * 120 * 64}
+def test_sent_sizes_match_the_docs(checkpoint):
+    """The figures of docs/layouts.md and of its formulas, for the middle stage."""
+    sent = json.loads(run_processes(Path(__file__).with_name("count_collectives.py"), 1, str(checkpoint), "pp", "3"))
+    assert sent["calls"] == {"send.default": 2, "recv_.default": 2}
+    assert sent["numbers"] == {"send.default": 2 * 120 * 64, "recv_.default": 2 * 120 * 64}
     text = (Path(tune.__file__).parents[1] / "docs" / "layouts.md").read_text()
     assert len(re.findall(rf"\| T D \| 1 \| {120 * 64:,} \|", text[text.index("## Pipeline") :])) == 2
 
@@ -196,8 +198,8 @@ class Unknown(nn.Module):
         self.blocks = nn.ModuleList([nn.Linear(4, 4)])
 
 
-def test_stages_that_compute_alike_are_not_slow(tmp_path, monkeypatch):
-    """The last stage has the head in place of blocks: the time of blocks is no measure of its process."""
+def test_stages_with_equal_computation_are_not_reported_as_slow(tmp_path, monkeypatch):
+    """The last stage has the head instead of blocks: block times do not measure its process."""
     took = {}
     for slow in (None, 1):
         pace, seconds = Pace(), []
@@ -216,10 +218,10 @@ def test_stages_that_compute_alike_are_not_slow(tmp_path, monkeypatch):
         pace.add(seconds)
         expected = {} if slow is None else {"slowest_rank": 1, "slowest_excess": pytest.approx(0.5)}
         assert pace.slowest() == expected
-    assert took[0] >= 2 * took[1]  # the head is as much as several blocks
+    assert took[0] >= 2 * took[1]  # the head costs as much as several blocks
 
 
-def test_what_cannot_be_cut(checkpoint, tmp_path):
+def test_unsupported_models_are_rejected(checkpoint, tmp_path):
     pytest.importorskip("transformers")
     world = SimpleNamespace(mesh={"pp": Mesh(4)}, num_stages=4, pp_virtual=1, max_seq_len=8)
     frozen = model_of(tmp_path, "llama", num_hidden_layers=4)
@@ -247,7 +249,7 @@ def test_too_few_micro_batches():
         require_batches(8, 2, 2, 4)
 
 
-def test_processes_that_are_no_pipeline():
+def test_pipeline_needs_at_least_two_processes():
     with pytest.raises(TuneError, match=r"tp=1 x pp=2 .* 1 processes\. dp_replicate x cp x tp x pp must"):
         distributed.init("cpu", pp=2)
     for schedule, virtual in (("1f1b", 3), ("gpipe", 2), ("interleaved", 1)):

@@ -1,4 +1,4 @@
-"""What a plan of tensor parallelism may say; what it cannot is told before anything is loaded."""
+"""Tensor-parallel plans: invalid plans are reported before anything is loaded."""
 
 import json
 import re
@@ -29,7 +29,7 @@ def own(heads=4):
         return build("", heads)
 
 
-def test_one_process_checks_a_plan_too():
+def test_one_process_checks_a_plan():
     distributed.parallelize(model := own(), distributed.init("cpu", plan=PLAN), dtype="fp32")
     assert not any(wrappers_of(module) for module in model.modules())
     with pytest.raises(TuneError, match=r"parallel\.plan: nonsense matches no layer"):
@@ -53,30 +53,30 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("plan", "processes", "message"), WRONG)
-def test_what_is_wrong_is_told_first(plan, processes, message):
+def test_invalid_plans_are_rejected_before_sharding(plan, processes, message):
     model = own()
     with pytest.raises(TuneError, match=message):
         share(model, processes, plan)
-    assert not any(isinstance(each, torch.distributed.tensor.DTensor) for each in model.parameters())
+    assert not any(isinstance(parameter, torch.distributed.tensor.DTensor) for parameter in model.parameters())
 
 
 @pytest.mark.slow
-def test_it_is_told_before_the_run(checkpoint, chats, tmp_path, told_to):
+def test_invalid_plans_are_reported_before_the_run(checkpoint, chats, tmp_path, told_to):
     lines = {2: [], 3: [], 8: []}
     for number, (plan, processes, message) in enumerate(WRONG):
-        message = message.replace("style 2", "style '2'")  # what is written where text belongs is text
+        message = message.replace("style 2", "style '2'")  # a number in a text setting is read as text
         file = tmp_path / f"{number}.yaml"
         file.write_text(json.dumps({"parallel": {"tp": processes, "plan": plan}}))
         module = "model._component_=planned_module.build", "model.heads=4", "from_scratch=true"
         lines[processes].append((line_of(checkpoint, chats, "--config", str(file), *module), message))
     for processes, cases in lines.items():
-        found = told_to(processes, *(line for line, _ in cases))
+        messages = told_to(processes, *(line for line, _ in cases))
         assert not [
-            (text, message) for text, (_, message) in zip(found, cases, strict=True) if not re.search(message, text)
+            (text, message) for text, (_, message) in zip(messages, cases, strict=True) if not re.search(message, text)
         ]
 
 
-def test_models_that_say_it_themselves_take_no_plan(checkpoint):
+def test_models_with_their_own_plan_take_no_other(checkpoint):
     with torch.device("meta"), pytest.raises(TuneError, match=r"parallel\.plan: Decoder .* Set it to null"):
         share(build_native(str(checkpoint)), 2, UP)
 
@@ -91,14 +91,14 @@ def test_models_that_say_it_themselves_take_no_plan(checkpoint):
         ("MambaConfig", {"state_size": 4}, 2, r"parallel.tp: MambaForCausalLM"),
     ],
 )  # fmt: skip
-def test_models_of_transformers(kind, changes, processes, message, tmp_path):
+def test_plans_of_transformers_models(kind, changes, processes, message, tmp_path):
     pytest.importorskip("transformers")
     model = hf(str(save_checkpoint(tmp_path, kind, **changes)))
     with pytest.raises(TuneError, match=message):
         share(model, processes)
 
 
-def test_a_style_that_only_transformers_knows(tmp_path):
+def test_style_that_only_transformers_supports(tmp_path):
     pytest.importorskip("transformers")
     model = hf(str(save_checkpoint(tmp_path)))
     model.tp_plan = {"layers.*.mlp.up_proj": "all_reduce"}
@@ -125,9 +125,9 @@ def check(plan, heads=None, dtype="fp32"):
     for block in model.blocks if heads else ():
         block.attention.forward = fixed(block.attention, heads)
     distributed.parallelize(model, replace(world, plan=plan), dtype=dtype)
-    whole = {name: torch.randn(each.shape, generator=torch.Generator().manual_seed(0)) for name, each in named(model)}
-    for name, each in named(model):
-        shard, place = distributed.local_shard(each.detach())
+    whole = {name: torch.randn(value.shape, generator=torch.Generator().manual_seed(0)) for name, value in named(model)}
+    for name, tensor in named(model):
+        shard, place = distributed.local_shard(tensor.detach())
         shard.copy_(whole[name][place] * 0.1)
     try:
         checkpointers.check_forward(model)
@@ -142,8 +142,8 @@ def fixed(attention, heads):
             layer(hidden).unflatten(-1, (heads, -1)).transpose(1, 2)
             for layer in (attention.query, attention.key, attention.value)
         )
-        found = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask[:, None])
-        return attention.output(found.transpose(1, 2).flatten(2))
+        output = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask[:, None])
+        return attention.output(output.transpose(1, 2).flatten(2))
 
     return forward
 
@@ -162,9 +162,9 @@ world.finish()
 
 
 @pytest.mark.slow
-def test_a_plan_that_changes_what_is_computed(tmp_path, monkeypatch):
-    """Found with a few tokens: a norm of heads whose gradient is not summed; a forward that counts heads itself; a
-    layer that gets a part of what it needs."""
+def test_plans_that_change_the_results_are_rejected(tmp_path, monkeypatch):
+    """A few tokens reveal a head norm whose gradient is not summed, a forward that counts heads itself, and a layer
+    that gets only a part of its input."""
     (tmp_path / "checked.py").write_text(CHECKED)
     monkeypatch.syspath_prepend(Path(__file__).parents[1])
     monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parents[1]}:{Path(tensor_parallel.__file__).parents[2]}")

@@ -1,4 +1,4 @@
-"""What each of 4 and 8 processes holds of parameters, gradients and states, and that they train as one process does."""
+"""4 and 8 processes: the share of parameters, gradients, and states that each holds. They train like one process."""
 
 import json
 from pathlib import Path
@@ -33,30 +33,30 @@ def test_layouts_of_four_and_eight_processes(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
     folders = json.dumps({name: str(tmp_path / name) for name in models})
-    found = {
+    results = {
         count: json.loads(run_processes(MEASURE, count, folders, json.dumps(layouts), "2"))
         for count, layouts in {1: ALONE, **LAYOUTS}.items()
     }
-    alone = {name: each["measured"] for (name, _), each in zip(ALONE, found[1], strict=True)}
+    alone = {name: result["measured"] for (name, _), result in zip(ALONE, results[1], strict=True)}
     for count, layouts in LAYOUTS.items():
-        for (name, axes), each in zip(layouts, found[count], strict=True):
-            assert each["measured"] == pytest.approx(alone[name], rel=1e-5), (count, name, axes)
+        for (name, axes), result in zip(layouts, results[count], strict=True):
+            assert result["measured"] == pytest.approx(alone[name], rel=1e-5), (count, name, axes)
             share = axes.get("dp_replicate", 1) / count
-            assert each["shares"] == pytest.approx([share] * 3, rel=0.02), (count, name, axes)
+            assert result["shares"] == pytest.approx([share] * 3, rel=0.02), (count, name, axes)
 
 
 @pytest.mark.slow
-def test_zero_stages(tmp_path):
+def test_zero_stages_match_the_table(tmp_path):
     """The table of docs/layouts.md."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    found = json.loads(run_processes(Path(__file__).with_name("measure_zero_stages.py"), 4, str(tmp_path)))
-    rows = {  # weights, gathered ones, gradients, states
+    shares = json.loads(run_processes(Path(__file__).with_name("measure_zero_stages.py"), 4, str(tmp_path)))
+    rows = {  # weights, gathered weights, gradients, states
         0: (1, 0, 1, 1), 1: (1 / 4, 1, 1, 1 / 4), 2: (1 / 4, 1, 1 / 4, 1 / 4), 3: (1 / 4, 0, 1 / 4, 1 / 4)
     }  # fmt: skip
     for stage, (weights, gathered, gradients, states) in rows.items():
         for moment, shares in {"in a step": (gathered, gradients), "between steps": (0, 0)}.items():
             expected = [weights, shares[0], shares[1], states]
-            sizes = [found[stage][moment][name] for name in ("weights", "gathered", "gradients", "states")]
+            sizes = [shares[stage][moment][name] for name in ("weights", "gathered", "gradients", "states")]
             assert sizes == pytest.approx(expected, abs=0.01), (stage, moment)
 
 

@@ -1,4 +1,4 @@
-"""What processes cannot share is told before anything is loaded."""
+"""Tensor parallelism: unsupported sizes are reported before anything is loaded."""
 
 import json
 import re
@@ -20,7 +20,7 @@ transformers = pytest.importorskip("transformers")
 
 
 class Mesh:
-    """Of a process that is alone here, one of `processes`."""
+    """The mesh of one of `processes` processes; the others do not exist."""
 
     def __init__(self, processes):
         self.processes = processes
@@ -58,31 +58,36 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("name", "changes", "processes", "message"), WRONG)
-def test_what_processes_cannot_share(name, changes, processes, message, tmp_path):
+def test_unsupported_sizes_are_rejected(name, changes, processes, message, tmp_path):
     model = model_of(tmp_path, name, **changes)
     with pytest.raises(TuneError, match=r"^parallel\.tp: ") as refusal:
         share(model, processes)
     assert message in str(refusal.value)
-    assert not any(isinstance(each, torch.distributed.tensor.DTensor) for each in model.parameters())
+    assert not any(isinstance(parameter, torch.distributed.tensor.DTensor) for parameter in model.parameters())
 
 
 @pytest.mark.slow
-def test_it_is_told_before_the_run(chats, tmp_path, told_to):
+def test_unsupported_sizes_are_reported_before_the_run(chats, tmp_path, told_to):
     for name, changes, processes, message in WRONG:
         folder = checkpoint_of(tmp_path / f"{name} {processes} {len(changes)}", name, **changes)
-        (found,) = told_to(processes, line_of(folder, chats, f"parallel.tp={processes}"))
-        assert message in found
+        (output,) = told_to(processes, line_of(folder, chats, f"parallel.tp={processes}"))
+        assert message in output
 
 
 def checkpoint_of(folder, name, **changes):
-    """With weights and a tokenizer."""
+    """Save a checkpoint with weights and a tokenizer."""
     kind, others = VARIANTS[name]
     return save_checkpoint(folder, kind, **SMALL | {"vocab_size": 300} | others | changes)
 
 
 def line_of(folder, chats, *settings):
-    given = [f"model.path={folder}", f"dataset.path={chats}", f"output_dir={folder / 'run'}", "max_seq_len=64"]
-    return ["full_finetune", *given, "device=cpu", "dtype=fp32", *settings]
+    common = [
+        f"model.path={folder}",
+        f"dataset.path={chats}",
+        f"output_dir={folder / 'run'}",
+        "max_seq_len=64",
+    ]
+    return ["full_finetune", *common, "device=cpu", "dtype=fp32", *settings]
 
 
 def share(model, processes):
@@ -90,7 +95,7 @@ def share(model, processes):
     tensor_parallel.share(model, blocks, units_of(model, blocks), Mesh(processes))
 
 
-def test_blocks_of_nf4_are_not_cut(tmp_path):
+def test_nf4_blocks_are_not_split(tmp_path):
     model = model_of(tmp_path, "llama", intermediate_size=256)
     with torch.device("meta"):
         quantize_linears(model)
@@ -99,7 +104,7 @@ def test_blocks_of_nf4_are_not_cut(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_is_kept_between_parts_is_what_the_docs_say(tmp_path):
+def test_saved_activations_match_the_docs(tmp_path):
     shape = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 8, "num_key_value_heads": 8}
     save_checkpoint(tmp_path, num_hidden_layers=4, max_position_embeddings=2048, **shape)
     script = Path(__file__).with_name("saved_between_parts.py")
@@ -112,20 +117,20 @@ def test_what_is_kept_between_parts_is_what_the_docs_say(tmp_path):
             kept,
         )
         if checkpointing == "full":
-            assert kept == pytest.approx(4 * 256 * 4 / size, rel=0.01)  # what each of 4 blocks begins with
+            assert kept == pytest.approx(4 * 256 * 4 / size, rel=0.01)  # the input of each of 4 blocks
 
 
 @pytest.mark.slow
-def test_what_is_sent_is_what_the_docs_say(checkpoint):
-    found = json.loads(run_processes(Path(__file__).with_name("count_collectives.py"), 1, str(checkpoint), "tp", "2"))
+def test_sent_sizes_match_the_docs(checkpoint):
+    sent = json.loads(run_processes(Path(__file__).with_name("count_collectives.py"), 1, str(checkpoint), "tp", "2"))
     layers, tokens, hidden = 3, 120, 64
     gathered = reduced = 4 * layers * tokens * hidden
-    assert found["numbers"] == {
+    assert sent["numbers"] == {
         "all_gather_into_tensor.default": gathered + 2 * tokens * hidden,
         "reduce_scatter_tensor.default": reduced,
         "all_reduce.default": 2 * tokens * hidden + 2 * layers * hidden,
     }
-    assert found["calls"] == {
+    assert sent["calls"] == {
         "all_gather_into_tensor.default": 4 * layers + 2,
         "reduce_scatter_tensor.default": 4 * layers,
         "all_reduce.default": 2 + 2 * layers,

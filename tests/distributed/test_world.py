@@ -27,7 +27,7 @@ def test_counts_stay_exact():
     assert distributed.init("cpu").sum(2**40 + 1).item() == 2**40 + 1
 
 
-def test_mesh_that_does_not_match():
+def test_mismatched_mesh_is_rejected():
     with pytest.raises(TuneError, match=r"dp_replicate=2 x dp_shard=auto x cp=1 x tp=1 x pp=1 .* 1 processes"):
         distributed.init("cpu", dp_replicate=2)
     with pytest.raises(TuneError, match=r"dp_replicate=1 x dp_shard=3 x cp=1 x tp=1 x pp=1 .* 1 processes"):
@@ -35,12 +35,12 @@ def test_mesh_that_does_not_match():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_device_that_is_not_there():
+def test_missing_device_is_rejected():
     with pytest.raises(TuneError, match="cuda is not available on this machine; available: "):
         distributed.init("cuda")
 
 
-def test_a_process_waits_as_long_as_it_is_told():
+def test_process_waits_for_the_configured_timeout():
     world = distributed.init("cpu", timeout=7)
     try:
         groups = [dist.group.WORLD, *world.mesh.get_all_groups(), world.data.get_group()]
@@ -52,8 +52,8 @@ def test_a_process_waits_as_long_as_it_is_told():
 
 
 @pytest.mark.parametrize(("visible", "local_rank", "index"), [(8, 3, 3), (1, 3, 0)])
-def test_the_gpu_of_a_process(visible, local_rank, index, monkeypatch):
-    """SLURM shows a task all GPUs of its node, or one."""
+def test_gpu_of_a_process(visible, local_rank, index, monkeypatch):
+    """SLURM shows a task all GPUs of its node, or only one."""
 
     class Found(Exception): ...
 
@@ -82,18 +82,18 @@ def test_first_node(nodes, first):
     assert first_node(nodes) == first
 
 
-def test_only_a_task_of_srun_joins_others():
+def test_only_srun_tasks_join_others():
     job = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_NODELIST": "a[1-2]"}
     batch_script = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
     assert join_step({}) == join_step(job) == join_step(job | batch_script) == {}
     task = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0"}
     smaller_step = {"SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_NODELIST": "a2"}
-    found = join_step(job | task)
-    assert found | {"MASTER_PORT": ""} == {
+    variables = join_step(job | task)
+    assert variables | {"MASTER_PORT": ""} == {
         "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "a1", "MASTER_PORT": ""
     }  # fmt: skip
-    assert join_step(job | task | smaller_step) == found | {"WORLD_SIZE": "6", "MASTER_ADDR": "a2"}
-    assert join_step(job | task | {"SLURM_STEP_ID": "1"})["MASTER_PORT"] != found["MASTER_PORT"]
+    assert join_step(job | task | smaller_step) == variables | {"WORLD_SIZE": "6", "MASTER_ADDR": "a2"}
+    assert join_step(job | task | {"SLURM_STEP_ID": "1"})["MASTER_PORT"] != variables["MASTER_PORT"]
 
 
 LEAVING = """
@@ -105,14 +105,14 @@ from tune import distributed, processor
 
 for function in ("destroy_process_group", "_abort_process_group"):
     original = getattr(dist.distributed_c10d, function)
-    def told(*arguments, name=function, original=original):
+    def recorded(*arguments, name=function, original=original):
         print(name, flush=True)
         original(*arguments)
     for module in (dist, dist.distributed_c10d):
-        setattr(module, function, told)
+        setattr(module, function, recorded)
 
 def threads_of_gloo():  # called at exit after the library's functions, which are registered later
-    print(sum("pt_gloo" in each.read_text() for each in Path("/proc/self/task").glob("*/comm")), "threads", flush=True)
+    print(sum("pt_gloo" in file.read_text() for file in Path("/proc/self/task").glob("*/comm")), "threads", flush=True)
 
 def main():
     atexit.register(threads_of_gloo)
@@ -127,9 +127,9 @@ main()
 
 
 @pytest.mark.slow
-def test_tasks_of_srun_and_who_leaves_in_order(tmp_path):
-    """NCCL's destroy_process_group waits for the others, for ever if they wait for a process that has failed. A thread
-    of gloo's that is left may ask for the interpreter while it ends, which aborts the process."""
+def test_srun_tasks_leave_in_order(tmp_path):
+    """NCCL's destroy_process_group waits for the others, forever if they wait for a failed process. A remaining gloo
+    thread may request the interpreter while it shuts down, which aborts the process."""
     (tmp_path / "leaving.py").write_text(LEAVING)
     slurm = {"SLURM_NTASKS": "2", "SLURM_NODELIST": "localhost", "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "3"}
     tasks = []
@@ -139,16 +139,19 @@ def test_tasks_of_srun_and_who_leaves_in_order(tmp_path):
         tasks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
     outputs = [task.communicate(timeout=HANGS)[0].splitlines() for task in tasks]
     assert outputs[0] == ["[0, 1] {'sum': 2.0}", "destroy_process_group", "0 threads"]
-    assert outputs[1][:2] == ["[0, 1] {'sum': 2.0}", "_abort_process_group"]  # its threads may wait for the other
+    assert outputs[1][:2] == [
+        "[0, 1] {'sum': 2.0}",
+        "_abort_process_group",
+    ]  # its threads may wait for the other process
     assert [task.returncode for task in tasks] == [0, 1]
 
 
-def test_interrupt_waits_to_be_asked(monkeypatch, capfd):
+def test_interrupt_waits_until_polled(monkeypatch, capfd):
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         interrupt = distributed.Interrupt()
         assert not interrupt.requested
-        for _ in range(2):  # the second is the same one, forwarded by torchrun
+        for _ in range(2):  # the second one is the same signal, forwarded by torchrun
             signal.raise_signal(signal.SIGTERM)
         assert interrupt.requested
         assert capfd.readouterr().err.count("SIGTERM: ") == 1
@@ -161,15 +164,15 @@ def test_interrupt_waits_to_be_asked(monkeypatch, capfd):
 
 
 @pytest.mark.parametrize("theirs", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_segments_of_a_gpu_are_expandable_unless_the_user_says_anything(theirs, monkeypatch):
+def test_gpu_segments_are_expandable_unless_configured(theirs, monkeypatch):
     for name in processor.ALLOCATOR_SETTINGS:
-        monkeypatch.setenv(name, "")  # so that what init sets is taken back
+        monkeypatch.setenv(name, "")  # so that monkeypatch undoes what init sets
         monkeypatch.delenv(name)
     if theirs:
         monkeypatch.setenv(theirs, "max_split_size_mb:128")
     before = {name: os.environ.get(name) for name in processor.ALLOCATOR_SETTINGS}
     monkeypatch.setattr(world, "device_type", lambda device: "cuda")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # nothing has used the device until then
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # nothing has used the device before init
     with pytest.raises(TuneError, match=r"device: .* 0 GPUs"):
         distributed.init("cuda")
     changed = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if theirs is None else {}

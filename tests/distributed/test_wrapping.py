@@ -1,4 +1,4 @@
-"""What is around a forward: one order, whoever comes first; copies have their own; nothing else replaces a forward."""
+"""Wrappers of a forward have one fixed order. Copies have their own; nothing else replaces a forward."""
 
 import ast
 import copy
@@ -33,7 +33,7 @@ HOUSE = Path(tune.__file__).parent
 
 
 def replaced(tree: ast.AST) -> list[int]:
-    """The lines in which a method `forward` is replaced on an object."""
+    """Return the lines that replace a `forward` method on an object."""
     lines = []
     for node in ast.walk(tree):
         match node:
@@ -49,7 +49,7 @@ def replaced(tree: ast.AST) -> list[int]:
 
 def test_one_file_replaces_forwards() -> None:
     lines = {str(file.relative_to(HOUSE)): replaced(ast.parse(file.read_text())) for file in HOUSE.rglob("*.py")}
-    assert {file: len(found) for file, found in lines.items() if found} == {"distributed/wrapping.py": 1}
+    assert {file: len(numbers) for file, numbers in lines.items() if numbers} == {"distributed/wrapping.py": 1}
 
 
 @pytest.mark.parametrize(
@@ -57,29 +57,29 @@ def test_one_file_replaces_forwards() -> None:
     ["block.forward = other", "a.b, model.forward = 1, 2", "setattr(m, 'forward', f)", "vars(m)['forward'] = f",
      "m.forward: object = f", "object.__setattr__(m, 'forward', f)"],
 )  # fmt: skip
-def test_what_counts_as_replacing(line: str) -> None:
+def test_forms_of_replacing_are_detected(line: str) -> None:
     assert replaced(ast.parse(line)) == [1]
 
 
-def test_the_order_is_not_that_of_the_calls() -> None:
-    """Compilation is inside of what makes shares of parameters."""
-    given = [kind for kind in Wrap if kind is not Wrap.COMPILE_INSIDE]
+def test_order_does_not_depend_on_the_calls() -> None:
+    """Compilation is inside the wrapper that shares parameters."""
+    kinds = [kind for kind in Wrap if kind is not Wrap.COMPILE_INSIDE]
     inside = [Wrap.PLAN, Wrap.HEAD, Wrap.EXCHANGE]
     outside = [Wrap.TOKENS, Wrap.TIMING, Wrap.OFFLOAD, Wrap.CHECKPOINT, Wrap.SHARES]
     for seed in range(5):
         module, called = nn.Identity(), []
 
         def recording(kind, called=called):
-            return lambda forward: lambda *given: (called.append(kind), forward(*given))[1]
+            return lambda forward: lambda *arguments: (called.append(kind), forward(*arguments))[1]
 
-        for kind in random.Random(seed).sample(given, len(given)):
+        for kind in random.Random(seed).sample(kinds, len(kinds)):
             wrap(module, kind, recording(kind))
         assert module(3) == 3
         assert called == [*outside, Wrap.COMPILE, *inside]
         assert wrappers_of(module) == [*outside, Wrap.COMPILE_INSIDE, *inside]
 
 
-def test_a_wrapper_replaces_another_one_of_its_kind() -> None:
+def test_wrapper_replaces_an_earlier_one_of_its_kind() -> None:
     def adding(number):
         return lambda forward: lambda x: number + forward(x)
 
@@ -87,19 +87,19 @@ def test_a_wrapper_replaces_another_one_of_its_kind() -> None:
     for number in (1, 10):
         wrap(module, Wrap.COMPILE, adding(number))
     assert module(0) == 10 and wrappers_of(module) == [Wrap.COMPILE]
-    wrap(module, Wrap.SHARES, adding(100))  # which compilation is then inside of
+    wrap(module, Wrap.SHARES, adding(100))  # compilation is then inside of it
     wrap(module, Wrap.COMPILE, adding(1000))
     assert module(0) == 1100 and wrappers_of(module) == [Wrap.SHARES, Wrap.COMPILE_INSIDE]
 
 
-def test_the_docs_have_the_same_order() -> None:
+def test_docs_have_the_same_order() -> None:
     text = (HOUSE.parent / "docs" / "architecture.md").read_text()
     assert re.findall(r"^\| (\d+) \| `(\w+)` \|", text, re.M) == [(str(kind.value), kind.name) for kind in Wrap]
 
 
-def test_compilation_is_inside_of_shares_only() -> None:
+def test_compilation_is_inside_only_with_shares() -> None:
     def same(forward):
-        return lambda *given: forward(*given)
+        return lambda *arguments: forward(*arguments)
 
     for kinds in itertools.permutations([Wrap.COMPILE, Wrap.SHARES, Wrap.CHECKPOINT]):
         module = nn.Identity()
@@ -112,8 +112,8 @@ def test_compilation_is_inside_of_shares_only() -> None:
     assert wrappers_of(module) == [Wrap.COMPILE, Wrap.CHECKPOINT]
 
 
-def in_all_ways(model, plan):
-    """The steps that put everything around the blocks of `model`."""
+def apply_all_wrappers(model, plan):
+    """Return the steps that put every wrapper around the blocks of `model`."""
     mesh, blocks = distributed.init("cpu").mesh["tp"], repeated_blocks(model)
     return {
         "shares": lambda: share(model, blocks, units_of(model, blocks), mesh, plan),
@@ -123,7 +123,7 @@ def in_all_ways(model, plan):
 
 
 def gradients_of(model):
-    """With weights that are a function of their names."""
+    """Return gradients with weights that are a function of their names."""
     model.to_empty(device="cpu")
     for name, parameter in model.named_parameters():
         draw = torch.Generator().manual_seed(len(name))
@@ -134,12 +134,12 @@ def gradients_of(model):
 
 @pytest.mark.parametrize("order", [["shares", "memory", "time"], ["time", "memory", "shares"]], ids="-".join)
 @pytest.mark.parametrize("planned", [False, True])
-def test_a_block_in_all_ways_at_once(planned, order, tmp_path, monkeypatch):
+def test_block_with_all_wrappers(planned, order, tmp_path, monkeypatch):
     compiled = []
 
     def compile(forward, **_):
         compiled.append(forward)
-        return lambda *given, **named: forward(*given, **named)
+        return lambda *arguments, **named: forward(*arguments, **named)
 
     monkeypatch.setattr(torch, "compile", compile)
 
@@ -148,7 +148,7 @@ def test_a_block_in_all_ways_at_once(planned, order, tmp_path, monkeypatch):
             return build_planned("") if planned else model_of(tmp_path, "olmo2")
 
     expected, model = gradients_of(made()), made()
-    steps = in_all_ways(model, PLAN if planned else None)
+    steps = apply_all_wrappers(model, PLAN if planned else None)
     for step in order:
         steps[step]()
     blocks = [Wrap.TIMING, Wrap.OFFLOAD, Wrap.CHECKPOINT, Wrap.SHARES, Wrap.COMPILE_INSIDE]
@@ -168,8 +168,8 @@ def parallel_model(folder):
     return model
 
 
-def test_a_copy_of_a_wrapped_model_computes_with_its_own_weights(checkpoint):
-    """It computed with the weights of the original, whose forward it had."""
+def test_copy_of_a_wrapped_model_uses_its_own_weights(checkpoint):
+    """Regression: it used the original's forward and weights."""
     model = parallel_model(checkpoint)
     expected, other = model(TOKENS), copy.deepcopy(model)
     assert [*map(wrappers_of, other.blocks)] == [[Wrap.CHECKPOINT]] * 3
@@ -185,9 +185,9 @@ def test_a_copy_of_a_wrapped_model_computes_with_its_own_weights(checkpoint):
     assert model.blocks[1].mlp.up.weight.grad is None and other.blocks[1].mlp.up.weight.grad is not None
 
 
-def test_a_copy_sees_its_own_shares(checkpoint):
+def test_copy_gathers_its_own_shares(checkpoint):
     model = load_model(str(checkpoint))
-    steps = in_all_ways(model, None)
+    steps = apply_all_wrappers(model, None)
     steps["shares"](), steps["time"]()
     model.to_empty(device="cpu")
     Random(seed=0).load(model)
@@ -197,12 +197,14 @@ def test_a_copy_sees_its_own_shares(checkpoint):
     assert not other(Batch.of(TOKENS)).any() and model(Batch.of(TOKENS)).any()
 
 
-def test_hooks_of_users_are_outside(checkpoint):
-    """They see what `block(...)` gets and returns, whenever they are registered."""
+def test_user_hooks_are_outermost(checkpoint):
+    """They see the arguments and results of `block(...)`, whenever they are registered."""
     model, seen = load_model(str(checkpoint)), []
     kinds = ("before", "after")
     handle = model.blocks[0].register_forward_hook(lambda *_: seen.append("before"))
-    wrap(model.blocks[0], Wrap.TIMING, lambda forward: lambda *given: (seen.append("inside"), forward(*given))[1])
+    wrap(
+        model.blocks[0], Wrap.TIMING, lambda forward: lambda *arguments: (seen.append("inside"), forward(*arguments))[1]
+    )
     model.blocks[0].register_forward_hook(lambda *_: seen.append("after"))
     model(TOKENS)
     assert seen == ["inside", *kinds]
@@ -210,8 +212,8 @@ def test_hooks_of_users_are_outside(checkpoint):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "planned"])
-def test_nothing_undeclared_is_hung_on_modules(name, tmp_path):
-    """What is set on a module from outside is a field of its class, its `forward`, or the record of `parallelize`."""
+def test_modules_get_no_undeclared_attributes(name, tmp_path):
+    """Attributes set from outside are fields of the class, `forward`, or the record of `parallelize`."""
     with torch.device("meta"):
         model = build_planned("") if name == "planned" else model_of(tmp_path, name)
         add_adapters(model, LoRA(rank=2, target_modules=["query", "down"]))
@@ -226,12 +228,12 @@ def test_nothing_undeclared_is_hung_on_modules(name, tmp_path):
         split(model, world.mesh["cp"])
     parallelize(model, world, dtype="fp16", activation_checkpointing="selective")
     for module, names in before.items():
-        hung = {each for each in vars(module).keys() - names if not hasattr(type(module), each)}
+        hung = {name for name in vars(module).keys() - names if not hasattr(type(module), name)}
         assert hung <= {"parallelism", "wrapped"}, (type(module), hung)
 
 
 class Part(nn.Module):
-    """A block with a part that is wrapped too."""
+    """A block with a part that is also wrapped."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,7 +250,7 @@ def doubled(forward):
     return twice
 
 
-def test_blocks_with_wrapped_parts_are_compiled_once(monkeypatch) -> None:
+def test_block_with_wrapped_parts_is_compiled_once(monkeypatch) -> None:
     counter = CompileCounterWithBackend("eager")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
     blocks = [Part() for _ in range(3)]

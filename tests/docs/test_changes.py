@@ -1,4 +1,4 @@
-"""docs/changes.md, followed to the letter: each section on a fresh copy of full_finetune, then what it promises."""
+"""docs/changes.md, followed to the letter: each section is applied to a fresh copy of full_finetune and checked."""
 
 import functools
 import json
@@ -30,7 +30,7 @@ def reader(checkpoint, chats, tmp_path):
 
 @pytest.fixture
 def run(reader):
-    """Runs mine.py of a reader with settings on top; returns the run folder."""
+    """Return a function that runs a reader's mine.py with extra settings and returns the run folder."""
     common = [
         "model.path=SmolLM2-135M-Instruct", "dataset.path=chats.jsonl", "validation_dataset.path=chats.jsonl",
         "device=cpu", "dtype=fp32", "max_seq_len=128", "global_batch_size=8", "micro_batch_size=4",
@@ -63,7 +63,7 @@ def saved_weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", slow_but(["fp32"], ["fp32", "bf16"]))  # without FSDP, and with it
+@pytest.mark.parametrize("dtype", slow_but(["fp32"], ["fp32", "bf16"]))  # without and with FSDP
 def test_average(reader, run, checkpoint, dtype):
     follow(reader, "An average of the weights")
     whole = run("ema_decay=0.5", f"dtype={dtype}", folder="whole")
@@ -106,7 +106,7 @@ def test_frozen_layers(reader, run, checkpoint):
     torch.testing.assert_close(exported(resumed), after, rtol=0, atol=0)
 
 
-def test_learning_rate_of_each_layer(reader, run):
+def test_learning_rate_per_layer(reader, run):
     follow(reader, "A learning rate for each layer")
     for line in logged(run("layer_decay=0.5")):
         rates = [line["lr/embedding"], *(line[rf"lr/blocks\.{index}\."] for index in range(3)), line["lr"]]
@@ -115,7 +115,7 @@ def test_learning_rate_of_each_layer(reader, run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", slow_but(["fp32"], ["fp32", "bf16"]))
-def test_samples_leave_the_training_alone(reader, run, dtype):
+def test_samples_do_not_change_training(reader, run, dtype):
     follow(reader, "Samples on the way")
     sampled, plain = (run(f"sample_every={every}", f"dtype={dtype}", folder=f"every_{every}") for every in (2, 100))
     log = (sampled / "log.txt").read_text()
@@ -125,7 +125,7 @@ def test_samples_leave_the_training_alone(reader, run, dtype):
 
 @pytest.mark.slow
 def test_updates_in_the_backward(reader, run):
-    """The losses and weights of a step after it, bitwise; a run goes on with the other, and `max_grad_norm` is gone."""
+    """Losses and weights equal a step after backward, bitwise. Runs resume either way; `max_grad_norm` is removed."""
     reader.follow("```\ntune cp full_finetune mine.py\n```\n")
     plain = run("max_grad_norm=null", "micro_batch_size=8", folder="plain")
     (reader.folder / "mine.py").unlink(), (reader.folder / "mine.yaml").unlink()
@@ -173,7 +173,7 @@ def test_losses(reader, run, settings, reference):
 
 
 @pytest.mark.slow
-def test_another_loss_of_preferences(reader):
+def test_another_preference_loss(reader):
     follow(reader, "Another loss of preferences")
     rows = [{"instruction": f"the cat {n}", "chosen": "sat", "rejected": "ran on"} for n in range(8)]
     (reader.folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,4 +1,4 @@
-"""Every command and script of README and docs runs, with tiny stand-ins for models and data (tests/docs_reader.py)."""
+"""Every command and script in README and docs runs with tiny stand-ins for models and data (tests/docs_reader.py)."""
 
 import re
 
@@ -11,7 +11,7 @@ PAGES = {
     str(page.relative_to(ROOT)): page.read_text()
     for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md"))
 }
-# By test_guides.py, test_changes.py, test_contracts.py.
+# Followed by test_guides.py, test_changes.py, and test_contracts.py.
 FOLLOWED_ELSEWHERE = {"docs/extending.md", "docs/changes.md", "docs/contracts.md"}
 HUB = "reads from the Hugging Face hub; tests/cli/test_download.py has a hub of its own"
 HUB_TASKS = "reads its data from the Hugging Face hub; tests/recipes/test_evaluate.py has tasks with local data"
@@ -47,7 +47,7 @@ NOT_RUN = {
 }
 
 
-# Quick are the pages that run little.
+# Pages that run little are quick.
 LONG = (
     "README.md", "examples/", "docs/cli.md", "docs/clusters.md", "docs/coming_from_", "docs/components.md",
     "docs/data.md", "docs/distillation.md", "docs/edits.md", "docs/evaluation.md", "docs/families.md",
@@ -69,11 +69,11 @@ def test_commands_and_scripts(page, checkpoint, chats, tmp_path):
     Reader(tmp_path, checkpoint, chats).follow(PAGES[page], NOT_RUN)
 
 
-def test_the_list_of_those_that_are_not_run_is_up_to_date():
+def test_list_of_skipped_commands_is_up_to_date():
     assert NOT_RUN.keys() <= {command for text in PAGES.values() for command in commands(text)}
 
 
-def test_commands_in_sentences_name_what_there_is():
+def test_inline_commands_exist():
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
     known = {"tune": {*VERBS, "VERB"}, "make": {*targets}}
     inline = [words for text in PAGES.values() for words in re.findall(r"`(tune|make) ([a-z][\w-]*)", text)]

@@ -1,4 +1,4 @@
-"""The scripts of docs/components.md for loops of one's own run as they stand there."""
+"""The scripts of docs/components.md for your own training loop run unchanged."""
 
 import re
 import shutil
@@ -17,7 +17,7 @@ def script(heading):
     return re.search(rf"\n## {heading}\n\n```python\n(.*?)```", PAGE, re.DOTALL)[1]
 
 
-def test_data_checkpoints_and_evaluation(checkpoint, chats, tmp_path, monkeypatch):
+def test_data_checkpoint_and_evaluation_scripts_run(checkpoint, chats, tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     shutil.copytree(checkpoint, "SmolLM2-135M-Instruct")

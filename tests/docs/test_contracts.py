@@ -18,16 +18,16 @@ def losses(folder: Path) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", slow_but([1], [1, 2]))
-def test_one_script_replaces_all(processes: int, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
-    """The same again, and in two parts."""
+def test_one_script_replaces_every_component(processes: int, tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    """The script gives the same losses when run again and in two parts."""
     script = "\n\n".join(block for language, block in BLOCK.findall(OWN) if language == "python")
     (tmp_path / "own.py").write_text(script, encoding="utf-8")
     (tmp_path / "half.py").write_text(script.replace("train(total=4)", "train(total=2)"), encoding="utf-8")
     for folder, scripts in {"whole": ["own.py"], "again": ["own.py"], "parts": ["half.py", "own.py"]}.items():
         (tmp_path / folder).mkdir()
         monkeypatch.chdir(tmp_path / folder)
-        for each in scripts:
-            run_processes(tmp_path / each, processes)
+        for name in scripts:
+            run_processes(tmp_path / name, processes)
     whole, again, parts = (losses(tmp_path / folder / "runs" / "own") for folder in ("whole", "again", "parts"))
     assert len(whole) == 4 and whole == again == parts
     table = [line.split() for line in (tmp_path / "parts" / "losses.txt").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""The guides of docs/extending.md, followed to the letter: what they make does what they say."""
+"""The guides of docs/extending.md, followed to the letter: the results work as described."""
 
 import json
 import runpy
@@ -25,17 +25,17 @@ def metrics(run, name="loss"):
 
 
 @pytest.mark.parametrize("guide", GUIDES)
-def test_it_is_short(guide):
+def test_guide_is_short(guide):
     code = "".join(block for language, block in BLOCK.findall(GUIDES[guide]) if language in ("python", "diff"))
     assert len(code.splitlines()) < 40
 
 
 @pytest.mark.slow
-def test_a_recipe(reader):
+def test_recipe_guide(reader):
     reader.follow(GUIDES["A recipe"])
     settings = f"max_steps=3 optimizer.lr={2**-11} schedule._component_=tune.optimizers.constant schedule.warmup=0"
     first = load_file(reader.checkpoint / "model.safetensors")
-    for pull, is_at_first in ((2048, True), (100, False)):  # of 2048 / 2**11 all the way
+    for pull, is_at_first in ((2048, True), (100, False)):  # 2048 / 2**11 pulls all the way back
         reader.follow(f"```\ntune run stay_close.py pull={pull} output_dir=pulled_{pull} {settings}\n```\n")
         last = load_file(reader.folder / f"pulled_{pull}" / "model" / "model.safetensors")
         assert all(torch.equal(last[name], tensor) == is_at_first for name, tensor in first.items())
@@ -44,7 +44,7 @@ def test_a_recipe(reader):
     assert metrics(reader.folder / "free") == metrics(reader.folder / "original")
 
 
-def test_a_loss(reader):
+def test_loss_guide(reader):
     reader.follow(GUIDES["A loss"])
     focal = runpy.run_path(str(reader.folder / "my_losses.py"))["Focal"](gamma=1.5, chunk_tokens=3)
     torch.manual_seed(0)
@@ -54,14 +54,14 @@ def test_a_loss(reader):
     batch = Batch.of(torch.zeros(2, 8, dtype=torch.long), labels)
     p = (hidden @ weight.T).softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     expected = (-((1 - p) ** 1.5) * p.log())[labels != -100].sum()
-    found = focal(hidden, weight, batch)
-    assert_close(found, expected)
-    assert_close(torch.autograd.grad(found, (hidden, weight)), torch.autograd.grad(expected, (hidden, weight)))
+    loss = focal(hidden, weight, batch)
+    assert_close(loss, expected)
+    assert_close(torch.autograd.grad(loss, (hidden, weight)), torch.autograd.grad(expected, (hidden, weight)))
     assert focal(hidden, weight, Batch.of(torch.zeros(2, 8, dtype=torch.long))) == 0
     assert metrics(reader.folder / "runs" / "1")[0] > 0
 
 
-def test_a_dataset_format(reader, capsys):
+def test_dataset_format_guide(reader, capsys):
     reader.follow(GUIDES["A dataset format"])
     shown = capsys.readouterr().out
     assert "⟦4<|im_end|>⟧" in shown
@@ -69,7 +69,7 @@ def test_a_dataset_format(reader, capsys):
 
 
 @pytest.mark.slow
-def test_a_logger(reader):
+def test_logger_guide(reader):
     reader.follow(GUIDES["A logger"])
     table = [line.split(",") for line in (reader.folder / "losses.csv").read_text().splitlines()]
     run = reader.folder / "runs" / "1"

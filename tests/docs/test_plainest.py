@@ -1,4 +1,4 @@
-"""The script of docs/plainest.md trains as the recipe does."""
+"""The script of docs/plainest.md trains like the recipe."""
 
 import re
 import runpy
@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tune.cli import main as tune
 
 
-def test_its_numbers_are_those_of_the_recipe(
+def test_plain_script_matches_the_recipe(
     checkpoint: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = (ROOT / "docs" / "plainest.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
@@ -23,7 +23,7 @@ def test_its_numbers_are_those_of_the_recipe(
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         runpy.run_path("plain.py", run_name="__main__")
         losses = [float(loss) for loss in re.findall(r"\| loss (\S+)", capsys.readouterr().out)]
-        given = [
+        arguments = [
             f"model.path={checkpoint}",
             f"dataset.path={chats}",
             "device=cpu",
@@ -34,7 +34,7 @@ def test_its_numbers_are_those_of_the_recipe(
             [
                 "run",
                 "full_finetune",
-                *given,
+                *arguments,
                 "max_seq_len=1024",
                 "micro_batch_size=2",
                 "output_dir=run",

@@ -1,4 +1,4 @@
-"""The README shows the loop, the edits, the recipes and the requirements that there are."""
+"""The README shows the current loop, edits, recipes, and pictures."""
 
 import re
 import textwrap
@@ -14,7 +14,7 @@ def section(title: str) -> str:
     return README.split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
-def test_the_loop_is_that_of_the_recipe():
+def test_loop_matches_the_recipe():
     recipe = (ROOT / "recipes" / "full_finetune.py").read_text(encoding="utf-8")
     (block,) = re.findall(r"```python\n(.*?)```", section("Read it"), flags=re.DOTALL)
     before, after = (textwrap.indent(part, " " * 8) for part in block.split("    ...\n"))
@@ -23,23 +23,23 @@ def test_the_loop_is_that_of_the_recipe():
     assert "backward()" in before and "optimizer.step()" in after and len(left_out.splitlines()) < 10
 
 
-def test_edits_have_as_many_lines():
+def test_edits_have_the_stated_number_of_lines():
     rows = re.findall(r"^\| \[([^]]+)\]\(docs/changes\.md#.+\|\s*(\d+) \|$", section("Change it"), flags=re.MULTILINE)
     assert len(rows) == 8
     assert {title: int(lines) for title, lines in rows} == {title: lines_of(CHANGES[title]) for title, _ in rows}
 
 
-def test_the_table_has_all_recipes():
+def test_table_has_all_recipes():
     named = re.findall(r"`(\w+)`", "".join(row.split("|")[1] for row in section("Recipes").splitlines() if row))
     assert sorted(named) == sorted(file.stem for file in (ROOT / "recipes").glob("*.py"))
 
 
-def test_pictures_are_what_the_script_draws():
+def test_pictures_match_the_script():
     drawn = pictures.pictures()
     assert {name: (pictures.FOLDER / name).read_text(encoding="utf-8") for name in drawn} == drawn
 
 
-def test_pictures_of_pages_are_there():
+def test_pictures_on_pages_exist():
     pages = [ROOT / "README.md", ROOT / "docs" / "index.md", ROOT / "examples" / "README.md"]
     shown = {page.parent / file for page in pages for file in re.findall(r"!\[[^]]+\]\(([^)]+)\)", page.read_text())}
     assert len(shown) > 3 and all(file.is_file() for file in shown)

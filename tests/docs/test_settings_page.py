@@ -1,4 +1,4 @@
-"""docs/settings.md is what docs/settings_page.py makes of the configs."""
+"""docs/settings.md matches the output of docs/settings_page.py."""
 
 import importlib.util
 from pathlib import Path
@@ -13,11 +13,11 @@ def load_generator():
     return module
 
 
-def test_the_page_is_up_to_date():
+def test_settings_page_is_up_to_date():
     assert (DOCS / "settings.md").read_text(encoding="utf-8") == load_generator().page()
 
 
-def test_a_setting_of_one_recipe_stands_with_its_default_and_meaning():
+def test_setting_of_one_recipe_has_its_default_and_meaning():
     lines = load_generator().page().splitlines()
     (line,) = [line for line in lines if line.startswith("| `group_size` |")]
     assert [cell.strip() for cell in line.strip("|").split("|")][1::2] == ["`8`", "grpo"]

@@ -1,4 +1,4 @@
-"""The site of `make docs`: it builds without a warning, and warns of what it should."""
+"""The site of `make docs` builds without warnings and reports broken links."""
 
 import importlib.util
 import re
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def hooks():
-    """docs/site_hooks.py as a module."""
+    """Return docs/site_hooks.py as a module."""
     spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "docs" / "site_hooks.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -26,7 +26,7 @@ def test_public_names_and_modules_have_docstrings(hooks):
     assert list(hooks.undocumented()) == []
 
 
-def test_what_has_none_is_found(hooks, tmp_path):
+def test_missing_docstrings_are_detected(hooks, tmp_path):
     def source(kind: str) -> str:
         return f"class {kind}Known:\n    '.'\n\nclass {kind}Bare: ...\n\ndef {kind.lower()}_bare(): ...\n\n"
 
@@ -34,23 +34,23 @@ def test_what_has_none_is_found(hooks, tmp_path):
     (tmp_path / "thing.py").write_text(source("There") + "LIMIT = 1\nKNOWN = 2\n'.'\n")
     names = f"from pathlib import Path\nfrom {here}.thing import KNOWN, LIMIT, ThereBare, ThereKnown, there_bare\n"
     (tmp_path / "__init__.py").write_text(f"'A package.'\n{names}{source('Here')}def _private(): ...\n")
-    found = {"thing", "HereBare", "here_bare", "ThereBare", "there_bare", "LIMIT"}
-    assert set(hooks.undocumented(tmp_path)) == {f"{here}.{name}" for name in found}
+    undocumented = {"thing", "HereBare", "here_bare", "ThereBare", "there_bare", "LIMIT"}
+    assert set(hooks.undocumented(tmp_path)) == {f"{here}.{name}" for name in undocumented}
 
 
 def build(out: Path, config: Path) -> subprocess.CompletedProcess[str]:
-    """As `make docs` does. (With --quiet mkdocs would not count warnings, and --strict would pass.)"""
+    """Build the site like `make docs`. (With --quiet, mkdocs would not count warnings, and --strict would pass.)"""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out), "-f", str(config)]
     return subprocess.run(command, capture_output=True, text=True, timeout=HANGS)
 
 
 @pytest.mark.slow
-def test_it_builds_without_a_warning(tmp_path):
+def test_site_builds_without_warnings(tmp_path):
     pytest.importorskip("mkdocs", reason="the site is built by `make docs`, which installs mkdocs")
     built = build(tmp_path / "site", ROOT / "mkdocs.yml")
     assert built.returncode == 0, built.stderr
     readme = (tmp_path / "site" / "repository" / "index.html").read_text()
-    assert 'href="../families/"' in readme  # a link of the repository is one of the site
+    assert 'href="../families/"' in readme  # a repository link becomes a site link
     assert "supervised tokens" in (tmp_path / "site" / "reference" / "tune.losses" / "index.html").read_text()
 
 
@@ -69,7 +69,7 @@ def test_broken_links_are_errors(tmp_path):
     assert [link for link in links if f"'{link}'" in built.stderr] == links
 
 
-def test_the_changelog_has_the_form_of_keep_a_changelog():
+def test_changelog_follows_keep_a_changelog():
     first, *released = re.findall(r"^## (.+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
     assert first == "[Unreleased]"
     assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", version) for version in released)

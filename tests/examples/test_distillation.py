@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 SCRIPT = Path(__file__).parents[2] / "examples" / "distillation" / "halve.py"
 
 
-def test_a_student_has_every_second_block(tmp_path):
+def test_student_has_every_second_block(tmp_path):
     spec = importlib.util.spec_from_file_location("distill_example", SCRIPT)
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)

@@ -7,24 +7,27 @@ FOLDER = Path(__file__).parents[2] / "examples" / "home_commands"
 
 
 def rows(name: str) -> list[tuple[str, str]]:
-    """(request, answer) of each row of a shipped file."""
+    """Return (request, answer) for each row of a shipped file."""
     conversations = [json.loads(line)["messages"] for line in (FOLDER / name).open()]
-    assert all([message["role"] for message in each] == ["system", "user", "assistant"] for each in conversations)
-    return [(each[1]["content"], each[2]["content"]) for each in conversations]
+    assert all(
+        [message["role"] for message in conversation] == ["system", "user", "assistant"]
+        for conversation in conversations
+    )
+    return [(conversation[1]["content"], conversation[2]["content"]) for conversation in conversations]
 
 
-def test_the_shipped_files_are_what_the_script_writes(tmp_path: Path) -> None:
+def test_shipped_files_match_the_script(tmp_path: Path) -> None:
     subprocess.run([sys.executable, FOLDER / "make_data.py", "--out", tmp_path], check=True)
     for name in ("train.jsonl", "validation.jsonl"):
         assert (tmp_path / name).read_bytes() == (FOLDER / name).read_bytes()
 
 
-def test_no_request_stands_twice() -> None:
+def test_requests_are_unique() -> None:
     requests = [request for request, _ in rows("train.jsonl") + rows("validation.jsonl")]
     assert len(set(requests)) == len(requests)
 
 
-def test_held_out_commands_are_new_but_made_of_known_parts() -> None:
+def test_held_out_commands_are_new_combinations_of_known_parts() -> None:
     train = {answer for _, answer in rows("train.jsonl")}
     held_out = {answer for _, answer in rows("validation.jsonl")}
     assert train & held_out == {'{"error":"unsupported"}'}

@@ -1,4 +1,4 @@
-"""examples/notebook.ipynb runs, with a tiny model in place of the one it downloads."""
+"""examples/notebook.ipynb runs with a tiny model in place of its download."""
 
 import os
 import re
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
 
 
-def test_it_is_committed_without_outputs() -> None:
+def test_notebook_has_no_outputs() -> None:
     nbformat = pytest.importorskip("nbformat")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
@@ -20,7 +20,7 @@ def test_it_is_committed_without_outputs() -> None:
 
 
 @pytest.mark.slow
-def test_it_runs(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notebook_runs(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "docs").symlink_to(ROOT / "docs")

@@ -20,7 +20,7 @@ RECORD: pictures.Record = {
 }
 
 
-def test_a_curve_and_bars_have_the_sizes_of_the_numbers() -> None:
+def test_curve_and_bars_are_drawn_to_scale() -> None:
     drawn = ElementTree.fromstring(pictures.draw(RECORD))
     (line,) = [path.get("d", "") for path in drawn.iter(f"{SVG}path") if path.get("class") == "curve"]
     points = [tuple(map(float, point.split())) for point in line[1:].split("L")]
@@ -56,7 +56,7 @@ def write(file: Path, rows: list[dict]) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_numbers_are_those_of_the_run_folder(tmp_path: Path) -> None:
+def test_figures_match_the_run_folder(tmp_path: Path) -> None:
     write(tmp_path / "metrics.jsonl", [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 1.25, "validation_loss": 1.5}])
     write(tmp_path / "results.json", [{"before": 0, "after": 2, "of": 3}])
     samples = [{"index": index, "prompt": f"{index}?", "text": f"{at}\n {index}"} for at in (0, 1) for index in (0, 1)]
@@ -67,14 +67,14 @@ def test_numbers_are_those_of_the_run_folder(tmp_path: Path) -> None:
     assert record["answers"] == {"request": "0?", "before": "0 0", "after": "1 0"}
 
 
-def test_rewards_are_those_of_the_run_folder(tmp_path: Path) -> None:
+def test_rewards_match_the_run_folder(tmp_path: Path) -> None:
     write(tmp_path / "run" / "metrics.jsonl", [{"step": 0, "validation_reward": 0.375}, {"step": 1, "reward": 0.5}])
     record = pictures.reinforcement(tmp_path)
     assert [*record["curves"].values()] == [[(1, 0.5)], [(0, 0.375)]]
     assert record["results"] == {"before": 0.38, "after": 0.38}
 
 
-def test_right_answers_are_those_of_the_evaluations(tmp_path: Path) -> None:
+def test_correct_answers_match_the_evaluations(tmp_path: Path) -> None:
     for name, share in {"teacher": 58 / 60, "labels": 0.5, "distilled": 0.75}.items():
         write(tmp_path / f"{name}.json", [{"results": {"validation": {"exact_match,none": share}}}])
         write(tmp_path / name / "metrics.jsonl", [{"step": 1, "loss": share}])
@@ -87,13 +87,13 @@ def recorded() -> list[dict[str, str]]:
     return json.loads((terminal.FOLDER / "terminal.json").read_text(encoding="utf-8"))
 
 
-def test_the_terminal_is_what_the_script_draws() -> None:
+def test_terminal_picture_matches_the_script() -> None:
     file = (terminal.FOLDER / "terminal.svg").read_text(encoding="utf-8")
     assert file == terminal.draw(recorded()) and len(file.encode()) < 300_000
     assert [entry["command"] for entry in recorded()] == [*terminal.COMMANDS]
 
 
-def test_the_terminal_shows_each_character_and_no_path_of_the_machine() -> None:
+def test_terminal_picture_shows_every_character_and_no_local_path() -> None:
     entries = recorded()
     shown = [text.text or "" for text in ElementTree.fromstring(terminal.draw(entries)).iter(f"{SVG}text")]
     assert max(map(len, shown)) <= terminal.COLUMNS
@@ -104,7 +104,7 @@ def test_the_terminal_shows_each_character_and_no_path_of_the_machine() -> None:
     assert not re.search(r"(?<![\w.])/(home|root|tmp|work|Users)/", printed)
 
 
-def test_the_terminal_plays_each_line_in_turn() -> None:
+def test_terminal_picture_plays_lines_in_order() -> None:
     entries = [{"command": "a", "output": "\n".join("xyz") + "\n"}, {"command": "b", "output": "last\n"}]
     style = terminal.draw(entries).split("@keyframes below {")[1].split("}\n")[0]
     times = [float(time) for time in re.findall(r"([\d.]+)%", style)]

@@ -15,7 +15,7 @@ def rows(name: str) -> list[dict[str, str]]:
     return [json.loads(line) for line in (FOLDER / name).open()]
 
 
-def test_the_shipped_files_are_what_the_script_writes(tmp_path: Path) -> None:
+def test_shipped_files_match_the_script(tmp_path: Path) -> None:
     subprocess.run([sys.executable, FOLDER / "make_pairs.py", "--out", tmp_path], check=True)
     for name in ("train.jsonl", "validation.jsonl"):
         assert (tmp_path / name).read_bytes() == (FOLDER / name).read_bytes()
@@ -29,6 +29,6 @@ def test_held_out_requests_are_new_and_answers_are_terse_or_chatty() -> None:
 
 
 @pytest.mark.parametrize("name", ["train.jsonl", "validation.jsonl"])
-def test_all_pairs_are_learned(name: str, checkpoint: Path) -> None:
+def test_all_pairs_are_trained_on(name: str, checkpoint: Path) -> None:
     data = load(Tokenizer(str(checkpoint)), str(FOLDER / name), max_seq_len=1024, kind="preferences")
     assert data.accounting.kept == len(rows(name)) and data.accounting.cut_tokens == 0

@@ -11,9 +11,9 @@ FOLDER = Path(__file__).parents[2] / "examples" / "reinforcement"
 
 def module(name):
     spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
 
 
 @pytest.mark.parametrize(
@@ -35,8 +35,8 @@ def test_fraction_right(completion, reward):
     assert module("rewards").fraction_right({"messages": [answer]}, completion) == pytest.approx(reward)
 
 
-def test_data(tmp_path, monkeypatch):
-    """Requests of the training file alone, of the kinds that are held out; nine of ten answers are those of others."""
+def test_reinforcement_data(tmp_path, monkeypatch):
+    """Requests come from the training file, in the held-out shares of kinds; nine of ten mixed-up answers are wrong."""
     monkeypatch.chdir(FOLDER.parents[1])
     reinforce = module("reinforce")
     requests, mixed_up = ([json.loads(line) for line in file.open()] for file in reinforce.write_data(tmp_path))

@@ -1,4 +1,4 @@
-"""Files and folders appear whole or not at all, whatever ends the process that writes them."""
+"""Files and folders appear whole or not at all, however the writing process ends."""
 
 import re
 import signal
@@ -23,7 +23,7 @@ with written_aside(pathlib.Path(sys.argv[1]), folder=True) as unfinished:
 
 
 @pytest.mark.parametrize("folder", [True, False])
-def test_what_was_there_stays_until_the_new_is_complete(tmp_path, folder):
+def test_old_content_stays_until_the_new_is_complete(tmp_path, folder):
     path = tmp_path / "new" / "a[1]"
 
     def write(text: str, fails: bool = False) -> None:
@@ -32,7 +32,7 @@ def test_what_was_there_stays_until_the_new_is_complete(tmp_path, folder):
             if fails:
                 raise KeyboardInterrupt
 
-    def found() -> list[str]:
+    def contents() -> list[str]:
         return [file.name for file in path.iterdir()] if folder else [path.read_text()]
 
     with pytest.raises(KeyboardInterrupt):
@@ -41,13 +41,13 @@ def test_what_was_there_stays_until_the_new_is_complete(tmp_path, folder):
     write("first")
     with pytest.raises(KeyboardInterrupt):
         write("half", fails=True)
-    assert found() == ["first"]
+    assert contents() == ["first"]
     write("second")
-    assert found() == ["second"]
+    assert contents() == ["second"]
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path):
+def test_leftovers_of_a_killed_process_are_removed(tmp_path):
     path = tmp_path / "a[1]"
     ended = subprocess.run([sys.executable, "-c", KILLED, str(path)])
     assert ended.returncode == -signal.SIGKILL
@@ -58,8 +58,8 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
     assert [file.relative_to(tmp_path) for file in tmp_path.rglob("*")] == [Path("a[1]"), Path("a[1]/whole")]
 
 
-def test_files_of_a_folder_have_the_usual_mode(tmp_path):
-    """safetensors makes files that only their owner may read: a server of another user could not load them."""
+def test_files_in_a_folder_have_the_usual_mode(tmp_path):
+    """safetensors creates files that only their owner can read: a server under another user could not load them."""
     usual = tmp_path / "usual"
     usual.touch()
     with written_aside(tmp_path / "model", folder=True) as unfinished:
@@ -69,9 +69,9 @@ def test_files_of_a_folder_have_the_usual_mode(tmp_path):
     assert (tmp_path / "model" / "inside").stat().st_mode == tmp_path.joinpath("model").stat().st_mode
 
 
-def test_there_is_one_way_to_write_aside():
-    """Only checkpoints, which all processes write together, and shards, which get their number last, are renamed."""
+def test_only_one_module_writes_atomically():
+    """Besides files/atomic.py, only checkpoints (written by all processes) and shards (numbered last) are renamed."""
     house = Path(tune.__file__).parent
     renaming = re.compile(r"os\.replace|\.rename\(|unfinished\.replace")
-    found = {str(file.relative_to(house)) for file in house.rglob("*.py") if renaming.search(file.read_text())}
-    assert found == {"files/atomic.py", "checkpointers/checkpointer.py", "checkpointers/writing.py"}
+    files = {str(file.relative_to(house)) for file in house.rglob("*.py") if renaming.search(file.read_text())}
+    assert files == {"files/atomic.py", "checkpointers/checkpointer.py", "checkpointers/writing.py"}

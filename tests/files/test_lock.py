@@ -1,4 +1,4 @@
-"""Two runs must not write into one folder."""
+"""Two runs must not write to one folder."""
 
 import errno
 import fcntl
@@ -27,20 +27,20 @@ def another_process_holds(folder):
     return done.returncode == 0
 
 
-def test_a_folder_has_one_writer_whatever_its_process_reads_there(tmp_path):
+def test_folder_stays_locked_when_its_process_reads_there(tmp_path):
     lock.hold(tmp_path)
-    assert [*tmp_path.iterdir()] == []  # no run has begun
+    assert [*tmp_path.iterdir()] == []  # no run has started
     lock.hold(tmp_path, make=True)
     records.start(tmp_path, 0)
     assert records.read(tmp_path).state == "running"
-    lock.hold(tmp_path)  # again
+    lock.hold(tmp_path)  # a second time
     assert not another_process_holds(tmp_path)
     lock.release(tmp_path)
     assert another_process_holds(tmp_path)
     assert records.read(tmp_path).state == "killed"
 
 
-def test_a_folder_that_was_removed_and_made_again(tmp_path):
+def test_folder_that_was_removed_and_recreated(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     lock.hold(folder, make=True)
@@ -50,7 +50,7 @@ def test_a_folder_that_was_removed_and_made_again(tmp_path):
     lock.release(folder)
 
 
-def test_two_writers_where_the_file_system_has_no_locks(tmp_path, monkeypatch):
+def test_two_writers_on_a_file_system_without_locks(tmp_path, monkeypatch):
     def no_locks(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -62,11 +62,11 @@ def test_two_writers_where_the_file_system_has_no_locks(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "lockf", no_locks)
     monkeypatch.setattr(lock.time, "monotonic", lambda: next(ticks))
     monkeypatch.setattr(lock.time, "sleep", lambda seconds: None)
-    begin()  # nobody was here
+    begin()  # no other process was here
     beat = tmp_path / "heartbeat.json"
     beat.write_text("1")
     records.start(tmp_path, 0)
-    begin()  # it was killed
+    begin()  # the other process was killed
     monkeypatch.setattr(lock.time, "sleep", lambda seconds: beat.write_text("2"))  # as another process does
     with pytest.raises(TuneError, match="another run is writing to"):
         begin()

@@ -21,7 +21,7 @@ from tune.errors import TuneError
 from tune.launchers import launcher, ray
 
 
-def test_a_launcher_is_one_more_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launcher_is_one_more_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text("def launch(options, recipe, settings, folder):\n    print(options, *settings)\n")
     monkeypatch.setattr(launchers, "__path__", [*launchers.__path__, str(tmp_path)])
     assert launcher("mine").__module__ == "tune.launchers.mine"
@@ -34,7 +34,7 @@ def test_unknown_launcher() -> None:
         launcher("slrm")
 
 
-def test_without_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_ray_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(TuneError, match=r"Ray needs the ray extra \(pip install 'tune-recipes\[ray\]'\): "):
         launcher("ray")([], tmp_path / "recipe.py", [], tmp_path)
@@ -49,7 +49,9 @@ def test_without_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (["--cpus-per-worker=half"], "'half' is not a number of at least 1"),
     ],
 )
-def test_wrong_options(options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_rejected(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises((TuneError, SystemExit)) as error:
         launcher("ray")(options, tmp_path / "recipe.py", [], tmp_path)
     assert message in f"{error.value} {capsys.readouterr().err}"
@@ -59,13 +61,13 @@ def test_help_and_settings_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit):
         main(["run", "--launcher", "ray", "--help"])
     assert "--max-restarts" in capsys.readouterr().out
-    with pytest.raises(SystemExit):  # a setting stands before the recipe
+    with pytest.raises(SystemExit):  # a setting before the recipe
         main(["run", "--launcher", "ray", "seed=1", "full_finetune", "model.path=x", "dataset.path=y"])
     assert "unrecognized arguments: seed=1" in capsys.readouterr().err
 
 
-def test_a_cluster_that_does_not_start_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine with too much other work Ray gives up, with an Exception of no kind."""
+def test_cluster_that_does_not_start_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an overloaded machine, Ray gives up with a plain Exception."""
     module = pytest.importorskip("ray")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
@@ -77,8 +79,8 @@ def test_a_cluster_that_does_not_start_is_explained(monkeypatch: pytest.MonkeyPa
         ray_cluster.connect(None, 1)
 
 
-def test_a_failure_of_rays_own_is_told_with_its_cause(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As on a full disk, which its controller writes to."""
+def test_internal_ray_errors_are_reported_with_their_cause(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As on a full disk, to which its controller writes."""
     module = pytest.importorskip("ray")
     from ray.train import ControllerError
 
@@ -91,30 +93,30 @@ def test_a_failure_of_rays_own_is_told_with_its_cause(monkeypatch: pytest.Monkey
         launcher("ray")(["--local"], tmp_path / "recipe.py", [], tmp_path / "run")
 
 
-def test_reports_of_checkpoints_stay_off_the_console(caplog: pytest.LogCaptureFixture) -> None:
+def test_checkpoint_reports_are_not_printed(caplog: pytest.LogCaptureFixture) -> None:
     module = pytest.importorskip("ray.train.v2._internal.execution.context")
-    caplog.set_level(logging.INFO)  # as Ray Train's workers have it
+    caplog.set_level(logging.INFO)  # as in Ray Train's workers
     assert module.logger.isEnabledFor(logging.INFO)
     ray_cluster.quiet()
     assert not module.logger.isEnabledFor(logging.INFO)
     module.logger.setLevel(logging.NOTSET)
 
 
-def test_workers_are_told_to_stop_by_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They run the recipe in a thread, which gets no signals."""
+def test_workers_stop_when_a_file_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run the recipe in a thread, which receives no signals."""
     monkeypatch.setenv("TUNE_STOP_FILE", str(tmp_path / "stop"))
     before = signal.getsignal(signal.SIGTERM)
-    found: list[Interrupt] = []
-    thread = threading.Thread(target=lambda: found.append(Interrupt()))
+    interrupts: list[Interrupt] = []
+    thread = threading.Thread(target=lambda: interrupts.append(Interrupt()))
     thread.start()
     thread.join()
     assert signal.getsignal(signal.SIGTERM) is before
-    assert not found[0].requested
+    assert not interrupts[0].requested
     (tmp_path / "stop").touch()
-    assert found[0].requested
+    assert interrupts[0].requested
 
 
-def test_an_address_where_nobody_answers_is_told_soon(
+def test_unreachable_address_is_reported_soon(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(ray_cluster, "PATIENCE", 1)
@@ -125,20 +127,20 @@ def test_an_address_where_nobody_answers_is_told_soon(
 
 @contextlib.contextmanager
 def server(answer: bytes) -> Iterator[str]:
-    """The address of one that gives this answer to whoever says something."""
+    """Start a server that sends `answer` to every request, and yield its address."""
 
     class Handler(socketserver.BaseRequestHandler):
         def handle(self) -> None:
             self.request.recv(100)
             self.request.sendall(answer)
 
-    with socketserver.TCPServer(("127.0.0.1", 0), Handler) as found:
-        threading.Thread(target=found.serve_forever, args=(0.01,), daemon=True).start()
-        yield f"127.0.0.1:{found.server_address[1]}"
-        found.shutdown()
+    with socketserver.TCPServer(("127.0.0.1", 0), Handler) as tcp_server:
+        threading.Thread(target=tcp_server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"127.0.0.1:{tcp_server.server_address[1]}"
+        tcp_server.shutdown()
 
 
-def test_an_address_where_something_else_answers_is_told_at_once() -> None:
+def test_address_of_another_service_is_reported_at_once() -> None:
     with (
         server(b"HTTP/1.1 400 Bad Request\r\n") as address,
         pytest.raises(
@@ -146,13 +148,13 @@ def test_an_address_where_something_else_answers_is_told_at_once() -> None:
         ),
     ):
         ray_cluster.connect(address, 1)
-    with server(b"\0\0\6\4\0\0\0\0\0\0\5\0\0\x40\0") as address:  # the settings of gRPC
+    with server(b"\0\0\6\4\0\0\0\0\0\0\5\0\0\x40\0") as address:  # gRPC's settings frame
         ray_cluster.require_answer(address, 0)
         ray_cluster.require_answer(f"ray://{address}", 0)
 
 
-def test_a_cluster_that_is_lost_is_told_and_ends_the_command(tmp_path: Path) -> None:
-    """Ray would wait on in a thread, and end the process a minute later without a word."""
+def test_losing_the_cluster_ends_the_command_with_an_error(tmp_path: Path) -> None:
+    """Ray would keep waiting in a thread and silently end the process a minute later."""
     program = f"""
 import threading
 from types import SimpleNamespace
@@ -174,7 +176,7 @@ def curve(folder: Path) -> dict[int, float]:
 
 @pytest.fixture
 def start(checkpoint: Path, chats: Path, tmp_path: Path):
-    """Starts the recipe by `tune run OPTIONS`, its results in a folder of that name; ends all that is left of it."""
+    """Start the recipe with `tune run OPTIONS` and an output folder of that name; end its remaining processes."""
     started: list[subprocess.Popen[str]] = []
 
     def run(
@@ -208,7 +210,7 @@ RAY = ("--launcher", "ray", "--nproc-per-node", "2")
 
 
 @pytest.mark.slow
-def test_curves_are_those_of_torchrun_and_of_one_process(start, tmp_path: Path) -> None:
+def test_loss_curves_match_torchrun_and_one_process(start, tmp_path: Path) -> None:
     launches = {
         "ray": RAY, "torchrun": ("--launcher", "torchrun", "--nproc-per-node", "2"),
         "local": ("--launcher", "ray", "--local"), "alone": (),
@@ -227,15 +229,15 @@ def test_curves_are_those_of_torchrun_and_of_one_process(start, tmp_path: Path) 
     assert curves["local"] == curves["alone"]
     assert list(curves["ray"].values()) == pytest.approx(list(curves["alone"].values()), rel=1e-5)
     reported = json.loads((tmp_path / "ray" / "checkpoint_manager_snapshot.json").read_text())
-    names = [Path(each["checkpoint_dir_name"]).name for each in reported["checkpoint_results"]]
+    names = [Path(result["checkpoint_dir_name"]).name for result in reported["checkpoint_results"]]
     assert names == ["step-00000004", "step-00000008", "step-00000012"]
-    losses = [each["metrics"]["loss"] for each in reported["checkpoint_results"]]
+    losses = [result["metrics"]["loss"] for result in reported["checkpoint_results"]]
     assert losses == [curves["ray"][step] for step in (4, 8, 12)]
     assert "Reporting training result" not in (tmp_path / "ray.txt").read_text()
 
 
 @pytest.mark.slow
-def test_a_worker_has_as_many_cpus_as_it_is_given(tmp_path: Path) -> None:
+def test_worker_has_the_configured_number_of_cpus(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import os, ray\nfrom pathlib import Path\nhas = ray.get_runtime_context().get_assigned_resources()\n"
         "Path(f'cpus-{os.environ[\"RANK\"]}').write_text(str(has['CPU']))\n"
@@ -247,7 +249,7 @@ def test_a_worker_has_as_many_cpus_as_it_is_given(tmp_path: Path) -> None:
 
 
 def worker_of(folder: Path) -> int:
-    """One of Ray Train's workers below a driver that has `folder` in its environment."""
+    """Return a Ray Train worker whose driver has `folder` in its environment."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             is_worker = b"ray::RayTrainWorker" in (process / "cmdline").read_bytes()
@@ -257,8 +259,8 @@ def worker_of(folder: Path) -> int:
 
 
 @pytest.mark.slow
-def test_ray_data_trains_as_a_stream_does_and_goes_on_after_a_kill(start, chats: Path, tmp_path: Path) -> None:
-    many = tmp_path / "many.jsonl"  # long after the step at which it is killed
+def test_ray_data_trains_like_a_stream_and_resumes_after_a_kill(start, chats: Path, tmp_path: Path) -> None:
+    many = tmp_path / "many.jsonl"  # more rows than it reads before it is killed
     many.write_text(4 * chats.read_text())
     stream = ("epochs=1", "max_steps=30", f"dataset.path={many}", "dataset.shuffle_buffer=64")
     whole = start("whole", "--nproc-per-node", "2", settings=(*stream, "dataset.streaming=true"))
@@ -279,7 +281,7 @@ def actors(*options: str):
 
 
 @pytest.mark.slow
-def test_results_of_actors_are_in_order_and_one_that_dies_is_told(tmp_path: Path) -> None:
+def test_actor_results_are_ordered_and_dead_actors_are_reported(tmp_path: Path) -> None:
     dead = tmp_path / "has_died"
 
     def make():
@@ -295,15 +297,15 @@ def test_results_of_actors_are_in_order_and_one_that_dies_is_told(tmp_path: Path
 
     with (
         pytest.raises(TuneError, match=r"--launcher ray: .*died.* With --max-restarts N"),
-        ray.in_actors(actors(), make, range(6)) as found,
+        ray.in_actors(actors(), make, range(6)) as results,
     ):
-        assert next(found) == 0
-        list(found)
+        assert next(results) == 0
+        list(results)
     dead.unlink()
     with (
         pytest.raises(TuneError, match=r"^10 is too much$"),
-        ray.in_actors(actors("--max-restarts", "1"), make, range(11)) as found,
+        ray.in_actors(actors("--max-restarts", "1"), make, range(11)) as results,
     ):
-        assert [next(found) for _ in range(10)] == [number * number for number in range(10)]
-        next(found)
+        assert [next(results) for _ in range(10)] == [number * number for number in range(10)]
+        next(results)
     assert dead.exists()

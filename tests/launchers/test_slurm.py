@@ -1,4 +1,4 @@
-"""The batch script, with programs of the test's own in place of SLURM's."""
+"""The batch script, with fake versions of SLURM's programs."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ import pytest
 from tune.errors import TuneError
 from tune.launchers.slurm import _seconds, launch
 
-# In place of a recipe: saves a checkpoint when it is told to end, as recipes do.
+# In place of a recipe: saves a checkpoint on SIGTERM, as recipes do.
 RECIPE = """\
 import signal, sys, time
 from pathlib import Path
@@ -41,7 +41,7 @@ def program(folder: Path, name: str, text: str) -> None:
     (folder / name).chmod(0o755)
 
 
-def test_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_batch_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = script(
         tmp_path, capsys, "--nodes", "4", "--gpus-per-node", "8", "--time", "24:00:00", "--partition=gpu",
         "--exclusive", settings=("prompt=it's two",),
@@ -61,8 +61,10 @@ def test_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("does", "requeued"), [("saves", True), ("nothing", False), ("ends", False)])
-def test_the_time_limit(does: str, requeued: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A job is queued again if it was told that its time is over and has saved a checkpoint since its start."""
+def test_job_is_requeued_after_its_time_limit(
+    does: str, requeued: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job is requeued if it was signaled that its time is over and has saved a checkpoint since its start."""
     folder = tmp_path / "a run"
     text = script(tmp_path, capsys, "--time=90", settings=(f"output_dir={folder}", does))
     bin = tmp_path / "bin"
@@ -76,12 +78,12 @@ def test_the_time_limit(does: str, requeued: bool, tmp_path: Path, capsys: pytes
         assert job.stdout is not None and job.stdout.readline() == "begun\n"
         if does != "ends":
             job.send_signal(signal.SIGUSR1)
-        said = job.stdout.read()
+        output = job.stdout.read()
     assert job.returncode == (0 if does == "ends" else 130)
     assert (tmp_path / "asked").exists() == requeued
     if requeued:
         assert (tmp_path / "asked").read_text() == "requeue 12\n"
-        assert "time limit reached after step-00000007" in said
+        assert "time limit reached after step-00000007" in output
 
 
 @pytest.mark.parametrize(
@@ -93,10 +95,10 @@ def test_the_time_limit(does: str, requeued: bool, tmp_path: Path, capsys: pytes
     ],
     ids=["preempted", "cancelled", "failed"],
 )
-def test_a_job_that_ends_in_its_grace_time(
+def test_preempted_job_that_ends_in_its_grace_time(
     shown: str, requeued: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """SLURM counts a preempted job that ends itself as failed: its script queues it again, unless it is cancelled."""
+    """SLURM counts a preempted job that ends itself as failed: its script requeues it unless it was canceled."""
     folder = tmp_path / "a run"
     text = script(tmp_path, capsys, settings=(f"output_dir={folder}", "saves"))
     bin = tmp_path / "bin"
@@ -114,7 +116,7 @@ def test_a_job_that_ends_in_its_grace_time(
         assert (tmp_path / "asked").read_text() == "requeue 12\n"
 
 
-def test_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_job_is_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     program(tmp_path / "bin", "sbatch", f'cp "$1" {tmp_path}/given; echo Submitted batch job 12')
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     launch(["--nproc-per-node=2"], tmp_path / "recipe.py", ["x=1"], tmp_path / "run")
@@ -139,13 +141,15 @@ def test_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
         (["--partition", "gpu"], "'gpu' is not an option"),
     ],
 )
-def test_wrong_options(options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_rejected(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises((TuneError, SystemExit)) as error:
         launch([*options, "--dry-run"], tmp_path / "recipe.py", [], tmp_path)
     assert message in f"{error.value} {capsys.readouterr().err}"
 
 
 def test_time_limits() -> None:
-    """The forms that sbatch's manual lists."""
+    """The formats in sbatch's manual."""
     limits = {"90": 5400, "90:30": 5430, "24:00:00": 86400, "2-12": 216_000, "2-12:30": 217_800, "2-12:30:01": 217_801}
     assert {limit: _seconds(limit) for limit in limits} == limits

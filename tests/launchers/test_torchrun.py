@@ -24,7 +24,7 @@ world.finish()
 
 
 @pytest.mark.slow
-def test_a_node_joins_a_run_that_goes_on(tmp_path: Path) -> None:
+def test_node_joins_a_running_run(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(RECIPE)
     endpoint, agents = f"127.0.0.1:{free_port()}", list[subprocess.Popen[bytes]]()
 
@@ -54,13 +54,13 @@ def test_a_node_joins_a_run_that_goes_on(tmp_path: Path) -> None:
             agent.wait()
 
 
-def test_processes_share_the_threads_that_one_would_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """torchrun gives each of several processes one thread, on however many cores."""
+def test_processes_share_the_threads_of_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By default, torchrun gives each of several processes one thread, whatever the number of cores."""
     monkeypatch.setattr("torch.distributed.run.run", lambda chosen: None)
     monkeypatch.setattr("torch.get_num_threads", lambda: 12)
-    for given, threads in ((None, "4"), ("7", "7")):
-        monkeypatch.setenv("OMP_NUM_THREADS", given or "")
-        if not given:
+    for setting, threads in ((None, "4"), ("7", "7")):
+        monkeypatch.setenv("OMP_NUM_THREADS", setting or "")
+        if not setting:
             monkeypatch.delenv("OMP_NUM_THREADS")
         torchrun.launch(["--nproc-per-node", "3"], tmp_path / "mine.py", [], tmp_path)
         assert os.environ["OMP_NUM_THREADS"] == threads

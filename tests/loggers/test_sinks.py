@@ -25,7 +25,7 @@ def test_metrics_keep_full_precision(tmp_path):
     assert line == {"step": 1, "time": line["time"], **VALUES}
 
 
-def test_a_resumed_run_has_each_step_once(tmp_path):
+def test_resumed_run_has_each_step_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 6)) + '{"step": 6, "lo')
     sink = Files(path.parent)
@@ -34,15 +34,15 @@ def test_a_resumed_run_has_each_step_once(tmp_path):
     assert [(line["step"], line["loss"]) for line in written(path)] == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)]
 
 
-def test_files_are_closed_before_the_first_step_too(tmp_path):
-    """As by an error between opening the folder and the first step, which nothing may hide."""
+def test_files_are_closed_even_before_the_first_step(tmp_path):
+    """After an error between opening the folder and the first step: nothing may hide that error."""
     sink = Files(tmp_path)
     sink.message("opened")
     sink.close()
     assert (tmp_path / "log.txt").read_text() == "opened\n"
 
 
-def test_lines_that_a_full_disk_does_not_take_are_written_later(tmp_path):
+def test_lines_that_do_not_fit_on_a_full_disk_are_written_later(tmp_path):
     sink, (_, hard) = Files(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
     sink.message("one")
     resource.setrlimit(resource.RLIMIT_FSIZE, (6, hard))  # bytes in a file
@@ -51,8 +51,8 @@ def test_lines_that_a_full_disk_does_not_take_are_written_later(tmp_path):
         sink.metrics(1, VALUES)
         sink.append("samples.jsonl", "a", "b" * 9)
         assert (tmp_path / "log.txt").read_text() == "one\ntw"
-        for said in ("1 lines of log.txt", "1 lines of metrics.jsonl", "lines of samples.jsonl", "File too large"):
-            assert said in sink.unwritten()
+        for part in ("1 lines of log.txt", "1 lines of metrics.jsonl", "lines of samples.jsonl", "File too large"):
+            assert part in sink.unwritten()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     sink.message("three")
@@ -63,7 +63,7 @@ def test_lines_that_a_full_disk_does_not_take_are_written_later(tmp_path):
     sink.close()
 
 
-def test_console_in_plain_lines(capsys):
+def test_console_prints_plain_lines(capsys):
     console = Console(every=2)
     console.start(0, 4)
     for step in range(1, 5):
@@ -76,7 +76,7 @@ def test_console_in_plain_lines(capsys):
 
 
 class Disk(io.RawIOBase):
-    """A file on a disk that may be full."""
+    """A file on a disk that can be full."""
 
     taken, is_full = b"", True
 
@@ -90,7 +90,7 @@ class Disk(io.RawIOBase):
         return len(data)
 
 
-def test_console_into_a_file_on_a_full_disk(monkeypatch):
+def test_console_output_to_a_file_on_a_full_disk(monkeypatch):
     disk = Disk()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BufferedWriter(disk), encoding="utf-8"))
     console = Console(every=1)
@@ -100,7 +100,7 @@ def test_console_into_a_file_on_a_full_disk(monkeypatch):
     assert disk.taken == b"one\ntwo\n"
 
 
-def test_console_on_a_terminal_has_a_bar(monkeypatch, capsys):
+def test_console_on_a_terminal_has_a_progress_bar(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     console = Console(every=1)
     console.start(1, 3)
@@ -119,7 +119,7 @@ class Broken(Sink):
         raise ConnectionError("no network to https://me:password@host")
 
 
-def test_a_sink_that_fails_warns_once_and_is_left_out():
+def test_failing_sink_warns_once_and_is_disabled():
     sink = NonFatal(Broken(), print)
     with pytest.warns(
         UserWarning, match="Broken is turned off after an error: ConnectionError: no network to https://host"
@@ -130,7 +130,7 @@ def test_a_sink_that_fails_warns_once_and_is_left_out():
     assert Broken.calls == 1
 
 
-def test_a_sink_that_cannot_be_opened_warns(tmp_path):
+def test_sink_that_cannot_be_opened_warns(tmp_path):
     class Unavailable(Broken):
         def open(self, folder, settings):
             raise ConnectionError("no network")
@@ -145,7 +145,7 @@ def test_tensorboard(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    for start in (0, 1):  # the second start continues after step 1, and logs step 2 again
+    for start in (0, 1):  # the second start resumes after step 1 and logs step 2 again
         sink = NonFatal(TensorBoard(), print)
         sink.open(tmp_path, {})
         sink.start(start, 4)
@@ -157,7 +157,7 @@ def test_tensorboard(tmp_path):
 
 
 def test_weights_and_biases(tmp_path, monkeypatch):
-    """Offline: what would be sent is written into the run folder."""
+    """Offline: data that would be sent is written to the run folder."""
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     sink = WeightsAndBiases("tests")
@@ -169,21 +169,21 @@ def test_weights_and_biases(tmp_path, monkeypatch):
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
 
 
-def test_runs_of_one_name_are_not_one(tmp_path, monkeypatch):
-    """Folders of the same last name have ids of their own, which a continuation keeps."""
-    given = []
-    init = SimpleNamespace(init=lambda **settings: given.append(settings), __spec__=object())
+def test_runs_with_the_same_name_are_distinct(tmp_path, monkeypatch):
+    """Folders with the same last name get different ids, which a resumed run keeps."""
+    calls = []
+    init = SimpleNamespace(init=lambda **settings: calls.append(settings), __spec__=object())
     monkeypatch.setitem(sys.modules, "wandb", init)
     for parent in ("a", "b", "a"):
         (folder := tmp_path / parent / "test").mkdir(parents=True, exist_ok=True)
         WeightsAndBiases("tests").open(folder, {})
         records.start(folder, 0)
-    first, second, again = [settings["id"] for settings in given]
-    assert first == again != second and {settings["name"] for settings in given} == {"test"}
+    first, second, again = [settings["id"] for settings in calls]
+    assert first == again != second and {settings["name"] for settings in calls} == {"test"}
 
 
-def test_a_continued_file_keeps_whole_lines_with_any_text(tmp_path):
-    """A killed process leaves a part of a line, which may end as a whole one does; texts have other separators."""
+def test_resumed_file_keeps_whole_lines_with_any_text(tmp_path):
+    """A killed process leaves part of a line, which may end like a whole one; texts contain other separators."""
     samples = tmp_path / "samples.jsonl"
     whole = [json.dumps({"step": step, "text": "a\u2028b\x85c"}, ensure_ascii=False) + "\n" for step in (1, 2)]
     samples.write_text("".join(whole) + '{"step": 3, "row": {"text": ""}', encoding="utf-8")
@@ -193,7 +193,7 @@ def test_a_continued_file_keeps_whole_lines_with_any_text(tmp_path):
     assert samples.read_text(encoding="utf-8") == "".join(whole)
 
 
-def test_a_long_file_is_continued_without_reading_all_of_it(tmp_path, monkeypatch):
+def test_long_file_is_resumed_without_reading_all_of_it(tmp_path, monkeypatch):
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1000)))
     before = metrics.read_bytes()

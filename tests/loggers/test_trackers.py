@@ -1,4 +1,4 @@
-"""MLflow and Trackio themselves, on this machine; and what every tracker of `logger.trackers` has in common."""
+"""MLflow and Trackio, run locally, and the common behavior of all trackers in `logger.trackers`."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ VALUES = {"loss": 1 / 3, "validation_loss/my chats": 2.0, "odd#name": 1.0}
 
 @pytest.fixture
 def tracking(tmp_path, monkeypatch):
-    """MLflow's files, which need neither a server nor a database."""
+    """Use MLflow's file store, which needs neither a server nor a database."""
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     uri = (tmp_path / "mlruns").as_uri()
@@ -30,7 +30,7 @@ def test_mlflow(tracking, tmp_path):
     uri, client = tracking
     folder = tmp_path / "run"
     folder.mkdir()
-    for start in (0, 2):  # the second start continues behind step 2
+    for start in (0, 2):  # the second start resumes after step 2
         sink = MLflow("tests", uri=uri)
         sink.open(folder, SETTINGS | {"seed": 3 + start})
         records.start(folder, start)
@@ -44,12 +44,12 @@ def test_mlflow(tracking, tmp_path):
         "seed": "3", "optimizer.lr": "0.001", "optimizer.betas": "[0.9, 0.95]", "adapter": "{}", "path": "x" * 500
     }  # fmt: skip
     losses = client.get_metric_history(run.info.run_id, "loss")
-    assert sorted((each.step, each.value) for each in losses) == [(step, step / 3) for step in (1, 2, 3, 4)]
+    assert sorted((metric.step, metric.value) for metric in losses) == [(step, step / 3) for step in (1, 2, 3, 4)]
     assert run.data.metrics["validation_loss/my chats"] == 8.0 and run.data.metrics["odd_name"] == 4.0
     assert records.identity(folder) in run.data.tags.values()
 
 
-def test_mlflow_knows_runs_of_one_name_apart_and_how_they_end(tracking, tmp_path):
+def test_mlflow_distinguishes_runs_of_one_name_and_records_their_end(tracking, tmp_path):
     uri, client = tracking
     for parent in ("a", "b"):
         (folder := tmp_path / parent / "test").mkdir(parents=True)
@@ -70,7 +70,7 @@ def test_trackio(tmp_path, monkeypatch):
     pytest.importorskip("trackio")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     for name in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
-        monkeypatch.delitem(sys.modules, name)  # it reads its folder when it is imported
+        monkeypatch.delitem(sys.modules, name)  # it reads its folder at import
     folder = tmp_path / "run"
     folder.mkdir()
     for start in (0, 2):
@@ -86,13 +86,11 @@ def test_trackio(tmp_path, monkeypatch):
     (run,) = trackio.Api().runs("tests")
     assert run.name == f"run-{records.identity(folder)[:8]}" and run.config["seed"] == 3
     logged = SQLiteStorage.get_logs("tests", run.name)
-    assert [(each["step"], each["loss"]) for each in logged] == [
-        (step, pytest.approx(step / 3)) for step in (1, 2, 3, 4)
-    ]
+    assert [(row["step"], row["loss"]) for row in logged] == [(step, pytest.approx(step / 3)) for step in (1, 2, 3, 4)]
 
 
 @pytest.mark.parametrize("sink", [lambda: MLflow("tests"), lambda: Trackio("tests")], ids=["mlflow", "trackio"])
-def test_a_service_that_fails_is_left_out(sink, tmp_path, monkeypatch):
+def test_failing_service_is_disabled(sink, tmp_path, monkeypatch):
     def fails(*args, **kwargs):
         raise ConnectionError("no network to https://me:password@host")
 
@@ -108,7 +106,7 @@ def test_a_service_that_fails_is_left_out(sink, tmp_path, monkeypatch):
 
 
 class Kept(Sink):
-    """All that it is told."""
+    """Records all calls."""
 
     kept: ClassVar[list] = []
 
@@ -135,7 +133,7 @@ def settings(checkpoint, chats, *more):
     ]  # fmt: skip
 
 
-def test_a_run_opens_its_trackers_and_tells_them_no_secrets(checkpoint, chats, tmp_path, monkeypatch):
+def test_run_opens_its_trackers_without_sending_secrets(checkpoint, chats, tmp_path, monkeypatch):
     monkeypatch.setattr(Kept, "kept", [])
     trackers = f"logger.trackers=[{__name__}.Kept,{{_component_: {__name__}.Kept, label: second}}]"
     overrides = settings(
@@ -143,7 +141,7 @@ def test_a_run_opens_its_trackers_and_tells_them_no_secrets(checkpoint, chats, t
         "optimizer.api_key=sesame",
     )  # fmt: skip
     full_finetune.main(config.load("full_finetune", overrides))
-    opened = [each for each in Kept.kept if isinstance(each, tuple) and len(each) == 3]
+    opened = [call for call in Kept.kept if isinstance(call, tuple) and len(call) == 3]
     assert [(label, folder) for label, folder, _ in opened] == [
         ("none", tmp_path / "run"),
         ("second", tmp_path / "run"),
@@ -151,16 +149,16 @@ def test_a_run_opens_its_trackers_and_tells_them_no_secrets(checkpoint, chats, t
     assert opened[0][2]["max_steps"] == 1 and "sesame" not in repr(Kept.kept)
     logged = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert Kept.kept.count((1, logged["loss"])) == Kept.kept.count("closed") == 2
-    assert any(isinstance(each, str) and each.startswith("done") for each in Kept.kept)
+    assert any(isinstance(call, str) and call.startswith("done") for call in Kept.kept)
 
 
 def no_sink():
-    """A component that makes something else."""
+    """A component that does not return a sink."""
     return "a text"
 
 
 @pytest.mark.parametrize(
-    ("trackers", "said"),
+    ("trackers", "message"),
     [
         ("[tune.loggers.MLflow]", "experiment"),
         ("[{_component_: tune.loggers.MLflow, experiment: 3}]", "experiment"),
@@ -175,16 +173,16 @@ def no_sink():
         ("{a: b}", "logger.trackers"),
     ],
 )
-def test_wrong_trackers_end_a_run_before_it_begins(trackers, said, checkpoint, chats, tmp_path, monkeypatch):
+def test_invalid_trackers_end_a_run_before_it_starts(trackers, message, checkpoint, chats, tmp_path, monkeypatch):
     monkeypatch.setattr("tune.loggers.sinks.find_spec", lambda name: object())
     with pytest.raises(TuneError, match=r"(?s)logger\.trackers.*") as error:
         overrides = settings(checkpoint, chats, f"logger.trackers={trackers}", f"output_dir={tmp_path / 'run'}")
         full_finetune.main(config.load("full_finetune", overrides))
-    assert said in str(error.value) and not (tmp_path / "run" / "log.txt").exists()
+    assert message in str(error.value) and not (tmp_path / "run" / "log.txt").exists()
 
 
 @pytest.mark.parametrize(("tracker", "package"), [("MLflow, experiment", "mlflow"), ("Trackio, project", "trackio")])
-def test_a_tracker_that_is_not_installed(tracker, package, checkpoint, chats, tmp_path, monkeypatch):
+def test_missing_tracker_is_reported(tracker, package, checkpoint, chats, tmp_path, monkeypatch):
     monkeypatch.setattr("tune.loggers.sinks.find_spec", lambda name: None)
     with pytest.raises(TuneError, match=rf"logger\.trackers\[0\]: {package} is not installed.*\[{package}\]"):
         setting = f"logger.trackers=[{{_component_: tune.loggers.{tracker}: mine}}]"

@@ -1,8 +1,9 @@
-"""Real configs of LLaMA-Factory or axolotl, trained there and, by `tune migrate`, here: one loss curve?
+"""Compare the loss curves of real LLaMA-Factory or axolotl configs, trained there and, after `tune migrate`, here.
 
     python tests/migrate/peer_curves.py llama_factory ~/lf/bin/python CONFIGS/llama_factory FOLDER
 
-With the Python in which the peer is installed. Model and rows are tiny; the rows are a batch: order does not matter.
+The second argument is the Python with the peer installed. Model and rows are tiny. All rows are one batch, so their
+order does not matter.
 """
 
 import json
@@ -20,7 +21,7 @@ from helpers import WORDS, make_adapter, save_checkpoint
 from tune import config
 from tune.cli import main
 
-MARKED = (  # ChatML whose line break behind the end of a turn is learned too, as in LLaMA-Factory
+MARKED = (  # ChatML that also trains on the line break after the end of a turn, as in LLaMA-Factory
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
     "<|im_end|>\n{% endgeneration %}{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
 )
@@ -38,7 +39,7 @@ model_type: null, tokenizer_type: null, special_tokens: null, lora_mlp_kernel: f
 lora_o_kernel: false, plugins: null, fsdp_config: null, unfrozen_parameters: null, chat_template: tokenizer_default,
 resize_token_embeddings_to_32x: null}
 """
-CASES = {  # a config: its changes, and settings that undo a difference that migrate names
+CASES = {  # a config: its changes, and settings that undo differences that migrate reports
     "llama_factory": [
         ("train_full__qwen3_full_sft", {}, []),
         ("train_full__qwen3_full_sft", {}, ["marked"]),
@@ -103,9 +104,9 @@ def compare(peer: str, python: str, source: Path, changes: dict, undo: list[str]
     settings += [f"dataset.path={data}"] if peer == "llama_factory" else []
     settings += [f"tokenizer.chat_template={shared / 'marked.jinja'}"] if "marked" in undo else []
     runpy.run_path(str(config.find_recipe(recipe)))["main"](config.load(recipe, settings))
-    found = [json.loads(line)["loss"] for line in (folder / "ours" / "metrics.jsonl").read_text().splitlines()]
-    assert len(found) == len(expected) > 1
-    worst = max(abs(ours / there - 1) for ours, there in zip(found, expected, strict=True))
+    losses = [json.loads(line)["loss"] for line in (folder / "ours" / "metrics.jsonl").read_text().splitlines()]
+    assert len(losses) == len(expected) > 1
+    worst = max(abs(ours / there - 1) for ours, there in zip(losses, expected, strict=True))
     return f"{source.stem} {changes} {undo}: {expected[0]:.4f} to {expected[-1]:.4f}, largest difference {worst:.1e}"
 
 
@@ -120,7 +121,7 @@ if __name__ == "__main__":
     ]
     pairs = [{**row, "chosen": row["output"], "rejected": "it ran"} for row in rows]
     turns = [[("user", row["instruction"]), ("assistant", row["output"])] for row in rows]
-    chats = [{"messages": [{"role": role, "content": text} for role, text in each]} for each in turns]
+    chats = [{"messages": [{"role": role, "content": text} for role, text in turn]} for turn in turns]
     for name, made in (("rows", rows), ("pairs", pairs), ("chats", chats)):
         (folder / f"{name}.json").write_text(json.dumps(made))
     for number, (name, changes, undo) in enumerate(CASES[peer]):

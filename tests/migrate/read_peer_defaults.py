@@ -1,11 +1,11 @@
-"""Write peer_defaults.yaml: the defaults of peers' settings, from their own source in unpacked wheels.
+"""Write peer_defaults.yaml: the defaults of peers' settings, read from the source in their unpacked wheels.
 
     pip download --no-deps trl==1.16.0 llamafactory==0.9.5 torchtune==0.6.1 axolotl==0.19.0 bitsandbytes==0.48.2
     pip download --no-deps --dest with_ppo trl==1.12.0
     unzip each into FOLDER/NAME, and trl 1.12.0, the last release that has PPO, into FOLDER/trl_with_ppo
     python tests/migrate/read_peer_defaults.py FOLDER > tests/migrate/peer_defaults.yaml
 
-A key without a default is listed as required. A default that the peer computes as it runs is left out.
+A key without a default is listed as required. A default that the peer computes at run time is omitted.
 """
 
 import ast
@@ -22,7 +22,7 @@ import torch
 import yaml
 
 REQUIRED = object()
-TRL = {  # the method of a config, its class, and the folder where this is
+TRL = {  # the method of a config, its class, and the folder of the class
     "sft": ("SFTConfig", "trl"),
     "dpo": ("DPOConfig", "trl"),
     "kto": ("KTOConfig", "trl"),
@@ -36,7 +36,7 @@ TRL = {  # the method of a config, its class, and the folder where this is
     "ppo": ("PPOConfig", "trl_with_ppo"),
 }
 TRL_SHARED = {"_BaseConfig": "", "ModelConfig": "", "DatasetMixtureConfig": "", "DatasetConfig": "datasets[]."}
-LLAMA_FACTORY = {  # the arguments of its first and of its second form
+LLAMA_FACTORY = {  # the arguments of the first and the second form
     "hparams": ("FinetuningArguments", "DataArguments", "ModelArguments", "TrainingArguments", "GeneratingArguments"),
     "v1/config": ("DataArguments", "ModelArguments", "SampleArguments", "TrainingArguments"),
 }
@@ -59,7 +59,7 @@ BITSANDBYTES = ("AdamW8bit", "PagedAdamW", "PagedAdamW8bit")
 
 
 class Source:
-    """The classes, functions and plain constants in some files."""
+    """The classes, functions, and plain constants in some files."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         self.classes: dict[str, ast.ClassDef] = {}
@@ -83,7 +83,7 @@ class Source:
                     self.constants[f"{prefix}{line.targets[0].id}"] = value
 
     def plain(self, value: Any) -> Iterator[Any]:
-        """The value, if it stands in the source: as it is, as a member of an enumeration, or made by a lambda."""
+        """Yield the value if the source has it: a literal, a member of an enumeration, or the result of a lambda."""
         if isinstance(value, ast.Lambda):
             value = value.body
         if isinstance(value, ast.Name | ast.Attribute) and ast.unparse(value) in self.constants:
@@ -97,61 +97,61 @@ class Source:
                 return
 
     def fields(self, name: str) -> dict[str, Any]:
-        """The defaults of a dataclass or a pydantic model, with those of its bases."""
-        node, found = self.classes[name], {}
+        """Return the defaults of a dataclass or pydantic model, including its bases."""
+        node, defaults = self.classes[name], {}
         for base in reversed(node.bases):
             if isinstance(base, ast.Name) and base.id in self.classes and base.id != name:
-                found |= self.fields(base.id)
+                defaults |= self.fields(base.id)
         for line in node.body:
             if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and line.target.id[0] != "_":
-                found.pop(line.target.id, None)
+                defaults.pop(line.target.id, None)
                 for value in self.default(line.value):
-                    found[line.target.id] = value
-        return found
+                    defaults[line.target.id] = value
+        return defaults
 
     def default(self, value: Any) -> Iterator[Any]:
         if not isinstance(value, ast.Call):
             return iter([REQUIRED]) if value is None else self.plain(value)
-        given = {each.arg: each.value for each in value.keywords}
-        if "default_factory" in given:
-            made = given["default_factory"]
+        keywords = {keyword.arg: keyword.value for keyword in value.keywords}
+        if "default_factory" in keywords:
+            made = keywords["default_factory"]
             return iter([[]]) if ast.unparse(made) == "list" else self.plain(made)
-        if "default" in given or value.args:
-            return self.plain(given.get("default", *value.args[:1]))
+        if "default" in keywords or value.args:
+            return self.plain(keywords.get("default", *value.args[:1]))
         return iter([REQUIRED])
 
     def arguments(self, node: ast.FunctionDef) -> dict[str, Any]:
-        """The defaults of a function's arguments."""
+        """Return the defaults of a function's arguments."""
         arguments, defaults = node.args.args, node.args.defaults
-        pairs = [(each, None) for each in arguments[: len(arguments) - len(defaults)]]
+        pairs = [(argument, None) for argument in arguments[: len(arguments) - len(defaults)]]
         pairs += zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True)
         pairs += zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
         return {
-            each.arg: default
-            for each, value in pairs
-            if each.arg not in ("self", "params", "tokenizer", "optimizer")
+            argument.arg: default
+            for argument, value in pairs
+            if argument.arg not in ("self", "params", "tokenizer", "optimizer")
             for default in (iter([REQUIRED]) if value is None else self.plain(value))
         }
 
     def made_with(self, name: str) -> dict[str, Any]:
-        """The defaults of the arguments that make an instance of a class."""
-        lines = (each for each in self.classes[name].body if isinstance(each, ast.FunctionDef))
-        made = next((each for each in lines if each.name == "__init__"), None)
+        """Return the defaults of a class's constructor arguments."""
+        lines = (statement for statement in self.classes[name].body if isinstance(statement, ast.FunctionDef))
+        made = next((method for method in lines if method.name == "__init__"), None)
         return self.arguments(made) if made else {}
 
     def read(self, *names: str) -> dict[str, Any]:
-        """The keys that code reads of configs of these names: `cfg.get(key, default)`, and `cfg.key`, required."""
-        found: dict[str, Any] = {}
+        """Return the keys read from configs of these names: `cfg.get(key, default)`, and required `cfg.key`."""
+        keys: dict[str, Any] = {}
         for node in (node for tree in self.trees for node in ast.walk(tree)):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) in names and node.attr != "get":
-                found.setdefault(node.attr, REQUIRED)
+                keys.setdefault(node.attr, REQUIRED)
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and len(node.args) == 2):
                 continue
             config, _, group = ast.unparse(node.func.value).partition(".")
             if node.func.attr == "get" and config in names:
                 key, value = map(self.plain, node.args)
-                found |= {".".join(filter(None, (group, name))): each for name in key for each in value}
-        return found
+                keys |= {".".join(filter(None, (group, name))): default for name in key for default in value}
+        return keys
 
 
 def entry(values: dict[str, Any]) -> dict[str, Any]:
@@ -162,8 +162,8 @@ def entry(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def torchtune_components(folder: Path) -> dict[str, dict[str, Any]]:
-    """The arguments of what configs name with `_component_`, by the name in them; of LoRA's models, of one for all."""
-    found, adapted = {}, {}
+    """Return the arguments of components by their name in configs; one LoRA model stands for all of them."""
+    components, adapted = {}, {}
     for part in ("rlhf/loss", "modules/loss", "datasets", "models/*", "training"):
         for file in sorted((folder / "torchtune").glob(f"{part}/*.py")):
             source = Source([file])
@@ -174,14 +174,14 @@ def torchtune_components(folder: Path) -> dict[str, dict[str, Any]]:
                 if re.fullmatch(
                     r"\w+(Loss|_dataset)|WandBLogger|llama3_tokenizer|setup_torch_profiler|get_cosine_\w+", name
                 ):
-                    found[path] = values
+                    components[path] = values
                 elif file.name == "_model_builders.py" and name.startswith("lora_") and "vision" not in name:
                     assert all(adapted.setdefault(key, value) == value for key, value in values.items()), path
-    return found | {"torchtune.models.llama3.lora_llama3_8b": adapted}
+    return components | {"torchtune.models.llama3.lora_llama3_8b": adapted}
 
 
 class Plain(yaml.SafeDumper):
-    """Writes a list twice rather than refer to it."""
+    """Writes a list twice instead of an alias."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -203,7 +203,7 @@ def main(folder: Path) -> None:
     training_arguments = Source(arguments).fields("TrainingArguments")
     source = trl_source("trl")
     shared = {prefix + key: value for name, prefix in TRL_SHARED.items() for key, value in source.fields(name).items()}
-    # Each script has ScriptArguments of its own: the one for vLLM's server is another.
+    # Each script has its own ScriptArguments; the script for vLLM's server has different ones.
     shared |= Source([folder / "trl/trl/scripts/utils.py"]).fields("ScriptArguments")
     shared |= {"reward_model_name_or_path": None}
     trl = {}
@@ -230,9 +230,9 @@ def main(folder: Path) -> None:
         components[f"bitsandbytes.optim.{name}"] = bits.made_with(name)
     for name in TORCH:
         components[f"torch.optim.{name}"] = {
-            each.name: [*each.default] if isinstance(each.default, tuple) else each.default
-            for each in inspect.signature(getattr(torch.optim, name)).parameters.values()
-            if isinstance(each.default, int | float | tuple | None)
+            parameter.name: [*parameter.default] if isinstance(parameter.default, tuple) else parameter.default
+            for parameter in inspect.signature(getattr(torch.optim, name)).parameters.values()
+            if isinstance(parameter.default, int | float | tuple | None)
         }
     read = {
         "transformers": {
@@ -249,7 +249,7 @@ def main(folder: Path) -> None:
                 "bitsandbytes": version("bitsandbytes"),
             },
             "recipes": entry(recipes),
-            "components": {name: entry(each) for name, each in components.items()},
+            "components": {name: entry(arguments) for name, arguments in components.items()},
         },
     }
     yaml.dump(read, sys.stdout, Dumper=Plain, sort_keys=True, width=120)

@@ -1,4 +1,4 @@
-"""`tune migrate`: each key of a config is accounted for, and what it becomes is what the recipe takes."""
+"""`tune migrate`: each key of a config is accounted for, and the recipe accepts the result."""
 
 import os
 import re
@@ -41,8 +41,8 @@ PEER_CONFIGS = Path(os.environ.get("TUNE_PEER_CONFIGS", BESIDE))
 def converted(text: str, tmp_path: Path, peer: str | None = None, method: str | None = None) -> Migration:
     file = tmp_path / ("theirs.sh" if "--" in text and "\n#" not in text else "theirs.yaml")
     file.write_text(text)
-    values, found, processes = verb.read(file)
-    return migrate(values, peer or peer_of(values, file), method or found, RECIPES, processes)
+    values, detected, processes = verb.read(file)
+    return migrate(values, peer or peer_of(values, file), method or detected, RECIPES, processes)
 
 
 def ours(run: Migration) -> dict:
@@ -61,7 +61,7 @@ def loaded(run: Migration, tmp_path: Path, *settings: str):
 
 
 @pytest.mark.parametrize("peer", FILES)
-def test_each_key_is_accounted_for_once_and_the_settings_load(peer, tmp_path):
+def test_every_key_is_accounted_for_once_and_the_settings_load(peer, tmp_path):
     run = converted(FILES[peer], tmp_path)
     values = verb.read(next(tmp_path.glob("theirs.*")))[0]
     keys = [entry.key for entry in run.entries()]
@@ -73,24 +73,24 @@ def test_each_key_is_accounted_for_once_and_the_settings_load(peer, tmp_path):
 
 
 @pytest.mark.parametrize(("head", "steps"), [(A, 10), (A, 0), (L, 10)], ids=["axolotl", "no steps", "llama_factory"])
-def test_a_warm_up_is_made_of_steps_before_a_share(head, steps, tmp_path):
-    """0 steps are so only in axolotl."""
+def test_warmup_steps_take_precedence_over_a_ratio(head, steps, tmp_path):
+    """Zero steps take precedence only in axolotl."""
     run = converted(f"{head}warmup_steps: {steps}\nwarmup_ratio: 0.5\n", tmp_path)
     made = {entry.key: entry.ours for entry in run.entries()}
     assert made["warmup_steps"] == [f"schedule.warmup={steps}"] and not made["warmup_ratio"]
 
 
 @pytest.mark.parametrize(("steps", "warmup", "says"), [(100, 60, "max_steps=60"), (60, 60, "rate of 0")])
-def test_a_warm_up_that_the_run_does_not_reach(steps, warmup, says, tmp_path):
+def test_warmup_longer_than_the_run(steps, warmup, says, tmp_path):
     run = converted(f"{A}datasets: [{{path: a.jsonl, type: alpaca}}]\nmax_steps: 60\nwarmup_steps: {steps}\n", tmp_path)
     assert ours(run)["schedule.warmup"] == warmup
     assert says in next(entry.note for entry in run.entries() if entry.key == "warmup_steps")
-    assert all(each.place != "schedule.warmup" for each in judge(Facts(loaded(run, tmp_path))))
+    assert all(finding.place != "schedule.warmup" for finding in judge(Facts(loaded(run, tmp_path))))
 
 
 def test_axolotl(tmp_path):
     run = converted(AXOLOTL, tmp_path)
-    found = ours(run)
+    settings = ours(run)
     assert run.recipe == "lora_finetune"
     expected = {
         "model.path": "./Llama-3.2-1B", "quantization.weights": "nf4", "adapter.rank": 8, "adapter.alpha": 16,
@@ -100,8 +100,8 @@ def test_axolotl(tmp_path):
         "optimizer.betas": [0.9, 0.999], "optimizer.weight_decay": 0.01, "seed": 42,
         "memory.activation_checkpointing": "full", "tokenizer.chat_template": "plain",
     }  # fmt: skip
-    assert {key: found.get(key) for key in expected} == expected
-    assert found["output_dir"] == "./outputs/lora-out" and "optimizer.lr" not in found  # ours is the same
+    assert {key: settings.get(key) for key in expected} == expected
+    assert settings["output_dir"] == "./outputs/lora-out" and "optimizer.lr" not in settings  # our default is the same
     statuses = status(run)
     assert statuses["learning_rate"] == statuses["wandb_entity"] == statuses["flash_attention"] == "same by default"
     assert statuses["datasets[0].type"] == "differs" and statuses["val_set_size"] == "differs"
@@ -109,7 +109,7 @@ def test_axolotl(tmp_path):
 
 def test_llama_factory(tmp_path):
     run = converted(LLAMA_FACTORY, tmp_path)
-    found = ours(run)
+    settings = ours(run)
     assert run.recipe == "preference_finetune"
     expected = {
         "loss._component_": "tune.losses.SimPO", "loss.beta": 0.2, "loss.gamma": 0.5, "adapter.rank": 8,
@@ -117,23 +117,23 @@ def test_llama_factory(tmp_path):
         "dataset.take": 500, "global_batch_size": 8, "memory.cpu_offload": True, "max_seq_len": 1024,
         "memory.activation_checkpointing": "full", "tokenizer.chat_template": "llama3", "epochs": 3,
     }  # fmt: skip
-    assert {key: found.get(key) for key in expected} == expected
+    assert {key: settings.get(key) for key in expected} == expected
 
 
 def test_torchtune(tmp_path):
     run = converted(TORCHTUNE, tmp_path)
-    found = ours(run)
-    assert run.recipe == "full_finetune" and run.world_size == 2  # its comment says it
+    settings = ours(run)
+    assert run.recipe == "full_finetune" and run.world_size == 2  # from its comment
     expected = {
         "model.path": "/tmp/llama", "dataset.path": "tatsu-lab/alpaca", "dataset.train_on": "all", "max_seq_len": 4096,
         "global_batch_size": 64, "micro_batch_size": 4, "optimizer.betas": [0.9, 0.999], "optimizer.weight_decay": 0.01,
         "schedule._component_": "tune.optimizers.constant", "schedule.warmup": 0, "max_grad_norm": None,
         "master_dtype": "bf16", "memory.activation_checkpointing": "full", "tokenizer.chat_template": "llama3",
     }  # fmt: skip
-    assert {key: found.get(key, "absent") for key in expected} == expected
+    assert {key: settings.get(key, "absent") for key in expected} == expected
 
 
-def test_what_torchtune_says_of_the_optimizer_and_of_columns_is_kept(tmp_path):
+def test_torchtune_optimizer_and_columns_are_kept(tmp_path):
     text = """
         model: {_component_: torchtune.models.llama3.llama3_8b}
         tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: t.model, max_seq_len: null}
@@ -144,27 +144,27 @@ def test_what_torchtune_says_of_the_optimizer_and_of_columns_is_kept(tmp_path):
     columns = {"instruction": "dialogue", "output": "summary"}
     expected = {"optimizer.betas": [0.8, 0.9], "dataset.columns": columns, "max_seq_len": "absent"}
     assert {key: ours(run).get(key, "absent") for key in expected} == expected
-    assert status(run)["tokenizer.max_seq_len"] == "differs"  # without a limit there
+    assert status(run)["tokenizer.max_seq_len"] == "differs"  # torchtune has no limit here
     usual = converted(text.replace("betas", "eps").replace("[0.8, 0.9]", "1.0e-8"), tmp_path)
     assert ours(usual)["optimizer.betas"] == [0.9, 0.999]
 
 
-def test_a_config_of_ours_is_not_converted():
+def test_our_own_configs_are_not_converted():
     file = config.find_config("full_finetune")
     with pytest.raises(TuneError, match="config of tune"):
         peer_of(config.read_file(file), file)
 
 
-def test_a_command_line_of_trl(tmp_path):
+def test_trl_command_line(tmp_path):
     run = converted(TRL, tmp_path)
-    found = ours(run)
+    settings = ours(run)
     assert run.recipe == "lora_finetune"
     expected = {
         "dataset.path": "trl-lib/Capybara", "global_batch_size": 32, "packed": True, "adapter.rank": 32,
         "adapter.alpha": 16, "adapter.dropout": 0.05, "adapter.target_modules": ["q_proj", "v_proj"],
         "max_seq_len": 1024, "schedule._component_": "tune.optimizers.linear", "tokenizer.eos_token": "<|im_end|>",
     }  # fmt: skip
-    assert {key: found.get(key) for key in expected} == expected
+    assert {key: settings.get(key) for key in expected} == expected
     assert status(run)["push_to_hub"] == "no counterpart"
 
 
@@ -214,19 +214,19 @@ def test_methods(text, recipe, expected, tmp_path):
         T + "num_generations: 4\ntop_k: -1",
     ],
 )
-def test_what_is_off_is_off(text, tmp_path):
+def test_disabled_features_stay_off(text, tmp_path):
     run = converted(text, tmp_path)
     off = [entry for entry in run.entries() if re.search("top_k|val_set_size", entry.key)]
     assert {entry.status for entry in off} == {"same by default"} and not any(entry.ours for entry in off)
 
 
-def test_a_reference_on_the_hub_is_a_folder_to_download(tmp_path):
+def test_reference_on_the_hub_becomes_a_folder_to_download(tmp_path):
     run = converted(L + "stage: dpo\nref_model: a/base", tmp_path)
     assert ours(run)["reference"] == "./base"
     assert next(entry.note for entry in run.entries() if entry.key == "ref_model") == "tune download a/base"
 
 
-def test_a_folder_that_is_here_is_no_name_on_the_hub(tmp_path, monkeypatch):
+def test_existing_folder_is_not_a_hub_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "m" / "llama").mkdir(parents=True)
     assert ours(converted("base_model: m/llama\nsequence_len: 8\n", tmp_path))["model.path"] == "m/llama"
@@ -246,43 +246,45 @@ def test_units_of_batches(tmp_path):
     assert "x 2 groups of 4 devices" in note
 
 
-def test_what_runs_and_is_not_the_same_says_so(tmp_path):
+def test_differences_are_reported(tmp_path):
     run = converted(T + "num_generations: 8\nscale_rewards: group\nsteps_per_generation: 4\noptim: adafactor", tmp_path)
     notes = {entry.key: (entry.status, entry.note) for entry in run.entries()}
-    found = status(converted(L + "shift_attn: true\noverwrite_output_dir: true\nnew_special_tokens: [<x>]", tmp_path))
-    assert found["shift_attn"] == found["new_special_tokens"] == "no counterpart"
-    assert found["overwrite_output_dir"] == "differs"
+    statuses = status(
+        converted(L + "shift_attn: true\noverwrite_output_dir: true\nnew_special_tokens: [<x>]", tmp_path)
+    )
+    assert statuses["shift_attn"] == statuses["new_special_tokens"] == "no counterpart"
+    assert statuses["overwrite_output_dir"] == "differs"
     for key, words in {"scale_rewards": "standard dev", "steps_per_generation": "updates", "optim": "RMS"}.items():
         assert notes[key][0] == "differs" and words in notes[key][1]
 
 
-def test_counts_of_an_epoch_are_not_those_of_steps(tmp_path):
-    found = status(converted(A + "evals_per_epoch: 4\nsaves_per_epoch: 1", tmp_path))
-    assert found["evals_per_epoch"] == found["saves_per_epoch"] == "differs"
+def test_counts_per_epoch_differ_from_counts_of_steps(tmp_path):
+    statuses = status(converted(A + "evals_per_epoch: 4\nsaves_per_epoch: 1", tmp_path))
+    assert statuses["evals_per_epoch"] == statuses["saves_per_epoch"] == "differs"
 
 
-def test_steps_of_ppo_are_not_completions(tmp_path):
-    """torchtune's PPO divides num_steps by batch_size; its GRPO does not."""
+def test_ppo_steps_are_not_completions(tmp_path):
+    """In torchtune, PPO divides num_steps by batch_size, but GRPO does not."""
     ppo = "batch_size: 64\nnum_steps: 10000\nppo_epochs: 2\nvalue_checkpointer: {checkpoint_dir: /tmp/v}\n"
-    found = converted(ppo, tmp_path, "torchtune")
-    assert ours(found)["max_steps"] == 156 and status(found)["num_steps"] == "differs"
+    migration = converted(ppo, tmp_path, "torchtune")
+    assert ours(migration)["max_steps"] == 156 and status(migration)["num_steps"] == "differs"
     assert ours(converted("batch_size: 2\nnum_steps: 200\ngrpo_samples: 4", tmp_path, "torchtune"))["max_steps"] == 200
 
 
-def test_scripts_of_trl_validate_on_a_split_of_the_same_data(tmp_path):
-    """If eval_strategy says that they validate at all."""
+def test_trl_scripts_validate_on_a_split_of_the_same_data(tmp_path):
+    """Only if eval_strategy enables validation."""
     text = "model_name_or_path: a/b\ndataset_name: c/d\neval_steps: 50\n"
     for more, split in (("eval_strategy: steps", "test"), ("eval_strategy: steps\ndataset_test_split: dev", "dev")):
-        found = ours(converted(f"{text}{more}", tmp_path, "trl"))
-        held_out = found["validation_dataset.path"], found["validation_dataset.split"], found["validate_every"]
-        assert held_out == ("c/d", split, 50) and found["dataset.path"] == "c/d"
+        settings = ours(converted(f"{text}{more}", tmp_path, "trl"))
+        held_out = settings["validation_dataset.path"], settings["validation_dataset.split"], settings["validate_every"]
+        assert held_out == ("c/d", split, 50) and settings["dataset.path"] == "c/d"
     for more in ("dataset_test_split: dev", "eval_strategy: 'no'", "eval_strategy: no"):
         assert not any(
             key.startswith("validation_dataset") for key in ours(converted(f"{text}{more}", tmp_path, "trl"))
         )
 
 
-def test_conversations_beside_instructions_keep_their_template(tmp_path):
+def test_conversations_mixed_with_instructions_keep_their_template(tmp_path):
     text = A + "datasets: [{path: one.jsonl, type: alpaca}, {path: two.jsonl, type: TYPE}]"
     assert ours(converted(text.replace("TYPE", "alpaca"), tmp_path))["tokenizer.chat_template"] == "plain"
     run = converted(text.replace("TYPE", "chat_template"), tmp_path)
@@ -299,7 +301,7 @@ def test_several_sources_become_a_mixture(tmp_path):
     assert cfg.dataset.sources == {"one": one, "two": {"path": "two.jsonl", "train_on": "all", "too_long": "drop"}}
 
 
-def test_the_conversation_before_compared_answers_is_their_prompt(tmp_path):
+def test_conversation_before_compared_answers_is_their_prompt(tmp_path):
     for name, columns in (("prompt", {}), ("conversation", {"prompt": "conversation"}), ("messages", {})):
         text = A + f"rl: dpo\ndatasets: [{{path: c/d, type: chat_template.default, field_messages: {name}}}]"
         run = converted(text, tmp_path)
@@ -307,7 +309,7 @@ def test_the_conversation_before_compared_answers_is_their_prompt(tmp_path):
         loaded(run, tmp_path)
 
 
-def test_a_stream_has_no_epochs(tmp_path):
+def test_stream_has_no_epochs(tmp_path):
     text = T + "num_train_epochs: 2\nmax_steps: 7\ndataset_streaming: "
     assert "epochs" not in ours(converted(text + "true", tmp_path))
     assert ours(converted(text + "false", tmp_path))["epochs"] == 2
@@ -324,25 +326,25 @@ def test_a_stream_has_no_epochs(tmp_path):
         ("concat\ninterleave_probs: 0.7,0.3", [None, None], None),
     ],
 )
-def test_sources_by_turns(way, weights, ends, tmp_path):
+def test_interleaved_sources(way, weights, ends, tmp_path):
     run = converted(L + f"stage: sft\ndataset: a,b\nmix_strategy: {way}\n", tmp_path)
-    found = ours(run)
-    assert [each.get("weight") for each in found["dataset.sources"].values()] == weights
-    assert found.get("dataset.epoch_ends") == ends
+    settings = ours(run)
+    assert [source.get("weight") for source in settings["dataset.sources"].values()] == weights
+    assert settings.get("dataset.epoch_ends") == ends
     loaded(run, tmp_path)
 
 
-def test_texts_to_learn_whole_are_split_and_packed(tmp_path):
+def test_pretraining_texts_are_split_and_packed(tmp_path):
     text = A + "pretraining_dataset: [{path: c/d, name: e, type: pretrain}]"
-    found = ours(converted(text, tmp_path))
+    settings = ours(converted(text, tmp_path))
     expected = {"dataset.path": "c/d", "dataset.subset": "e", "dataset.streaming": True, "dataset.train_on": "all"}
-    assert found.items() >= {**expected, "dataset.too_long": "split", "packed": True}.items()
+    assert settings.items() >= {**expected, "dataset.too_long": "split", "packed": True}.items()
 
 
-def test_one_bound_of_the_ratio_is_both(tmp_path):
+def test_single_ratio_bound_sets_both_bounds(tmp_path):
     for text, high in (("epsilon: 0.1", 0.1), ("epsilon: 0.1\nepsilon_high: 0.3", 0.3), ("epsilon_high: 0.3", 0.3)):
-        found = ours(converted(T + "num_generations: 4\n" + text, tmp_path))
-        assert found["loss._component_"] == "tune.losses.ClippedPolicy" and found["loss.high"] == high
+        settings = ours(converted(T + "num_generations: 4\n" + text, tmp_path))
+        assert settings["loss._component_"] == "tune.losses.ClippedPolicy" and settings["loss.high"] == high
 
 
 @pytest.mark.parametrize(
@@ -356,11 +358,11 @@ def test_one_bound_of_the_ratio_is_both(tmp_path):
         (A + "qat: {weight_dtype: nvfp4}", None),
     ],
 )
-def test_training_on_rounded_weights(text, expected, tmp_path):
+def test_quantization_aware_training(text, expected, tmp_path):
     run = converted(text, tmp_path)
     assert ours(run).get("quantization.qat") == expected
     assert {"differs", "no counterpart"} & {
-        each for key, each in status(run).items() if key.startswith(("qat", "quant"))
+        outcome for key, outcome in status(run).items() if key.startswith(("qat", "quant"))
     }
 
 
@@ -395,16 +397,16 @@ TT = "checkpointer: {checkpoint_dir: '${base}/m'}\nbase: /tmp\ntokenizer: {_comp
          {"value.path": "rm", "reward": JUDGE, "dataset.columns": {"prompt": "query"}}),
     ],
 )  # fmt: skip
-def test_what_a_key_says_of_one_thing_stays_with_it(text, expected, tmp_path):
+def test_keys_apply_only_to_their_own_part(text, expected, tmp_path):
     run = converted(text, tmp_path)
     assert {key: ours(run).get(key) for key in expected} == expected
     assert "unknown" not in status(run).values()
 
 
-def test_an_adapter_to_continue_says_its_own_shape(tmp_path):
+def test_resumed_adapter_keeps_its_own_shape(tmp_path):
     run = converted(L + "stage: sft\nadapter_name_or_path: ./a\nlora_rank: 4\nlora_dropout: 0.1\n", tmp_path)
-    found = {key: value for key, value in ours(run).items() if key.startswith("adapter")}
-    assert found == {"adapter.path": "./a", "adapter.dropout": 0.1} and status(run)["lora_rank"] == "same by default"
+    settings = {key: value for key, value in ours(run).items() if key.startswith("adapter")}
+    assert settings == {"adapter.path": "./a", "adapter.dropout": 0.1} and status(run)["lora_rank"] == "same by default"
     assert (
         status(converted(L + "stage: sft\ncreate_new_adapter: true", tmp_path))["create_new_adapter"]
         == "no counterpart"
@@ -412,15 +414,15 @@ def test_an_adapter_to_continue_says_its_own_shape(tmp_path):
 
 
 @pytest.mark.parametrize(("stage", "reference"), [("dpo", "./b"), ("sft", None), ("kto", None)])
-def test_the_reference_of_llama_factory_is_the_base(stage, reference, tmp_path):
+def test_llama_factory_uses_the_base_as_reference(stage, reference, tmp_path):
     text = f"stage: {stage}\nfinetuning_type: lora\nmodel_name_or_path: ./b\nadapter_name_or_path: ./a\n"
     assert ours(converted(text, tmp_path)).get("reference") == reference
     without = converted(text + "pref_loss: simpo\n", tmp_path)
-    (said,) = (entry for entry in without.entries() if entry.key == "adapter_name_or_path")
-    assert ours(without)["adapter.path"] == "./a" and "reference" not in ours(without) | {"": said.note}
+    (path_entry,) = (entry for entry in without.entries() if entry.key == "adapter_name_or_path")
+    assert ours(without)["adapter.path"] == "./a" and "reference" not in ours(without) | {"": path_entry.note}
 
 
-def test_kto_of_llama_factory_has_its_own_loss(tmp_path):
+def test_llama_factory_kto_has_its_own_loss(tmp_path):
     text = L + "pref_loss: PREF\nstage: STAGE\n"
     losses = {}
     for stage, pref in (("dpo", "ipo"), ("kto", "sigmoid")):
@@ -439,50 +441,50 @@ def test_kto_of_llama_factory_has_its_own_loss(tmp_path):
         ("pissa_init: true\nfinetuning_type: lora", "pissa_init", "pissa_iter"),
     ],
 )
-def test_differences_of_curves_are_named(line, key, words, tmp_path):
+def test_differences_in_loss_curves_are_named(line, key, words, tmp_path):
     run = converted(L + "stage: sft\n" + line, tmp_path)
     assert words in {entry.key: entry.note for entry in run.entries()}[key]
     assert "<|im_end|>" in str(run.faults())
 
 
-def test_faults_are_those_of_the_method(tmp_path):
-    said = [str(converted(T + f"num_generations: {number}", tmp_path).faults()) for number in ("null", "4")]
-    assert "max_length=1024" in said[0] and "max_length" not in said[1] and "EOS" not in said[1]
+def test_faults_depend_on_the_method(tmp_path):
+    faults = [str(converted(T + f"num_generations: {number}", tmp_path).faults()) for number in ("null", "4")]
+    assert "max_length=1024" in faults[0] and "max_length" not in faults[1] and "EOS" not in faults[1]
 
 
-def test_types_of_computation(tmp_path):
+def test_compute_dtypes(tmp_path):
     full, on_cpu = "finetuning_type: full\n", "use_cpu: true\n"
     for text, kind in (
         ("bf16: true", None), ("fp16: true", "fp16"), (full, "fp32"), (full + "bf16: false", "fp32"),
-        ("", None), ("bf16: false", None), (on_cpu + "bf16: false", "fp32"),  # the base of LoRA in its own type
+        ("", None), ("bf16: false", None), (on_cpu + "bf16: false", "fp32"),  # the LoRA base keeps its own dtype
     ):  # fmt: skip
         assert ours(converted(L + text, tmp_path)).get("dtype") == kind, text
-    run = converted(T + "fp16: true", tmp_path)  # where bf16 is the default
+    run = converted(T + "fp16: true", tmp_path)  # in TRL, bf16 is the default
     assert ours(run)["dtype"] == "fp16"
     run = converted(A + "bf16: false\nfp16: true", tmp_path)
     assert "bf16 needs none" in {entry.key: entry.note for entry in run.entries()}["fp16"]
 
 
-def test_what_a_split_leaves_is_held_out(tmp_path):
+def test_rest_of_a_split_is_held_out(tmp_path):
     text = TORCHTUNE.replace("packed: false", "split: train[:95%]") + (
         "dataset_val:\n  _component_: torchtune.datasets.alpaca_dataset\n  split: train[95%:]\n"
     )
-    found = ours(converted(text, tmp_path))
-    assert found["dataset.validation_fraction"] == 0.05
-    assert not [key for key in found if key.startswith("validation_dataset")]
+    settings = ours(converted(text, tmp_path))
+    assert settings["dataset.validation_fraction"] == 0.05
+    assert not [key for key in settings if key.startswith("validation_dataset")]
 
 
-def test_a_setting_that_the_recipe_refuses_is_named_and_left_out(tmp_path):
+def test_rejected_setting_is_named_and_left_out(tmp_path):
     text = AXOLOTL.replace("lora_dropout: 0.05", "lora_dropout: 5") + "early_stopping_patience: 3\n"
     run = converted(text, tmp_path)
     loaded(run, tmp_path)
-    found = {entry.key: entry for entry in run.entries()}
-    assert found["lora_dropout"].status == found["early_stopping_patience"].status == "no counterpart"
-    assert "from 0 to" in found["lora_dropout"].note or "0" in found["lora_dropout"].note
-    assert "checkpointer.keep_best" in found["early_stopping_patience"].note
+    entries = {entry.key: entry for entry in run.entries()}
+    assert entries["lora_dropout"].status == entries["early_stopping_patience"].status == "no counterpart"
+    assert "from 0 to" in entries["lora_dropout"].note or "0" in entries["lora_dropout"].note
+    assert "checkpointer.keep_best" in entries["early_stopping_patience"].note
 
 
-def test_misspelt_keys_are_named(tmp_path, capsys):
+def test_misspelled_keys_are_named(tmp_path, capsys):
     (tmp_path / "theirs.yaml").write_text(AXOLOTL + "lora_rr: 8\n")
     with pytest.raises(SystemExit) as end:
         main(["migrate", str(tmp_path / "theirs.yaml"), "--out", str(tmp_path / "ours.yaml")])
@@ -491,7 +493,7 @@ def test_misspelt_keys_are_named(tmp_path, capsys):
     assert (tmp_path / "ours.yaml").exists()
 
 
-def test_the_file_says_where_each_line_came_from(tmp_path, capsys):
+def test_file_names_the_origin_of_each_line(tmp_path, capsys):
     (tmp_path / "theirs.yaml").write_text(AXOLOTL)
     main(["migrate", str(tmp_path / "theirs.yaml")])
     shown = capsys.readouterr()
@@ -502,7 +504,7 @@ def test_the_file_says_where_each_line_came_from(tmp_path, capsys):
     assert "tune run lora_finetune --config FILE.yaml" in shown.err
 
 
-def test_secrets_stay_out(tmp_path, capsys):
+def test_secrets_are_left_out(tmp_path, capsys):
     (tmp_path / "theirs.yaml").write_text(LLAMA_FACTORY + "hub_token: hf_" + "a" * 34 + "\n")
     main(["migrate", str(tmp_path / "theirs.yaml")])
     shown = capsys.readouterr()
@@ -527,7 +529,7 @@ def test_secrets_stay_out(tmp_path, capsys):
         ("trl sftt --model_name_or_path a/b\n", 2, "'sft'?"),
     ],
 )  # fmt: skip
-def test_wrong_inputs(text, code, message, tmp_path, capsys):
+def test_invalid_inputs_are_rejected(text, code, message, tmp_path, capsys):
     file = tmp_path / ("theirs.sh" if "--" in text else "theirs.yaml")
     file.write_text(text)
     with pytest.raises(SystemExit) as end:
@@ -536,7 +538,7 @@ def test_wrong_inputs(text, code, message, tmp_path, capsys):
     assert not (tmp_path / "ours.yaml").exists()
 
 
-def test_options_of_a_command_line(tmp_path):
+def test_command_line_options(tmp_path):
     (tmp_path / "sft.yaml").write_text("dataset_name: c/d\nlearning_rate: 1e-3\n")
     (tmp_path / "run.sh").write_text(
         "#!/bin/sh\nexport A=1\n# trl dpo --beta 1\ntrl sft --config sft.yaml --max-length=64 \\\n"
@@ -561,7 +563,7 @@ def test_options_of_a_command_line(tmp_path):
         (["theirs.yaml", "--method", "dpoo"], "--method: unknown method dpoo. Did you mean 'dpo'?"),
     ],
 )
-def test_wrong_arguments(arguments, message, tmp_path, monkeypatch, capsys):
+def test_invalid_arguments_are_rejected(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "theirs.yaml").write_text(AXOLOTL)
     with pytest.raises(SystemExit) as end:
@@ -570,7 +572,7 @@ def test_wrong_arguments(arguments, message, tmp_path, monkeypatch, capsys):
 
 
 def targets_of(convert) -> list[str]:
-    """The settings that a `To` or a `Choose` names; functions name theirs as they run."""
+    """Return the settings that a `To` or a `Choose` names; functions name theirs at run time."""
     choices = [
         choice[0] if isinstance(choice, tuple) else choice for choice in getattr(convert, "choices", {}).values()
     ]
@@ -578,7 +580,7 @@ def targets_of(convert) -> list[str]:
     return [*getattr(convert, "targets", ()), *several]
 
 
-def test_the_tables_name_only_settings_that_there_are():
+def test_tables_name_only_existing_settings():
     known = {key for recipe in RECIPES.values() for key in recipe}
     groups = {key.removesuffix("._component_") for key in known if key.endswith("._component_")}
     named = {target for peer in PEERS.values() for convert in peer.keys.values() for target in targets_of(convert)}
@@ -588,24 +590,24 @@ def test_the_tables_name_only_settings_that_there_are():
         assert target == "recipe" or target.startswith("parts.") or target in known or is_argument, target
 
 
-def test_no_name_of_a_table_hides_another():
+def test_table_entries_do_not_hide_each_other():
     for peer in PEERS.values():
         for table in ("keys", "always", "lacking"):
             names = each_name(getattr(peer, table))
             assert [name for name in names if peer.look_up(name)[0] != table] == []
 
 
-def test_a_method_in_capitals_has_the_defaults_of_the_method(tmp_path):
+def test_method_in_capitals_has_the_same_defaults(tmp_path):
     runs = [converted(T, tmp_path, "trl", method) for method in ("sft", "SFT")]
     assert ours(runs[0]) == ours(runs[1]) and "dataset.too_long" in ours(runs[0])
 
 
-def test_what_the_file_says_is_taken_before_a_default_of_the_peer(tmp_path):
-    run = converted(SOURCE + "cliprange: 0.5\n", tmp_path, "trl", "grpo")  # grpo's default of epsilon is 0.2
+def test_values_in_the_file_take_precedence_over_peer_defaults(tmp_path):
+    run = converted(SOURCE + "cliprange: 0.5\n", tmp_path, "trl", "grpo")  # GRPO's default epsilon is 0.2
     assert (ours(run)["loss.low"], ours(run)["loss.high"]) == (0.5, 0.5)
 
 
-def test_an_empty_item_of_a_list_is_no_unknown_key(tmp_path):
+def test_empty_list_item_is_not_an_unknown_key(tmp_path):
     assert status(converted(A + "test_datasets: [{path: c/d}, {}]\n", tmp_path))["test_datasets[1]"] != "unknown"
 
 
@@ -617,7 +619,7 @@ def peer_files() -> list[Path]:
 @pytest.mark.skipif(
     not peer_files(), reason="no configs of peers: neither $TUNE_PEER_CONFIGS nor ../shared/data/configs"
 )
-def test_real_configs_of_peers_convert_or_say_why_not(tmp_path):
+def test_real_peer_configs_convert_or_explain_why_not(tmp_path):
     for file in peer_files():
         values, method, processes = verb.read(file)
         peer = peer_of(values, file)
@@ -666,7 +668,7 @@ dataset: {_component_: torchtune.datasets.alpaca_dataset}
         ("trl", "ppo", SOURCE + "cliprange: 0.3\nnum_mini_batches: 4\n", {"loss.low": 0.3, "loss.high": 0.3}),
         ("trl", "sft", SOURCE + "completion_only_loss: true\nassistant_only_loss: false\n", {"dataset.train_on": None}),
         ("trl", "sft", SOURCE + "max_length: null\n", {"max_seq_len": None}),
-        ("axolotl", None, A + "learning_rate: 1e-4\n", {"schedule.warmup": None}),  # 0.03 is the recipe's own
+        ("axolotl", None, A + "learning_rate: 1e-4\n", {"schedule.warmup": None}),  # 0.03 is the recipe's default
         ("axolotl", None, A + "learning_rate: 1e-4\nwarmup_steps: 0\n", {"schedule.warmup": 0}),
         ("axolotl", None, A + "rl: grpo\n", {"loss.low": 0.2, "loss.high": 0.2}),
         ("axolotl", None, A + "rl: simpo\n", {"loss.beta": 0.1, "loss.gamma": 0.5}),
@@ -692,7 +694,7 @@ dataset: {_component_: torchtune.datasets.alpaca_dataset}
         ("axolotl", None, A + "pretraining_dataset: [{path: c/d}]\nmax_steps: 9\nexcess_length_strategy: null\n",
          {"dataset.streaming": True, "dataset.too_long": "split"}),
         ("llama_factory", None, L + "stage: ppo\n", {"kl": 0.2, "value_weight": 0.1, "sampling.top_p": 0.7}),
-        ("trl", "sft", SOURCE, {"dataset.too_long": "truncate"}),  # also texts
+        ("trl", "sft", SOURCE, {"dataset.too_long": "truncate"}),  # texts, too
         ("trl", "sft", SOURCE + "packing: true\npacking_strategy: bfd_split\n", {"dataset.too_long": "split"}),
         ("trl", "sft", SOURCE + "packing_strategy: wrapped\n", {"dataset.too_long": "truncate"}),
         ("trl", "ppo", SOURCE + "total_episodes: 800\n", {"prompts_per_step": 8, "max_steps": 100}),
@@ -700,26 +702,26 @@ dataset: {_component_: torchtune.datasets.alpaca_dataset}
          {"dataset.too_long": "truncate"}),
         ("torchtune", None, TORCHTUNE_RECIPE + "optimizer: {_component_: torch.optim.RMSprop, eps: 0.1}\n",
          {"optimizer.eps": 0.1, "optimizer.lr": 0.01}),
-        ("llama_factory", None, L + "stage: sft\nproject: mine\n", {"logger.wandb.project": None}),  # trackio's
+        ("llama_factory", None, L + "stage: sft\nproject: mine\n", {"logger.wandb.project": None}),  # for Trackio
     ],
 )  # fmt: skip
-def test_what_a_peer_takes_where_the_file_says_nothing(peer, method, text, expected, tmp_path):
-    """None: the recipe's own value is the same."""
+def test_defaults_of_peers_apply_when_the_file_is_silent(peer, method, text, expected, tmp_path):
+    """None means that the recipe's default is the same."""
     run = converted(text, tmp_path, peer, method)
     verb.check(run)
     assert {key: ours(run).get(key) for key in expected} == expected
 
 
-def test_each_dataset_of_torchtune_learns_what_its_builder_takes(tmp_path):
+def test_torchtune_datasets_train_on_what_their_builders_select(tmp_path):
     sources = "{_component_: torchtune.datasets.alpaca_dataset}, {_component_: torchtune.datasets.samsum_dataset}"
     off = "{_component_: torchtune.datasets.alpaca_cleaned_dataset, train_on_input: false}"
     text = TORCHTUNE_RECIPE.replace("{_component_: torchtune.datasets.alpaca_dataset}", f"[{sources}, {off}]")
     parts = [*ours(converted(text, tmp_path))["dataset.sources"].values()]
-    assert [each.get("train_on", "assistant") for each in parts] == ["all", "assistant", "assistant"]
+    assert [part.get("train_on", "assistant") for part in parts] == ["all", "assistant", "assistant"]
 
 
 @pytest.mark.parametrize(("method", "value"), [("rloo", None), ("grpo", None), ("ppo", "./r")])
-def test_a_reward_model_of_trl_is_a_value_model_for_ppo_alone(method, value, tmp_path):
+def test_trl_reward_model_becomes_a_value_model_only_for_ppo(method, value, tmp_path):
     key = "reward_model_path" if method == "ppo" else "reward_model_name_or_path"
     run = converted(SOURCE + f"{key}: ./r\n", tmp_path, "trl", method)
     assert (ours(run)["reward"], ours(run).get("value.path")) == (JUDGE, value)
@@ -740,15 +742,15 @@ def test_a_reward_model_of_trl_is_a_value_model_for_ppo_alone(method, value, tmp
         ("axolotl", None, A + "adapter: lora\nlora_dropout: 0.1\n", 0.1),
     ],
 )
-def test_dropout_that_a_trainer_turns_off(peer, method, text, dropout, tmp_path):
-    """TRL's disable_dropout is on for preferences and rewards, and reaches the adapter."""
+def test_dropout_disabled_by_the_trainer(peer, method, text, dropout, tmp_path):
+    """TRL's disable_dropout is on for preferences and rewards, and affects the adapter."""
     assert ours(converted(text, tmp_path, peer, method))["adapter.dropout"] == dropout
 
 
-def test_what_of_the_peers_defaults_is_lost_is_said(tmp_path):
+def test_lost_peer_defaults_are_reported(tmp_path):
     run = converted(SOURCE + "loss_type: simpo\n", tmp_path, "trl", "cpo")
-    assert [(each.key, each.value) for each in run.lost()] == [("cpo_alpha", 1.0)]
-    assert {each.key for each in converted(SOURCE, tmp_path, "trl", "grpo").lost()} == {"scale_rewards"}
+    assert [(entry.key, entry.value) for entry in run.lost()] == [("cpo_alpha", 1.0)]
+    assert {entry.key for entry in converted(SOURCE, tmp_path, "trl", "grpo").lost()} == {"scale_rewards"}
     null = converted(SOURCE + "max_length: null\n", tmp_path, "trl", "sft")
     assert status(null)["max_length"] == "no counterpart"
     with pytest.raises(NotConverted, match="rso"):

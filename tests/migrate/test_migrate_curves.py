@@ -1,4 +1,4 @@
-"""A config of TRL and what `tune migrate` makes of it follow one loss curve."""
+"""A TRL config and its migrated version have the same loss curve."""
 
 import json
 import runpy
@@ -35,8 +35,8 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", CASES, ids=lambda changes: ", ".join(f"{k}={v}" for k, v in changes.items()))
-def test_one_curve(changes, checkpoint, tmp_path, capsys):
-    """A warm-up differs, and `tune migrate` says so."""
+def test_loss_curves_match(changes, checkpoint, tmp_path, capsys):
+    """Warmup differs, and `tune migrate` reports it."""
     trl = pytest.importorskip("trl", reason="compares with TRL, which is installed by hand")
     import datasets
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -51,7 +51,7 @@ def test_one_curve(changes, checkpoint, tmp_path, capsys):
     trainer = trl.SFTTrainer(
         model=AutoModelForCausalLM.from_pretrained(checkpoint),
         args=trl.SFTConfig(**theirs),
-        train_dataset=datasets.Dataset.from_list(rows),  # 8 rows are a batch: their order does not matter
+        train_dataset=datasets.Dataset.from_list(rows),  # all 8 rows are one batch: their order does not matter
         processing_class=AutoTokenizer.from_pretrained(checkpoint),
     )
     trainer.train()
@@ -60,10 +60,10 @@ def test_one_curve(changes, checkpoint, tmp_path, capsys):
     settings = ["--config", str(tmp_path / "ours.yaml"), f"output_dir={tmp_path / 'ours'}"]
     cfg = config.load("full_finetune", settings)
     runpy.run_path(str(config.find_recipe("full_finetune")))["main"](cfg)
-    found = [json.loads(line)["loss"] for line in (tmp_path / "ours" / "metrics.jsonl").read_text().splitlines()]
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "ours" / "metrics.jsonl").read_text().splitlines()]
     if changes.get("warmup_steps"):
         assert "schedule.warmup=2  (" in capsys.readouterr().out
-        assert expected[1] == pytest.approx(expected[0]) and found[1] < expected[1] - 0.1
+        assert expected[1] == pytest.approx(expected[0]) and losses[1] < expected[1] - 0.1
         return
-    assert found == pytest.approx(expected, abs=1e-4)
-    assert found[-1] < found[0] - 0.1
+    assert losses == pytest.approx(expected, abs=1e-4)
+    assert losses[-1] < losses[0] - 0.1

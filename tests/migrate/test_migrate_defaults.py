@@ -1,5 +1,7 @@
-"""A peer's default that a config spells out changes nothing: what the peer takes where the file says nothing is what
-`tune migrate` takes. The defaults are those of the peers' own source (`read_peer_defaults.py`)."""
+"""Spelling out a peer's default in a config changes nothing: `tune migrate` assumes the peer's defaults.
+
+The defaults come from the peers' own source (`read_peer_defaults.py`).
+"""
 
 import re
 from pathlib import Path
@@ -28,7 +30,7 @@ TRL = {
 }
 LLAMA_FACTORY = {form: PEER_DEFAULTS["llama_factory"][form]["defaults"] for form in ("hparams", "v1/config")}
 LLAMA_FACTORY["hparams"] = TRAINING_ARGUMENTS["defaults"] | LLAMA_FACTORY["hparams"]
-# Its None leaves the choice to transformers, or to TRL; the warm-up is its own.
+# None leaves the choice to transformers or TRL; the warmup default is the peer's own.
 AXOLOTL = PEER_DEFAULTS["axolotl"]["config"]["defaults"]
 AXOLOTL = AXOLOTL | {
     key: value
@@ -36,7 +38,7 @@ AXOLOTL = AXOLOTL | {
     if key in AXOLOTL and AXOLOTL[key] is None and key != "warmup_steps"
 }
 COMPONENTS = PEER_DEFAULTS["torchtune"]["components"]
-GROUPS = {  # of torchtune: the part of the config that names such a component
+GROUPS = {  # torchtune: the part of the config that names such a component
     r"torch\.optim|bitsandbytes": ["optimizer"],
     r".*\.(rlhf|modules)\.loss": ["loss", "kd_loss"],
     r"torchtune\.datasets": ["dataset", "dataset_val", "dataset[]", "datasets[]"],
@@ -46,15 +48,15 @@ GROUPS = {  # of torchtune: the part of the config that names such a component
     r".*Logger": ["metric_logger"],
     r".*get_cosine": ["lr_scheduler"],
 }
-SHOWN = {  # settings of ours that change no number of a training, so that they stay as they are here
-    "output_dir",  # where it is written
-    "logger.console_every",  # which steps are printed; the log has all
-    "profiler.steps",  # how many steps are traced, if any
-    "evaluate.max_new_tokens",  # of answers that are shown
-    "checkpointer.async",  # when a checkpoint is written
-    "optimizer.fused",  # the kernel of the same update
+SHOWN = {  # our settings that do not change training results
+    "output_dir",  # the location of the output
+    "logger.console_every",  # the printed steps; the log has all
+    "profiler.steps",  # the number of traced steps
+    "evaluate.max_new_tokens",  # the length of displayed answers
+    "checkpointer.async",  # when checkpoints are written
+    "optimizer.fused",  # another kernel for the same update
 }
-# What is learned of messages is for the user to decide: the report says so, which a test below holds.
+# Users decide which message tokens to train on: the report says so, which a test below checks.
 TO_DECIDE = {"assistant_only_loss"}
 
 
@@ -63,7 +65,7 @@ def groups_of(component):
 
 
 def with_key(values, key, value):
-    """The config with `group.key` or `group[].key` too; a list has one item."""
+    """Return the config with `group.key` or `group[].key` added; a list has one item."""
     first, _, rest = key.partition(".")
     name = first.removesuffix("[]")
     if not rest:
@@ -74,43 +76,43 @@ def with_key(values, key, value):
 
 
 def settings(run):
-    return run.recipe, {key: each.value for key, each in run.changed().items()}
+    return run.recipe, {key: change.value for key, change in run.changed().items()}
 
 
 def ours(run):
-    """What the settings come to, with the defaults of the components that they name."""
+    """Return the resulting settings, with the defaults of the components that they name."""
     verb.check(run)
     layers = [Layer(DEFAULTS[run.recipe]), Layer(verb.nested(run.changed()))]
-    found = dict(leaves(OmegaConf.to_container(combine(layers)[0])))
-    for key in [key for key in found if key.endswith("._component_")]:
-        for name, parameter in signature_of(str(found[key])).parameters.items():
+    resolved = dict(leaves(OmegaConf.to_container(combine(layers)[0])))
+    for key in [key for key in resolved if key.endswith("._component_")]:
+        for name, parameter in signature_of(str(resolved[key])).parameters.items():
             if parameter.default is not parameter.empty:
-                found.setdefault(f"{key.removesuffix('_component_')}{name}", parameter.default)
-    return {key: value for key, value in found.items() if key not in SHOWN}
+                resolved.setdefault(f"{key.removesuffix('_component_')}{name}", parameter.default)
+    return {key: value for key, value in resolved.items() if key not in SHOWN}
 
 
 def differences(base, defaults, peer, method):
-    """By key, the settings of the config alone, and with the key at its default."""
-    alone, found = migrate(base, peer, method, RECIPES), {}
-    given, of_alone, before = [key for key, _ in leaves(base)], settings(alone), ours(alone)
+    """Return, by key, how the settings of the config alone differ from those with the key at its default."""
+    alone, changed = migrate(base, peer, method, RECIPES), {}
+    given_keys, of_alone, before = [key for key, _ in leaves(base)], settings(alone), ours(alone)
     for key, value in defaults.items():
-        is_given = any(f"{key.replace('[]', '[0]')}.".startswith(f"{each}.") for each in given)
+        is_given = any(f"{key.replace('[]', '[0]')}.".startswith(f"{prefix}.") for prefix in given_keys)
         if is_given or key in TO_DECIDE or PEERS[peer].look_up(key)[0] != "keys":
             continue
         run = migrate(with_key(base, key, value), peer, method, RECIPES)
         if settings(run) != of_alone and (after := ours(run)) != before:
-            found[key] = [
-                {name: each.get(name) for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-                for each in (before, after)
+            changed[key] = [
+                {name: side.get(name) for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+                for side in (before, after)
             ]
-    return found
+    return changed
 
 
 QUICK = [("sft", True), *((method, False) for method in ("cpo", "gkd", "grpo", "ppo"))]
 
 
-@pytest.mark.parametrize(("method", "has_adapter"), slow_but(QUICK, [*QUICK[:1], *((each, False) for each in TRL)]))
-def test_trl(method, has_adapter):
+@pytest.mark.parametrize(("method", "has_adapter"), slow_but(QUICK, [*QUICK[:1], *((name, False) for name in TRL)]))
+def test_explicit_defaults_of_trl_change_nothing(method, has_adapter):
     base = {"model_name_or_path": "a/b", "dataset_name": "c/d", "use_peft": has_adapter, "load_in_4bit": has_adapter}
     base |= {"teacher_model_name_or_path": "a/c"} if method in ("gkd", "distillation") else {}
     base |= {"sft_model_path": "a/s", "reward_model_path": "a/r"} if method == "ppo" else {}
@@ -118,7 +120,7 @@ def test_trl(method, has_adapter):
 
 
 @pytest.mark.parametrize("stage", slow_but(["dpo", "ppo"], ["sft", "dpo", "kto", "rm", "ppo", "pt"]))
-def test_llama_factory(stage):
+def test_explicit_defaults_of_llama_factory_change_nothing(stage):
     base = {"model_name_or_path": "a/b", "dataset": "c", "stage": stage, "template": "qwen", "do_train": True}
     base |= {"reward_model": "r/m"} if stage == "ppo" else {}
     base |= {"quantization_bit": 4} if stage == "sft" else {}
@@ -126,13 +128,13 @@ def test_llama_factory(stage):
 
 
 @pytest.mark.parametrize("pref_loss", slow_but(["simpo"], ["simpo", "ipo", "orpo"]))
-def test_losses_of_llama_factory(pref_loss):
+def test_explicit_defaults_of_llama_factory_losses_change_nothing(pref_loss):
     base = {"model_name_or_path": "a/b", "dataset": "c", "stage": "dpo", "template": "qwen", "pref_loss": pref_loss}
     assert differences(base, LLAMA_FACTORY["hparams"], "llama_factory", None) == {}
 
 
 @pytest.mark.parametrize("peft_config", [{}, {"name": "lora"}])
-def test_second_form_of_llama_factory(peft_config):
+def test_explicit_defaults_of_the_second_llama_factory_form_change_nothing(peft_config):
     base = {"model": "a/b", "train_dataset": "c/d", "template": "qwen", "peft_config": peft_config}
     assert differences(base, LLAMA_FACTORY["v1/config"], "llama_factory", None) == {}
 
@@ -151,8 +153,8 @@ OF_AXOLOTL = {
 
 
 @pytest.mark.parametrize("form", slow_but(["sft", "grpo"], OF_AXOLOTL))
-def test_axolotl(form):
-    """What its own schema leaves open is TRL's."""
+def test_explicit_defaults_of_axolotl_change_nothing(form):
+    """Defaults that its schema leaves open come from TRL."""
     base = {"base_model": "a/b", "datasets": [{"path": "c/d", "type": "chat_template"}], "learning_rate": 1e-4}
     base |= OF_AXOLOTL[form]
     of_grpo = {f"trl.{key}": value for key, value in TRL["grpo"].items() if form == "grpo"}
@@ -167,7 +169,7 @@ def test_axolotl(form):
 
 
 def torchtune_config(component):
-    """A config of torchtune that names this component, and those that it needs."""
+    """Return a torchtune config that names this component and its requirements."""
     group = groups_of(component)[0]
     group = "kd_loss" if "KL" in component else group
     values = {
@@ -188,8 +190,8 @@ def torchtune_config(component):
     return values | {group: values.get(group, {}) | {"_component_": component} | required}, group
 
 
-@pytest.mark.parametrize("component", [each for each in COMPONENTS if "RSO" not in each])
-def test_components_of_torchtune(component):
+@pytest.mark.parametrize("component", [name for name in COMPONENTS if "RSO" not in name])
+def test_explicit_defaults_of_torchtune_components_change_nothing(component):
     base, group = torchtune_config(component)
     defaults = {f"{group}.{key}": value for key, value in COMPONENTS[component]["defaults"].items()}
     assert differences(base, defaults, "torchtune", None) == {}
@@ -198,7 +200,7 @@ def test_components_of_torchtune(component):
 @pytest.mark.parametrize(
     "component", ["torch.optim.AdamW", "torchtune.modules.loss.ForwardKLLoss", "torchtune.rlhf.loss.PPOLoss"]
 )
-def test_recipes_of_torchtune(component):
+def test_explicit_defaults_of_torchtune_recipes_change_nothing(component):
     base, _ = torchtune_config(component)
     assert differences(base, PEER_DEFAULTS["torchtune"]["recipes"]["defaults"], "torchtune", None) == {}
 
@@ -208,13 +210,18 @@ def keys_of(part):
 
 
 def known_keys(peer):
-    """The keys that the peer's source has, with a default or required."""
+    """Return the keys in the peer's source, with a default or required."""
     own = PEER_DEFAULTS[peer]
-    found = {key for name, part in own.items() if name not in ("read_from", "components") for key in keys_of(part)}
+    keys = {key for name, part in own.items() if name not in ("read_from", "components") for key in keys_of(part)}
     if peer != "torchtune":
-        return found | keys_of(TRAINING_ARGUMENTS)
-    named = {f"{group}.{key}" for each in COMPONENTS for group in groups_of(each) for key in keys_of(COMPONENTS[each])}
-    return found | named
+        return keys | keys_of(TRAINING_ARGUMENTS)
+    named = {
+        f"{group}.{key}"
+        for component in COMPONENTS
+        for group in groups_of(component)
+        for key in keys_of(COMPONENTS[component])
+    }
+    return keys | named
 
 
 NAMED = "named by each config"
@@ -222,7 +229,7 @@ LATER = "of recipes after the release"
 OLDER = "of older releases"
 NESTED = "of a part that a config gives as a whole"
 CALLBACK = "of a callback"
-WITHOUT_DEFAULT = {  # the keys, and why the release has none
+WITHOUT_DEFAULT = {  # the keys, and why the release has no default
     "torchtune": {
         r".*\._component_|(training\.)?(value_|reward_|teacher_)?checkpointer\.checkpoint_dir": NAMED,
         r"dataset(_val)?\.(name|subset|data_files|column_map\..*)": "arguments of datasets.load_dataset, and columns",
@@ -256,17 +263,17 @@ WITHOUT_DEFAULT = {  # the keys, and why the release has none
 
 
 @pytest.mark.parametrize("peer", PEERS)
-def test_each_key_has_a_default_of_the_peer_or_a_reason_why_not(peer):
+def test_every_key_has_a_peer_default_or_a_reason_why_not(peer):
     known = known_keys(peer)
     keys = {*each_name(PEERS[peer].keys)}
-    reasons = {key: [each for each in WITHOUT_DEFAULT[peer] if re.fullmatch(each, key)] for key in keys}
+    reasons = {key: [pattern for pattern in WITHOUT_DEFAULT[peer] if re.fullmatch(pattern, key)] for key in keys}
     assert [key for key in sorted(keys - known) if not reasons[key]] == []
-    assert {*WITHOUT_DEFAULT[peer]} == {each for key in keys - known for each in reasons[key]}
+    assert {*WITHOUT_DEFAULT[peer]} == {pattern for key in keys - known for pattern in reasons[key]}
 
 
 WITH_ANOTHER = "read where another key asks for it"
 NEUTRAL = "this value changes nothing"
-LOST = {  # defaults of keys that have no counterpart, and why nothing is lost
+LOST = {  # defaults of keys without a counterpart, and why nothing is lost
     r"(trl\.)?ref_model_.*|(entropy|sapo|vespo|apollo|badam|q?galore|dion|eaft|asft|lisa|relora)_.*": WITH_ANOTHER,
     r"(freeze_trainable|oft|export|vllm|sglang|swanlab|profiler|generation|otel|video|audio|fp8)_.*": WITH_ANOTHER,
     r"discopop_tau|f_alpha_divergence_coef|loraplus_lr_embedding|init_special_tokens|hub_strategy": WITH_ANOTHER,
@@ -283,29 +290,31 @@ LOST = {  # defaults of keys that have no counterpart, and why nothing is lost
 }
 
 
-def test_no_default_without_a_counterpart_is_lost_in_silence():
-    defaults = [("trl", each) for each in TRL.values()]
-    defaults += [("llama_factory", each) for each in LLAMA_FACTORY.values()] + [("axolotl", AXOLOTL)]
+def test_no_default_without_a_counterpart_is_lost_silently():
+    defaults = [("trl", values) for values in TRL.values()]
+    defaults += [("llama_factory", values) for values in LLAMA_FACTORY.values()] + [("axolotl", AXOLOTL)]
     defaults += [
-        ("torchtune", {f"{groups_of(name)[0]}.{key}": value for key, value in each["defaults"].items()})
-        for name, each in COMPONENTS.items()
+        ("torchtune", {f"{groups_of(name)[0]}.{key}": value for key, value in component["defaults"].items()})
+        for name, component in COMPONENTS.items()
     ]
     lost = {
         key
-        for peer, each in defaults
-        for key, value in each.items()
+        for peer, values in defaults
+        for key, value in values.items()
         if PEERS[peer].look_up(key)[0] == "lacking" and value not in NOTHING and str(value).lower() not in OFF
     }
-    assert [key for key in sorted(lost) if not any(re.fullmatch(each, key) for each in LOST)] == []
-    assert [each for each in LOST if not any(re.fullmatch(each, key) for key in lost)] == []
+    assert [key for key in sorted(lost) if not any(re.fullmatch(pattern, key) for pattern in LOST)] == []
+    assert [pattern for pattern in LOST if not any(re.fullmatch(pattern, key) for key in lost)] == []
 
 
-def test_what_is_learned_of_messages_is_said_where_the_file_does_not_say_it():
+def test_default_training_tokens_are_reported_when_the_file_is_silent():
     base = {"model_name_or_path": "a/b", "dataset_name": "c/d"}
-    silent, said = (migrate(base | each, "trl", "sft", RECIPES) for each in ({}, {"assistant_only_loss": False}))
-    assert ours(said)["dataset.train_on"] == "all" and any("assistant_only_loss" in each for each in silent.faults())
+    silent, explicit = (migrate(base | extra, "trl", "sft", RECIPES) for extra in ({}, {"assistant_only_loss": False}))
+    assert ours(explicit)["dataset.train_on"] == "all" and any(
+        "assistant_only_loss" in fault for fault in silent.faults()
+    )
 
 
-def test_the_tables_name_the_releases_that_their_defaults_are_of():
+def test_tables_name_the_releases_of_their_defaults():
     for name, peer in PEERS.items():
         assert PEER_DEFAULTS[name]["read_from"].items() <= peer.read_from.items()

@@ -1,4 +1,4 @@
-"""What a run folder says of its run, however that has ended, and where files are damaged."""
+"""The facts in a run folder, however the run ended and with damaged files."""
 
 import fcntl
 import functools
@@ -29,7 +29,7 @@ def make_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("error", "state", "told"),
+    ("error", "state", "message"),
     [
         (None, "done", None),
         (SystemExit(0), "done", None),
@@ -39,18 +39,18 @@ def make_run(tmp_path):
         (ValueError("at https://me:word@host/x"), "failed", "ValueError: at https://host/x"),
     ],
 )
-def test_how_a_run_has_ended(error, state, told, tmp_path):
+def test_how_a_run_ended(error, state, message, tmp_path):
     records.start(tmp_path, 0, recipe="mine", steps=3)
     records.start(tmp_path, 2, recipe="mine", steps=5)
-    assert records.read(tmp_path).state == "killed"  # nobody holds its log
+    assert records.read(tmp_path).state == "killed"  # no process holds its log
     records.end(tmp_path, error)
     run = records.read(tmp_path)
-    assert (run.state, run.facts.get("error")) == (state, told)
-    assert [each["step"] for each in run.facts["starts"]] == [0, 2]
+    assert (run.state, run.facts.get("error")) == (state, message)
+    assert [start["step"] for start in run.facts["starts"]] == [0, 2]
     assert run.facts["steps"] == 5
 
 
-def test_a_run_goes_on_while_its_log_is_locked(make_run):
+def test_run_is_running_while_its_log_is_locked(make_run):
     folder = make_run(state="running")
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD, folder / ".lock"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -61,11 +61,11 @@ def test_a_run_goes_on_while_its_log_is_locked(make_run):
     finally:
         holder.communicate("")
     assert records.read(folder).state == "killed"
-    with (folder / ".lock").open("a") as log:  # reading it has kept nobody from continuing the run
+    with (folder / ".lock").open("a") as log:  # reading it did not prevent resuming the run
         fcntl.lockf(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_a_run_of_before_run_json(make_run):
+def test_run_from_before_run_json(make_run):
     folder = make_run(state=None)
     assert records.read(folder).state == "killed"
     (folder / "adapter").mkdir()
@@ -87,14 +87,14 @@ def test_metrics_with_other_keys_after_a_restart_and_damaged_lines(make_run):
     assert run.problems == ["3 lines of metrics.jsonl are ignored: they are not the metrics of a step"]
 
 
-def test_the_end_of_long_metrics(make_run):
+def test_tail_of_long_metrics(make_run):
     folder = make_run(steps=500)
     whole, tail = records.read(folder), records.read(folder, tail=2000)
     assert tail.columns["step"].tolist() == whole.columns["step"][-len(tail.columns["step"]) :].tolist()
     assert 3 < len(tail.columns["step"]) < 20 and not tail.problems
 
 
-def test_what_is_no_run_folder(tmp_path, make_run):
+def test_other_folders_are_not_run_folders(tmp_path, make_run):
     with pytest.raises(TuneError, match=r"is not a run folder: .* Give the output_dir of a run"):
         records.read(tmp_path / "missing")
     make_run("all/one")
@@ -105,7 +105,7 @@ def test_what_is_no_run_folder(tmp_path, make_run):
 
 
 @pytest.mark.parametrize("damaged", ["{", "[]", "\x00\x01", ""])
-def test_files_that_cannot_be_read_are_told(damaged, make_run):
+def test_unreadable_files_are_reported(damaged, make_run):
     folder = make_run()
     for name in ("run.json", "data.json", "config.yaml"):
         (folder / name).write_text(damaged)
@@ -126,5 +126,5 @@ def test_starts_are_bounded(tmp_path):
     for step in range(0, 250):
         records.start(tmp_path, step)
     facts = json.loads((tmp_path / "run.json").read_text())
-    assert [each["step"] for each in facts["starts"]] == [0, *range(150, 250)]
+    assert [start["step"] for start in facts["starts"]] == [0, *range(150, 250)]
     assert facts["number_of_starts"] == 250

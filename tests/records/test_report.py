@@ -1,4 +1,4 @@
-"""report.html as a browser shows it: nothing is fetched, no script fails, the curves have the points of the metrics."""
+"""report.html in a browser: it fetches nothing, no script fails, and the curves have the points of the metrics."""
 
 import functools
 import json
@@ -24,7 +24,7 @@ def make_run(tmp_path):
 
 @pytest.fixture
 def shown(tmp_path):
-    """Write the page on some runs and open it."""
+    """Return a function that writes the report of some runs and opens it."""
     browsers = []
 
     def show(*folders, **options):
@@ -43,22 +43,22 @@ def shown(tmp_path):
 
 
 def curves(browser):
-    """By chart the values that each curve has there."""
+    """Return the values of each curve, by chart."""
     script = """charts.map(each => each.series.slice(1).map((series, at) => [series.label, [...each.data[0]].flatMap(
         (step, place) => each.data[at + 1][place] == null ? [] : [[step, each.data[at + 1][place]]])]))"""
     titles = browser.ask("[...document.querySelectorAll('.chart h3')].map(each => each.textContent)")
-    found = zip(titles, browser.ask(script), strict=True)
-    return {title: {label: dict(points) for label, points in lines} for title, lines in found}
+    lines_by_title = zip(titles, browser.ask(script), strict=True)
+    return {title: {label: dict(points) for label, points in lines} for title, lines in lines_by_title}
 
 
 @needs_browser
-def test_a_run(shown, make_run):
+def test_report_of_one_run(shown, make_run):
     browser = shown(make_run())
-    found = curves(browser)
-    assert list(found)[:3] == ["Loss", "Gradient norm", "Learning rate"] and "epoch" not in str(found)
-    assert found["Loss"]["loss"] == {step: pytest.approx(2 / step, rel=1e-5) for step in range(1, 13)}
-    assert found["Loss"]["validation_loss"] == {step: pytest.approx(2.1 / step, rel=1e-5) for step in (4, 8, 12)}
-    assert set(found["Seconds of a step"]) == {"step_seconds", "data_seconds", "save_seconds"}
+    charts = curves(browser)
+    assert list(charts)[:3] == ["Loss", "Gradient norm", "Learning rate"] and "epoch" not in str(charts)
+    assert charts["Loss"]["loss"] == {step: pytest.approx(2 / step, rel=1e-5) for step in range(1, 13)}
+    assert charts["Loss"]["validation_loss"] == {step: pytest.approx(2.1 / step, rel=1e-5) for step in (4, 8, 12)}
+    assert set(charts["Seconds of a step"]) == {"step_seconds", "data_seconds", "save_seconds"}
     text = browser.ask("document.body.innerText")
     for part in ("done", "llama trained on chats.jsonl", "4 of 50 rows are copies", "the data are few", "0:00:35"):
         assert part in text, text
@@ -75,7 +75,7 @@ def test_a_run(shown, make_run):
 
 @pytest.mark.slow
 @needs_browser
-def test_a_browser_that_hangs_fails_the_test(monkeypatch):
+def test_hanging_browser_fails_the_test(monkeypatch):
     with Browser() as stopped:
         monkeypatch.setattr("browser.HANGS", 1)
         stopped.process.send_signal(signal.SIGSTOP)
@@ -91,10 +91,10 @@ def test_reading_and_zooming(shown, make_run):
     left, top, width = (browser.ask(f"{plot}.{name}") for name in ("left", "top", "width"))
     legends = """[...document.querySelectorAll('.u-legend')].map(
         each => [...each.querySelectorAll('.u-value')].map(value => value.innerText))"""
-    assert browser.ask(legends)[0] == ["101", "0.0198", "0.021"]  # the last values, unless hovered
+    assert browser.ask(legends)[0] == ["101", "0.0198", "0.021"]  # the last values when nothing is hovered
     browser.drag((left + width / 2, top + 20), (left + width / 2, top + 20))
-    assert browser.ask(legends)[0] == ["51", "0.03922", "0.04375"]  # of the last validation, at 48
-    assert all(each[0] == "51" for each in browser.ask(legends))  # in all charts
+    assert browser.ask(legends)[0] == ["51", "0.03922", "0.04375"]  # from the last validation, at step 48
+    assert all(values[0] == "51" for values in browser.ask(legends))  # in all charts
     browser.drag((left + width * 0.2, top + 20), (left + width * 0.4, top + 20))
     ranges = browser.ask("charts.map(each => [each.scales.x.min, each.scales.x.max])")
     assert ranges == [[pytest.approx(21, abs=1), pytest.approx(41, abs=1)]] * len(ranges)
@@ -109,29 +109,31 @@ def test_reading_and_zooming(shown, make_run):
 @needs_browser
 @pytest.mark.parametrize("width", [1400, 400])
 @pytest.mark.parametrize("dark", [False, True])
-def test_it_fits_the_screen(width, dark, shown, make_run):
+def test_report_fits_the_screen(width, dark, shown, make_run):
     folder = make_run("a-long-name-of-a-run-that-does-not-fit-into-one-line-of-a-phone", lr=0.5)
     browser = shown(folder, make_run("other", steps=5), width=width, dark=dark)
     assert browser.ask("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     back = browser.ask("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, re.findall(r"\d+", back))) < 200) == dark
-    browser.ask("dispatchEvent(new Event('beforeprint'))")  # on paper, which is white, and all is unfolded
+    browser.ask("dispatchEvent(new Event('beforeprint'))")  # print layout: white, with everything unfolded
     assert sum(map(int, re.findall(r"\d+", browser.ask("getComputedStyle(document.body).backgroundColor")))) > 600
     assert browser.ask("[...document.querySelectorAll('details.run')].every(each => each.open)")
 
 
 @needs_browser
-def test_runs_of_other_recipes_over_each_other(shown, make_run):
-    """Of one there are other metrics, of the other no default settings; both have the name of another run."""
+def test_overlaid_runs_of_different_recipes(shown, make_run):
+    """One run has other metrics, the other has no default settings; both share their name with another run."""
     one, other = make_run("one/run"), make_run("two/run", steps=30, lr=0.1, state="failed", error="<i>no</i> memory")
     (other / "config.yaml").write_text("reward: mine.right\nmax_steps: 30\n")
     (other / "metrics.jsonl").write_text(
         '{"step": 1, "reward": 0.5, "kl": 0.1}\n{"step": 2, "reward": 0.7, "kl": 0.2}\n'
     )
     browser = shown(one, other)
-    found = curves(browser)
-    assert found["Loss"].keys() == {f"{one} loss", f"{one} validation_loss"}
-    assert found["Reward"] == {f"{other} reward": {1: 0.5, 2: 0.7}} and found["kl"] == {f"{other} kl": {1: 0.1, 2: 0.2}}
+    charts = curves(browser)
+    assert charts["Loss"].keys() == {f"{one} loss", f"{one} validation_loss"}
+    assert charts["Reward"] == {f"{other} reward": {1: 0.5, 2: 0.7}} and charts["kl"] == {
+        f"{other} kl": {1: 0.1, 2: 0.2}
+    }
     text = browser.ask("document.body.innerText")
     assert "The run has failed: <i>no</i> memory" in text and "mine.right" in text and "max_steps\t12\t30" in text
 
@@ -149,13 +151,13 @@ def test_gaps_are_drawn_as_gaps(shown, make_run):
 
 @needs_browser
 @pytest.mark.parametrize("steps", [0, 1])
-def test_a_run_of_hardly_a_step(steps, shown, make_run):
+def test_run_with_hardly_any_steps(steps, shown, make_run):
     folder = make_run(steps=steps, state="running")
     assert "The run was killed" in shown(folder).ask("document.body.innerText")
 
 
 def write_samples(folder, *samples, end=""):
-    lines = [json.dumps(dict(zip(("step", "prompt", "text", "row"), each, strict=False))) for each in samples]
+    lines = [json.dumps(dict(zip(("step", "prompt", "text", "row"), sample, strict=False))) for sample in samples]
     (folder / "samples.jsonl").write_text("".join(line + "\n" for line in lines) + end)
 
 
@@ -164,8 +166,11 @@ def test_samples_before_and_after(shown, make_run):
     folder = make_run()
     before = (0, "why?", "no idea"), (0, "where?", "<b>here</b>")
     write_samples(folder, *before, (6, "why?", "half"), (12, "why?", "yes"), (12, "where?", "there"), end='{"step": 1')
-    found = shown(folder).ask("[...document.querySelectorAll('article')].map(each => each.innerText.split(/\\n+/))")
-    assert found == [["why?", "first", "no idea", "last", "yes"], ["where?", "first", "<b>here</b>", "last", "there"]]
+    articles = shown(folder).ask("[...document.querySelectorAll('article')].map(each => each.innerText.split(/\\n+/))")
+    assert articles == [
+        ["why?", "first", "no idea", "last", "yes"],
+        ["where?", "first", "<b>here</b>", "last", "there"],
+    ]
 
 
 def test_samples_of_one_step_are_shown_once(make_run):
@@ -174,7 +179,7 @@ def test_samples_of_one_step_are_shown_once(make_run):
     assert samples(read(folder)) == [("why?", "no idea", "")]
 
 
-def test_samples_of_other_prompts_each_step(make_run):
+def test_samples_with_different_prompts_in_each_step(make_run):
     folder = make_run()
     chat = {"messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "2?"}]}
     write_samples(folder, (1, 0, "a", {"prompt": "1?"}), (1, 1, "b", chat), (2, 2, "c", {"q": "3?"}), (2, "4?", "d"))
@@ -183,7 +188,7 @@ def test_samples_of_other_prompts_each_step(make_run):
 
 
 @pytest.mark.slow
-def test_a_long_run_keeps_its_extremes(make_run, tmp_path):
+def test_long_run_keeps_its_extremes(make_run, tmp_path):
     folder, steps = make_run(steps=0), 100_000
     with (folder / "metrics.jsonl").open("w") as lines:
         for step in range(steps):
@@ -200,7 +205,7 @@ def test_a_long_run_keeps_its_extremes(make_run, tmp_path):
         assert points[steps - 1] == (steps - 1) % 7 + name and len(points) < 5000
 
 
-def test_thinning_by_its_definition():
+def test_thinning_follows_its_definition():
     steps, values = np.arange(10_000), np.random.default_rng(0).normal(size=10_000)
     kept, points = thin(steps, values, 400)
     assert len(kept) <= 401 and (np.diff(kept) > 0).all() and (values[kept] == points).all()
@@ -209,17 +214,17 @@ def test_thinning_by_its_definition():
         assert (inside.min(), inside.max()) == (values[part].min(), values[part].max())
 
 
-def test_where_the_time_went_without_the_time_between_two_starts(make_run):
+def test_time_spent_excludes_the_time_between_two_starts(make_run):
     folder = make_run(steps=10, starts=[{"step": 0, "time": 1000}, {"step": 5, "time": 9000}])
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for row in rows[5:]:
         row["time"] += 8000
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     spent = {"training": 12.5, "waiting for data": 5, "saving": 2.5, "evaluation": 8}
-    assert seconds(read(folder)) == spent  # 10 steps of 2 s, and 1 s after each but two
+    assert seconds(read(folder)) == spent  # 10 steps of 2 s, plus 1 s after all but two
 
 
-def test_secrets_do_not_reach_the_page(make_run, tmp_path, monkeypatch):
+def test_secrets_are_not_on_the_page(make_run, tmp_path, monkeypatch):
     monkeypatch.setenv("MY_API_KEY", "very-secret-value")
     token = "hf_" + "a" * 34
     folder = make_run(command=["recipe.py", f"dataset.path=https://me:word@host/x?token={token}"])
@@ -229,11 +234,11 @@ def test_secrets_do_not_reach_the_page(make_run, tmp_path, monkeypatch):
     (folder / "config.yaml").write_text(f"hf_token: abcdefgh\npath: https://me:word@host\nother: {token}\n")
     write_report([folder], tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
-    assert not [each for each in (token, "very-secret-value", "me:word", "abcdefgh") if each in page]
+    assert not [secret for secret in (token, "very-secret-value", "me:word", "abcdefgh") if secret in page]
 
 
-def test_a_run_without_a_model_can_be_continued(make_run, tmp_path):
-    """A second Ctrl-C ends a run before it has saved anything."""
+def test_run_without_a_model_can_be_resumed(make_run, tmp_path):
+    """A second Ctrl-C ends a run before it saves anything."""
     folder = make_run(state="interrupted")
     write_report([folder], tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
@@ -241,20 +246,20 @@ def test_a_run_without_a_model_can_be_continued(make_run, tmp_path):
     assert "The run was interrupted." in page and "saved a checkpoint" not in page
 
 
-def test_the_step_of_the_weights_is_said_only_where_it_is_known(make_run):
+def test_step_of_the_weights_is_reported_only_when_known(make_run):
     folder = make_run(state="interrupted")
     (folder / "model").mkdir()
     newest = folder / "checkpoints/step-00000012"
     newest.mkdir(parents=True)
     (newest / "state.json").write_text('{"best": {"step": 4}}')
     ((sentence, _),) = uses(read(folder))
-    assert sentence == f"The model is in {folder / 'model'}."  # which may be that of an earlier start
+    assert sentence == f"The model is in {folder / 'model'}."  # the model may be from an earlier start
     (folder / "run.json").write_text((folder / "run.json").read_text().replace("interrupted", "done"))
     ((sentence, _),) = uses(read(folder))
     assert sentence.endswith("with the weights of step 12, the last one.")  # there is no checkpoint of step 4
 
 
-def test_only_a_report_is_replaced(make_run, tmp_path):
+def test_only_reports_are_overwritten(make_run, tmp_path):
     folder, page = make_run(), tmp_path / "page.html"
     write_report([folder], page)
     write_report([folder], page)

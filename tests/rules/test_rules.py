@@ -1,4 +1,4 @@
-"""Each rule where it fires and where it just does not; what it changes; the page that lists them."""
+"""Each rule: where it fires, where it just does not, what it changes, and the page that lists all rules."""
 
 import json
 import re
@@ -24,7 +24,7 @@ QAT, FLOAT8, NF4 = "quantization.qat=int8", "quantization.float8=tensorwise", "q
 PPO, VALIDATED = ["reward=tune.evaluation.exact_match", "value.path=v"], ["validation_dataset.path=v"]
 MOE = {"model_type": "qwen3_moe", "num_experts": 8, "router_aux_loss_coef": 0.01}
 
-# The recipe, settings with which the rule fires and with which it does not, and what else it reads.
+# The recipe, settings with which the rule fires, settings with which it does not, and other inputs of the rule.
 CASES = {
     "rate-of-all-parameters": (FULL, ["optimizer.lr=1e-3"], ["optimizer.lr=1e-4"]),
     "rate-of-an-adapter": (LORA, ["optimizer.lr=1e-5"], ["optimizer.lr=2e-5"]),
@@ -130,7 +130,7 @@ CASES = {
         GRPO, [], ["sampling.max_new_tokens=2048"], {"template": "{% if thinking %}<think>{% endif %}"}
     ),
 }  # fmt: skip
-# The recipe, settings that do not go together, and settings beside them that do.
+# The recipe, conflicting settings, and similar settings that are valid.
 TOGETHER = {
     "least-group-size": (GRPO, ["group_size=1"], ["group_size=2"]),
     "least-updates": (GRPO, ["updates=0"], ["updates=1"]),
@@ -211,7 +211,7 @@ NEEDED = {
 
 
 class Talk:
-    """An environment by its methods."""
+    """An environment, recognized by its methods."""
 
     def start(self, row): ...
 
@@ -220,7 +220,7 @@ class Talk:
 
 @pytest.fixture
 def facts(tmp_path, monkeypatch):
-    """What a rule reads of a recipe with settings, on a machine whose CPU does not multiply in bf16."""
+    """Return a function that makes a rule's inputs for a recipe with settings, on a CPU without bf16 products."""
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
 
     def facts(recipe, settings, model=None, template=None, environ=None, device="cpu", **machine):
@@ -230,72 +230,74 @@ def facts(tmp_path, monkeypatch):
         if template:
             (folder / "chat_template.jinja").write_text(template)
         needed = {key: value for key, value in NEEDED.items() if key != "reward" or recipe == GRPO}
-        given = [*(f"{key}={value}" for key, value in needed.items()), *settings]
-        cfg, _ = config.read(recipe, [each.format(model=folder) if "{model}" in each else each for each in given])
+        arguments = [*(f"{key}={value}" for key, value in needed.items()), *settings]
+        cfg, _ = config.read(
+            recipe, [argument.format(model=folder) if "{model}" in argument else argument for argument in arguments]
+        )
         return Facts(cfg, device, environ=environ or {}, **machine)
 
     return facts
 
 
 @pytest.mark.parametrize("id", CASES)
-def test_a_rule_fires_where_it_should_and_not_beside(id, facts):
+def test_rule_fires_exactly_where_it_should(id, facts):
     recipe, wrong, right, *more = CASES[id]
     reads = more[0] if more else {}
     finding = BY_ID[id].judge(facts(recipe, wrong, **reads))
     assert finding and finding.rule == id and finding.place == BY_ID[id].key
     assert "{}" not in finding.message and "None" not in finding.message
-    if right is None:  # what it reads is all that is wrong
+    if right is None:  # only the other inputs are wrong
         right, reads = wrong, {"device": reads["device"]}
     assert BY_ID[id].judge(facts(recipe, right, **reads)) is None
 
 
-def test_a_rate_too_high_for_an_adapter(tmp_path):
+def test_learning_rate_too_high_for_an_adapter(tmp_path):
     for rate, expected in (("5", ["rate-of-all-parameters"]), ("1e-3", [])):
         cfg, _ = config.read(LORA, ["model.path=m", "dataset.path=d", f"optimizer.lr={rate}"])
-        found = [finding.rule for finding in judge(Facts(cfg)) if finding.place == "optimizer.lr"]
-        assert found == expected
+        rules = [finding.rule for finding in judge(Facts(cfg)) if finding.place == "optimizer.lr"]
+        assert rules == expected
 
 
 @pytest.mark.parametrize("id", TOGETHER)
-def test_settings_that_do_not_go_together(id, tmp_path):
-    """They are told by the key to blame when settings are read; those beside them are not."""
+def test_conflicting_settings_are_reported(id, tmp_path):
+    """Conflicts are reported under the responsible key when settings are read; similar valid settings are not."""
     rule = BY_ID[id]
     recipe, wrong, right = TOGETHER[id]
     (tmp_path / "config.json").write_text("{}")
     needed = {"model.path": str(tmp_path), "dataset.path": "d"}
     needed |= {"reward": "tune.evaluation.exact_match"} if recipe == GRPO else {}
 
-    def given(settings):
-        given = [*(f"{key}={value}" for key, value in needed.items()), *settings]
-        return [setting.replace("{model}", str(tmp_path / ".")) for setting in given]
+    def command_line(settings):
+        arguments = [*(f"{key}={value}" for key, value in needed.items()), *settings]
+        return [setting.replace("{model}", str(tmp_path / ".")) for setting in arguments]
 
     defaults = config.read_file(config.find_config(recipe))
-    facts = Facts(config.read(recipe, given(wrong))[0], defaults=defaults)
+    facts = Facts(config.read(recipe, command_line(wrong))[0], defaults=defaults)
     assert rule.when(facts)
     with pytest.raises(TuneError, match=re.escape(f"{rule.place(facts)}: {rule.said(facts)}")):
-        config.load(recipe, given(wrong))
-    assert not rule.when(Facts(config.load(recipe, given(right)), defaults=defaults))
+        config.load(recipe, command_line(wrong))
+    assert not rule.when(Facts(config.load(recipe, command_line(right)), defaults=defaults))
 
 
 @pytest.mark.parametrize(
     ("recipe", "loss"),
     [(FULL, "tune.losses.BradleyTerry"), (FULL, "tune.losses.DPO"), ("reward_finetune", "tune.losses.ForwardKL")],
 )
-def test_a_loss_that_is_called_with_other_values(recipe, loss):
-    """Also one that takes as many."""
+def test_loss_called_with_other_arguments(recipe, loss):
+    """Also a loss that takes the same number of arguments."""
     with pytest.raises(TuneError) as caught:
         config.load(recipe, ["model.path=m", "dataset.path=d", f"loss._component_={loss}"])
     _, problem = str(caught.value).splitlines()
     assert problem.strip().startswith("loss._component_: ")
 
 
-def test_bf16_is_as_good_on_a_cpu_that_multiplies_in_it(facts, monkeypatch):
+def test_bf16_is_fine_on_a_cpu_with_bf16_products(facts, monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     assert BY_ID["bf16-on-a-cpu"].judge(facts(FULL, ["dtype=bf16"])) is None
 
 
-def test_what_triton_compiles_with(facts, tmp_path, monkeypatch):
-    """As CC names it, gcc or clang, and Python's headers; of this machine alone."""
+def test_missing_compilers_for_triton_are_reported(facts, tmp_path, monkeypatch):
+    """A compiler (CC, gcc, or clang) and Python's headers, checked only on this machine."""
     rule, environ = BY_ID["compiling-without-a-c-compiler"], {"PATH": str(tmp_path)}
 
     def said(**machine):
@@ -311,19 +313,19 @@ def test_what_triton_compiles_with(facts, tmp_path, monkeypatch):
     assert not said()
 
 
-def test_the_rate_of_the_reinforcement_example_is_not_called_high(facts):
-    """Its reward rises at 5e-4; at 1e-3 the same model came to one answer."""
-    found = [facts(GRPO, [f"optimizer.lr={rate}", "adapter.rank=16"]) for rate in (5e-4, 1e-3)]
-    assert [bool(BY_ID["rate-of-a-policy"].judge(each)) for each in found] == [False, True]
+def test_learning_rate_of_the_reinforcement_example_is_not_called_high(facts):
+    """Its reward rises at 5e-4; at 1e-3, the same model collapsed to one answer."""
+    cases = [facts(GRPO, [f"optimizer.lr={rate}", "adapter.rank=16"]) for rate in (5e-4, 1e-3)]
+    assert [bool(BY_ID["rate-of-a-policy"].judge(case)) for case in cases] == [False, True]
 
 
-def test_a_beta_of_means_over_tokens_is_larger(facts):
+def test_beta_for_token_means_is_larger(facts):
     settings = ["loss.beta=5", "loss.length_normalized=true"]
     assert BY_ID["a-beta-that-holds"].judge(facts(PAIRS, settings)) is None
 
 
-def test_halves_of_a_tied_weight_by_all_their_names(facts):
-    """But for the head of a model of ours, where that is an error with another way out."""
+def test_tied_weight_is_checked_under_all_its_names(facts):
+    """Except the head of our own models, where it is an error with another remedy."""
     ours, theirs = [], ["model._component_=tune.models.hf"]
     named = [
         (ours, "embed_tokens", True), (ours, "model.embed_tokens", True), (ours, "embedding", True),
@@ -334,7 +336,7 @@ def test_halves_of_a_tied_weight_by_all_their_names(facts):
         assert (BY_ID["tied-halves"].judge(run) is not None) == fires, (settings, name)
 
 
-def test_the_accuracy_of_a_validation_has_one_name_and_must_be_asked_for(facts):
+def test_validation_accuracy_has_one_name_and_must_be_enabled(facts):
     named = [
         ("validation_token_accuracy", "true", False), ("validation_token_accuracy", "false", True),
         ("validation_accuracy", "true", True), ("validation_loss", "false", False),
@@ -344,21 +346,21 @@ def test_the_accuracy_of_a_validation_has_one_name_and_must_be_asked_for(facts):
         assert (BY_ID["best-of-nothing"].judge(facts(FULL, settings)) is not None) == fires, (best, accuracy)
 
 
-def test_validation_rows_of_a_component_without_a_path():
-    """As of a function in a copied recipe; a path that is null gives no rows."""
+def test_validation_rows_from_a_component_without_a_path():
+    """As from a function in a copied recipe; a null path gives no rows."""
     rule, dataset = BY_ID["rows-held-out-for-nothing"], {"path": "d", "validation_fraction": 0.1}
     for validation, fires in (({"_component_": "mine.rows"}, True), ({"path": None}, False), (None, False)):
         run = Facts(OmegaConf.create({"dataset": dataset, "validation_dataset": validation}))
         assert bool(rule.when(run)) == fires, validation
 
 
-def test_the_language_model_of_several_says_what_a_model_is(facts):
+def test_language_model_determines_the_kind_of_a_composite_model(facts):
     text = {"model_type": "gemma3_text", "tie_word_embeddings": True}
     run = facts(FULL, [], model={"model_type": "gemma3", "tie_word_embeddings": False, "text_config": text})
     assert (run.model["model_type"], run.model["tie_word_embeddings"]) == ("gemma3_text", True)
 
 
-def test_every_rule_has_a_case_and_a_source():
+def test_every_rule_has_a_test_case_and_a_source():
     assert not TOGETHER.keys() & CASES.keys() and len(BY_ID) == len(RULES) >= 80
     assert TOGETHER.keys() | CASES.keys() | {"layout-that-is-planned"} == BY_ID.keys()  # see tests/plan/test_layout.py
     for rule in RULES:
@@ -377,7 +379,7 @@ for page in (ROOT / "examples").rglob("README.md"):
 
 @pytest.mark.parametrize(("recipe", "file"), sorted(set(SHIPPED)))
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_no_rule_fires_on_what_is_shipped(recipe, file, device, facts, monkeypatch):
+def test_no_rule_fires_on_shipped_configs(recipe, file, device, facts, monkeypatch):
     monkeypatch.chdir(ROOT)
     settings = ["--config", file, *(["dtype=fp32", "master_dtype=fp32"] if device == "cpu" else [])]
     settings += ["teacher.path=t"] if recipe == "distill" else []
@@ -386,7 +388,7 @@ def test_no_rule_fires_on_what_is_shipped(recipe, file, device, facts, monkeypat
         assert judge(facts(recipe, settings, device=device, processes=processes)) == []
 
 
-def test_a_rule_changes_the_setting_unless_it_is_strict(facts):
+def test_rule_changes_the_setting_unless_it_is_strict(facts):
     run = facts(FULL, [], device="mps")
     (strict,) = judge(run, strict=True)
     assert strict.level is Level.ERROR and run("dtype") == "bf16"
@@ -395,7 +397,7 @@ def test_a_rule_changes_the_setting_unless_it_is_strict(facts):
     assert judge(run) == []
 
 
-def test_the_page_lists_the_rules():
+def test_rules_page_lists_all_rules():
     rows = []
     for rule in RULES:
         key = f"`{rule.key}`" if isinstance(rule.key, str) else "`validation_fraction`"

@@ -1,4 +1,4 @@
-"""A script for `torchrun --max-restarts 1`: its processes tell of their folders, and fail at the first start."""
+"""A script for `torchrun --max-restarts 1`: its processes record their folders and fail at the first start."""
 
 import os
 import sys
@@ -22,8 +22,8 @@ world.barrier()
 if attempt == "0":
     sys.exit(1)
 
-# A file for each process: on one output, lines of two may mix.
-told, messages = Path(f"told-{world.rank}.txt").absolute(), []
+# One file per process: lines of two processes may mix in a shared output.
+report, messages = Path(f"told-{world.rank}.txt").absolute(), []
 run_folder.PATIENCE = 0.5
 os.makedirs(f"node-{world.rank}/runs", exist_ok=True)
 os.chdir(f"node-{world.rank}")
@@ -34,7 +34,7 @@ for folder in (f"{__file__}/run", "runs/apart"):
         messages.append(str(error))
 
 
-# What each node has of its own: the settings name the same path on both.
+# Different files on each node: the settings name the same path on both.
 def refusal(**others: object) -> str:
     settings = OmegaConf.merge(cfg, others)
     try:
@@ -51,7 +51,7 @@ assert refusal(model={"path": "model"}) == ""
 Path("rows.jsonl").write_text(f"row {world.rank}")
 messages.append(refusal(dataset={"path": "rows.jsonl"}))
 if world.rank:
-    Path("model/model.safetensors").write_bytes(b"1" * 10**6)  # of the same size, as an older copy is
+    Path("model/model.safetensors").write_bytes(b"1" * 10**6)  # the same size, like an older copy
 messages.append(refusal(model={"path": "model"}))
 if world.rank:
     Path("rows.jsonl").unlink()
@@ -62,4 +62,4 @@ try:
 except TuneError as error:
     messages.append(str(error))
 run._require_same_data(SimpleNamespace(fingerprint="equal"), None)
-told.write_text("\n".join(messages))
+report.write_text("\n".join(messages))

@@ -6,7 +6,7 @@ from tune.run import flops_per_token
 from tune.run.flops import peak_flops
 
 
-def test_peaks(monkeypatch):
+def test_peak_flops(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     assert peak_flops(torch.device("cuda")) == 989e12
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA RTX A1000")
@@ -19,11 +19,11 @@ def test_peaks(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         assert peak_flops(torch.device("cuda")) is None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "AMD Instinct MI300X")
-    assert peak_flops(torch.device("cuda")) == DEVICES["mi300x"].tflops * 1e12  # one table, which planning has too
+    assert peak_flops(torch.device("cuda")) == DEVICES["mi300x"].tflops * 1e12  # the table that planning uses, too
     assert peak_flops(torch.device("cpu")) is None
 
 
-def test_a_token_of_a_tiny_model(checkpoint):
+def test_flops_per_token_of_a_tiny_model(checkpoint):
     with torch.device("meta"):
         model = build(str(checkpoint))
     weights = sum(parameter.numel() for parameter in model.parameters()) - model.embedding.weight.numel()

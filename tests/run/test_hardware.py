@@ -1,4 +1,4 @@
-"""What a run says of its device, held to the device's facts and to the memory that is used."""
+"""The facts that a run reports about its device, compared with the device and with the memory used."""
 
 from types import SimpleNamespace
 
@@ -13,8 +13,8 @@ from tune.run.hardware import attention_notes, disk_note, score_bytes
 SHAPE = (1, 64)
 
 
-def test_a_small_disk_and_a_small_adapter_have_figures_that_are_not_zero(tmp_path, monkeypatch):
-    """10,000 trained numbers of 4 bytes: three in each of two checkpoints and one being written, and the export."""
+def test_small_disk_and_adapter_have_nonzero_figures(tmp_path, monkeypatch):
+    """10,000 trained 4-byte parameters: three values each in two checkpoints and one being written, plus the export."""
     monkeypatch.setattr(hardware.shutil, "disk_usage", lambda path: SimpleNamespace(free=100 * 1024))
     model = torch.nn.Linear(100, 100, bias=False)
     note = disk_note(tmp_path, model, "fp32", keep=2)
@@ -32,8 +32,8 @@ def test_a_small_disk_and_a_small_adapter_have_figures_that_are_not_zero(tmp_pat
         ("LlamaConfig", {}),
     ],
 )
-def test_scores_without_a_kernel(config, changes, dtype, tmp_path):
-    """What autograd keeps of them, counted, is what is said of them."""
+def test_memory_of_attention_scores_without_a_kernel(config, changes, dtype, tmp_path):
+    """The reported memory equals the counted memory that autograd saves."""
     kind = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     model = load_model(str(save_checkpoint(tmp_path, config, **changes)), dtype=kind)
     kept = {}
@@ -59,13 +59,13 @@ def test_scores_without_a_kernel(config, changes, dtype, tmp_path):
         ("LlamaConfig", (8, 0), "bf16", None),
         ("LlamaConfig", (8, 0), "fp32", ("3 of 3", "efficient", "dtype=bf16")),
         ("LlamaConfig", (7, 5), "fp32", ("3 of 3", "efficient", "7.5")),
-        ("Gemma2Config", (9, 0), "bf16", None),  # by FlexAttention
+        ("Gemma2Config", (9, 0), "bf16", None),  # uses FlexAttention
         ("Gemma2Config", (7, 5), "fp32", ("3 of 3", "math", "7.5", "activation_checkpointing=full")),
         ("GptOssConfig", (9, 0), "bf16", None),
-        ("GptOssConfig", None, "fp32", ("3 of 3", "math", "GiB")),  # of MPS
+        ("GptOssConfig", None, "fp32", ("3 of 3", "math", "GiB")),  # on MPS
     ],
 )
-def test_slow_attention(config, capability, dtype, facts, tmp_path, monkeypatch):
+def test_slow_attention_is_reported(config, capability, dtype, facts, tmp_path, monkeypatch):
     changes = {} if config == "LlamaConfig" else {"head_dim": 16, "sliding_window": 512}
     model = load_model(str(save_checkpoint(tmp_path, config, **changes)))
     monkeypatch.setattr(hardware, "capability", lambda device: capability)

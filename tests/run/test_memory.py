@@ -12,7 +12,7 @@ from tune.models import build
 from tune.run.hardware import peak_memory_gib, planned_memory
 
 
-def test_peak_is_what_the_kernel_counts():
+def test_peak_memory_matches_the_kernel():
     status = Path("/proc/self/status")
     if not status.exists():
         pytest.skip("Linux only")
@@ -21,8 +21,8 @@ def test_peak_is_what_the_kernel_counts():
 
 
 @pytest.mark.slow
-def test_peak_memory_is_not_that_of_the_process_that_started_this_one():
-    """What getrusage says begins with that, on Linux."""
+def test_peak_memory_excludes_the_parent_process():
+    """On Linux, getrusage starts with the parent's peak."""
     held = b"x" * 2**30
     show = "import torch; from tune.run.hardware import peak_memory_gib as f; print(f(torch.device('cpu')))"
     shown = subprocess.run([sys.executable, "-c", show], check=True, capture_output=True, text=True).stdout
@@ -36,8 +36,8 @@ def held(tensors) -> int:
 @pytest.mark.parametrize(
     ("dora", "master_dtype", "cpu_offload"), [(False, "fp32", False), (True, "bf16", False), (True, "fp32", True)]
 )
-def test_planned_is_held(checkpoint, dora, master_dtype, cpu_offload):
-    """QLoRA in two precisions: what is planned on the meta device is what weights, gradients and AdamW then take."""
+def test_planned_memory_matches_held_memory(checkpoint, dora, master_dtype, cpu_offload):
+    """QLoRA in two precisions: the plan on the meta device matches the memory of weights, gradients, and AdamW."""
     with torch.device("meta"):
         model = build(str(checkpoint))
     quantization.quantize_linears(model, double=True)
@@ -58,11 +58,11 @@ def test_planned_is_held(checkpoint, dora, master_dtype, cpu_offload):
     assert planned["optimizer"] * 2**30 == held(moments)
 
 
-def test_what_processes_of_tp_cannot_share_each_of_them_holds(tmp_path):
+def test_tensor_parallel_processes_each_hold_unshareable_weights(tmp_path):
     folders = save_checkpoint(tmp_path / "even", vocab_size=300), save_checkpoint(tmp_path / "odd", vocab_size=301)
     with torch.device("meta"):
         even, odd = (build(str(folder)) for folder in folders)
     shared, whole = (planned_memory(model, "fp32", "fp32", 4, 2)["weights"] * 2**30 / 4 for model in (even, odd))
     width = even.config.hidden_size
-    assert shared == sum(each.numel() for each in even.parameters()) / 4
-    assert whole - shared == 2 * width * (301 / 2 - 300 / 4)  # embedding and head over the two of dp_shard alone
+    assert shared == sum(parameter.numel() for parameter in even.parameters()) / 4
+    assert whole - shared == 2 * width * (301 / 2 - 300 / 4)  # embedding and head are sharded only over dp_shard=2

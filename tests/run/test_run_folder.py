@@ -1,4 +1,4 @@
-"""Which folder a run has, where several processes and several starts must agree."""
+"""The folder of a run, on which several processes and several starts must agree."""
 
 import os
 import re
@@ -18,10 +18,10 @@ STARTS = Path(__file__).with_name("starts.py")
 
 
 @pytest.mark.slow
-def test_restarts_of_torchrun_keep_the_folder_and_all_processes_must_see_it(tmp_path):
+def test_torchrun_restarts_keep_the_folder_and_all_processes_must_see_it(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", STARTS]
     env = os.environ | {"OMP_NUM_THREADS": "1", "LOGLEVEL": "INFO"}
-    env.pop("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", None)  # `tune run` sets it, in a test before this one too
+    env.pop("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", None)  # `tune run` sets it, also in an earlier test
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = re.findall(r"start (\d): (\S+) resume=(\w+)", done.stdout)
@@ -37,18 +37,18 @@ def test_restarts_of_torchrun_keep_the_folder_and_all_processes_must_see_it(tmp_
         f"validation_dataset.path: rows.jsonl is missing on {node}, but exists on other nodes",
     ]
     for rank in range(2):
-        told = (tmp_path / f"told-{rank}.txt").read_text().splitlines()
-        assert [line for line in expected if not any(line in each for each in told)] == [], told
+        messages = (tmp_path / f"told-{rank}.txt").read_text().splitlines()
+        assert [line for line in expected if not any(line in message for message in messages)] == [], messages
 
 
-def test_a_batch_job_that_is_queued_again_keeps_the_folder(monkeypatch):
+def test_requeued_batch_job_keeps_the_folder(monkeypatch):
     alone = SimpleNamespace(is_main=True, timeout=None, broadcast=lambda value: value)
     monkeypatch.delenv("ENVIRONMENT", raising=False)
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setenv("SLURM_STEP_ID", "2")
-    by_time = r"runs/mine-\d{8}-\d{6}"  # a shell of `srun --pty` has many runs in one step
+    by_time = r"runs/mine-\d{8}-\d{6}"  # a shell in `srun --pty` starts many runs in one step
     assert re.fullmatch(by_time, run_folder.choose(None, "mine", alone))
-    monkeypatch.setenv("ENVIRONMENT", "BATCH")  # of a batch script, and of the steps that it starts
+    monkeypatch.setenv("ENVIRONMENT", "BATCH")  # for a batch script and its steps
     assert run_folder.choose(None, "mine", alone) == "runs/mine-17.2"
     assert run_folder.choose("given", "mine", alone) == "given"
     monkeypatch.delenv("SLURM_STEP_ID")

@@ -1,4 +1,4 @@
-"""A run folder at a URL: uploaded while the run goes on, and continued from there on an empty machine."""
+"""A run folder at a URL: it is uploaded during the run, and a run on an empty machine resumes from it."""
 
 import contextlib
 import json
@@ -53,7 +53,7 @@ def write_checkpoint(folder: Path, step: int, best: int | None = None) -> Path:
     (path / "state.json").write_text(json.dumps({"step": step, "best": {"step": best} if best else {}}))
     (path / "__0_0.distcp").write_bytes(bytes([step]) * 1000)
     write_digests(path, {file.name: digest_of(file) for file in path.iterdir()})
-    return path.rename(path.with_name(f"step-{step:08d}"))  # as the checkpointer does: complete or not there
+    return path.rename(path.with_name(f"step-{step:08d}"))  # as the checkpointer does: complete or absent
 
 
 def names(url: str, end: str = "digests.json") -> list[str]:
@@ -68,7 +68,7 @@ def wait_until(condition) -> None:
         time.sleep(0.02)
 
 
-def test_the_folder_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TUNE_LOCAL", raising=False)
     assert local_folder("runs/mine") == Path("runs/mine")
     assert local_folder("s3://bucket/run/") == Path("runs/bucket/run")
@@ -81,7 +81,7 @@ def test_the_folder_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert local_folder("gs://bucket/run") == Path("/scratch/bucket/run")
 
 
-def test_what_is_uploaded_comes_back_on_an_empty_machine(url: str, tmp_path: Path, world) -> None:
+def test_uploads_are_restored_on_an_empty_machine(url: str, tmp_path: Path, world) -> None:
     first = Store(url, tmp_path / "a", world)
     first.start(print, keep=1)
     for step in (1, 2, 3):
@@ -107,12 +107,12 @@ def test_what_is_uploaded_comes_back_on_an_empty_machine(url: str, tmp_path: Pat
     second.finish(None)
 
 
-def test_a_folder_stays_locked_while_it_is_uploaded(url: str, tmp_path: Path, world) -> None:
+def test_folder_stays_locked_during_upload(url: str, tmp_path: Path, world) -> None:
     lock.hold(tmp_path, make=True)
     (tmp_path / "log.txt").write_text("begun\n")
-    found = Store(url, tmp_path, world)
-    found.start(print, keep=2)
-    found.finish(None)
+    store = Store(url, tmp_path, world)
+    store.start(print, keep=2)
+    store.finish(None)
     files, root = fsspec.url_to_fs(url)
     assert [path.rpartition("/")[2] for path in files.find(root) if "/." not in path] == ["log.txt"]
     script = "import sys; from pathlib import Path; from tune.files import lock; lock.hold(Path(sys.argv[1]))"
@@ -126,8 +126,8 @@ def state(folder: Path, step: int) -> dict:
     return json.loads((folder / "checkpoints" / f"step-{step:08d}" / "state.json").read_text())
 
 
-def test_what_a_checkpoint_says_of_the_best_one_is_renewed(url: str, tmp_path: Path, world) -> None:
-    """At the end a step is saved, then measured. Whoever continues, also where there is an older copy, knows it."""
+def test_best_step_in_an_uploaded_checkpoint_is_updated(url: str, tmp_path: Path, world) -> None:
+    """At the end, a step is saved and then measured. A resumed run knows the best step despite an older local copy."""
     first = Store(url, tmp_path / "a", world)
     first.start(print, keep=2)
     write_checkpoint(tmp_path / "a", 1, best=1)
@@ -135,14 +135,14 @@ def test_what_a_checkpoint_says_of_the_best_one_is_renewed(url: str, tmp_path: P
     wait_until(lambda: len(names(url)) == 2)
     Store(url, tmp_path / "older", world)
     assert state(tmp_path / "older", 2)["best"]["step"] == 1
-    for note in (1, 2):  # twice between two looks
+    for note in (1, 2):  # twice between two uploads
         replace_json(path / "state.json", {"step": 2, "best": {"step": 2}, "note": note})
     first.finish(None)
     for machine in ("older", "new", "a"):
         Store(url, tmp_path / machine, world)
         assert state(tmp_path / machine, 2) == {"step": 2, "best": {"step": 2}, "note": 2}
 
-    replace_json(path / "state.json", {"step": 2, "best": {"step": 1}})  # and the machine is lost before it is uploaded
+    replace_json(path / "state.json", {"step": 2, "best": {"step": 1}})  # and the machine is lost before the upload
     again = Store(url, tmp_path / "a", world)
     assert state(tmp_path / "a", 2)["best"]["step"] == 1
     again.start(print, keep=2)
@@ -151,18 +151,18 @@ def test_what_a_checkpoint_says_of_the_best_one_is_renewed(url: str, tmp_path: P
     assert state(tmp_path / "new", 2)["best"]["step"] == 1
 
 
-def test_notes_that_are_renewed_after_their_digests_were_uploaded(
+def test_notes_updated_after_their_digests_were_uploaded(
     url: str, tmp_path: Path, world, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A look between the two finds new digests and old notes."""
+    """An upload between the two reads new digests and old notes."""
     first = Store(url, tmp_path / "a", world)
     first.start(print, keep=2)
     path = write_checkpoint(tmp_path / "a", 1, best=1)
     wait_until(lambda: len(names(url)) == 1)
     written = disk.write_digests
 
-    def looked_at(*given: object) -> None:
-        written(*given)
+    def looked_at(*arguments: object) -> None:
+        written(*arguments)
         first._renew()
 
     monkeypatch.setattr(disk, "write_digests", looked_at)
@@ -173,11 +173,11 @@ def test_notes_that_are_renewed_after_their_digests_were_uploaded(
     assert state(tmp_path / "new", 1)["note"] == 2
 
 
-def test_a_checkpoint_of_another_attempt_with_the_same_step(url: str, tmp_path: Path, world) -> None:
+def test_checkpoint_of_another_attempt_with_the_same_step(url: str, tmp_path: Path, world) -> None:
     write_checkpoint(tmp_path / "a", 1)
-    found = Store(url, tmp_path / "a", world)
-    found.start(print, keep=2)
-    found.finish(None)
+    store = Store(url, tmp_path / "a", world)
+    store.start(print, keep=2)
+    store.finish(None)
     path = write_checkpoint(tmp_path / "b", 1)
     (path / "__0_0.distcp").write_bytes(b"of another attempt")
     write_digests(path, {}, "state.json", "__0_0.distcp")
@@ -186,11 +186,11 @@ def test_a_checkpoint_of_another_attempt_with_the_same_step(url: str, tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["model/../../outside.txt", "checkpoints/../digests.json"])
-def test_a_store_names_no_file_outside_of_the_folder(name: str, url: str, tmp_path: Path, world, monkeypatch) -> None:
+def test_store_cannot_write_outside_the_folder(name: str, url: str, tmp_path: Path, world, monkeypatch) -> None:
     write_checkpoint(tmp_path / "a", 1)
-    found = Store(url, tmp_path / "a", world)
-    found.start(print, keep=2)
-    found.finish(None)
+    store = Store(url, tmp_path / "a", world)
+    store.start(print, keep=2)
+    store.finish(None)
     find, get_file = DirFileSystem.find, DirFileSystem.get_file
 
     def gets_all(files, path, local):
@@ -204,34 +204,34 @@ def test_a_store_names_no_file_outside_of_the_folder(name: str, url: str, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_failure_is_told_once_and_tried_again(url: str, tmp_path: Path, world, monkeypatch) -> None:
-    found = Store(url, tmp_path / "a", world)
-    told: list[str] = []
-    put_file = found.files.put_file
+def test_failure_is_reported_once_and_retried(url: str, tmp_path: Path, world, monkeypatch) -> None:
+    store = Store(url, tmp_path / "a", world)
+    messages: list[str] = []
+    put_file = store.files.put_file
 
     def fails(*arguments: str) -> None:
         raise OSError("no way there; token=abcdefgh")
 
-    monkeypatch.setattr(found.files, "put_file", fails)
-    found.start(told.append)
+    monkeypatch.setattr(store.files, "put_file", fails)
+    store.start(messages.append)
     write_checkpoint(tmp_path / "a", 1)
-    wait_until(lambda: told)
+    wait_until(lambda: messages)
     time.sleep(0.2)
-    assert len(told) == 1
-    assert "is behind: no way there; token=***. The run goes on and tries again" in told[0]
+    assert len(messages) == 1
+    assert "is behind: no way there; token=***. The run goes on and tries again" in messages[0]
     assert names(url) == []
     with pytest.raises(TuneError, match=r"is behind .*no way there.* The same command on this machine"):
-        found.finish(None)
-    monkeypatch.setattr(found.files, "put_file", put_file)
-    found.finish(None)
+        store.finish(None)
+    monkeypatch.setattr(store.files, "put_file", put_file)
+    store.finish(None)
     assert names(url) == ["step-00000001"]
 
 
-def test_what_was_not_uploaded_is_uploaded_by_the_next_start(url: str, tmp_path: Path, world) -> None:
+def test_next_start_uploads_what_was_missing(url: str, tmp_path: Path, world) -> None:
     write_checkpoint(tmp_path / "a", 1)
-    found = Store(url, tmp_path / "a", world)
-    found.start(print, keep=2)
-    found.finish(None)
+    store = Store(url, tmp_path / "a", world)
+    store.start(print, keep=2)
+    store.finish(None)
     assert names(url) == ["step-00000001"]
     (tmp_path / "a" / "checkpoints" / "step-00000001" / "__0_0.distcp").write_bytes(b"cut short")
     Store(url, tmp_path / "a", world)
@@ -239,19 +239,19 @@ def test_what_was_not_uploaded_is_uploaded_by_the_next_start(url: str, tmp_path:
 
 
 @pytest.mark.parametrize("wrong", ["nosuch://bucket/run", "file:///proc/run", "http://127.0.0.1:1/run"])
-def test_a_url_that_cannot_be_used(wrong: str, tmp_path: Path, world) -> None:
+def test_unusable_url_is_rejected(wrong: str, tmp_path: Path, world) -> None:
     with pytest.raises(TuneError, match=r"output_dir: .* cannot be used: .*\. Is the address right"):
         Store(wrong, tmp_path, world)
 
 
-def test_a_local_folder_that_cannot_be_made(url: str, tmp_path: Path, world) -> None:
+def test_local_folder_that_cannot_be_created(url: str, tmp_path: Path, world) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(TuneError, match=re.escape(f"{tmp_path}/file/run")):
         Store(url, tmp_path / "file" / "run", world)
 
 
 class SecondNode:
-    """The process of a second node, which sees what the first one has written."""
+    """The process of a second node, which sees the first one's files."""
 
     rank, is_main = 1, False
 
@@ -272,7 +272,7 @@ def test_nodes_must_not_share_the_disk(url: str, tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("reads", [{"keep_best": "validation_loss"}, {"on_nan": "rollback"}])
-def test_what_reads_checkpoints_while_training_wants_all_of_them(
+def test_readers_of_checkpoints_need_all_parts(
     reads: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")
@@ -284,7 +284,7 @@ def test_what_reads_checkpoints_while_training_wants_all_of_them(
 
 
 class Node:
-    """The world of one of two nodes, each of which is a thread here."""
+    """The world of one of two nodes; each node is a thread."""
 
     def __init__(self, rank: int, shared: list, meeting: threading.Barrier):
         self.rank, self.is_main, self.shared, self.meeting = rank, rank == 0, shared, meeting
@@ -292,9 +292,9 @@ class Node:
     def all_gather(self, value: object) -> list:
         self.shared[self.rank] = value
         self.meeting.wait(20)
-        found = [*self.shared]
+        values = [*self.shared]
         self.meeting.wait(20)
-        return found
+        return values
 
     def broadcast(self, value: object) -> object:
         return self.all_gather(value)[0]
@@ -304,16 +304,16 @@ class Node:
 
 
 def test_nodes_upload_parts_of_the_same_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    url = f"file://{tmp_path}/store/run"  # in memory, two readers of a file share its position
+    url = f"file://{tmp_path}/store/run"  # not in memory, where two readers of a file share its position
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setattr(store, "LATE", 0.2)
     nodes = [Node(rank, shared, meeting) for shared, meeting in [([0, 0], threading.Barrier(2))] for rank in (0, 1)]
     with ThreadPoolExecutor(2) as threads:
 
         def started(node: Node) -> Store:
-            found = Store(url, tmp_path / f"{node.rank}", node)
-            found.start(print, keep=1)
-            return found
+            store = Store(url, tmp_path / f"{node.rank}", node)
+            store.start(print, keep=1)
+            return store
 
         def write(step: int, *ranks: int) -> None:
             for rank in ranks:
@@ -332,40 +332,40 @@ def test_nodes_upload_parts_of_the_same_checkpoints(tmp_path: Path, monkeypatch:
                 raise OSError("no way there")
             pipe_file(name, content)
 
-        monkeypatch.setattr(first[0].files, "pipe_file", fails_once)  # what the first one asks for is asked for again
+        monkeypatch.setattr(first[0].files, "pipe_file", fails_once)  # the request is retried
         write(1, 0, 1)
         wait_until(lambda: names(url) == ["step-00000001"])
-        write(2, 0)  # the other node has it no more
+        write(2, 0)  # the other node no longer has it
         write(3, 0, 1)
         for step in (1, 2):
             shutil.rmtree(tmp_path / "0" / "checkpoints" / f"step-0000000{step}")
         wait_until(lambda: names(url) == ["step-00000003"])
-        assert [*threads.map(lambda each: each.finish(None), first)] == [None, None]
+        assert [*threads.map(lambda store: store.finish(None), first)] == [None, None]
         files, root = fsspec.url_to_fs(url)
         assert {path.rpartition("/")[2] for path in files.find(f"{root}/checkpoints")} == {
             "__0_0.distcp", "__1_0.distcp", "digests.json", "state.json"
         }  # fmt: skip
         shutil.rmtree(tmp_path / "1")
-        write(4, 0)  # a node alone cannot continue after it
+        write(4, 0)  # a run cannot resume from one node's part
         second = [*threads.map(started, nodes)]
         for rank in (0, 1):
             assert [path.name for path in (tmp_path / f"{rank}").glob("checkpoints/*")] == ["step-00000003"]
         assert (tmp_path / "1" / "checkpoints" / "step-00000003" / "__1_0.distcp").exists()
-        [*threads.map(lambda each: each.finish(None), second)]
+        [*threads.map(lambda store: store.finish(None), second)]
 
 
 @pytest.mark.parametrize("command", [["report"], ["export", "--to", "gguf", "--out", "x.gguf"], ["runs"]])
-def test_commands_say_where_the_folder_is(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_name_the_local_folder(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([*command, "s3://key:secret@bucket/run"])
-    told = capsys.readouterr().err
-    assert f"s3://bucket/run: tune {command[0]} reads local folders" in told
-    assert "writes to runs/bucket/run on its machine" in told
+    message = capsys.readouterr().err
+    assert f"s3://bucket/run: tune {command[0]} reads local folders" in message
+    assert "writes to runs/bucket/run on its machine" in message
 
 
 @pytest.fixture
 def s3(tmp_path: Path):
-    """Environment variables of a server that speaks S3, and a bucket on it."""
+    """Start an S3 server with a bucket and yield its environment variables."""
     pytest.importorskip("s3fs")
     pytest.importorskip("moto.server")
     from moto.server import ThreadedMotoServer
@@ -387,7 +387,7 @@ def s3(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["file", "s3"])
-def test_killed_and_continued_on_an_empty_machine(
+def test_killed_run_resumes_on_an_empty_machine(
     kind: str, checkpoint: Path, chats: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     url = request.getfixturevalue("s3") if kind == "s3" else f"file://{tmp_path}/store/run"
@@ -411,7 +411,7 @@ def test_killed_and_continued_on_an_empty_machine(
         assert killed.poll() is None and time.monotonic() < deadline, (tmp_path / "first.txt").read_text()
         files.invalidate_cache()
         time.sleep(0.2)
-    for process in Path("/proc").glob("[0-9]*"):  # the agent and its processes, which would save something more
+    for process in Path("/proc").glob("[0-9]*"):  # the agent and its processes, which would save more
         with contextlib.suppress(OSError):
             command = (process / "cmdline").read_bytes().split(b"\0")
             if f"output_dir={url}".encode() in command and f"dataset.path={chats}".encode() in command:
@@ -425,8 +425,8 @@ def test_killed_and_continued_on_an_empty_machine(
         return [(line["step"], line["loss"]) for line in map(json.loads, text.splitlines())]
 
     files.invalidate_cache()
-    found = curve(files.cat_file(f"{root}/metrics.jsonl"))
-    assert found == curve((tmp_path / "whole" / "metrics.jsonl").read_bytes())
+    resumed = curve(files.cat_file(f"{root}/metrics.jsonl"))
+    assert resumed == curve((tmp_path / "whole" / "metrics.jsonl").read_bytes())
     assert b"continued after step" in files.cat_file(f"{root}/log.txt")
     weights = files.cat_file(f"{root}/model/model.safetensors")
     assert weights == (tmp_path / "whole" / "model" / "model.safetensors").read_bytes()

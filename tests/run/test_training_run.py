@@ -1,4 +1,4 @@
-"""What a run says of each step: by its definition, on a clock and in a world that the test makes."""
+"""The metrics of each step follow their definitions, on a fake clock and in a fake world."""
 
 import contextlib
 from datetime import timedelta
@@ -24,7 +24,7 @@ class Kept(Sink):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Stands still until it is moved."""
+    """A clock that stands still until a test moves it."""
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(module.time, "perf_counter", lambda: clock.now)
     return clock
@@ -32,7 +32,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def run(clock, monkeypatch, tmp_path):
-    """That of the second of four processes, on a device whose peak is known."""
+    """The run of the second of four processes, on a device with a known peak."""
     monkeypatch.setattr(module, "peak_flops", lambda device: 1e6)
     monkeypatch.setattr(module.run_folder, "require_shared", lambda path, world: None)  # the other three do not exist
     world = SimpleNamespace(
@@ -52,7 +52,7 @@ def run(clock, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("setting", ["wandb.project=mine", "tensorboard=true"])
-def test_a_logger_that_is_not_installed_is_told_first(setting, run, monkeypatch):
+def test_missing_logger_is_reported_first(setting, run, monkeypatch):
     package = setting.split(".")[0].split("=")[0]
     monkeypatch.setattr("tune.loggers.sinks.find_spec", lambda name: None if name == package else object())
     logger = OmegaConf.from_dotlist([setting])
@@ -60,16 +60,16 @@ def test_a_logger_that_is_not_installed_is_told_first(setting, run, monkeypatch)
         Run("test", run.world, settings=OmegaConf.create(), **logger)
 
 
-def test_messages_are_without_secrets(run):
-    run.sinks[0].message = (told := []).append
+def test_messages_contain_no_secrets(run):
+    run.sinks[0].message = (messages := []).append
     run.info("continued from https://me:password@host/run")
-    assert told == run.messages == ["continued from https://host/run"]
+    assert messages == run.messages == ["continued from https://host/run"]
 
 
-def test_rates_are_those_of_a_device_over_the_time_of_the_step(run, clock):
+def test_rates_are_per_device_over_the_step_time(run, clock):
     def batches():
         for _ in range(2):
-            clock.now += 3  # it waits for data
+            clock.now += 3  # waiting for data
             yield "batch"
 
     for step, _ in run.steps(enumerate(batches(), 1), total=2):
@@ -78,7 +78,7 @@ def test_rates_are_those_of_a_device_over_the_time_of_the_step(run, clock):
             clock.now += 1000  # validation
         batch = SimpleNamespace(num_tokens=6400, num_supervised=1600)
         run.log(step, batch, {"loss": 0.5, "validation_loss": None})
-        clock.now += 2  # a checkpoint, which the next step's time contains
+        clock.now += 2  # a checkpoint, which counts toward the next step
     for values, seconds, saving in zip(run.sinks[0].values, (8, 10), (0, 2), strict=True):
         assert values["loss"] == 0.5 and "validation_loss" not in values
         assert (values["tokens"], values["supervised_tokens"]) == (6400, 1600)
@@ -93,31 +93,31 @@ def test_rates_are_those_of_a_device_over_the_time_of_the_step(run, clock):
     ("error", "exit_code"), [(None, 0), (RuntimeError, 1), (SystemExit, 1), (KeyboardInterrupt, 1)]
 )
 def test_sinks_are_closed_on_every_exit(run, error, exit_code):
-    """W&B is told how the run has ended."""
-    told, wandb = [], object.__new__(WeightsAndBiases)
-    wandb.run = SimpleNamespace(finish=lambda exit_code: told.append(exit_code))
+    """W&B receives the exit code of the run."""
+    calls, wandb = [], object.__new__(WeightsAndBiases)
+    wandb.run = SimpleNamespace(finish=lambda exit_code: calls.append(exit_code))
     run.sinks = [NonFatal(wandb, print)]
-    run.world.finish = lambda: told.append("all processes end")
+    run.world.finish = lambda: calls.append("all processes end")
     with pytest.raises(error) if error else contextlib.nullcontext(), run:
         if error:
             raise error
-    assert told == ([exit_code] if error else ["all processes end", 0])
+    assert calls == ([exit_code] if error else ["all processes end", 0])
 
 
-def test_a_step_that_learns_nothing_is_told(run, clock):
-    run.sinks[0].message = (told := []).append
+def test_step_without_supervised_tokens_is_reported(run, clock):
+    run.sinks[0].message = (messages := []).append
     run.step_began, run.data_seconds = 0.0, 0.0
     for step, (supervised, metrics) in enumerate([(3, {}), (0, {"dead_groups": 2.0}), (0, {"loss": 0.0})], 1):
         clock.now += 1
         run.log(step, SimpleNamespace(num_tokens=10, num_supervised=supervised), metrics)
-    assert told == [
+    assert messages == [
         "warning: nothing was learned in step 2: all groups are dead or were cut",
         "warning: nothing was learned in step 3: no token is supervised",
     ]
 
 
 @pytest.mark.parametrize(
-    ("tp", "cp", "ep", "told"),
+    ("tp", "cp", "ep", "warned"),
     [
         (4, 1, 1, [("tp 4", "parallel.tp to a divisor of 2")]),
         (1, 4, 1, [("cp 4", "parallel.cp to a divisor of 2")]),
@@ -126,16 +126,16 @@ def test_a_step_that_learns_nothing_is_told(run, clock):
         (2, 1, 2, [("ep 2", "it to 1")]),
         (1, 2, 1, []),
         (1, 1, 2, []),
-        (1, 1, 1, []),  # stages of `pp` may be on other nodes
+        (1, 1, 1, []),  # pipeline stages may be on other nodes
         (2, 1, 1, []),
     ],
 )
-def test_axes_that_exchange_within_a_block_over_nodes_of_two(tp, cp, ep, told):
-    expected = [f"{axis} spans nodes of 2 processes, whose links are slow. Set {most}" for axis, most in told]
+def test_axes_that_communicate_within_blocks_across_nodes(tp, cp, ep, warned):
+    expected = [f"{axis} spans nodes of 2 processes, whose links are slow. Set {most}" for axis, most in warned]
     assert [*module.over_slow_links({"tp": tp, "cp": cp}, ep, here=2)] == expected
 
 
-def test_the_last_step_is_saved_where_data_end_early(run):
+def test_last_step_is_saved_when_data_ends_early(run):
     saved = []
 
     def step(number, metrics, now):
@@ -149,15 +149,15 @@ def test_the_last_step_is_saved_where_data_end_early(run):
     assert saved == [3]
 
 
-def test_an_interrupted_run_without_a_checkpointer_has_saved_nothing(run):
+def test_interrupted_run_without_a_checkpointer_reports_nothing_saved(run):
     run.step, run.interrupt = 3, SimpleNamespace(requested=True)
     with pytest.raises(SystemExit):
         run.finish()
     assert "step 3" in run.messages[-1] and run.again not in run.messages[-1]
 
 
-def test_a_step_that_went_on_before_its_save_is_saved_when_interrupted(run, monkeypatch):
-    """`continue` in a copied loop leaves out what follows, also `checkpointer.step`."""
+def test_step_that_skipped_its_save_is_saved_on_interrupt(run, monkeypatch):
+    """`continue` in a copied loop skips the rest of the iteration, including `checkpointer.step`."""
     saved = []
 
     def step(number, metrics=None, now=False):

@@ -1,4 +1,4 @@
-"""A run that has come to a stop says which process the others wait for."""
+"""A stalled run names the process that the others wait for."""
 
 import json
 import re
@@ -27,7 +27,7 @@ if world.rank == 1:
     def reads_slowly():
         while not (folder / "rank-00000.txt").exists():
             time.sleep(0.1)
-        time.sleep(4)  # until it is told
+        time.sleep(4)  # until the watchdog reports it
     reads_slowly()
 world.barrier()
 watchdog.end()
@@ -35,18 +35,18 @@ watchdog.end()
 
 
 @pytest.mark.slow
-def test_the_process_that_others_wait_for(tmp_path: Path) -> None:
+def test_watchdog_names_the_process_that_others_wait_for(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    told = run_processes(tmp_path / "script.py", 2, str(tmp_path / "stacks"))
-    found = re.findall(r"warning: no step .* The others wait for process 1 on \S+ \((.*), step 2\)\.", told)
-    assert len(found) == 1 and "in reads_slowly" in found[0], told
+    output = run_processes(tmp_path / "script.py", 2, str(tmp_path / "stacks"))
+    warnings = re.findall(r"warning: no step .* The others wait for process 1 on \S+ \((.*), step 2\)\.", output)
+    assert len(warnings) == 1 and "in reads_slowly" in warnings[0], output
     stacks = [(tmp_path / "stacks" / f"rank-0000{rank}.txt").read_text() for rank in (0, 1)]
-    beat = json.loads((tmp_path / "heartbeat.json").read_text())  # of the process that waits
+    beat = json.loads((tmp_path / "heartbeat.json").read_text())  # from the waiting process
     assert beat["step"] == 2 and beat["checkpoint"] is None and 3 < beat["time"] - beat["began"] < HANGS
     assert "barrier" in stacks[0] and "reads_slowly" in stacks[1]
 
 
-def test_who_is_waited_for() -> None:
+def test_waited_for_process() -> None:
     def head(rank: int, waits: bool) -> dict[str, object]:
         return {"rank": rank, "step": 7, "host": "node", "waits": waits, "place": "data.py:3 in read"}
 
@@ -58,7 +58,7 @@ def test_who_is_waited_for() -> None:
     assert waited_for(busy, range(3), 3) == "The others wait for process 1 on node (data.py:3 in read, step 7)."
 
 
-def test_files_that_are_not_whole_are_left_out(tmp_path: Path) -> None:
+def test_incomplete_files_are_ignored(tmp_path: Path) -> None:
     head = json.dumps({"rank": 1, "step": 7, "host": "node", "waits": True, "place": "a.py:3 in read"})
     (tmp_path / "rank-00001.txt").write_text(f"{head}\n\nMainThread:\n")
     for number, text in enumerate(["", head[:9], "null\n", head[:-1] + "\n", "[]\n"], 2):
@@ -67,7 +67,7 @@ def test_files_that_are_not_whole_are_left_out(tmp_path: Path) -> None:
     assert read(tmp_path) == {1: json.loads(head)}
 
 
-def test_what_other_nodes_write_to_their_own_disks_is_not_missed() -> None:
+def test_files_on_the_disks_of_other_nodes_are_not_required() -> None:
     here = "Of 4 processes, 2, 3 write to this node's disk. "
     heads: dict[int, dict[str, object]] = {
         rank: {"rank": rank, "step": 7, "host": "node", "waits": rank == 2, "place": "a.py:3 in read"}
@@ -105,7 +105,7 @@ together.end()
 
 
 @pytest.mark.slow
-def test_a_process_that_keeps_pythons_lock_says_where_on_stderr(tmp_path: Path) -> None:
+def test_process_holding_the_gil_prints_its_stack_on_stderr(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(APART)
-    told = run_processes(tmp_path / "script.py", 2, str(tmp_path))
-    assert "in keeps_pythons_lock" in told
+    output = run_processes(tmp_path / "script.py", 2, str(tmp_path))
+    assert "in keeps_pythons_lock" in output

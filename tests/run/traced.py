@@ -1,4 +1,4 @@
-"""Traces a step of each process: `traced.py FOLDER HOSTS`. If HOSTS are `several`, each has a clock of its own."""
+"""Trace a step of each process: `traced.py FOLDER HOSTS`. If HOSTS is `several`, each process has its own clock."""
 
 import sys
 import time

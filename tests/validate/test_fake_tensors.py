@@ -1,4 +1,4 @@
-"""Weights without values: what is computed with them has shapes alone, and what is known stays known."""
+"""Weights without values: results computed from them have only shapes, and known values stay known."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def weight():
     weights.close()
 
 
-def test_what_is_computed_with_a_weight_has_its_shape(weight):
+def test_results_of_a_fake_weight_have_shapes(weight):
     loss = (torch.ones(2, 3) @ weight.T).square().sum()
     loss.backward()
     assert isinstance(loss, FakeTensor) and weight.grad.shape == (4, 3)
@@ -25,45 +25,45 @@ def test_what_is_computed_with_a_weight_has_its_shape(weight):
     assert optimizer.state[weight]["exp_avg"].shape == (4, 3)
 
 
-def test_a_number_that_is_known_stays_what_it_is(weight):
+def test_known_numbers_keep_their_values(weight):
     rewards = torch.tensor([1.0, 3.0])
     assert (rewards - rewards.mean()).tolist() == [-1.0, 1.0]
     assert torch.arange(5)[torch.tensor([False, True, False, True, False])].numpy().tolist() == [1, 3]
 
 
-def test_numbers_that_are_not_known_stand_in(weight):
+def test_unknown_numbers_have_stand_ins(weight):
     assert weight.sum().item() == 1.0 and weight.long().max().item() == 1
     assert not bool(weight.sum() > 0)
 
 
-def test_all_places_of_a_condition_are_chosen(weight):
+def test_all_positions_of_a_condition_are_selected(weight):
     assert weight[weight > 0].shape == (12,) and weight[weight[:, 0] > 0].shape == (4, 3)
     assert weight.detach().masked_select(weight > 0).shape == (12,)
     assert (weight > 0).nonzero().shape == (12, 2)
 
 
-def test_products_of_groups_in_fp32(weight):
-    """Of one matrix for each group of rows, and of rows to a matrix for each group, as on real tensors."""
+def test_grouped_products_in_fp32(weight):
+    """One matrix per group of rows, and one output matrix per group, as with real tensors."""
     rows, matrices, ends = torch.ones(8, 4), torch.ones(2, 4, 12), torch.tensor([3, 8], dtype=torch.int32)
     for a, b in ((rows, matrices), (rows.T, torch.ones(8, 12))):
-        found = torch.nn.functional.grouped_mm(a + weight.sum(), b, offs=ends)
-        assert isinstance(found, FakeTensor)
-        assert found.shape == torch.nn.functional.grouped_mm(a, b, offs=ends).shape
+        product = torch.nn.functional.grouped_mm(a + weight.sum(), b, offs=ends)
+        assert isinstance(product, FakeTensor)
+        assert product.shape == torch.nn.functional.grouped_mm(a, b, offs=ends).shape
 
 
-def test_a_tensor_that_a_fake_one_is_added_to_is_not_known(weight):
+def test_tensor_becomes_unknown_when_a_fake_one_is_added(weight):
     total = torch.zeros(())
     total += weight.detach().sum()
     assert total.item() == 1.0
 
 
-def test_what_is_large_or_has_no_values_is_not_made(weight):
+def test_large_or_valueless_tensors_are_not_materialized(weight):
     assert isinstance(torch.zeros(LARGE, 2), FakeTensor) and isinstance(torch.empty(2), FakeTensor)
     assert not isinstance(torch.zeros(2), FakeTensor)
     assert torch.empty(LARGE, 2, device="meta").is_meta
 
 
-def test_it_ends():
+def test_fake_mode_ends():
     weights = FakeWeights()
     with weights.made():
         assert isinstance(torch.zeros(2), FakeTensor)

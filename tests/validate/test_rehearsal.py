@@ -1,5 +1,5 @@
-"""`tune validate` runs a recipe, any copy of one, to the end of its first step: it finds what the copy's own lines
-raise, and leaves nothing behind."""
+"""`tune validate` runs a recipe or any copy to the end of its first step. It finds errors in the copy's own lines and
+leaves no files behind."""
 
 import inspect
 import io
@@ -41,7 +41,7 @@ def here(checkpoint, chats, tmp_path, monkeypatch):
 
 @pytest.fixture
 def mine(here):
-    """Copies a recipe to mine.py, with these replacements."""
+    """Return a function that copies a recipe to mine.py with replacements."""
 
     def copy(recipe: str, *changes: tuple[str, str]) -> None:
         cli.main(["cp", recipe, "mine.py"])
@@ -54,23 +54,27 @@ def mine(here):
     return copy
 
 
-def found(*arguments: str) -> list[dict]:
+def findings_of(*arguments: str) -> list[dict]:
     with redirect_stdout(io.StringIO()) as shown, pytest.raises(SystemExit):
         cli.main(["validate", *arguments, "--json"])
     return json.loads(shown.getvalue())["findings"]
 
 
 def errors(*arguments: str) -> list[str]:
-    return [f"{each['place']}: {each['message']}" for each in found(*arguments) if each["level"] == "error"]
+    return [
+        f"{finding['place']}: {finding['message']}"
+        for finding in findings_of(*arguments)
+        if finding["level"] == "error"
+    ]
 
 
 def line_of(text: str) -> int:
-    """The line of mine.py that has the text."""
+    """Return the number of the line of mine.py that contains the text."""
     (line,) = [number for number, line in enumerate(Path("mine.py").read_text().split("\n"), 1) if text in line]
     return line
 
 
-def test_a_class_of_ones_own_keeps_its_methods_above_those_of_a_stand_in():
+def test_custom_class_keeps_its_methods_over_those_of_a_stand_in():
     class Sink:
         def log(self):
             return ["written"]
@@ -89,7 +93,7 @@ def test_a_class_of_ones_own_keeps_its_methods_above_those_of_a_stand_in():
     assert rehearsal.stand_in(Own) is Own and rehearsal.stand_in(Sink) is Sink
 
 
-# Ten faults in a copy's own lines: what stands there instead, and what is said of it.
+# Ten errors in a copy's own lines: the replacement and the expected message.
 FAULTS = [
     ("loss.backward()", "loss.backwards()", "backwards"),
     ("schedule.step()", "scheduel.step()", "scheduel"),
@@ -104,36 +108,36 @@ FAULTS = [
 ]
 
 
-# Others are in one pass, below.
+# The others are found in one pass, below.
 @pytest.mark.parametrize(
     ("right", "wrong", "says"), slow_but(FAULTS[::6], FAULTS), ids=[wrong for _, wrong, _ in FAULTS]
 )
-def test_a_fault_in_a_line_of_a_copy(right, wrong, says, mine):
+def test_error_in_a_line_of_a_copied_recipe(right, wrong, says, mine):
     mine("full_finetune", (right, wrong))
     (error,) = errors("mine.py", *SETTINGS)
     assert f"mine.py:{line_of(wrong)}" in error and says in error
 
 
-def test_all_of_them_in_one_pass_but_those_that_follow(mine):
+def test_all_independent_errors_are_found_in_one_pass(mine):
     apart = [FAULTS[at] for at in (1, 2, 3, 5, 9)]
     mine("full_finetune", *((right, wrong) for right, wrong, _ in apart))
     (places) = {re.search(r"mine\.py:(\d+)", error)[1] for error in errors("mine.py", *SETTINGS)}
     assert places == {str(line_of(wrong)) for _, wrong, _ in apart}
 
 
-def test_a_file_that_is_no_python(mine):
+def test_file_that_is_not_python(mine):
     mine("full_finetune", ("def main(cfg):", "def main(cfg:"))
     (error,) = errors("mine.py", *SETTINGS)
     assert error.startswith("mine.py:") or f"mine.py:{line_of('def main(cfg:')}" in error
 
 
-def test_a_module_that_is_not_there(mine):
+def test_missing_module(mine):
     mine("full_finetune", ("import torch\n", "import torch\nimport not_there\n"))
     (error,) = errors("mine.py", *SETTINGS)
     assert f"mine.py:{line_of('import not_there')}" in error and "not_there" in error
 
 
-def test_a_key_of_the_copys_yaml_that_the_script_calls_otherwise(mine):
+def test_key_with_another_name_in_the_script_than_in_its_yaml(mine):
     mine("full_finetune")
     file = Path("mine.yaml")
     file.write_text(file.read_text().replace("max_grad_norm:", "max_gradnorm:"))
@@ -141,21 +145,21 @@ def test_a_key_of_the_copys_yaml_that_the_script_calls_otherwise(mine):
     assert error.startswith("max_grad_norm: ") and "mine.py:" in error
 
 
-def test_a_fault_in_a_function_of_ones_own_module(mine):
+def test_error_in_a_function_of_a_custom_module(mine):
     Path("own.py").write_text("def loss(hidden, weight, batch, **softcap):\n    return hidden.not_there\n")
     mine("full_finetune", ("loss_fn = instantiate(cfg.loss)", "from own import loss as loss_fn"))
     (error,) = errors("mine.py", *SETTINGS)
     assert error.startswith("own.py:2: ") and "not_there" in error
 
 
-def test_shapes_that_do_not_fit(mine):
+def test_mismatched_shapes(mine):
     mine("full_finetune", ("total_loss += loss.detach()", "total_loss += loss.detach() * torch.ones(3)"))
     (error,) = errors("mine.py", *SETTINGS)
     assert f"mine.py:{line_of('torch.ones(3)')}" in error
 
 
-def test_five_mistakes_of_different_kinds_in_one_pass(mine):
-    """A setting that is unknown, a rule, the data, the copy's own line, the layout."""
+def test_five_errors_of_different_kinds_in_one_pass(mine):
+    """An unknown setting, a rule, the data, a line of the copy, and the layout."""
     mine("full_finetune", ("schedule.step()", "scheduel.step()"))
     Path("bad.jsonl").write_text('{"messages": 1}\n')
     more = ["lrr=1", "memory.activation_offload=true", "dataset.path=bad.jsonl", "parallel.tp=3"]
@@ -168,21 +172,21 @@ def test_five_mistakes_of_different_kinds_in_one_pass(mine):
 
 
 @pytest.mark.slow
-def test_tasks_and_prompts_that_are_both_wrong(here):
-    told = errors("full_finetune", *SETTINGS, "evaluate.tasks=[chioce]", "evaluate.prompts=none.txt")
-    assert len(told) == 2 and "chioce" in " ".join(told) and "none.txt" in " ".join(told)
+def test_invalid_tasks_and_prompts_are_both_reported(here):
+    messages = errors("full_finetune", *SETTINGS, "evaluate.tasks=[chioce]", "evaluate.prompts=none.txt")
+    assert len(messages) == 2 and "chioce" in " ".join(messages) and "none.txt" in " ".join(messages)
 
 
-def test_general_data_is_not_warned_of(here):
-    assert found("full_finetune", *SETTINGS, "evaluate.general=shipped") == []
+def test_general_data_causes_no_warning(here):
+    assert findings_of("full_finetune", *SETTINGS, "evaluate.general=shipped") == []
 
 
-def test_prints_of_a_copy_are_not_in_what_it_prints(mine):
+def test_prints_of_a_copied_recipe_stay_out_of_the_report(mine):
     mine("full_finetune", ("schedule.step()", "print('here'); schedule.step()"))
     assert errors("mine.py", *SETTINGS) == []
 
 
-def test_nothing_is_written_and_what_a_copy_saves_stays(mine):
+def test_nothing_is_written_and_existing_files_are_kept(mine):
     Path("mine.pt").write_text("precious")
     line = "run.finish(checkpointer, evaluator)"
     mine("full_finetune", (line, f"{line}\n        torch.save(model.state_dict(), 'mine.pt')"))
@@ -192,24 +196,24 @@ def test_nothing_is_written_and_what_a_copy_saves_stays(mine):
 
 
 @pytest.mark.parametrize("kind", STAND_INS, ids=lambda kind: kind.__name__)
-def test_what_stands_in_is_called_as_the_original(kind):
+def test_stand_ins_have_the_signatures_of_the_originals(kind):
     for name, method in vars(STAND_INS[kind]).items():
         if not name.startswith("_") and hasattr(kind, name):
             assert [*inspect.signature(method).parameters] == [*inspect.signature(getattr(kind, name)).parameters], name
 
 
 @pytest.mark.slow
-def test_a_run_of_ones_own_class(mine):
+def test_run_of_a_custom_class(mine):
     own = "class MyRun(Run):\n    def log(self, step, batch, metrics):\n        super().log(step, batch, metrics)\n\n\n"
     mine("full_finetune", ("@config.entrypoint", f"{own}@config.entrypoint"), ("run = Run(", "run = MyRun("))
     assert errors("mine.py", *SETTINGS, "output_dir=runs/new") == [] and not Path("runs").exists()
 
 
-def test_a_number_that_is_not_there_is_no_mistake(mine):
+def test_unavailable_number_is_not_an_error(mine):
     mine("full_finetune", ("total_loss += loss.detach()", "total_loss += loss.detach().numpy().sum()"))
-    told = found("mine.py", *SETTINGS)
-    assert not [each for each in told if each["level"] == "error"]
-    (limit,) = [each for each in told if each["level"] == "info"]
+    findings = findings_of("mine.py", *SETTINGS)
+    assert not [finding for finding in findings if finding["level"] == "error"]
+    (limit,) = [finding for finding in findings if finding["level"] == "info"]
     assert f"{limit['place']}: {limit['message']}".count("mine.py:") == 1
 
 
@@ -247,7 +251,7 @@ def test_every_recipe(recipe, settings, here):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [slice(1, None, 3), pytest.param(slice(None), marks=pytest.mark.slow)])
-def test_layouts_of_processes_that_are_not_here(part, here, told_to):
+def test_layouts_of_processes_that_do_not_exist(part, here, told_to):
     save_checkpoint(
         here / "experts", "Qwen3MoeConfig", num_experts=4, num_experts_per_tok=2, head_dim=16,
         moe_intermediate_size=32, num_hidden_layers=2,

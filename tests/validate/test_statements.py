@@ -1,4 +1,4 @@
-"""A function goes on after a statement that fails, and what follows from that is told apart."""
+"""A function continues after a failing statement, and errors that follow from it are distinguished."""
 
 import ast
 
@@ -10,7 +10,7 @@ from tune.validate.statements import Missing, Statements, Unknown
 
 
 def run(body: str, **names):
-    """What `seen` has after the statements, and the errors, with whether something missing was needed."""
+    """Return `seen` after the statements and the errors, each with whether it needed something missing."""
     lines = "\n".join(f"    {line}" for line in body.strip("\n").splitlines())
     (function,) = ast.parse(f"def main():\n{lines}").body
     errors, seen = [], []
@@ -19,7 +19,7 @@ def run(body: str, **names):
     return seen, errors
 
 
-def test_statements_behind_one_that_fails_are_run():
+def test_statements_after_a_failing_one_are_run():
     seen, ((first, _), (second, _)) = run(
         """
 a = 1 / 0
@@ -33,13 +33,13 @@ seen.append("behind")
     assert first.__traceback__.tb_next.tb_next.tb_next.tb_frame.f_code.co_filename == "mine.py"
 
 
-def test_what_needs_something_missing_follows_from_that():
+def test_statements_that_need_something_missing_are_marked():
     _, errors = run("a, b = 1 / 0\nc = a + 1\nd = c.shape\nseen.append(len(d))")
     assert [type(error) for error, _ in errors] == [ZeroDivisionError, Unknown, Unknown]
     assert [needs for _, needs in errors] == [False, True, True]
 
 
-def test_what_is_missing_is_false_and_so_are_its_attributes():
+def test_missing_values_and_their_attributes_are_false():
     choice = "if a:\n    b = 1\nelse:\n    c = 1\nseen += [b, c]"
     seen, errors = run(f"a = 1 / 0\nseen.append(bool(a.config.size))\n{choice}")
     assert [seen[0], *map(repr, seen[1:])] == [False, *[repr(Missing())] * 2] and len(errors) == 1
@@ -47,7 +47,7 @@ def test_what_is_missing_is_false_and_so_are_its_attributes():
 
 
 @pytest.mark.parametrize(
-    ("body", "found"),
+    ("body", "expected"),
     [
         ("for each in range(5):\n    if each == 1:\n        continue\n    seen.append(each)", [0, 2, 3, 4]),
         ("for each in range(5):\n    seen.append(each)\n    if each == 1:\n        break", [0, 1]),
@@ -63,12 +63,12 @@ def test_what_is_missing_is_false_and_so_are_its_attributes():
         ("for each in 1 / 0:\n    seen.append(1)\nseen.append(2)", [1, 2]),
     ],
 )  # fmt: skip
-def test_control_flow(body, found):
+def test_control_flow(body, expected):
     seen, _ = run(body)
-    assert seen == found
+    assert seen == expected
 
 
-def test_a_context_is_left_after_an_error_in_it():
+def test_context_is_exited_after_an_error():
     class Context:
         def __enter__(self):
             entered.append("in")
@@ -82,7 +82,7 @@ def test_a_context_is_left_after_an_error_in_it():
     assert seen == [True] and entered == ["in", (None, None, None)] and len(errors) == 1
 
 
-def test_a_context_that_is_missing_has_its_body_run():
+def test_body_of_a_missing_context_is_run():
     seen, errors = run("with context:\n    seen.append(1)", context=Missing())
     assert seen == [1]
     assert all(isinstance(error, Unknown) for error, _ in errors)
