@@ -67,7 +67,8 @@ def verified(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[in
         main(["verify", *map(str, arguments), "--limit", "4", "--tokens", "40"])
     except SystemExit as end:
         code = int(end.code or 0)
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.endswith(("  same", "DIFFERENT", "told"))]
+    statuses = ("  same", "DIFFERENT", "not comparable")
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.endswith(statuses)]
     return code, {line.split("  ")[0]: line.rsplit("  ", 1)[1].strip() for line in lines}
 
 

@@ -136,7 +136,7 @@ def test_last_token_may_be_a_stop(llama):
     free = Sampler(max_new_tokens=5, temperature=0)(llama[1], [prompt])[0][0]
     assert free.finish == "length" and len(free.tokens) == 5
     stopped = Sampler(max_new_tokens=5, temperature=0, stop_ids=free.tokens[4:])(llama[1], [prompt])[0][0]
-    assert stopped.finish == ("stop" if free.tokens[4] not in free.tokens[:4] else stopped.finish)
+    assert stopped.finish == "stop" and stopped.tokens == free.tokens[: free.tokens.index(free.tokens[4]) + 1]
 
 
 def test_stop_strings_may_span_tokens(checkpoint):
