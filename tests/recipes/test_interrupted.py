@@ -251,7 +251,7 @@ def test_out_of_memory(inputs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "processes"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGTERM, 2)])
+@pytest.mark.parametrize(("number", "processes"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
 def test_interrupted_runs_save_and_resume(number, processes, killing, tmp_path):
     settings = [*killing.make_inputs(tmp_path), "checkpointer.every=null"]
     reference = killing.Reference(settings, tmp_path / "reference", processes)
