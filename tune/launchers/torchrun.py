@@ -2,7 +2,9 @@
 
 import logging
 import os
+import socket
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,7 +37,17 @@ def launch(options: Sequence[str], recipe: Path, settings: Sequence[str], folder
             # An agent that shares its store (torch 2.13) announces its address only once, so agents that join later
             # fail.
             os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+        if chosen.rdzv_backend == "static" and int(chosen.node_rank) > 0:
+            wait_for_first_node(chosen.master_addr, chosen.master_port)
         torchrun.run(chosen)
+    except torch.distributed.DistError as error:
+        reason = str(error).splitlines()[0]
+        if "EADDRINUSE" in reason:
+            raise TuneError(
+                f"torchrun: port {chosen.master_port or 29500} is in use on this machine, perhaps by another run. Use "
+                f"another one with --master-port, the same on all nodes, or leave it out on a single node: {reason}"
+            ) from error
+        raise TuneError(f"torchrun: the nodes could not connect: {reason}") from error
     except ValueError as error:  # an invalid option
         raise TuneError(f"torchrun: {error}") from error
     except SignalException:  # passed on to the processes, which have saved a checkpoint
@@ -48,3 +60,25 @@ def launch(options: Sequence[str], recipe: Path, settings: Sequence[str], folder
             f"process {rank} was killed by signal {-failure.exitcode}; if nobody killed it, the machine probably ran "
             f"out of memory. The same command with output_dir={in_shell(folder)} continues after the last checkpoint."
         ) from error
+
+
+def wait_for_first_node(address: str, port: int | None, patience: float = 900.0) -> None:
+    """Wait until the first node listens. torch would wait too, but could not be interrupted.
+
+    Raises TuneError after `patience` seconds.
+    """
+    place, start, is_told = (address, port or 29500), time.monotonic(), False
+    while True:
+        try:
+            return socket.create_connection(place, timeout=5).close()
+        except OSError as error:
+            reason, waited = error.strerror or str(error), time.monotonic() - start
+        where = f"the first node ({place[0]}, port {place[1]}): {reason}"
+        if waited > patience:
+            raise TuneError(
+                f"torchrun: could not reach {where}. Start it, and check --master-addr, --master-port and firewalls"
+            )
+        if waited > 5 and not is_told:
+            print(f"waiting for {where}", file=sys.stderr, flush=True)
+            is_told = True
+        time.sleep(min(1.0, patience))
