@@ -81,6 +81,11 @@ def planning() -> Planning | None:
 UNKNOWN = 10**9  # steps of a run whose data was not read to the end
 
 
+def is_of_shapes() -> bool:
+    """Whether only shapes count, so that one operation may stand for many. A plan counts the operations too."""
+    return _current is not None and _current.planning is None
+
+
 def is_cut() -> bool:
     """Whether this is a rehearsal that has not read all rows of its data."""
     return _current is not None and bool(_current.cut)

@@ -131,6 +131,25 @@ def test_file_that_is_not_python(mine):
     assert error.startswith("mine.py:") or f"mine.py:{line_of('def main(cfg:')}" in error
 
 
+def test_undefined_name_in_a_branch_of_later_steps(mine):
+    line = "                loss.backward()\n"
+    mine("full_finetune", (line, f"{line}            if step > 10**6:\n                averge.update(model)\n"))
+    (error,) = errors("mine.py", *SETTINGS)
+    assert error.startswith(f"mine.py:{line_of('averge.update')}: ") and "'averge'" in error
+    reached = Path("mine.py").read_text().replace("if step > 10**6:", "if step:")
+    Path("mine.py").write_text(reached)
+    (error,) = errors("mine.py", *SETTINGS)  # once, although the first step comes there
+    assert error.startswith(f"mine.py:{line_of('averge.update')}: ")
+
+
+def test_setting_that_no_line_reads(mine):
+    mine("full_finetune", ("loss_fn = instantiate(cfg.loss)", "loss_fn, bonus = instantiate(cfg.loss), cfg.bonus"))
+    with Path("mine.yaml").open("a") as file:
+        file.write("bonus: 1\nbasis: 2\nbonus_unused: ${basis}\n")
+    warnings = [found for found in findings_of("mine.py", *SETTINGS) if found["level"] == "warning"]
+    assert [found["place"] for found in warnings] == ["bonus_unused"]
+
+
 def test_missing_module(mine):
     mine("full_finetune", ("import torch\n", "import torch\nimport not_there\n"))
     (error,) = errors("mine.py", *SETTINGS)

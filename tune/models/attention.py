@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tune import rehearsal
 from tune.collators import Documents, Part
 from tune.models.flash import Spans, efficient, flash
 from tune.models.flex import flex
@@ -121,7 +122,8 @@ def attend(
     if kernel == "efficient" and is_known and scoring.window is None:
         output = efficient(*_flat(query, key, value), _spans(query, documents, attended), scoring.scale)
         return output.unflatten(0, query.shape[:2])
-    if documents is None or attended is None:
+    has_own_keys = query.shape[0] == key.shape[0] and query.shape[1] <= key.shape[1]
+    if documents is None or attended is None or (rehearsal.is_of_shapes() and has_own_keys):
         return _document(query, key, value, scoring)
     if torch.compiler.is_compiling():  # a loop over documents would be recompiled for every batch
         return attend_masked(query, key, value, documents, scoring)

@@ -3,6 +3,7 @@
 import errno
 import functools
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -102,9 +103,25 @@ def validate(
         found, cfg, processes=processes, rows=rows, report=lambda error: findings.add_error(error, recipe),
         note=findings.add_note,
     )  # fmt: skip
+    for line, problem in found.undefined_names():
+        if not any(f"{recipe.name}:{line}: " in str(finding) for finding in findings.all):  # the rehearsal came there
+            findings.add(problem)
+    for key in unread(cfg, defaults, recipe):
+        findings.add(f"{recipe.name} does not read this setting", key, Level.WARNING)
     if cut:
         findings.add(LIMITED.format(rows), "dataset", Level.INFO)
     return sorted(findings.all, key=lambda finding: (finding.place, finding.level != Level.ERROR))
+
+
+def unread(cfg: DictConfig, defaults: Mapping[str, Any], recipe: Path) -> list[str]:
+    """Return the top-level settings whose name is in no line of the recipe and of modules next to it or in the current
+    folder, and in no reference of the recipe's YAML."""
+    words = {*re.findall(r"\w+", " ".join(re.findall(r"\${[^}]*}", str(defaults))))}
+    modules = (Path(file) for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None)))
+    folders = recipe.resolve().parent, Path.cwd()
+    for file in (recipe, *(file for file in modules if file.suffix == ".py" and file.parent in folders)):
+        words |= {*re.findall(r"\w+", file.read_text(encoding="utf-8", errors="replace"))}
+    return [str(key) for key in cfg if str(key) not in words]
 
 
 @functools.cache

@@ -1,9 +1,12 @@
 """Run a recipe file to the end of its first optimizer step, without weights, other processes or results."""
 
 import ast
+import builtins
+import dis
 import functools
 import inspect
 import io
+import logging
 import sys
 import traceback
 import types
@@ -36,6 +39,7 @@ import tune
 from tune import rehearsal
 from tune.distributed import current_world
 from tune.errors import TuneError
+from tune.lookup import did_you_mean
 from tune.validate.fake_tensors import FakeWeights
 from tune.validate.stand_ins import STAND_INS
 from tune.validate.statements import Missing, Statements, Unknown
@@ -90,6 +94,23 @@ class Recipe:
         if not found:
             raise TuneError(f"{file}: no function has @config.entrypoint(...). Add it to the recipe's main function")
         self.main = found[0]
+        self.code = compile(tree, str(file), "exec")
+
+    def undefined_names(self) -> Iterator[tuple[int, str]]:
+        """Yield the lines of functions that read a name which nothing defines, and what is wrong there.
+
+        A rehearsal does not enter all branches, such as those of later steps.
+        """
+        known = {*vars(self.module), *vars(builtins)}
+        codes = [self.code]
+        while codes:
+            code = codes.pop()
+            codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+            for instruction in dis.get_instructions(code):
+                name, positions = instruction.argval, instruction.positions
+                if instruction.opname == "LOAD_GLOBAL" and name not in known and positions and positions.lineno:
+                    hint = did_you_mean(name, {*code.co_varnames, *code.co_cellvars, *code.co_freevars, *known})
+                    yield positions.lineno, f"{self.file.name}:{positions.lineno}: name '{name}' is not defined.{hint}"
 
     def explained(self, error: Exception) -> TuneError:
         """Return an error of the recipe with its file and line."""
@@ -140,7 +161,8 @@ def rehearsed(begun: rehearsal.Rehearsal, file: Path) -> Iterator[None]:
     Nothing is saved or compiled: saving would replace files by tensors without values.
     """
     not_saved, not_compiled = mock.patch("torch.save"), torch.compiler.set_stance("force_eager")
-    with _told(begun.note, file), rehearsal.start(begun), not_saved, not_compiled, torch.enable_grad():
+    not_logged = mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)  # tracebacks
+    with _told(begun.note, file), rehearsal.start(begun), not_saved, not_compiled, not_logged, torch.enable_grad():
         yield
 
 
@@ -173,13 +195,13 @@ def _told(note: Callable[[str], None], file: Path) -> Iterator[None]:
     with warnings.catch_warnings(record=True) as caught, redirect_stdout(io.StringIO()):
         yield
     for each in caught:
-        if each.filename.startswith(LIBRARY) or _is_users(each.filename, file):
+        if each.filename.startswith(LIBRARY) or is_users(each.filename, file):
             note(f"warning: {each.message}")
 
 
 def described(error: Exception, file: Path) -> str:
     """Describe an error other than `TuneError`, with the line of the user's code that it comes from."""
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename, file)]
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename, file)]
     place = f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else file.name
     if isinstance(error, ConfigAttributeError | ConfigKeyError):
         return f"{error.full_key}: {place} reads it, and there is no such setting"
@@ -192,7 +214,7 @@ def is_own(error: Exception, file: Path) -> bool:
     if isinstance(error, ConfigAttributeError | ConfigKeyError):
         return True
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and _is_users(frames[-1].filename, file)
+    return bool(frames) and is_users(frames[-1].filename, file)
 
 
 def is_limit(error: Exception) -> bool:
@@ -200,7 +222,7 @@ def is_limit(error: Exception) -> bool:
     return isinstance(error, LIMITS) or any(text in str(error) for text in LIMITS_IN_WORDS)
 
 
-def _is_users(name: str, file: Path) -> bool:
+def is_users(name: str, file: Path) -> bool:
     """Return whether a file is the recipe or one of the user's own modules."""
     is_elsewhere = name.startswith((LIBRARY, sys.prefix, sys.base_prefix, "<")) or "site-packages" in name
     return name == str(file) or not is_elsewhere
