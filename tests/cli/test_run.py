@@ -3,6 +3,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from copied_recipe import exit_status
 from helpers import HANGS
 from torch.distributed import run as torchrun
 from torch.distributed.launcher.api import LaunchConfig
@@ -158,3 +159,11 @@ def test_output_folder_whose_name_is_a_number(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.chdir(tmp_path)
     settings, folder = with_folder("full_finetune", Path("mine.py"), ["output_dir=1e5"])
     assert (settings, folder) == (["output_dir=1e5"], Path("1e5"))
+
+
+def test_traceback_begins_in_the_function_of_the_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "mine.py"
+    recipe.write_text("def step():\n    averge.update()\n\n\ndef main():\n    step()\n\n\nmain()\n")
+    assert exit_status("run", str(recipe)) == 1
+    frames = [line.strip() for line in capsys.readouterr().err.splitlines() if line.startswith("  File ")]
+    assert frames == [f'File "{recipe}", line 6, in main', f'File "{recipe}", line 2, in step']

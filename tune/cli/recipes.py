@@ -5,6 +5,7 @@ import re
 import runpy
 import signal
 import sys
+import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from datetime import datetime
@@ -55,7 +56,23 @@ def run_recipe(arguments: Sequence[str]) -> None:
     if default and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell may ignore SIGINT
         # Until `main(cfg)`: imports of other libraries may swallow KeyboardInterrupt.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    runpy.run_path(str(recipe), run_name="__main__")
+    try:
+        runpy.run_path(str(recipe), run_name="__main__")
+    except Exception as error:
+        print_from(recipe, error)
+        sys.exit(1)
+
+
+def print_from(recipe: Path, error: Exception) -> None:
+    """Print the traceback of an error from the recipe's first function on: the frames before it are this program's."""
+    trace = begin = error.__traceback__
+    while trace:
+        code = trace.tb_frame.f_code
+        if code.co_filename == str(recipe) and code.co_name != "<module>":
+            begin = trace
+            break
+        trace = trace.tb_next
+    traceback.print_exception(type(error), error, begin)
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], Path, list[str]]:
