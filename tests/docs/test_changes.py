@@ -128,7 +128,8 @@ def test_updates_in_the_backward(reader, run):
     """Losses and weights equal a step after backward, bitwise. Runs resume either way; `max_grad_norm` is removed."""
     reader.follow("```\ntune cp full_finetune mine.py\n```\n")
     plain = run("max_grad_norm=null", "micro_batch_size=8", folder="plain")
-    (reader.folder / "mine.py").unlink(), (reader.folder / "mine.yaml").unlink()
+    for name in ("mine.py", "mine.yaml"):
+        (reader.folder / name).unlink()
     follow(reader, "Update each parameter in the backward")
     changed = run("micro_batch_size=8", folder="changed")
     resumed = run("micro_batch_size=8", f"resume={plain / 'checkpoints' / 'step-00000002'}", folder="resumed")
@@ -188,3 +189,20 @@ def test_another_preference_loss(reader):
     first, *_, last = logged(reader.folder / "run")
     assert (first["loss"], first["rewards/margins"]) == (1, 0)
     assert math.isclose(last["loss"], 1 - last["rewards/margins"], rel_tol=1e-5) and last["rewards/margins"] > 0
+
+
+def test_feed_forwards_in_chunks(reader, run):
+    """The same losses and gradients, also with recomputed blocks."""
+    with reader.at_work():
+        tune(["cp", "full_finetune", "mine.py"])
+    plain = run("max_steps=2", folder="plain")
+    for name in ("mine.py", "mine.yaml"):
+        (reader.folder / name).unlink()
+    follow(reader, "Feed-forwards in chunks")
+    text = (reader.folder / "mine.py").read_text()
+    (reader.folder / "mine.py").write_text(text.replace("split(2048", "split(24"))
+    for settings in ([], ["memory.activation_checkpointing=full"]):
+        chunked = run("max_steps=2", *settings, folder=f"chunked {len(settings)}")
+        for step, expected in zip(logged(chunked), logged(plain), strict=True):
+            assert step["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+            assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)

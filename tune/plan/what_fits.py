@@ -50,7 +50,7 @@ class Longest(NamedTuple):
 
 def longest_rows(start: int, with_rows: Callable[[int], Job], is_searched: bool) -> list[Longest]:
     """Return the longest rows that fit, one row in a micro-batch, for each layout that is the fastest at some length,
-    among all layouts or among those without offload. Shorter rows come first.
+    among all layouts or among those without offload, and for the layout that needs the least. Shorter rows come first.
 
     Layouts differ in activation checkpointing and offload, and if `is_searched` also in the axes. The list is empty if
     no row fits. `with_rows` returns the job with rows of a number of tokens; the search begins at `start` tokens.
@@ -81,6 +81,9 @@ def longest_rows(start: int, with_rows: Callable[[int], Job], is_searched: bool)
         on_device = [layout for layout in fits if not (layout.activation_offload or layout.cpu_offload)]
         tried |= {layout: tokens for layout in fits if layout in tried or layout in (fits[0], *on_device[:1])}
         tokens *= 2
+    if tried:
+        smallest = min(fitting(tokens // 2), key=lambda layout: plan(layout, tokens).share)
+        tried.setdefault(smallest, tokens // 2)  # it may not be the fastest anywhere, but fits the longest rows
     found = [_longest(fits, partial(plan, layout)) for layout, fits in tried.items()]
     return sorted(found, key=lambda longest: longest.tokens)
 
