@@ -21,8 +21,8 @@ class Device:
 
     Peaks are from the vendor's data sheet:
 
-    - `tflops` of dense bf16 products, `float8` of 8-bit products (0: none), `tflops_fp32` as torch computes them (on
-      NVIDIA with TF32 off)
+    - `tflops` of dense bf16 products and, unless `tflops_fp16` differs, of fp16; `float8` of 8-bit products (0: none);
+      `tflops_fp32` as torch computes them (on NVIDIA with TF32 off)
     - `bandwidth` of its memory and, in one direction, of `link` (within a node), `network` (between nodes) and `host`,
       in GB/s
 
@@ -58,6 +58,7 @@ class Device:
     crowd: float = 1.0
     float8: float = 0.0
     capability: tuple[int, int] | None = None
+    tflops_fp16: float | None = None
 
     @property
     def is_host(self) -> bool:
@@ -80,9 +81,19 @@ class Device:
         shares = ("product_share", "attention_share", "bandwidth_share")
         return replace(self, **{name: getattr(self, name) * speed for name in shares}, launch=self.launch / speed)
 
+    @property
+    def fastest(self) -> float:
+        """The highest peak of bf16, fp16 and fp32."""
+        return max(self.tflops, self.tflops_fp32, self.tflops_fp16 or 0.0)
+
+    def peak(self, dtype: str) -> float:
+        """The peak of matrix products in bf16, fp16, fp32 or fp8."""
+        peaks = {"fp32": self.tflops_fp32, "fp8": self.float8, "fp16": self.tflops_fp16 or self.tflops}
+        return peaks.get(dtype, self.tflops)
+
     def seconds(self, flops: float, moved: float, dtype: str, attends: bool = False) -> float:
         """The seconds of an operation with `flops` and `moved` bytes: the longer of computing and moving."""
-        peak = {"fp32": self.tflops_fp32, "fp8": self.float8}.get(dtype, self.tflops)
+        peak = self.peak(dtype)
         share = self.attention_share if attends else self.product_share
         by_memory = moved / (self.bandwidth * 1e9 * self.bandwidth_share)
         by_memory *= CACHED if moved < self.cache * 2**20 else 1
@@ -102,7 +113,9 @@ class Device:
 
 
 DEVICES = {
-    "t4": Device("t4", 15, 8.1, 8.1, 320, 16, 6, 16, 4, flash=False, capability=(7, 5)),  # emulates bf16 in fp32
+    "t4": Device(
+        "t4", 15, 8.1, 8.1, 320, 16, 6, 16, 4, flash=False, capability=(7, 5), tflops_fp16=65
+    ),  # emulates bf16
     "l4": Device("l4", 24, 121, 30.3, 300, 25, 12, 25, float8=242, capability=(8, 9)),
     "a10g": Device("a10g", 24, 70, 31.5, 600, 25, 12, 25, attention_share=0.6, capability=(8, 6)),
     "l40s": Device("l40s", 48, 362, 91.6, 864, 25, 12, 25, float8=733, capability=(8, 9)),

@@ -90,6 +90,21 @@ def test_search_prints_overrides_that_the_recipe_takes(checkpoint, capsys):
     assert "micro_batch_size=" in text and "slower (" in text
 
 
+def test_half_precision_of_a_gpu_without_bf16(checkpoint, capsys):
+    """A T4 computes fp16 in its tensor cores and emulates bf16, about which `tune run` warns too."""
+    t4 = DEVICES["t4"]
+    assert t4.seconds(1e12, 0, "bf16") / t4.seconds(1e12, 0, "fp16") == pytest.approx(65 / 8.1)
+    run = ["full_finetune", f"model.path={checkpoint}", "max_seq_len=128", "--device", "t4", "--json"]
+    main(["plan", *run])
+    warned = capsys.readouterr()
+    assert "warning: dtype: bf16 " in warned.err and "dtype=fp16" in warned.err
+    main(["plan", *run, "dtype=fp16"])
+    half = capsys.readouterr()
+    assert half.err == ""
+    seconds = [json.loads(shown.out)["step_seconds"] for shown in (warned, half)]
+    assert seconds[1] < seconds[0]
+
+
 @pytest.fixture
 def small(tmp_path):
     """The file of a CPU with 0.45 GiB of memory, of which 0.4 are reserved."""

@@ -14,7 +14,7 @@ def test_peak_flops(monkeypatch):
     for name in ("NVIDIA GeForce RTX 4090", "NVIDIA L4", "NVIDIA L40S", "Tesla T4", "NVIDIA A10G"):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         key = name.split(" ", 1)[1].removeprefix("GeForce ").replace(" ", "").lower()
-        assert peak_flops(torch.device("cuda")) == DEVICES[key].tflops * 1e12
+        assert peak_flops(torch.device("cuda")) == DEVICES[key].fastest * 1e12
     for name in ("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA RTX 4000 Ada", "NVIDIA A10"):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         assert peak_flops(torch.device("cuda")) is None

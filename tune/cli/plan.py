@@ -26,6 +26,7 @@ from tune.devices import device as device_named
 from tune.errors import TuneError
 from tune.launchers import count
 from tune.lookup import is_on_the_hub
+from tune.rules import Facts, Level, judge
 
 LESS = "one of the settings that need less memory, or try --search"
 # Bottlenecks of a step, and how to remove them.
@@ -93,8 +94,8 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     job = changed()
     if job.cost:
         print(f"note: model: {job.cost}", file=sys.stderr)
-    if job.note:
-        print(f"warning: {job.note}", file=sys.stderr)
+    for warning in [*filter(None, [job.note]), *warnings_of(device, job.cfg, options.world_size)]:
+        print(f"warning: {warning}", file=sys.stderr)
     searches = options.search or any(isinstance(group, DictConfig) and group.get("auto") for group in job.cfg.values())
     if searches and (given := [each for each in rest if each.partition("=")[0] in job.chosen]):
         print(f"warning: {' '.join(given)}: the search also tries other layouts", file=sys.stderr)
@@ -115,6 +116,15 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         print(json.dumps(found | {"runners_up": [each.as_dict() for each in plans[1:6]]}, indent=2))
     else:
         show(found, plans)
+
+
+def warnings_of(device: Any, cfg: DictConfig, processes: int) -> list[str]:
+    """Return the warnings of the rules about the planned GPU."""
+    if device.is_host:
+        return []
+    anywhere = {str(finding) for finding in judge(Facts(cfg, processes=processes))}
+    there = judge(Facts(cfg, "cuda", processes, device.capability, is_here=False))
+    return [str(finding) for finding in there if finding.level is Level.WARNING and str(finding) not in anywhere]
 
 
 def with_configs_of_the_hub(cfg: DictConfig) -> None:

@@ -98,7 +98,7 @@ class Plan:
             "seconds": self.seconds,
             "tokens_per_step": self.tokens,
             "tokens_per_second": speed,
-            "mfu": speed * self.flops / (max(self.device.tflops, self.device.tflops_fp32) * 1e12),
+            "mfu": speed * self.flops / (self.device.fastest * 1e12),
             "bottleneck": max(self.seconds, key=lambda name: self.seconds[name]),
         }
 

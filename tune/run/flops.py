@@ -10,7 +10,7 @@ from tune.models import Decoder, weight_flops
 def peak_flops(device: torch.device) -> float | None:
     """Return the device's peak FLOPs per second in bf16, or None if unknown."""
     known = named(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    return known.tflops * 1e12 if known else None
+    return known.fastest * 1e12 if known else None
 
 
 def flops_per_token(model: nn.Module, seq_len: int) -> float:
