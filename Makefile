@@ -1,4 +1,5 @@
-# From a fresh clone: `make demo` fine-tunes a real model, `make test` checks the code. Both make their own .venv.
+# `make` lists the targets. From a fresh clone: `make demo` fine-tunes a real model, `make test` checks the code. Both make their
+# own .venv.
 PYTHON ?= python3
 STEPS ?=            # demo: stop after this many optimizer steps
 ROWS ?=             # demo: held-out rows to answer before and after
@@ -13,44 +14,46 @@ INSTALLED := .venv/.installed
 INSTALLED_DOCS := .venv/.installed_docs
 MODEL := .demo/smollm2-135m
 
-.PHONY: demo model gpu test test-slow test-all test-newest docs lint format
+.PHONY: help demo model gpu test test-slow test-all test-newest docs lint format
 
-demo: $(INSTALLED) $(MODEL)/config.json
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(INSTALLED) $(MODEL)/config.json  ## fine-tune a small model, and show its answers before and after. Quick pass: STEPS=3 ROWS=4
 	$(BIN)/python examples/home_commands/demo.py $(MODEL) $(if $(strip $(STEPS)),--steps $(STEPS)) $(if $(strip $(ROWS)),--rows $(ROWS))
 
-model: $(MODEL)/config.json
+model: $(MODEL)/config.json  ## make .venv, and download the demo's model
 
-# Is this GPU computing right, and how fast? One page of results, gpu_results.md, in 8 minutes or less.
-gpu: $(INSTALLED)
+# One page of results, gpu_results.md, in 8 minutes or less.
+gpu: $(INSTALLED)  ## check this GPU's results and measure its speed; DEVICE=cpu: on tiny models, ONLY=parts, LONG=1: all layouts
 	$(BIN)/python benchmarks/gpu --device $(strip $(DEVICE)) $(if $(strip $(ONLY)),--only $(ONLY)) $(if $(strip $(LONG)),--long)
 
-test: lint
+test: lint  ## lint, and run the quick tests
 	$(BIN)/pytest $(PYTEST_ARGS) -m "not slow and not hub"
 
-# What `make test` leaves out: the long matrix of families, layouts, compiled and killed runs, and the real model.
-test-slow: $(INSTALLED)
+# The long matrix of families, layouts, compiled and killed runs, and the real model.
+test-slow: $(INSTALLED)  ## run the tests that `make test` leaves out
 	$(BIN)/pytest $(PYTEST_ARGS) -m "slow and not hub"
 
-test-all: test test-slow
+test-all: test test-slow  ## run all tests
 
-# The quick tests with the newest releases that pyproject.toml allows, in a .venv of their own. First it says which differ from the
-# pinned ones.
-test-newest:
+# In a .venv of its own. First prints the releases that differ from the pinned ones.
+test-newest:  ## run the quick tests with the newest releases that pyproject.toml allows
 	$(PYTHON) -m venv $(dir $(NEWEST))
 	$(NEWEST)/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager --editable ".[dev]"
 	@$(NEWEST)/python -m pip freeze --exclude-editable | grep --invert-match --line-regexp --fixed-strings --file constraints.txt || true
 	$(NEWEST)/pytest $(PYTEST_ARGS) -m "not slow and not hub"
 
-# The site, in site/. A broken link, or a public name without a docstring, is an error.
-docs: $(INSTALLED_DOCS)
+# A broken link, or a public name without a docstring, is an error.
+docs: $(INSTALLED_DOCS)  ## build the site, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-lint: $(INSTALLED)
+lint: $(INSTALLED)  ## check style and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-format: $(INSTALLED)
+format: $(INSTALLED)  ## fix the style
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 

@@ -45,7 +45,8 @@ def main() -> None:
     expected = [messages[2]["content"] for messages in conversations]
 
     console.rule("Before")
-    console.print(f"Asking {options.model} for {len(requests)} commands ...")
+    held_out = f"{len(expected)} held-out ones"
+    console.print(f"Asking {options.model} for commands: {len(REQUESTS)} requests to show and {held_out} ...")
     before = answers(options.model, system, requests)
 
     console.rule("Training")
@@ -71,6 +72,10 @@ def main() -> None:
     right = {"before": matches(before, expected), "after": matches(after, expected), "of": len(expected)}
     console.print(f"Exactly right on {right['of']} held-out requests: {right['before']} before, {right['after']} after")
     (options.out / "results.json").write_text(json.dumps(right) + "\n", encoding="utf-8")
+    console.print(f"The run folder is {options.out}. Talk to the result:")
+    if not shutil.which("tune"):
+        console.print("$ . .venv/bin/activate")
+    console.print(f"$ tune chat {options.out} --system {json.dumps(system)}", soft_wrap=True)
 
 
 def answers(folder: Path, system: str, requests: list[str]) -> list[str]:
