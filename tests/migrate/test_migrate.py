@@ -80,6 +80,32 @@ def test_warmup_steps_take_precedence_over_a_ratio(head, steps, tmp_path):
     assert made["warmup_steps"] == [f"schedule.warmup={steps}"] and not made["warmup_ratio"]
 
 
+@pytest.mark.parametrize(
+    ("peer", "method", "limit", "expected"),
+    [
+        ("trl", "dpo", "max_length: 512", 1024),
+        ("trl", "orpo", "max_length: 512", 1024),
+        ("trl", "reward", "max_length: 512", 1024),
+        ("trl", "dpo", "", 2048),  # TRL's default is 1024
+        ("trl", "dpo", "max_length: null", None),
+        ("trl", "kto", "max_length: 512", 512),  # one answer per row
+        ("trl", "sft", "max_length: 512", 512),
+        ("axolotl", "dpo", "sequence_len: 512", 1024),
+        ("llama_factory", "rm", "cutoff_len: 512", 1024),
+        ("torchtune", "dpo", "tokenizer: {max_seq_len: 512}", 1024),
+    ],
+)
+def test_max_seq_len_has_room_for_both_answers_of_a_pair(peer, method, limit, expected, tmp_path):
+    """The peers limit each answer with its prompt, max_seq_len both together."""
+    run = converted(f"{SOURCE}{limit}\n", tmp_path, peer, method)
+    setting = run.settings.get("max_seq_len")
+    assert (setting and setting.value) == expected
+    told = {entry.key: entry for entry in (*run.entries(), *run.lost())}
+    if expected and method not in ("sft", "kto"):
+        (key,) = setting.sources
+        assert told[key].status == "differs" and "both answers" in told[key].note
+
+
 @pytest.mark.parametrize(("steps", "warmup", "says"), [(100, 60, "max_steps=60"), (60, 60, "rate of 0")])
 def test_warmup_longer_than_the_run(steps, warmup, says, tmp_path):
     run = converted(f"{A}datasets: [{{path: a.jsonl, type: alpaca}}]\nmax_steps: 60\nwarmup_steps: {steps}\n", tmp_path)
@@ -114,10 +140,11 @@ def test_llama_factory(tmp_path):
     expected = {
         "loss._component_": "tune.losses.SimPO", "loss.beta": 0.2, "loss.gamma": 0.5, "adapter.rank": 8,
         "adapter.alpha": 16, "adapter.target_modules": ["q_proj", "v_proj"], "dataset.path": "data/dpo_en_demo.json",
-        "dataset.take": 500, "global_batch_size": 8, "memory.cpu_offload": True, "max_seq_len": 1024,
+        "dataset.take": 500, "global_batch_size": 8, "memory.cpu_offload": True,
         "memory.activation_checkpointing": "full", "tokenizer.chat_template": "llama3", "epochs": 3,
     }  # fmt: skip
     assert {key: settings.get(key) for key in expected} == expected
+    assert run.settings["max_seq_len"].value == 2048  # of both answers; cutoff_len=1024 is for each
 
 
 def test_torchtune(tmp_path):
@@ -749,7 +776,7 @@ def test_dropout_disabled_by_the_trainer(peer, method, text, dropout, tmp_path):
 
 def test_lost_peer_defaults_are_reported(tmp_path):
     run = converted(SOURCE + "loss_type: simpo\n", tmp_path, "trl", "cpo")
-    assert [(entry.key, entry.value) for entry in run.lost()] == [("cpo_alpha", 1.0)]
+    assert [(entry.key, entry.value) for entry in run.lost()] == [("cpo_alpha", 1.0), ("max_length", 1024)]
     assert {entry.key for entry in converted(SOURCE, tmp_path, "trl", "grpo").lost()} == {"scale_rewards"}
     null = converted(SOURCE + "max_length: null\n", tmp_path, "trl", "sft")
     assert status(null)["max_length"] == "no counterpart"

@@ -56,6 +56,7 @@ def migrate(
     finishing.schedule(run)
     finishing.adapter(run)
     finishing.data(run)
+    finishing.length(run)
     finishing.preferences(run)
     return run
 
