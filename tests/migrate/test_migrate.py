@@ -544,7 +544,10 @@ def test_secrets_are_left_out(tmp_path, capsys):
         ("", 2, "is empty"),
         ("- a\n- b\n", 2, "not a list"),
         ("a: [1\n", 2, "this is not YAML"),
-        ("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\n", 2, "--from"),
+        ("seed: 3\nlayers: 4\n", 2, "--from"),
+        ("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\n", 2, "--world-size N"),
+        ("num_processes: 8\nmixed_precision: bf16\n", 2, "--world-size 8"),
+        ("deepspeed_config: {zero3_save_16bit_model: true}\nnum_machines: 1\nnum_processes: 4\n", 2, "--world-size 4"),
         ("model: {_component_: tune.models.build, path: x}\nseed: 8\n", 2, "config of tune"),
         (A + "rl: dpoo\n", 2, "'dpo'?"),
         (L + "stage: sftt\n", 2, "'sft'?"),
@@ -563,6 +566,69 @@ def test_invalid_inputs_are_rejected(text, code, message, tmp_path, capsys):
         main(["migrate", str(file), "--out", str(tmp_path / "ours.yaml")])
     assert (end.value.code, message in capsys.readouterr().err) == (code, True)
     assert not (tmp_path / "ours.yaml").exists()
+
+
+@pytest.mark.parametrize("peer", [[], ["--from", "trl"]])
+def test_python_scripts_are_not_read(peer, tmp_path, capsys):
+    """The usage in the docstring of a script is not its configuration."""
+    (tmp_path / "train_sft.py").write_text(
+        '"""\npython train_sft.py --learning_rate 1.0\n"""\nSFTConfig(max_length=8)\n'
+    )
+    with pytest.raises(SystemExit) as end:
+        main(["migrate", str(tmp_path / "train_sft.py"), "--out", str(tmp_path / "ours.yaml"), *peer])
+    told = capsys.readouterr().err
+    assert end.value.code == 2 and not (tmp_path / "ours.yaml").exists()
+    assert all(word in told for word in ("Python", "YAML", "SFTConfig", "lora_r", "lora_target_modules"))
+
+
+ACCELERATE = (
+    "num_processes: 4\nmixed_precision: MIXED\ndistributed_type: FSDP\nfsdp_config: {fsdp_offload_params: true}\n"
+)
+OF_LAUNCH = [f"accelerate.{key}" for key in ("num_processes", "mixed_precision", "distributed_type")]
+AN_SFT = "sft --dataset_name c/d --per_device_train_batch_size 3"
+
+
+@pytest.mark.parametrize(
+    ("command", "devices"),
+    [
+        (f"accelerate launch --config_file acc.yaml -m trl {AN_SFT}", 4),
+        (
+            f"CUDA_VISIBLE_DEVICES=0 accelerate launch --config_file=acc.yaml --use_fsdp \\\n  a/b/sft.py {AN_SFT[3:]}",
+            4,
+        ),
+        (f"accelerate launch --config_file acc.yaml --num_processes 2 sft.py {AN_SFT[3:]}", 2),
+        (f"trl {AN_SFT} --accelerate_config acc.yaml", 4),
+        (f"trl {AN_SFT} --accelerate_config acc.yaml --num_processes 2", 2),
+    ],
+)
+def test_config_of_accelerate_launch_is_read(command, devices, tmp_path):
+    (tmp_path / "acc.yaml").write_text(ACCELERATE.replace("MIXED", "fp16"))
+    run = converted(command, tmp_path)
+    assert run.world_size == devices and ours(run)["global_batch_size"] == 3 * devices
+    assert ours(run)["memory.cpu_offload"] is True and ours(run).get("dtype", "bf16") == "bf16"  # TRL's bf16 decides
+    assert {status(run)[key] for key in OF_LAUNCH} == {"same by default"} and "unknown" not in status(run).values()
+    off = converted(f"{command} --bf16 false", tmp_path)
+    assert ours(off)["dtype"] == "fp16"
+    loaded(off, tmp_path, "model.path=m")
+
+
+def test_config_of_accelerate_launch_that_is_elsewhere_is_named(tmp_path):
+    run = converted(f"accelerate launch --config_file examples/acc.yaml -m trl {AN_SFT}", tmp_path)
+    (entry,) = [entry for entry in run.entries() if entry.key == "accelerate.config_file"]
+    assert (entry.value, entry.status) == ("examples/acc.yaml", "no counterpart") and "--world-size" in entry.note
+
+
+def test_trl_yaml_may_name_its_processes(tmp_path):
+    (tmp_path / "acc.yaml").write_text(ACCELERATE)
+    assert converted(T + "accelerate_config: acc.yaml\nuse_peft: true\n", tmp_path).world_size == 4
+    run = converted(T + "num_processes: 2\nmixed_precision: bf16\nuse_peft: true\n", tmp_path)
+    assert run.world_size == 2 and {status(run)[key] for key in OF_LAUNCH[:2]} == {"same by default"}
+
+
+def test_unlike_keys_are_not_suggested():
+    library = PEERS["axolotl"]
+    assert {library.look_up(key) for key in ("num_machines", "mixed_precision", "config_file")} == {("unknown", "")}
+    assert "'lora_target_modules'" in PEERS["trl"].look_up("lora_target")[1]
 
 
 def test_command_line_options(tmp_path):
