@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 from peer_configs import AXOLOTL, LLAMA_FACTORY, TORCHTUNE, TRL
 
@@ -283,6 +284,98 @@ def test_differences_are_reported(tmp_path):
     assert statuses["overwrite_output_dir"] == "differs"
     for key, words in {"scale_rewards": "standard dev", "steps_per_generation": "updates", "optim": "RMS"}.items():
         assert notes[key][0] == "differs" and words in notes[key][1]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("rpo_alpha: 0.3", "beside-that-of-preferences, with supervised_weight: 0.3"),
+        ("loss_type: [sigmoid, sft]\nloss_weights: [0.5, 1.0]", "supervised_weight: 2"),
+        ("loss_type: [sft, ipo]", "supervised_weight: 1"),
+        ("loss_type: [sigmoid, bco_pair]", "another-loss-of-preferences"),
+        ("neftune_noise_alpha: 5", "changes.md#noise-on-the-embeddings, with noise_alpha: 5"),
+    ],
+)
+def test_edits_are_named_with_their_value(text, words, tmp_path):
+    run = converted(T + text, tmp_path, "trl", "dpo")
+    key = text.partition(":")[0]
+    (entry,) = [entry for entry in run.entries() if entry.key == key]
+    assert entry.status == "no counterpart" and words in entry.note
+    assert run.settings["loss._component_"].value == f"tune.losses.{'IPO' if 'ipo' in text else 'DPO'}"
+    off = converted(f"{T}rpo_alpha: 0.0\nneftune_noise_alpha: 0\n", tmp_path, "trl", "dpo")
+    assert {status(off)[key] for key in ("rpo_alpha", "neftune_noise_alpha")} == {"same by default"}
+
+
+def test_losses_of_grpo(tmp_path):
+    text = T + "num_generations: 4\nloss_type: "
+    outcomes = [status(converted(text + name, tmp_path))["loss_type"] for name in ("dapo", "grpo", "dr_grpo")]
+    assert outcomes == ["same by default", "differs", "differs"]
+
+
+def test_sampling_by_vllm_is_off_unless_it_is_set(tmp_path):
+    keys = "\nvllm_mode: server\nvllm_gpu_memory_utilization: 0.3\nvllm_importance_sampling_correction: false\n"
+    text = T + "num_generations: 4\nuse_vllm: "
+    on = converted(f"{text}true{keys}", tmp_path)
+    notes = {entry.key: entry.note for entry in on.entries() if "vllm" in entry.key}
+    assert {status(on)[key] for key in notes} == {"differs"} and "sampling._component_" not in ours(on)
+    assert "sampling._component_=tune.generation.VLLM sampling.path=./b" in notes["use_vllm"]
+    assert "sampling.memory=0.3" in notes["vllm_gpu_memory_utilization"]
+    assert "vllm_importance_sampling_correction" in {entry.key for entry in converted(text + "true", tmp_path).lost()}
+    off = converted(f"{text}false{keys}", tmp_path)
+    assert {status(off)[key] for key in notes} == {"same by default"}
+    teacher = converted(f"{T}teacher_model_name_or_path: e/f\nuse_vllm: true\n", tmp_path)
+    assert status(teacher)["use_vllm"] == "no counterpart"  # distill has no such sampler
+
+
+def test_template_of_a_model_folder_is_its_file(tmp_path):
+    """TRL also takes a folder or a model of the hub; tokenizer.chat_template takes a file."""
+    for folder in ("with", "without"):
+        (tmp_path / folder).mkdir()
+    file = tmp_path / "with" / "chat_template.jinja"
+    file.write_text("{{ messages }}")
+    for path, template in (
+        (tmp_path / "with", str(file)), (file, str(file)), (tmp_path / "without", None), ("other/model", None),
+    ):  # fmt: skip
+        run = converted(f"{T}use_peft: true\nchat_template_path: {path}\n", tmp_path)
+        assert ours(run).get("tokenizer.chat_template") == template
+        assert status(run)["chat_template_path"] == ("converted" if template else "no counterpart")
+    assert "tune download other/model" in next(
+        entry.note for entry in run.entries() if entry.key == "chat_template_path"
+    )
+
+
+def test_tokenizing_processes(tmp_path):
+    text = T + "dataset_num_proc: 4\n"
+    assert ours(converted(text, tmp_path, "trl", "dpo"))["dataset.workers"] == 4
+    prompts = converted(text, tmp_path, "trl", "grpo")
+    assert "dataset.workers" not in ours(prompts) and status(prompts)["dataset_num_proc"] == "same by default"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("reward_funcs: [is_right, my_lib.is_short]\nreward_weights: [2.0, 0.5]",
+         [{"_component_": "my_rewards.is_right", "weight": 2.0}, {"_component_": "my_lib.is_short", "weight": 0.5}]),
+        ("reward_funcs: is_right", [{"_component_": "my_rewards.is_right", "weight": 1.0}]),
+    ],
+)  # fmt: skip
+def test_reward_functions_are_written_as_a_setting(text, expected, tmp_path):
+    run = converted(f"{T}num_generations: 4\n{text}\n", tmp_path)
+    note = next(entry.note for entry in run.entries() if entry.key == "reward_funcs")
+    assert yaml.safe_load(note[note.index("reward: [") :]) == {"reward": expected}
+    assert "reward" in verb.check(run)
+
+
+def test_report_ends_with_a_summary(tmp_path, capsys):
+    file = tmp_path / "theirs.yaml"
+    file.write_text(T + "max_length: 8\nneftune_noise_alpha: 5\nrpo_alpha: 1.0\n")
+    main(["migrate", str(file), "--method", "sft"])  # exit code 0
+    assert capsys.readouterr().err.splitlines()[-3] == "2 settings have no counterpart"
+    file.write_text(T + "max_length: 8\nneftune_noise_alpha: 5\nlora_rr: 1\n")
+    with pytest.raises(SystemExit) as end:
+        main(["migrate", str(file), "--method", "sft"])
+    summary = capsys.readouterr().err.splitlines()[-3]
+    assert end.value.code == 1 and summary.startswith("1 setting has no counterpart, 1 is unknown")
 
 
 def test_counts_per_epoch_differ_from_counts_of_steps(tmp_path):
@@ -731,6 +824,16 @@ def test_real_peer_configs_convert_or_explain_why_not(tmp_path):
             for entry in entries
             if entry.status == "unknown" or not (entry.note or entry.ours or entry.status == "same by default")
         ], file
+
+
+def test_pages_that_messages_name_have_these_sections():
+    root = Path(__file__).parents[2]
+    sources = "".join(file.read_text() for file in (*root.glob("tune/migrate/**/*.py"), root / "tune/cli/migrate.py"))
+    named = {*re.findall(r"((?:docs|tests)/[\w/]+\.md)#([\w-]+)", sources)}
+    assert len(named) >= 6
+    for page, section in named:
+        titles = re.findall(r"^#+ (.*)$", (root / page).read_text(), re.MULTILINE)
+        assert section in [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles], (page, section)
 
 
 SOURCE = "model_name_or_path: a/b\ndataset_name: c/d\n"

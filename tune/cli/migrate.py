@@ -212,6 +212,14 @@ def render(run: Migration, name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def summary(statuses: list[str]) -> str:
+    """Return how many settings were lost, and the exit code, which only unknown ones change."""
+    lost, unknown = statuses.count("no counterpart"), statuses.count("unknown")
+    have, are = "has" if lost == 1 else "have", "is" if unknown == 1 else "are"
+    text = f"{lost} setting{'' if lost == 1 else 's'} {have} no counterpart"
+    return text + (f", {unknown} {are} unknown (exit code 1)" if unknown else "")
+
+
 def report(run: Migration, name: str, missing: list[str], out: str) -> str:
     entries = run.entries()
     lines = [f"{name}, a config of {run.library.name}: {run.method}, for the recipe {run.recipe}"]
@@ -227,5 +235,6 @@ def report(run: Migration, name: str, missing: list[str], out: str) -> str:
     faults = run.faults()
     lines += ["", f"known to go wrong there ({len(faults)})", *(f"  {each}" for each in faults)] if faults else []
     lines += ["", f"left to give: {', '.join(missing)}"] if missing else []
+    lines += ["", summary([entry.status for entry in entries])]
     more = "".join(f" {key}=..." for key in missing)
     return "\n".join([*lines, "", f"tune run {run.recipe} --config {in_shell(out)}{more}"])

@@ -91,6 +91,7 @@ KEYS: dict[KeyNames, Convert] = {
         "accelerate.*fsdp_activation_checkpointing",
     ): common.on_off_checkpointing,
     ("use_cpu", "no_cuda", "accelerate.use_cpu"): Choose("device", {True: "cpu", False: KEEP}),
+    "neftune_noise_alpha": common.embedding_noise,
     "accelerate.config_file": launch_file,
     "accelerate.mixed_precision": mixed_precision,
     "accelerate.*dynamo_backend": Choose("compile", {"no": False, "*": True}),
@@ -135,7 +136,6 @@ ALWAYS: dict[KeyNames, str] = {
 
 LACKING: dict[KeyNames, str] = {
     "label_smoothing_factor": "no label smoothing; docs/changes.md has a loss that smooths labels",
-    "neftune_noise_alpha": "no noise is added to embeddings",
     "optim_args": "set each as optimizer.NAME",
     "lr_scheduler_kwargs*": "set each as schedule.NAME",
     ("push_to_hub", "hub_model_id", "hub_token"): "a run uploads nothing; use tune push",
