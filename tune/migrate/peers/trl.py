@@ -216,9 +216,8 @@ losses_of_cpo = Choose("loss._component_", LOSSES | {"sigmoid": "tune.losses.CPO
 
 def with_supervised(run: Migration, key: str, words: list[str]) -> None:
     """Convert a loss of preferences to which `sft` is added, and point to the edit with the ratio of their weights."""
-    weights = run.theirs.get("loss_weights")
-    is_ratio = isinstance(weights, list) and len(weights) == 2 and all(weights)
-    by_name = dict(zip(words, weights if is_ratio else (1.0, 1.0), strict=True))
+    weights = listed(run.theirs.get("loss_weights"))
+    by_name = dict(zip(words, weights if len(weights) == 2 and all(weights) else [1.0, 1.0], strict=True))
     ratio = by_name.pop("sft") / next(iter(by_name.values()))
     loss_type(run, key, next(iter(by_name)))
     run.missing(f"{common.SUPERVISED_TERM}, with supervised_weight: {ratio:g}", key)
