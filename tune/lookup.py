@@ -17,10 +17,10 @@ from tune.errors import TuneError, explained
 from tune.types import DottedPath
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """` Did you mean 'lr'?` for the known word closest to `word`; empty if none is close."""
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """` Did you mean 'lr'?` for the known word closest to `word`; empty if none is as similar as `cutoff` (0 to 1)."""
     spelt = {each.lower(): each for each in known}
-    near = difflib.get_close_matches(word.lower(), spelt, n=1)
+    near = difflib.get_close_matches(word.lower(), spelt, n=1, cutoff=cutoff)
     return f" Did you mean '{spelt[near[0]]}'?" if near else ""
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tune.datasets import DataLoader, load
+from tune.datasets.warnings import warnings_of
 from tune.errors import TuneError
 from tune.tokenizers import Tokenizer
 
@@ -180,6 +181,15 @@ def test_unusable_pairs_are_dropped_and_counted(read, row, reason):
     data = read(row, {"prompt": "p", "chosen": "a", "rejected": "b"}, max_seq_len=100)
     ((dropped, count),) = data.accounting.dropped.items()
     assert dropped.startswith(reason) and count == 1 and len(data) == 1
+
+
+def test_answers_that_are_equal_once_cut_name_the_limit_that_they_share(read, folder):
+    long = {"prompt": "p", "chosen": "x" * 300 + "a", "rejected": "x" * 300 + "b"}
+    with pytest.raises(TuneError, match=r"equal to rejected .*max_seq_len=100 .*share max_seq_len.*raise it"):
+        read(long, max_seq_len=100)
+    data = read(long, {"prompt": "p", "chosen": "a", "rejected": "b"}, max_seq_len=100)
+    (warning,) = [each for each in warnings_of(data, Tokenizer(str(folder))) if "equal to rejected" in each]
+    assert "max_seq_len=100" in warning and "raise it" in warning and "dataset.filter" not in warning
 
 
 @pytest.mark.parametrize(

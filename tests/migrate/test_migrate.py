@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 from peer_configs import AXOLOTL, LLAMA_FACTORY, TORCHTUNE, TRL
 
@@ -80,6 +81,32 @@ def test_warmup_steps_take_precedence_over_a_ratio(head, steps, tmp_path):
     assert made["warmup_steps"] == [f"schedule.warmup={steps}"] and not made["warmup_ratio"]
 
 
+@pytest.mark.parametrize(
+    ("peer", "method", "limit", "expected"),
+    [
+        ("trl", "dpo", "max_length: 512", 1024),
+        ("trl", "orpo", "max_length: 512", 1024),
+        ("trl", "reward", "max_length: 512", 1024),
+        ("trl", "dpo", "", 2048),  # TRL's default is 1024
+        ("trl", "dpo", "max_length: null", None),
+        ("trl", "kto", "max_length: 512", 512),  # one answer per row
+        ("trl", "sft", "max_length: 512", 512),
+        ("axolotl", "dpo", "sequence_len: 512", 1024),
+        ("llama_factory", "rm", "cutoff_len: 512", 1024),
+        ("torchtune", "dpo", "tokenizer: {max_seq_len: 512}", 1024),
+    ],
+)
+def test_max_seq_len_has_room_for_both_answers_of_a_pair(peer, method, limit, expected, tmp_path):
+    """The peers limit each answer with its prompt, max_seq_len both together."""
+    run = converted(f"{SOURCE}{limit}\n", tmp_path, peer, method)
+    setting = run.settings.get("max_seq_len")
+    assert (setting and setting.value) == expected
+    told = {entry.key: entry for entry in (*run.entries(), *run.lost())}
+    if expected and method not in ("sft", "kto"):
+        (key,) = setting.sources
+        assert told[key].status == "differs" and "both answers" in told[key].note
+
+
 @pytest.mark.parametrize(("steps", "warmup", "says"), [(100, 60, "max_steps=60"), (60, 60, "rate of 0")])
 def test_warmup_longer_than_the_run(steps, warmup, says, tmp_path):
     run = converted(f"{A}datasets: [{{path: a.jsonl, type: alpaca}}]\nmax_steps: 60\nwarmup_steps: {steps}\n", tmp_path)
@@ -114,10 +141,11 @@ def test_llama_factory(tmp_path):
     expected = {
         "loss._component_": "tune.losses.SimPO", "loss.beta": 0.2, "loss.gamma": 0.5, "adapter.rank": 8,
         "adapter.alpha": 16, "adapter.target_modules": ["q_proj", "v_proj"], "dataset.path": "data/dpo_en_demo.json",
-        "dataset.take": 500, "global_batch_size": 8, "memory.cpu_offload": True, "max_seq_len": 1024,
+        "dataset.take": 500, "global_batch_size": 8, "memory.cpu_offload": True,
         "memory.activation_checkpointing": "full", "tokenizer.chat_template": "llama3", "epochs": 3,
     }  # fmt: skip
     assert {key: settings.get(key) for key in expected} == expected
+    assert run.settings["max_seq_len"].value == 2048  # of both answers; cutoff_len=1024 is for each
 
 
 def test_torchtune(tmp_path):
@@ -256,6 +284,98 @@ def test_differences_are_reported(tmp_path):
     assert statuses["overwrite_output_dir"] == "differs"
     for key, words in {"scale_rewards": "standard dev", "steps_per_generation": "updates", "optim": "RMS"}.items():
         assert notes[key][0] == "differs" and words in notes[key][1]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("rpo_alpha: 0.3", "beside-that-of-preferences, with supervised_weight: 0.3"),
+        ("loss_type: [sigmoid, sft]\nloss_weights: [0.5, 1.0]", "supervised_weight: 2"),
+        ("loss_type: [sft, ipo]", "supervised_weight: 1"),
+        ("loss_type: [sigmoid, bco_pair]", "another-loss-of-preferences"),
+        ("neftune_noise_alpha: 5", "changes.md#noise-on-the-embeddings, with noise_alpha: 5"),
+    ],
+)
+def test_edits_are_named_with_their_value(text, words, tmp_path):
+    run = converted(T + text, tmp_path, "trl", "dpo")
+    key = text.partition(":")[0]
+    (entry,) = [entry for entry in run.entries() if entry.key == key]
+    assert entry.status == "no counterpart" and words in entry.note
+    assert run.settings["loss._component_"].value == f"tune.losses.{'IPO' if 'ipo' in text else 'DPO'}"
+    off = converted(f"{T}rpo_alpha: 0.0\nneftune_noise_alpha: 0\n", tmp_path, "trl", "dpo")
+    assert {status(off)[key] for key in ("rpo_alpha", "neftune_noise_alpha")} == {"same by default"}
+
+
+def test_losses_of_grpo(tmp_path):
+    text = T + "num_generations: 4\nloss_type: "
+    outcomes = [status(converted(text + name, tmp_path))["loss_type"] for name in ("dapo", "grpo", "dr_grpo")]
+    assert outcomes == ["same by default", "differs", "differs"]
+
+
+def test_sampling_by_vllm_is_off_unless_it_is_set(tmp_path):
+    keys = "\nvllm_mode: server\nvllm_gpu_memory_utilization: 0.3\nvllm_importance_sampling_correction: false\n"
+    text = T + "num_generations: 4\nuse_vllm: "
+    on = converted(f"{text}true{keys}", tmp_path)
+    notes = {entry.key: entry.note for entry in on.entries() if "vllm" in entry.key}
+    assert {status(on)[key] for key in notes} == {"differs"} and "sampling._component_" not in ours(on)
+    assert "sampling._component_=tune.generation.VLLM sampling.path=./b" in notes["use_vllm"]
+    assert "sampling.memory=0.3" in notes["vllm_gpu_memory_utilization"]
+    assert "vllm_importance_sampling_correction" in {entry.key for entry in converted(text + "true", tmp_path).lost()}
+    off = converted(f"{text}false{keys}", tmp_path)
+    assert {status(off)[key] for key in notes} == {"same by default"}
+    teacher = converted(f"{T}teacher_model_name_or_path: e/f\nuse_vllm: true\n", tmp_path)
+    assert status(teacher)["use_vllm"] == "no counterpart"  # distill has no such sampler
+
+
+def test_template_of_a_model_folder_is_its_file(tmp_path):
+    """TRL also takes a folder or a model of the hub; tokenizer.chat_template takes a file."""
+    for folder in ("with", "without"):
+        (tmp_path / folder).mkdir()
+    file = tmp_path / "with" / "chat_template.jinja"
+    file.write_text("{{ messages }}")
+    for path, template in (
+        (tmp_path / "with", str(file)), (file, str(file)), (tmp_path / "without", None), ("other/model", None),
+    ):  # fmt: skip
+        run = converted(f"{T}use_peft: true\nchat_template_path: {path}\n", tmp_path)
+        assert ours(run).get("tokenizer.chat_template") == template
+        assert status(run)["chat_template_path"] == ("converted" if template else "no counterpart")
+    assert "tune download other/model" in next(
+        entry.note for entry in run.entries() if entry.key == "chat_template_path"
+    )
+
+
+def test_tokenizing_processes(tmp_path):
+    text = T + "dataset_num_proc: 4\n"
+    assert ours(converted(text, tmp_path, "trl", "dpo"))["dataset.workers"] == 4
+    prompts = converted(text, tmp_path, "trl", "grpo")
+    assert "dataset.workers" not in ours(prompts) and status(prompts)["dataset_num_proc"] == "same by default"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("reward_funcs: [is_right, my_lib.is_short]\nreward_weights: [2.0, 0.5]",
+         [{"_component_": "my_rewards.is_right", "weight": 2.0}, {"_component_": "my_lib.is_short", "weight": 0.5}]),
+        ("reward_funcs: is_right", [{"_component_": "my_rewards.is_right", "weight": 1.0}]),
+    ],
+)  # fmt: skip
+def test_reward_functions_are_written_as_a_setting(text, expected, tmp_path):
+    run = converted(f"{T}num_generations: 4\n{text}\n", tmp_path)
+    note = next(entry.note for entry in run.entries() if entry.key == "reward_funcs")
+    assert yaml.safe_load(note[note.index("reward: [") :]) == {"reward": expected}
+    assert "reward" in verb.check(run)
+
+
+def test_report_ends_with_a_summary(tmp_path, capsys):
+    file = tmp_path / "theirs.yaml"
+    file.write_text(T + "max_length: 8\nneftune_noise_alpha: 5\nrpo_alpha: 1.0\n")
+    main(["migrate", str(file), "--method", "sft"])  # exit code 0
+    assert capsys.readouterr().err.splitlines()[-3] == "2 settings have no counterpart"
+    file.write_text(T + "max_length: 8\nneftune_noise_alpha: 5\nlora_rr: 1\n")
+    with pytest.raises(SystemExit) as end:
+        main(["migrate", str(file), "--method", "sft"])
+    summary = capsys.readouterr().err.splitlines()[-3]
+    assert end.value.code == 1 and summary.startswith("1 setting has no counterpart, 1 is unknown")
 
 
 def test_counts_per_epoch_differ_from_counts_of_steps(tmp_path):
@@ -517,7 +637,10 @@ def test_secrets_are_left_out(tmp_path, capsys):
         ("", 2, "is empty"),
         ("- a\n- b\n", 2, "not a list"),
         ("a: [1\n", 2, "this is not YAML"),
-        ("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\n", 2, "--from"),
+        ("seed: 3\nlayers: 4\n", 2, "--from"),
+        ("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\n", 2, "--world-size N"),
+        ("num_processes: 8\nmixed_precision: bf16\n", 2, "--world-size 8"),
+        ("deepspeed_config: {zero3_save_16bit_model: true}\nnum_machines: 1\nnum_processes: 4\n", 2, "--world-size 4"),
         ("model: {_component_: tune.models.build, path: x}\nseed: 8\n", 2, "config of tune"),
         (A + "rl: dpoo\n", 2, "'dpo'?"),
         (L + "stage: sftt\n", 2, "'sft'?"),
@@ -536,6 +659,69 @@ def test_invalid_inputs_are_rejected(text, code, message, tmp_path, capsys):
         main(["migrate", str(file), "--out", str(tmp_path / "ours.yaml")])
     assert (end.value.code, message in capsys.readouterr().err) == (code, True)
     assert not (tmp_path / "ours.yaml").exists()
+
+
+@pytest.mark.parametrize("peer", [[], ["--from", "trl"]])
+def test_python_scripts_are_not_read(peer, tmp_path, capsys):
+    """The usage in the docstring of a script is not its configuration."""
+    (tmp_path / "train_sft.py").write_text(
+        '"""\npython train_sft.py --learning_rate 1.0\n"""\nSFTConfig(max_length=8)\n'
+    )
+    with pytest.raises(SystemExit) as end:
+        main(["migrate", str(tmp_path / "train_sft.py"), "--out", str(tmp_path / "ours.yaml"), *peer])
+    told = capsys.readouterr().err
+    assert end.value.code == 2 and not (tmp_path / "ours.yaml").exists()
+    assert all(word in told for word in ("Python", "YAML", "SFTConfig", "lora_r", "lora_target_modules"))
+
+
+ACCELERATE = (
+    "num_processes: 4\nmixed_precision: MIXED\ndistributed_type: FSDP\nfsdp_config: {fsdp_offload_params: true}\n"
+)
+OF_LAUNCH = [f"accelerate.{key}" for key in ("num_processes", "mixed_precision", "distributed_type")]
+AN_SFT = "sft --dataset_name c/d --per_device_train_batch_size 3"
+
+
+@pytest.mark.parametrize(
+    ("command", "devices"),
+    [
+        (f"accelerate launch --config_file acc.yaml -m trl {AN_SFT}", 4),
+        (
+            f"CUDA_VISIBLE_DEVICES=0 accelerate launch --config_file=acc.yaml --use_fsdp \\\n  a/b/sft.py {AN_SFT[3:]}",
+            4,
+        ),
+        (f"accelerate launch --config_file acc.yaml --num_processes 2 sft.py {AN_SFT[3:]}", 2),
+        (f"trl {AN_SFT} --accelerate_config acc.yaml", 4),
+        (f"trl {AN_SFT} --accelerate_config acc.yaml --num_processes 2", 2),
+    ],
+)
+def test_config_of_accelerate_launch_is_read(command, devices, tmp_path):
+    (tmp_path / "acc.yaml").write_text(ACCELERATE.replace("MIXED", "fp16"))
+    run = converted(command, tmp_path)
+    assert run.world_size == devices and ours(run)["global_batch_size"] == 3 * devices
+    assert ours(run)["memory.cpu_offload"] is True and ours(run).get("dtype", "bf16") == "bf16"  # TRL's bf16 decides
+    assert {status(run)[key] for key in OF_LAUNCH} == {"same by default"} and "unknown" not in status(run).values()
+    off = converted(f"{command} --bf16 false", tmp_path)
+    assert ours(off)["dtype"] == "fp16"
+    loaded(off, tmp_path, "model.path=m")
+
+
+def test_config_of_accelerate_launch_that_is_elsewhere_is_named(tmp_path):
+    run = converted(f"accelerate launch --config_file examples/acc.yaml -m trl {AN_SFT}", tmp_path)
+    (entry,) = [entry for entry in run.entries() if entry.key == "accelerate.config_file"]
+    assert (entry.value, entry.status) == ("examples/acc.yaml", "no counterpart") and "--world-size" in entry.note
+
+
+def test_trl_yaml_may_name_its_processes(tmp_path):
+    (tmp_path / "acc.yaml").write_text(ACCELERATE)
+    assert converted(T + "accelerate_config: acc.yaml\nuse_peft: true\n", tmp_path).world_size == 4
+    run = converted(T + "num_processes: 2\nmixed_precision: bf16\nuse_peft: true\n", tmp_path)
+    assert run.world_size == 2 and {status(run)[key] for key in OF_LAUNCH[:2]} == {"same by default"}
+
+
+def test_unlike_keys_are_not_suggested():
+    library = PEERS["axolotl"]
+    assert {library.look_up(key) for key in ("num_machines", "mixed_precision", "config_file")} == {("unknown", "")}
+    assert "'lora_target_modules'" in PEERS["trl"].look_up("lora_target")[1]
 
 
 def test_command_line_options(tmp_path):
@@ -638,6 +824,16 @@ def test_real_peer_configs_convert_or_explain_why_not(tmp_path):
             for entry in entries
             if entry.status == "unknown" or not (entry.note or entry.ours or entry.status == "same by default")
         ], file
+
+
+def test_pages_that_messages_name_have_these_sections():
+    root = Path(__file__).parents[2]
+    sources = "".join(file.read_text() for file in (*root.glob("tune/migrate/**/*.py"), root / "tune/cli/migrate.py"))
+    named = {*re.findall(r"((?:docs|tests)/[\w/]+\.md)#([\w-]+)", sources)}
+    assert len(named) >= 6
+    for page, section in named:
+        titles = re.findall(r"^#+ (.*)$", (root / page).read_text(), re.MULTILINE)
+        assert section in [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles], (page, section)
 
 
 SOURCE = "model_name_or_path: a/b\ndataset_name: c/d\n"
@@ -749,7 +945,7 @@ def test_dropout_disabled_by_the_trainer(peer, method, text, dropout, tmp_path):
 
 def test_lost_peer_defaults_are_reported(tmp_path):
     run = converted(SOURCE + "loss_type: simpo\n", tmp_path, "trl", "cpo")
-    assert [(entry.key, entry.value) for entry in run.lost()] == [("cpo_alpha", 1.0)]
+    assert [(entry.key, entry.value) for entry in run.lost()] == [("cpo_alpha", 1.0), ("max_length", 1024)]
     assert {entry.key for entry in converted(SOURCE, tmp_path, "trl", "grpo").lost()} == {"scale_rewards"}
     null = converted(SOURCE + "max_length: null\n", tmp_path, "trl", "sft")
     assert status(null)["max_length"] == "no counterpart"

@@ -229,6 +229,7 @@ LATER = "of recipes after the release"
 OLDER = "of older releases"
 NESTED = "of a part that a config gives as a whole"
 CALLBACK = "of a callback"
+LAUNCHED = "of accelerate launch, which asks for all of its config"
 WITHOUT_DEFAULT = {  # the keys, and why the release has no default
     "torchtune": {
         r".*\._component_|(training\.)?(value_|reward_|teacher_)?checkpointer\.checkpoint_dir": NAMED,
@@ -252,12 +253,17 @@ WITHOUT_DEFAULT = {  # the keys, and why the release has no default
         r"(cp|ep|tp|context_parallel|expert_model_parallel|(tensor|pipeline)_model_parallel)_size": "1, of Megatron",
         r"per_gpu_train_batch_size|warmup_ratio|no_cuda": OLDER,
         r"early_stopping_(patience|steps)": CALLBACK,
+        r"accelerate\..*": LAUNCHED,
     },
     "trl": {
         r"(dataset_mixture|fsdp_config|deepspeed|lr_scheduler_kwargs)\..*": NESTED,
+        r"vllm_\*": "read where use_vllm is",
+        r"reward_funcs": "of the script trl grpo",
         r"model|torch_dtype|max_(seq_length|seq_len|prompt_length)|wandb_project|overwrite_output_dir": OLDER,
+        r"preprocessing_num_workers|rpo_alpha": OLDER,
         r"per_gpu_train_batch_size|warmup_ratio|no_cuda": OLDER,
         r"early_stopping_(patience|steps)": CALLBACK,
+        r"accelerate\..*": LAUNCHED,
     },
 }
 

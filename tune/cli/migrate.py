@@ -24,11 +24,25 @@ from tune.config import Layer, all_problems, combine, parse
 from tune.errors import TuneError
 from tune.launchers import count
 from tune.lookup import in_shell, local_path
-from tune.migrate import PEERS, STATUSES, Migration, NotConverted, Setting, leaves, migrate, peer_of, show
+from tune.migrate import (
+    LAUNCH,
+    PEERS,
+    STATUSES,
+    Migration,
+    NotConverted,
+    Setting,
+    leaves,
+    migrate,
+    peer_of,
+    require_training,
+    show,
+)
 from tune.rules import Facts
 from tune.secrets import without_secrets
 
-COMMAND = re.compile(r"^[^#\n]*?(?:\btrl (?P<trl>\w+)|(?P<script>\w+)\.py)(?P<options> .*--\w.*)$", re.MULTILINE)
+COMMAND = re.compile(
+    r"^(?P<launcher>[^#\n]*?)(?:\btrl (?P<trl>\w+)|(?P<script>\w+)\.py)(?P<options> .*--\w.*)$", re.MULTILINE
+)
 PROCESSES = re.compile(r"--(?:nproc[-_]per[-_]node|num_processes)[ =](\d+)")
 
 
@@ -68,20 +82,60 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
 
 
 def read(file: Path) -> tuple[dict[str, Any], str | None, int]:
-    """Return the values in a YAML or a TRL command line, the method if the command names it, and the process count."""
+    """Return the values in a YAML or a TRL command line, the method if the command names it, and the process count.
+
+    Settings of `accelerate launch` are in the group `accelerate`.
+    """
+    if file.suffix == ".py" and file.is_file():
+        raise TuneError(
+            f"{file}: this is a Python script; tune migrate reads a YAML, or a file with a command line. Write the "
+            "arguments of its config (SFTConfig, DPOConfig, ...) as a YAML, and those of LoraConfig as use_peft: true, "
+            "lora_r, lora_alpha, lora_dropout and lora_target_modules (docs/coming_from_trl.md#a-python-script)"
+        )
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise TuneError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or 'it is not text'}.") from error
     found = PROCESSES.search(text)
-    processes = int(found[1]) if found else 1
     command = None if file.suffix in (".yaml", ".yml") else COMMAND.search(text.replace("\\\n", " "))
+    options: dict[str, Any] = {}
+    method = None
     if command is None:
-        return config.read_file(file), None, processes
-    values = options_of(shlex.split(command["options"], comments=True))
-    if "config" in values:
-        values = config.read_file(file.parent / str(values.pop("config"))) | values
-    return values, command["trl"] or command["script"], processes
+        values = config.read_file(file)
+        require_training(values, file)
+    else:
+        values = options_of(shlex.split(command["options"], comments=True))
+        if "config" in values:
+            values = config.read_file(file.parent / str(values.pop("config"))) | values
+        options = launcher_options(command["launcher"])
+        method = command["trl"] or command["script"]
+    launch = launch_settings(values, options, file.parent)
+    if launch:
+        values["accelerate"] = launch
+    devices = int(found[1]) if found else launch.get("num_processes")
+    return values, method, devices if isinstance(devices, int) else 1
+
+
+def launcher_options(launcher: str) -> dict[str, Any]:
+    """Return the options of `accelerate launch` before a command: `accelerate launch --config_file a.yaml -m `."""
+    words = re.sub(r"\S+$", "", launcher)  # without the folder of a script
+    _, _, words = words.partition("accelerate launch ")
+    return options_of([word for word in shlex.split(words) if word != "-m"])
+
+
+def launch_settings(values: dict[str, Any], options: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the settings of `accelerate launch`: its config file, overridden by its `options`.
+
+    TRL also takes the options, and the file as accelerate_config, among its own `values`; they are removed there.
+    """
+    of_trl = {"accelerate_config": "config_file"} | {name: name for name in LAUNCH}
+    options = options | {launch: values.pop(name) for name, launch in of_trl.items() if name in values}
+    name = str(options.get("config_file", ""))
+    file = next((file for file in (folder / name, local_path(name)) if file.is_file()), None)
+    if file is None:
+        return options
+    del options["config_file"]
+    return config.read_file(file) | options
 
 
 def options_of(words: list[str]) -> dict[str, Any]:
@@ -158,6 +212,14 @@ def render(run: Migration, name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def summary(statuses: list[str]) -> str:
+    """Return how many settings were lost, and the exit code, which only unknown ones change."""
+    lost, unknown = statuses.count("no counterpart"), statuses.count("unknown")
+    have, are = "has" if lost == 1 else "have", "is" if unknown == 1 else "are"
+    text = f"{lost} setting{'' if lost == 1 else 's'} {have} no counterpart"
+    return text + (f", {unknown} {are} unknown (exit code 1)" if unknown else "")
+
+
 def report(run: Migration, name: str, missing: list[str], out: str) -> str:
     entries = run.entries()
     lines = [f"{name}, a config of {run.library.name}: {run.method}, for the recipe {run.recipe}"]
@@ -173,5 +235,6 @@ def report(run: Migration, name: str, missing: list[str], out: str) -> str:
     faults = run.faults()
     lines += ["", f"known to go wrong there ({len(faults)})", *(f"  {each}" for each in faults)] if faults else []
     lines += ["", f"left to give: {', '.join(missing)}"] if missing else []
+    lines += ["", summary([entry.status for entry in entries])]
     more = "".join(f" {key}=..." for key in missing)
     return "\n".join([*lines, "", f"tune run {run.recipe} --config {in_shell(out)}{more}"])

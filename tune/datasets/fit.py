@@ -23,6 +23,8 @@ FULLY_MASKED = "fully masked"
 TOO_LONG = "longer than max_seq_len"
 HELD_OUT = "held out for validation"
 FOR_TRAINING = "left for training"
+EQUAL_AS_CUT = "chosen equal to rejected as far as they fit"  # followed by the limit
+SHARED_LIMIT = "all answers to a prompt share max_seq_len, each counted with its prompt: raise it"
 LEFT_OUT = "left out by "  # followed by the user's function
 
 TooLong = Literal["truncate", "drop", "split", "error"]
@@ -67,7 +69,7 @@ def fit(
             raise TuneError(f"the row has {total:,} tokens, more than max_seq_len={max_len}")
         limit = _shared_limit(lengths, max_len)
     outcomes = [_fit_one(example, limit, too_long, again, prefix) for example in examples]
-    return outcomes[0] if len(outcomes) == 1 else _group(outcomes, place)
+    return outcomes[0] if len(outcomes) == 1 else _group(outcomes, place, max_len)
 
 
 def fit_turns(
@@ -145,14 +147,14 @@ def _shared_limit(lengths: Sequence[int], max_len: int) -> int:
     return limit
 
 
-def _group(outcomes: list[Outcome], place: str) -> Outcome:
+def _group(outcomes: list[Outcome], place: str, max_len: int) -> Outcome:
     """The outcome of a row with several answers to compare."""
     if dropped := [outcome for outcome in outcomes if outcome.dropped]:
         return replace(dropped[0], needs=len(outcomes) * dropped[0].needs)
     samples = [outcome.samples[0] for outcome in outcomes]
     if any(np.array_equal(samples[0].tokens, sample.tokens) for sample in samples[1:]):
         is_cut = any(outcome.cut for outcome in outcomes)
-        raise Dropped("chosen equal to rejected as far as they fit" if is_cut else "chosen equal to rejected")
+        raise Dropped(f"{EQUAL_AS_CUT} into max_seq_len={max_len}" if is_cut else "chosen equal to rejected")
     group = _group_number(place)
     samples = [replace(sample, columns={**sample.columns, "group": group}) for sample in samples]
     return replace(_joined(outcomes), samples=samples)

@@ -12,7 +12,7 @@ import numpy as np
 
 from tune.collators import IGNORE, Sample
 from tune.datasets.accounting import Accounting
-from tune.datasets.fit import Outcome
+from tune.datasets.fit import EQUAL_AS_CUT, SHARED_LIMIT, Outcome
 from tune.errors import TuneError
 
 OF_SAMPLES = ("lengths", "supervised", "supervised_weight", "digests")
@@ -158,4 +158,6 @@ def _nothing_left(accounting: Accounting) -> TuneError:
     if shortest := accounting.shortest_prompt:
         message += f". max_seq_len cuts off every answer: the shortest prompt has {shortest} tokens. "
         message += "Set max_seq_len to a larger value"
+    elif any(reason.startswith(EQUAL_AS_CUT) for reason in accounting.dropped):
+        message += f". {SHARED_LIMIT[0].upper()}{SHARED_LIMIT[1:]}"
     return TuneError(message)

@@ -6,7 +6,16 @@ from typing import Any
 import numpy as np
 
 from tune.datasets.dataset import Dataset
-from tune.datasets.fit import CANNOT_BE_USED, FOR_TRAINING, FULLY_MASKED, HELD_OUT, LEFT_OUT, TOO_LONG
+from tune.datasets.fit import (
+    CANNOT_BE_USED,
+    EQUAL_AS_CUT,
+    FOR_TRAINING,
+    FULLY_MASKED,
+    HELD_OUT,
+    LEFT_OUT,
+    SHARED_LIMIT,
+    TOO_LONG,
+)
 from tune.datasets.remarks import COLUMN, REASONING_LOST
 from tune.tokenizers import Tokenizer
 
@@ -71,7 +80,7 @@ def warnings_of(dataset: Dataset, tokenizer: Tokenizer) -> list[str]:
     dropped = {reason: count for reason, count in accounting.dropped.most_common() if not reason.startswith(meant)}
     rows, samples = accounting.kept, len(dataset.lengths)
     for reason, count in dropped.items():
-        advice = ADVICE.get(reason, OTHERWISE)
+        advice = SHARED_LIMIT if reason.startswith(EQUAL_AS_CUT) else ADVICE.get(reason, OTHERWISE)
         warn(count, rows + sum(dropped.values()), "rows", f"{{}} are dropped, {reason}: {advice}")
     shorter = "raise max_seq_len"
     if "group" not in dataset.columns:

@@ -2,7 +2,7 @@
 
 from tune.migrate.leaves import leaves, show
 from tune.migrate.migration import STATUSES, Migration, NotConverted, Setting
-from tune.migrate.one_config import migrate, peer_of
+from tune.migrate.one_config import LAUNCH, migrate, peer_of, require_training
 from tune.migrate.peers import PEERS
 
 # Other names are internal to `tune`.

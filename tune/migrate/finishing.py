@@ -157,6 +157,18 @@ def continued_adapter(run: Migration) -> None:
         run.put(path, base, "reference", note=note, gives_way=True)
 
 
+def length(run: Migration) -> None:
+    """Double max_seq_len for pairs: it limits both answers together, the peers' limits each answer with its prompt."""
+    limit = run.settings.get("max_seq_len")
+    is_labelled = run.settings.get("dataset.kind", Setting("", [])).value == "labelled"  # KTO: one answer per row
+    if run.recipe not in COMPARE or is_labelled or limit is None or not isinstance(limit.value, int):
+        return
+    note = f"max_seq_len limits both answers together, each with its prompt; {run.library.name} limits each one"
+    limit.value *= 2
+    limit.notes.append(note)
+    run.differs(f"{note}: max_seq_len={limit.value}", *(key for key in limit.sources if key not in run.theirs))
+
+
 def preferences(run: Migration) -> None:
     """Set SimPO's margin and CPO's NLL term for the chosen answer, which TRL also adds to SimPO's loss."""
     gamma, nll = run.part("gamma"), run.part("nll")

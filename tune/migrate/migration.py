@@ -75,7 +75,8 @@ class Peer:
         known = [name for entries in tables.values() for name in each_name(entries)]
         if any(name.startswith((f"{plain}.", f"{plain}[")) for name in known):
             return "always", "an empty group"
-        return "unknown", did_you_mean(plain, [name for name in known if re.fullmatch(r"[\w.]+", name)])
+        # Among hundreds of keys, one is always a little like the word.
+        return "unknown", did_you_mean(plain, [name for name in known if re.fullmatch(r"[\w.]+", name)], cutoff=0.7)
 
 
 def each_name(table: Mapping[KeyNames, Any]) -> list[str]:

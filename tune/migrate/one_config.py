@@ -12,6 +12,8 @@ from tune.migrate.migration import Migration, NotConverted, each_name
 from tune.migrate.peers import PEERS
 from tune.migrate.peers.common import METHODS
 
+LAUNCH = {"compute_environment", "distributed_type", "machine_rank", "mixed_precision", "num_machines", "num_processes"}
+
 
 def migrate(
     values: Leaves, peer: str, method: str | None, recipes: Mapping[str, Leaves], world_size: int = 1
@@ -56,6 +58,7 @@ def migrate(
     finishing.schedule(run)
     finishing.adapter(run)
     finishing.data(run)
+    finishing.length(run)
     finishing.preferences(run)
     return run
 
@@ -69,6 +72,17 @@ def settings_of(method: str, key: str) -> Leaves:
             return settings
     known = each_name(METHODS)
     raise TuneError(f"{key}: unknown method {method}.{did_you_mean(method, known)} Known: {', '.join(known)}.")
+
+
+def require_training(values: Leaves, file: Path) -> None:
+    """Raise TuneError for a config of `accelerate launch`, which describes devices and no training."""
+    if not LAUNCH & values.keys() or any(re.search("model|dataset|learning_rate", key) for key in values):
+        return
+    raise TuneError(
+        f"{file}: this is a config of accelerate launch ({', '.join([*values][:3])}), without settings of a training. "
+        f"Only its num_processes matters here. Pass it with the YAML of TRL: tune migrate TRL.yaml "
+        f"--world-size {values.get('num_processes') or 'N'}"
+    )
 
 
 def peer_of(values: Leaves, file: Path) -> str:

@@ -172,6 +172,8 @@ KEYS: dict[KeyNames, Convert] = {
     "output_dir": To("output_dir"),
     ("rl", "reward_model", "adapter"): To("recipe"),
     "lora_model_dir": To("adapter.path"),
+    ("neftune_noise_alpha", "noisy_embedding_alpha"): common.embedding_noise,
+    "rpo_alpha": common.supervised_term,
     "lora_r": To("adapter.rank"),
     "lora_alpha": To("adapter.alpha"),
     "lora_dropout": To("adapter.dropout"),
@@ -397,8 +399,8 @@ LACKING: dict[KeyNames, str] = {
     ("optim_args*", "optim_target_modules", "adam_beta3", "adam_epsilon2", "dion_*", "qgalore_*", "grokfast_*",
      "came_*"):
         "tune does not have the optimizer of this argument",
-    ("neftune_noise_alpha", "noisy_embedding_alpha", "use_eaft*", "eaft_*", "use_pose", "pose_*", "scaling_softmax*",
-     "curriculum_sampling", "use_dft_loss", "rpo_alpha", "dpo_loss_type", "dpo_loss_weights", "dpo_use_weighting",
+    ("use_eaft*", "eaft_*", "use_pose", "pose_*", "scaling_softmax*",
+     "curriculum_sampling", "use_dft_loss", "dpo_loss_type", "dpo_loss_weights", "dpo_use_weighting",
      "dpo_norm_loss", "s2_attention"):
         "this training method is not supported",
     ("default_system_message", "datasets[].drop_system_message", "datasets[].field_system",

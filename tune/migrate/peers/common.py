@@ -11,6 +11,7 @@ from tune.migrate.migration import Migration
 
 OWN_TEMPLATE = "the checkpoint's own template is used; a base model has none: set tokenizer.chat_template=plain"
 ROWS = "the columns of a row determine its format; for other rows set dataset.format=my_data.to_messages"
+SUPERVISED_TERM = "an edit of three lines: tests/hacks/edits.md#a-supervised-loss-beside-that-of-preferences"
 HELD_OUT = "a hash of each row's content decides whether it is held out"
 
 # The settings of each method, or why it has none. The recipe `sft` becomes full_, lora_ or pipeline_finetune.
@@ -128,6 +129,22 @@ scale_rewards = Differs(
     "advantages are rewards minus the group's mean, not divided by the standard deviation", unless=(False, "none")
 )
 importance_sampling = Choose("loss._component_", {"token": KEEP, "sequence": "tune.losses.GSPO"})
+
+
+def supervised_term(run: Migration, key: str, value: float) -> None:
+    """Point to the edit that adds `value` times the supervised loss of the chosen answers."""
+    if value:
+        run.missing(f"{SUPERVISED_TERM}, with supervised_weight: {value}", key)
+    else:
+        run.same("also off in the original", key)
+
+
+def embedding_noise(run: Migration, key: str, value: float) -> None:
+    """Point to the edit that adds NEFTune's noise."""
+    if value:
+        run.missing(f"an edit of 5 lines: docs/changes.md#noise-on-the-embeddings, with noise_alpha: {value}", key)
+    else:
+        run.same("also off in the original", key)
 
 
 def none_if_zero(value: Any) -> Any:

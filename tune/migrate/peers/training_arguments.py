@@ -4,8 +4,24 @@ from collections.abc import Iterator
 
 from tune.migrate.converters import KEEP, Choose, Differs, To
 from tune.migrate.leaves import KeyNames, Leaves, exceeds
-from tune.migrate.migration import Convert
+from tune.migrate.migration import Convert, Migration
 from tune.migrate.peers import common
+
+
+def mixed_precision(run: Migration, key: str, value: str) -> None:
+    """Set the dtype of `accelerate launch`, which the Trainer uses if both bf16 and fp16 are off."""
+    flags = run.usual | run.theirs
+    if flags.get("bf16") or flags.get("fp16"):
+        run.same("the Trainer's bf16 and fp16 decide", key)
+    else:
+        run.set("parts.bf16", value == "bf16", key)
+        run.set("parts.fp16", value == "fp16", key)
+
+
+def launch_file(run: Migration, key: str, value: str) -> None:
+    """Report a config file of `accelerate launch` that could not be read."""
+    run.missing("no such file here: pass its num_processes as --world-size, unless it is 1", key)
+
 
 KEYS: dict[KeyNames, Convert] = {
     "output_dir": To("output_dir"),
@@ -59,15 +75,34 @@ KEYS: dict[KeyNames, Convert] = {
         "fsdp_config.fsdp_sharding_strategy",
         "fsdp_config.sharding_strategy",
         "deepspeed.zero_optimization.stage",
+        "accelerate.*fsdp_sharding_strategy",
+        "accelerate.*zero_stage",
+        "accelerate.*deepspeed_config_file",
     ): common.layout,
-    ("fsdp_config.fsdp_offload_params", "fsdp_config.offload_params"): To("memory.cpu_offload"),
-    "deepspeed.zero_optimization.offload_*.device": Choose("memory.cpu_offload", {"none": False, "*": True}),
-    ("fsdp_config.fsdp_activation_checkpointing", "fsdp_config.activation_checkpointing"): common.on_off_checkpointing,
-    ("use_cpu", "no_cuda"): Choose("device", {True: "cpu", False: KEEP}),
+    ("fsdp_config.fsdp_offload_params", "fsdp_config.offload_params", "accelerate.*fsdp_offload_params"): To(
+        "memory.cpu_offload"
+    ),
+    ("deepspeed.zero_optimization.offload_*.device", "accelerate.*offload_*_device"): Choose(
+        "memory.cpu_offload", {"none": False, "*": True}
+    ),
+    (
+        "fsdp_config.fsdp_activation_checkpointing",
+        "fsdp_config.activation_checkpointing",
+        "accelerate.*fsdp_activation_checkpointing",
+    ): common.on_off_checkpointing,
+    ("use_cpu", "no_cuda", "accelerate.use_cpu"): Choose("device", {True: "cpu", False: KEEP}),
+    "neftune_noise_alpha": common.embedding_noise,
+    "accelerate.config_file": launch_file,
+    "accelerate.mixed_precision": mixed_precision,
+    "accelerate.*dynamo_backend": Choose("compile", {"no": False, "*": True}),
+    "accelerate.parallelism_config*": Differs("see parallel.dp_replicate, .dp_shard and .tp"),
 }
 
 # fmt: off
 ALWAYS: dict[KeyNames, str] = {
+    "accelerate.num_processes": "the devices of global_batch_size, unless --world-size is given",
+    "accelerate.distributed_type": "parallel.dp_shard=auto shards the model over all devices (FSDP2)",
+    "accelerate.*": "tune run has launcher options of its own: docs/cli.md",
     ("do_train", "do_eval"): "tune run trains, and validates if there is validation data",
     "average_tokens_across_devices": "the loss is divided by the supervised tokens of the global batch",
     ("fsdp_config*", "deepspeed.*", "fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params"):
@@ -101,7 +136,6 @@ ALWAYS: dict[KeyNames, str] = {
 
 LACKING: dict[KeyNames, str] = {
     "label_smoothing_factor": "no label smoothing; docs/changes.md has a loss that smooths labels",
-    "neftune_noise_alpha": "no noise is added to embeddings",
     "optim_args": "set each as optimizer.NAME",
     "lr_scheduler_kwargs*": "set each as schedule.NAME",
     ("push_to_hub", "hub_model_id", "hub_token"): "a run uploads nothing; use tune push",

@@ -1,11 +1,12 @@
 """Configs of TRL's scripts (trl sft, dpo, grpo, ...), as YAML or as a command line."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from tune.migrate.converters import KEEP, Choose, Differs, To
-from tune.migrate.leaves import KeyNames, Leaves, exceeds, is_set, values_of
-from tune.migrate.migration import Convert, Migration, Peer
+from tune.migrate.leaves import KeyNames, Leaves, exceeds, is_set, show, values_of
+from tune.migrate.migration import Convert, Migration, Peer, Setting
 from tune.migrate.peers import common, training_arguments
 
 OF_PREFERENCES = ("dpo", "kto", "cpo", "simpo", "orpo")
@@ -83,6 +84,8 @@ def defaults(config: Leaves, method: str) -> Leaves:
         usual |= {"learning_rate": 1.0e-6, "max_length": 1024, "beta": 0.1}
     if method in ("cpo", "simpo"):
         usual |= {"simpo_gamma": 0.5, "cpo_alpha": 1.0}
+    if is_set(config, "use_vllm") and method in ("grpo", "rloo"):
+        usual |= {"vllm_importance_sampling_correction": True}
     return usual | OF_METHOD.get(method, {})
 
 
@@ -202,21 +205,42 @@ LOSSES = {
     "ipo": "tune.losses.IPO",
     "simpo": "tune.losses.SimPO",
     "cispo": "tune.losses.PolicyGradient",
-    ("grpo", "dapo", "bnpo", "dr_grpo"): (
+    ("grpo", "bnpo", "dr_grpo"): (
         KEEP,
-        "the loss is the mean over all live tokens of the step, as in dapo",
+        "the loss is the mean over all tokens of the live groups of a step, as in dapo",
     ),
 }
 losses = Choose("loss._component_", LOSSES)
 losses_of_cpo = Choose("loss._component_", LOSSES | {"sigmoid": "tune.losses.CPO"})
 
 
+def with_supervised(run: Migration, key: str, words: list[str]) -> None:
+    """Convert a loss of preferences to which `sft` is added, and point to the edit with the ratio of their weights."""
+    weights = listed(run.theirs.get("loss_weights"))
+    by_name = dict(zip(words, weights if len(weights) == 2 and all(weights) else [1.0, 1.0], strict=True))
+    ratio = by_name.pop("sft") / next(iter(by_name.values()))
+    loss_type(run, key, next(iter(by_name)))
+    run.missing(f"{common.SUPERVISED_TERM}, with supervised_weight: {ratio:g}", key)
+
+
+def loss_weights(run: Migration, key: str, value: Any) -> None:
+    """Point to the report on `loss_type`, which has several losses; a single one has the weight 1."""
+    if value in ([1], 1):
+        run.same("a single loss has the weight 1", key)
+    else:
+        run.missing("see loss_type", key)
+
+
 def loss_type(run: Migration, key: str, value: Any) -> None:
     """Convert the name of a loss, which CPO's trainer (it also has SimPO) reads differently."""
     words = [str(word).lower() for word in (value if isinstance(value, list) else [value])]
     is_cpo = run.method in ("cpo", "simpo")
-    if len(words) != 1:
-        run.missing("only one loss is supported; write your own to add several (docs/changes.md)", key)
+    if len({*words}) == 2 and "sft" in words:
+        with_supervised(run, key, words)
+    elif len(words) != 1:
+        run.missing("write one loss that adds several: docs/changes.md#another-loss-of-preferences", key)
+    elif words == ["dapo"]:
+        run.same("the mean over all tokens of the live groups of a step", key)
     elif is_cpo and words == ["ipo"]:
         run.missing("tune does not have CPO's squared loss", key)
     elif is_cpo:
@@ -235,6 +259,79 @@ def learned(run: Migration, key: str, value: bool) -> None:
         run.set("parts.train_on", "all", key, note=note)
     else:
         run.same("only answers are supervised", key)
+
+
+def vllm(run: Migration, key: str, value: Any) -> None:
+    """Report what the sampling by vLLM needs here, where it is off unless it is set."""
+    here = OF_VLLM.get(key)
+    if not run.theirs.get("use_vllm"):
+        run.same("vLLM is also off in the original", key)
+    elif not run.takes("sampling.memory"):
+        run.missing(f"{run.recipe} samples without vLLM", key)
+    elif key == "use_vllm":
+        path = run.settings.get("model.path", Setting("FOLDER", [])).value
+        how = f"sampling._component_=tune.generation.VLLM sampling.path={path}"
+        run.differs(f"off unless set: {how} (docs/reinforcement.md#sampling-by-vllm)", key)
+    elif here:
+        run.differs(f"with sampling._component_=tune.generation.VLLM, set {here}={value}", key)
+    elif key == "vllm_mode" and value != "colocate":
+        run.differs("there is no server: each training process has an engine", key)
+    elif key.startswith("vllm_importance_sampling"):
+        run.differs(CORRECTION, key)
+    else:
+        run.same("each training process has an engine", key)
+
+
+OF_VLLM = {"vllm_gpu_memory_utilization": "sampling.memory", "vllm_max_model_length": "sampling.max_len"}
+CORRECTION = (
+    "always on: the ratio of the loss is to the log-probs of the sampler itself. loss.low and loss.high bound it "
+    "(PolicyGradient: loss.max_ratio); TRL multiplies by a second ratio"
+)
+
+
+def chat_template_path(run: Migration, key: str, value: str) -> None:
+    """Convert a Jinja file; of a model folder, use its own template file. TRL also takes models of the hub."""
+    folder, download = common.folder_of(value)
+    file = Path(folder, "chat_template.jinja")
+    if value.endswith((".jinja", ".j2")):
+        run.put(key, value, "tokenizer.chat_template")
+    elif file.is_file():
+        run.put(key, str(file), "tokenizer.chat_template")
+    elif download:
+        run.missing(f"a template is a Jinja file: tokenizer.chat_template={file}, after {download}", key)
+    else:
+        run.missing(f"{file} does not exist: write the template to a file, for tokenizer.chat_template", key)
+
+
+def tokenizing_processes(run: Migration, key: str, value: int) -> None:
+    """Set the number of tokenizing processes; prompts need none."""
+    if run.takes("dataset.workers"):
+        run.put(key, value, "dataset.workers")
+    else:
+        run.same("each process tokenizes its prompts", key)
+
+
+def rewards(run: Migration, key: str, value: Any) -> None:
+    """Write the setting for the reward functions, whose signature differs."""
+    names, weights = (listed(run.theirs.get(name)) for name in ("reward_funcs", "reward_weights"))
+    weights += [1.0] * (len(names) - len(weights))
+    if key == "reward_weights" and names:
+        run.missing("see reward_funcs", key)
+        return
+    names = names or ["is_right"] * len(weights)
+    paths = [name if "." in name else f"my_rewards.{name}" for name in map(str, names)]
+    ready = [{"_component_": path, "weight": weight} for path, weight in zip(paths, weights, strict=False)]
+    run.missing(
+        f"rewrite each as a function (row, completion) -> number (docs/coming_from_trl.md#reward-functions), and set "
+        f"reward: {show(ready)}",
+        key,
+    )
+
+
+def listed(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list) else [value]
 
 
 def temperature(run: Migration, key: str, value: float) -> None:
@@ -297,10 +394,15 @@ KEYS: dict[KeyNames, Convert] = {
     "packing_strategy": packing_strategy,
     "eos_token": To("tokenizer.eos_token"),
     "wandb_project": To("logger.wandb.project"),
-    "chat_template_path": To("tokenizer.chat_template"),
+    "chat_template_path": chat_template_path,
+    ("dataset_num_proc", "preprocessing_num_workers"): tokenizing_processes,
     ("completion_only_loss", "assistant_only_loss"): learned,
     "activation_offloading": To("memory.activation_offload"),
     "loss_type": loss_type,
+    "loss_weights": loss_weights,
+    "rpo_alpha": common.supervised_term,
+    ("use_vllm", "vllm_*"): vllm,
+    ("reward_funcs", "reward_weights"): rewards,
     "beta": beta,
     "label_smoothing": To("loss.label_smoothing"),
     "simpo_gamma": To("parts.gamma"),
@@ -340,15 +442,13 @@ ALWAYS: dict[KeyNames, str] = {
     ("model_revision", "trust_remote_code", "attn_implementation", "lora_task_type", "bnb_4bit_compute_dtype",
      "bnb_4bit_quant_type", "bnb_4bit_quant_storage", "ignore_bias_buffers", "tokenizer_name_or_path"):
         "decided by the checkpoint and the hardware",
-    ("dataset_num_proc", "preprocessing_num_workers", "dataset_mixture.seed", "dataset_mixture.datasets[].columns",
+    ("dataset_mixture.seed", "dataset_mixture.datasets[].columns",
      "dataset_kwargs*", "pad_to_multiple_of", "padding_free", "eval_packing", "shuffle_dataset", "pad_token",
      "datasets[].columns", "padding_value", "is_encoder_decoder", "dataset_batch_size"):
         "rows are tokenized once, packed with document boundaries kept, and padding is never supervised",
     ("precompute_ref_log_probs", "precompute_ref_batch_size", "ref_model_init_kwargs", "generate_during_eval",
      "missing_eos_penalty_off"):
         "reference=precomputed",
-    ("use_vllm", "vllm_*"):
-        "the policy samples in the same process; sampling._component_=tune.generation.VLLM samples with vLLM",
     ("use_transformers_*", "transformers_*", "cache_implementation", "ds3_gather_for_generation",
      "generation_batch_size", "num_generations_eval", "shuffle_dataset", "log_completions*", "log_multimodal*",
      "log_unique_prompts*", "local_rollout_forward_batch_size", "num_sample_generations", "local_batch_size",
@@ -371,17 +471,15 @@ LACKING: dict[KeyNames, str] = {
     "load_in_8bit": "8-bit bases are not supported: the base stays in 16 bits; quantization.weights=nf4 uses 4 bits",
     ("model_init_kwargs*", "teacher_model_init_kwargs*", "teacher_model_revision"): "no counterpart",
     "router_aux_loss_coef": "no auxiliary loss balances the experts",
-    ("assistant_only_loss_off", "loss_weights", "ld_alpha", "f_divergence_type", "f_alpha_divergence_coef",
-     "use_weighting", "discopop_tau", "rpo_alpha", "reference_free", "force_use_ref_model", "alpha", "seq_kd"):
-        "write your own loss, a class of a few lines: docs/changes.md",
+    ("assistant_only_loss_off", "ld_alpha", "f_divergence_type", "f_alpha_divergence_coef",
+     "use_weighting", "discopop_tau", "reference_free", "force_use_ref_model", "alpha", "seq_kd"):
+        "write your own loss, a class of a few lines: docs/changes.md#another-loss-of-preferences",
     ("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"): "the reference model never changes",
     ("delta", "sapo_*", "vespo_*", "top_entropy_quantile", "entropy_*", "use_adaptive_entropy",
      "off_policy_mask_threshold", "multi_objective_aggregation", "reward_clip_range", "normalize_advantages",
      "max_tool_calling_iterations", "repetition_penalty", "generation_kwargs*", "chat_template_kwargs*",
      "missing_eos_penalty", "whiten_rewards", "gamma", "stop_token*"):
         "not supported",
-    "reward_funcs": "write a reward function (row, completion) -> number and set reward=my_rewards.is_right",
-    "reward_weights": "reward accepts several functions with weights: [{_component_: my_rewards.is_right, weight: 2}]",
     ("dataset_mixture.datasets[].data_dir", "dataset_mixture.datasets[].fraction",
      "dataset_mixture.datasets[].weight", "datasets[].data_dir", "datasets[].fraction", "datasets[].weight"):
         "dataset.take is a number of rows",
