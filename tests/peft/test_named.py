@@ -150,3 +150,13 @@ def test_paths_that_are_not_models_are_refused(checkpoint, adapters, tmp_path):
         open_model(scores)
     with pytest.raises(TuneError, match="support only one adapter"):
         open_model(adapters[0], adapters=[adapters[1]]).load(quantization="nf4")
+
+
+def test_missing_run_is_reported_with_the_nearest_path_and_without_a_setting(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "triage").mkdir(parents=True)
+    with pytest.raises(TuneError, match="'runs/triage'") as caught:
+        open_model("runs/triag")
+    assert "model.path" not in str(caught.value) and "a run folder" in str(caught.value)
+    with pytest.raises(TuneError, match=r"^model\.path: runs/triag .*'runs/triage'"):
+        open_model("runs/triag", setting="model.path")

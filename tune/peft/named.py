@@ -9,8 +9,10 @@ from typing import Literal
 from tune.errors import TuneError, explained
 from tune.files import CHECKPOINT
 from tune.lookup import in_shell, local_path
-from tune.models import ConfigFile, read_json
+from tune.models import ConfigFile, no_folder, read_json
 from tune.peft.files import CONFIG
+
+ANY = "a model (with config.json), an adapter or a run folder"
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,9 @@ def resolve_model(path: str | Path, adapters: Sequence[str | Path] = (), setting
     """
     place = local_path(path)
     if not place.is_dir():
-        ConfigFile(place, setting or "model.path")  # raises with suggestions
+        if setting:
+            ConfigFile(place, setting)  # raises with suggestions
+        raise TuneError(no_folder(place, ANY))
     with explained(setting) if setting else nullcontext():
         return _resolved(place, adapters)
 
@@ -95,7 +99,7 @@ def exported_folder(path: Path, first: Literal["model", "adapter"] = "model") ->
             f"checkpoint), or export a checkpoint: `tune export {in_shell(run)} --step N --to hf --out FOLDER`"
         )
     if not path.is_dir():
-        ConfigFile(path, "model.path")  # raises with suggestions
+        raise TuneError(no_folder(path, ANY))
     content = ", ".join(sorted(child.name for child in path.iterdir())[:8]) or "nothing"
     raise TuneError(
         f"{path} is neither a model (config.json), nor an adapter ({CONFIG}), nor a run (config.yaml); it has {content}"
