@@ -18,6 +18,11 @@ from tune.types import DottedPath, fits, mismatch, show, unusable
 
 # Settings that are null by default, and the component they use if they name none.
 OFF_BY_DEFAULT = {"adapter": "tune.peft.adapter"}
+# Names of other libraries for arguments.
+OTHER_NAMES = {
+    "learning_rate": "lr", "wd": "weight_decay", "r": "rank", "lora_r": "rank", "lora_rank": "rank",
+    "lora_alpha": "alpha", "lora_dropout": "dropout",
+}  # fmt: skip
 # Arguments that choose an optimizer's kernels: other optimizers lack them for shards, or have better defaults.
 KERNELS = ("fused", "foreach")
 
@@ -217,15 +222,28 @@ class _Combination:
 
     def _argument_problem(self, component: str, name: str, value: Any, default: Values, prefix: str) -> str:
         parameters = self.signature(component).parameters
-        usual = self.signature(default[COMPONENT]).parameters if default else {}
-        if name not in default and name in usual and usual[name].default is usual[name].empty:
+        given = self._given_by_recipe(component, default)
+        if name in given:
             return "is given by the recipe itself, not in the configuration."
         if name in parameters:
             return mismatch(value, parameters[name].annotation)
         if self.signature(component).accepts_any:
             return ""
-        hint = did_you_mean(name, parameters) or self._place_of(name, [], prefix)
-        return f"{component.rpartition('.')[2]} has no argument '{name}'.{hint or ' It has: ' + ', '.join(parameters)}"
+        settable = [each for each in parameters if each not in given]
+        what, has = f"{component.rpartition('.')[2]} has no argument '{name}'", "It has"
+        if not self.given_in.get(f"{prefix}{COMPONENT}"):  # the user has not named the component
+            what, has = "is not a setting", f"{prefix.removesuffix('.')} has"
+        usual_name = OTHER_NAMES.get(name)
+        hint = f" Did you mean '{usual_name}'?" if usual_name in settable else did_you_mean(name, settable)
+        return f"{what}.{hint or self._place_of(name, [], prefix) or f' {has}: ' + ', '.join(settable)}"
+
+    def _given_by_recipe(self, component: str, default: Values) -> set[str]:
+        """Return the arguments of a component that the recipe itself gives, such as an optimizer's parameters."""
+        usual = self.signature(default[COMPONENT]) if default else ANYTHING
+        given = {name for name, each in usual.parameters.items() if each.default is each.empty and name not in default}
+        places = [at for at, each in enumerate(usual.positional) if each.name in given]
+        ours = self.signature(component).positional
+        return given | {ours[at].name for at in places if at < len(ours) and ours[at].name not in default}
 
     def _place_of(self, name: str, siblings: Iterable[str], prefix: str) -> str:
         """Where the default has a setting with a name like this."""
@@ -233,6 +251,7 @@ class _Combination:
         if "." in name and prefix + name in keys:
             return f" In a file, nest it: {name.replace('.', ': {')}: ...{'}' * name.count('.')}"
         leaf = name.rpartition(".")[2]
+        leaf = OTHER_NAMES.get(leaf, leaf) if "." not in name else leaf
         same = [f"'{key}'" for key in keys if key.rpartition(".")[2] == leaf and key != prefix + name]
         return f" Did you mean {' or '.join(same)}?" if same else did_you_mean(name, siblings)
 
