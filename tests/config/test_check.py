@@ -39,7 +39,7 @@ def test_all_problems_are_reported_at_once() -> None:
         ("zzz.yyy=1", "zzz: is not a setting. --help lists all of them."),
         (
             "group_size=4",
-            "group_size: is not a setting. It is one of grpo: use that recipe, or leave it out (a copy: add it).",
+            "group_size: is not a setting. It is one of grpo: use that recipe, or leave it out.",
         ),
         ("optimizer.warmup=3", "optimizer.warmup: is not a setting. Did you mean 'schedule.warmup'?"),
         ("dataset.fromat=x", "dataset.fromat: is not a setting. Did you mean 'format'?"),
@@ -296,13 +296,18 @@ def test_environment_must_be_a_dotted_path() -> None:
     assert any(problem.startswith("reward: null") and "environment" not in problem for problem in problems)
 
 
+def test_setting_that_a_copy_lacks_names_its_file(folder: Path) -> None:
+    (finding,) = findings("name=run", "global_batch_size=8")
+    assert finding.count("default.yaml") == 2 and "full_finetune" in finding and "use that" not in finding
+
+
 def test_invalid_setting_with_references_is_reported_once() -> None:
     assert findings("model.path=", "dataset.path=d", default="full_finetune") == ["model.path: null is not a string."]
 
 
 def test_pipeline_settings_of_other_recipes_and_recomputed_dropout() -> None:
     paths = ["model.path=m", "dataset.path=d", "parallel.pp=2"]
-    others = "It is one of pipeline_finetune: use that recipe, or leave it out (a copy: add it)."
+    others = "It is one of pipeline_finetune: use that recipe, or leave it out."
     for recipe in ("full_finetune", "lora_finetune", "preference_finetune"):
         problems = findings(*paths, "parallel.pp_schedule=gpipe", "parallel.pp_virtual=2", default=recipe)
         assert problems == [

@@ -31,17 +31,20 @@ ANYTHING = Signature(accepts_any=True)
 
 
 def combine(
-    layers: Sequence[Layer], types: Mapping[str, Any] = MappingProxyType({}), imports: bool = True
+    layers: Sequence[Layer],
+    types: Mapping[str, Any] = MappingProxyType({}),
+    imports: bool = True,
+    copy: str = "",
 ) -> tuple[DictConfig, list[str]]:
     """Merge settings onto the first layer, the defaults. Return the resolved settings and their problems.
 
     Later layers win. A setting has the type that `types` has for its dotted key, or else its default's type. Without
-    `imports`, which take seconds, only keys are checked. Wrong settings are returned as their defaults, so that rules
-    see values of the right type.
+    `imports`, which take seconds, only keys are checked. `copy` names the file of defaults that are not the library's.
+    Wrong settings are returned as their defaults, so that rules see values of the right type.
     """
     default = layers[0].values
     signature = functools.cache(signature_of) if imports else lambda _: ANYTHING
-    run = _Combination(default, types, imports, signature)
+    run = _Combination(default, types, imports, signature, copy)
     values: Values = {}
     for layer in layers:
         before, known = dict(walk(values)), run.known_keys(layer.values, default, layer.origin)
@@ -104,6 +107,7 @@ class _Combination:
     types: Mapping[str, Any]
     imports: bool
     signature: Callable[[str], Signature]  # of a component
+    copy: str
     findings: list[str] = field(default_factory=list)
     layers: list[Layer] = field(default_factory=list)
     given_in: dict[str, int] = field(default_factory=dict)  # dotted key -> index of the last layer that has it
@@ -116,7 +120,8 @@ class _Combination:
         for name, value in values.items():
             key, place = f"{prefix}{name}", cast(Any, default.get(name))
             if name not in default:
-                hint = self._place_of(str(name), default, prefix) or _elsewhere(key) or " --help lists all of them."
+                hint = self._place_of(str(name), default, prefix) or _elsewhere(key, self.copy)
+                hint = hint or " --help lists all of them."
                 self.findings.append(f"{key}: is not a setting.{hint}{origin}")
             elif _is_group(place) and not isinstance(value, dict):
                 keys = f"a group of keys, not the single value {show(value)}. Its keys: {', '.join(place)}."
@@ -256,11 +261,14 @@ class _Combination:
         return f" Did you mean {' or '.join(same)}?" if same else did_you_mean(name, siblings)
 
 
-def _elsewhere(key: str) -> str:
-    """Which recipes have this setting."""
+def _elsewhere(key: str, copy: str) -> str:
+    """Which recipes have this setting, and what to do; `copy` is the file name of a copy's defaults."""
     settings = {name: OmegaConf.to_container(OmegaConf.load(find_config(name))) for name in list_recipes()}
     recipes = [name for name, values in settings.items() if key in dict(walk(cast(Values, values)))]
-    return f" It is one of {', '.join(recipes)}: use that recipe, or leave it out (a copy: add it)." if recipes else ""
+    if recipes and copy:
+        others = ", ".join(recipes)
+        return f" {copy} does not have it, only {others}. Add it to {copy} and to its recipe, or leave it out."
+    return f" It is one of {', '.join(recipes)}: use that recipe, or leave it out." if recipes else ""
 
 
 def _is_open(value: Any) -> bool:

@@ -47,6 +47,11 @@ def find_script(config: Path) -> Path | None:
     return None
 
 
+def is_of_the_library(config: Path) -> bool:
+    """Whether a config is one of the library's, not a copy."""
+    return config.resolve().parent == _folder("configs").resolve()
+
+
 def local_folder(output_dir: str) -> Path:
     """Return the run folder on this machine. For a URL such as s3://bucket/run it is $TUNE_LOCAL/bucket/run, or
     runs/bucket/run. Raises TuneError for a URL without a folder, or for a store in memory."""
