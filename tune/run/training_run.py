@@ -529,6 +529,9 @@ class Run:
         changed = config.save(self.settings, self.path)
         if start or not is_first:
             said = [f"continued after step {start}" if start else "started over: no checkpoint was complete"]
+            if self.was_done:
+                whole = f"{self.path} is complete ({start:,} of {self.total:,} steps): nothing to train"
+                said = [f"{whole}. For a new run, name another folder"]
             if lost := [step for step in lines_after(self.path / "metrics.jsonl", start)[1] if step]:
                 which = f"step {lost[0]} was" if len(lost) == 1 else f"steps {lost[0]} to {lost[-1]} were"
                 said.append(f"{which} trained but not saved, and will be trained again")
