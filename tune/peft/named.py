@@ -85,16 +85,19 @@ def exported_folder(path: Path, first: Literal["model", "adapter"] = "model") ->
             return folder
     places = path, path.parent, path.parent.parent
     run = next((place for place in places if (place / "config.yaml").exists()), path if is_run else None)
-    if run and run != path and any((run / name).is_dir() for name in ("model", "adapter")):
+    steps = steps_of(run) if run and (run / "checkpoints").is_dir() else {}
+    if run and run != path and steps and any((run / name).is_dir() for name in ("model", "adapter")):
+        named, place = step_of(path)[1], in_shell(run)
+        step = named if named in steps else max(steps)
         raise TuneError(
-            f"{path} is a checkpoint to resume from. `tune export {in_shell(run)} --step N` turns it into a model"
+            f"{path} is for resuming, not a model. Name the run and one of its steps ({place} --step {step}), or that "
+            f"step's folder ({in_shell(steps[step])}). To make a model of it: `tune export {place} --step {step} --to "
+            "hf --out FOLDER`"
         )
     if run:
-        steps = (
-            ", ".join(folder.name for folder in sorted(run.glob(f"checkpoints/{CHECKPOINT}"))) or "no checkpoint either"
-        )
+        found = ", ".join(folder.name for folder in steps.values()) or "no checkpoint either"
         raise TuneError(
-            f"{path}: this run has not exported anything yet: it has neither model/ nor adapter/, but {steps}. Let it "
+            f"{path}: this run has not exported anything yet: it has neither model/ nor adapter/, but {found}. Let it "
             f"finish (the command that started it, with output_dir={in_shell(run)}, continues after its last "
             f"checkpoint), or export a checkpoint: `tune export {in_shell(run)} --step N --to hf --out FOLDER`"
         )
