@@ -40,7 +40,7 @@ def main(cfg):
             print(text, flush=True)
 
     # Errors in tasks and data are found before weights are read.
-    opened = peft.open_model(cfg.model.path, cfg.adapters)
+    opened = peft.open_model(cfg.model.path, cfg.adapters, setting="model.path")
     tokenizer = opened.tokenizer(cfg.chat_template)
     model = opened.model  # shapes only: no memory yet
     longest = cfg.max_length or getattr(model, "max_positions", None) or 2048

@@ -19,9 +19,20 @@ from tune.types import DottedPath
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """` Did you mean 'lr'?` for the known word closest to `word`; empty if none is as similar as `cutoff` (0 to 1)."""
+    near = _closest(word, known, cutoff)
+    return f" Did you mean '{near}'?" if near else ""
+
+
+def did_you_mean_path(path: Path, pattern: str = "*") -> str:
+    """` Did you mean 'runs/mine'?` for the file or folder next to `path` with the closest name; empty if none is."""
+    near = _closest(path.name, (each.name for each in path.parent.glob(pattern)))
+    return f" Did you mean '{path.with_name(near)}'?" if near else ""
+
+
+def _closest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     spelt = {each.lower(): each for each in known}
     near = difflib.get_close_matches(word.lower(), spelt, n=1, cutoff=cutoff)
-    return f" Did you mean '{spelt[near[0]]}'?" if near else ""
+    return spelt[near[0]] if near else None
 
 
 def absent(path: Path) -> str:

@@ -53,7 +53,7 @@ def test_config_finds_its_recipe(arguments, tmp_path):
 def test_unknown_settings_are_rejected(arguments, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["prepare", "full_finetune", *arguments, "dataset.wrkers=2"])
-    assert "load has no argument 'wrkers'. Did you mean 'workers'?" in capsys.readouterr().err
+    assert "dataset.wrkers: is not a setting. Did you mean 'workers'?" in capsys.readouterr().err
     (tmp_path / "script.py").write_text("print(1)\n")
     with pytest.raises(TuneError, match="does not name its settings"):
         settings(str(tmp_path / "script.py"), [])

@@ -81,7 +81,7 @@ def test_unknown_keys_are_reported_before_imports(recipe: Path, options: tuple[s
         "error: in the configuration:\n"
         "  greting: is not a setting. Did you mean 'greeting'?\n"
         "imported\n"
-        "  greeting.nam: hello has no argument 'nam'. Did you mean 'name'?\n"
+        "  greeting.nam: is not a setting. Did you mean 'name'?\n"
     )
 
 

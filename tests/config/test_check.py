@@ -24,7 +24,7 @@ def test_all_problems_are_reported_at_once() -> None:
     assert str(caught.value) == (
         "3 problems in the configuration:\n"
         "  dataset.path: is missing. Give it on the command line: dataset.path=...\n"
-        "  optimizer.lrr: AdamW has no argument 'lrr'. Did you mean 'lr'?\n"
+        "  optimizer.lrr: is not a setting. Did you mean 'lr'?\n"
         "  dtype: 'fp8' is not one of bf16, fp16, fp32."
     )
 
@@ -39,9 +39,12 @@ def test_all_problems_are_reported_at_once() -> None:
         ("zzz.yyy=1", "zzz: is not a setting. --help lists all of them."),
         (
             "group_size=4",
-            "group_size: is not a setting. It is one of grpo: use that recipe, or leave it out (a copy: add it).",
+            "group_size: is not a setting. It is one of grpo: use that recipe, or leave it out.",
         ),
-        ("optimizer.warmup=3", "optimizer.warmup: AdamW has no argument 'warmup'. Did you mean 'schedule.warmup'?"),
+        ("optimizer.warmup=3", "optimizer.warmup: is not a setting. Did you mean 'schedule.warmup'?"),
+        ("dataset.fromat=x", "dataset.fromat: is not a setting. Did you mean 'format'?"),
+        ("optimizer.learning_rate=1e-3", "optimizer.learning_rate: is not a setting. Did you mean 'lr'?"),
+        ("learning_rate=1e-3", "learning_rate: is not a setting. Did you mean 'optimizer.lr'?"),
         ("optimizer.params=3", "optimizer.params: is given by the recipe itself, not in the configuration."),
         ("dataset.max_seq_len=3", "dataset.max_seq_len: is given by the recipe itself, not in the configuration."),
     ],
@@ -90,7 +93,7 @@ def test_unknown_key_gets_a_suggestion(argument: str, finding: str) -> None:
         ),
         (
             "optimizer={1: 2}",
-            "optimizer.1: AdamW has no argument '1'. It has: params, lr, betas, eps, weight_decay, amsgrad",
+            "optimizer.1: is not a setting. optimizer has: lr, betas, eps, weight_decay, amsgrad",
         ),
         ("optimizer._component_=null", "optimizer._component_: null is not a string."),
         ("dtype=???", "dtype: is missing. Give it on the command line: dtype=..."),
@@ -181,7 +184,7 @@ def test_problems_name_their_file(folder: Path) -> None:
         "epoch: is not a setting. Did you mean 'epochs'? (mine.yaml)",
         "memory.cpu_offload: is not a setting. In a file, nest it: memory: {cpu_offload: ...} (mine.yaml)",
         "epochs: 'many' is not an integer. (mine.yaml)",
-        "part.lrr: Steady has no argument 'lrr'. Did you mean 'lr'? (mine.yaml)",
+        "part.lrr: is not a setting. Did you mean 'lr'? (mine.yaml)",
     ]
 
 
@@ -223,11 +226,11 @@ def test_optimizers_can_be_exchanged_by_name(recipe: str, component: str, inheri
         ),
         (
             ["optimizer._component_=torchao.optim.AdamW8bit", "optimizer.fused=true"],
-            "optimizer.fused: AdamW8bit has no argument 'fused'. It has: params, lr, betas,",
+            "optimizer.fused: AdamW8bit has no argument 'fused'. It has: lr, betas,",
         ),
         (
             ["optimizer._component_=torch.optim.SGD", "optimizer.betas=[0.9,0.99]"],
-            "optimizer.betas: SGD has no argument 'betas'. It has: params, lr, momentum,",
+            "optimizer.betas: SGD has no argument 'betas'. It has: lr, momentum,",
         ),
         (
             ["loss._component_=torch.nn.CrossEntropyLoss"],
@@ -293,13 +296,18 @@ def test_environment_must_be_a_dotted_path() -> None:
     assert any(problem.startswith("reward: null") and "environment" not in problem for problem in problems)
 
 
+def test_setting_that_a_copy_lacks_names_its_file(folder: Path) -> None:
+    (finding,) = findings("name=run", "global_batch_size=8")
+    assert finding.count("default.yaml") == 2 and "full_finetune" in finding and "use that" not in finding
+
+
 def test_invalid_setting_with_references_is_reported_once() -> None:
     assert findings("model.path=", "dataset.path=d", default="full_finetune") == ["model.path: null is not a string."]
 
 
 def test_pipeline_settings_of_other_recipes_and_recomputed_dropout() -> None:
     paths = ["model.path=m", "dataset.path=d", "parallel.pp=2"]
-    others = "It is one of pipeline_finetune: use that recipe, or leave it out (a copy: add it)."
+    others = "It is one of pipeline_finetune: use that recipe, or leave it out."
     for recipe in ("full_finetune", "lora_finetune", "preference_finetune"):
         problems = findings(*paths, "parallel.pp_schedule=gpipe", "parallel.pp_virtual=2", default=recipe)
         assert problems == [

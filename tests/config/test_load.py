@@ -108,6 +108,9 @@ def test_missing_file_is_rejected(folder: Path) -> None:
     assert "there is no config 'sub/mine.yaml'" in failure("--config", "sub/mine.yaml")
     assert "there is no config 'full_finetun'" in failure("--config", "full_finetun")
     assert "Did you mean 'full_finetune'?" in failure("--config", "full_finetun")
+    (folder / "triage.yaml").touch()
+    assert (found := failure("--config", "triag.yaml")).endswith("'triage.yaml'?") and str(folder) in found
+    assert failure("--config", str(folder / "triag.yaml")).endswith(f"'{folder / 'triage.yaml'}'?")
     (folder / "runs").mkdir()
     assert "there is no config 'runs'" in failure("--config", "runs")
 

@@ -71,6 +71,17 @@ def test_advice_fits_the_row_and_works(read, row, texts):
     assert [read.text(row, **settings_of(way)) for way in ways] == texts
 
 
+def test_example_for_unknown_names_has_the_columns_of_the_row(read):
+    row = {"ticket_text": "It hums.", "fault": "fan", "urgency": "low"}
+    with pytest.raises(TuneError, match="match no known format") as error:
+        read(row)
+    setting = re.search(r"'(dataset\.columns=.*?)'", str(error.value))[0]
+    assert read.text(row, **settings_of(setting)) == TURN.format("It hums.", "fan")
+    assert "my_data.py, in the current folder" in str(error.value)
+    with pytest.raises(TuneError, match=r"'dataset\.columns=\{text: saying\}'"):
+        read({"saying": "Once"})
+
+
 def test_conversation_instead_of_pairs_is_refused(read):
     with pytest.raises(TuneError, match="messages is a conversation, not a pair of answers: use full_finetune"):
         read(CHAT, kind="preferences")

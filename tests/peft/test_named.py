@@ -132,7 +132,7 @@ def test_paths_that_are_not_models_are_refused(checkpoint, adapters, tmp_path):
         ((tmp_path / "not_there",), "does not exist"),
         (("org/name",), "tune download org/name"),
         ((tmp_path / "model.gguf",), "tune convert"),
-        ((checkpoint / "config.json",), "is a file; it must be a folder"),
+        ((checkpoint / "config.json",), "is a file; it must be a model"),
         ((empty,), r"neither a model \(config.json\), nor an adapter .* it has nothing"),
         ((moved,), r"is an adapter of org/base, .* BASE --adapter .*moved"),
         ((checkpoint, [checkpoint]), "is not an adapter: it has no adapter_config.json"),
@@ -142,11 +142,21 @@ def test_paths_that_are_not_models_are_refused(checkpoint, adapters, tmp_path):
         with pytest.raises(TuneError, match=message):
             resolve_model(*named)
     (run / "model").mkdir()
-    with pytest.raises(
-        TuneError, match=r"is a checkpoint to resume from\. `tune export .*run --step N` turns it into a model"
-    ):
-        resolve_model(run / "checkpoints" / "step-00000050")
+    for folder in (run / "checkpoints", run / "checkpoints" / "step-00000050"):
+        with pytest.raises(TuneError) as caught:
+            resolve_model(folder)
+        assert f"{run} --step 50" in str(caught.value) and str(run / "checkpoints/step-00000050") in str(caught.value)
     with pytest.raises(TuneError, match="is a reward model"):
         open_model(scores)
     with pytest.raises(TuneError, match="support only one adapter"):
         open_model(adapters[0], adapters=[adapters[1]]).load(quantization="nf4")
+
+
+def test_missing_run_is_reported_with_the_nearest_path_and_without_a_setting(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "triage").mkdir(parents=True)
+    with pytest.raises(TuneError, match="'runs/triage'") as caught:
+        open_model("runs/triag")
+    assert "model.path" not in str(caught.value) and "a run folder" in str(caught.value)
+    with pytest.raises(TuneError, match=r"^model\.path: runs/triag .*'runs/triage'"):
+        open_model("runs/triag", setting="model.path")

@@ -136,7 +136,7 @@ REFUSED = [
     ({"trained": ADAPTED, "start": ["random"]}, "from_scratch: is not a setting"),
     *(({"start": ["random"], **values}, "from_scratch: is not a setting") for values in OF_ADAPTERS),
     *(({"export": ["bf16"], **values}, "export.dtype: is not a setting") for values in OF_ADAPTERS[:-1]),
-    ({"trained": ["distilled", *ANSWERS], "accuracy": ["true"]}, "has no argument 'accuracy'"),
+    ({"trained": ["distilled", *ANSWERS], "accuracy": ["true"]}, "loss.accuracy: "),
     (
         {"trained": ANSWERS, "train_on": ["all", "last"]},
         "rows train on whole answers: remove train_on",

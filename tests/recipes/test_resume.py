@@ -142,7 +142,8 @@ def test_finished_run_only_exports_again(uninterrupted, settings, train, content
     assert ours.keys() == theirs.keys()
     changed = {str(file) for file in ours if ours[file] != theirs[file]}
     assert changed - {"heartbeat.json"} == {"log.txt", "report.html", "run.json"}
-    assert "continued after step 6\n" in (run / "log.txt").read_text()
+    log = (run / "log.txt").read_text()
+    assert f"{run} is complete (6 of 6 steps)" in log and "continued after" not in log
 
 
 def test_warning_if_the_epochs_end_before_max_steps(uninterrupted, settings, train, capsys, tmp_path):

@@ -239,3 +239,8 @@ def test_missing_setting_has_no_second_error(inputs, told):
     settings = [setting for setting in inputs.settings() if not setting.startswith("model.path=")]
     errors = told("full_finetune", [*settings, "optimizer.lr=-1"])
     assert [line.partition(":")[0] for line in errors.splitlines()] == ["model.path", "optimizer.lr"]
+
+
+def test_missing_model_folder_is_reported_once(inputs, told):
+    (error,) = told("full_finetune", inputs.settings("model.path=nowhere")).splitlines()
+    assert error.startswith("model.path: nowhere ")

@@ -91,7 +91,7 @@ def test_loss_that_returns_a_mean_is_refused(settings, run_recipe, capsys):
         (["loss._component_=tune.losses.Dpo"], "loss._component_: tune.losses has no 'Dpo'. Did you mean 'DPO'?"),
         (["loss.beta=0"], "loss.beta: 0 is not a positive number"),
         (["loss.label_smoothing=1"], "loss.label_smoothing: 1 is not a number from 0 to below 1"),
-        (["loss.gamma=1"], "loss.gamma: DPO has no argument 'gamma'"),
+        (["loss.gamma=1"], "loss.gamma: is not a setting"),
         (["quantization.weights=nf4"], "quantization.weights: quantized weights are frozen"),
         (["dataset.train_on=all"], "preferences rows train on whole answers: remove train_on"),
         (["max_seq_len=24"], "Set max_seq_len to a larger value"),

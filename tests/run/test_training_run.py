@@ -171,3 +171,19 @@ def test_step_that_skipped_its_save_is_saved_on_interrupt(run, monkeypatch):
                 run.interrupt = SimpleNamespace(requested=True)
             continue
     assert end.value.code == 130 and saved == [2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "folder"),
+    [
+        ({"place": "PATH", "output_dir": None}, "output_dir=PATH"),
+        ({"seed": 1, "place": "PATH"}, "place=PATH"),
+        ({"seed": 1}, "the folder PATH"),
+    ],
+)
+def test_way_back_names_the_setting_of_the_run_folder(settings, folder, run, tmp_path):
+    path = str(tmp_path / "other")
+    settings = {name: path if value == "PATH" else value for name, value in settings.items()}
+    world = SimpleNamespace(**vars(run.world))
+    again = Run("test", world, path, settings=OmegaConf.create(settings)).again
+    assert again.split(" with ")[1].split(" resume")[0] == folder.replace("PATH", path)

@@ -18,6 +18,11 @@ from tune.types import DottedPath, fits, mismatch, show, unusable
 
 # Settings that are null by default, and the component they use if they name none.
 OFF_BY_DEFAULT = {"adapter": "tune.peft.adapter"}
+# Names of other libraries for arguments.
+OTHER_NAMES = {
+    "learning_rate": "lr", "wd": "weight_decay", "r": "rank", "lora_r": "rank", "lora_rank": "rank",
+    "lora_alpha": "alpha", "lora_dropout": "dropout",
+}  # fmt: skip
 # Arguments that choose an optimizer's kernels: other optimizers lack them for shards, or have better defaults.
 KERNELS = ("fused", "foreach")
 
@@ -26,17 +31,20 @@ ANYTHING = Signature(accepts_any=True)
 
 
 def combine(
-    layers: Sequence[Layer], types: Mapping[str, Any] = MappingProxyType({}), imports: bool = True
+    layers: Sequence[Layer],
+    types: Mapping[str, Any] = MappingProxyType({}),
+    imports: bool = True,
+    copy: str = "",
 ) -> tuple[DictConfig, list[str]]:
     """Merge settings onto the first layer, the defaults. Return the resolved settings and their problems.
 
     Later layers win. A setting has the type that `types` has for its dotted key, or else its default's type. Without
-    `imports`, which take seconds, only keys are checked. Wrong settings are returned as their defaults, so that rules
-    see values of the right type.
+    `imports`, which take seconds, only keys are checked. `copy` names the file of defaults that are not the library's.
+    Wrong settings are returned as their defaults, so that rules see values of the right type.
     """
     default = layers[0].values
     signature = functools.cache(signature_of) if imports else lambda _: ANYTHING
-    run = _Combination(default, types, imports, signature)
+    run = _Combination(default, types, imports, signature, copy)
     values: Values = {}
     for layer in layers:
         before, known = dict(walk(values)), run.known_keys(layer.values, default, layer.origin)
@@ -99,6 +107,7 @@ class _Combination:
     types: Mapping[str, Any]
     imports: bool
     signature: Callable[[str], Signature]  # of a component
+    copy: str
     findings: list[str] = field(default_factory=list)
     layers: list[Layer] = field(default_factory=list)
     given_in: dict[str, int] = field(default_factory=dict)  # dotted key -> index of the last layer that has it
@@ -111,7 +120,8 @@ class _Combination:
         for name, value in values.items():
             key, place = f"{prefix}{name}", cast(Any, default.get(name))
             if name not in default:
-                hint = self._place_of(str(name), default, prefix) or _elsewhere(key) or " --help lists all of them."
+                hint = self._place_of(str(name), default, prefix) or _elsewhere(key, self.copy)
+                hint = hint or " --help lists all of them."
                 self.findings.append(f"{key}: is not a setting.{hint}{origin}")
             elif _is_group(place) and not isinstance(value, dict):
                 keys = f"a group of keys, not the single value {show(value)}. Its keys: {', '.join(place)}."
@@ -217,15 +227,28 @@ class _Combination:
 
     def _argument_problem(self, component: str, name: str, value: Any, default: Values, prefix: str) -> str:
         parameters = self.signature(component).parameters
-        usual = self.signature(default[COMPONENT]).parameters if default else {}
-        if name not in default and name in usual and usual[name].default is usual[name].empty:
+        given = self._given_by_recipe(component, default)
+        if name in given:
             return "is given by the recipe itself, not in the configuration."
         if name in parameters:
             return mismatch(value, parameters[name].annotation)
         if self.signature(component).accepts_any:
             return ""
-        hint = did_you_mean(name, parameters) or self._place_of(name, [], prefix)
-        return f"{component.rpartition('.')[2]} has no argument '{name}'.{hint or ' It has: ' + ', '.join(parameters)}"
+        settable = [each for each in parameters if each not in given]
+        what, has = f"{component.rpartition('.')[2]} has no argument '{name}'", "It has"
+        if not self.given_in.get(f"{prefix}{COMPONENT}"):  # the user has not named the component
+            what, has = "is not a setting", f"{prefix.removesuffix('.')} has"
+        usual_name = OTHER_NAMES.get(name)
+        hint = f" Did you mean '{usual_name}'?" if usual_name in settable else did_you_mean(name, settable)
+        return f"{what}.{hint or self._place_of(name, [], prefix) or f' {has}: ' + ', '.join(settable)}"
+
+    def _given_by_recipe(self, component: str, default: Values) -> set[str]:
+        """Return the arguments of a component that the recipe itself gives, such as an optimizer's parameters."""
+        usual = self.signature(default[COMPONENT]) if default else ANYTHING
+        given = {name for name, each in usual.parameters.items() if each.default is each.empty and name not in default}
+        places = [at for at, each in enumerate(usual.positional) if each.name in given]
+        ours = self.signature(component).positional
+        return given | {ours[at].name for at in places if at < len(ours) and ours[at].name not in default}
 
     def _place_of(self, name: str, siblings: Iterable[str], prefix: str) -> str:
         """Where the default has a setting with a name like this."""
@@ -233,15 +256,19 @@ class _Combination:
         if "." in name and prefix + name in keys:
             return f" In a file, nest it: {name.replace('.', ': {')}: ...{'}' * name.count('.')}"
         leaf = name.rpartition(".")[2]
+        leaf = OTHER_NAMES.get(leaf, leaf) if "." not in name else leaf
         same = [f"'{key}'" for key in keys if key.rpartition(".")[2] == leaf and key != prefix + name]
         return f" Did you mean {' or '.join(same)}?" if same else did_you_mean(name, siblings)
 
 
-def _elsewhere(key: str) -> str:
-    """Which recipes have this setting."""
+def _elsewhere(key: str, copy: str) -> str:
+    """Which recipes have this setting, and what to do; `copy` is the file name of a copy's defaults."""
     settings = {name: OmegaConf.to_container(OmegaConf.load(find_config(name))) for name in list_recipes()}
     recipes = [name for name, values in settings.items() if key in dict(walk(cast(Values, values)))]
-    return f" It is one of {', '.join(recipes)}: use that recipe, or leave it out (a copy: add it)." if recipes else ""
+    if recipes and copy:
+        others = ", ".join(recipes)
+        return f" {copy} does not have it, only {others}. Add it to {copy} and to its recipe, or leave it out."
+    return f" It is one of {', '.join(recipes)}: use that recipe, or leave it out." if recipes else ""
 
 
 def _is_open(value: Any) -> bool:

@@ -16,7 +16,7 @@ from tune.config import text
 from tune.config.arguments import types_of_settings
 from tune.config.check import combine, merge, walk
 from tune.config.instantiate import COMPONENT
-from tune.config.paths import find_config, find_script
+from tune.config.paths import find_config, find_script, is_of_the_library
 from tune.config.text import Values
 from tune.errors import TuneError
 from tune.rules import Facts, Finding, Level, judge
@@ -68,7 +68,7 @@ def read(
     recipe = recipe if recipe and recipe.is_file() else find_script(file)
     values = functools.reduce(merge, [layer.values for layer in layers])
     types = types_of_settings(recipe, default.values, values) if imports and recipe else {}
-    cfg, problems = combine(layers, types, imports)
+    cfg, problems = combine(layers, types, imports, "" if is_of_the_library(file) else file.name)
     return cfg, unreadable + problems
 
 

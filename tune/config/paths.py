@@ -7,7 +7,7 @@ from pathlib import Path
 
 import tune
 from tune.errors import TuneError
-from tune.lookup import did_you_mean, local_path
+from tune.lookup import did_you_mean, did_you_mean_path, local_path
 
 
 def list_recipes() -> list[str]:
@@ -47,6 +47,11 @@ def find_script(config: Path) -> Path | None:
     return None
 
 
+def is_of_the_library(config: Path) -> bool:
+    """Whether a config is one of the library's, not a copy."""
+    return config.resolve().parent == _folder("configs").resolve()
+
+
 def local_folder(output_dir: str) -> Path:
     """Return the run folder on this machine. For a URL such as s3://bucket/run it is $TUNE_LOCAL/bucket/run, or
     runs/bucket/run. Raises TuneError for a URL without a folder, or for a store in memory."""
@@ -73,13 +78,14 @@ def _names(kind: str, suffix: str) -> list[str]:
 
 
 def _find(kind: str, name: str, suffix: str) -> Path:
-    path = local_path(name)
+    path, near = local_path(name), ""
     with suppress(OSError):  # a name may be too long for a file
         if path.is_file():
             return path
+        near = did_you_mean_path(path, f"*{suffix}") if path.suffix == suffix else ""
     known = _names(f"{kind}s", suffix)
     stem = name.removesuffix(suffix)
     if stem in known:
         return _folder(f"{kind}s") / f"{stem}{suffix}"
-    hint = did_you_mean(stem, known)
-    raise TuneError(f"there is no {kind} '{name}': it is neither a file nor one of: {', '.join(known)}.{hint}")
+    place, hint = "" if path.is_absolute() else f" in {Path.cwd()}", near or did_you_mean(stem, known)
+    raise TuneError(f"there is no {kind} '{name}': it is neither a file{place} nor one of: {', '.join(known)}.{hint}")

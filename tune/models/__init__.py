@@ -3,7 +3,7 @@ which wraps any other causal language model of transformers."""
 
 from tune.models.attention import Choice, capability
 from tune.models.build import as_reward_model, build, prepare_scores, set_pad
-from tune.models.config_file import ConfigFile, read_json
+from tune.models.config_file import ConfigFile, no_folder, read_json
 from tune.models.context import KeyValueCache
 from tune.models.decoder import Decoder, DecoderConfig, TrainableModel, weight_flops
 from tune.models.hf import HuggingFaceModel, hf, is_transformers_model, require_no_peft, without_bars

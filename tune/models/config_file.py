@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tune.errors import TuneError
-from tune.lookup import absent, did_you_mean, in_shell, is_on_the_hub
+from tune.lookup import absent, did_you_mean_path, in_shell, is_on_the_hub
 from tune.tokenizers import mapping_in
 
 T = TypeVar("T")
@@ -50,21 +50,26 @@ def is_positive(value: Any) -> bool:
     return type(value) in (int, float) and value > 0
 
 
+def no_folder(path: Path, wanted: str) -> str:
+    """Why `path` is no folder, what it must be, and a suggestion."""
+    what = "is a file" if path.exists() else absent(path)
+    near = did_you_mean_path(path, "*/")
+    to_download = f". To download it from the Hugging Face hub: `tune download {path}`"
+    hint = to_download if is_on_the_hub(str(path)) else near and f".{near}"
+    if path.suffix == ".gguf" and path.is_file():
+        hint = ". `tune convert` converts a GGUF file"
+    if re.match(r"\w+:/", str(path)):  # Path has removed the other slash
+        hint = ". URLs are not supported: copy the folder to a disk of each node, and give the path of the copy"
+    return f"{path} {what}; it must be {wanted}{hint}"
+
+
 class ConfigFile:
     """The config.json of a checkpoint folder. `finish` rejects fields that were not read."""
 
     def __init__(self, folder: Path, setting: str = "path"):
         self.path, self.setting = folder / "config.json", setting
         if not folder.is_dir():
-            what = "is a file" if folder.exists() else absent(folder)
-            near = did_you_mean(folder.name, (each.name for each in folder.parent.glob("*/")))
-            to_download = f". To download it from the Hugging Face hub: `tune download {folder}`"
-            hint = to_download if is_on_the_hub(str(folder)) else near and f".{near}"
-            if folder.suffix == ".gguf" and folder.is_file():
-                hint = ". `tune convert` converts a GGUF file"
-            if re.match(r"\w+:/", str(folder)):  # Path has removed the other slash
-                hint = ". URLs are not supported: copy the folder to a disk of each node, and give the path of the copy"
-            raise TuneError(f"{setting}: {folder} {what}; it must be a folder with config.json and *.safetensors{hint}")
+            raise TuneError(f"{setting}: {no_folder(folder, 'a folder with config.json and *.safetensors')}")
         self.fields = read_json(self.path, setting)
         self.scores = "SequenceClassification" in str(self.fields.get("architectures"))  # a reward model
         self._read, self._sections = set[str](), list[ConfigFile]()

@@ -9,8 +9,10 @@ from typing import Literal
 from tune.errors import TuneError, explained
 from tune.files import CHECKPOINT
 from tune.lookup import in_shell, local_path
-from tune.models import ConfigFile, read_json
+from tune.models import ConfigFile, no_folder, read_json
 from tune.peft.files import CONFIG
+
+ANY = "a model (with config.json), an adapter or a run folder"
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,9 @@ def resolve_model(path: str | Path, adapters: Sequence[str | Path] = (), setting
     """
     place = local_path(path)
     if not place.is_dir():
-        ConfigFile(place, setting or "model.path")  # raises with suggestions
+        if setting:
+            ConfigFile(place, setting)  # raises with suggestions
+        raise TuneError(no_folder(place, ANY))
     with explained(setting) if setting else nullcontext():
         return _resolved(place, adapters)
 
@@ -81,21 +85,24 @@ def exported_folder(path: Path, first: Literal["model", "adapter"] = "model") ->
             return folder
     places = path, path.parent, path.parent.parent
     run = next((place for place in places if (place / "config.yaml").exists()), path if is_run else None)
-    if run and run != path and any((run / name).is_dir() for name in ("model", "adapter")):
+    steps = steps_of(run) if run and (run / "checkpoints").is_dir() else {}
+    if run and run != path and steps and any((run / name).is_dir() for name in ("model", "adapter")):
+        named, place = step_of(path)[1], in_shell(run)
+        step = named if named in steps else max(steps)
         raise TuneError(
-            f"{path} is a checkpoint to resume from. `tune export {in_shell(run)} --step N` turns it into a model"
+            f"{path} is for resuming, not a model. Name the run and one of its steps ({place} --step {step}), or that "
+            f"step's folder ({in_shell(steps[step])}). To make a model of it: `tune export {place} --step {step} --to "
+            "hf --out FOLDER`"
         )
     if run:
-        steps = (
-            ", ".join(folder.name for folder in sorted(run.glob(f"checkpoints/{CHECKPOINT}"))) or "no checkpoint either"
-        )
+        found = ", ".join(folder.name for folder in steps.values()) or "no checkpoint either"
         raise TuneError(
-            f"{path}: this run has not exported anything yet: it has neither model/ nor adapter/, but {steps}. Let it "
+            f"{path}: this run has not exported anything yet: it has neither model/ nor adapter/, but {found}. Let it "
             f"finish (the command that started it, with output_dir={in_shell(run)}, continues after its last "
             f"checkpoint), or export a checkpoint: `tune export {in_shell(run)} --step N --to hf --out FOLDER`"
         )
     if not path.is_dir():
-        ConfigFile(path, "model.path")  # raises with suggestions
+        raise TuneError(no_folder(path, ANY))
     content = ", ".join(sorted(child.name for child in path.iterdir())[:8]) or "nothing"
     raise TuneError(
         f"{path} is neither a model (config.json), nor an adapter ({CONFIG}), nor a run (config.yaml); it has {content}"

@@ -164,7 +164,11 @@ class Run:
         world.of_main(lambda: lock.hold(self.path))  # before changing anything in it
         self.store = Store(chosen, self.path, world) if is_url else None
         # Describes the command that continues this run.
-        self.again = f"the same command with output_dir={in_shell(chosen)}{'' if resume == 'auto' else ' resume=auto'}"
+        values: Any = OmegaConf.to_container(self.settings, resolve=True)
+        others = (name for name, value in values.items() if value == chosen)  # a copied recipe may rename it
+        key = "output_dir" if "output_dir" in values else next(others, None)
+        folder = f"{key}={in_shell(chosen)}" if key else f"the folder {chosen}"
+        self.again = f"the same command with {folder}{'' if resume == 'auto' else ' resume=auto'}"
         self.resume = world.broadcast(run_folder.resumption(self.path, resume))
         mark = self.path / f".{world.broadcast(uuid.uuid4().hex)}"
         refusal = run_folder.refusal(self.path, self.resume, mark, self.recipe) if world.is_main else ""
@@ -174,7 +178,7 @@ class Run:
             mark.unlink(missing_ok=True)
         else:
             run_folder.require_shared(mark, world)
-        run_folder.require_same_files(OmegaConf.to_container(self.settings, resolve=True), world)
+        run_folder.require_same_files(values, world)
 
     def __enter__(self) -> Self:
         return self
@@ -529,6 +533,9 @@ class Run:
         changed = config.save(self.settings, self.path)
         if start or not is_first:
             said = [f"continued after step {start}" if start else "started over: no checkpoint was complete"]
+            if self.was_done:
+                whole = f"{self.path} is complete ({start:,} of {self.total:,} steps): nothing to train"
+                said = [f"{whole}. For a new run, name another folder"]
             if lost := [step for step in lines_after(self.path / "metrics.jsonl", start)[1] if step]:
                 which = f"step {lost[0]} was" if len(lost) == 1 else f"steps {lost[0]} to {lost[-1]} were"
                 said.append(f"{which} trained but not saved, and will be trained again")

@@ -21,6 +21,7 @@ from tune.rules import Facts, Finding, Level, judge
 from tune.validate.rehearse import Recipe, described, is_limit, is_own, rehearse
 
 PLACE = re.compile(r"([\w./\[\]-]+(?::\d+)?): (.+)", re.DOTALL)
+ABSENT = re.compile(r"(\S+) \(?does not exist\b")  # see tune.lookup.absent
 LIMITED = "only the first {:,} rows were read; --all reads all rows"
 
 
@@ -38,13 +39,17 @@ class Findings:
     def add(self, text: str, place: str = "", level: Level = Level.ERROR, is_cause: bool = False) -> None:
         """Keep a message, which may begin with its place.
 
-        The same error is kept once, at its first place, unless it `is_cause`: a problem of the setting itself. An error
-        at a setting that already has one, or at its group, is dropped as a consequence.
+        The same error is kept once, at its first place, unless it `is_cause`: a problem of the setting itself. So is
+        the error that a path does not exist. An error at a setting that already has one, or at its group, is dropped as
+        a consequence.
         """
         if match := PLACE.fullmatch(text):
             place, text = match.groups()
         is_once = level is Level.ERROR and not is_cause
         if any(finding.message == text and (is_once or finding.place == place) for finding in self.all):
+            return
+        reported = [path for finding in self.all for path in ABSENT.findall(finding.message)]
+        if is_once and (path := ABSENT.search(text)) and path[1] in reported:
             return
         known = {finding.place for finding in self.all if finding.level is Level.ERROR}
         follows = any(f"{other}.".startswith(f"{place}.") for other in known if place)

@@ -175,7 +175,7 @@ def _other_meanings(row: Row, content: Content, columns: Sequence[str]) -> list[
     return [*names, IMAGE] if any(IMAGE in prompt for prompt in prompts) else names
 
 
-def _advice(row: Row, columns: Mapping[str, str], formats: Iterable[Format]) -> str:
+def _advice(row: Row, columns: Mapping[str, str], formats: Sequence[Format]) -> str:
     """Advice for a row that matches no format: the settings with which it can be read."""
     if "label" in row and all("chosen" in format.columns for format in formats):
         settings = "loss._component_=tune.losses.KTO dataset.kind=labelled"
@@ -192,9 +192,20 @@ def _advice(row: Row, columns: Mapping[str, str], formats: Iterable[Format]) -> 
                 return f"{name} is a conversation, not a pair of answers: use full_finetune or lora_finetune"
             return f"{name} is a list of objects: if these are the rows, save this list alone as a .json file"
     return (
-        "If a column has another name, set 'dataset.columns={text: its_name}'. Otherwise give your own function that "
-        "converts a row to one of these formats: dataset.format=my_data.to_messages"
+        f"Name the columns to read, such as {_example(row, columns, formats)}. Otherwise give your own function that "
+        "converts a row to one of these formats: dataset.format=my_data.to_messages (in my_data.py, in the current "
+        "folder)"
     )
+
+
+def _example(row: Row, columns: Mapping[str, str], formats: Iterable[Format]) -> str:
+    """A setting that reads columns of this row, in their order: a question and an answer, or else a text."""
+    texts = [name for name, value in row.items() if isinstance(value, str) and name not in columns.values()]
+    known = [[column for column in format.columns if column not in columns] for format in formats]
+    likely = [wanted for wanted in (["instruction", "output"], ["text"], *known) if wanted in known]
+    wanted = next((each for each in likely if len(each) <= len(texts)), likely[0])
+    pairs = {**columns, **{ours: (texts[at] if at < len(texts) else "its_name") for at, ours in enumerate(wanted)}}
+    return f"'dataset.columns={{{', '.join(f'{ours}: {_yaml(theirs)}' for ours, theirs in pairs.items())}}}'"
 
 
 def _renaming(row: Row, columns: Mapping[str, str], format: Format) -> str | None:
