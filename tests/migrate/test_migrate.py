@@ -639,6 +639,7 @@ def test_secrets_are_left_out(tmp_path, capsys):
         ("a: [1\n", 2, "this is not YAML"),
         ("seed: 3\nlayers: 4\n", 2, "--from"),
         ("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\n", 2, "--world-size N"),
+        (T + "num_processes: many\n", 2, "not 'many'"),
         ("num_processes: 8\nmixed_precision: bf16\n", 2, "--world-size 8"),
         ("deepspeed_config: {zero3_save_16bit_model: true}\nnum_machines: 1\nnum_processes: 4\n", 2, "--world-size 4"),
         ("model: {_component_: tune.models.build, path: x}\nseed: 8\n", 2, "config of tune"),

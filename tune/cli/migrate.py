@@ -112,8 +112,10 @@ def read(file: Path) -> tuple[dict[str, Any], str | None, int]:
     launch = launch_settings(values, options, file.parent)
     if launch:
         values["accelerate"] = launch
-    devices = int(found[1]) if found else launch.get("num_processes")
-    return values, method, devices if isinstance(devices, int) else 1
+    devices = int(found[1]) if found else launch.get("num_processes") or 1
+    if not isinstance(devices, int):
+        raise TuneError(f"{file}: num_processes must be a number of devices, not {devices!r}.")
+    return values, method, devices
 
 
 def launcher_options(launcher: str) -> dict[str, Any]:

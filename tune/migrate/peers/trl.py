@@ -291,6 +291,7 @@ CORRECTION = (
 
 def chat_template_path(run: Migration, key: str, value: str) -> None:
     """Convert a Jinja file; of a model folder, use its own template file. TRL also takes models of the hub."""
+    value = str(value)
     folder, download = common.folder_of(value)
     file = Path(folder, "chat_template.jinja")
     if value.endswith((".jinja", ".j2")):
