@@ -389,7 +389,10 @@ def test_imported_modules_are_part_of_the_key(tmp_path, monkeypatch, module):
             {"filter": "my_data.fails"},
             r"data\.jsonl:1, 2, 3: my_data\.fails fails on this row \(columns text\): KeyError: 'nothing'",
         ),
-        ({"format": "my_data.strange"}, r"data\.jsonl:1, 2, 3: my_data\.strange returned 5; it must return a row, or None"),
+        (
+            {"format": "my_data.strange"},
+            r"data\.jsonl:1, 2, 3: my_data\.strange returned 5; it must return a row, or None",
+        ),
         ({"format": "my_data.columns"}, r"the row from my_data\.columns: the columns question match no known"),
         ({"format": "my_data.to_mesages"}, r"format: my_data has no 'to_mesages'\. Did you mean 'to_messages'\?"),
         (

@@ -36,6 +36,7 @@ import tune
 from tune import rehearsal
 from tune.distributed import current_world
 from tune.errors import TuneError
+from tune.lookup import did_you_mean
 from tune.validate.fake_tensors import FakeWeights
 from tune.validate.stand_ins import STAND_INS
 from tune.validate.statements import Missing, Statements, Unknown
@@ -182,7 +183,8 @@ def described(error: Exception, file: Path) -> str:
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename, file)]
     place = f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else file.name
     if isinstance(error, ConfigAttributeError | ConfigKeyError):
-        return f"{error.full_key}: {place} reads it, and there is no such setting"
+        near = did_you_mean(str(error.key), map(str, error.parent_node or ()))
+        return f"{error.full_key}: {place} reads it, and there is no such setting{near and f'.{near}'}"
     text = str(error).splitlines()[0] if str(error) else ""
     return f"{place}: {type(error).__name__}: {text}"
 
