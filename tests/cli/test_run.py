@@ -72,6 +72,14 @@ def test_recipe_runs_as_with_python(recipe: Path) -> None:
     assert ours.returncode == theirs.returncode == 0
 
 
+def test_setting_that_the_recipe_reads_and_its_yaml_lacks(recipe: Path) -> None:
+    (recipe.parent / "defaults.yaml").write_text(DEFAULTS.replace("fail_on", "fial_on"))
+    result = run(recipe, "greeting.name=x")
+    line = RECIPE[: RECIPE.index("cfg.fail_on is")].count("\n") + 1
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert result.stderr.startswith(f"error: fail_on: recipe.py:{line} ") and "'fial_on'" in result.stderr
+
+
 @pytest.mark.parametrize("options", [(), ("--nproc-per-node", "2")])
 def test_unknown_keys_are_reported_before_imports(recipe: Path, options: tuple[str, ...]) -> None:
     (recipe.parent / "greetings.py").write_text("import sys\nprint('imported', file=sys.stderr)\n" + COMPONENT)

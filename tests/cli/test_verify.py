@@ -6,6 +6,8 @@ import shutil
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import lora_finetune
 import pytest
@@ -14,6 +16,7 @@ from helpers import make_adapter, run_verbs, save_checkpoint, slow_but
 from safetensors.torch import load_file, save_file
 
 from tune.cli import main
+from tune.verify.comparison import Observed, _answers
 
 pytest.importorskip("transformers")
 COMPUTED = {"greedy answers", "log-probs", "perplexity", "adapter"}
@@ -258,3 +261,19 @@ def test_invalid_inputs_are_rejected(
     with pytest.raises(SystemExit) as ended:
         main(["verify", *(argument.replace("RUN", str(run)) for argument in arguments)])
     assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_accepted_answers_that_differ_are_reported(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    found = Observed([], {}, {}, [[5, 6], [7, 8]], 2, [])
+    tokenizer: Any = SimpleNamespace(stop_ids={2}, decode=str)
+
+    def printed(loss: float) -> str:
+        losses = [torch.zeros(2), torch.tensor([0.0, loss])]
+        check = _answers(found, losses, tokenizer, tolerance=0.02)
+        assert check.is_same
+        monkeypatch.setattr("tune.cli.verify.verify", lambda options: [check])
+        main(["verify", "a", "--against", "b"])
+        return capsys.readouterr().out.partition("same\n")[2].rpartition("  same\n")[2]
+
+    assert "1 of 2" in printed(0.04) and "0.0100 nats" in printed(0.04)
+    assert printed(0.0) == ""

@@ -323,6 +323,13 @@ def my_data(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("my_data")
+def test_function_that_fails_on_all_rows_is_one_line(tokenizer, numbers):
+    with pytest.raises(TuneError, match=r"data\.jsonl:1, 2, 3: my_data\.fails .*text.*KeyError") as error:
+        load(tokenizer, numbers(3), max_seq_len=16, format="my_data.fails")
+    assert str(error.value).count("KeyError") == 1
+
+
+@pytest.mark.usefixtures("my_data")
 def test_filter_function(tokenizer, numbers):
     data = load(tokenizer, numbers(12), max_seq_len=16, filter="my_data.is_long")
     assert texts(data, tokenizer) == ["<s>10</s>", "<s>11</s>"]
@@ -378,8 +385,14 @@ def test_imported_modules_are_part_of_the_key(tmp_path, monkeypatch, module):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"filter": "my_data.fails"}, r"data\.jsonl:1: my_data\.fails fails on this row: KeyError: 'nothing'"),
-        ({"format": "my_data.strange"}, r"data\.jsonl:1: my_data\.strange returned 5; it must return a row, or None"),
+        (
+            {"filter": "my_data.fails"},
+            r"data\.jsonl:1, 2, 3: my_data\.fails fails on this row \(columns text\): KeyError: 'nothing'",
+        ),
+        (
+            {"format": "my_data.strange"},
+            r"data\.jsonl:1, 2, 3: my_data\.strange returned 5; it must return a row, or None",
+        ),
         ({"format": "my_data.columns"}, r"the row from my_data\.columns: the columns question match no known"),
         ({"format": "my_data.to_mesages"}, r"format: my_data has no 'to_mesages'\. Did you mean 'to_messages'\?"),
         (

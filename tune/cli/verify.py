@@ -64,8 +64,9 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     rows = [(*astuple(each)[:5], words[each.is_same]) for each in checks]
     print_table([("check", "run", "artifact", "difference", "tolerance", ""), *rows])
     different = [each for each in checks if each.is_same is False]
-    for each in different:
-        print(f"{each.name}: {each.detail or f'{each.difference}, where {each.tolerance} is allowed'}")
+    for each in checks:
+        if each in different or each.detail:
+            print(f"{each.name}: {each.detail or f'{each.difference}, where {each.tolerance} is allowed'}")
     if different:
         sys.exit(1)
 

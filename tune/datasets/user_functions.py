@@ -17,6 +17,7 @@ from typing import Any
 from tune.errors import TuneError, explained
 from tune.lookup import locate
 
+COLUMNS_SHOWN = 12
 INSTALLED = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
 
 
@@ -80,7 +81,8 @@ def _imported(source: bytes, package: str) -> Iterator[str]:
 
 def applied(path: str, setting: str, row: dict[str, Any]) -> Any:
     """The result of the user's function with this path for a row."""
-    return called(f"{path} fails on this row", load_function(path, setting), row)
+    columns = ", ".join(list(row)[:COLUMNS_SHOWN]) + (", ..." if len(row) > COLUMNS_SHOWN else "")
+    return called(f"{path} fails on this row (columns {columns})", load_function(path, setting), row)
 
 
 def called(what: str, function: Callable[..., Any], *given: Any) -> Any:

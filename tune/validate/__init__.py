@@ -3,7 +3,7 @@ itself calls, and rules in `tune.rules`."""
 
 from tune.validate.checks import validate
 from tune.validate.fake_tensors import FakeWeights
-from tune.validate.rehearse import Recipe, Uninitialized, process_group, rehearsed
+from tune.validate.rehearse import Recipe, Uninitialized, described, process_group, rehearsed
 from tune.validate.stand_ins import RehearsedCheckpointer, RehearsedRun, RehearsedWorld
 from tune.validate.statements import Statements
 

@@ -204,7 +204,8 @@ def described(error: Exception, file: Path) -> str:
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename, file)]
     place = f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else file.name
     if isinstance(error, ConfigAttributeError | ConfigKeyError):
-        return f"{error.full_key}: {place} reads it, and there is no such setting"
+        near = did_you_mean(str(error.key), map(str, error.parent_node or ()))
+        return f"{error.full_key}: {place} reads it, and there is no such setting{near and f'.{near}'}"
     text = str(error).splitlines()[0] if str(error) else ""
     return f"{place}: {type(error).__name__}: {text}"
 

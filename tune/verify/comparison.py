@@ -20,7 +20,8 @@ ADAPTER_SHARE = 0.5  # largest accepted deviation of the adapter's effect, as a 
 
 @dataclass(frozen=True)
 class Check:
-    """A row of the table. `is_same` is None if the check is inconclusive; `detail` describes a difference."""
+    """A row of the table. `is_same` is None if the check is inconclusive; `detail` describes a difference, also one
+    within the tolerance."""
 
     name: str
     run: str
@@ -205,9 +206,14 @@ def _answers(found: Observed, losses: Sequence[Tensor], tokenizer: Tokenizer, to
     if not mean <= tolerance:
         worst = max(range(len(cut)), key=lambda at: float(cut[at].sum()))
         details.append(f"for example {tokenizer.decode(found.answers[worst])!r:.200}")
+    is_same = not details
+    if is_same and same < len(cut):
+        details = [
+            f"{len(cut) - same} of {len(cut)} differ, and are almost as likely for the run ({mean:.4f} nats a token)"
+        ]
     return Check(
         "greedy answers", f"{len(cut)}, {sum(map(len, cut)):,} tokens", f"{same} the same",
-        f"{mean:.4f} nats a token", f"{tolerance:.4f}", not details, "; ".join(details),
+        f"{mean:.4f} nats a token", f"{tolerance:.4f}", is_same, "; ".join(details),
     )  # fmt: skip
 
 
