@@ -107,9 +107,9 @@ def test_half_precision_of_a_gpu_without_bf16(checkpoint, capsys):
 
 @pytest.fixture
 def small(tmp_path):
-    """The file of a CPU with 0.45 GiB of memory, of which 0.4 are reserved."""
+    """The file of a CPU with 0.43 GiB of memory, of which 0.4 are reserved."""
     file = tmp_path / "small.json"
-    file.write_text(json.dumps(asdict(DEVICES["cpu"]) | {"memory": 0.45}))
+    file.write_text(json.dumps(asdict(DEVICES["cpu"]) | {"memory": 0.43}))
     return str(file)
 
 
@@ -141,9 +141,9 @@ def test_the_longest_row_fits_and_a_longer_one_does_not(checkpoint, small, capsy
     longest = json.loads(plan(capsys, *run, "--longest-row", "max_seq_len"))["longest"]
     lengths = [row["max_seq_len"] for row in longest]
     assert lengths == sorted(lengths) and len(lengths) >= 2
-    for row in (longest[0], longest[-1]):
-        for length, fits in ((row["max_seq_len"], True), (int(1.03 * row["max_seq_len"]) + 128, False)):
-            assert json.loads(plan(capsys, *run, *row["overrides"], f"max_seq_len={length}"))["fits"] is fits
+    row = longest[-1]
+    for length, fits in ((row["max_seq_len"], True), (int(1.03 * row["max_seq_len"]) + 128, False)):
+        assert json.loads(plan(capsys, *run, *row["overrides"], f"max_seq_len={length}"))["fits"] is fits
     whole = {tuple(row["overrides"]) for row in longest}
     assert any("memory.activation_checkpointing=full" in overrides for overrides in whole)
 

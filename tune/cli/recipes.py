@@ -83,8 +83,10 @@ def split(arguments: Sequence[str]) -> tuple[list[str], Path, list[str]]:
     for position, argument in enumerate(arguments):
         if argument in names or argument.endswith(".py"):
             return list(arguments[:position]), config.find_recipe(argument), list(arguments[position + 1 :])
+    hints = [did_you_mean(each, names) for each in arguments if not re.search("^-|=", each)]
     raise TuneError(
         f"no recipe follows the launcher's options. Name one of {', '.join(names)}, or a file that ends in .py."
+        f"{max(hints, default='')}"
     )
 
 

@@ -99,7 +99,7 @@ def _options(arguments: Sequence[str]) -> tuple[Any, list[str]]:
     parser = ArgumentParser(
         "tune run --launcher slurm", allow_abbrev=False, epilog="Other options (--option=value) are passed to sbatch."
     )
-    parser.add_argument("--nodes", type=count, default=1, help="default: 1")
+    parser.add_argument("--nodes", "--nnodes", type=count, default=1, help="default: 1")
     parser.add_argument("--gpus-per-node", type=count, help="GPUs, and so processes, per node")
     parser.add_argument("--nproc-per-node", type=count, help="processes per node, if not one per GPU")
     parser.add_argument("--time", help="limit of one start, as for sbatch: MINUTES, HH:MM:SS, DAYS-HH:MM:SS ...")
