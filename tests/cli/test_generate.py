@@ -218,7 +218,7 @@ def test_parquet_has_the_same_records_as_json(checkpoint, tmp_path, capsys):
 
 WRONG = {
     "a run without a result": (["RUN", "--prompt", "a"], "this run has not exported anything yet"),
-    "no model": (["not_there", "--prompt", "a"], "model.path: not_there does not exist"),
+    "no model": (["not_there", "--prompt", "a"], "not_there does not exist"),
     "a name of the hub": (["org/name", "--prompt", "a"], "tune download org/name"),
     "no adapter": (["MODEL", "--adapter", "MODEL", "--prompt", "a"], "is not an adapter"),
     "no file": (["MODEL", "--prompts", "none.jsonl"], "--prompts: none.jsonl: there is no such file"),

@@ -239,19 +239,19 @@ def test_up_to_five_mistakes_are_reported_at_once(tokenizer, write):
     with pytest.raises(TuneError) as error:
         load(tokenizer, write(*rows), max_seq_len=100)
     places = [line.split(": ")[0].strip() for line in str(error.value).splitlines()[1:]]
-    assert places == [f"data.jsonl:{line}" for line in (2, 4, 6, 8, 10)]
+    assert places == ["data.jsonl:2, 4, 6, 8, 10"]
 
 
 def test_mistakes_are_collected_over_all_rows_but_stop_a_stream(tokenizer, write):
     """Rows are read 64 at a time."""
     rows = [{"text": 1 if number in (9, 99, 249) else "a"} for number in range(300)]
-    file, places = write(*rows), ("data.jsonl:10", "data.jsonl:100", "data.jsonl:250")
+    file = write(*rows)
     with pytest.raises(TuneError) as error:
         load(tokenizer, file, max_seq_len=9)
-    assert all(f"  {place}: " in str(error.value) for place in places)
+    assert "  data.jsonl:10, 100, 250: " in str(error.value)
     with pytest.raises(TuneError) as error:
         load(tokenizer, file, max_seq_len=9, streaming=True, shuffle_buffer=512, workers=1)
-    assert [f"  {place}: " in str(error.value) for place in places] == [True, False, False]
+    assert "  data.jsonl:10: " in str(error.value)
 
 
 def test_template_that_rejects_a_row_is_reported(folder, write):

@@ -112,7 +112,8 @@ FILES = {
     "other columns": (
         "data.jsonl",
         '{"this": "a", "that": "b"}',
-        "data.jsonl:1: the columns this, that match no known format: messages; conv.* 'dataset.columns={text: ",
+        "data.jsonl:1: the columns this, that match no known format: messages; conv.*"
+        "'dataset.columns={instruction: this, output: that}'",
     ),
     "no columns": ("data.jsonl", "{}", r"data.jsonl:1: the columns \(none\) match no"),
 }

@@ -135,7 +135,7 @@ def test_job_is_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--nodes", "0"], "argument --nodes: '0' is not a number of at least 1"),
+        (["--nodes", "0"], "'0' is not a number of at least 1"),
         (["--gpus-per-node=two"], "'two' is not a number of at least 1"),
         (["--time", "soon"], "'soon' is not a time limit such as 90, 24:00:00 or 2-12"),
         (["--partition", "gpu"], "'gpu' is not an option"),

@@ -268,7 +268,7 @@ def test_gemma3_scales_only_the_full_attention_layers(tmp_path):
         ("owner/name", r"hub: `tune download owner/name`$"),
         (
             "runs/mien",
-            r"\*\.safetensors\. Did you mean 'mine'\?$",
+            r"\*\.safetensors\. Did you mean 'runs/mine'\?$",
         ),  # its parent folder exists, so no hint about the hub
         ("runs/other", r"\*\.safetensors$"),
     ],

@@ -52,11 +52,6 @@ def main(arguments: list[str] | None = None) -> None:
     except AttributeError as error:  # from OmegaConf, which is slow to import: a copied recipe lacks a setting
         if type(error).__name__ != "ConfigAttributeError":
             raise
-        if verb == "run":
-            from tune.validate import described
-
-            print(f"error: {described(error, Path(sys.argv[0]))}", file=sys.stderr)
-            sys.exit(2)
         key = getattr(error, "full_key", "")
         what = f"tune {verb} needs this setting, and the recipe does not have it. Keep its name in a copy"
         print(f"error: {key}: {what}", file=sys.stderr)

@@ -58,7 +58,13 @@ def run_recipe(arguments: Sequence[str]) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         runpy.run_path(str(recipe), run_name="__main__")
+    except (TuneError, BrokenPipeError):
+        raise
     except Exception as error:
+        if type(error).__name__ == "ConfigAttributeError":  # from OmegaConf, which is slow to import
+            from tune.validate import described
+
+            raise TuneError(described(error, recipe)) from error
         print_from(recipe, error)
         sys.exit(1)
 
