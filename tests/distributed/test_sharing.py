@@ -49,14 +49,14 @@ def test_layouts_of_four_and_eight_processes(tmp_path):
 def test_zero_stages_match_the_table(tmp_path):
     """The table of docs/layouts.md."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    shares = json.loads(run_processes(Path(__file__).with_name("measure_zero_stages.py"), 4, str(tmp_path)))
+    measured = json.loads(run_processes(Path(__file__).with_name("measure_zero_stages.py"), 4, str(tmp_path)))
     rows = {  # weights, gathered weights, gradients, states
         0: (1, 0, 1, 1), 1: (1 / 4, 1, 1, 1 / 4), 2: (1 / 4, 1, 1 / 4, 1 / 4), 3: (1 / 4, 0, 1 / 4, 1 / 4)
     }  # fmt: skip
     for stage, (weights, gathered, gradients, states) in rows.items():
         for moment, shares in {"in a step": (gathered, gradients), "between steps": (0, 0)}.items():
             expected = [weights, shares[0], shares[1], states]
-            sizes = [shares[stage][moment][name] for name in ("weights", "gathered", "gradients", "states")]
+            sizes = [measured[stage][moment][name] for name in ("weights", "gathered", "gradients", "states")]
             assert sizes == pytest.approx(expected, abs=0.01), (stage, moment)
 
 
