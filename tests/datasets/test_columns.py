@@ -72,7 +72,11 @@ def test_advice_fits_the_row_and_works(read, row, texts):
 
 
 def test_example_for_unknown_names_has_the_columns_of_the_row(read):
-    row = {"ticket_text": "It hums.", "fault": "fan", "urgency": "low"}
+    row = {"ticket_text": "It hums.", "fault": "fan"}
+    with pytest.raises(
+        TuneError, match=r"ticket_text, fault, urgency.*'dataset\.columns=\{instruction: COLUMN, output: COL"
+    ):
+        read(row | {"urgency": "low"})  # any two of them
     with pytest.raises(TuneError, match="match no known format") as error:
         read(row)
     setting = re.search(r"'(dataset\.columns=.*?)'", str(error.value))[0]

@@ -136,6 +136,11 @@ def test_undefined_name_in_a_branch_of_later_steps(mine):
     mine("full_finetune", (line, f"{line}            if step > 10**6:\n                averge.update(model)\n"))
     (error,) = errors("mine.py", *SETTINGS)
     assert error.startswith(f"mine.py:{line_of('averge.update')}: ") and "'averge'" in error
+    right = Path("mine.py").read_text()
+    Path("mine.py").write_text(right.replace("averge.update(model)", "print(cfg.optimizer.lrr)"))
+    (error,) = errors("mine.py", *SETTINGS)
+    assert error.startswith(f"optimizer.lrr: mine.py:{line_of('cfg.optimizer.lrr')} ") and "'lr'" in error
+    Path("mine.py").write_text(right)
     reached = Path("mine.py").read_text().replace("if step > 10**6:", "if step:")
     Path("mine.py").write_text(reached)
     (error,) = errors("mine.py", *SETTINGS)  # once, although the first step comes there

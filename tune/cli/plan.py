@@ -105,6 +105,8 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
             raise TuneError(f"--longest-row {key}: its value, {start}, is no number of tokens. Use max_seq_len")
         rows = longest_rows(start, lambda tokens: changed(f"{key}={tokens}"), searches)
         kept = [] if searches else job.plan(job.layout()).overrides
+        if rows and (note := changed(f"{key}={rows[-1].tokens}").note):
+            print(f"warning: {note}", file=sys.stderr)
         return show_longest(key, rows, job, kept, options.json)
     plans = job.search() if searches else [job.plan(job.layout())]
     found = plans[0].as_dict() | of_the_run(job, plans[0], options.price)
@@ -207,9 +209,10 @@ def show(found: dict[str, Any], plans: list[Any]) -> None:
     console.print(f"bound by {BOUNDS[found['bottleneck']][0]}" if best.fits else "too little memory")
     console.print(f"to change: {found['change']}")
     if saved := found.get("less_memory_gib"):
-        changes = Table("changed", "GiB", "saved", title="less memory", title_justify="left")
+        changes = Table("changed", "GiB", "saved", "fits", title="less memory", title_justify="left")
         for change, size in saved.items():
-            changes.add_row(change, f"{size:,.2f}", f"{found['memory_gib']['total'] - size:,.2f}")
+            fits = "yes" if size <= best.device.memory else ""
+            changes.add_row(change, f"{size:,.2f}", f"{found['memory_gib']['total'] - size:,.2f}", fits)
         console.print(changes)
     if len(plans) > 1:
         console.print("\nthe fastest layout that fits:" if best.fits else "\nno layout fits; the smallest:")

@@ -260,7 +260,7 @@ def require_batches(global_batch_size: PositiveInt, micro_batch_size: PositiveIn
         )
     if global_batch_size % together == 0:
         return
-    micro = [size for size in range(1, global_batch_size) if global_batch_size % (ranks * size) == 0]
+    micro = [size for size in range(1, global_batch_size + 1) if global_batch_size % (ranks * size) == 0]
     below = global_batch_size // together * together
     fitting = [size for size in (below, below + together) if size]
     others = f", or micro_batch_size to {', '.join(map(str, micro))}" if micro else ""

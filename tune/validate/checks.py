@@ -108,8 +108,9 @@ def validate(
         found, cfg, processes=processes, rows=rows, report=lambda error: findings.add_error(error, recipe),
         note=findings.add_note,
     )  # fmt: skip
-    for line, problem in found.undefined_names():
-        if not any(f"{recipe.name}:{line}: " in str(finding) for finding in findings.all):  # the rehearsal came there
+    for line, problem in [*found.undefined_names(), *found.missing_settings(cfg)]:
+        place = re.compile(rf"{re.escape(recipe.name)}:{line}\b")
+        if not any(place.search(str(finding)) for finding in findings.all):  # else the rehearsal came there
             findings.add(problem)
     for key in unread(cfg, defaults, recipe):
         findings.add(f"{recipe.name} does not read this setting", key, Level.WARNING)

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -95,6 +95,31 @@ class Recipe:
             raise TuneError(f"{file}: no function has @config.entrypoint(...). Add it to the recipe's main function")
         self.main = found[0]
         self.code = compile(tree, str(file), "exec")
+
+    def missing_settings(self, cfg: DictConfig) -> Iterator[tuple[int, str]]:
+        """Yield the lines of the function that read a setting which `cfg` does not have, and what is wrong there.
+
+        A setting whose name the file also has as a string is left out: its code may ask whether it exists.
+        """
+        argument, text = self.main.args.args[0].arg, self.file.read_text(encoding="utf-8")
+        for node in ast.walk(self.main):
+            names, value = list[str](), cast(Any, node)
+            while isinstance(value, ast.Attribute):
+                names, value = [value.attr, *names], value.value
+            if not (names and isinstance(value, ast.Name) and value.id == argument):
+                continue
+            group: Any = cfg
+            for at, name in enumerate(names):
+                if not isinstance(group, DictConfig) or hasattr(DictConfig, name):
+                    break
+                if name not in group:
+                    key, hint = ".".join(names[: at + 1]), did_you_mean(name, map(str, group))
+                    if f'"{name}"' not in text and f"'{name}'" not in text:
+                        line = cast(Any, node).lineno
+                        place = f"{self.file.name}:{line}"
+                        yield line, f"{key}: {place} reads it, and there is no such setting.{hint}"
+                    break
+                group = group._get_node(name)
 
     def undefined_names(self) -> Iterator[tuple[int, str]]:
         """Yield the lines of functions that read a name which nothing defines, and what is wrong there.

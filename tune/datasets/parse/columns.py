@@ -199,12 +199,14 @@ def _advice(row: Row, columns: Mapping[str, str], formats: Sequence[Format]) -> 
 
 
 def _example(row: Row, columns: Mapping[str, str], formats: Iterable[Format]) -> str:
-    """A setting that reads columns of this row, in their order: a question and an answer, or else a text."""
+    """A setting that reads columns of this row: a question and an answer, or else a text. COLUMN stands for one of
+    several that it may be."""
     texts = [name for name, value in row.items() if isinstance(value, str) and name not in columns.values()]
     known = [[column for column in format.columns if column not in columns] for format in formats]
     likely = [wanted for wanted in (["instruction", "output"], ["text"], *known) if wanted in known]
     wanted = next((each for each in likely if len(each) <= len(texts)), likely[0])
-    pairs = {**columns, **{ours: (texts[at] if at < len(texts) else "its_name") for at, ours in enumerate(wanted)}}
+    names = texts if len(texts) == len(wanted) else ["COLUMN"] * len(wanted)
+    pairs = {**columns, **dict(zip(wanted, names, strict=True))}
     return f"'dataset.columns={{{', '.join(f'{ours}: {_yaml(theirs)}' for ours, theirs in pairs.items())}}}'"
 
 
