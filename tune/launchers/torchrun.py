@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import socket
 import sys
 import time
@@ -39,6 +40,8 @@ def launch(options: Sequence[str], recipe: Path, settings: Sequence[str], folder
             os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
         if chosen.rdzv_backend == "static" and int(chosen.node_rank) > 0:
             wait_for_first_node(chosen.master_addr, chosen.master_port)
+            # torch waits for an answer without running Python's handlers. The agent sets its own when nodes have met.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         torchrun.run(chosen)
     except torch.distributed.DistError as error:
         reason = str(error).splitlines()[0]
