@@ -102,9 +102,9 @@ def test_second_node_can_be_interrupted_and_may_come_first(tmp_path: Path) -> No
         alone.send_signal(signal.SIGINT)
         assert alone.wait(HANGS) == 130
     with socket.create_server(("127.0.0.1", int(port))) as another, start(1) as alone:
-        connections = [another.accept(), another.accept()]  # the second one is torch's, which waits for an answer
+        _connections = [another.accept(), another.accept()]  # the second one is torch's, which waits for an answer
         alone.send_signal(signal.SIGINT)
-        assert alone.wait(HANGS) in (130, -signal.SIGINT) and len(connections) == 2
+        assert alone.wait(HANGS) in (130, -signal.SIGINT)
     (tmp_path / "enough").touch()
     with start(1) as second:
         assert second.stderr and port in second.stderr.readline()

@@ -27,7 +27,7 @@ from tune.rules import Facts
 from tune.types import as_given
 
 PATIENCE = 10.0  # seconds
-PLANNING = 120.0  # seconds
+PLANNING = 60.0  # seconds
 OF_LAUNCHERS = ("RANK", "WORLD_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NO_COMPILER = (
@@ -103,13 +103,15 @@ def explained_errors(cfg: DictConfig | None = None, recipe: Path | None = None) 
             raise
         is_planned = recipe is not None and _is_out_of_memory(error)
         if rank != "0" or message in (LOST, LATE):
-            _let_torchrun_end_this(PLANNING if is_planned else PATIENCE)
+            _let_torchrun_end_this(PATIENCE)
         if rank == "0":
             _print_error(message)
             if recipe is not None and is_planned:
                 _print_savings(recipe)
         elif cfg is not None:
             _print_error(f"[rank {rank}] {message.splitlines()[0]}")
+            if is_planned:  # this exit would end the first process, which may still compute what other settings save
+                _let_torchrun_end_this(PLANNING)
         raise SystemExit(1 if message in (LOST, LATE) else 2) from None
 
 

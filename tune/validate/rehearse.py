@@ -220,13 +220,13 @@ def _told(note: Callable[[str], None], file: Path) -> Iterator[None]:
     with warnings.catch_warnings(record=True) as caught, redirect_stdout(io.StringIO()):
         yield
     for each in caught:
-        if each.filename.startswith(LIBRARY) or is_users(each.filename, file):
+        if each.filename.startswith(LIBRARY) or _is_users(each.filename, file):
             note(f"warning: {each.message}")
 
 
 def described(error: Exception, file: Path) -> str:
     """Describe an error other than `TuneError`, with the line of the user's code that it comes from."""
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename, file)]
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename, file)]
     place = f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else file.name
     if isinstance(error, ConfigAttributeError | ConfigKeyError):
         near = did_you_mean(str(error.key), map(str, error.parent_node or ()))
@@ -240,7 +240,7 @@ def is_own(error: Exception, file: Path) -> bool:
     if isinstance(error, ConfigAttributeError | ConfigKeyError):
         return True
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and is_users(frames[-1].filename, file)
+    return bool(frames) and _is_users(frames[-1].filename, file)
 
 
 def is_limit(error: Exception) -> bool:
@@ -248,7 +248,7 @@ def is_limit(error: Exception) -> bool:
     return isinstance(error, LIMITS) or any(text in str(error) for text in LIMITS_IN_WORDS)
 
 
-def is_users(name: str, file: Path) -> bool:
+def _is_users(name: str, file: Path) -> bool:
     """Return whether a file is the recipe or one of the user's own modules."""
     is_elsewhere = name.startswith((LIBRARY, sys.prefix, sys.base_prefix, "<")) or "site-packages" in name
     return name == str(file) or not is_elsewhere
