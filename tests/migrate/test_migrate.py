@@ -292,6 +292,8 @@ def test_differences_are_reported(tmp_path):
         ("rpo_alpha: 0.3", "beside-that-of-preferences, with supervised_weight: 0.3"),
         ("loss_type: [sigmoid, sft]\nloss_weights: [0.5, 1.0]", "supervised_weight: 2"),
         ("loss_type: [sft, ipo]", "supervised_weight: 1"),
+        ("loss_type: [sigmoid, sft]\nloss_weights: [1, 0]", "supervised_weight: 0"),
+        ("loss_type: [sigmoid, sft, sft]", "another-loss-of-preferences"),
         ("loss_type: [sigmoid, bco_pair]", "another-loss-of-preferences"),
         ("neftune_noise_alpha: 5", "changes.md#noise-on-the-embeddings, with noise_alpha: 5"),
     ],

@@ -217,10 +217,12 @@ losses_of_cpo = Choose("loss._component_", LOSSES | {"sigmoid": "tune.losses.CPO
 def with_supervised(run: Migration, key: str, words: list[str]) -> None:
     """Convert a loss of preferences to which `sft` is added, and point to the edit with the ratio of their weights."""
     weights = listed(run.theirs.get("loss_weights"))
-    by_name = dict(zip(words, weights if len(weights) == 2 and all(weights) else [1.0, 1.0], strict=True))
-    ratio = by_name.pop("sft") / next(iter(by_name.values()))
-    loss_type(run, key, next(iter(by_name)))
-    run.missing(f"{common.SUPERVISED_TERM}, with supervised_weight: {ratio:g}", key)
+    by_name = dict(zip(words, weights if len(weights) == 2 else [1.0, 1.0], strict=True))
+    supervised = by_name.pop("sft")
+    ((name, weight),) = by_name.items()
+    loss_type(run, key, name)
+    value = f"{supervised / weight:g}" if weight else "the ratio of loss_weights"
+    run.missing(f"{common.SUPERVISED_TERM}, with supervised_weight: {value}", key)
 
 
 def loss_weights(run: Migration, key: str, value: Any) -> None:
@@ -235,7 +237,7 @@ def loss_type(run: Migration, key: str, value: Any) -> None:
     """Convert the name of a loss, which CPO's trainer (it also has SimPO) reads differently."""
     words = [str(word).lower() for word in (value if isinstance(value, list) else [value])]
     is_cpo = run.method in ("cpo", "simpo")
-    if len({*words}) == 2 and "sft" in words:
+    if len(words) == len({*words}) == 2 and "sft" in words:
         with_supervised(run, key, words)
     elif len(words) != 1:
         run.missing("write one loss that adds several: docs/changes.md#another-loss-of-preferences", key)
