@@ -82,6 +82,11 @@ def wait_for_first_node(address: str, port: int | None, patience: float = 900.0)
                 f"torchrun: could not reach {where}. Start it, and check --master-addr, --master-port and firewalls"
             )
         if waited > 5 and not is_told:
-            print(f"waiting for {where}", file=sys.stderr, flush=True)
+            print(
+                f"waiting for {where}. It is tried for {patience / 60:.0f} minutes; start the first node, or check "
+                "--master-addr, --master-port and firewalls",
+                file=sys.stderr,
+                flush=True,
+            )
             is_told = True
         time.sleep(min(1.0, patience))
