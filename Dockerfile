@@ -3,6 +3,8 @@
 #   docker run --gpus all --ipc host --volume "$PWD:/work" tune tune run --nproc-per-node 8 lora_finetune model.path=...
 FROM python:3.12-slim-bookworm
 
+# Debian keeps one version of a package per release, so a pinned one would be gone at the next security update.
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ git \
     && rm -rf /var/lib/apt/lists/*

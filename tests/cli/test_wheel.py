@@ -53,7 +53,7 @@ def test_wheel_reports_missing_and_unknown_settings(tune: Path, tmp_path: Path) 
     result = run(tune, tmp_path, "run", "full_finetune", "optimizer.lrr=1")
     assert result.returncode == 2
     assert "model.path" in result.stderr
-    assert "Did you mean 'lr'?" in result.stderr
+    assert "Did you mean 'optimizer.lr'?" in result.stderr
     assert not list(tmp_path.iterdir())
 
 

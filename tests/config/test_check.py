@@ -24,7 +24,7 @@ def test_all_problems_are_reported_at_once() -> None:
     assert str(caught.value) == (
         "3 problems in the configuration:\n"
         "  dataset.path: is missing. Give it on the command line: dataset.path=...\n"
-        "  optimizer.lrr: is not a setting. Did you mean 'lr'?\n"
+        "  optimizer.lrr: is not a setting. Did you mean 'optimizer.lr'?\n"
         "  dtype: 'fp8' is not one of bf16, fp16, fp32."
     )
 
@@ -34,16 +34,16 @@ def test_all_problems_are_reported_at_once() -> None:
     [
         ("lr=1", "lr: is not a setting. Did you mean 'optimizer.lr'?"),
         ("packd=true", "packd: is not a setting. Did you mean 'packed'?"),
-        ("memory.cpu_ofload=true", "memory.cpu_ofload: is not a setting. Did you mean 'cpu_offload'?"),
-        ("logger.wandb.projekt=x", "logger.wandb.projekt: is not a setting. Did you mean 'project'?"),
+        ("memory.cpu_ofload=true", "memory.cpu_ofload: is not a setting. Did you mean 'memory.cpu_offload'?"),
+        ("logger.wandb.projekt=x", "logger.wandb.projekt: is not a setting. Did you mean 'logger.wandb.project'?"),
         ("zzz.yyy=1", "zzz: is not a setting. --help lists all of them."),
         (
             "group_size=4",
             "group_size: is not a setting. It is one of grpo: use that recipe, or leave it out.",
         ),
         ("optimizer.warmup=3", "optimizer.warmup: is not a setting. Did you mean 'schedule.warmup'?"),
-        ("dataset.fromat=x", "dataset.fromat: is not a setting. Did you mean 'format'?"),
-        ("optimizer.learning_rate=1e-3", "optimizer.learning_rate: is not a setting. Did you mean 'lr'?"),
+        ("dataset.fromat=x", "dataset.fromat: is not a setting. Did you mean 'dataset.format'?"),
+        ("optimizer.learning_rate=1e-3", "optimizer.learning_rate: is not a setting. Did you mean 'optimizer.lr'?"),
         ("learning_rate=1e-3", "learning_rate: is not a setting. Did you mean 'optimizer.lr'?"),
         ("optimizer.params=3", "optimizer.params: is given by the recipe itself, not in the configuration."),
         ("dataset.max_seq_len=3", "dataset.max_seq_len: is given by the recipe itself, not in the configuration."),
@@ -107,6 +107,7 @@ def test_unknown_key_gets_a_suggestion(argument: str, finding: str) -> None:
         ("checkpointer.keep=0", "checkpointer.keep: 0 is not a positive integer or null."),
         ("loss.chunk_tokens=0", "loss.chunk_tokens: 0 is not a positive integer or null."),
         ("memory=full", "memory: is a group of keys, not the single value 'full'. Its keys:"),
+        ("memory=null", "memory: is a group of keys, not the single value null. Leave it out to use its defaults. Its"),
         ("optimizer=adam", "optimizer: is a group of keys, not the single value 'adam'. Its keys:"),
         ("seed.x=1", "seed: {'x': 1} is not a non-negative integer."),
         ("seed._component_=torch.optim.SGD", "seed: {'_component_': 'torch.optim.SGD'} is not a non-negative integer."),
@@ -184,7 +185,7 @@ def test_problems_name_their_file(folder: Path) -> None:
         "epoch: is not a setting. Did you mean 'epochs'? (mine.yaml)",
         "memory.cpu_offload: is not a setting. In a file, nest it: memory: {cpu_offload: ...} (mine.yaml)",
         "epochs: 'many' is not an integer. (mine.yaml)",
-        "part.lrr: is not a setting. Did you mean 'lr'? (mine.yaml)",
+        "part.lrr: is not a setting. Did you mean 'part.lr'? (mine.yaml)",
     ]
 
 
@@ -395,7 +396,7 @@ def test_component_may_replace_a_null_default(folder: Path) -> None:
     assert cfg.note.folder == "out"
     assert findings("name=run", "note._component_=parts.Writer", "note.every=0", "note.fold=out") == [
         "note.every: 0 is not a positive integer.",
-        "note.fold: Writer has no argument 'fold'. Did you mean 'folder'?",
+        "note.fold: Writer has no argument 'fold'. Did you mean 'note.folder'?",
     ]
 
 

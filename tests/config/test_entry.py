@@ -55,7 +55,7 @@ def test_a_recipe_as_a_script(recipe: Path) -> None:
 
 def test_wrong_settings_are_explained_before_main_begins(recipe: Path) -> None:
     done = run(recipe, "name=run", "part.lrr=1")
-    expected = "a problem in the configuration:\n  part.lrr: is not a setting. Did you mean 'lr'?\n"
+    expected = "a problem in the configuration:\n  part.lrr: is not a setting. Did you mean 'part.lr'?\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "imports\n", f"error: {expected}")
     for other in ({"RANK": "1"}, {"SLURM_PROCID": "1"}):
         done = run(recipe, "name=run", "part.lrr=1", **other)

@@ -624,6 +624,8 @@ def test_file_names_the_origin_of_each_line(tmp_path, capsys):
     assert "axolotl's default of seed" in shown.out
     assert "transformers/pull/34191" in shown.err
     assert "tune run lora_finetune --config FILE.yaml" in shown.err
+    main(["migrate", str(tmp_path / "theirs.yaml"), "--world-size", "4"])
+    assert "tune run --nproc-per-node 4 lora_finetune --config FILE.yaml" in capsys.readouterr().err
 
 
 def test_secrets_are_left_out(tmp_path, capsys):

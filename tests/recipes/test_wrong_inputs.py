@@ -61,7 +61,7 @@ def misspelled_component(inputs):
     return ["optimizer._component_=torch.optim.AdmW"]
 
 
-@wrong("optimizer.betta", "Did you mean 'betas'?")
+@wrong("optimizer.betta", "Did you mean 'optimizer.betas'?")
 def unknown_argument_of_a_component(inputs):
     return ["optimizer.betta=[0.9,0.99]"]
 

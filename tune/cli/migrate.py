@@ -239,4 +239,5 @@ def report(run: Migration, name: str, missing: list[str], out: str) -> str:
     lines += ["", f"left to give: {', '.join(missing)}"] if missing else []
     lines += ["", summary([entry.status for entry in entries])]
     more = "".join(f" {key}=..." for key in missing)
-    return "\n".join([*lines, "", f"tune run {run.recipe} --config {in_shell(out)}{more}"])
+    processes = f"--nproc-per-node {run.world_size} " if run.world_size > 1 else ""
+    return "\n".join([*lines, "", f"tune run {processes}{run.recipe} --config {in_shell(out)}{more}"])

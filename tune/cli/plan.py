@@ -28,6 +28,7 @@ from tune.launchers import count
 from tune.lookup import is_on_the_hub
 from tune.rules import Facts, Level, judge
 
+MISSING = object()
 LESS = "one of the settings that need less memory, or try --search"
 # Bottlenecks of a step, and how to remove them.
 BOUNDS = {
@@ -100,10 +101,17 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     if searches and (given := [each for each in rest if each.partition("=")[0] in job.chosen]):
         print(f"warning: {' '.join(given)}: the search also tries other layouts", file=sys.stderr)
     if key := options.longest_row:
-        start = OmegaConf.select(job.cfg, key)
+        start = OmegaConf.select(job.cfg, key, default=MISSING)
+        if start is MISSING:
+            raise TuneError(f"--longest-row {key}: is not a setting of {options.recipe}. Use max_seq_len")
         if type(start) is not int or start < 1:
             raise TuneError(f"--longest-row {key}: its value, {start}, is no number of tokens. Use max_seq_len")
-        rows = longest_rows(start, lambda tokens: changed(f"{key}={tokens}"), searches)
+
+        def with_rows(tokens: int) -> Job:
+            print(f"planning {key}={tokens}", file=sys.stderr)
+            return changed(f"{key}={tokens}")
+
+        rows = longest_rows(start, with_rows, searches)
         kept = [] if searches else job.plan(job.layout()).overrides
         if rows and (note := changed(f"{key}={rows[-1].tokens}").note):
             print(f"warning: {note}", file=sys.stderr)

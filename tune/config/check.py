@@ -124,7 +124,8 @@ class _Combination:
                 hint = hint or " --help lists all of them."
                 self.findings.append(f"{key}: is not a setting.{hint}{origin}")
             elif _is_group(place) and not isinstance(value, dict):
-                keys = f"a group of keys, not the single value {show(value)}. Its keys: {', '.join(place)}."
+                defaults = " Leave it out to use its defaults." if value is None else ""
+                keys = f"a group of keys, not the single value {show(value)}.{defaults} Its keys: {', '.join(place)}."
                 if COMPONENT in place and isinstance(value, str):
                     keys += f" Its component is named by {key}.{COMPONENT}={value}."
                     keys += f" {problem}" if (problem := self.signature(value).problem) else ""
@@ -239,7 +240,8 @@ class _Combination:
         if not self.given_in.get(f"{prefix}{COMPONENT}"):  # the user has not named the component
             what, has = "is not a setting", f"{prefix.removesuffix('.')} has"
         usual_name = OTHER_NAMES.get(name)
-        hint = f" Did you mean '{usual_name}'?" if usual_name in settable else did_you_mean(name, settable)
+        near = f" Did you mean '{usual_name}'?" if usual_name in settable else did_you_mean(name, settable)
+        hint = near.replace("'", f"'{prefix}", 1)
         return f"{what}.{hint or self._place_of(name, [], prefix) or f' {has}: ' + ', '.join(settable)}"
 
     def _given_by_recipe(self, component: str, default: Values) -> set[str]:
@@ -258,7 +260,8 @@ class _Combination:
         leaf = name.rpartition(".")[2]
         leaf = OTHER_NAMES.get(leaf, leaf) if "." not in name else leaf
         same = [f"'{key}'" for key in keys if key.rpartition(".")[2] == leaf and key != prefix + name]
-        return f" Did you mean {' or '.join(same)}?" if same else did_you_mean(name, siblings)
+        near = did_you_mean(name, siblings).replace("'", f"'{prefix}", 1)
+        return f" Did you mean {' or '.join(same)}?" if same else near
 
 
 def _elsewhere(key: str, copy: str) -> str:
