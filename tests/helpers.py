@@ -67,9 +67,10 @@ def curve_steps(usual: int = 3) -> int:
 
 
 def seed_of_run() -> int:
-    """Return a random seed: a new one in each run, or TUNE_TEST_SEED from the environment. pytest shows it when the
-    test fails."""
-    seed = int(os.environ.get("TUNE_TEST_SEED") or random.SystemRandom().randrange(10**6))
+    """Return the seed of random draws: 0, or TUNE_TEST_SEED from the environment (a number, or `random` for a new one).
+    pytest shows it when the test fails."""
+    given = os.environ.get("TUNE_TEST_SEED", "0")
+    seed = random.SystemRandom().randrange(10**6) if given == "random" else int(given)
     print(f"TUNE_TEST_SEED={seed}")
     return seed
 
