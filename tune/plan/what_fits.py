@@ -1,6 +1,6 @@
 """What makes a run fit: the memory that changes of settings save, and the longest rows."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
@@ -62,8 +62,8 @@ def longest_rows(start: int, with_rows: Callable[[int], Job], is_searched: bool)
     def plan(layout: Layout, tokens: int) -> Plan:
         return job_with(tokens).plan(layout)
 
-    def fitting(tokens: int) -> list[Layout]:
-        """Return the layouts that fit, fastest first."""
+    def fitting(layouts: Iterable[Layout], tokens: int) -> list[Layout]:
+        """Return those of the layouts that fit, fastest first."""
         fits = []
         for layout in layouts:
             try:
@@ -73,16 +73,19 @@ def longest_rows(start: int, with_rows: Callable[[int], Job], is_searched: bool)
                     raise
         return sorted(fits, key=lambda layout: plan(layout, tokens).step_seconds)
 
-    tokens = start
-    while tokens > PIECE and not fitting(tokens):
+    tokens, fits = start, fitting(layouts, start)
+    while tokens > PIECE and not fits:
         tokens = max(PIECE, tokens // 2 // PIECE * PIECE)
+        fits = fitting(layouts, tokens)
     tried = dict[Layout, int]()  # the layouts to list, and the longest rows tried with them
-    while tokens <= MOST and (fits := fitting(tokens)):
+    last = fits
+    while tokens <= MOST and fits:
         on_device = [layout for layout in fits if not (layout.activation_offload or layout.cpu_offload)]
         tried |= {layout: tokens for layout in fits if layout in tried or layout in (fits[0], *on_device[:1])}
-        tokens *= 2
+        last, tokens = fits, 2 * tokens
+        fits = fitting(last, tokens)  # what does not fit now does not fit longer rows
     if tried:
-        smallest = min(fitting(tokens // 2), key=lambda layout: plan(layout, tokens).share)
+        smallest = min(last, key=lambda layout: plan(layout, tokens).share)
         tried.setdefault(smallest, tokens // 2)  # it may not be the fastest anywhere, but fits the longest rows
     found = [_longest(fits, partial(plan, layout)) for layout, fits in tried.items()]
     return sorted(found, key=lambda longest: longest.tokens)
