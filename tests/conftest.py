@@ -1,3 +1,4 @@
+import gc
 import io
 import json
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+from fork_server import RARELY
 from helpers import WORDS, run_processes, save_checkpoint
 from reasoning import DROPS_REASONING
 
@@ -23,6 +25,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 hypothesis.settings.register_profile("tune", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("tune")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def pytest_collection_finish() -> None:
+    """Leave all that is imported out of garbage collection."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*RARELY)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -13,6 +13,8 @@ import signal
 import sys
 from pathlib import Path
 
+# Thresholds of garbage collection: the usual ones spend a seventh of the tests' processor time among imported objects.
+RARELY = (20_000, 20, 20)
 # Modules that recipes and commands import at the start or later.
 IMPORTED = (
     "numpy.lib._npyio_impl",
@@ -47,6 +49,7 @@ def prepare() -> None:
     sys.modules["tune.records.page"].TEMPLATES.get_template("report.html")
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*RARELY)
 
 
 def share_a_device() -> None:
