@@ -76,11 +76,25 @@ def checked(component: C) -> C:
             parameter = signature.parameters[name]
             is_one = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
             value = os.fspath(value) if isinstance(value, os.PathLike) else value
-            if is_one and (problem := mismatch(value, parameter.annotation)):
+            problem = mismatch(value, parameter.annotation) or _no_object(value, parameter.annotation)
+            if is_one and problem:
                 raise TuneError(f"{name}: {problem}")
         return component(*args, **kwargs)
 
     return call  # type: ignore[return-value]
+
+
+def _no_object(value: Any, kind: Any) -> str:
+    """A sentence that says that `value`, such as the name of a folder, is not an object of a class `kind`, such as a
+    model; empty if it may be one."""
+    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else [kind]
+    classes = [each for each in kinds if isinstance(each, type)]
+    if not isinstance(value, str | int | float | list | dict) or is_plain(kind) or len(classes) < len(kinds):
+        return ""
+    if any(getattr(each, "_is_protocol", False) or isinstance(value, each) for each in classes):
+        return ""
+    names = " or ".join(each.__name__ for each in classes if each is not NoneType)
+    return f"{show(value)} is not of the type {names}."
 
 
 @functools.cache

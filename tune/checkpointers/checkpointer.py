@@ -159,6 +159,8 @@ class Checkpointer:
     ):
         self.__class__ = rehearsal.stand_in(type(self))
         folder, world = Path(folder), current_world(world)
+        if folder.exists() and not folder.is_dir():
+            raise TuneError(f"folder: {folder} is a file. Name a folder for the checkpoints")
         _require_own_parameters(model, optimizer)
         if not dist.is_initialized():
             world.mesh.size()  # creates the process group of a single process
@@ -235,8 +237,8 @@ class Checkpointer:
 
     def _of_another(self, path: Path, found: Iterable[str]) -> TuneError:
         return TuneError(
-            f"resume: {path} is from a different training: it has states of {', '.join(sorted(found))}, this run of "
-            f"{', '.join(sorted(self.small))}. Pass the same parts (schedule, data, extra), or set another output_dir"
+            f"resume: {path} is from a different training: it has states of {_listed(found)}, this run of "
+            f"{_listed(self.small)}. Pass the same parts (schedule, data, base, adapter, extra), or another folder"
         )
 
     def _find_best(self, before: Path) -> None:
@@ -462,6 +464,12 @@ class Checkpointer:
                     (unfinished / "state.json").write_text(small, encoding="utf-8")
                     write_digests(unfinished, digests, ".metadata", "state.json")
                 if self.tidies:
+                    if complete.exists():
+                        shutil.rmtree(unfinished, ignore_errors=True)
+                        raise TuneError(
+                            f"the checkpoint of step {step} could not be written: {complete} is there, from another "
+                            "training. Resume it, or choose another folder."
+                        )
                     self._take_over(best[1])
                     unfinished.rename(complete)
             except (OSError, CheckpointException) as error:
@@ -667,6 +675,10 @@ class OfGenerator:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.generator.set_state(state["state"].cpu())
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)) or "nothing else"
 
 
 def _stateful(extra: Mapping[str, Any]) -> dict[str, Stateful]:

@@ -34,9 +34,10 @@ from tune.models import (
 )
 from tune.quantization import NF4Weight
 from tune.tokenizers import Tokenizer
-from tune.types import NonNegativeInt
+from tune.types import NonNegativeInt, checked
 
 
+@checked
 class Pretrained:
     """The weights of a checkpoint folder, for `model`.
 

@@ -30,11 +30,12 @@ from tune.checkpointers.weights import Pretrained, changed_tensors, hf_tensors, 
 from tune.distributed import Dtype, StoredDtype, World, as_dtype, current_world
 from tune.errors import TuneError
 from tune.files import CHECKPOINT, exported, require_replaceable
-from tune.lookup import in_shell
+from tune.lookup import absent, in_shell
 from tune.models import ConfigFile, Names, as_reward_model, disk_names, read_json, require_no_peft
 from tune.quantization import Compressor
 from tune.secrets import without_secrets
 from tune.tokenizers import Tokenizer
+from tune.types import checked
 
 T = TypeVar("T")
 SHARD_BYTES = 5 * 10**9
@@ -45,6 +46,7 @@ OF_QUANTIZATION = ("hf_quant_config.json", "quant_config.json", "quantize_config
 HUB_ID = Path(".cache", "huggingface", "hub_id")  # in a folder that was downloaded
 
 
+@checked
 def export(
     model: Any,
     tokenizer: Tokenizer | None,
@@ -79,6 +81,8 @@ def export(
     world = current_world(world)
     origin, folder = Path(source), Path(folder)
     scores = getattr(getattr(model, "config", None), "scores", False)
+    if not origin.is_dir():
+        raise TuneError(f"source: {origin} {absent(origin)}. Name the checkpoint folder that the model was loaded from")
     fields, there, type_of = _described(origin, dtype)
     kept, plain = set[str](), set[str]()
     if packed:

@@ -17,7 +17,7 @@ from tune.datasets.mix import Mixture
 from tune.datasets.stream import DrawnRows, Position, Stream
 from tune.datasets.workers import ahead
 from tune.errors import TuneError
-from tune.types import Epochs, NonNegativeInt, PositiveInt
+from tune.types import Epochs, NonNegativeInt, PositiveInt, checked
 
 if TYPE_CHECKING:  # reading data needs no FSDP and no pipelines
     from tune.distributed import World
@@ -43,6 +43,7 @@ class GlobalBatch:
             yield micro_batch.to(self.device), number == len(self.micro_batches)
 
 
+@checked
 class DataLoader:
     """Iterate over the optimizer steps of a run: `for step, batch in data`, with `step` from 1 to `len(data)`.
 

@@ -18,6 +18,7 @@ from tune.peft.files import load_adapter
 from tune.peft.lora import KINDS, LoRA, LoRAExperts, LowRank, matches
 from tune.peft.tokens import TokenEmbedding, TokenHead, TokenRows
 from tune.quantization import NF4Weight, block_linears, call_all_layers, count_parameters, uncalled_linears
+from tune.types import checked
 
 HEADS = ("lm_head", "head", "output")
 
@@ -50,6 +51,7 @@ class Adapted:
         return "\n".join([*lines, *([f"  {self.hint}"] if self.hint else [])])
 
 
+@checked
 def add_adapters(model: nn.Module, lora: LoRA) -> Adapted:
     """Freeze `model`, any module, and add an adapter to the layers that `lora` targets, in place.
 
@@ -61,6 +63,8 @@ def add_adapters(model: nn.Module, lora: LoRA) -> Adapted:
         TuneError: a name matches no layer, or a layer that cannot be adapted or already is; or the model is sharded, or
             has adapters of the library peft.
     """
+    if not isinstance(lora, LoRA):
+        raise TuneError(f"lora: {type(lora).__name__} is not the type LoRA of tune.peft: LoRA(rank=16, alpha=32)")
     require_no_peft(model)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise TuneError(
@@ -340,6 +344,12 @@ def _no_match(model: nn.Module, setting: str, wanted: str, candidates: Mapping[s
     tied = [name for name, each in candidates.items() if isinstance(each, nn.Embedding) and is_tied(model, each)]
     if tied and wanted in HEADS:
         return _tied(wanted, names.module(tied[0]))
+    others = [module for name, module in model.named_modules() if f".{name}".endswith(f".{wanted}")]
+    if others and setting == "target_modules":
+        return TuneError(
+            f"adapter.target_modules: '{wanted}' is a {type(others[0]).__name__}, which cannot have an adapter: only "
+            "linear layers, embeddings and experts can. To train it in full, use adapter.modules_to_save"
+        )
     known = sorted({_last(name) for candidate in candidates for name in names.spellings(candidate)})
     hint = did_you_mean(wanted, known)
     if setting == "target_modules":

@@ -32,6 +32,7 @@ from tune.peft.adapters import Adapter, adapted_modules, initialize, is_tied
 from tune.peft.lora import LoRA, LoRAExperts, LoRALinear, LowRank
 from tune.peft.tokens import TokenRows
 from tune.tokenizers import Tokenizer
+from tune.types import checked
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 GENERATION = "generation_config.json"
@@ -116,6 +117,7 @@ def _on_disk(file: Path, part: str) -> list[str]:
     return sorted({name.partition(part)[0] for name in names if part in name})
 
 
+@checked
 def load_adapter(model: nn.Module, path: str | Path) -> None:
     """Load the trained parameters of `model` from the folder `path`. Each process reads its own slices.
 
@@ -157,6 +159,10 @@ def _other_settings(layer: str, theirs: LoRA, there: str, here: str) -> TuneErro
 def load_parameters(model: nn.Module, path: str | Path, theirs: LoRA | None = None) -> None:
     """Like `load_adapter`, with the folder's settings `theirs`; with None, scaling and kind are not checked."""
     if theirs is not None:
+        if not adapted_modules(uncut(model)):
+            raise TuneError(
+                "the model has no adapters to load into. First call add_adapters(model, read_adapter(path))"
+            )
         _require_same_kind(model, theirs)
     file, parts = Path(path) / WEIGHTS, _parts(model)
     stored = [part.stored(torch.empty(part.parameter.shape, device="meta")) for part in parts]
@@ -178,7 +184,7 @@ def load_parameters(model: nn.Module, path: str | Path, theirs: LoRA | None = No
         if base == source:
             cause = f"its {CONFIG} does not match its weights (r, rank_pattern, target_modules). Copy both again"
         else:
-            cause = f"it was trained on {base}, not on {source}. Use that model, or another adapter"
+            cause = f"it was trained on {base or 'another one'}, not on {source}. Use that model, or another adapter"
         raise TuneError(f"adapter.path: {path} is for another model: {cause}. Differences:\n  {differences}")
     require_floats([found[name] for name in needed], "adapter.path")
     if theirs is not None:
@@ -236,6 +242,7 @@ def _full_parts(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
         yield {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in stored.items()}
 
 
+@checked
 def export_adapter(
     model: nn.Module,
     folder: str | Path,
