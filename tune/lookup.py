@@ -108,7 +108,9 @@ def locate(path: DottedPath) -> Callable[..., Any]:
         if child is None:
             modules = [each.name for each in pkgutil.iter_modules(getattr(found, "__path__", None) or [])]
             known = [each for each in [*modules, *dir(found)] if not each.startswith("_")]
-            raise TuneError(f"{found.__name__} has no '{name}'.{did_you_mean(name, known)}")
+            own = [each for each in known if getattr(getattr(found, each, None), "__module__", "") == found.__name__]
+            has = f" It has {', '.join(own)}." if 0 < len(own) < 10 else ""
+            raise TuneError(f"{found.__name__} has no '{name}'.{did_you_mean(name, known) or has}")
         found = child
     if not callable(found):
         what = "a module, not" if isinstance(found, ModuleType) else "not"

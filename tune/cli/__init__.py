@@ -9,16 +9,25 @@ import io
 import re
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from tune import __version__
 from tune.errors import TuneError
-from tune.lookup import quiet_torchao
+from tune.lookup import did_you_mean, quiet_torchao
 
 VERBS = [
     "ls", "cp", "cat", "run", "sweep", "runs", "watch", "report", "diff", "checkpoints", "validate", "preview", "plan",
     "prepare", "generate", "chat", "download", "eval", "merge", "export", "quantize", "verify", "push", "add-tokens",
     "migrate", "convert",
 ]  # fmt: skip
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose error for an unknown option has the known one with the closest name."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        super().error(message + (did_you_mean(unknown[1], self._option_string_actions) if unknown else ""))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -40,7 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     module = importlib.import_module(f"tune.cli.{verb.replace('-', '_')}")
     try:
-        parser = argparse.ArgumentParser(f"tune {verb}", description=module.__doc__, allow_abbrev=False)
+        parser = Parser(f"tune {verb}", description=module.__doc__, allow_abbrev=False)
         if "\n\n" in (module.__doc__ or ""):  # keep the line breaks of examples
             parser.formatter_class = argparse.RawDescriptionHelpFormatter
         _require_folders(verb, arguments[1:])

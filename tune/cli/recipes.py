@@ -83,17 +83,28 @@ def print_from(recipe: Path, error: Exception) -> None:
 
 def split(arguments: Sequence[str]) -> tuple[list[str], Path, list[str]]:
     """Return the launcher's options, the recipe and the recipe's own arguments."""
-    if not arguments[0].startswith("-"):
-        return [], config.find_recipe(arguments[0]), list(arguments[1:])
     names = config.list_recipes()
+    if not arguments[0].startswith("-"):
+        require_recipe(arguments[0])
+        return [], config.find_recipe(arguments[0]), list(arguments[1:])
     for position, argument in enumerate(arguments):
         if argument in names or argument.endswith(".py"):
             return list(arguments[:position]), config.find_recipe(argument), list(arguments[position + 1 :])
+    for argument in arguments:
+        require_recipe(argument)
     hints = [did_you_mean(each, names) for each in arguments if not re.search("^-|=", each)]
     raise TuneError(
         f"no recipe follows the launcher's options. Name one of {', '.join(names)}, or a file that ends in .py."
         f"{max(hints, default='')}"
     )
+
+
+def require_recipe(name: str) -> None:
+    """Raise TuneError if `name` is a file of settings."""
+    if name.endswith((".yaml", ".yml")):
+        script = Path(name).with_suffix(".py")
+        recipe = script if script.is_file() else "RECIPE"
+        raise TuneError(f"{name} is a file of settings. Name its recipe too: {recipe} --config {name}")
 
 
 def check(default: str, settings: list[str]) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 from tune.cli.output import gib, print_table
 from tune.errors import TuneError
-from tune.lookup import local_path
-from tune.records import Record, find, read
+from tune.lookup import absent, in_shell, local_path
+from tune.records import Record, find, is_run, read
 
 TAIL = 1 << 20  # bytes to read from the end of metrics.jsonl
 
@@ -27,6 +27,10 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     if any("reward" in run.columns for run in runs):
         names.append("reward")
     if not runs and not (options.json and folder.is_dir()):
+        if not folder.is_dir():
+            raise TuneError(f"{folder} {absent(folder)}. Name the folder of your runs")
+        if is_run(folder):
+            raise TuneError(f"{folder} is itself a run: `tune watch {in_shell(folder)}`, or name the folder around it")
         raise TuneError(f"there are no run folders in {folder}. Name the folder of your runs")
     if options.json:
         print(json.dumps([described(run) for run in runs], indent=2))

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tune import config
-from tune.cli.recipes import parse_options, recipe_of
+from tune.cli.recipes import parse_options, recipe_of, require_recipe
 from tune.errors import TuneError
 from tune.launchers import count
 
@@ -42,6 +42,8 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         if kind not in (None, "cpu", "mps", "cuda"):
             known = devices.device(kind)
             kind, capability = "cpu" if known.is_host else "cuda", known.capability
+        if not Path(options.recipe).with_suffix(".py").is_file():
+            require_recipe(options.recipe)
         default, rest = recipe_of(options.recipe, rest)
         is_config = options.recipe.endswith((".yaml", ".yml"))
         file = Path(options.recipe).with_suffix(".py") if is_config else config.find_recipe(options.recipe)

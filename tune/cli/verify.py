@@ -75,11 +75,16 @@ def verify(options: Namespace) -> list[Any]:
     """Return the checks of the artifact. Only one of the two models is in memory at a time."""
     from tune import distributed
     from tune.peft import exported_folder, open_model, step_of
+    from tune.records import is_run
     from tune.verify import ask, compare, computed_in, open_program, type_of
 
     artifact: Path = options.artifact
     if not artifact.exists():
         raise TuneError(f"{artifact}: no such file or folder")
+    if is_run(artifact):
+        results = [str(artifact / name) for name in ("model", "adapter") if (artifact / name).is_dir()]
+        made = " or ".join(results) or "a folder or file that tune export made of it"
+        raise TuneError(f"{artifact} is a run, not its result. Name {made} first, and the run after --against")
     run, step = step_of(options.against, options.step)
     # Take the adapter even if the run has also merged it, so that its effect can be measured.
     against = exported_folder(run, "adapter") if step is None and run.is_dir() else run

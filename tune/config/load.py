@@ -4,7 +4,7 @@ import argparse
 import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -142,11 +142,24 @@ def read_file(file: Path) -> Values:
     return text.read(file).values
 
 
+def _whole(settings: Sequence[str]) -> Iterator[str]:
+    """Yield the arguments; join those that the shell split within a list or group, since it was not quoted."""
+    parts: list[str] = []
+    for setting in settings:
+        parts.append(setting)
+        whole = " ".join(parts)
+        is_group = parts[0].partition("=")[2][:1] in ("{", "[")
+        if not (is_group and any(whole.count(begin) > whole.count(end) for begin, end in ("{}", "[]"))):
+            yield whole
+            parts = []
+    yield from parts
+
+
 def _overrides(settings: Sequence[str]) -> tuple[text.Layer, list[str]]:
     """Return the settings of `key=value` arguments, and the problems of all other arguments."""
     layer = text.Layer({})
     findings = []
-    for setting in settings:
+    for setting in _whole(settings):
         key, equals, given = setting.partition("=")
         if key.startswith("-"):
             hint = f" Write settings without dashes: {key.lstrip('-')}={given or '...'}"

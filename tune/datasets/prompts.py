@@ -25,6 +25,7 @@ from tune.types import Epochs, NonNegativeInt, PositiveInt
 
 COLUMNS = ("prompt", "messages", "conversations", "instruction", "input", "system", "tools")
 DIFFERENT = 256  # number of prompts in a plan
+RIGHT = ("answer", "completion", "output")  # the right answer, for rewards and scores
 FOR_REWARDS = ("chosen", "rejected", "label")  # columns that do not change the meaning of the prompt
 
 
@@ -82,9 +83,10 @@ def load_prompts(
     - `prompt`: a list of messages, or a string (plain text)
     - `instruction`: a string, as a chat of one turn; an optional `input` is appended to it
 
-    `system` and `tools` are optional. `columns` maps these names to the names in the data. `filter` is the dotted path
-    of a function that returns whether to keep a row. Prompts of more than `max_prompt_len` tokens are dropped and
-    counted.
+    `system` and `tools` are optional. `columns` maps these names to the names in the data. A right answer (`answer`,
+    `completion` or `output` in `columns`) is added to the row under this name, for rewards and scores. `filter` is the
+    dotted path of a function that returns whether to keep a row. Prompts of more than `max_prompt_len` tokens are
+    dropped and counted.
 
     Raises:
         TuneError: a row has none of these columns, or an invalid value; a row has images or `<image>`, which a text
@@ -100,7 +102,8 @@ def load_prompts(
                 dropped[LEFT_OUT + filter] += 1
                 continue
             content = _parse(row, columns or {}, [*ignore, *FOR_REWARDS], is_first=not prompts)
-            prompt = _render(content, tokenizer, row, len(prompts))
+            right = {ours: row[theirs] for ours, theirs in (columns or {}).items() if ours in RIGHT and theirs in row}
+            prompt = _render(content, tokenizer, row | right, len(prompts))
         if len(prompt.tokens) > max_prompt_len:
             dropped[TOO_LONG.replace("max_seq_len", "max_prompt_len")] += 1
         else:
@@ -178,7 +181,7 @@ def _parse(row: Any, columns: Mapping[str, str] | None, ignore: Sequence[str], i
     if not isinstance(row, dict):
         raise TuneError(f"the row is {shown(row)}; it must be an object with columns")
     if columns and is_first:
-        require_columns(row, columns, COLUMNS, "the first row")
+        require_columns(row, columns, [*COLUMNS, *RIGHT], "the first row")
     named = {**row, **{ours: row.get(theirs) for ours, theirs in (columns or {}).items()}}
     if isinstance(text := named.get("prompt"), str):
         content: Chat | Plain = Plain(text, "")

@@ -217,7 +217,10 @@ def _answer(row: dict[str, Any]) -> str:
     for name in ("messages", "conversations", "prompt"):
         if row.get(name) and not (name == "prompt" and isinstance(row[name], str)):
             return _last_answer(conversation(row, name))
-    return _last_answer([])
+    raise TuneError(
+        f"exact_match: the row has no right answer. Its columns are {', '.join(row)}: name the one with the answer, "
+        "'dataset.columns={output: its_name}'"
+    )
 
 
 def _last_answer(messages: list[Message]) -> str:

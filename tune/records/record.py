@@ -17,7 +17,7 @@ import numpy as np
 from tune import config
 from tune.errors import TuneError
 from tune.files import CHECKPOINT, lock, written_aside
-from tune.lookup import in_shell
+from tune.lookup import absent, did_you_mean_path, in_shell
 from tune.secrets import without_secrets
 
 STARTS = 100  # latest starts to keep, besides the first: a run may be started thousands of times
@@ -130,6 +130,7 @@ class Record:
     def inputs(self) -> dict[str, Any]:
         """The settings and the counts of the data."""
         counts = {name: value for name, value in self.data.items() if not isinstance(value, list | dict)}
+        counts = {name: value for name, value in counts.items() if not name.startswith("prepared")}
         return self.settings | {f"data: {name.replace('_', ' ')}": value for name, value in counts.items()}
 
     @property
@@ -147,6 +148,8 @@ class Record:
 
 def read(folder: Path, tail: int | None = None) -> Record:
     """Read the run in `folder`; with `tail`, only the metrics in the last `tail` bytes. Raises TuneError."""
+    if not folder.is_dir():
+        raise TuneError(f"{folder} {absent(folder)}.{did_you_mean_path(folder, '*/')} Give the output_dir of a run")
     if not is_run(folder):
         inside = len(find(folder))
         advice = (

@@ -323,7 +323,7 @@ COMBINATIONS = [
          "patience would never end the run",
          lambda run: run("checkpointer.patience") and not _best(run)),
     rule("best-of-a-few-rows", "checkpointer.keep_best",
-         "{} is a training metric of a few rows. Use validation_loss, or another validation metric",
+         "{} is no metric of the validation. Use validation_loss, or another one",
          "a training metric depends on how easy the rows of a step are",
          lambda run: _best(run) and not _best(run).startswith("validation_")
          and not ("/" in _best(run) and run("evaluate.tasks"))),

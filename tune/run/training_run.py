@@ -430,8 +430,10 @@ class Run:
         few = "" if data.max_steps else few
         self.info(f"{len(data):,} {what if len(data) > 1 else what.removesuffix('s')}{an_epoch}{few}")
         if (data.max_steps or 0) > len(data):
-            reached = f"max_steps={data.max_steps:,} is not reached: epochs={data.epochs} ends earlier"
-            self.info(f"warning: {reached}. Raise epochs")
+            ends = f"epochs={data.epochs} ends after {len(data):,}"
+            self.info(
+                f"warning: max_steps={data.max_steps:,} is not reached: {ends}. Raise epochs, or use fewer rows a step"
+            )
 
     def steps(
         self, data: Iterable[tuple[int, T]], start: int = 0, checkpointer: Checkpointer | None = None, *,
