@@ -103,6 +103,8 @@ def scaled(values: torch.Tensor, factor: types.PositiveFloat = 1.0, *others: int
         (lambda: replace(Settings(1), size=-1), "size", "-1"),
         (lambda: scaled(torch.ones(2), -0.5), "factor", "-0.5"),
         (lambda: scaled(torch.ones(2), factor=math.nan), "factor", "nan"),
+        (lambda: scaled("a/folder"), "values", "Tensor"),
+        (lambda: scaled([1.0]), "values", "Tensor"),
     ],
 )
 def test_arguments_must_match_their_annotations(call: Callable[[], Any], argument: str, value: str) -> None:

@@ -99,6 +99,8 @@ def locate(path: DottedPath) -> Callable[..., Any]:
     first, *names = path.split(".")
     if not names or not all(name.isidentifier() for name in (first, *names)):
         hint = "" if names else f" Include its module: my_module.{path}"
+        if re.fullmatch(r"[\w.]+?(\.py)?:\w+", path):
+            hint = f" Write {path.replace('.py:', '.').replace(':', '.')}."
         raise TuneError(f"'{path}' is not the dotted path of a function or class.{hint}")
     found: Any = _import(first, path)
     for name in names:

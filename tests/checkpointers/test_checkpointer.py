@@ -123,6 +123,23 @@ def test_folders_with_other_names_are_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize("async_", [False, True])
+def test_checkpoint_of_another_training_is_not_replaced(tmp_path, async_):
+    first, messages = make(tmp_path), []
+    train(first, 3)
+    first.save(3, wait=True)
+    other = make(tmp_path, async_=async_, tell=messages.append)
+    train(other, 3)
+    other.save(3, wait=True)
+    assert "step-00000003 is there" in messages[0] and "space" not in messages[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+    with pytest.raises(TuneError, match="another training"):
+        make(tmp_path, async_=async_, on_error="stop").save(3, wait=True)
+    (tmp_path / "file").touch()
+    with pytest.raises(TuneError, match=r"folder: .*file"):
+        make(tmp_path / "file")
+
+
+@pytest.mark.parametrize("async_", [False, True])
 def test_custom_state_is_saved_and_restored(tmp_path, async_):
     def with_average(*names):
         average = Average(names)

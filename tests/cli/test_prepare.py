@@ -46,14 +46,14 @@ def test_config_finds_its_recipe(arguments, tmp_path):
     cfg = settings(str(tmp_path / "mine.yaml"), arguments)
     assert cfg.adapter.rank == 4
     (tmp_path / "mine.yaml").write_text("adapter: {rnk: 4}\n")
-    with pytest.raises(TuneError, match=r"adapter\.rnk: .* Did you mean 'rank'\?"):
+    with pytest.raises(TuneError, match=r"adapter\.rnk: .* Did you mean 'adapter\.rank'\?"):
         settings(str(tmp_path / "mine.yaml"), arguments)
 
 
 def test_unknown_settings_are_rejected(arguments, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["prepare", "full_finetune", *arguments, "dataset.wrkers=2"])
-    assert "dataset.wrkers: is not a setting. Did you mean 'workers'?" in capsys.readouterr().err
+    assert "dataset.wrkers: is not a setting. Did you mean 'dataset.workers'?" in capsys.readouterr().err
     (tmp_path / "script.py").write_text("print(1)\n")
     with pytest.raises(TuneError, match="does not name its settings"):
         settings(str(tmp_path / "script.py"), [])

@@ -89,7 +89,7 @@ def test_unknown_keys_are_reported_before_imports(recipe: Path, options: tuple[s
         "error: in the configuration:\n"
         "  greting: is not a setting. Did you mean 'greeting'?\n"
         "imported\n"
-        "  greeting.nam: is not a setting. Did you mean 'name'?\n"
+        "  greeting.nam: is not a setting. Did you mean 'greeting.name'?\n"
     )
 
 
@@ -98,7 +98,7 @@ def test_unknown_component_arguments_are_reported_once(recipe: Path) -> None:
     result = run("--nproc-per-node", "2", recipe, "greeting.name=x", "greeting.nam=x")
     assert result.returncode == 2
     assert result.stderr.startswith("error: ")
-    assert "Did you mean 'name'?" in result.stderr
+    assert "Did you mean 'greeting.name'?" in result.stderr
     assert result.stderr.count("greeting.nam:") == 1  # not once per process
 
 

@@ -236,11 +236,11 @@ def spoiled(folder, file, text):
 # The arguments and the expected message.
 WRONG = {
     "empty": (["report", "empty"], "empty is not a run folder: it has none of run.json, config.yaml, metrics.jsonl"),
-    "missing": (["watch", "mising"], "mising is not a run folder"),
+    "missing": (["watch", "mising"], "mising does not exist"),
     "a file": (["checkpoints", "one/log.txt"], "one/log.txt is not a run folder"),
     "a folder of runs": (["report", "."], "`tune runs .` lists the 2 in it"),
     "no runs": (["runs", "empty"], "there are no run folders in empty"),
-    "no folder": (["runs", "mising"], "there are no run folders in mising"),
+    "no folder": (["runs", "mising"], "mising does not exist"),
     "one of two is none": (["diff", "one", "empty"], "empty is not a run folder"),
     "one of three is none": (["report", "one", "two", "empty"], "empty is not a run folder"),
     "no checkpoints": (["checkpoints", "one"], "one has no checkpoints yet"),

@@ -186,7 +186,7 @@ def test_component_arguments_are_checked_before_runs_start(
     wrong = ["--over", "optimizer.lrr=1,2", f"model.path={checkpoint}", "dataset.path=none"]
     with pytest.raises(SystemExit, match="2"):
         cli.main(["sweep", "full_finetune", *wrong])
-    assert "optimizer.lrr: is not a setting. Did you mean 'lr'?" in capsys.readouterr().err
+    assert "optimizer.lrr: is not a setting. Did you mean 'optimizer.lr'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 
 from tune.datasets import Prompt, PromptLoader, Prompts, load_prompts
 from tune.errors import TuneError
+from tune.evaluation import exact_match
 from tune.tokenizers import Tokenizer
 
 LOOK = [{"role": "user", "content": "<image> What is it?"}]
@@ -59,6 +60,14 @@ def test_prompts_with_media_are_refused(row, message, read):
 def test_other_columns_stay_available_to_rewards(read):
     row = {"prompt": "the cat", "chosen": "sat", "rejected": "ran", "label": 1, "images": []}
     assert read(row).prompts[0].row == row
+
+
+def test_mapped_answer_is_added_to_the_row(read):
+    row = {"ticket": "2 + 2", "reply": 4}
+    (prompt,) = read(row, columns={"instruction": "ticket", "output": "reply"}).prompts
+    assert prompt.row == {**row, "output": 4} and exact_match(prompt.row, "4") == 1
+    with pytest.raises(TuneError, match="ticket, reply"):
+        exact_match(row, "4")
 
 
 def test_input_follows_its_instruction(read, tokenizer):

@@ -35,7 +35,6 @@ from tune.models import ConfigFile, Names, as_reward_model, disk_names, read_jso
 from tune.quantization import Compressor
 from tune.secrets import without_secrets
 from tune.tokenizers import Tokenizer
-from tune.types import checked
 
 T = TypeVar("T")
 SHARD_BYTES = 5 * 10**9
@@ -46,7 +45,6 @@ OF_QUANTIZATION = ("hf_quant_config.json", "quant_config.json", "quantize_config
 HUB_ID = Path(".cache", "huggingface", "hub_id")  # in a folder that was downloaded
 
 
-@checked
 def export(
     model: Any,
     tokenizer: Tokenizer | None,
@@ -81,6 +79,8 @@ def export(
     world = current_world(world)
     origin, folder = Path(source), Path(folder)
     scores = getattr(getattr(model, "config", None), "scores", False)
+    if isinstance(tokenizer, str | Path):
+        raise TuneError(f"tokenizer: {tokenizer} is not a Tokenizer. Open it: Tokenizer({str(tokenizer)!r})")
     if not origin.is_dir():
         raise TuneError(f"source: {origin} {absent(origin)}. Name the checkpoint folder that the model was loaded from")
     fields, there, type_of = _described(origin, dtype)

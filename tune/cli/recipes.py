@@ -203,9 +203,10 @@ def data_of(cfg: DictConfig, tokenizer: Any, vocab_size: int | None = None) -> t
 
 def prompts_of(cfg: DictConfig, tokenizer: Any) -> dict[str, Any]:
     """Return the training and validation prompts of a recipe that samples."""
-    parts = {"training": cfg.dataset, "validation": cfg.validation_dataset}
+    reading = config.inherited(cfg.validation_dataset, cfg.dataset)
+    parts = {"training": (cfg.dataset, {}), "validation": (cfg.validation_dataset, reading)}
     return {
-        name: config.instantiate(part, tokenizer, max_prompt_len=cfg.max_prompt_len)
-        for name, part in parts.items()
+        name: config.instantiate(part, tokenizer, max_prompt_len=cfg.max_prompt_len, **more)
+        for name, (part, more) in parts.items()
         if part.get("path", True)
     }

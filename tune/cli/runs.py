@@ -27,7 +27,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     if any("reward" in run.columns for run in runs):
         names.append("reward")
     if not runs and not (options.json and folder.is_dir()):
-        if not folder.is_dir():
+        if not folder.exists():
             raise TuneError(f"{folder} {absent(folder)}. Name the folder of your runs")
         if is_run(folder):
             raise TuneError(f"{folder} is itself a run: `tune watch {in_shell(folder)}`, or name the folder around it")

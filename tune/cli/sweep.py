@@ -213,7 +213,11 @@ def train(parameters: dict[str, Any]) -> None:
         process.terminate()
         process.wait()
     if process.returncode:
-        raise TuneError(f"{shlex.join(settings)} exited with code {process.returncode}. See {folder / 'output.txt'}")
+        output_lines = (folder / "output.txt").read_text(encoding="utf-8", errors="replace").splitlines()
+        reason = next((f": {line}" for line in reversed(output_lines) if "error" in line.lower()), "")
+        raise TuneError(
+            f"{shlex.join(settings)} exited with code {process.returncode}{reason}. See {folder / 'output.txt'}"
+        )
 
 
 def measured(folder: Path, metric: str) -> list[tuple[int, float]]:

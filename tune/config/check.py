@@ -248,7 +248,8 @@ class _Combination:
         """Return the arguments of a component that the recipe itself gives, such as an optimizer's parameters."""
         usual = self.signature(default[COMPONENT]) if default else ANYTHING
         given = {name for name, each in usual.parameters.items() if each.default is each.empty and name not in default}
-        places = [at for at, each in enumerate(usual.positional) if each.name in given]
+        same = self.signature(component).parameters
+        places = [at for at, each in enumerate(usual.positional) if each.name in given and each.name not in same]
         ours = self.signature(component).positional
         return given | {ours[at].name for at in places if at < len(ours) and ours[at].name not in default}
 

@@ -53,7 +53,7 @@ class Reward:
             if not isinstance(scores, Sequence) or len(scores) != len(episodes):
                 found = f"{self.setting}: {self.name} returned {scores!r:.80} for {len(episodes)} completions"
                 raise TuneError(f"{found}; it must return a list with one number per completion")
-            return [_finite(score, f"{self.setting}: {self.name} returned {score!r}") for score in scores]
+            return [_finite(score, f"{self.setting}: {self.name} returned {score!r:.80}") for score in scores]
 
         return make() if getattr(self.function, "is_sharded", False) else world.of_peers(make)
 
@@ -68,14 +68,17 @@ class Reward:
         elif getattr(model, "is_sharded", False):
             called(f"{self.setting}: {self.name} fails", model.scores, episodes[:1], tokenizer, world)
         elif episodes and isinstance(self.function, partial):
-            self(episodes[0].prompt.row, tokenizer.decode(episodes[0].prompt.tokens))
+            try:
+                self(episodes[0].prompt.row, tokenizer.decode(episodes[0].prompt.tokens))
+            except TuneError as error:
+                raise TuneError(f"{error} (the text of the first prompt stands in for a completion)") from error
         return [float(number % 2) for number, _ in enumerate(episodes)]
 
     def __call__(self, row: dict[str, Any], completion: str) -> float:
         """Return the reward. Raises TuneError if the function raises or returns anything but a finite number."""
         shown = repr(completion if len(completion) <= 80 else completion[:77] + "...")
         value = called(f"{self.setting}: {self.name} fails on {shown}", self.function, row, completion)
-        return _finite(value, f"{self.setting}: {self.name} returned {value!r} for {shown}")
+        return _finite(value, f"{self.setting}: {self.name} returned {value!r:.80} for {shown}")
 
 
 def _finite(value: Any, found: str) -> float:

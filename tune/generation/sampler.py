@@ -198,10 +198,12 @@ class Sampler:
                 raise TuneError(f"{name} is empty. Begin it with a token, e.g. BOS")
             if len(prompt) > room and not rehearsal.planning():  # a plan's prompts have the maximal length
                 longest = room + self.max_new_tokens
-                what = "max_len" if longest == self.max_len else "the model's limit"
+                what, advice = "the model's limit", f"Lower one by {len(prompt) - room}"
+                if longest == self.max_len:
+                    what, advice = "max_len", f"{advice}, or raise max_len"
                 raise TuneError(
                     f"{name} has {len(prompt)} tokens and max_new_tokens is {self.max_new_tokens}, together more than "
-                    f"{what} ({longest}). Lower one by {len(prompt) - room}"
+                    f"{what} ({longest}). {advice}"
                 )
         return model
 

@@ -148,7 +148,7 @@ class Record:
 
 def read(folder: Path, tail: int | None = None) -> Record:
     """Read the run in `folder`; with `tail`, only the metrics in the last `tail` bytes. Raises TuneError."""
-    if not folder.is_dir():
+    if not folder.exists():
         raise TuneError(f"{folder} {absent(folder)}.{did_you_mean_path(folder, '*/')} Give the output_dir of a run")
     if not is_run(folder):
         inside = len(find(folder))

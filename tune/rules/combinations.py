@@ -78,7 +78,7 @@ def _environment(run: Facts) -> str:
     if not path:
         return ""
     if lacking := {"start", "step"} - {*dir(locate(path))}:
-        return f"{path} has no {' and no '.join(sorted(lacking))}: it must be a class with both"
+        return f"{path} has no {' and no '.join(sorted(lacking))}: it must be a class with start(row) and step(message)"
     try:
         inspect.signature(locate(path)).bind()
     except TypeError as error:
@@ -323,7 +323,8 @@ COMBINATIONS = [
          "patience would never end the run",
          lambda run: run("checkpointer.patience") and not _best(run)),
     rule("best-of-a-few-rows", "checkpointer.keep_best",
-         "{} is no metric of the validation. Use validation_loss, or another one",
+         lambda run: f"{_best(run)} is no metric of the validation. Use validation_"
+                     f"{'reward' if run('reward') else 'loss'}, or another one",
          "a training metric depends on how easy the rows of a step are",
          lambda run: _best(run) and not _best(run).startswith("validation_")
          and not ("/" in _best(run) and run("evaluate.tasks"))),

@@ -29,6 +29,7 @@ from tune.errors import TuneError, explained
 from tune.evaluation import Evaluator
 from tune.files import CHECKPOINT
 from tune.run import Run, run_folder, seed_generators
+from tune.run.training_run import require_numbers
 
 T = TypeVar("T")
 
@@ -84,7 +85,7 @@ class RehearsedRun(Run):
         pass
 
     def record(self, step: int, values: dict[str, float]) -> None:
-        pass
+        require_numbers(values)
 
     def steps(
         self, data: Iterable[tuple[int, T]], start: int = 0, checkpointer: Any = None, *,
@@ -183,7 +184,11 @@ class RehearsedCheckpointer(Checkpointer):
         return True
 
     def step(self, step: int, metrics: Mapping[str, Any] = MappingProxyType({}), now: bool = False) -> None:
-        pass
+        try:
+            self.best.is_in(metrics)
+        except TuneError as error:
+            if rehearsed := rehearsal.current():
+                rehearsed.report(error)
 
     def save(self, step: int, wait: bool = False) -> None:
         pass
