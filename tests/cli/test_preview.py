@@ -87,6 +87,15 @@ def test_html_page_is_self_contained(preview, first, tmp_path):
     assert not {"src", "href"} & set.union(*(attributes for _, attributes in tags))
 
 
+def test_validation_prompts_have_the_columns_of_training_prompts(arguments, tmp_path, capsys):
+    for name in ("train", "held_out"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"question": f"the {name}"}))
+    data = [f"dataset.path={tmp_path / 'train.jsonl'}", f"validation_dataset.path={tmp_path / 'held_out.jsonl'}"]
+    columns = "dataset.columns={instruction: question}"
+    main(["preview", "grpo", arguments[0], *data, columns, "reward=tests.rewarding"])
+    assert "the held_out" in capsys.readouterr().out
+
+
 def test_source_must_exist(preview, error, chats):
     sources = f"dataset.sources={{big: {{path: {chats}}}, small: {{path: {chats}, take: 3}}}}"
     mix = "dataset._component_=tune.datasets.mix"

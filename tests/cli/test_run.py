@@ -102,6 +102,18 @@ def test_unknown_component_arguments_are_reported_once(recipe: Path) -> None:
     assert result.stderr.count("greeting.nam:") == 1  # not once per process
 
 
+@pytest.mark.parametrize("verb", ["run", "validate", "run --nproc-per-node 2"])
+def test_file_of_settings_is_no_recipe(verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (file := tmp_path / "mine.yaml").write_text("max_steps: 1\n")
+    assert exit_status(*verb.split(), str(file)) == (1 if verb == "validate" else 2)
+    assert f"--config {file}" in "".join(capsys.readouterr())
+
+
+def test_unknown_option_of_a_verb_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_status("generate", "model", "--max-new-token", "8") == 2
+    assert "'--max-new-tokens'" in capsys.readouterr().err
+
+
 def test_invalid_value_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         check("full_finetune", ["model.path=m", "dataset.path=d", "epoch=1", "optimizer.bettas=1"])

@@ -142,6 +142,7 @@ def test_value_interpolated_from_another_setting_is_checked() -> None:
         ("tune.optimizer.Muon", "tune has no 'optimizer'. Did you mean 'optimizers'?"),
         ("torhc.optim.AdamW", "there is no module 'torhc'. Is it installed, or in the current folder?"),
         ("AdamW", "'AdamW' is not the dotted path of a function or class. Include its module: my_module.AdamW"),
+        ("parts.py:Steady", "'parts.py:Steady' is not the dotted path of a function or class. Write parts.Steady."),
         ("my-parts.AdamW", "'my-parts.AdamW' is not the dotted path of a function or class."),
         ("torch.optim.adamw", "'torch.optim.adamw' is a module, not a function or class."),
     ],
@@ -366,6 +367,12 @@ def test_held_out_rows_conflict_with_a_validation_dataset(recipe: str, arguments
 )
 def test_rows_held_out_or_a_validation_dataset(arguments: list[str]) -> None:
     assert load("full_finetune", ["model.path=m", *arguments]).dataset
+
+
+def test_arguments_of_the_recipe_are_recognized_by_name() -> None:
+    cycle = ["schedule._component_=torch.optim.lr_scheduler.OneCycleLR", "schedule.max_lr=0.001"]
+    assert load("full_finetune", ["model.path=m", "dataset.path=d", *cycle]).schedule.max_lr == 0.001
+    assert "by the recipe" in "".join(full_finetune(*cycle, "schedule.total_steps=3"))
 
 
 def test_explicit_arguments_of_another_component_are_checked_strictly(folder: Path) -> None:

@@ -95,6 +95,15 @@ def test_home_folder_is_expanded(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert config.local_folder("~") == folder
 
 
+def test_group_that_the_shell_split_is_joined(folder: Path) -> None:
+    group = ["dataset.columns={instruction:", "question,", "output:", "answer}"]
+    words = ["model.path=m", "dataset.path=d", *group, "max_steps=3"]
+    cfg = config.load("full_finetune", words)
+    assert (dict(cfg.dataset.columns), cfg.max_steps) == ({"instruction": "question", "output": "answer"}, 3)
+    with pytest.raises(TuneError, match="question"):
+        config.load("full_finetune", [*words[:4], "max_steps=3"])
+
+
 def test_one_pair_of_quotes_around_a_value_is_removed(folder: Path) -> None:
     """As in YAML and on other command lines; the content is text."""
     for quoted in ("'run #2'", '"run #2"'):

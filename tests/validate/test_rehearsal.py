@@ -155,6 +155,16 @@ def test_setting_that_no_line_reads(mine):
     assert [found["place"] for found in warnings] == ["bonus_unused"]
 
 
+def test_metrics_that_are_no_numbers_or_are_not_measured(mine, here):
+    line = "metrics |= evaluator(step)"
+    mine("full_finetune", (line, f"{line}\n            metrics['lengths'] = [1, 2]"))
+    (error,) = errors("mine.py", *SETTINGS)
+    assert "lengths is a list" in error
+    best = ["validation_dataset.path=prompts.jsonl", "validate_every=1", "checkpointer.keep_best=validation_rewrad"]
+    (error,) = errors("grpo", *PROMPTS, *best)
+    assert error.startswith("checkpointer.keep_best: ") and "'validation_reward'" in error
+
+
 def test_missing_module(mine):
     mine("full_finetune", ("import torch\n", "import torch\nimport not_there\n"))
     (error,) = errors("mine.py", *SETTINGS)
