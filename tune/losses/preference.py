@@ -129,7 +129,7 @@ def sum_and_count(values: Tensor, weights: Tensor | None = None) -> Tensor:
     """Return (sum, count) `[2]` of `values`, or of those with weight 1. Raises TuneError for a scalar, such as the mean
     that a custom loss may return."""
     if values.ndim == 0:
-        raise TuneError("loss: returns one number; it must return a loss per pair, [pairs]")
+        raise TuneError("loss: returns one number; it must return one per pair, or one per token")
     weights = torch.ones_like(values) if weights is None else weights.to(values.dtype)
     return torch.stack([(values * weights).sum(), weights.sum()])
 

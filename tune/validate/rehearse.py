@@ -157,12 +157,14 @@ def rehearse(
     """
 
     def run(rank: int) -> tuple[bool, int]:
-        weights = FakeWeights()
+        weights, reported = FakeWeights(), list[Exception]()
 
         def failed(error: Exception, needs_missing: bool) -> None:
             is_unset = isinstance(error, MissingMandatoryValue | InterpolationToMissingValueError)  # reported already
             follows = isinstance(error, Unknown) or is_unset or (needs_missing and not isinstance(error, TuneError))
+            follows |= isinstance(error, KeyError) and bool(reported)  # of a dict that was not filled
             if not follows and repr(Missing()) not in str(error):
+                reported.append(error)
                 report(error)
 
         with process_group(rank) as start, Uninitialized(), closing(weights):

@@ -127,6 +127,7 @@ class RehearsedCheckpointer(Checkpointer):
     def resume(self, resume: str | Path = "auto") -> int:
         rehearsed = rehearsal.current()
         assert rehearsed is not None
+        self.updates = 1  # an error before the first update must not cause another one about missing updates
         folder = rehearsal.named(self.folder.parent)
         try:
             found = self._found(folder, resume, rehearsed)
