@@ -237,7 +237,7 @@ WRONG = {
     "nothing there": (["nothing", "--against", "RUN"], "nothing: "),
     "no GGUF": (["junk.gguf", "--against", "RUN"], "junk.gguf is "),
     "no model": (["empty", "--against", "RUN"], "empty has no config.json"),
-    "the run itself": (["RUN", "--against", "RUN"], "a run folder"),
+    "the run itself": (["RUN", "--against", "RUN"], "is a run, not its result"),
     "another program": (
         ["RUN/adapter", "--against", "RUN", "--with", "llama.cpp"],
         "can only be opened with peft or vllm",

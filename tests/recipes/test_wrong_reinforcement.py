@@ -166,8 +166,8 @@ BOTH = {
     "another loss": (["loss._component_=tune.losses.DPO"], "tune.losses.DPO compares log-probs of answers"),
 }
 ENVIRONMENTS = {
-    "NoStep": ("has no step: it must be a class with both",),
-    "good": ("has no start and no step: it must be a class with both",),
+    "NoStep": ("has no step: it must be a class with start(row)",),
+    "good": ("has no start and no step: it must be a class with start(row)",),
     "NotMade": ("environment: cannot be created: ConnectionError: no server",),
     "Pair": ("environment: step returned (1.0, True); it must return (reward, messages, done)",),
     "TextAsReward": ("environment: step returned the reward 'good'; it must return a finite number",),

@@ -95,8 +95,11 @@ def test_tail_of_long_metrics(make_run):
 
 
 def test_other_folders_are_not_run_folders(tmp_path, make_run):
-    with pytest.raises(TuneError, match=r"is not a run folder: .* Give the output_dir of a run"):
+    with pytest.raises(TuneError, match="missing does not exist"):
         records.read(tmp_path / "missing")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(TuneError, match=r"is not a run folder: .* Give the output_dir of a run"):
+        records.read(tmp_path / "empty")
     make_run("all/one")
     make_run("all/two")
     with pytest.raises(TuneError, match=r"`tune runs .*/all` lists the 2 in it"):

@@ -28,8 +28,7 @@ from tune.distributed import Unconnected, World
 from tune.errors import TuneError, explained
 from tune.evaluation import Evaluator
 from tune.files import CHECKPOINT
-from tune.run import Run, run_folder, seed_generators
-from tune.run.training_run import require_numbers
+from tune.run import Run, require_numbers, run_folder, seed_generators
 
 T = TypeVar("T")
 
