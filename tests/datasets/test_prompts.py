@@ -70,6 +70,12 @@ def test_mapped_answer_is_added_to_the_row(read):
         exact_match(row, "4")
 
 
+@pytest.mark.parametrize("value", [9, None, {"a": 1}])
+def test_mapped_prompt_must_be_text(value, read):
+    with pytest.raises(TuneError, match=r"rows.jsonl:1: columns.instruction=left: the value is "):
+        read({"left": value}, columns={"instruction": "left"})
+
+
 def test_input_follows_its_instruction(read, tokenizer):
     (prompt,) = read({"instruction": "Translate.", "input": "the cat", "output": "die Katze"}).prompts
     assert prompt.messages == [{"role": "user", "content": "Translate.\n\nthe cat"}]

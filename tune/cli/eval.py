@@ -26,21 +26,24 @@ NESTED = {
     "data": "dataset.path", "quantization": "quantization.weights", "max_new_tokens": "generation.max_new_tokens",
     "tp": "parallel.tp",
 }  # fmt: skip
+METAVARS = {"data": "FILE", "quantization": "KIND", "max_new_tokens": "N", "tp": "N", "adapters": "A"}
 
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
     defaults = config.find_config("evaluate")
     parser.usage = "tune eval MODEL [--tasks A,B] [--data FILE] [--out FILE.json] [--json] [OPTIONS] [key=value ...]"
     parser.epilog = defaults.read_text(encoding="utf-8")
-    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("model", metavar="MODEL", help="a model in Hugging Face layout, an adapter, or a run folder")
     add_step(parser)
     parser.add_argument("--nproc-per-node", metavar="N", help="processes that share the requests")
     values = config.read_file(defaults)
     keys = {name: name for name, value in values.items() if not isinstance(value, dict)} | NESTED
     for name, key in keys.items():
         option = "--adapter" if name == "adapters" else f"--{name.replace('_', '-')}"
-        action = "store_true" if values.get(key) is False else "append"
-        parser.add_argument(option, dest=key, action=action)
+        if values.get(key) is False:
+            parser.add_argument(option, dest=key, action="store_true")
+        else:
+            parser.add_argument(option, dest=key, action="append", metavar=METAVARS.get(name, name.upper()))
     parser.add_argument("--json", action="store_true", help="print the results as JSON, and everything else on stderr")
     options, rest = parse_options(parser, arguments)
     settings = []

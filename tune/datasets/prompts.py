@@ -183,6 +183,11 @@ def _parse(row: Any, columns: Mapping[str, str] | None, ignore: Sequence[str], i
     if columns and is_first:
         require_columns(row, columns, [*COLUMNS, *RIGHT], "the first row")
     named = {**row, **{ours: row.get(theirs) for ours, theirs in (columns or {}).items()}}
+    for ours, kinds in {"prompt": str | list, "instruction": str}.items():
+        if ours in (columns or {}) and not isinstance(named[ours], kinds):
+            raise TuneError(
+                f"columns.{ours}={(columns or {})[ours]}: the value is {shown(named[ours])}; it must be text"
+            )
     if isinstance(text := named.get("prompt"), str):
         content: Chat | Plain = Plain(text, "")
         require_meaning(row, ["prompt"], content, ignore)

@@ -162,9 +162,7 @@ def rehearse(
         def failed(error: Exception, needs_missing: bool) -> None:
             is_unset = isinstance(error, MissingMandatoryValue | InterpolationToMissingValueError)  # reported already
             follows = isinstance(error, Unknown) or is_unset or (needs_missing and not isinstance(error, TuneError))
-            follows |= (
-                isinstance(error, KeyError) and isinstance(error.args[0], str) and bool(reported)
-            )
+            follows |= isinstance(error, KeyError) and isinstance(error.args[0], str) and bool(reported)
             if not follows and repr(Missing()) not in str(error):
                 reported.append(error)
                 report(error)
