@@ -240,6 +240,7 @@ WRONG = {
     "a file": (["checkpoints", "one/log.txt"], "one/log.txt is not a run folder"),
     "a folder of runs": (["report", "."], "`tune runs .` lists the 2 in it"),
     "no runs": (["runs", "empty"], "there are no run folders in empty"),
+    "a run itself": (["runs", "one"], "tune watch one"),
     "no folder": (["runs", "mising"], "mising does not exist"),
     "one of two is none": (["diff", "one", "empty"], "empty is not a run folder"),
     "one of three is none": (["report", "one", "two", "empty"], "empty is not a run folder"),

@@ -42,10 +42,10 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         if kind not in (None, "cpu", "mps", "cuda"):
             known = devices.device(kind)
             kind, capability = "cpu" if known.is_host else "cuda", known.capability
-        if not Path(options.recipe).with_suffix(".py").is_file():
+        is_config = options.recipe.endswith((".yaml", ".yml"))
+        if is_config and not Path(options.recipe).with_suffix(".py").is_file():
             require_recipe(options.recipe)
         default, rest = recipe_of(options.recipe, rest)
-        is_config = options.recipe.endswith((".yaml", ".yml"))
         file = Path(options.recipe).with_suffix(".py") if is_config else config.find_recipe(options.recipe)
         cfg, problems = config.read(default, rest, recipe=file)
         defaults = config.read_file(config.find_config(default))

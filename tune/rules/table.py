@@ -55,7 +55,7 @@ TABLE = [
     Rule("rate-of-an-adapter", WARNING, "optimizer.lr", "huggingface/diffusers#6288", "always",
          "{} is a rate for all parameters. Raise it tenfold for an adapter, to about 1e-4 to 3e-4",
          "an adapter starts at zero, and at this rate stays near zero",
-         lambda run: 0 < run.lr < (2.1e-5 if "teacher" in run.cfg else 2e-5) and run("adapter.alpha")
+         lambda run: 0 < run.lr < 2e-5 and run("adapter.alpha")
          and not ("reference" in run.cfg or _samples(run) or run("adapter.path") or run.asks("loss", "BradleyTerry"))),
     Rule("rate-of-preferences", WARNING, "optimizer.lr", "huggingface/trl#1025", "trl 0.7",
          "{} is high for a preference loss. Lower it to about 5e-7 to 5e-6, or ten times that with an adapter",
