@@ -83,7 +83,7 @@ def wait_for_first_node(address: str, port: int | None, patience: float = 900.0)
             )
         if waited > 5 and not is_told:
             print(
-                f"waiting for {where}. It is tried for {patience / 60:.0f} minutes; start the first node, or check "
+                f"waiting for {where}. This ends after {patience / 60:.0f} minutes. Start the first node, or check "
                 "--master-addr, --master-port and firewalls",
                 file=sys.stderr,
                 flush=True,

@@ -3,7 +3,7 @@
 from tune.run.flops import flops_per_token
 from tune.run.hardware import disk_note, planned_memory, size_in_words
 from tune.run.profiler import profile
-from tune.run.training_run import Run, require_numbers, seed_generators
+from tune.run.training_run import Run, require_scalars, seed_generators
 
 # Other names are internal to `tune`.
 __all__ = [

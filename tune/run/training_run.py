@@ -593,14 +593,14 @@ class Run:
 
     def record(self, step: int, values: dict[str, float]) -> None:
         """Send finite metrics to the sinks; a validation before the first step is step 0."""
-        require_numbers(values)
+        require_scalars(values)
         values = {name: value for name, value in values.items() if math.isfinite(value)}
         for sink in self.sinks:
             sink.metrics(step, values)
         self._report_disk()
 
 
-def require_numbers(metrics: Mapping[str, Any]) -> None:
+def require_scalars(metrics: Mapping[str, Any]) -> None:
     """Raise TuneError if one of the metrics is not a number."""
     for name, value in metrics.items():
         if value is None or isinstance(value, str | list | tuple | dict):

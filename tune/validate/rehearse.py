@@ -162,7 +162,9 @@ def rehearse(
         def failed(error: Exception, needs_missing: bool) -> None:
             is_unset = isinstance(error, MissingMandatoryValue | InterpolationToMissingValueError)  # reported already
             follows = isinstance(error, Unknown) or is_unset or (needs_missing and not isinstance(error, TuneError))
-            follows |= isinstance(error, KeyError) and isinstance(error.args[0], str) and bool(reported)
+            # After another error, a dict may lack the keys that later lines read.
+            is_of_text = isinstance(error, KeyError) and any(isinstance(key, str) for key in error.args)
+            follows |= is_of_text and bool(reported)
             if not follows and repr(Missing()) not in str(error):
                 reported.append(error)
                 report(error)

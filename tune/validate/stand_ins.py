@@ -28,7 +28,7 @@ from tune.distributed import Unconnected, World
 from tune.errors import TuneError, explained
 from tune.evaluation import Evaluator
 from tune.files import CHECKPOINT
-from tune.run import Run, require_numbers, run_folder, seed_generators
+from tune.run import Run, require_scalars, run_folder, seed_generators
 
 T = TypeVar("T")
 
@@ -84,7 +84,7 @@ class RehearsedRun(Run):
         pass
 
     def record(self, step: int, values: dict[str, float]) -> None:
-        require_numbers(values)
+        require_scalars(values)
 
     def steps(
         self, data: Iterable[tuple[int, T]], start: int = 0, checkpointer: Any = None, *,
