@@ -130,6 +130,20 @@ CASES = {
         GRPO, [], ["sampling.max_new_tokens=2048"], {"template": "{% if thinking %}<think>{% endif %}"}
     ),
 }  # fmt: skip
+# Settings without effect, in the same form.
+OF_NOTHING = {
+    "max-turns-of-nothing": (GRPO, ["max_turns=3"], ["max_turns=3", "environment=rules.test_rules.Talk"]),
+    "on-policy-max-new-tokens-of-nothing": (
+        "distill", ["teacher.path=t", "on_policy.max_new_tokens=8"],
+        ["teacher.path=t", "on_policy.max_new_tokens=8", "on_policy.share=0.5"],
+    ),
+    "quantization-double-of-nothing": (LORA, ["quantization.double=false"], ["quantization.double=false", NF4]),
+    "evaluate-limit-of-nothing": (FULL, ["evaluate.limit=8"], ["evaluate.limit=8", "evaluate.tasks=[arc_easy]"]),
+    "profiler-steps-of-nothing": (FULL, ["profiler.steps=5"], ["profiler.steps=5", "profiler.start=2"]),
+    "logger-wandb-name-of-nothing": (
+        FULL, ["logger.wandb.name=a"], ["logger.wandb.name=a", "logger.wandb.project=b"],
+    ),
+}  # fmt: skip
 # The recipe, conflicting settings, and similar settings that are valid.
 TOGETHER = {
     "least-group-size": (GRPO, ["group_size=1"], ["group_size=2"]),
@@ -234,14 +248,15 @@ def facts(tmp_path, monkeypatch):
         cfg, _ = config.read(
             recipe, [argument.format(model=folder) if "{model}" in argument else argument for argument in arguments]
         )
-        return Facts(cfg, device, environ=environ or {}, **machine)
+        defaults = config.read_file(config.find_config(recipe))
+        return Facts(cfg, device, environ=environ or {}, defaults=defaults, **machine)
 
     return facts
 
 
-@pytest.mark.parametrize("id", CASES)
+@pytest.mark.parametrize("id", [*CASES, *OF_NOTHING])
 def test_rule_fires_exactly_where_it_should(id, facts):
-    recipe, wrong, right, *more = CASES[id]
+    recipe, wrong, right, *more = {**CASES, **OF_NOTHING}[id]
     reads = more[0] if more else {}
     finding = BY_ID[id].judge(facts(recipe, wrong, **reads))
     assert finding and finding.rule == id and finding.place == BY_ID[id].key
@@ -361,8 +376,8 @@ def test_language_model_determines_the_kind_of_a_composite_model(facts):
 
 
 def test_every_rule_has_a_test_case_and_a_source():
-    assert not TOGETHER.keys() & CASES.keys() and len(BY_ID) == len(RULES) >= 80
-    assert TOGETHER.keys() | CASES.keys() | {"layout-that-is-planned"} == BY_ID.keys()  # see tests/plan/test_layout.py
+    tested = [*CASES, *OF_NOTHING, *TOGETHER, "layout-that-is-planned"]  # the last in tests/plan/test_layout.py
+    assert sorted(tested) == sorted(rule.id for rule in RULES) and len(RULES) >= 80
     for rule in RULES:
         assert bool(rule.source) == (rule.id in CASES) and rule.since and rule.why, rule.id
         assert not rule.source or re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", rule.source), rule.id

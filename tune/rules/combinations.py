@@ -27,11 +27,26 @@ ROWS = {  # the kind of rows for each loss
 }
 # Numbers that recipes use directly, so no argument checks them. Copies with a lower default are accepted.
 LEAST = {"group_size": 2, "updates": 1, "dynamic_sampling": 0, "kl": 0, "value_weight": 0, "value_clip": 1e-9}
+# Settings that have no effect without another one, with values for it.
+NEEDS = {
+    "max_turns": "environment=my_games.Guess",
+    "on_policy.max_new_tokens": "on_policy.share=0.5",
+    "quantization.double": "quantization.weights=nf4",
+    "evaluate.limit": "evaluate.tasks=[arc_easy]",
+    "profiler.steps": "profiler.start=10",
+    "logger.wandb.name": "logger.wandb.project=mine",
+}
 LOADED = ("tune.datasets.load", "tune.datasets.load_prompts", "tune.datasets.ray")
 
 
 def _unsupported(key: str) -> Any:
     return lambda run: f"{run(key)} {UNSUPPORTED[run(key)]}"
+
+
+def _has_no_effect(run: Facts, key: str, needed: str) -> bool:
+    """Return whether the setting `key` was changed, and `needed`, which it depends on, is off."""
+    is_set = bool(run.defaults) and run(key) is not None and run(key) != run.usual(key)
+    return is_set and needed.split(".")[0] in run.cfg and not run(needed)
 
 
 def _stages(run: Facts) -> float:
@@ -338,6 +353,11 @@ COMBINATIONS = [
     rule("best-validation-of-nothing", "checkpointer.keep_best", _give_validation,
          "the metric is never measured",
          lambda run: _validates_on_nothing(run) and _best(run).startswith("validation_")),
+    *(Rule(f"{key.replace('.', '-').replace('_', '-')}-of-nothing", Level.WARNING, key, "", "always",
+           f"{{}} has no effect without {needed.partition('=')[0]}. Set {needed}, or leave it out",
+           "the run would be another one than the settings say",
+           lambda run, key=key, needed=needed.partition("=")[0]: _has_no_effect(run, key, needed))
+      for key, needed in NEEDS.items()),
     Rule("layout-that-is-planned", Level.CHANGED, "parallel.auto", "", "always",
          "the layout is planned, with micro_batch_size and memory.*",
          "`tune plan --search` chooses the fastest layout that fits",
