@@ -47,9 +47,17 @@ class Mean(Unrewarded):
         return answers.ratio
 
 
-def test_loss_that_returns_a_mean_is_refused(settings, run_recipe, capsys):
-    assert run_recipe([*settings, "loss._component_=recipes.test_wrong_preferences.Mean"], preference_finetune) == 2
-    assert "it must return one per pair" in capsys.readouterr().err
+class Broadcast(Mean):
+    def __call__(self, chosen, rejected):
+        return rejected.ratio - chosen.ratio[:, None]
+
+
+@pytest.mark.parametrize(("loss", "shape"), [("Mean", "[]"), ("Broadcast", "[1, 1]")])
+def test_loss_that_is_not_one_number_per_pair_is_refused(settings, loss, shape, run_recipe, capsys):
+    settings = [*settings, f"loss._component_=recipes.test_wrong_preferences.{loss}"]
+    assert run_recipe(settings, preference_finetune) == 2
+    error = capsys.readouterr().err
+    assert "loss: " in error and f" {shape}" in error
 
 
 @pytest.mark.parametrize(*REFUSED_BY)

@@ -126,10 +126,10 @@ def of_labelled(loss_fn: Any, answers: AnswerLogProbs, is_good: Tensor) -> dict[
 
 
 def sum_and_count(values: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return (sum, count) `[2]` of `values`, or of those with weight 1. Raises TuneError for a scalar, such as the mean
-    that a custom loss may return."""
-    if values.ndim == 0:
-        raise TuneError("loss: returns one number; it must return one per pair, or one per token")
+    """Return (sum, count) `[2]` of a vector, or of its values with weight 1. Raises TuneError for another shape: a
+    custom loss may return a mean, or `[tokens, tokens]` by broadcasting."""
+    if values.ndim != 1:
+        raise TuneError(f"loss: returns shape {[*values.shape]}; it must return one number per pair, or one per token")
     weights = torch.ones_like(values) if weights is None else weights.to(values.dtype)
     return torch.stack([(values * weights).sum(), weights.sum()])
 
