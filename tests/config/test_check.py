@@ -1,10 +1,12 @@
+import re
 import sys
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
-from tune.config import load, read
+from tune.config import find_config, list_recipes, load, read
+from tune.config.check import OTHER_NAMES, walk
 from tune.errors import TuneError
 
 
@@ -51,6 +53,29 @@ def test_all_problems_are_reported_at_once() -> None:
 )
 def test_unknown_key_gets_a_suggestion(argument: str, finding: str) -> None:
     assert full_finetune(argument) == [finding]
+
+
+@pytest.mark.parametrize(
+    ("argument", "keys"),
+    [
+        ("batch_size=8", ["global_batch_size", "micro_batch_size"]),
+        ("save_steps=8", ["checkpointer.every"]),
+        ("bf16=true", ["dtype"]),
+        ("wandb.project=mine", ["logger.wandb.project"]),
+        ("lr_scheduler_type=cosine", ["schedule._component_"]),
+    ],
+)
+def test_setting_of_another_library_gets_ours(argument: str, keys: list[str]) -> None:
+    (problem,) = full_finetune(argument)
+    assert re.findall("'(.*?)'", problem) == keys
+
+
+def test_names_of_other_libraries_stand_for_settings_of_recipes() -> None:
+    recipes = [OmegaConf.to_container(OmegaConf.load(find_config(name))) for name in list_recipes()]
+    keys = [f".{key}" for values in recipes for key, _ in walk(values)]
+    for names in OTHER_NAMES.values():
+        for name in names.split():
+            assert any(key.endswith(f".{name}") for key in keys), name
 
 
 @pytest.mark.parametrize(

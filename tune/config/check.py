@@ -18,10 +18,25 @@ from tune.types import DottedPath, fits, mismatch, show, unusable
 
 # Settings that are null by default, and the component they use if they name none.
 OFF_BY_DEFAULT = {"adapter": "tune.peft.adapter"}
-# Names of other libraries for arguments.
+# Names that other libraries have for settings, and ours: a dotted key, or the end of one.
 OTHER_NAMES = {
-    "learning_rate": "lr", "wd": "weight_decay", "r": "rank", "lora_r": "rank", "lora_rank": "rank",
-    "lora_alpha": "alpha", "lora_dropout": "dropout",
+    "learning_rate": "lr", "wd": "weight_decay", "optim": "optimizer._component_", "warmup_ratio": "warmup",
+    "warmup_steps": "warmup", "lr_scheduler": "schedule._component_", "lr_scheduler_type": "schedule._component_",
+    **dict.fromkeys(("grad_clip", "gradient_clip_val", "max_norm"), "max_grad_norm"),
+    **dict.fromkeys(("lora", "peft", "r", "lora_r", "lora_rank"), "rank"), "lora_alpha": "alpha",
+    "lora_dropout": "dropout", "lora_target_modules": "target_modules", "load_in_4bit": "quantization.weights",
+    **dict.fromkeys(("batch_size", "train_batch_size"), "global_batch_size micro_batch_size"),
+    "gradient_accumulation_steps": "global_batch_size", "per_device_train_batch_size": "micro_batch_size",
+    **dict.fromkeys(("num_train_epochs", "num_epochs"), "epochs"), "eval_steps": "validate_every",
+    "save_steps": "checkpointer.every", "logging_steps": "console_every", "resume_from_checkpoint": "resume",
+    **dict.fromkeys(("max_length", "max_seq_length", "sequence_len"), "max_seq_len"), "sample_packing": "packed",
+    **dict.fromkeys(("bf16", "fp16", "precision", "torch_dtype"), "dtype"),
+    "gradient_checkpointing": "activation_checkpointing", "torch_compile": "compile",
+    **dict.fromkeys(("model_name_or_path", "model_name", "model_id", "base_model"), "model.path"),
+    **dict.fromkeys(("dataset_name", "data_path", "train_file"), "dataset.path"),
+    "test_split_size": "validation_fraction",
+    **dict.fromkeys(("wandb", "wandb_project", "use_wandb", "report_to"), "logger.wandb.project"),
+    "num_generations": "group_size", "max_completion_length": "max_new_tokens", "max_prompt_length": "max_prompt_len",
 }  # fmt: skip
 # Arguments that choose an optimizer's kernels: other optimizers lack them for shards, or have better defaults.
 KERNELS = ("fused", "foreach")
@@ -258,11 +273,13 @@ class _Combination:
         keys = [key for key, value in walk(self.default) if not _is_group(value)]
         if "." in name and prefix + name in keys:
             return f" In a file, nest it: {name.replace('.', ': {')}: ...{'}' * name.count('.')}"
-        leaf = name.rpartition(".")[2]
-        leaf = OTHER_NAMES.get(leaf, leaf) if "." not in name else leaf
-        same = [f"'{key}'" for key in keys if key.rpartition(".")[2] == leaf and key != prefix + name]
+        ours = OTHER_NAMES.get(name, name.rpartition(".")[2]).split()
+        same = [key for key in keys if key in ours] or [
+            key for key in keys if key != prefix + name and f".{key}".endswith(tuple(f".{each}" for each in ours))
+        ]
         near = did_you_mean(name, siblings).replace("'", f"'{prefix}", 1)
-        return f" Did you mean {' or '.join(same)}?" if same else near
+        listed = " or ".join(f"'{key}'" for key in same)
+        return f" Did you mean {listed}?" if same else near
 
 
 def _elsewhere(key: str, copy: str) -> str:

@@ -27,14 +27,14 @@ ROWS = {  # the kind of rows for each loss
 }
 # Numbers that recipes use directly, so no argument checks them. Copies with a lower default are accepted.
 LEAST = {"group_size": 2, "updates": 1, "dynamic_sampling": 0, "kl": 0, "value_weight": 0, "value_clip": 1e-9}
-# Settings that have no effect without another one, with values for it.
+# Settings that have no effect without another one, with an example of its value.
 NEEDS = {
-    "max_turns": "environment=my_games.Guess",
-    "on_policy.max_new_tokens": "on_policy.share=0.5",
-    "quantization.double": "quantization.weights=nf4",
-    "evaluate.limit": "evaluate.tasks=[arc_easy]",
-    "profiler.steps": "profiler.start=10",
-    "logger.wandb.name": "logger.wandb.project=mine",
+    "max_turns": ("environment", "my_games.Guess"),
+    "on_policy.max_new_tokens": ("on_policy.share", "0.5"),
+    "quantization.double": ("quantization.weights", "nf4"),
+    "evaluate.limit": ("evaluate.tasks", "[arc_easy]"),
+    "profiler.steps": ("profiler.start", "10"),
+    "logger.wandb.name": ("logger.wandb.project", "mine"),
 }
 LOADED = ("tune.datasets.load", "tune.datasets.load_prompts", "tune.datasets.ray")
 
@@ -354,10 +354,10 @@ COMBINATIONS = [
          "the metric is never measured",
          lambda run: _validates_on_nothing(run) and _best(run).startswith("validation_")),
     *(Rule(f"{key.replace('.', '-').replace('_', '-')}-of-nothing", Level.WARNING, key, "", "always",
-           f"{{}} has no effect without {needed.partition('=')[0]}. Set {needed}, or leave it out",
+           f"{{}} has no effect without {needed}. Set {needed}={example}, or leave it out",
            "the run would be another one than the settings say",
-           lambda run, key=key, needed=needed.partition("=")[0]: _has_no_effect(run, key, needed))
-      for key, needed in NEEDS.items()),
+           lambda run, key=key, needed=needed: _has_no_effect(run, key, needed))
+      for key, (needed, example) in NEEDS.items()),
     Rule("layout-that-is-planned", Level.CHANGED, "parallel.auto", "", "always",
          "the layout is planned, with micro_batch_size and memory.*",
          "`tune plan --search` chooses the fastest layout that fits",
