@@ -130,6 +130,33 @@ def test_failing_sink_warns_once_and_is_disabled():
     assert Broken.calls == 1
 
 
+class Careless(Sink):
+    """Changes what it gets, and exits."""
+
+    closed = 0
+
+    def open(self, folder, settings):
+        settings["optimizer"].clear()
+
+    def metrics(self, step, values):
+        values.clear()
+        sys.exit("bye")
+
+    def close(self):
+        self.closed += 1
+        raise ConnectionError("no network")
+
+
+def test_sink_changes_nothing_for_others_and_is_closed_after_a_failure(tmp_path):
+    careless, settings, values = Careless(), {"optimizer": {"lr": 1}}, dict(VALUES)
+    sink = NonFatal(careless, print)
+    sink.open(tmp_path, settings)
+    with pytest.warns(UserWarning, match="SystemExit: bye"):
+        sink.metrics(1, values)
+    sink.close()
+    assert settings == {"optimizer": {"lr": 1}} and values == VALUES and careless.closed == 1
+
+
 def test_sink_that_cannot_be_opened_warns(tmp_path):
     class Unavailable(Broken):
         def open(self, folder, settings):

@@ -152,6 +152,21 @@ def test_run_opens_its_trackers_without_sending_secrets(checkpoint, chats, tmp_p
     assert any(isinstance(call, str) and call.startswith("done") for call in Kept.kept)
 
 
+class Unclosable(Kept):
+    def close(self):
+        raise ConnectionError("no network")
+
+
+def test_tracker_that_cannot_be_closed_ends_no_run(checkpoint, chats, tmp_path, monkeypatch):
+    """log.txt is still open for its warning, and the other trackers are closed."""
+    monkeypatch.setattr(Kept, "kept", [])
+    trackers = f"logger.trackers=[{__name__}.Kept,{__name__}.Unclosable]"
+    overrides = settings(checkpoint, chats, trackers, f"output_dir={tmp_path / 'run'}")
+    with pytest.warns(UserWarning, match="Unclosable.*no network"):
+        full_finetune.main(config.load("full_finetune", overrides))
+    assert "Unclosable" in (tmp_path / "run" / "log.txt").read_text() and Kept.kept[-1] == "closed"
+
+
 def no_sink():
     """A component that does not return a sink."""
     return "a text"

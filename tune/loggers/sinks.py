@@ -1,6 +1,7 @@
 """Sinks for metrics and messages. Only rank 0 opens sinks."""
 
 import contextlib
+import copy
 import functools
 import io
 import json
@@ -387,14 +388,15 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 class NonFatal(Sink):
-    """A sink whose failure does not end the run: it logs a warning once, then stays off."""
+    """A sink whose failure does not end the run: it logs a warning once, is closed, and stays off. It gets its own
+    copies of settings and values."""
 
     def __init__(self, sink: Sink, log: Callable[[str], None]):
         self.name, self.sink, self.log = type(sink).__name__, sink, log
 
     def open(self, folder: Path, settings: Mapping[str, Any]) -> None:
         with self._off_on_failure():
-            self.sink.open(folder, settings)
+            self.sink.open(folder, copy.deepcopy(settings))
 
     def start(self, step: int, total: int) -> None:
         with self._off_on_failure():
@@ -406,7 +408,7 @@ class NonFatal(Sink):
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         with self._off_on_failure():
-            self.sink.metrics(step, values)
+            self.sink.metrics(step, dict(values))
 
     def close(self) -> None:
         with self._off_on_failure():
@@ -416,8 +418,10 @@ class NonFatal(Sink):
     def _off_on_failure(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # errors of a third-party client must not end training
-            self.sink = Sink()  # does nothing
+        except (Exception, SystemExit) as error:  # errors of a third-party client must not end training
+            failed, self.sink = self.sink, Sink()  # does nothing
+            with contextlib.suppress(Exception, SystemExit):
+                failed.close()
             told = without_secrets(f"{self.name} is turned off after an error: {type(error).__name__}: {error}")
             self.log(f"warning: {told}")
             warnings.warn(told, stacklevel=3)

@@ -191,7 +191,7 @@ class Run:
             self.world.finish()
         try:
             failure = self._conclude(error) if self.has_begun else None
-            for sink in self.sinks:
+            for sink in reversed(self.sinks):  # log.txt after the trackers, whose closing can fail
                 sink.close()
             if self.store:
                 self.store.finish(error)
