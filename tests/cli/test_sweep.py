@@ -49,6 +49,7 @@ def read_table(text: str, metric: str) -> list[dict[str, str]]:
     cells = [
         [line[place:end].strip() for place, end in zip(places, [*places[1:], None], strict=True)]
         for line in lines[start + 1 :]
+        if "report.html" not in line
     ]
     return [dict(zip(names, row, strict=True)) for row in cells if row[-1].startswith("/")]
 

@@ -82,6 +82,29 @@ def test_template_that_omits_nothing_gives_the_whole_conversation(checkpoint):
     assert (sample.tokens == whole.tokens).all() and (sample.labels == whole.labels).all()
 
 
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }} {% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "facts"),
+    [
+        (("{% for m in", "{{ messages | length }}{% for m in"), ["turns=as_seen", "message 2", "'1<|im_start|>"]),
+        (("in messages", "in messages[-3:]"), ["turns=as_seen", "message 4"]),
+        (("'assistant' %}", "'assistant' and loop.last %}"), ["1 generation blocks for 2", "turns=as_seen"]),
+    ],
+)
+def test_marked_template_must_render_answers_as_they_are_asked_for(checkpoint, tmp_path, change, facts):
+    """Markers show which text is the assistant's, but not that the text before it is the one that the model gets."""
+    (tmp_path / "template.jinja").write_text(MARKED.replace(*change))
+    tokenizer = Tokenizer(str(checkpoint), chat_template=str(tmp_path / "template.jinja"))
+    mistake = read(tokenizer, TALK).mistake
+    assert [fact for fact in facts if fact not in mistake] == [], mistake
+
+
 def test_only_learned_answers_make_samples(thinking_checkpoint, tokenizer):
     masked = [*TALK[:3], {**TALK[3], "train": False}, *TALK[4:]]
     turns = by_hand(thinking_checkpoint, [TALK])

@@ -92,6 +92,42 @@ def test_weights_of_1_and_0_need_no_weights_array(tokenizer):
     assert learned(outcome_of(tokenizer, both).samples[0], tokenizer) == [("Yes<|im_end|>", 0.5)]
 
 
+def test_weight_is_a_factor_of_what_train_on_chooses(tokenizer):
+    messages = [ask(), say("One", weight=1), ask(), say("Two", weight=0.5)]
+
+    def of(train_on):
+        (sample,) = outcome_of(tokenizer, {"messages": messages}, train_on=train_on).samples
+        return learned(sample, tokenizer)
+
+    assert of("assistant") == [("One<|im_end|>", 1), ("Two<|im_end|>", 0.5)]
+    assert of("last") == [("Two<|im_end|>", 0.5)]
+    assert [text for text, _ in of(["user"])] == ["Hi<|im_end|>", "Hi<|im_end|>"]
+
+
+@pytest.mark.parametrize("name", ["loss", "training"])
+def test_names_of_other_libraries_for_train(name, tokenizer):
+    messages = [ask(), say("One", **{name: False}), ask(), say("Two", **{name: True})]
+    (sample,) = outcome_of(tokenizer, {"messages": messages}).samples
+    assert learned(sample, tokenizer) == [("Two<|im_end|>", 1)]
+
+
+@pytest.mark.parametrize("row", [{"weight": 1}, {"weight": "12 kg"}, {"weight": None}, {"loss_scale": [1, 1]}])
+def test_columns_that_are_no_weights_are_ignored(row, tokenizer):
+    assert len(outcome_of(tokenizer, {"messages": [ask(), say()], **row}).samples) == 1
+
+
+@pytest.mark.parametrize("row", [{"weight": 0.5}, {"loss_scale": [1, 0]}, {"loss_weight": 2}])
+def test_weight_of_a_row_is_refused_unless_it_is_named(row, tokenizer):
+    (name,) = row
+    row = {"messages": [ask(), say()], **row}
+    with pytest.raises(TuneError, match=rf"dataset.ignore=\[{name}\]"):
+        outcome_of(tokenizer, row)
+    assert len(outcome_of(tokenizer, row, ignore=[name]).samples) == 1
+    if name != "loss_scale":
+        (sample,) = outcome_of(tokenizer, row, extra_columns=[name]).samples
+        assert sample.columns[name] == row[name]
+
+
 def test_weights_that_underflow_fp32_are_not_learned(tokenizer):
     (sample,) = outcome_of(tokenizer, {"messages": [ask(), say("a", weight=1e-50), ask(), say("b")]}).samples
     assert sample.weights is None and learned(sample, tokenizer) == [("b<|im_end|>", 1)]
@@ -129,6 +165,12 @@ WRONG = {
     "of a question, 1": ({"messages": [{**ask(), "weight": 1}, say()]}, "messages[0].weight"),
     "of ShareGPT's question": ({"conversations": [{"from": "human", "value": "a", "weight": 0.5},
                                                   {"from": "gpt", "value": "b"}]}, "conversations[0].weight"),
+    "train despite 0": ({"messages": [ask(), say(weight=0, train=True)]}, "messages[1].weight"),
+    "two numbers": ({"messages": [ask(), say(weight=0.5, train=0.7)]}, "messages[1].weight"),
+    "train and loss": ({"messages": [ask(), say(train=True, loss=False)]}, "messages[1]: loss"),
+    "misspelled": ({"messages": [ask(), say(weigth=0.5)]}, "messages[1].weigth"),
+    "another name": ({"messages": [ask(), say(loss_scale=0.5)]}, "messages[1].loss_scale"),
+    "a number in loss": ({"messages": [ask(), say(loss=0.5)]}, "messages[1].loss"),
     "train, a number": ({"messages": [ask(), say(train=2)]}, "messages[1].train"),
     "of tokens, too few": ({"input_ids": [5, 6], "weights": [1]}, "weights has 1 entries for 2"),
     "of tokens, a number": ({"input_ids": [5, 6], "weights": 0.5}, "weights is 0.5"),

@@ -83,7 +83,8 @@ def render(content: Content, tokenizer: Tokenizer, train_on: TrainOn, train_on_e
 
 
 def flagged(content: Content, train_on: TrainOn) -> Content:
-    """A conversation with `train` in every message: the message's own value, else the one that follows from `train_on`.
+    """A conversation with `train` in every message: the message's own value, else the one that follows from `train_on`,
+    times the message's `weight`.
 
     An empty answer is only supervised if the message itself or `train_on=all` asks for it: the model would learn to
     answer nothing.
@@ -97,7 +98,9 @@ def flagged(content: Content, train_on: TrainOn) -> Content:
         learned = message["role"] in roles and (train_on != "last" or index == said[-1])
         train = message.get("train", learned and (train_on == "all" or not is_empty_answer(message)))
         is_prompt = index < content.prompt and train_on != "all"
-        messages.append({**message, "train": False if is_prompt else train})
+        weight = message.get("weight", 1)
+        message = {key: value for key, value in message.items() if key != "weight"}
+        messages.append({**message, "train": bool(train) and not is_prompt and (train if weight == 1 else weight)})
     return replace(content, messages=messages)
 
 

@@ -111,7 +111,10 @@ class RowReader:
             require_learned(content)
             require_whole_answers(content, self.kind)
             for part in turns_of(content) if self.turns == "as_seen" else [content]:
-                texts.append((part, *as_text(part, self.tokenizer, self.train_on)))
+                text, learned = as_text(part, self.tokenizer, self.train_on)
+                if self.turns == "as_seen" and isinstance(part, Chat):
+                    self.tokenizer.require_asked(part.messages, text, part.tools)
+                texts.append((part, text, learned))
         return texts
 
     def _encodings(self, texts: Sequence[list[Text] | Outcome]) -> list[list[Encoding]]:

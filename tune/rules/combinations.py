@@ -2,6 +2,7 @@
 
 import inspect
 import os
+from functools import partial
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -356,7 +357,7 @@ COMBINATIONS = [
     *(Rule(f"{key.replace('.', '-').replace('_', '-')}-of-nothing", Level.WARNING, key, "", "always",
            f"{{}} has no effect without {needed}. Set {needed}={example}, or leave it out",
            "the run would be another one than the settings say",
-           lambda run, key=key, needed=needed: _has_no_effect(run, key, needed))
+           partial(_has_no_effect, key=key, needed=needed))
       for key, (needed, example) in NEEDS.items()),
     Rule("layout-that-is-planned", Level.CHANGED, "parallel.auto", "", "always",
          "the layout is planned, with micro_batch_size and memory.*",

@@ -58,10 +58,35 @@ def supervised_spans(
         return text, spans
     if len(spans) != len(turns):
         raise TuneError(
-            f"train: false needs one generation block per assistant message, but {template.origin} has {len(spans)} "
-            f"for {len(turns)} messages. Remove `train`"
+            f"{template.origin} has {len(spans)} generation blocks for {len(turns)} assistant messages. To learn only "
+            "some of the messages (train: false, train_on=last, or turns=as_seen), it must have one for each"
         )
     return text, [span for span, index in zip(spans, turns, strict=True) if index in trained]
+
+
+def require_asked(
+    template: ChatTemplate, messages: list[Message], text: str, tools: list | None = None, **variables: Any
+) -> None:
+    """Raise TuneError unless `text`, the rendered conversation, is how the model is asked for its last message: it
+    begins with the messages before it and the generation prompt.
+
+    Only templates with `{% generation %}` blocks need this. Without blocks, `supervised_spans` requires the same.
+    """
+    if not template.marks_generation:
+        return
+    messages = [{key: value for key, value in message.items() if key != "train"} for message in messages]
+    before = messages[:-1]
+    prompts = [
+        template.render(before, add_generation_prompt=True, tools=tools, **variables, **switch)
+        for switch in ({}, *_SWITCHES)
+    ]
+    if not any(map(text.startswith, prompts)):
+        at = common_prefix(prompts[0], text)
+        raise TuneError(
+            f"with turns=as_seen, message {len(messages)} must be learned as the model is asked for it, but "
+            f"{template.origin} renders the text before it differently ({text[max(0, at - 20) : at + 30]!r}) than the "
+            f"generation prompt ({prompts[0][max(0, at - 20) : at + 30]!r}). Change the template, or set turns=together"
+        )
 
 
 def end_of_turn(render: Callable[[list[Message]], str], special_tokens: re.Pattern[str]) -> str | None:

@@ -18,7 +18,7 @@ from tune.errors import TuneError, explained
 from tune.lookup import in_shell, local_path
 from tune.tokenizers.chat_template import SHIPPED, ChatTemplate, Message, Span, chosen_template, markers
 from tune.tokenizers.folder import SOURCES, mapping_in, read_vocabulary
-from tune.tokenizers.supervision import end_of_turn, supervised_spans
+from tune.tokenizers.supervision import end_of_turn, require_asked, supervised_spans
 
 FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
@@ -225,6 +225,10 @@ class Tokenizer:
         return supervised_spans(
             self._template(tools), messages, self._special_pattern, tools, **self._clock, **variables
         )
+
+    def require_asked(self, messages: list[Message], text: str, tools: list | None = None) -> None:
+        """Raise TuneError unless `text`, the rendered conversation, is how the model is asked for its last message."""
+        require_asked(self._template(tools), messages, text, tools, **self._clock)
 
     @property
     def _clock(self) -> dict[str, Any]:

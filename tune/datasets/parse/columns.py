@@ -25,10 +25,12 @@ OTHER_NAMES = {
     "text": ("content", "document", "body", "article", "story", "passage", "markdown"),
 }
 
+WEIGHTS = ("weight", "loss_weight", "loss_scale")
 # Columns that change the meaning of a row: without them, the rest would teach something else.
 MEANINGS = {
     **dict.fromkeys(("chosen", "rejected"), "which of two answers is better, for preference tuning"),
     "label": "whether the answer is good, or the class of the text, for training on labels",
+    **dict.fromkeys(WEIGHTS, "how much the row or its tokens count"),
     **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "images, video or audio"),
 }
 # Columns with these names are content, even if their text is short.
@@ -167,12 +169,19 @@ def _texts(value: Any) -> Iterator[str]:
 
 def _other_meanings(row: Row, content: Content, columns: Sequence[str]) -> list[str]:
     names = [name for name in MEANINGS if row.get(name) not in NOTHING and name not in columns]
+    names = [name for name in names if name not in WEIGHTS or _is_weight(row[name])]
     if isinstance(content, Plain):
         prompts = [content.prompt]
     else:
         messages = content.messages if isinstance(content, Chat) else []
         prompts = [message.get("content") or "" for message in messages if message["role"] != "assistant"]
     return [*names, IMAGE] if any(IMAGE in prompt for prompt in prompts) else names
+
+
+def _is_weight(value: Any) -> bool:
+    """Whether a column's value is a weight that changes something: a number other than 1, or a list of numbers."""
+    values = value if isinstance(value, list) else [value]
+    return all(isinstance(each, int | float) for each in values) and any(each != 1 for each in values)
 
 
 def _advice(row: Row, columns: Mapping[str, str], formats: Sequence[Format]) -> str:

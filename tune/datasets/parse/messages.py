@@ -11,6 +11,10 @@ from tune.tokenizers import Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING = ("reasoning_content", "reasoning", "thinking")
+# Names of other libraries for `train`: ms-swift's and Axolotl's. True or false.
+TRAIN = ("loss", "training")
+# Names under which a weight would not be read.
+UNREAD = (*TRAIN, "loss_weight", "loss_scale", "loss_mask", "mask", "trainable")
 
 # The names in ShareGPT's `from`. A `function_call` holds the call as JSON.
 SHARE_GPT_ROLES = {
@@ -84,6 +88,7 @@ def _checked(message: Any, place: str) -> Message:
         message["content"] = content
     for name in REASONING:
         require(isinstance(message.get(name, ""), str), f"{place}.{name}", message.get(name), "a string")
+    _read_train(message, place)
     train = message.get("train", True)
     is_number = isinstance(train, int | float) and 0 <= train <= 1
     require(is_number, f"{place}.train", train, "true or false, or a number from 0 to 1")
@@ -94,8 +99,24 @@ def _checked(message: Any, place: str) -> Message:
     return message
 
 
+def _read_train(message: Message, place: str) -> None:
+    """Read other libraries' names for `train`. Raise TuneError for names under which a weight would not be read."""
+    for name in TRAIN:
+        if isinstance(value := message.get(name), bool):
+            del message[name]
+            if message.setdefault("train", value) != value:
+                raise TuneError(f"{place}: {name} is {value}, but train is {message['train']}. Remove one of them")
+    for name, value in message.items():
+        is_near = name not in ("train", "weight") and bool(did_you_mean(name, ("train", "weight"), 0.8))
+        if isinstance(value, int | float) and (name in UNREAD or is_near):
+            raise TuneError(
+                f"{place}.{name} is {value}, which is not read. Name it weight (a number from 0 to 1) or train (true "
+                "or false), or remove it"
+            )
+
+
 def _weighed(message: Message, place: str) -> Message:
-    """The message with its `weight` as `train`: false for 0, true for 1, any number between them as it is."""
+    """Check the message's `weight`. 0 becomes `train: false`, and 1 is left out, because it changes nothing."""
     weight: Any = message["weight"]
     require_weight(weight, place)
     if weight and message["role"] != "assistant":
@@ -103,10 +124,13 @@ def _weighed(message: Message, place: str) -> Message:
             f"{place} is {weight}, but the message has the role {message['role']}; only assistant messages can have "
             "a weight. To train on other messages, set dataset.train_on, or train: true in them"
         )
+    train = message.get("train")
+    if (train and not weight) or (train not in (None, False, True) and weight != 1):
+        raise TuneError(f"{place} is {weight}, but train is {train}. Remove one of them")
+    if 0 < weight < 1:
+        return message
     message = {key: value for key, value in message.items() if key != "weight"}
-    if not message.get("train", True) or ("train" in message and weight == 0):
-        return message  # its own `train` takes precedence
-    return {**message, "train": weight if 0 < weight < 1 else bool(weight)}
+    return message if weight else {**message, "train": False}
 
 
 def _require_one_of(known: Collection[str], value: Any, place: str) -> None:
