@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow
 import pytest
@@ -18,7 +19,7 @@ from pyarrow import parquet
 
 from tune import distributed
 from tune.cli import main
-from tune.cli.generate import require_answers, turns
+from tune.cli.generate import require_answers, turns, why_not
 from tune.cli.model_options import NOT_APPLIED, SAMPLING, not_applied, sampling_settings
 from tune.datasets import load
 from tune.tokenizers import Tokenizer
@@ -402,7 +403,7 @@ def test_scored_answers_become_training_rows(checkpoint, files, scores, capsys):
     rows = read_rows("rows.jsonl")
     assert [row["messages"][-1] for row in rows] == [{"role": "assistant", "content": e["completion"]} for e in ended]
     assert [row["score"] for row in rows] == [record["score"] for record in ended]
-    assert f"kept {len(rows)} of 12 answers; {12 - len(rows)} without an end" in err
+    assert f"kept {len(rows)} of 12 answers; {12 - len(rows)} left out" in err
     middle = sorted(row["score"] for row in rows)[len(rows) // 2]
     run(capsys, *asked, "--keep", "all", "--min-score", middle, "--out", "rows.jsonl")  # overwrites its own rows
     kept = read_rows("rows.jsonl")
@@ -422,6 +423,45 @@ def test_scored_answers_become_training_rows(checkpoint, files, scores, capsys):
         assert Tokenizer(str(checkpoint)).decode(learned) == row["messages"][-1]["content"] + "<|im_end|>"
 
 
+def test_only_the_scored_answer_of_a_kept_row_is_learned(checkpoint, scores, capsys):
+    talk = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat", "weight": 0.4}]
+    talk.append({"role": "user", "content": "and the dog"})
+    Path("talk.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
+    asked = [checkpoint, "--prompts", "talk.jsonl", "--max-new-tokens", 100, "--temperature", 1.5, "--samples", 6]
+    run(capsys, *asked, "--keep", "all", "--out", "rows.jsonl")
+    data = load(Tokenizer(str(checkpoint)), "rows.jsonl", max_seq_len=512)
+    rows = read_rows("rows.jsonl")
+    assert len(rows) == len(data) > 0
+    for row, (sample,) in zip(rows, map(data.row, range(len(data))), strict=True):
+        assert [message["content"] for message in row["messages"][:3]] == ["the cat", "sat", "and the dog"]
+        learned = [int(label) for label in sample.labels if label != -100]
+        assert Tokenizer(str(checkpoint)).decode(learned) == row["messages"][-1]["content"] + "<|im_end|>"
+        assert sample.weights is None
+
+
+def test_reasons_to_leave_out_an_answer():
+    options = SimpleNamespace(min_score=1.0)
+    records = [
+        {"finish": finish, "completion": text, "score": score}
+        for finish, text, score in (("length", "a", 2), ("stop", " ", 2), ("stop", "a", 0.5), ("stop", "a", 1.0))
+    ]
+    assert [bool(why_not(record, options)) for record in records] == [True, True, True, False]
+    assert len({why_not(record, options) for record in records}) == 4
+
+
+@pytest.mark.parametrize(
+    "fields", [{"do_sample": "false"}, {"temperature": "hot"}, {"top_p": True}, {"top_p": 7}, {"eos_token_id": [[2]]}],
+)  # fmt: skip
+def test_invalid_generation_config_is_named(fields, tmp_path, capsys):
+    folder = save_checkpoint(tmp_path / "m")
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps({"do_sample": True, **fields}))
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", str(folder), "--prompt", "a", "--max-new-tokens", "2", "--device", "cpu"])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and str(file) in error and next(iter(fields)) in error
+
+
 def test_raw_continuations_are_kept_as_prompt_and_completion(checkpoint, scores, capsys):
     asked = [checkpoint, "--prompt", "the cat", "--raw", "--temperature", 2, "--samples", 20, "--seed", 3]
     run(capsys, *asked, "--keep", "all", "--out", "rows.jsonl")
@@ -437,6 +477,10 @@ WRONG_SCORES = {
     "best of what": (["--keep", "best", "--out", "a.jsonl"], "needs --score"),
     "least of what": (["--keep", "all", "--min-score", "1", "--out", "a.jsonl"], "needs --score"),
     "least, and then": (["--score", "scores_here.length", "--min-score", "1", "--out", "a.jsonl"], "--keep all or"),
+    "least is no number": (
+        ["--score", "scores_here.length", "--keep", "all", "--min-score", "nan", "--out", "a.jsonl"],
+        "--min-score nan",
+    ),
     "no module": (["--score", "nothing_here.length"], "there is no module 'nothing_here'"),
     "no function": (["--score", "scores_here.lenght"], "scores_here has no 'lenght'. Did you mean 'length'?"),
     "no path": (["--score", "length"], "--score"),

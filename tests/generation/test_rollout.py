@@ -237,6 +237,7 @@ async def waits(row, completion):
         (waits, "is async"),
         (lambda row, completion: sys.exit(3), "SystemExit: 3 (test_rollout.py:"),
         (lambda row, completion: np.ones(2), "returned array([1., 1.])"),
+        (lambda row, completion: 10**400, "returned 1000000"),
     ],
 )
 def test_invalid_rewards_are_reported(function, message):

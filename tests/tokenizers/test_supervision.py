@@ -250,5 +250,5 @@ def test_system_message_that_moves_to_the_last_question():  # Mistral
 
 def test_train_false_with_unmatched_generation_blocks_is_refused():
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{% generation %}!{% endgeneration %}"
-    with pytest.raises(TuneError, match="has 1 .*for 2 assistant messages"):
+    with pytest.raises(TuneError, match=r"has 1 .*for 2 assistant messages"):
         pieces(template, [user("a"), assistant("b"), assistant("c", train=False)])

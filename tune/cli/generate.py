@@ -10,11 +10,12 @@ to standard error. With torchrun or Ray, processes share the prompts.
 """
 
 import json
+import math
 import os
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import replace
@@ -145,6 +146,8 @@ def require_rows(parser: ArgumentParser, options: Namespace) -> None:
         parser.error(f"{option} needs --score FILE.FUNCTION, your function (row, answer) that returns a number")
     if options.min_score is not None and not options.keep:
         parser.error("--min-score: add --keep all or --keep best, to choose among these answers")
+    if options.min_score is not None and not math.isfinite(options.min_score):
+        parser.error(f"--min-score {options.min_score}: set a finite number")
     if options.score:
         if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())
@@ -170,7 +173,7 @@ def write(options: Namespace, rows: list[tuple[str, Any]], answers: Iterable[tup
     """Print the `answers` to `out` and write them as they arrive."""
     begin, tokens = time.perf_counter(), 0
     score = scoring(options.score) if options.score else None
-    kept, cut = 0, 0
+    kept, left_out = 0, Counter[str]()
     with (
         nullcontext(lambda records: None)
         if options.out is None
@@ -191,10 +194,12 @@ def write(options: Namespace, rows: list[tuple[str, Any]], answers: Iterable[tup
                 print(record["completion"], file=out, flush=True)
             if options.keep:
                 prompts = {number: prompt for number, (prompt, _) in zip(numbers, found, strict=True)}
-                conversations = [as_row(prompts[each["index"]], each) for each in chosen(records, options)]
-                put(conversations)
-                kept += len(conversations)
-                cut += sum(record["finish"] == "length" for record in records)
+                reasons = [why_not(record, options) for record in records]
+                left_out.update(filter(None, reasons))
+                usable = [record for record, reason in zip(records, reasons, strict=True) if not reason]
+                usable = best_of_each(usable) if options.keep == "best" else usable
+                put([as_row(prompts[each["index"]], each) for each in usable])
+                kept += len(usable)
             else:
                 put(records)
             tokens += sum(record["tokens"] for record in records)
@@ -202,9 +207,8 @@ def write(options: Namespace, rows: list[tuple[str, Any]], answers: Iterable[tup
             told = f"{numbers.stop:,} of {len(rows):,} prompts, {tokens:,} tokens, {rate:.1f} tokens/s"
             print(told, file=sys.stderr, flush=True)
     if options.keep:
-        left_out = f"; {cut:,} without an end were left out: give more --max-new-tokens" if cut else ""
-        told = f"kept {kept:,} of {len(rows) * options.samples:,} answers{left_out}"
-        print(told, file=sys.stderr, flush=True)
+        details = "".join(f"; {count:,} left out: {reason}" for reason, count in left_out.items())
+        print(f"kept {kept:,} of {len(rows) * options.samples:,} answers{details}", file=sys.stderr, flush=True)
 
 
 def scoring(path: str) -> Callable[[Any, str], float]:
@@ -216,26 +220,34 @@ def scoring(path: str) -> Callable[[Any, str], float]:
     return Reward(name, function, weight, "--score")
 
 
-def chosen(records: list[dict[str, Any]], options: Namespace) -> list[dict[str, Any]]:
-    """Return the records to keep. Cut answers are dropped: a model would learn to end there."""
-    ended = [each for each in records if each["finish"] == "stop"]
-    if options.min_score is not None:
-        ended = [each for each in ended if each["score"] >= options.min_score]
-    if options.keep == "all":
-        return ended
+def why_not(record: dict[str, Any], options: Namespace) -> str:
+    """Return why an answer is not kept, or "": a model would learn to end there, or to say nothing."""
+    if record["finish"] != "stop":
+        return "without an end (give more --max-new-tokens)"
+    if not record["completion"].strip():
+        return "empty"
+    if options.min_score is not None and record["score"] < options.min_score:
+        return f"below --min-score {options.min_score:g}"
+    return ""
+
+
+def best_of_each(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the answer with the highest score to each prompt, and the first of equal ones."""
     best: dict[int, dict[str, Any]] = {}
-    for each in ended:
+    for each in records:
         if each["index"] not in best or each["score"] > best[each["index"]]["score"]:
             best[each["index"]] = each
     return [*best.values()]
 
 
 def as_row(prompt: Any, record: dict[str, Any]) -> dict[str, Any]:
-    """Return a row to train on: the prompt with its answer."""
+    """Return a row to train on: the prompt with its answer. Earlier answers, which have no score, are not learned."""
     row: dict[str, Any] = {name: record[name] for name in ("index", "sample", "score") if name in record}
     if prompt.messages is None:
         return row | {"prompt": prompt.row["prompt"], "completion": record["completion"]}
-    row["messages"] = [*prompt.messages, {"role": "assistant", "content": record["completion"]}]
+    context = [{**each, "weight": 0} if each["role"] == "assistant" else each for each in prompt.messages]
+    context = [{name: value for name, value in each.items() if name != "train"} for each in context]
+    row["messages"] = [*context, {"role": "assistant", "content": record["completion"]}]
     return row | ({"tools": prompt.tools} if prompt.tools else {})
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tune.errors import TuneError
+from tune.errors import TuneError, explained
 from tune.launchers import count
 
 MAX_NEW_TOKENS = 512
@@ -77,7 +77,9 @@ def sampling_settings(folder: Path, **given: float | None) -> tuple[dict[str, An
     """
     from tune.tokenizers import mapping_in
 
-    file = mapping_in(folder / "generation_config.json")
+    path = folder / "generation_config.json"
+    file = mapping_in(path)
+    _require_types(path, file)
     settings = {name: file.get(name) for name in SAMPLING} if file.get("do_sample") else {"temperature": 0.0}
     settings |= {name: value for name, value in given.items() if value is not None}
     settings = {name: value for name, value in settings.items() if value is not None and (name, value) != ("top_k", 0)}
@@ -87,6 +89,22 @@ def sampling_settings(folder: Path, **given: float | None) -> tuple[dict[str, An
         raise TuneError(f"--{idle[0].replace('_', '-')}: decoding is greedy, so it has no effect. Add --temperature 1")
     shown = ", ".join(f"{name} {value:g}" for name, value in settings.items())
     return settings, shown if temperature else "the most likely token"
+
+
+def _require_types(path: Path, fields: dict[str, Any]) -> None:
+    """Raise TuneError if a field of generation_config.json that is applied has the wrong type or value."""
+    from tune.generation import Sampler
+
+    if not isinstance(fields.get("do_sample"), bool | None):
+        raise TuneError(f"{path}: do_sample is {fields['do_sample']!r}; it must be true or false")
+    applied = {name: fields[name] for name in SAMPLING if fields.get(name) is not None}
+    applied = {name: value for name, value in applied.items() if (name, value) != ("top_k", 0)}
+    for name, value in applied.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TuneError(f"{path}: {name} is {value!r}; it must be a number")
+    if fields.get("do_sample"):
+        with explained(str(path)):
+            Sampler(max_new_tokens=1, **applied)
 
 
 def not_applied(folder: Path, given: Sequence[str] = ()) -> list[str]:

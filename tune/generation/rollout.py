@@ -83,9 +83,13 @@ class Reward:
 
 def _finite(value: Any, found: str) -> float:
     value = value.item() if getattr(value, "shape", None) == () else value  # numpy or torch scalars
-    if not isinstance(value, Real) or not math.isfinite(value):
+    try:
+        number = float(value) if isinstance(value, Real) else math.nan
+    except OverflowError:  # of an integer
+        number = math.inf
+    if not math.isfinite(number):
         raise TuneError(f"{found}; it must return a finite number")
-    return float(value)
+    return number
 
 
 class Environment(Protocol):

@@ -54,8 +54,8 @@ class Tokenizer:
         self._source, self._tokenizer, self.special_tokens = read_vocabulary(self.path)
         self._added: dict[int, AddedToken] = {}
         self._folder: Any = None
-        configs = (mapping_in(self.path / name) for name in ("generation_config.json", "config.json"))
-        self._generation_eos = next(filter(None, (_listed(config.get("eos_token_id")) for config in configs)), [])
+        configs = (self.path / name for name in ("generation_config.json", "config.json"))
+        self._generation_eos = next(filter(None, map(_eos_ids, configs)), [])
         if "eos_token" not in self.special_tokens and self._generation_eos:
             configured = self._tokenizer.id_to_token(self._generation_eos[0])
             self.special_tokens |= {"eos_token": configured} if configured else {}
@@ -411,6 +411,14 @@ def require_unicode(text: str) -> None:
     what = "the text holds half of a character pair (a lone \\ud800-\\udfff escape), or bytes that are not UTF-8"
     with explained(what, UnicodeEncodeError):
         text.encode()
+
+
+def _eos_ids(file: Path) -> list[int]:
+    """Return `eos_token_id` of a config file as a list. Raises TuneError if it is anything but token ids."""
+    ids = _listed(mapping_in(file).get("eos_token_id"))
+    if any(type(each) is not int or each < 0 for each in ids):
+        raise TuneError(f"{file}: eos_token_id is {ids}; it must be a token id, or a list of token ids")
+    return ids
 
 
 def _listed(ids: int | list[int] | None) -> list[int]:
