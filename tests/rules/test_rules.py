@@ -139,6 +139,9 @@ OF_NOTHING = {
     ),
     "quantization-double-of-nothing": (LORA, ["quantization.double=false"], ["quantization.double=false", NF4]),
     "evaluate-limit-of-nothing": (FULL, ["evaluate.limit=8"], ["evaluate.limit=8", "evaluate.tasks=[arc_easy]"]),
+    "evaluate-general-limit-of-nothing": (
+        FULL, ["evaluate.general_limit=1"], ["evaluate.general_limit=1", "evaluate.general=shipped"],
+    ),
     "profiler-steps-of-nothing": (FULL, ["profiler.steps=5"], ["profiler.steps=5", "profiler.start=2"]),
     "logger-wandb-name-of-nothing": (
         FULL, ["logger.wandb.name=a"], ["logger.wandb.name=a", "logger.wandb.project=b"],

@@ -142,7 +142,7 @@ class Evaluator:
         metrics = self.general()
         if metrics["general_kl"] > self.general_limit and not rehearsal.current():  # which has stand-in values
             self.run.info(
-                f"warning: step {self.step}: general_kl is {metrics['general_kl']:.3f}, above evaluate.general_limit="
+                f"warning: step {self.step}: general_kl is {metrics['general_kl']:.3g}, above evaluate.general_limit="
                 f"{self.general_limit:g}: on general data the model's predictions moved away from its base. A lower "
                 "optimizer.lr, fewer epochs or an adapter changes it less"
             )

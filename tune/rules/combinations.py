@@ -34,6 +34,7 @@ NEEDS = {
     "on_policy.max_new_tokens": ("on_policy.share", "0.5"),
     "quantization.double": ("quantization.weights", "nf4"),
     "evaluate.limit": ("evaluate.tasks", "[arc_easy]"),
+    "evaluate.general_limit": ("evaluate.general", "shipped"),
     "profiler.steps": ("profiler.start", "10"),
     "logger.wandb.name": ("logger.wandb.project", "mine"),
 }
