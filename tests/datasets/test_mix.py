@@ -177,7 +177,7 @@ def test_mixed_files(tokenizer, sources):
             {"max_seq_len": 2},
             r"sources\.code\.max_seq_len is not a setting of a source\. Known settings: path, ",
         ),
-        ("code", {"path": "absent.jsonl"}, r"sources\.code: absent\.jsonl does not exist"),
+        ("code", {"path": "absent.jsonl"}, r"sources\.code\.path: absent\.jsonl does not exist"),
         ("code", {"take": "few"}, r"sources\.code\.take: 'few' is not a positive integer or null"),
         ("code", {"path": 3}, r"sources\.code\.path: 3 is not a string"),
         ("more", {}, r"sources\.more has no path"),

@@ -266,12 +266,12 @@ def tokenizer_of_a_larger_model(inputs):
 # The data
 
 
-@wrong("dataset: ", "chat.jsonl does not exist", "Did you mean 'chats.jsonl'?")
+@wrong("dataset.path: ", "chat.jsonl does not exist", "Did you mean 'chats.jsonl'?")
 def wrong_dataset_path(inputs):
     return [f"dataset.path={inputs.rows.with_name('chat.jsonl')}"]
 
 
-@wrong("validation_dataset: ", "held_out.jsonl does not exist")
+@wrong("validation_dataset.path: ", "held_out.jsonl does not exist")
 def wrong_validation_path(inputs):
     return [f"validation_dataset.path={inputs.folder / 'held_out.jsonl'}"]
 

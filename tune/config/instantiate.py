@@ -39,7 +39,8 @@ def instantiate(node: DictConfig | Mapping[str, Any], *args: Any, **kwargs: Any)
     try:
         made = component(*args, **given, **kwargs)
     except TuneError as error:
-        told = f"{key}.{error}" if key and str(error).partition(":")[0] in given else str(error)
+        argument = str(error).partition(":")[0].partition(".")[0]
+        told = f"{key}.{error}" if key and argument in given else str(error)
         raise TuneError(told if told.startswith(key) else f"{key}: {told}") from error
     except (ValueError, AssertionError) as error:
         if not component.__module__.startswith("torch"):

@@ -24,7 +24,7 @@ from tune.datasets.samples import Samples
 from tune.datasets.stream import Stream
 from tune.datasets.user_functions import sources_of
 from tune.datasets.workers import available_cores
-from tune.errors import TuneError
+from tune.errors import TuneError, explained
 from tune.files import cache_folder
 from tune.lookup import did_you_mean
 from tune.tokenizers import Tokenizer, require_ours
@@ -103,7 +103,8 @@ def load(
     if rehearsal.planning():
         return full_rows(kind, max_seq_len, packed, extra_columns)
     path, train_on = os.fspath(path), _plain(train_on)
-    source = read(path, split, subset, take)
+    with explained("path"):
+        source = read(path, split, subset, take)
     require_ours(tokenizer)
     if kind != "supervised":
         if train_on != "assistant" or too_long == "split":

@@ -12,7 +12,7 @@ from tune.datasets.accounting import Accounting
 from tune.datasets.dataset import Dataset, drawn_places, permuted, renumbered
 from tune.datasets.from_path import load
 from tune.datasets.parse.formats import Kind
-from tune.errors import TuneError, explained
+from tune.errors import TuneError
 from tune.lookup import did_you_mean
 from tune.tokenizers import Tokenizer, require_ours
 from tune.types import PositiveFloat, PositiveInt, checked, mismatch
@@ -44,8 +44,11 @@ def mix(
     datasets = {}
     for name, source in sources.items():
         arguments = {key: value for key, value in source.items() if key != "weight"}
-        with explained(f"sources.{name}"):
+        try:
             part = load(tokenizer, max_seq_len=max_seq_len, packed=packed, kind=kind, **arguments)
+        except TuneError as error:
+            is_of_argument = str(error).partition(":")[0] in arguments
+            raise TuneError(f"sources.{name}{'.' if is_of_argument else ': '}{error}") from error
         assert isinstance(part, Dataset)
         datasets[name] = part
     weights = {name: source["weight"] for name, source in sources.items() if "weight" in source}

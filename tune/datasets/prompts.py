@@ -96,7 +96,9 @@ def load_prompts(
         return full_prompts(tokenizer.vocab_size, max_prompt_len)
     prompts: list[Prompt] = []
     dropped: Counter[str] = Counter()
-    for place, row in read(path, split, subset, take).rehearsed():
+    with explained("path"):
+        source = read(path, split, subset, take)
+    for place, row in source.rehearsed():
         with explained(place):
             if filter and isinstance(row, dict) and not applied(filter, "filter", row):
                 dropped[LEFT_OUT + filter] += 1
