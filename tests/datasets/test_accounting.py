@@ -13,9 +13,9 @@ OUTCOMES = [
     Outcome([SAMPLE], remarks=["odd"]),
     Outcome([SAMPLE], cut=4, clipped=True, ends=False),
     Outcome([SAMPLE, SAMPLE], remarks=["odd"]),
-    Outcome(dropped=FULLY_MASKED, cut=5, needs=9),
-    Outcome(dropped=FULLY_MASKED, cut=1, needs=7),
-    Outcome(dropped=CANNOT_BE_USED, mistake="data.jsonl:6: wrong"),
+    Outcome(dropped=FULLY_MASKED, place="data.jsonl:4", cut=5, needs=9),
+    Outcome(dropped=FULLY_MASKED, place="data.jsonl:5", cut=1, needs=7),
+    Outcome(dropped=CANNOT_BE_USED, place="data.jsonl:6", mistake="data.jsonl:6: wrong"),
 ]
 
 
@@ -26,6 +26,7 @@ def test_outcomes_are_counted():
     assert (counted.truncated, counted.cut_tokens, counted.clipped) == (3, 10, 1)
     assert (counted.split, counted.endless, counted.shortest_prompt) == (1, 1, 7)
     assert (counted.remarks, counted.mistakes) == ({"odd": 2}, ["data.jsonl:6: wrong"])
+    assert counted.first_dropped == {FULLY_MASKED: "data.jsonl:4", CANNOT_BE_USED: "data.jsonl:6"}
 
 
 def test_chunks_add_up_to_the_whole():
@@ -37,6 +38,17 @@ def test_chunks_add_up_to_the_whole():
 def test_only_the_first_mistakes_are_kept():
     wrong = [Outcome(dropped=CANNOT_BE_USED, mistake=str(number)) for number in range(9)]
     assert (Accounting.of_rows(wrong[:4]) + Accounting.of_rows(wrong[4:])).mistakes == [*"01234"]
+
+
+def test_table_names_the_first_row_dropped_for_each_reason(folder, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    texts = ["", *(f"row {number}" for number in range(40)), ""]
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    data = load(Tokenizer(str(folder)), str(file), max_seq_len=32, validation_fraction=0.3, workers=1)
+    accounting = data.accounting
+    (empty,) = accounting.first_dropped  # held-out rows are not dropped
+    assert accounting.first_dropped[empty] == "rows.jsonl:1" and accounting.dropped[empty] >= 1
+    assert f"{empty}" in accounting.table() and "(first: rows.jsonl:1)" in accounting.table()
 
 
 def test_stream_knows_its_format_and_ignored_columns(folder, tmp_path):

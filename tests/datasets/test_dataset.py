@@ -14,6 +14,7 @@ def test_accounting_counts_the_outcomes_of_samples(make):
         "ignored_columns": [],
         "rows": 4,
         "dropped": {"fully masked": 2},  # the third after truncation
+        "first_dropped": {"fully masked": ""},
         "fully_masked": 2,
         "mistakes": [],
         "kept": 2,

@@ -80,7 +80,9 @@ def details(run: Record, width: int) -> Iterator[Text]:
     if parts := [f"{part} {TEMPLATES.filters['duration'](each)}" for part, each in seconds(run).items()]:
         yield Text("time: " + ", ".join(parts))
     counts = {name: each for name, each in run.data.items() if each and isinstance(each, int | float)}
-    counts |= {f"dropped, {why}": count for why, count in (run.data.get("dropped") or {}).items()}
+    dropped = run.data.get("dropped") or {}
+    is_dropped = run.data.get("first_dropped", dropped)  # other rows are held out
+    counts |= {f"dropped, {why}" if why in is_dropped else why: count for why, count in dropped.items()}
     if counts:
         yield Text("data: " + ", ".join(f"{name.replace('_', ' ')} {number(each)}" for name, each in counts.items()))
     yield from beginnings({"the first row": run.text("first_row.txt", 6000, True)}, width)

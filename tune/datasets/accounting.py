@@ -16,6 +16,7 @@ from tune.datasets.fit import CANNOT_BE_USED, FOR_TRAINING, FULLY_MASKED, HELD_O
 from tune.secrets import without_secrets
 
 NAMES_SHOWN = 5
+ELSEWHERE = (HELD_OUT, FOR_TRAINING)  # reasons of rows that are used, but not in this dataset
 SUMS = (
     *("rows", "dropped", "kept", "truncated", "cut_tokens", "clipped", "split", "endless", "remarks"),
     *("samples", "tokens", "supervised_tokens", "training_rows"),
@@ -32,6 +33,7 @@ class Accounting:
     ignored_columns: list[str] = field(default_factory=list)
     rows: int = 0
     dropped: Counter[str] = field(default_factory=Counter)  # by reason
+    first_dropped: dict[str, str] = field(default_factory=dict)  # the place of the first row, by reason
     mistakes: list[str] = field(default_factory=list)  # messages of the first unusable rows
     kept: int = 0
     truncated: int = 0  # rows kept, or fully masked after truncation
@@ -63,6 +65,9 @@ class Accounting:
             ignored_columns=[*ignored_columns],
             rows=len(outcomes),
             dropped=Counter(str(outcome.dropped) for outcome in dropped),
+            first_dropped={
+                str(outcome.dropped): outcome.place for outcome in reversed(dropped) if outcome.dropped not in ELSEWHERE
+            },
             mistakes=[outcome.mistake for outcome in dropped if outcome.mistake][:NAMES_SHOWN],
             kept=len(kept),
             truncated=sum(outcome.cut > 0 for outcome in outcomes),
@@ -90,6 +95,7 @@ class Accounting:
             **sums,
             format=self.format or other.format,
             ignored_columns=self.ignored_columns or other.ignored_columns,
+            first_dropped={**other.first_dropped, **self.first_dropped},
             mistakes=(self.mistakes + other.mistakes)[:NAMES_SHOWN],
             shortest_prompt=min(prompts, default=None),
             supervised_weight=self.weight + other.weight if self.is_weighted or other.is_weighted else None,
@@ -167,8 +173,12 @@ class Accounting:
     def _lines_of_rows(self) -> list[tuple[str, str]]:
         lines = [("rows", f"{self.rows:,}")]
         for reason, count in self.dropped.most_common():
-            is_elsewhere = reason in (HELD_OUT, FOR_TRAINING)
-            lines.append((f"  {reason}" if is_elsewhere else f"  dropped: {reason}", f"{count:,}"))
+            if reason in ELSEWHERE:
+                lines.append((f"  {reason}", f"{count:,}"))
+                continue
+            first = self.first_dropped.get(reason)
+            place = f" (first: {first})" if first and reason != CANNOT_BE_USED else ""
+            lines.append((f"  dropped: {reason}", f"{count:,}{place}"))
             if reason == CANNOT_BE_USED:
                 lines += [("    such as" if mistake is self.mistakes[0] else "", mistake) for mistake in self.mistakes]
         inside = f", {self.clipped:,} times inside an answer" if self.clipped else ""

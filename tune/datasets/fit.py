@@ -34,10 +34,12 @@ Render = Callable[[Chat], Sample]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result for one row: samples, or the reason why it was dropped. `mistake`: why the row cannot be used."""
+    """The result for one row: samples, or the reason why it was dropped, and its `place`. `mistake`: why the row cannot
+    be used."""
 
     samples: Sequence[Sample] = ()
     dropped: str | None = None
+    place: str = ""
     mistake: str | None = None
     cut: int = 0  # tokens that were cut off
     clipped: bool = False  # cut inside an answer, whose end is missing
