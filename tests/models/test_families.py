@@ -1,17 +1,19 @@
 """Every family matches transformers for the same checkpoint folder."""
 
 import copy
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
 from tune import distributed
 from tune.checkpointers import Random, export, load_model
 from tune.collators import Batch
+from tune.errors import TuneError
 from tune.generation import Sampler
 from tune.losses import LinearCrossEntropy
 from tune.models import build
@@ -351,9 +353,12 @@ QWEN3_5 = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
+COMPOSITE = pytest.mark.parametrize(
     ("config_class", "fields"), [("Gemma3Config", GEMMA3), ("Mistral3Config", MISTRAL3), ("Qwen3_5Config", QWEN3_5)]
 )
+
+
+@COMPOSITE
 def test_vision_weights_are_kept(config_class, fields, tmp_path):
     theirs, ours = make_pair(
         getattr(transformers, config_class)(**fields), tmp_path / "source", transformers.AutoModelForImageTextToText
@@ -365,3 +370,59 @@ def test_vision_weights_are_kept(config_class, fields, tmp_path):
     assert_close(
         again(tokens).logits, theirs(tokens).logits, atol=1e-5, rtol=1e-5
     )  # mapped weights have other alignments
+
+
+def write_config(folder, outer, inner):
+    """Set the field of config.json and of its text_config; None removes it."""
+    config = json.loads((folder / "config.json").read_text())
+    for section, value in ((config, outer), (config["text_config"], inner)):
+        section.pop("tie_word_embeddings", None)
+        if value is not None:
+            section["tie_word_embeddings"] = value
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@COMPOSITE
+@pytest.mark.parametrize("lm_head", ["with", "without"])
+@pytest.mark.filterwarnings("ignore:.*stay two weights")
+def test_heads_are_tied_as_in_transformers(config_class, fields, lm_head, tmp_path):
+    auto = transformers.AutoModelForImageTextToText
+    config = getattr(transformers, config_class)(**fields | UNTIED)
+    auto.from_config(config).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    if lm_head == "without":
+        head = next(name for name in tensors if name.endswith("lm_head.weight"))
+        save_file({name: tensor for name, tensor in tensors.items() if name != head}, tmp_path / "model.safetensors")
+    tokens = random_tokens(1, 20) % 127
+    for outer in (True, False, None):
+        for inner in (True, False):
+            write_config(tmp_path, outer, inner)
+            theirs, loading = auto.from_pretrained(tmp_path, output_loading_info=True)
+            if loading["missing_keys"]:
+                with pytest.raises(TuneError, match=r"missing: .*lm_head\.weight"):
+                    load_model(tmp_path)
+                continue
+            ours = load_model(tmp_path)
+            is_tied = theirs.lm_head.weight is theirs.get_input_embeddings().weight
+            assert ours.config.tied_head == is_tied, (outer, inner)
+            with torch.no_grad():
+                assert_close(ours(tokens), theirs.eval()(tokens).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_a_head_that_differs_from_a_tied_embedding_is_kept(tmp_path):
+    """As in transformers, which writes such files: config.json is wrong about them."""
+    config = transformers.LlamaConfig(**SMALL | UNTIED)
+    theirs, _ = make_pair(config, tmp_path / "source")
+    fields = json.loads((tmp_path / "source" / "config.json").read_text())
+    (tmp_path / "source" / "config.json").write_text(json.dumps(fields | TIED))
+    tokens = random_tokens(1, 50)
+    with pytest.warns(UserWarning, match="tie_word_embeddings"):
+        ours = load_model(tmp_path / "source")
+    assert_close(ours(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
+    check_export(ours, tmp_path / "source", tmp_path / "model")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    assert_close(again(tokens).logits, theirs(tokens).logits, atol=1e-5, rtol=1e-5)
+    tensors = load_file(tmp_path / "source" / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "source" / "model.safetensors")
+    assert load_model(tmp_path / "source").config.tied_head

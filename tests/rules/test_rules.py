@@ -375,7 +375,7 @@ def test_validation_rows_from_a_component_without_a_path():
 def test_language_model_determines_the_kind_of_a_composite_model(facts):
     text = {"model_type": "gemma3_text", "tie_word_embeddings": True}
     run = facts(FULL, [], model={"model_type": "gemma3", "tie_word_embeddings": False, "text_config": text})
-    assert (run.model["model_type"], run.model["tie_word_embeddings"]) == ("gemma3_text", True)
+    assert (run.model["model_type"], run.model["tie_word_embeddings"]) == ("gemma3_text", False)
 
 
 def test_every_rule_has_a_test_case_and_a_source():

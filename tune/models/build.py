@@ -1,6 +1,9 @@
 """Build the model that a checkpoint's config.json describes."""
 
+import json
 import re
+import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -45,11 +48,18 @@ def build(
     file.finish()
     if router_loss is not None:
         config = replace(config, router_loss=router_loss)
+    lm_head, embedding = (str(architecture.disk_name(f"{name}.weight", 0)) for name in ("head", "embedding"))
+    if config.tied_head and _has_own_head(file.path.parent, lm_head, embedding):
+        warnings.warn(
+            f"{file.path} ties {lm_head} to {embedding}, but the checkpoint has both with different values, so they "
+            "stay two weights, as in transformers. Set tie_word_embeddings to false for other libraries",
+            stacklevel=2,
+        )
+        config = replace(config, tied_head=False)
     model = Decoder(config)
     if config.router_loss and model.routing is None:
         raise TuneError(f"router_loss: {path} has no experts to balance. Remove router_loss")
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    lm_head = str(architecture.disk_name("head.weight", 0))
     model.names = Names(
         {name: architecture.disk_name(name, len(tensor)) for name, tensor in tensors},
         copies={lm_head: "embedding.weight"} if config.tied_head else {},
@@ -59,6 +69,42 @@ def build(
         model.names.on_disk["head.weight"] = "score.weight"
         model.names.replaced["head.weight"] = re.escape(own_name(lm_head)) + "$"
     return model
+
+
+def _has_own_head(folder: Path, lm_head: str, embedding: str) -> bool:
+    """Return whether the safetensors in `folder` have a head with other values than the embedding. Compares bytes,
+    which also works while tensors are fake or on the meta device."""
+    whole = folder / "model.safetensors"
+    files = [whole] if whole.exists() else sorted(folder.glob("model-*.safetensors"))
+    places = {own_name(name): place for file in files for name, place in _places(file).items()}
+    both = [places.get(own_name(name)) for name in (lm_head, embedding)]
+    if None in both:
+        return False
+    pairs = zip(*(_pieces(*place) for place in both if place), strict=False)
+    sizes = {place[2] for place in both if place}
+    return len(sizes) > 1 or any(ours != theirs for ours, theirs in pairs)
+
+
+def _places(file: Path) -> dict[str, tuple[Path, int, int]]:
+    """Return the file, start and number of bytes of each tensor in a safetensors file; nothing if its header is
+    damaged, which is reported where weights are read."""
+    with file.open("rb") as content:
+        length = min(int.from_bytes(content.read(8), "little"), file.stat().st_size)
+        try:
+            header = json.loads(content.read(length))
+        except ValueError:
+            return {}
+    header.pop("__metadata__", None)
+    offsets = {name: each["data_offsets"] for name, each in header.items()}
+    return {name: (file, 8 + length + start, stop - start) for name, (start, stop) in offsets.items()}
+
+
+def _pieces(file: Path, start: int, size: int) -> Iterator[bytes]:
+    with file.open("rb") as content:
+        content.seek(start)
+        while size > 0 and (piece := content.read(min(size, 2**24))):
+            size -= len(piece)
+            yield piece
 
 
 def _of_transformers(

@@ -69,7 +69,8 @@ class Facts:
     def model(self) -> dict[str, Any]:
         """Return the model's config.json, with the fields of its language model if it has several; {} if unreadable."""
         fields = _fields(self("model.path"), "config.json")
-        return {**fields, **(fields.get("text_config") or {})}
+        outer = {name: fields[name] for name in ("tie_word_embeddings",) if name in fields}  # which decides
+        return {**fields, **(fields.get("text_config") or {}), **outer}
 
     @cached_property
     def template(self) -> str:

@@ -58,10 +58,7 @@ def read_gemma3(file: ConfigFile) -> DecoderConfig:
     """Gemma 3 that reads images too: the text model is trained, the rest is exported unchanged."""
     file.ignore("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index")
     file.ignore("initializer_range")  # the text model has its own
-    file.expect(tie_word_embeddings=True)
-    text = file.section("text_config")
-    text.expect(model_type="gemma3_text")
-    return read_gemma3_text(text)
+    return read_gemma3_text(read.language_model(file, ["gemma3_text"], tied=True))
 
 
 def _norm(file: ConfigFile) -> NormConfig:

@@ -42,10 +42,10 @@ def read_ministral3(file: ConfigFile) -> DecoderConfig:
 def read_mistral3(file: ConfigFile) -> DecoderConfig:
     """Mistral Small 3.1, Ministral 3 and others that read images: only the text model is trained."""
     file.ignore("vision_config", "image_token_index", "multimodal_projector_bias", "projector_hidden_act")
-    file.ignore("spatial_merge_size", "vision_feature_layer", "tie_word_embeddings")  # the text model has its own
-    text = file.section("text_config")
+    file.ignore("spatial_merge_size", "vision_feature_layer")
     readers = {"mistral": read_mistral, "ministral3": read_ministral3}
-    return readers[text.choice("model_type", readers)](text)
+    text = read.language_model(file, readers, tied=True)
+    return readers[text.fields["model_type"]](text)
 
 
 def read_mixtral(file: ConfigFile) -> DecoderConfig:

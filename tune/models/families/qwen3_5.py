@@ -40,10 +40,7 @@ def read_qwen3_5_text(file: ConfigFile) -> DecoderConfig:
 def read_qwen3_5(file: ConfigFile) -> DecoderConfig:
     """The released models, which also read images: the text model is trained, the rest is exported unchanged."""
     file.ignore("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    text = file.section("text_config")
-    text.expect(model_type="qwen3_5_text")
-    text.fields |= {"tie_word_embeddings": file.flag("tie_word_embeddings")}  # the outer field counts
-    return read_qwen3_5_text(text)
+    return read_qwen3_5_text(read.language_model(file, ["qwen3_5_text"], tied=False))
 
 
 def _delta_net(file: ConfigFile) -> DeltaNetConfig:

@@ -51,6 +51,16 @@ def decoder(
     )
 
 
+def language_model(file: ConfigFile, model_types: Collection[str], *, tied: bool) -> ConfigFile:
+    """The section of the language model in the file of a larger model. As in transformers, the outer field decides
+    whether its head is tied; `tied` is that field's default."""
+    text = file.section("text_config")
+    text.set_defaults(model_type=next(iter(model_types)))
+    text.choice("model_type", model_types)
+    text.fields |= {"tie_word_embeddings": file.flag("tie_word_embeddings", tied)}
+    return text
+
+
 def by_layer(file: ConfigFile, name: str, default: Callable[[int], T], known: Collection[T] = ()) -> list[T]:
     """A list with an entry for each layer; entries must be in `known`, if given."""
     count = file.integer("num_hidden_layers")
