@@ -338,6 +338,7 @@ def without(folder, pattern):
         ("fp8 of 48", {"quant_method": ["fp8"]}, ["config.json", "['fp8']"]),
         ("fp8 of 48", {"weight_block_size": [0, 48]}, ["config.json", "quantization_config"]),
         ("fp8 of 48", {"weight_block_size": [48, 48, 48]}, ["config.json", "quantization_config"]),
+        ("fp8 of 48", {"weight_block_size": None}, ["down_proj.weight [64, 128]", "[2, 3]", "no weight_block_size"]),
         ("gptq", {"desc_act": True}, ["GPTQ", "desc_act=True", "down_proj.weight"]),
         ("gptq", {"bits": 3}, ["GPTQ", "3 bits"]),
         ("awq", {"group_size": 64}, ["down_proj.scales", "[4, 64]", "[2, 64]"]),
@@ -428,6 +429,35 @@ def test_weights_without_an_adapter_stay_packed(make, shape, target, plain, excl
     theirs = open_(tmp_path / "packed", dtype="auto", quantization_config=settings).state_dict()
     for name, tensor in open_(tmp_path / "merged", dtype="auto").state_dict().items():
         assert torch.equal(theirs[name], tensor), name
+
+
+@pytest.mark.parametrize(("size", "kept"), [(96, 8), (48, 0)])
+def test_weights_that_transformers_cannot_read_are_written_plain(size, kept, copy, tmp_path, capsys):
+    """Blocks of 96 divide no MLP of 128, blocks of 48 no weight. transformers derives the blocks from the shapes."""
+    base = made.fp8(copy, size)
+    adapter = make_adapter(base, tmp_path / "adapter", 1, target_modules=[r"layers.1.self_attn.q_proj"])
+    main(["merge", str(base), str(adapter), str(tmp_path / "merged")])
+    with pytest.warns(UserWarning, match=rf"\[{size}, {size}\].*mlp\.down_proj\.weight"):
+        main(["merge", str(base), str(adapter), str(tmp_path / "out"), "--packed"])
+    assert f"{kept} of 21" in capsys.readouterr().out
+    assert len(quantized(tmp_path / "out")) == kept
+    assert ("quantization_config" in json.loads((tmp_path / "out" / "config.json").read_text())) == bool(kept)
+    settings = {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True)} if kept else {}
+    open_ = transformers.AutoModelForCausalLM.from_pretrained
+    theirs = open_(tmp_path / "out", dtype="auto", **settings).state_dict()
+    for name, tensor in open_(tmp_path / "merged", dtype="auto").state_dict().items():
+        assert torch.equal(theirs[name], tensor), name
+
+
+def test_damaged_scales_are_named(copy, tmp_path, capsys):
+    folder = made.fp8(copy)
+    tensors, name = load(folder), "model.layers.1.mlp.up_proj.weight_scale_inv"
+    tensors[name][0, 0] = torch.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SystemExit):
+        main(["export", str(folder), "--to", "hf", "--out", str(tmp_path / "out")])
+    message = capsys.readouterr().err
+    assert name in message and str(folder / "model.safetensors") in message and "raining" not in message
 
 
 def test_packed_merge_needs_a_quantized_base(checkpoint, tmp_path):

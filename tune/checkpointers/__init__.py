@@ -14,7 +14,7 @@ from tune.checkpointers.disk import (
     shape_differences,
 )
 from tune.checkpointers.finite import require_finite
-from tune.checkpointers.packed import plain_tensors, quantization
+from tune.checkpointers.packed import num_packed, plain_tensors, quantization
 from tune.checkpointers.reading import (
     TrainedWeights,
     checkpoint_at,

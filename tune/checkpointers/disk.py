@@ -98,7 +98,7 @@ def require_floats(tensors: Iterable[DiskTensor], setting: str) -> None:
     if found := [tensor for tensor in tensors if not tensor.dtype.is_floating_point]:
         kind = str(found[0].dtype).removeprefix("torch.")
         raise TuneError(
-            f"{setting}: {found[0].name} in {found[0].file} has dtype {kind} (one of {len(found)} such tensors), but "
+            f"{setting}: {found[0].name} in {found[0].file} has dtype {kind} ({len(found)} in total), but "
             "weights must be floating-point. Quantized weights cannot be trained without their scales: use the "
             "original checkpoint, or save it with transformers in bf16"
         )

@@ -114,6 +114,12 @@ class PackedTensor(DiskTensor):
     def files(self) -> set[Path]:
         return {part.file for part in self.parts}
 
+    @property
+    def is_uneven(self) -> bool:
+        """Whether the last of several blocks of scales is smaller than the others."""
+        sizes = zip(self.shape[-2:], self.scales.block, strict=True)
+        return any(size > block and size % block for size, block in sizes)
+
     def read(self, where: tuple[slice, ...] = ()) -> Tensor:
         """Read and dequantize only the slice `where`. Memory holds the slice and `AT_A_TIME` codes."""
         whole = (slice(None),) * (len(self.shape) - len(where))
@@ -251,14 +257,35 @@ def plain_config(fields: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def stays_packed(tensors: Mapping[str, DiskTensor], changed: Collection[str]) -> tuple[set[str], set[str]]:
-    """Split the quantized weights among `tensors` into those that stay quantized and those to write plain, if training
-    `changed` some. Libraries fuse the weights of a part of a block (attention, an MLP, all experts), so a whole part
-    is plain if one of its quantized weights has changed."""
-    packed = {name for name, tensor in tensors.items() if isinstance(tensor, PackedTensor)}
-    parts = {_part(name) for name in packed.intersection(changed)}
+def num_packed(folder: Path) -> int:
+    """Return the number of quantized weights in a checkpoint folder."""
+    return sum(isinstance(tensor, PackedTensor) for tensor in plain_tensors(folder).values())
+
+
+def stays_packed(
+    folder: Path, tensors: Mapping[str, DiskTensor], changed: Collection[str]
+) -> tuple[set[str], set[str]]:
+    """Split the quantized weights among `tensors` of `folder` into those that stay quantized and those to write plain,
+    if training `changed` some. Libraries fuse the weights of a part of a block (attention, an MLP, all experts), so a
+    whole part is plain if one of its quantized weights has changed.
+
+    Weights in FP8 whose size is not a multiple of their blocks are plain too, with a warning: transformers derives the
+    blocks from the shapes, so it refuses such weights or reads other values.
+    """
+    packed = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, PackedTensor)}
+    uneven = {name for name, tensor in packed.items() if tensor.is_uneven}
+    if quantization(folder)["quant_method"] != "fp8":
+        uneven = set()
+    if named := sorted(uneven.difference(changed)):
+        warnings.warn(
+            f"{folder}: the blocks {list(packed[named[0]].scales.block)} of {FIELD} do not divide {len(named)} weights "
+            f"such as {named[0]} {packed[named[0]].shape}, which transformers cannot read. Their parts of a block are "
+            "written plain",
+            stacklevel=2,
+        )
+    parts = {_part(name) for name in packed.keys() & uneven.union(changed)}
     plain = {name for name in packed if _part(name) in parts}
-    return packed - plain, plain
+    return packed.keys() - plain, plain
 
 
 def stored_as_packed(folder: Path, tensors: Mapping[str, DiskTensor], plain: Collection[str]) -> dict[str, DiskTensor]:
@@ -298,6 +325,11 @@ def _fp8(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:
     *_, rows, columns = codes.shape
     *_, across, along = 1, 1, *scales.shape
     block = settings.get("weight_block_size") or (rows // across, columns // along)
+    if not settings.get("weight_block_size") and (rows % across or columns % along):
+        raise TuneError(
+            f"{codes.file}: {weight} {codes.shape} has scales {scales.shape}, which do not divide it evenly, and "
+            f"{FIELD} in config.json has no weight_block_size. Set it to the blocks of the weights, usually [128, 128]"
+        )
     if len(block) != 2 or not all(isinstance(size, int) and size > 0 for size in block):
         raise ValueError(f"weight_block_size {block!r} is not two positive integers, of rows and of columns")
     return codes.shape, Grid(codes), Grid(scales, tuple(block), _factors), None

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from tune import rehearsal
 from tune.checkpointers.disk import SAFETENSORS_DTYPES, DiskTensor, has_weights
 from tune.checkpointers.packed import (
+    PackedTensor,
     packed_config,
     plain_config,
     plain_tensors,
@@ -68,7 +69,8 @@ def export(
     All processes must call this: tensors are gathered one by one, and rank 0 holds at most one tensor.
 
     Quantized weights of `source` are written plain. With `packed` and `base`, frozen weights stay quantized unless
-    their part of a block also has changed weights (`stays_packed`).
+    their part of a block also has changed weights, or blocks that transformers cannot read (`stays_packed`). If none
+    stays quantized, the whole checkpoint is plain.
 
     Raises:
         TuneError: the folder is `source` itself or holds files that an export did not write; `source` has another size
@@ -90,8 +92,9 @@ def export(
             raise TuneError(f"{origin} is not quantized, so no weight can stay quantized: leave out that option")
         on_disk = Names.of(model).in_checkpoint(there)
         changed = set().union(*world.all_gather(changed_tensors(model) if base else on_disk.keys()))
-        kept, plain = stays_packed(there, {each for name in changed for each in disk_names(on_disk[name])})
-        fields = packed_config(read_json(origin / "config.json"), plain)
+        kept, plain = stays_packed(origin, there, {each for name in changed for each in disk_names(on_disk[name])})
+        if kept:
+            fields = packed_config(read_json(origin / "config.json"), plain)
     gathered = hf_tensors(model, there, base, without=kept)
     if folder.resolve() == origin.resolve():
         raise TuneError(f"{folder} is the source model and would be overwritten. Choose another folder")
@@ -101,6 +104,7 @@ def export(
         return
     misfits: list[str] = []  # descriptions of tensors that have another shape in `source`
     broken: list[str] = []  # names of tensors that are not finite; all processes must see all tensors first
+    damaged: list[str] = []  # files and names of tensors in `source` that are not finite
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         others = {name: tensor for name, tensor in there.items() if not Names.of(model).is_replaced(name)}
@@ -112,15 +116,17 @@ def export(
                 tensor = tensor.to(type_of(name))
                 if not is_finite(tensor):
                     broken.append(name)
+                    damaged.extend(_not_finite(before))
             yield from compressor.tensors(name, tensor.to("cpu")) if compressor else [(name, tensor.to("cpu"))]
             del tensor  # free it before the next one is gathered; all consumers do the same
-        if packed:
+        if kept:
             others = {name: others[name] for name in others.keys() - kept} | stored_as_packed(origin, there, plain)
         yield from ((name, others[name].read()) for name in sorted(others))
 
     if world.is_main:
         with exported(folder) as unfinished:
             write_tensors(unfinished, tensors(), None if compressor else len(there) or None)
+            _require_undamaged(world, damaged, folder)
             require_finite_on_all(world, "model", broken, folder)
             _require_fitting(world, misfits, origin)
             if scores:
@@ -138,6 +144,7 @@ def export(
                 tokenizer.save(unfinished)
     else:
         deque(gathered, maxlen=0)  # each tensor is gathered by all processes
+        _require_undamaged(world, damaged, folder)
         require_finite_on_all(world, "model", broken, folder)
         _require_fitting(world, misfits, origin)
     world.barrier()
@@ -182,9 +189,26 @@ def require_finite_on_all(world: World, what: str, broken: list[str], folder: Pa
     """Raise TuneError on all processes if rank 0 found `broken` tensors, which are not finite, in `what` it writes."""
     if found := world.all_gather(broken)[0]:
         raise TuneError(
-            f"the {what} was not written to {folder}: {found[0]} has values that are not finite ({len(found)} such "
-            "tensors). Training failed, or the values overflow in the exported dtype. Lower the learning rate, or "
+            f"the {what} was not written to {folder}: {found[0]} has values that are not finite ({len(found)} in "
+            "total). Training failed, or the values overflow in the exported dtype. Lower the learning rate, or "
             "export an earlier checkpoint. Existing files in the folder are unchanged"
+        )
+
+
+def _not_finite(tensor: DiskTensor | None) -> list[str]:
+    """Return the place of the first stored part of a tensor of the source that is not finite; nothing if all are."""
+    parts = tensor.parts if isinstance(tensor, PackedTensor) else filter(None, [tensor])
+    stored = ((part, part.read()) for part in parts if part.dtype.is_floating_point)
+    return [f"{part.name} in {part.file}" for part, values in stored if not is_finite(values)][:1]
+
+
+def _require_undamaged(world: World, damaged: list[str], folder: Path) -> None:
+    """Raise TuneError on all processes if rank 0 found `damaged` tensors in the source."""
+    if found := world.all_gather(damaged)[0]:
+        raise TuneError(
+            f"the model was not written to {folder}: {found[0]} has values that are not finite ({len(found)} in "
+            "total), so the checkpoint itself is damaged. Download the file again. Existing files in the folder are "
+            "unchanged"
         )
 
 
@@ -200,13 +224,13 @@ def _require_same_tensors(names: Names, there: dict[str, DiskTensor], source: Pa
     for alone, owner in ((ours - theirs, "the model"), (theirs - ours, f"source={source}")):
         if more := sorted(name for name in alone if re.sub(r"\d+", "#", name) in kinds):
             raise TuneError(
-                f"source={source} and the model have different sizes: only {owner} has {more[0]} ({len(more)} such "
-                "tensors). Set source to the checkpoint that the model was loaded from"
+                f"source={source} and the model have different sizes: only {owner} has {more[0]} ({len(more)} in "
+                "total). Set source to the checkpoint that the model was loaded from"
             )
     new = {name for ours_name in names.replaced for name in disk_names(on_disk[ours_name])}
     if lacking := sorted(ours - theirs - new):
         raise TuneError(
-            f"source={source} does not match the model: it lacks {lacking[0]} ({len(lacking)} such tensors). "
+            f"source={source} does not match the model: it lacks {lacking[0]} ({len(lacking)} in total). "
             "Set source to the checkpoint that the model was loaded from"
         )
 
@@ -215,7 +239,7 @@ def _require_fitting(world: World, misfits: list[str], source: Path) -> None:
     """Raise TuneError on all processes if rank 0 found `misfits`, tensors with another shape in the source."""
     if found := world.all_gather(misfits)[0]:
         raise TuneError(
-            f"source={source} and the model have different sizes: {found[0]} ({len(found)} such tensors). Set source "
+            f"source={source} and the model have different sizes: {found[0]} ({len(found)} in total). Set source "
             "to the checkpoint that the model was loaded from"
         )
 

@@ -50,3 +50,8 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
 
         adapters = [*map(adapter_folder, options.adapter)]
         merge(options.base, adapters, options.out, options.packed, **combination)
+    if options.packed:
+        from tune.checkpointers import num_packed
+
+        before, kept = num_packed(local_path(options.base)), num_packed(options.out)
+        print(f"{kept} of {before} quantized weights are still quantized; {before - kept} are plain now")
