@@ -10,6 +10,7 @@ import sys
 import time
 import weakref
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -400,3 +401,24 @@ def test_adapted_transformers_model_is_exported_merged(checkpoint, tmp_path):
     written = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     tokens = torch.arange(5, 25)[None]
     assert_close(written(tokens).logits, model(tokens).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("verb", ["export", "add-tokens"])
+def test_auto_map_names_only_code_that_is_there(verb, checkpoint, tmp_path):
+    """transformers reads the result, also if it may run code."""
+    source = Path(shutil.copytree(checkpoint, tmp_path / "source"))
+    fields = json.loads((source / "config.json").read_text())
+    here = {"AutoConfig": "configuration_own.OwnConfig", "AutoModel": "owner/name--modeling_own.OwnModel"}
+    gone = {"AutoModelForCausalLM": "modeling_gone.GoneModel", "AutoTokenizer": ["tokens_gone.Tokens", None]}
+    (source / "configuration_own.py").write_text("from transformers import LlamaConfig as OwnConfig\n")
+    options = {"export": [str(source), "--to", "hf", "--out", str(tmp_path / "out")]}
+    options["add-tokens"] = [str(source), str(tmp_path / "out"), "<new>"]
+    for references, expected in ((here | gone, here), (gone, None)):
+        (source / "config.json").write_text(json.dumps(fields | {"auto_map": references}))
+        main([verb, *options[verb]])
+        assert json.loads((tmp_path / "out" / "config.json").read_text()).get("auto_map") == expected
+        assert (tmp_path / "out" / "configuration_own.py").exists()
+        if expected is None:
+            load = transformers.AutoModelForCausalLM.from_pretrained
+            assert load(tmp_path / "out", trust_remote_code=True).config.model_type == "llama"
+        shutil.rmtree(tmp_path / "out")

@@ -131,8 +131,8 @@ def export(
             _require_fitting(world, misfits, origin)
             if scores:
                 fields = as_reward_model(fields, model.config.pad_id)
-            if fields and (dtype or scores or compressor or quantization(origin)):
-                fields = _with_types(fields, dtype, compressor)
+            fields = _without_missing_code(_with_types(fields, dtype, compressor), origin)
+            if fields and fields != read_json(origin / "config.json"):
                 (unfinished / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
             for file in [*map(origin.joinpath, CONFIGS), *origin.glob("*.py")]:
                 if file.exists() and not (unfinished / file.name).exists():
@@ -160,6 +160,21 @@ def _with_types(fields: dict[str, Any], dtype: Dtype | None, compressor: Compres
         declared = fields.get("dtype") or fields.get("torch_dtype") or "float32"
         fields["quantization_config"] = compressor.config(declared)
     return fields
+
+
+def _without_missing_code(fields: dict[str, Any], source: Path) -> dict[str, Any]:
+    """Return the `fields` of a config.json with only those classes in `auto_map` whose code is in `source`, or in a
+    repository that the entry names. For the others, transformers would ask to run code, and then not find it."""
+
+    def is_there(reference: str | None) -> bool:
+        return reference is None or "--" in reference or (source / f"{reference.rpartition('.')[0]}.py").is_file()
+
+    if not isinstance(references := fields.get("auto_map"), dict):
+        return fields
+    lists = {name: each if isinstance(each, list) else [each] for name, each in references.items()}
+    kept = {name: each for name, each in references.items() if all(map(is_there, lists[name]))}
+    others = {name: each for name, each in fields.items() if name != "auto_map"}
+    return others | ({"auto_map": kept} if kept else {})
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -389,6 +404,7 @@ def add_tokens(base: str | Path, out: str | Path, tokens: Sequence[str]) -> list
         for section in (config, config.get("text_config", {})):  # text_config: of models that also take images
             if "vocab_size" in section:
                 section["vocab_size"] = rows
+        config = _without_missing_code(config, source)
         (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         tokenizer.save(unfinished)
     return ids
