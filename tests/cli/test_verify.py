@@ -238,6 +238,8 @@ WRONG = {
     "no GGUF": (["junk.gguf", "--against", "RUN"], "junk.gguf is "),
     "no model": (["empty", "--against", "RUN"], "empty has no config.json"),
     "the run itself": (["RUN", "--against", "RUN"], "is a run, not its result"),
+    "a broken adapter": (["broken", "--against", "RUN"], "adapter_config.json: r: '4'"),
+    "no base": (["homeless", "--against", "RUN"], "adapter_config.json: base_model_name_or_path is '/gone'"),
     "another program": (
         ["RUN/adapter", "--against", "RUN", "--with", "llama.cpp"],
         "can only be opened with peft or vllm",
@@ -257,6 +259,10 @@ def test_invalid_inputs_are_rejected(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "junk.gguf").write_text("hello")
     (tmp_path / "empty").mkdir()
+    fields = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    for folder, changes in {"broken": {"r": "4"}, "homeless": {"base_model_name_or_path": "/gone"}}.items():
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "adapter_config.json").write_text(json.dumps(fields | changes))
     arguments, message = WRONG[name]
     with pytest.raises(SystemExit) as ended:
         main(["verify", *(argument.replace("RUN", str(run)) for argument in arguments)])

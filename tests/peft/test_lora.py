@@ -411,6 +411,14 @@ def test_adapter_for_another_model_is_refused(checkpoint, tied_checkpoint, tmp_p
     [
         ("{", r"adapter_config\.json is not valid JSON: Expecting property name"),
         ('{"peft_type": "LORA", "r": 4}', r"adapter_config\.json has no lora_alpha and no target_modules"),
+        ('{"peft_type": "LORA", "r": "4"}', r"adapter_config\.json: r: '4'"),
+        ('{"peft_type": "LORA", "lora_alpha": "x"}', r"adapter_config\.json: lora_alpha: 'x'"),
+        ('{"peft_type": "LORA", "target_modules": 3}', r"adapter_config\.json: target_modules: 3"),
+        ('{"peft_type": "LORA", "target_modules": {"q_proj": 1}}', r"adapter_config\.json: target_modules: "),
+        ('{"peft_type": "LORA", "rank_pattern": {"q((": 4}}', r"adapter_config\.json: rank_pattern: 'q\(\('"),
+        ('{"peft_type": "LORA", "trainable_token_indices": ["x"]}', r"json: trainable_token_indices: .*'x'"),
+        ('{"peft_type": "LORA", "target_modules": "q(("}', r"adapter_config\.json: target_modules: 'q\(\('"),
+        ('{"peft_type": "LORAX"}', r"adapter_config\.json: peft_type is 'LORAX'"),
     ],
 )
 def test_damaged_adapter_config_is_refused(config, message, tmp_path):

@@ -20,7 +20,7 @@ from tune.cli.model_options import add_step
 from tune.cli.output import print_table
 from tune.errors import TuneError, explained
 from tune.launchers import count
-from tune.lookup import local_path
+from tune.lookup import is_on_the_hub, local_path
 
 PROGRAMS = ("transformers", "peft", "llama.cpp", "vllm")
 ANSWER = 32  # tokens
@@ -74,7 +74,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
 def verify(options: Namespace) -> list[Any]:
     """Return the checks of the artifact. Only one of the two models is in memory at a time."""
     from tune import distributed
-    from tune.peft import exported_folder, open_model, step_of
+    from tune.peft import CONFIG, exported_folder, open_model, read_adapter_config, step_of
     from tune.records import is_run
     from tune.verify import ask, compare, computed_in, open_program, type_of
 
@@ -85,6 +85,13 @@ def verify(options: Namespace) -> list[Any]:
         results = [str(artifact / name) for name in ("model", "adapter") if (artifact / name).is_dir()]
         made = " or ".join(results) or "a folder or file that tune export made of it"
         raise TuneError(f"{artifact} is a run, not its result. Name {made} first, and the run after --against")
+    if (artifact / CONFIG).exists():
+        base = read_adapter_config(artifact).get("base_model_name_or_path") or ""
+        if not base or not (Path(base).exists() or is_on_the_hub(base)):
+            raise TuneError(
+                f"{artifact / CONFIG}: base_model_name_or_path is {base!r}, which does not exist, so no program can "
+                "open the adapter. Set it to the folder of the base"
+            )
     run, step = step_of(options.against, options.step)
     # Take the adapter even if the run has also merged it, so that its effect can be measured.
     against = exported_folder(run, "adapter") if step is None and run.is_dir() else run

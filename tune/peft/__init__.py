@@ -16,6 +16,7 @@ from tune.peft.files import (
     export_trained,
     load_adapter,
     read_adapter,
+    read_adapter_config,
     start,
 )
 from tune.peft.lora import LoRA, LoRALinear

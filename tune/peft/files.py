@@ -25,14 +25,14 @@ from tune.checkpointers import (
     shape_differences,
 )
 from tune.distributed import World, current_world, from_its_stage, full_tensor, local_shard, uncut
-from tune.errors import TuneError
+from tune.errors import TuneError, explained
 from tune.files import content_digest, exported, require_replaceable
 from tune.models import Decoder, HuggingFaceModel, Names, OnDisk, disk_parts, own_name, peft_name, read_json
 from tune.peft.adapters import Adapter, adapted_modules, initialize, is_tied
 from tune.peft.lora import LoRA, LoRAExperts, LoRALinear, LowRank
 from tune.peft.tokens import TokenRows
 from tune.tokenizers import Tokenizer
-from tune.types import checked
+from tune.types import checked, mismatch
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 GENERATION = "generation_config.json"
@@ -44,6 +44,10 @@ FIELDS = {  # field of LoRA -> its name in PEFT's config
     "rank_pattern": "rank_pattern", "alpha_pattern": "alpha_pattern", "modules_to_save": "modules_to_save",
 }  # fmt: skip
 BESIDE_THE_BASE = (None, True, False, "gaussian", "orthogonal", "eva", "mica")  # init_lora_weights that keep the base
+KINDS = {theirs: LoRA.__annotations__[ours] for ours, theirs in FIELDS.items()} | {
+    "target_modules": list[str] | str, "target_parameters": list[str], "exclude_modules": list[str] | str,
+    "trainable_token_indices": LoRA.__annotations__["trainable_tokens"], "base_model_name_or_path": str,
+}  # fmt: skip
 UNSUPPORTED = (
     "bias", "fan_in_fan_out", "layers_to_transform", "layer_replication", "lora_bias", "use_qalora", "use_bdlora",
     "arrow_config", "alora_invocation_tokens", "kasa_config", "monteclora_config",
@@ -74,19 +78,37 @@ def adapter(path: str | None = None, **settings: Any) -> LoRA:
 adapter.__signature__ = inspect.signature(LoRA)  # type: ignore[attr-defined]  # what settings are checked against
 
 
-def read_adapter(path: str | Path) -> LoRA:
-    """The settings of the adapter in the folder `path`. Raises TuneError if there is none, or if its kind or one of its
-    options is not supported."""
+def read_adapter_config(path: str | Path) -> dict[str, Any]:
+    """The fields of the adapter's config in the folder `path`. Raises TuneError if there is none, if it is not of a
+    LoRA adapter, or if a field is missing or has a value of another type."""
     file = Path(path) / CONFIG
     settings = read_json(file, "adapter.path")
     if settings.get("peft_type") != "LORA":
         raise TuneError(f"{file}: peft_type is {settings.get('peft_type')!r}; only LORA is supported")
-    for name in UNSUPPORTED:
-        if settings.get(name) not in (None, False, "none", [], {}):
-            raise TuneError(f"{file}: {name}={settings[name]!r} is not supported, only PEFT's default")
+    for name, kind in KINDS.items():
+        value = settings.get(name)
+        if value is not None and (problem := mismatch(value, kind)):
+            raise TuneError(f"{file}: {name}: {problem} Save the adapter again with PEFT's save_pretrained")
+    patterns = {name: [*(settings.get(name) or ())] for name in ("rank_pattern", "alpha_pattern")}
+    if isinstance(target := settings.get("target_modules"), str):
+        patterns["target_modules"] = [target]
+    for name, each in patterns.items():
+        for pattern in each:
+            with explained(f"{file}: {name}: {pattern!r} is not a regular expression", re.error):
+                re.compile(pattern)
     targets = "target_parameters" if settings.get("target_parameters") else "target_modules"
     if missing := [name for name in ("r", "lora_alpha", targets) if not settings.get(name)]:
         raise TuneError(f"{file} has no {' and no '.join(missing)}. Save the adapter with PEFT's save_pretrained")
+    return settings
+
+
+def read_adapter(path: str | Path) -> LoRA:
+    """The settings of the adapter in the folder `path`. Raises TuneError as `read_adapter_config` does, or if an option
+    is not supported."""
+    file, settings = Path(path) / CONFIG, read_adapter_config(path)
+    for name in UNSUPPORTED:
+        if settings.get(name) not in (None, False, "none", [], {}):
+            raise TuneError(f"{file}: {name}={settings[name]!r} is not supported, only PEFT's default")
     if (init := settings.get("init_lora_weights")) not in BESIDE_THE_BASE:
         raise TuneError(
             f"{file}: init_lora_weights={init!r} subtracted the adapter's start from the base, so the adapter does not "
