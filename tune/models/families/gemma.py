@@ -58,7 +58,9 @@ def read_gemma3(file: ConfigFile) -> DecoderConfig:
     """Gemma 3 that reads images too: the text model is trained, the rest is exported unchanged."""
     file.ignore("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index")
     file.ignore("initializer_range")  # the text model has its own
-    return read_gemma3_text(read.language_model(file, ["gemma3_text"], tied=True))
+    text = read.language_model(file, tied=True)
+    text.expect(model_type="gemma3_text")
+    return read_gemma3_text(text)
 
 
 def _norm(file: ConfigFile) -> NormConfig:

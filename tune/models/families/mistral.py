@@ -44,8 +44,8 @@ def read_mistral3(file: ConfigFile) -> DecoderConfig:
     file.ignore("vision_config", "image_token_index", "multimodal_projector_bias", "projector_hidden_act")
     file.ignore("spatial_merge_size", "vision_feature_layer")
     readers = {"mistral": read_mistral, "ministral3": read_ministral3}
-    text = read.language_model(file, readers, tied=True)
-    return readers[text.fields["model_type"]](text)
+    text = read.language_model(file, tied=True)
+    return readers[text.choice("model_type", readers)](text)
 
 
 def read_mixtral(file: ConfigFile) -> DecoderConfig:

@@ -40,7 +40,9 @@ def read_qwen3_5_text(file: ConfigFile) -> DecoderConfig:
 def read_qwen3_5(file: ConfigFile) -> DecoderConfig:
     """The released models, which also read images: the text model is trained, the rest is exported unchanged."""
     file.ignore("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    return read_qwen3_5_text(read.language_model(file, ["qwen3_5_text"], tied=False))
+    text = read.language_model(file, tied=False)
+    text.expect(model_type="qwen3_5_text")
+    return read_qwen3_5_text(text)
 
 
 def _delta_net(file: ConfigFile) -> DeltaNetConfig:

@@ -51,12 +51,10 @@ def decoder(
     )
 
 
-def language_model(file: ConfigFile, model_types: Collection[str], *, tied: bool) -> ConfigFile:
+def language_model(file: ConfigFile, *, tied: bool) -> ConfigFile:
     """The section of the language model in the file of a larger model. As in transformers, the outer field decides
     whether its head is tied; `tied` is that field's default."""
     text = file.section("text_config")
-    text.set_defaults(model_type=next(iter(model_types)))
-    text.choice("model_type", model_types)
     text.fields |= {"tie_word_embeddings": file.flag("tie_word_embeddings", tied)}
     return text
 
