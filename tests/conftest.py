@@ -12,7 +12,7 @@ import hypothesis
 import pytest
 import torch
 from fork_server import RARELY
-from helpers import WORDS, run_processes, save_checkpoint
+from helpers import WORDS, result_of, run_processes, save_checkpoint
 from reasoning import DROPS_REASONING
 
 from tune import cli
@@ -116,6 +116,6 @@ def told_to():
 
     def told_to(processes: int, *command_lines: list[str]) -> list[str]:
         script = Path(__file__).with_name("validate_command_lines.py")
-        return json.loads(run_processes(script, 1, str(processes), json.dumps(command_lines)).splitlines()[-1])
+        return result_of(run_processes(script, 1, str(processes), json.dumps(command_lines)))
 
     return told_to

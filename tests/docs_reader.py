@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import run_processes, save_checkpoint
+from helpers import result_of, run_processes, save_checkpoint
 from packaging.requirements import Requirement
 
 from tune import cli, config
@@ -112,7 +112,7 @@ class Reader:
                     if line not in skipped:
                         self.run(line)
             if self.on_eight:
-                found = json.loads(run_processes(VALIDATED, 1, "8", json.dumps(self.on_eight)).splitlines()[-1])
+                found = result_of(run_processes(VALIDATED, 1, "8", json.dumps(self.on_eight)))
                 assert not [each for each in zip(self.on_eight, found, strict=True) if each[1]]
             self.on_eight.clear()
 

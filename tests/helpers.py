@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing import connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -201,7 +202,12 @@ def run_processes(script: Path, count: int, *arguments: str) -> str:
     return texts[0]
 
 
+def result_of(output: str) -> Any:
+    """Return the last line of JSON in the output of a process. At its exit, Triton may print what leaked."""
+    return json.loads(next(line for line in reversed(output.splitlines()) if line[:1] in ("{", "[")))
+
+
 def run_verbs(*command_lines: list[str]) -> list[subprocess.CompletedProcess[str]]:
     """Run `tune` with each command line in order, in a separate process."""
     output = run_processes(Path(__file__).with_name("run_command_lines.py"), 1, json.dumps(command_lines))
-    return [subprocess.CompletedProcess(*done) for done in json.loads(output.splitlines()[-1])]
+    return [subprocess.CompletedProcess(*done) for done in result_of(output)]

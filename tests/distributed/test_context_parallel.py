@@ -1,13 +1,12 @@
 """Parts of batches: their attention, their balance, and unsupported models."""
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
 from distributed.test_tensor_parallel import model_of
-from helpers import run_processes, seed_of_run
+from helpers import result_of, run_processes, seed_of_run
 from models.test_attention import SCORINGS, make
 from torch import nn
 from torch.testing import assert_close
@@ -121,9 +120,7 @@ def test_parts_have_about_the_same_work(rows, most):
 
 def test_sent_and_held_sizes(checkpoint):
     """The figures of docs/layouts.md and of its formulas."""
-    measured = json.loads(
-        run_processes(Path(__file__).with_name("count_collectives.py"), 1, str(checkpoint), "cp", "2")
-    )
+    measured = result_of(run_processes(Path(__file__).with_name("count_collectives.py"), 1, str(checkpoint), "cp", "2"))
     keys_and_values = 3 * 120 * 2 * 2 * 16
     ways = {"all_gather_into_tensor.default": "in forward", "reduce_scatter_tensor.default": "in backward"}
     assert measured["calls"] == dict.fromkeys(ways, 3) | {"all_reduce.default": 1}
@@ -167,5 +164,5 @@ def test_every_head_matches_one_process(checkpoint):
     """Heads x rows x padding, with random lengths."""
     seed = seed_of_run()
     script = Path(__file__).with_name("heads_in_parts.py")
-    result = json.loads(run_processes(script, 2, str(checkpoint), str(seed)).splitlines()[-1])
+    result = result_of(run_processes(script, 2, str(checkpoint), str(seed)))
     assert result["agreed"] == result["of"] > 40

@@ -1,13 +1,12 @@
 """Expert parallelism: unsupported layouts are reported before loading; synchronizations are counted."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from distributed.test_tensor_parallel import Mesh, checkpoint_of, line_of, model_of
-from helpers import run_processes, save_checkpoint
+from helpers import result_of, run_processes, save_checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -155,7 +154,7 @@ def test_sent_sizes_match_the_docs(tmp_path):
     shape = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
     save_checkpoint(tmp_path / "model", "Qwen3MoeConfig", num_hidden_layers=3, **shape)
     (tmp_path / "sent.py").write_text(SENT)
-    measured = json.loads(run_processes(tmp_path / "sent.py", 2, str(tmp_path / "model")).splitlines()[-1])
+    measured = result_of(run_processes(tmp_path / "sent.py", 2, str(tmp_path / "model")))
     exchanged, sizes = 2 * 3 * 120 * 2 * 64, 3 * 8
     for in_forward, numbers_in_forward, calls, numbers, share in measured:
         assert in_forward == {"torch.float32": 6, "torch.int32": 3}

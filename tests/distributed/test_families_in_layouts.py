@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers import curve_steps, run_processes
+from helpers import curve_steps, result_of, run_processes
 from models.test_families import GEMMA3, MISTRAL3, QWEN3_5, SMALL, VARIANTS
 
 from tune.models.families import supported
@@ -50,7 +50,7 @@ def differences_on_two(families, folder, seed):
     results = []
     for count in (1, 2):
         layouts = json.dumps([[family, {"tp": count}] for family in families])
-        results.append(json.loads(run_processes(MEASURE, count, folders, layouts, str(curve_steps(2)), str(seed))))
+        results.append(result_of(run_processes(MEASURE, count, folders, layouts, str(curve_steps(2)), str(seed))))
     apart = {}
     for family, alone, shared in zip(families, *results, strict=True):
         pairs = zip(shared["measured"], alone["measured"], strict=True)
@@ -75,13 +75,11 @@ def test_eight_families_on_eight_processes_match_one(tmp_path):
         if (family in WITH_EXPERTS if "ep" in how.split() else (number + at) % 3 == 0 or family == "qwen3_5_text")
     ]
     folders, steps = json.dumps({family: str(tmp_path / family) for family in families}), str(curve_steps())
-    alone = json.loads(run_processes(MEASURE, 1, folders, json.dumps([[family, {}] for family in families]), steps))
+    alone = result_of(run_processes(MEASURE, 1, folders, json.dumps([[family, {}] for family in families]), steps))
     one = {family: result["measured"] for family, result in zip(families, alone, strict=True)}
     named = json.dumps([[family, MIXED[how]] for family, how in layouts])
     apart, refused = {}, {}
-    for (family, how), result in zip(
-        layouts, json.loads(run_processes(MEASURE, 8, folders, named, steps)), strict=True
-    ):
+    for (family, how), result in zip(layouts, result_of(run_processes(MEASURE, 8, folders, named, steps)), strict=True):
         if "refused" in result:
             refused[family, how] = result["refused"]
         else:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers import run_processes
+from helpers import result_of, run_processes
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "large_layouts.py"
 LLAMA = {
@@ -30,6 +30,6 @@ DEEPSEEK = LLAMA | {
 def test_one_of_64_processes_has_a_64th(tmp_path, config, axes, share):
     (tmp_path / "config.json").write_text(json.dumps(config))
     options = "--model", str(tmp_path), "--processes", "64", "--tokens", "256"
-    sizes = json.loads(run_processes(SCRIPT, 1, *options, *axes))
+    sizes = result_of(run_processes(SCRIPT, 1, *options, *axes))
     assert sizes["parameters"] * 64 / sizes["whole"] == pytest.approx(share, rel=0.02)
     assert sizes["gradients"] == sizes["parameters"]

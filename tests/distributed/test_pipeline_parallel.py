@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from distributed.test_tensor_parallel import Mesh, model_of
-from helpers import run_processes
+from helpers import result_of, run_processes
 from torch import nn
 
 import tune
@@ -185,7 +185,7 @@ def test_idle_time_of_schedules(processes):
 
 def test_sent_sizes_match_the_docs(checkpoint):
     """The figures of docs/layouts.md and of its formulas, for the middle stage."""
-    sent = json.loads(run_processes(Path(__file__).with_name("count_collectives.py"), 1, str(checkpoint), "pp", "3"))
+    sent = result_of(run_processes(Path(__file__).with_name("count_collectives.py"), 1, str(checkpoint), "pp", "3"))
     assert sent["calls"] == {"send.default": 2, "recv_.default": 2}
     assert sent["numbers"] == {"send.default": 2 * 120 * 64, "recv_.default": 2 * 120 * 64}
     text = (Path(tune.__file__).parents[1] / "docs" / "layouts.md").read_text()

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers import run_processes
+from helpers import result_of, run_processes
 
 MEASURE = Path(__file__).with_name("measure_layouts.py")
 LLAMA = {
@@ -34,7 +34,7 @@ def test_layouts_of_four_and_eight_processes(tmp_path):
         (tmp_path / name / "config.json").write_text(json.dumps(config))
     folders = json.dumps({name: str(tmp_path / name) for name in models})
     results = {
-        count: json.loads(run_processes(MEASURE, count, folders, json.dumps(layouts), "2"))
+        count: result_of(run_processes(MEASURE, count, folders, json.dumps(layouts), "2"))
         for count, layouts in {1: ALONE, **LAYOUTS}.items()
     }
     alone = {name: result["measured"] for (name, _), result in zip(ALONE, results[1], strict=True)}
@@ -49,7 +49,7 @@ def test_layouts_of_four_and_eight_processes(tmp_path):
 def test_zero_stages_match_the_table(tmp_path):
     """The table of docs/layouts.md."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    measured = json.loads(run_processes(Path(__file__).with_name("measure_zero_stages.py"), 4, str(tmp_path)))
+    measured = result_of(run_processes(Path(__file__).with_name("measure_zero_stages.py"), 4, str(tmp_path)))
     rows = {  # weights, gathered weights, gradients, states
         0: (1, 0, 1, 1), 1: (1 / 4, 1, 1, 1 / 4), 2: (1 / 4, 1, 1 / 4, 1 / 4), 3: (1 / 4, 0, 1 / 4, 1 / 4)
     }  # fmt: skip

@@ -1,12 +1,11 @@
 """Tensor parallelism: unsupported sizes are reported before anything is loaded."""
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import run_processes, save_checkpoint
+from helpers import result_of, run_processes, save_checkpoint
 from models.test_families import SMALL, VARIANTS
 
 from tune import distributed
@@ -122,7 +121,7 @@ def test_saved_activations_match_the_docs(tmp_path):
 
 @pytest.mark.slow
 def test_sent_sizes_match_the_docs(checkpoint):
-    sent = json.loads(run_processes(Path(__file__).with_name("count_collectives.py"), 1, str(checkpoint), "tp", "2"))
+    sent = result_of(run_processes(Path(__file__).with_name("count_collectives.py"), 1, str(checkpoint), "tp", "2"))
     layers, tokens, hidden = 3, 120, 64
     gathered = reduced = 4 * layers * tokens * hidden
     assert sent["numbers"] == {

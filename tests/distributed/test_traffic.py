@@ -1,10 +1,9 @@
 """The traffic that a run reports equals the counted traffic, measured on one process, or on several if needed."""
 
-import json
 from pathlib import Path
 
 import pytest
-from helpers import run_processes, save_checkpoint, slow_but
+from helpers import result_of, run_processes, save_checkpoint, slow_but
 
 COUNT = Path(__file__).with_name("count_collectives.py")
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -13,7 +12,7 @@ AXES = ("dp_shard", "HSDP", "cp", "tp", "whole head", "pp")
 
 @pytest.mark.parametrize("axis", slow_but(["cp"], AXES))
 def test_expected_bytes_of_an_axis(axis, checkpoint):
-    measured = json.loads(run_processes(COUNT, 1, str(checkpoint), axis, {"pp": "3", "HSDP": "4"}.get(axis, "2")))
+    measured = result_of(run_processes(COUNT, 1, str(checkpoint), axis, {"pp": "3", "HSDP": "4"}.get(axis, "2")))
     times = {"recv_.default": 0, "all_gather_into_tensor.default": 1 / 2, "reduce_scatter_tensor.default": 1 / 2}
     if axis == "cp":  # both are summed
         times = {}
@@ -38,7 +37,7 @@ def test_expected_bytes_of_zero_stages(axis, checkpoint):
     """The table of docs/layouts.md for two micro-batches on 2 processes."""
     times = {0: (0, 2 * 2), 1: (1, 1), 2: (1, 2), 3: (2 * 2, 2)}
     for stage, (gathered, reduced) in times.items():
-        measured = json.loads(run_processes(COUNT, 1, str(checkpoint), axis, "2", str(stage)))
+        measured = result_of(run_processes(COUNT, 1, str(checkpoint), axis, "2", str(stage)))
         measured["expected"].pop("cp", None)
         (sent,) = measured["expected"].values()
         of_fsdp = measured["of_fsdp"]
@@ -52,5 +51,5 @@ def test_expected_bytes_of_zero_stages(axis, checkpoint):
 @pytest.mark.slow
 def test_expected_bytes_of_experts(tmp_path):
     folder = save_checkpoint(tmp_path / "mixture", "MixtralConfig", **EXPERTS)
-    measured = json.loads(run_processes(Path(__file__).with_name("count_exchanged.py"), 2, str(folder)))
+    measured = result_of(run_processes(Path(__file__).with_name("count_exchanged.py"), 2, str(folder)))
     assert measured["expected"]["ep"] == pytest.approx(measured["counted"])

@@ -7,7 +7,7 @@ import own_loop
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import make_adapter, run_processes
+from helpers import make_adapter, result_of, run_processes
 from safetensors.torch import load_file
 from torch import nn
 from torch.testing import assert_close
@@ -285,7 +285,7 @@ def test_transformers_model_is_adapted_and_trained_by_its_trainer(checkpoint, tm
 
 @pytest.mark.slow
 def test_custom_fsdp_on_two_processes_trains_like_one_process(tmp_path):
-    losses = json.loads(run_processes(Path(own_loop.__file__), 2, str(tmp_path / "adapter")).splitlines()[-1])
+    losses = result_of(run_processes(Path(own_loop.__file__), 2, str(tmp_path / "adapter")))
     model = own_loop.Net()
     add_adapters(model, LoRA(rank=4, modules_to_save=["head"]))
     assert losses == pytest.approx(own_loop.train(model, slice(None)), rel=1e-5)
