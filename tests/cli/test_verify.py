@@ -1,9 +1,12 @@
 """`tune verify`: transformers, PEFT, and llama.cpp compute from an artifact what the run computes, and planted errors
 are found."""
 
+import errno
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,10 +19,13 @@ from helpers import make_adapter, run_verbs, save_checkpoint, slow_but
 from safetensors.torch import load_file, save_file
 
 from tune.cli import main
-from tune.verify.comparison import Observed, _answers
+from tune.models import build
+from tune.verify.comparison import Observed, RoundedInputs, _answers, _rounded
+from tune.verify.programs import Stored, type_of
 
 pytest.importorskip("transformers")
 COMPUTED = {"greedy answers", "log-probs", "perplexity", "adapter"}
+READ = {"tokens", "chat template", "stop tokens", "config"}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +77,9 @@ def verified(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[in
     except SystemExit as end:
         code = int(end.code or 0)
     statuses = ("  same", "DIFFERENT", "not comparable")
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.endswith(statuses)]
+    printed = capsys.readouterr()
+    assert "Loading weights" not in printed.err  # a progress bar, which is only for terminals
+    lines = [line for line in printed.out.splitlines() if line.endswith(statuses)]
     return code, {line.split("  ")[0]: line.rsplit("  ", 1)[1].strip() for line in lines}
 
 
@@ -87,7 +95,7 @@ def test_correct_artifacts_pass(kind: str, run: Path, artifact: Callable, capsys
     for package in {"adapter": ["peft"], "nf4": ["bitsandbytes"]}.get(kind, ["xllamacpp", "compressed_tensors"]):
         pytest.importorskip(package)
     code, checks = verified(capsys, artifact(kind), "--against", run)
-    assert set(checks) == {"tokens", "chat template", "stop tokens", *COMPUTED}
+    assert set(checks) == READ | COMPUTED | (set() if kind.endswith("gguf") else {"generation"})
     assert (code, differing(checks)) == (0, set())
     assert set(checks.values()) == {"same"}
 
@@ -124,6 +132,61 @@ def swapped_tokens(folder: Path) -> None:
     file.write_text(json.dumps(tokenizer))
 
 
+def extra_stop(folder: Path) -> None:
+    change_json(folder / "generation_config.json", eos_token_id=[2, 40, 41])
+
+
+def no_decoder(folder: Path) -> None:
+    change_json(folder / "tokenizer.json", decoder=None)
+
+
+def sampling(folder: Path) -> None:
+    change_json(folder / "generation_config.json", do_sample=True, temperature=5.0)
+
+
+def short_answers(folder: Path) -> None:
+    change_json(folder / "generation_config.json", max_new_tokens=64)
+
+
+def suppressed(folder: Path) -> None:
+    """Suppress a token that no greedy answer has."""
+    change_json(folder / "generation_config.json", suppress_tokens=[43])
+
+
+def template_if(condition: str, folder: Path) -> None:
+    file = folder / "chat_template.jinja"
+    file.write_text(f"{{% if {condition} %}}broken{{% endif %}}{file.read_text()}")
+
+
+def short_context(folder: Path) -> None:
+    change_json(folder / "config.json", max_position_embeddings=32)
+
+
+def dynamic_rope(folder: Path) -> None:
+    """Only texts longer than the context differ."""
+    scaled = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    change_json(folder / "config.json", rope_parameters=scaled)
+
+
+def all_settings(folder: Path) -> None:
+    extra_stop(folder)
+    no_decoder(folder)
+    sampling(folder)
+    template_if("tools", folder)
+    short_context(folder)
+
+
+def same_settings(folder: Path) -> None:
+    """Spell settings as other libraries do, and change those that do not change answers."""
+    config = json.loads((folder / "config.json").read_text())
+    rope = config.pop("rope_parameters", None) or {"rope_theta": config.pop("rope_theta", 10000.0)}
+    config |= {"rope_theta": rope["rope_theta"], "rope_scaling": None, "sliding_window": None}
+    (folder / "config.json").write_text(json.dumps(config))
+    changes = {"transformers_version": "4.0.0", "pad_token_id": 5, "use_cache": False}
+    defaults = {"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.0}
+    change_json(folder / "generation_config.json", **changes, **defaults)
+
+
 def wrong_scale(folder: Path) -> None:
     """Change the scale of one layer."""
     tensors = load_file(folder / "model.safetensors")
@@ -132,10 +195,19 @@ def wrong_scale(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def wrong_frequency(file: Path) -> None:
+def change_gguf(file: Path, key: str, factor: float) -> None:
     gguf = pytest.importorskip("gguf")
-    field = gguf.GGUFReader(file, "r+").fields["llama.rope.freq_base"]
-    field.parts[field.data[0]][0] *= 8
+    field = gguf.GGUFReader(file, "r+").fields[key]
+    field.parts[field.data[0]][0] *= factor
+
+
+def wrong_frequency(file: Path) -> None:
+    change_gguf(file, "llama.rope.freq_base", 8)
+
+
+def wrong_norm(file: Path) -> None:
+    """Change the results less than rounding to 8 bits does."""
+    change_gguf(file, "llama.attention.layer_norm_rms_epsilon", 2)
 
 
 def other_name(file: Path) -> None:
@@ -158,6 +230,20 @@ PLANTED = {
     "a stop token": ("merged", missing_stop, {"stop tokens"}),
     "a chat template": ("merged", other_template, {"chat template"}),
     "two special tokens": ("merged", swapped_tokens, {"chat template"}),
+    "all settings": ("merged", all_settings, {*READ, "generation"}),
+    "another stop token": ("merged", extra_stop, {"stop tokens"}),
+    "a decoder": ("merged", no_decoder, {"tokens"}),
+    "sampling": ("merged", sampling, {"generation"}),
+    "the length of answers": ("merged", short_answers, {"generation"}),
+    "a suppressed token": ("merged", suppressed, {"generation"}),
+    "a template with tools": ("merged", partial(template_if, "tools"), {"chat template"}),
+    "a template of tool results": (
+        "merged", partial(template_if, "messages | selectattr('role', 'eq', 'tool') | list"), {"chat template"},
+    ),
+    "a template of long chats": ("merged", partial(template_if, "messages | length > 4"), {"chat template"}),
+    "the context": ("merged", short_context, {"config"}),
+    "rope scaling of long texts": ("merged", dynamic_rope, {"config"}),
+    "a norm in GGUF": ("q8_0.gguf", wrong_norm, {"config"}),
     "an unmerged adapter": ("base", None, COMPUTED),
     "an unmerged adapter, in 4 bits": ("int4_of_base", None, {"adapter"}),
     "a scale of quantization": ("int8", wrong_scale, {"log-probs"}),
@@ -165,10 +251,10 @@ PLANTED = {
     "a rope base in GGUF": ("f16.gguf", wrong_frequency, {"log-probs"}),
     "a chat template in GGUF": ("f16.gguf", other_name, {"chat template"}),
     "a scale in GGUF": ("q8_0.gguf", wrong_blocks, {"log-probs"}),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", slow_but({"a rope scale", "two special tokens"}, PLANTED))
+@pytest.mark.parametrize("name", slow_but({"a rope scale", "two special tokens", "all settings"}, PLANTED))
 def test_planted_errors_are_found(
     name: str, run: Path, artifact: Callable, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -183,6 +269,80 @@ def test_planted_errors_are_found(
     assert code == 1 and expected <= differing(checks)
 
 
+def test_settings_of_the_same_meaning_pass(
+    run: Path, artifact: Callable, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    same = shutil.copytree(artifact("merged"), tmp_path / "same")
+    same_settings(same)
+    assert verified(capsys, same, "--against", run)[0] == 0
+
+
+@pytest.mark.slow
+def test_notes_of_an_export_are_repeated(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    pytest.importorskip("xllamacpp")
+    base, file = shutil.copytree(checkpoint, tmp_path / "base"), tmp_path / "yarn.gguf"
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "truncate": False}
+    change_json(base / "config.json", rope_parameters={"rope_theta": 10000.0, **yarn})
+    main(["export", str(base), "--to", "gguf", "--out", str(file)])
+    (note,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ") and "YaRN" in line)
+    with suppress(SystemExit):
+        main(["verify", str(file), "--against", str(base), "--limit", "1", "--tokens", "8"])
+    assert note in capsys.readouterr().out.splitlines()
+
+
+def test_rounding_of_the_yardstick_is_that_of_q8_0(
+    artifact: Callable, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Its error is that of gguf's own rounding; a scale for each row has a larger one if weights differ in size."""
+    gguf = pytest.importorskip("gguf")
+    main(["export", str(checkpoint), "--to", "gguf", "--type", "q8_0", "--out", str(tmp_path / "q8_0.gguf")])
+    stored = type_of(tmp_path / "q8_0.gguf", checkpoint)
+    assert stored == Stored(8, 32, 32)
+    weight = torch.randn(16, 256, generator=torch.Generator().manual_seed(0))
+    weight[:, 0] = 50
+    kind = gguf.GGMLQuantizationType.Q8_0
+    theirs = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), kind), kind))
+    ours, by_row = _rounded(weight, 8, stored.group), _rounded(weight, 8, None)
+    error, of_rows, of_gguf = ((found - weight).abs().mean() for found in (ours, by_row, theirs))
+    assert abs(error / of_gguf - 1) < 0.1 and of_rows > 3 * of_gguf
+
+
+def test_inputs_of_products_are_rounded_but_not_attention(checkpoint: Path) -> None:
+    """The rounded model is the model with rounding before each of its linear layers and its head."""
+    torch.manual_seed(0)
+    model = build(str(checkpoint)).to_empty(device="cpu").eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    tokens = torch.arange(10)[None]
+    with torch.no_grad():
+        with RoundedInputs(32):
+            rounded = model(tokens)
+        plain = model(tokens)
+        hooks = [
+            linear.register_forward_pre_hook(lambda _, inputs: (_rounded(inputs[0], 8, 32),)) for linear in linears
+        ]
+        model.norm.register_forward_hook(lambda *called: _rounded(called[-1], 8, 32))  # the head is not called
+        expected = model(tokens)
+    assert len(hooks) > 10 and not torch.allclose(plain, expected, atol=1e-4)
+    assert torch.allclose(rounded, expected, atol=1e-6)
+
+
+def test_a_full_disk_is_an_error(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Other texts are not used instead, and the exit code is not that of a difference."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tune.datasets.cache._write", full)
+    code, _ = verified(capsys, run / "adapter", "--against", run)
+    assert code == 2
+    monkeypatch.setattr("tune.cli.verify.verify", full)
+    assert verified(capsys, run / "adapter", "--against", run)[0] == 2
+    monkeypatch.setattr("tune.cli.verify.verify", lambda options: 1 / 0)
+    assert verified(capsys, run / "adapter", "--against", run)[0] == 2
+
+
 @pytest.mark.slow
 def test_verify_one_model_against_another_with_texts_from_a_file(
     run: Path, artifact: Callable, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture
@@ -191,11 +351,12 @@ def test_verify_one_model_against_another_with_texts_from_a_file(
     (tmp_path / "texts.txt").write_text("the cat sat\nand it ran under the mat\n")
     asked = ["--prompts", tmp_path / "texts.txt"]
     code, checks = verified(capsys, checkpoint, "--against", checkpoint, *asked)
-    assert code == 0 and set(checks) == {"tokens", "chat template", "stop tokens", *COMPUTED} - {"adapter"}
+    assert code == 0 and set(checks) == {*READ, "generation", *COMPUTED} - {"adapter"}
     code, checks = verified(capsys, artifact("merged"), "--against", checkpoint)
     assert code == 1 and {"greedy answers", "log-probs"} <= differing(checks)
     loose = ["--tolerance", "9"]
-    assert verified(capsys, artifact("merged"), "--against", checkpoint, *loose)[0] == 0
+    checks = verified(capsys, artifact("merged"), "--against", checkpoint, *loose)[1]
+    assert differing(checks) == {"stop tokens"}  # the run has one more than the checkpoint
 
 
 def test_stop_tokens_beyond_the_limit_of_gguf(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -270,7 +431,7 @@ def test_invalid_inputs_are_rejected(
 
 
 def test_accepted_answers_that_differ_are_reported(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    found = Observed([], {}, {}, [[5, 6], [7, 8]], 2, [])
+    found = Observed([], [], {}, set(), [[5, 6], [7, 8]], 2, [])
     tokenizer: Any = SimpleNamespace(stop_ids={2}, decode=str)
 
     def printed(loss: float) -> str:

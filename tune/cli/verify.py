@@ -1,6 +1,6 @@
 """Check that an exported model equals the trained one. It opens ARTIFACT in the program that users will use, and
-compares tokens, chat template, stop tokens, greedy answers and perplexity with the run's own model. Exit code 1 if one
-differs.
+compares tokens, chat template, stop tokens, greedy answers, perplexity and settings with the run's own model. Exit code
+1 if one differs, 2 if they cannot be compared.
 
     tune export runs/mine --to gguf --out mine.gguf && tune verify mine.gguf --against runs/mine
     tune verify ./merged --against runs/mine --prompts questions.jsonl
@@ -9,8 +9,10 @@ differs.
 llama.cpp opens a GGUF file, PEFT an adapter, and transformers any other folder. vLLM opens models if it is installed.
 """
 
+import errno
 import sys
 import tempfile
+import traceback
 from argparse import ArgumentParser, Namespace
 from dataclasses import astuple
 from pathlib import Path
@@ -26,6 +28,7 @@ PROGRAMS = ("transformers", "peft", "llama.cpp", "vllm")
 ANSWER = 32  # tokens
 NOISE, NOISE_OF_16_BITS = 0.002, 0.03  # nats by which programs differ in fp32 and in 16 bits
 PROMPT = 4096  # maximum tokens of a prompt and its answer
+FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a disk without space, or of a user's share of it
 # Settings of a dataset that decide how rows are read.
 READING = ("split", "subset", "format", "columns", "ignore", "kind")
 
@@ -59,7 +62,15 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         parser.error(f"--tolerance {options.tolerance}: set a number above 0")
     if options.tokens < 2:
         parser.error(f"--tokens {options.tokens}: the first token of a text is not predicted. Set 2 or more")
-    checks = verify(options)
+    try:
+        checks = verify(options)
+    except TuneError:
+        raise
+    except Exception as error:  # Python would exit with 1, which means a difference
+        if not _is_full(error):
+            traceback.print_exc()
+        print(f"error: the models were not compared: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(2)
     words = {True: "same", False: "DIFFERENT", None: "not comparable"}
     rows = [(*astuple(each)[:5], words[each.is_same]) for each in checks]
     print_table([("check", "run", "artifact", "difference", "tolerance", ""), *rows])
@@ -74,9 +85,11 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
 def verify(options: Namespace) -> list[Any]:
     """Return the checks of the artifact. Only one of the two models is in memory at a time."""
     from tune import distributed
+    from tune.convert import notes_of
+    from tune.models import ConfigFile, Decoder
     from tune.peft import CONFIG, exported_folder, open_model, read_adapter_config, step_of
     from tune.records import is_run
-    from tune.verify import ask, compare, computed_in, open_program, type_of
+    from tune.verify import ask, compare, compare_settings, computed_in, open_program, type_of
 
     artifact: Path = options.artifact
     if not artifact.exists():
@@ -106,15 +119,19 @@ def verify(options: Namespace) -> list[Any]:
     device = distributed.init(options.device).device
     context = max(max(len(each.prompt) + ANSWER, len(each.ids)) for each in probes) + 16
     with open_program(artifact, options.program, device, options.dtype, context) as program:
-        kind = f"{stored} bits" if isinstance(stored, int) else str(stored).removeprefix("torch.")
-        words = f"{artifact} in {program.name}, against {against}; weights in {kind}, on {device}"
+        words = f"{artifact} in {program.name}, against {against}; weights in {stored}, on {device}"
         print(words, file=sys.stderr, flush=True)
         with explained(f"{program.name} cannot compute with {artifact}", Exception):
             found = ask(program, tokenizer, probes, ANSWER)
+        opened_in = program.name
     del program  # and its memory, before the run's model is loaded
+    settings = compare_settings(artifact, opened_in, opened.folders.base, opened.model)
+    if artifact.is_file() and isinstance(opened.model, Decoder):
+        for note in notes_of(opened.model.config, str(ConfigFile(opened.folders.base).get("model_type"))):
+            print(f"note: {note}", flush=True)
     model = opened.load(device, options.dtype)
     floor = NOISE if computed_in(artifact, options.dtype).itemsize > 2 else NOISE_OF_16_BITS
-    return compare(found, model, tokenizer, probes, options.tolerance, stored, floor)
+    return [*compare(found, model, tokenizer, probes, options.tolerance, stored, floor), *settings]
 
 
 def probes_of(options: Namespace, run: Path, tokenizer: Any, room: int) -> list[Any]:
@@ -128,8 +145,15 @@ def probes_of(options: Namespace, run: Path, tokenizer: Any, room: int) -> list[
     try:
         return probes_of_run(options, run, tokenizer, room)
     except TuneError as error:
+        if _is_full(error):
+            raise
         print(f"using the shipped texts (--prompts sets others): {error}", file=sys.stderr)
         return probes_of_texts(tokenizer, options.tokens)[: options.limit]
+
+
+def _is_full(error: BaseException | None) -> bool:
+    """Whether an error, or one that it explains, is that of a disk without space."""
+    return error is not None and (getattr(error, "errno", None) in FULL or _is_full(error.__cause__))
 
 
 def probes_of_run(options: Namespace, run: Path, tokenizer: Any, room: int) -> list[Any]:

@@ -3,4 +3,4 @@
 from tune.convert.from_gguf import import_gguf
 from tune.convert.from_meta import import_meta
 from tune.convert.lora_to_gguf import export_gguf_lora
-from tune.convert.to_gguf import export_gguf
+from tune.convert.to_gguf import export_gguf, metadata_of, notes_of

@@ -126,9 +126,7 @@ def export_gguf(
     with written_aside(file) as unfinished:
         writer = gguf.GGUFWriter(unfinished, architecture.name)
         try:
-            for key, value in _shape(model.config, architecture).items():
-                if value is not None:
-                    getattr(writer, f"add_{key}")(value)
+            _add_shape(writer, model.config, architecture)
             writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{type.upper()}"])
             add_vocabulary(writer, tokenizer, model.config.vocab_size)
             for name, values in factors.items():
@@ -157,6 +155,32 @@ def export_gguf(
     lost = [tokenizer.decode([end]) for end in _other_ends(tokenizer)[2:]]
     ends = f"GGUF stores only three tokens that end an answer; answers will not stop at {' and '.join(lost)}"
     return [*_notes(model.config, architecture), *([ends] if lost else [])]
+
+
+def metadata_of(config: Any, model_type: str) -> dict[str, Any]:
+    """Return what `export_gguf` writes about a model with this `config`, by llama.cpp's names without the family's.
+
+    Raises:
+        TuneError: see `architecture_of`.
+    """
+    with needs("hf", "GGUF"):
+        import gguf
+    architecture = architecture_of(config, model_type)
+    writer = gguf.GGUFWriter(None, architecture.name)
+    _add_shape(writer, config, architecture)
+    return {key.removeprefix(f"{architecture.name}."): value.value for key, value in writer.kv_data[0].items()}
+
+
+def notes_of(config: Any, model_type: str) -> list[str]:
+    """Return notes on differences between llama.cpp's computation and a model with this `config`."""
+    architecture = ARCHITECTURES.get(model_type)
+    return _notes(config, architecture) if architecture else []
+
+
+def _add_shape(writer: Any, config: Any, architecture: Architecture) -> None:
+    for key, value in _shape(config, architecture).items():
+        if value is not None:
+            getattr(writer, f"add_{key}")(value)
 
 
 def _frequency_factors(config: Any) -> dict[str, Tensor]:

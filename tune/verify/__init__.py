@@ -3,13 +3,15 @@ with (`open_program`) reads the texts of a few `Probe`s, and `compare` compares 
 
 - `probes.py`: the questions for both
 - `programs.py`: transformers, PEFT and vLLM; `llama_cpp.py`: llama.cpp, in a separate process
-- `comparison.py`: the checks, each a row of a table with a tolerance
+- `comparison.py`: the checks of its results, each a row of a table with a tolerance
+- `settings.py`: the checks of its settings
 """
 
 from tune.verify.comparison import Check, ask, compare
 from tune.verify.llama_cpp import LlamaCpp
 from tune.verify.probes import Probe, conversations, probes_of_data, probes_of_prompts, probes_of_texts
 from tune.verify.programs import computed_in, open_program, type_of
+from tune.verify.settings import compare_settings
 
 # Other names are internal to `tune`.
 __all__ = [
@@ -18,6 +20,7 @@ __all__ = [
     "Probe",
     "ask",
     "compare",
+    "compare_settings",
     "computed_in",
     "conversations",
     "open_program",

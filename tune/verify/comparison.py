@@ -2,19 +2,21 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tune.distributed import repeated_blocks
 from tune.peft import adapted_modules, merge_in_place, switched_off
 from tune.tokenizers import Message, Tokenizer
 from tune.verify.probes import Probe, conversations
-from tune.verify.programs import ChatText, Program
+from tune.verify.programs import ChatText, Program, Stored
 
-MARGIN, GROUP = 2.0, 32  # factor on the effect of rounding; weights per scale
+MARGIN = 2.0  # factor on the effect of rounding
 ADAPTER_SHARE = 0.5  # largest accepted deviation of the adapter's effect, as a share
 
 
@@ -37,8 +39,9 @@ class Observed:
     """A program's results: for each probe an answer of at most `longest` tokens, and log-probs."""
 
     misread: list[str]
+    texts: list[tuple[Sequence[int], str]]  # ids, and their text without special tokens
     chats: dict[str, ChatText | str]  # by the run's rendered text: the program's text and tokens, or its error
-    stops: dict[int, bool]
+    stops: set[int]
     answers: list[list[int]]
     longest: int
     log_probs: list[list[float | None]]
@@ -51,31 +54,35 @@ def ask(program: Program, tokenizer: Tokenizer, probes: Sequence[Probe], longest
         for probe in probes
         if not program.reads(probe.plain, tokenizer.encode(probe.plain, add_special_tokens=True))
     ]
+    answers = [program.answer(probe.prompt, longest) for probe in probes]
+    decoded = [(probe.ids, program.decode(probe.ids)) for probe in probes]
+    chats = {text: _chat(program, *asked) for text, asked in conversations(tokenizer).items()}
     return Observed(
         misread,
-        {text: _chat(program, messages) for text, messages in conversations(tokenizer).items()},
-        {token: program.stops_at(token) for token in sorted(tokenizer.stop_ids)},
-        [program.answer(probe.prompt, longest) for probe in probes],
+        [(ids, text) for ids, text in [*decoded, *answers] if text is not None],
+        {text: rendered for text, rendered in chats.items() if rendered is not None},
+        program.stops(tokenizer.stop_ids),
+        [ids for ids, _ in answers],
         longest,
         [program.log_probs(probe.ids) for probe in probes],
     )
 
 
-def _chat(program: Program, messages: list[Message]) -> ChatText | str:
+def _chat(program: Program, messages: list[Message], tools: list[Any] | None) -> ChatText | str | None:
     try:
-        return program.chat(messages)
+        return program.chat(messages, tools)
     except Exception as error:  # templates and their engines can raise anything
         return f"{type(error).__name__}: {error}"
 
 
 def compare(
     found: Observed, model: Any, tokenizer: Tokenizer, probes: Sequence[Probe], tolerance: float | None,
-    stored: torch.dtype | int, noise: float,
+    stored: Stored, noise: float,
 ) -> list[Check]:  # fmt: skip
     """Compare a program's results `found` with the run's own `model`, which is rounded in place afterwards.
 
-    `tolerance` is in nats per token. None: `MARGIN` times the effect of rounding the weights of `model` to the dtype in
-    which they are `stored`, plus `noise`.
+    `tolerance` is in nats per token. None: `MARGIN` times the effect of rounding `model` as its weights are `stored`,
+    plus `noise`.
     """
     own, theirs = _of_all(model, probes), _of_program(found)
     base = None
@@ -87,9 +94,11 @@ def compare(
         if base is not None:
             merge_in_place(model)
         round_weights(model, stored)
-        tolerance = MARGIN * float((_of_all(model, probes) - own).abs().mean()) + noise
+        with RoundedInputs(stored.inputs) if stored.inputs else nullcontext():
+            rounded = _of_all(model, probes)
+        tolerance = MARGIN * float((rounded - own).abs().mean()) + noise
     return [
-        _reading(found, probes),
+        _tokens(found, probes, tokenizer),
         *_template(found, tokenizer),
         _stop_tokens(found, tokenizer),
         _answers(found, losses, tokenizer, tolerance),
@@ -99,28 +108,47 @@ def compare(
 
 
 @torch.no_grad()
-def round_weights(model: Any, stored: torch.dtype | int) -> None:
-    """Round the matrices in the blocks of `model` to a dtype or to integers with this number of bits; other matrices to
-    at least 8 bits. Each row has a scale; with fewer than 8 bits, each `GROUP` weights of a row."""
+def round_weights(model: Any, stored: Stored) -> None:
+    """Round the matrices in the blocks of `model` as they are `stored`; other matrices to at least 8 bits."""
     in_blocks = {id(each) for block in repeated_blocks(model) for each in block.parameters()}
     for parameter in model.parameters():
         if parameter.ndim < 2:
             continue
-        of_others = max(8, stored) if isinstance(stored, int) else stored
-        parameter.copy_(_rounded(parameter.float(), stored if id(parameter) in in_blocks else of_others))
+        of_others = max(8, stored.kind) if isinstance(stored.kind, int) else stored.kind
+        kind = stored.kind if id(parameter) in in_blocks else of_others
+        parameter.copy_(_rounded(parameter.float(), kind, stored.group))
 
 
-def _rounded(weight: Tensor, stored: torch.dtype | int) -> Tensor:
-    if isinstance(stored, torch.dtype) and stored.itemsize > 1:
-        return weight.to(stored).float()
-    is_grouped = isinstance(stored, int) and stored < 8 and weight.shape[-1] % GROUP == 0
-    blocks = weight.unflatten(-1, (-1, GROUP if is_grouped else weight.shape[-1]))
+def _rounded(values: Tensor, kind: torch.dtype | int, group: int | None) -> Tensor:
+    """Round `values` `[..., columns]`, with a scale for each `group` of a row, or for the row if it does not divide."""
+    if isinstance(kind, torch.dtype) and kind.itemsize > 1:
+        return values.to(kind).float()
+    columns = values.shape[-1]
+    blocks = values.unflatten(-1, (-1, columns if group is None or columns % group else group))
     largest = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-12)
-    if isinstance(stored, int):
-        scale = largest / (2 ** (stored - 1) - 0.5)
+    if isinstance(kind, int):
+        scale = largest / (2 ** (kind - 1) - 0.5)
         return ((blocks / scale).round() * scale).flatten(-2)
-    scale = largest / torch.finfo(stored).max
-    return ((blocks / scale).to(stored).float() * scale).flatten(-2)
+    scale = largest / torch.finfo(kind).max
+    return ((blocks / scale).to(kind).float() * scale).flatten(-2)
+
+
+class RoundedInputs(TorchDispatchMode):
+    """Round the inputs of matrix products to 8 bits, with a scale for each `group` values, as llama.cpp does on a CPU
+    if the weights are quantized. Attention's own products are not rounded."""
+
+    INPUTS: ClassVar = {"aten::mm": 0, "aten::addmm": 1, "aten::_grouped_mm": 0, "tune::product_by_group": 0}
+
+    def __init__(self, group: int):
+        super().__init__()
+        self.group = group
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        at = self.INPUTS.get(func._schema.name)
+        if at is not None:
+            rounded = _rounded(args[at].float(), 8, self.group).to(args[at].dtype)
+            args = (*args[:at], rounded, *args[at + 1 :])
+        return func(*args, **(kwargs or {}))
 
 
 @torch.no_grad()
@@ -146,11 +174,22 @@ def _of_program(found: Observed) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def _reading(found: Observed, probes: Sequence[Probe]) -> Check:
-    count = len(found.misread)
-    detail = f"{found.misread[0][:60]!r} has other ids" if count else ""
-    same = f"{len(probes) - count} the same"
-    return Check("tokens", f"{len(probes)} texts", same, f"{count} texts", "0", not count, detail)
+def _tokens(found: Observed, probes: Sequence[Probe], tokenizer: Tokenizer) -> Check:
+    """Check the ids of the texts, and the texts of their ids and of the answers."""
+    details = [f"{text[:60]!r} has other ids" for text in found.misread]
+    for ids, text in found.texts:
+        own = tokenizer.decode([*ids], skip_special_tokens=True)
+        if _comparable(text) != _comparable(own):
+            details.append(f"it decodes ids to {text[:60]!r}, the run to {own[:60]!r}")
+    total, count = len(probes) + len(found.texts), len(details)
+    same = f"{total - count} the same"
+    return Check("tokens", f"{total} texts", same, f"{count} texts", "0", not count, "".join(details[:1]))
+
+
+def _comparable(text: str) -> str:
+    """Return a decoded text without what programs do differently at the edges: a space before the first word, and
+    characters that end after the last token."""
+    return text.replace("\ufffd", "").removeprefix(" ")
 
 
 def _template(found: Observed, tokenizer: Tokenizer) -> list[Check]:
@@ -177,13 +216,17 @@ def _template(found: Observed, tokenizer: Tokenizer) -> list[Check]:
 
 
 def _stop_tokens(found: Observed, tokenizer: Tokenizer) -> Check:
-    names = {token: tokenizer.decode([token]) for token in found.stops}
-    missing = [name for token, name in names.items() if not found.stops[token]]
-    there = [name for token, name in names.items() if found.stops[token]]
-    detail = f"answers do not stop at {' and '.join(missing)}" if missing else ""
+    own, theirs, missing, more = (
+        [tokenizer.decode([token]) for token in sorted(tokens)]
+        for tokens in (
+            tokenizer.stop_ids, found.stops, tokenizer.stop_ids - found.stops, found.stops - tokenizer.stop_ids
+        )
+    )  # fmt: skip
+    details = [f"answers do not stop at {' and '.join(missing)}"] if missing else []
+    details += [f"answers also stop at {' and '.join(more)}"] if more else []
     return Check(
-        "stop tokens", " ".join(names.values()), " ".join(there) or "none", f"{len(missing)} missing", "0",
-        not missing, detail,
+        "stop tokens", " ".join(own), " ".join(theirs) or "none", f"{len(missing)} missing, {len(more)} more", "0",
+        not details, "; ".join(details),
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -97,21 +97,30 @@ class LlamaCpp:
         pairs = zip(of_text, of_ids, strict=True) if len(of_text) == len(of_ids) else [({"id": 0}, {"id": 1})]
         return all(one["id"] == other["id"] and abs(one["logprob"] - other["logprob"]) < 1e-2 for one, other in pairs)
 
-    def chat(self, messages: list[Message]) -> tuple[str, int | list[int]]:
-        """Return `messages` rendered by its chat template for an answer, and the number of tokens read."""
+    def decode(self, ids: Sequence[int]) -> None:
+        """The server only decodes its answers."""
+
+    def chat(self, messages: list[Message], tools: list[Any] | None = None) -> tuple[str, int | list[int]] | None:
+        """Return `messages` rendered by its chat template for an answer, and the number of tokens read; None with
+        `tools`, for which the server changes messages and adds a grammar."""
+        if tools:
+            return None
         answer = self.ask(messages=messages, max_tokens=1, verbose=True)
         return answer["__verbose"]["prompt"], answer["usage"]["prompt_tokens"]
 
-    def stops_at(self, token: int) -> bool:
-        """Whether an answer ends with this token."""
+    def stops(self, tokens: Collection[int]) -> set[int]:
+        """Return those of `tokens` that end an answer. llama.cpp adds others itself, which it knows by their names."""
+        return {token for token in tokens if self._stops_at(token)}
+
+    def _stops_at(self, token: int) -> bool:
         answer = self.ask(prompt=[token], n_predict=2, temperature=0, logit_bias=[[token, 1e9]])
         return bool(answer["choices"][0]["finish_reason"] == "stop")
 
-    def answer(self, prompt: Sequence[int], count: int) -> list[int]:
-        """Return the most likely tokens after `prompt`, up to one that ends an answer."""
+    def answer(self, prompt: Sequence[int], count: int) -> tuple[list[int], str]:
+        """Return the most likely tokens after `prompt`, up to one that ends an answer, and their text."""
         found = self.ask(prompt=prompt, n_predict=count, temperature=0, return_tokens=True, verbose=True)
         tokens: list[int] = found["__verbose"]["tokens"]
-        return tokens
+        return tokens, found["choices"][0]["text"]
 
     def log_probs(self, ids: Sequence[int]) -> list[float | None]:
         """Return the log-probs of all tokens but the first. The server reports none for a prompt, so each token is

@@ -22,15 +22,45 @@ TEXTS = (
     "Question: A shop sells pens at 3 for 2 euros. How much do 12 pens cost?\nAnswer: Twelve pens are four times three "
     "pens, so they cost 4 * 2 = 8 euros.",
 )
-# One conversation of each kind. If a template rejects one (some have no system message), the others are used.
-CONVERSATIONS: tuple[list[Message], ...] = (
-    [{"role": "user", "content": "Hello!"}],
-    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How are  you?\n"}],
-    [
-        {"role": "user", "content": "Name a color."},
-        {"role": "assistant", "content": "Blue."},
-        {"role": "user", "content": "And another?"},
-    ],
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Return the weather in a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "description": "its name"}},
+            "required": ["city"],
+        },
+    },
+}
+CALL = {"id": "call00001", "type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+ASKED: Message = {"role": "user", "content": "Is it raining in Oslo?"}
+TURNS: list[Message] = [
+    {"role": "user", "content": "Name a color."},
+    {"role": "assistant", "content": "Blue."},
+    {"role": "user", "content": "And another?"},
+    {"role": "assistant", "content": "Red."},
+    {"role": "user", "content": "A third?"},
+    {"role": "assistant", "content": "Green."},
+    {"role": "user", "content": "Thanks.  Which was first?"},
+]
+# One conversation of each kind, and its tools. If a template rejects one (some have no system message), the others are
+# used.
+CONVERSATIONS: tuple[tuple[list[Message], list[Any] | None], ...] = (
+    ([{"role": "user", "content": "Hello!"}], None),
+    ([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How are  you?\n"}], None),
+    (TURNS[:3], None),
+    (TURNS, None),
+    ([ASKED], [TOOL]),
+    (
+        [
+            ASKED,
+            {"role": "assistant", "content": "", "tool_calls": [CALL]},
+            {"role": "tool", "name": "weather", "tool_call_id": "call00001", "content": "rain"},
+        ],
+        [TOOL],
+    ),
 )
 
 
@@ -73,13 +103,13 @@ def probes_of_texts(tokenizer: Tokenizer, longest: int) -> list[Probe]:
     ]
 
 
-def conversations(tokenizer: Tokenizer) -> dict[str, list[Message]]:
-    """Return the conversations that the tokenizer's template accepts, by rendered text, including the beginning of the
-    next answer; empty without a template."""
-    found: dict[str, list[Message]] = {}
-    for messages in CONVERSATIONS if tokenizer.chat_template is not None else ():
+def conversations(tokenizer: Tokenizer) -> dict[str, tuple[list[Message], list[Any] | None]]:
+    """Return the conversations that the tokenizer's template accepts, with their tools, by rendered text, including the
+    beginning of the next answer; empty without a template."""
+    found: dict[str, tuple[list[Message], list[Any] | None]] = {}
+    for messages, tools in CONVERSATIONS if tokenizer.chat_template is not None else ():
         try:
-            found[tokenizer.apply_chat_template(messages, add_generation_prompt=True)] = messages
+            found[tokenizer.apply_chat_template(messages, add_generation_prompt=True, tools=tools)] = messages, tools
         except TuneError as error:
             refusal = error
     if tokenizer.chat_template is not None and not found:

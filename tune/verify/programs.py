@@ -5,8 +5,10 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,13 +20,28 @@ from tune.distributed import Dtype, as_dtype
 from tune.errors import TuneError, explained
 from tune.lookup import needs
 from tune.models import ConfigFile, read_json
-from tune.tokenizers import Message
+from tune.tokenizers import Message, mapping_in
 from tune.verify.llama_cpp import LlamaCpp
 
 ADAPTER = "adapter_config.json"
 # Messages rendered by a template, and the tokens read from the text, or their number.
 ChatText = tuple[str, int | list[int]]
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # GGUF types
+GROUP = 32  # weights per scale in GGUF, and in formats of fewer than 8 bits that do not name another number
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The form of the weights in an artifact's blocks: `kind` is a dtype, or the number of bits of integers and other
+    codes. Each `group` weights of a row have a scale; None: a whole row. If `inputs` is set, products also round their
+    inputs to 8 bits, with a scale for this number of values."""
+
+    kind: torch.dtype | int
+    group: int | None = None
+    inputs: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.kind} bits" if isinstance(self.kind, int) else str(self.kind).removeprefix("torch.")
 
 
 class Program(Protocol):
@@ -36,16 +53,22 @@ class Program(Protocol):
         """Whether it encodes `text` as `ids`, including the tokens that are put before a text."""
         ...
 
-    def chat(self, messages: list[Message]) -> ChatText:
-        """Return `messages` rendered by its chat template for an answer, and the tokens read from the text."""
+    def decode(self, ids: Sequence[int]) -> str | None:
+        """Return the text of `ids` without special tokens; None if the program only decodes its answers."""
         ...
 
-    def stops_at(self, token: int) -> bool:
-        """Whether an answer ends with this token."""
+    def chat(self, messages: list[Message], tools: list[Any] | None = None) -> ChatText | None:
+        """Return `messages` rendered by its chat template for an answer, and the tokens read from the text. None if the
+        program adds texts of its own for `tools`."""
         ...
 
-    def answer(self, prompt: Sequence[int], count: int) -> list[int]:
-        """Return the most likely tokens after `prompt`, at most `count`, up to one that ends an answer."""
+    def stops(self, tokens: Collection[int]) -> set[int]:
+        """Return those of `tokens` that end an answer, and others that the artifact's settings name."""
+        ...
+
+    def answer(self, prompt: Sequence[int], count: int) -> tuple[list[int], str]:
+        """Return the most likely tokens after `prompt`, at most `count`, up to one that ends an answer, and their text
+        without special tokens."""
         ...
 
     def log_probs(self, ids: Sequence[int]) -> list[float | None]:
@@ -59,6 +82,8 @@ class Transformers:
     def __init__(self, folder: Path, device: torch.device, dtype: Dtype):
         with needs("hf", "tune verify"):
             import transformers
+        if not sys.stderr.isatty():
+            transformers.utils.logging.disable_progress_bar()
         self.name, model_class = "transformers", transformers.AutoModelForCausalLM
         if (folder / ADAPTER).exists():
             if find_spec("peft") is None:
@@ -75,22 +100,28 @@ class Transformers:
     def reads(self, text: str, ids: Sequence[int]) -> bool:
         return bool(self.tokenizer(text)["input_ids"] == [*ids])
 
-    def chat(self, messages: list[Message]) -> ChatText:
-        asked = {"conversation": messages, "add_generation_prompt": True}
+    def decode(self, ids: Sequence[int]) -> str:
+        # Without changes to the spaces before punctuation, which some tokenizers ask for and tune never makes.
+        text = self.tokenizer.decode([*ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return str(text)
+
+    def chat(self, messages: list[Message], tools: list[Any] | None = None) -> ChatText:
+        asked = {"conversation": messages, "tools": tools, "add_generation_prompt": True}
         text = self.tokenizer.apply_chat_template(**asked, tokenize=False)
         return text, [*self.tokenizer.apply_chat_template(**asked, return_dict=True)["input_ids"]]
 
-    def stops_at(self, token: int) -> bool:
+    def stops(self, tokens: Collection[int]) -> set[int]:
         ends = self.model.generation_config.eos_token_id
-        return token in (ends if isinstance(ends, list) else [ends])
+        return {*ends} if isinstance(ends, list) else {ends} - {None}
 
-    def answer(self, prompt: Sequence[int], count: int) -> list[int]:
+    def answer(self, prompt: Sequence[int], count: int) -> tuple[list[int], str]:
         asked = torch.tensor([[*prompt]], device=self.device)
         greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         found = self.model.generate(
             input_ids=asked, attention_mask=torch.ones_like(asked), max_new_tokens=count, pad_token_id=0, **greedy
         )
-        return [int(token) for token in found[0, len(prompt) :]]
+        ids = [int(token) for token in found[0, len(prompt) :]]
+        return ids, self.decode(ids)
 
     @torch.no_grad()
     def log_probs(self, ids: Sequence[int]) -> list[float | None]:
@@ -118,6 +149,7 @@ class VLLMServer:
             settings = {"model": config["base_model_name_or_path"], "tokenizer": str(folder), "enable_lora": True}
             settings["max_lora_rank"] = max(8, 1 << (int(config["r"]) - 1).bit_length())
             self.lora = LoRARequest("adapter", 1, str(folder))
+        self.generation = mapping_in(Path(settings["model"]) / "generation_config.json")
         with explained(f"vllm cannot open {folder}", Exception):
             self.engine = vllm.LLM(
                 **settings, dtype=computed_in(folder, dtype), max_model_len=context, enforce_eager=True
@@ -147,15 +179,24 @@ class VLLMServer:
     def reads(self, text: str, ids: Sequence[int]) -> bool:
         return bool(self.tokenizer.encode(text) == [*ids])
 
-    def chat(self, messages: list[Message]) -> ChatText:
-        text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode([*ids], skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def chat(self, messages: list[Message], tools: list[Any] | None = None) -> ChatText:
+        text = self.tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
         return text, [*self.tokenizer.encode(text, add_special_tokens=False)]
 
-    def stops_at(self, token: int) -> bool:
+    def stops(self, tokens: Collection[int]) -> set[int]:
+        named = self.generation.get("eos_token_id")
+        asked = {*tokens, *(named if isinstance(named, list) else [named] if named is not None else [])}
+        return {token for token in asked if self._stops_at(token)}
+
+    def _stops_at(self, token: int) -> bool:
         return bool(self._ask([token], max_tokens=2, allowed_token_ids=[token]).outputs[0].finish_reason == "stop")
 
-    def answer(self, prompt: Sequence[int], count: int) -> list[int]:
-        return [*self._ask(prompt, max_tokens=count).outputs[0].token_ids]
+    def answer(self, prompt: Sequence[int], count: int) -> tuple[list[int], str]:
+        ids = [*self._ask(prompt, max_tokens=count).outputs[0].token_ids]
+        return ids, self.decode(ids)
 
     def log_probs(self, ids: Sequence[int]) -> list[float | None]:
         of_tokens = self._ask(ids, max_tokens=1, prompt_logprobs=0).prompt_logprobs
@@ -206,10 +247,9 @@ def open_program(
         yield Transformers(artifact, device, dtype)
 
 
-def type_of(artifact: Path, base: Path) -> torch.dtype | int:
-    """Return the dtype of the weights in an artifact's blocks, or the number of bits for integers and other codes. If
-    the run's `base` is quantized in the same way, the artifact has the base's codes, and only other weights are
-    rounded.
+def type_of(artifact: Path, base: Path) -> Stored:
+    """Return the form of the weights in an artifact's blocks. If the run's `base` is quantized in the same way, the
+    artifact has the base's codes, and only other weights are rounded.
 
     Raises:
         TuneError: the artifact is neither a GGUF file nor a folder of a model or an adapter.
@@ -221,17 +261,22 @@ def type_of(artifact: Path, base: Path) -> torch.dtype | int:
             tensors = gguf.GGUFReader(artifact).tensors
         largest = max(tensors, key=lambda tensor: int(tensor.n_elements) * tensor.name.startswith("blk."))
         count, size = gguf.GGML_QUANT_SIZES[largest.tensor_type]
-        return FLOATS.get(largest.tensor_type.name, 8 * size // count)
+        if kind := FLOATS.get(largest.tensor_type.name):
+            return Stored(kind)
+        return Stored(8 * size // count, GROUP, count)  # llama.cpp rounds the inputs of a product by the same blocks
     if (artifact / ADAPTER).exists():
-        return torch.float32
+        return Stored(torch.float32)
     quantization = _quantization(artifact)
     method = json.loads(quantization).get("quant_method")
     if method and method == json.loads(_quantization(base)).get("quant_method"):
-        return torch.bfloat16
+        return Stored(torch.bfloat16)
     if not method:
         tensors = plain_tensors(artifact).values()
-        return max(tensors, key=lambda tensor: math.prod(tensor.shape)).dtype
+        return Stored(max(tensors, key=lambda tensor: math.prod(tensor.shape)).dtype)
+    group = next(map(int, re.findall(r'"(?:group_size|q_group_size)": (\d+)', quantization)), None)
     if re.search(r'"load_in_4bit": true|fp4|int4', quantization):
-        return 4
+        return Stored(4, group or GROUP)
     bits = min(map(int, re.findall(r'"(?:num_bits|bits|w_bit)": (\d+)', quantization)), default=8)
-    return torch.float8_e4m3fn if bits == 8 and re.search(r'"float|fp8', quantization) else bits
+    if bits == 8 and re.search(r'"float|fp8', quantization):
+        return Stored(torch.float8_e4m3fn, group)
+    return Stored(bits, group or (GROUP if bits < 8 else None))
