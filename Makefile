@@ -10,11 +10,12 @@ PYTEST_ARGS ?= --numprocesses 2 --dist worksteal
 
 BIN := .venv/bin
 NEWEST := .venv-newest/bin
+OLDEST := .venv-oldest/bin
 INSTALLED := .venv/.installed
 INSTALLED_DOCS := .venv/.installed_docs
 MODEL := .demo/smollm2-135m
 
-.PHONY: help demo model gpu test test-slow test-all test-newest docs lint format
+.PHONY: help demo model gpu test test-slow test-all test-newest test-oldest docs lint format
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,6 +37,13 @@ test-slow: $(INSTALLED)  ## run the tests that `make test` leaves out
 	$(BIN)/pytest $(PYTEST_ARGS) -m "slow and not hub"
 
 test-all: test test-slow  ## run all tests
+
+# In a .venv of its own.
+test-oldest:  ## run the quick tests with the lowest releases that pyproject.toml allows
+	$(PYTHON) -m venv $(dir $(OLDEST))
+	$(OLDEST)/python -m pip install --quiet --disable-pip-version-check uv
+	$(OLDEST)/uv pip install --quiet --python $(OLDEST)/python --resolution lowest-direct --editable ".[dev]"
+	$(OLDEST)/pytest $(PYTEST_ARGS) -m "not slow and not hub"
 
 # In a .venv of its own. First prints the releases that differ from the pinned ones.
 test-newest:  ## run the quick tests with the newest releases that pyproject.toml allows

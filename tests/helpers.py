@@ -12,12 +12,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import metadata
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 CHATML = (
@@ -200,6 +202,12 @@ def run_processes(script: Path, count: int, *arguments: str) -> str:
         texts = [output.read_text() for output in outputs]
     assert not any(codes.values()), "\n".join(texts[rank][-3000:] for rank in codes if codes[rank])
     return texts[0]
+
+
+def as_in_transformers(version: str) -> pytest.MarkDecorator:
+    """Skip a comparison with transformers before this version, which computes something else."""
+    found = Version(metadata.version("transformers"))
+    return pytest.mark.skipif(found < Version(version), reason=f"transformers {found} computes something else")
 
 
 def result_of(output: str) -> Any:

@@ -79,7 +79,7 @@ def test_all_errors_in_one_pass_sorted_by_place(inputs, told):
     )
     places = [line.partition(":")[0] for line in errors.splitlines()]
     assert places == [
-        "dataset",
+        "dataset.path",
         "epochs",
         "logger.console_every",
         "memory.activation_offload",

@@ -3,6 +3,7 @@
 import datetime
 
 import pytest
+from helpers import as_in_transformers
 from sample_texts import conversations
 from tokenizer_references import transformers_rendering
 
@@ -29,6 +30,7 @@ CONVERSATIONS = {
 }
 
 
+@as_in_transformers("5.23")
 @pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])
 @pytest.mark.parametrize("prompt", [False, True], ids=["whole", "prompt"])
@@ -54,6 +56,7 @@ def test_renders_like_transformers(folder, any_template, messages, tools, prompt
         assert ours() == expected
 
 
+@as_in_transformers("5.23")
 def test_200_conversations_are_rendered_like_transformers(any_template):
     variables = {"bos_token": "<s>", "eos_token": "</s>"}
     ours, theirs = ChatTemplate(any_template, variables), transformers_rendering(any_template, variables)
@@ -71,6 +74,7 @@ def test_200_conversations_are_rendered_like_transformers(any_template):
     assert rendered > 50
 
 
+@as_in_transformers("5.23")
 @pytest.mark.parametrize(
     "source",
     [
