@@ -2,12 +2,15 @@
 
 import copy
 import json
+import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import save_checkpoint
 from safetensors.torch import load_file, save_file
+from torch._subclasses import FakeTensorMode
 from torch.testing import assert_close
 
 from tune import distributed
@@ -423,6 +426,34 @@ def test_a_head_that_differs_from_a_tied_embedding_is_kept(tmp_path):
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
     assert_close(again(tokens).logits, theirs(tokens).logits, atol=1e-5, rtol=1e-5)
     tensors = load_file(tmp_path / "source" / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    save_file(tensors, tmp_path / "source" / "model.safetensors")
+    same = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    save_file(same, tmp_path / "source" / "model.safetensors")
     assert load_model(tmp_path / "source").config.tied_head
+
+
+@pytest.mark.parametrize("files", ["model.safetensors-0000{}-of-00002.safetensors", "any{}.safetensors", "{}.bin"])
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_head_of_its_own_is_found_in_the_files_of_the_index(files, is_own, tmp_path):
+    save_checkpoint(tmp_path / "m", tie_word_embeddings=False)
+    folder = tmp_path / "m"
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    if not is_own:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    names = sorted(tensors)
+    weight_map = {name: files.format(1 + (number > 5)) for number, name in enumerate(names)}
+    for file in {*weight_map.values()}:
+        part = {name: tensors[name] for name in names if weight_map[name] == file}
+        save = torch.save if file.endswith(".bin") else save_file
+        save(part, folder / file)
+    whole = "pytorch_model.bin" if files.endswith(".bin") else "model.safetensors"
+    (folder / f"{whole}.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | TIED))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        model = load_model(folder)
+    assert model.config.tied_head != is_own and bool(found) == is_own
+    assert torch.equal(model.head_module.weight, tensors["lm_head.weight"])
+    with torch.device("meta"), FakeTensorMode():
+        assert build(str(folder)).config.tied_head != is_own

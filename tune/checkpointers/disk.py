@@ -19,11 +19,10 @@ from safetensors.torch import _TYPES
 from torch import Tensor
 
 from tune.errors import TuneError
-from tune.files import content_digest, written_aside
+from tune.files import WHOLE, content_digest, weight_files, written_aside
 from tune.models import read_json
 
 DIGESTS = "digests.json"
-WHOLE = ("model.safetensors", "pytorch_model.bin")
 POINTER = b"version https://git-lfs.github.com/spec/"
 ABOUT_THE_WRITER = ("_name_or_path", "transformers_version")
 
@@ -51,23 +50,19 @@ class DiskTensor:
 
 
 def disk_tensors(folder: Path) -> dict[str, DiskTensor]:
-    """Return every tensor of a checkpoint by name, as it is stored (see `plain_tensors`). Reads only headers.
-
-    Chooses files like transformers: model.safetensors, else its index, else pytorch_model.bin, else its index. Files
-    that transformers does not read come last: shards without an index, other `*.safetensors`.
+    """Return every tensor of a checkpoint by name, as it is stored (see `plain_tensors`). Reads only the headers of
+    its `weight_files`.
 
     Raises:
         TuneError: no weights, or files are missing, damaged, or do not match the index.
     """
-    for whole in WHOLE:
-        if (folder / whole).exists():
-            return _disjoint([folder / whole])
-        if (index := folder / f"{whole}.index.json").exists():
-            return _indexed(index)
-    for pattern in ("model-*.safetensors", "*.safetensors", "pytorch_model-*.bin"):
-        if files := [file for file in sorted(folder.glob(pattern)) if not file.name.startswith("adapter_")]:
+    files = weight_files(folder)
+    if files and files[0].suffix == ".json":
+        return _indexed(files[0])
+    if files:
+        if files[0].name not in WHOLE:
             _require_all_shards(files)
-            return _disjoint(files)
+        return _disjoint(files)
     others = sorted(child.name for child in folder.glob("*") if child.suffix in (".pt", ".pth", ".gguf"))
     hint = f"; found {', '.join(others)}: see `tune convert --help`" if others else ""
     raise TuneError(f"no *.safetensors or pytorch_model*.bin in {folder}{hint}; or set from_scratch=true")

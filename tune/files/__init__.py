@@ -1,4 +1,4 @@
-"""Write files and folders atomically, hash their contents, and lock run folders.
+"""Write files and folders atomically, hash their contents, choose weight files, and lock run folders.
 
 `lock` is used as a module: `lock.hold(folder)`.
 """
@@ -6,6 +6,7 @@
 from tune.files import lock
 from tune.files.atomic import CHECKPOINT, INDEX, exported, require_replaceable, written_aside
 from tune.files.contents import cache_folder, content_digest
+from tune.files.weight_files import WHOLE, weight_files
 
 # The imported names are for the packages of `tune` only.
 __all__ = []

@@ -1,21 +1,32 @@
 """Build the model that a checkpoint's config.json describes."""
 
-import json
+import pickle
 import re
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
 from tune.errors import TuneError
+from tune.files import weight_files
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import Decoder, DecoderConfig
 from tune.models.families import family, supported
 from tune.models.hf import HuggingFaceModel, hf
 from tune.models.names import Names, own_name
-from tune.tokenizers import Tokenizer
+from tune.tokenizers import Tokenizer, mapping_in
 from tune.types import NonNegativeFloat
+
+ROWS = 2**12  # rows of head and embedding compared at a time
+UNREADABLE = (OSError, LookupError, RuntimeError, AttributeError, TypeError, EOFError, pickle.UnpicklingError)
 
 
 def build(
@@ -72,39 +83,46 @@ def build(
 
 
 def _has_own_head(folder: Path, lm_head: str, embedding: str) -> bool:
-    """Return whether the safetensors in `folder` have a head with other values than the embedding. Compares bytes,
-    which also works while tensors are fake or on the meta device."""
-    whole = folder / "model.safetensors"
-    files = [whole] if whole.exists() else sorted(folder.glob("model-*.safetensors"))
-    places = {own_name(name): place for file in files for name, place in _places(file).items()}
-    both = [places.get(own_name(name)) for name in (lm_head, embedding)]
-    if None in both:
-        return False
-    pairs = zip(*(_pieces(*place) for place in both if place), strict=False)
-    sizes = {place[2] for place in both if place}
-    return len(sizes) > 1 or any(ours != theirs for ours, theirs in pairs)
+    """Return whether the weight files in `folder` have a head with other values than the embedding. Files that cannot
+    be read are reported where weights are loaded."""
+    # The model may be built on the meta device or of fake tensors.
+    with torch.device("cpu"), unset_fake_temporarily(), suppress(SafetensorError, TuneError, *UNREADABLE):
+        places = {own_name(name): (file, name) for file in _weight_files(folder) for name in _names(file)}
+        both = [places[own_name(name)] for name in (lm_head, embedding) if own_name(name) in places]
+        return len(both) == 2 and _differ(*map(_pieces, both))
+    return False
 
 
-def _places(file: Path) -> dict[str, tuple[Path, int, int]]:
-    """Return the file, start and number of bytes of each tensor in a safetensors file; nothing if its header is
-    damaged, which is reported where weights are read."""
-    with file.open("rb") as content:
-        length = min(int.from_bytes(content.read(8), "little"), file.stat().st_size)
-        try:
-            header = json.loads(content.read(length))
-        except ValueError:
-            return {}
-    header.pop("__metadata__", None)
-    offsets = {name: each["data_offsets"] for name, each in header.items()}
-    return {name: (file, 8 + length + start, stop - start) for name, (start, stop) in offsets.items()}
+def _weight_files(folder: Path) -> list[Path]:
+    files = weight_files(folder)
+    if files and files[0].suffix == ".json":
+        return sorted({folder / name for name in mapping_in(files[0])["weight_map"].values()})
+    return files
 
 
-def _pieces(file: Path, start: int, size: int) -> Iterator[bytes]:
-    with file.open("rb") as content:
-        content.seek(start)
-        while size > 0 and (piece := content.read(min(size, 2**24))):
-            size -= len(piece)
-            yield piece
+def _names(file: Path) -> list[str]:
+    if file.suffix == ".safetensors":
+        with safe_open(file, framework="pt") as tensors:
+            return [*tensors.keys()]
+    return [*torch.load(file, map_location="cpu", weights_only=True, mmap=True)]
+
+
+def _pieces(place: tuple[Path, str]) -> Iterator[Tensor]:
+    """Yield the rows of a matrix in a weight file, some at a time, as bytes."""
+    file, name = place
+    if file.suffix == ".safetensors":
+        rows: Any = safe_open(file, framework="pt").get_slice(name)
+        count = rows.get_shape()[0]
+    else:
+        rows = torch.load(file, map_location="cpu", weights_only=True, mmap=True)[name]
+        count = len(rows)
+    for start in range(0, count, ROWS):
+        yield rows[start : start + ROWS].contiguous().view(torch.uint8)
+
+
+def _differ(one: Iterator[Tensor], other: Iterator[Tensor]) -> bool:
+    pairs = zip_longest(one, other)
+    return any(ours is None or theirs is None or not torch.equal(ours, theirs) for ours, theirs in pairs)
 
 
 def _of_transformers(
