@@ -20,10 +20,11 @@ from safetensors.torch import load_file, save_file
 
 from tune.cli import main
 from tune.models import build
-from tune.verify.comparison import Observed, RoundedInputs, _answers, _rounded
-from tune.verify.programs import Stored, type_of
+from tune.tokenizers import Tokenizer
+from tune.verify.comparison import Observed, RoundedInputs, _answers, _is_same_chat, _is_same_text, _rounded
+from tune.verify.programs import Stored, Transformers, type_of
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 COMPUTED = {"greedy answers", "log-probs", "perplexity", "adapter"}
 READ = {"tokens", "chat template", "stop tokens", "config"}
 
@@ -428,6 +429,42 @@ def test_invalid_inputs_are_rejected(
     with pytest.raises(SystemExit) as ended:
         main(["verify", *(argument.replace("RUN", str(run)) for argument in arguments)])
     assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("theirs", "own", "is_same"),
+    [
+        (" the cat", "the cat", True),
+        ("the cut", "the cat", False),
+        ("a \u65e5\ufffd", "a \ufffd\ufffd\ufffd\ufffd", True),  # llama.cpp keeps the whole characters of cut bytes
+        ("b \u65e5\ufffd", "a \ufffd\ufffd\ufffd\ufffd", False),
+    ],
+)
+def test_texts_are_compared_up_to_bytes_that_are_no_character(theirs: str, own: str, is_same: bool) -> None:
+    assert _is_same_text(theirs, own) == is_same
+
+
+def test_spaces_that_llama_cpp_adds_around_special_tokens(checkpoint: Path) -> None:
+    tokenizer = Tokenizer(str(checkpoint))
+    expected = "<|im_start|>user\nHello!<|im_end|>\n"
+    spaced = " <|im_start|> user\nHello! <|im_end|> \n"
+    assert _is_same_chat((spaced, 9), expected, tokenizer, "<s>")
+    assert not _is_same_chat((spaced.replace("Hello", "Hel lo"), 9), expected, tokenizer, "<s>")
+    assert not _is_same_chat((spaced, [1, 2]), expected, tokenizer, "<s>")  # other programs report their own text
+
+
+def test_folder_of_a_model_that_reads_images(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "vocab_size": 400, "head_dim": 16}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = transformers.Mistral3Config(
+        text_config={"model_type": "mistral", **sizes}, vision_config={"model_type": "pixtral", **vision}
+    )
+    save_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    program = Transformers(tmp_path, torch.device("cpu"), "fp32")
+    assert len(program.log_probs([5, 6, 7])) == 2
 
 
 def test_accepted_answers_that_differ_are_reported(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -58,7 +58,7 @@ def test_prompts_with_media_are_refused(row, message, read):
 
 
 def test_other_columns_stay_available_to_rewards(read):
-    row = {"prompt": "the cat", "chosen": "sat", "rejected": "ran", "label": 1, "images": []}
+    row = {"prompt": "the cat", "chosen": "sat", "rejected": "ran", "label": 1, "weight": 2.5, "images": []}
     assert read(row).prompts[0].row == row
 
 

@@ -105,6 +105,13 @@ def test_marked_template_must_render_answers_as_they_are_asked_for(checkpoint, t
     assert [fact for fact in facts if fact not in mistake] == [], mistake
 
 
+def test_answer_before_any_question_with_a_marked_template(checkpoint, tmp_path):
+    (tmp_path / "template.jinja").write_text("{{ messages[0].role }}" + MARKED)
+    tokenizer = Tokenizer(str(checkpoint), chat_template=str(tmp_path / "template.jinja"))
+    outcome = read(tokenizer, [{"role": "assistant", "content": "sat"}, *TALK])
+    assert outcome.mistake is None and "sat" in tokenizer.decode(outcome.samples[0].tokens.tolist())
+
+
 def test_only_learned_answers_make_samples(thinking_checkpoint, tokenizer):
     masked = [*TALK[:3], {**TALK[3], "train": False}, *TALK[4:]]
     turns = by_hand(thinking_checkpoint, [TALK])

@@ -15,6 +15,7 @@ from tune.errors import TuneError
 from tune.generation import own_answers
 from tune.tokenizers import Tokenizer
 
+NAN = float("nan")
 UNMARKED = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -106,24 +107,34 @@ def test_weight_is_a_factor_of_what_train_on_chooses(tokenizer):
 
 @pytest.mark.parametrize("name", ["loss", "training"])
 def test_names_of_other_libraries_for_train(name, tokenizer):
-    messages = [ask(), say("One", **{name: False}), ask(), say("Two", **{name: True})]
-    (sample,) = outcome_of(tokenizer, {"messages": messages}).samples
-    assert learned(sample, tokenizer) == [("Two<|im_end|>", 1)]
+    for no, yes in ((False, True), (0, 1)):
+        messages = [ask(), say("One", **{name: no}), ask(), say("Two", **{name: yes})]
+        (sample,) = outcome_of(tokenizer, {"messages": messages}).samples
+        assert learned(sample, tokenizer) == [("Two<|im_end|>", 1)]
 
 
-@pytest.mark.parametrize("row", [{"weight": 1}, {"weight": "12 kg"}, {"weight": None}, {"loss_scale": [1, 1]}])
+def test_other_numbers_in_a_message_are_no_weights(tokenizer):
+    assert len(outcome_of(tokenizer, {"messages": [ask(), say(height=170, rain=0.5)]}).samples) == 1
+
+
+@pytest.mark.parametrize(
+    "row",
+    [{"weight": 1}, {"weight": "1.0"}, {"weight": "12 kg"}, {"weight": None}, {"weight": NAN}, {"loss_scale": [1, 1]}],
+)
 def test_columns_that_are_no_weights_are_ignored(row, tokenizer):
     assert len(outcome_of(tokenizer, {"messages": [ask(), say()], **row}).samples) == 1
 
 
-@pytest.mark.parametrize("row", [{"weight": 0.5}, {"loss_scale": [1, 0]}, {"loss_weight": 2}])
+@pytest.mark.parametrize(
+    "row", [{"weight": 0.5}, {"weight": "0.5"}, {"loss_scale": [1, 0]}, {"loss_mask": [0, 1]}, {"loss_weight": 2}]
+)
 def test_weight_of_a_row_is_refused_unless_it_is_named(row, tokenizer):
     (name,) = row
     row = {"messages": [ask(), say()], **row}
     with pytest.raises(TuneError, match=rf"dataset.ignore=\[{name}\]"):
         outcome_of(tokenizer, row)
     assert len(outcome_of(tokenizer, row, ignore=[name]).samples) == 1
-    if name != "loss_scale":
+    if isinstance(row[name], int | float):
         (sample,) = outcome_of(tokenizer, row, extra_columns=[name]).samples
         assert sample.columns[name] == row[name]
 
@@ -170,6 +181,7 @@ WRONG = {
     "train and loss": ({"messages": [ask(), say(train=True, loss=False)]}, "messages[1]: loss"),
     "misspelled": ({"messages": [ask(), say(weigth=0.5)]}, "messages[1].weigth"),
     "another name": ({"messages": [ask(), say(loss_scale=0.5)]}, "messages[1].loss_scale"),
+    "a part of an answer": ({"messages": [ask(), say(train_detail=[{"train": False}])]}, "messages[1].train_detail"),
     "a number in loss": ({"messages": [ask(), say(loss=0.5)]}, "messages[1].loss"),
     "train, a number": ({"messages": [ask(), say(train=2)]}, "messages[1].train"),
     "of tokens, too few": ({"input_ids": [5, 6], "weights": [1]}, "weights has 1 entries for 2"),

@@ -137,7 +137,6 @@ OF_NOTHING = {
         "distill", ["teacher.path=t", "on_policy.max_new_tokens=8"],
         ["teacher.path=t", "on_policy.max_new_tokens=8", "on_policy.share=0.5"],
     ),
-    "quantization-double-of-nothing": (LORA, ["quantization.double=false"], ["quantization.double=false", NF4]),
     "evaluate-limit-of-nothing": (FULL, ["evaluate.limit=8"], ["evaluate.limit=8", "evaluate.tasks=[arc_easy]"]),
     "evaluate-general-limit-of-nothing": (
         FULL, ["evaluate.general_limit=1"], ["evaluate.general_limit=1", "evaluate.general=shipped"],

@@ -13,7 +13,7 @@ from tune.datasets.cache import hash_of
 from tune.datasets.dataset import drawn_places
 from tune.datasets.fit import LEFT_OUT, TOO_LONG
 from tune.datasets.loader import require_continuable, steps_of
-from tune.datasets.parse.columns import QUESTIONS, require_columns, require_meaning
+from tune.datasets.parse.columns import QUESTIONS, WEIGHTS, require_columns, require_meaning
 from tune.datasets.parse.content import Chat, Plain, Row, shown
 from tune.datasets.parse.messages import checked_tools, conversation, question_of
 from tune.datasets.read.opening import read
@@ -26,7 +26,7 @@ from tune.types import Epochs, NonNegativeInt, PositiveInt
 COLUMNS = ("prompt", "messages", "conversations", "instruction", "input", "system", "tools")
 DIFFERENT = 256  # number of prompts in a plan
 RIGHT = ("answer", "completion", "output")  # the right answer, for rewards and scores
-FOR_REWARDS = ("chosen", "rejected", "label")  # columns that do not change the meaning of the prompt
+FOR_REWARDS = ("chosen", "rejected", "label", *WEIGHTS)  # columns that do not change the meaning of the prompt
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,6 @@ LEAST = {"group_size": 2, "updates": 1, "dynamic_sampling": 0, "kl": 0, "value_w
 NEEDS = {
     "max_turns": ("environment", "my_games.Guess"),
     "on_policy.max_new_tokens": ("on_policy.share", "0.5"),
-    "quantization.double": ("quantization.weights", "nf4"),
     "evaluate.limit": ("evaluate.tasks", "[arc_easy]"),
     "evaluate.general_limit": ("evaluate.general", "shipped"),
     "profiler.steps": ("profiler.start", "10"),

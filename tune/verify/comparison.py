@@ -1,6 +1,7 @@
 """Checks of an artifact against the run's model."""
 
 import math
+import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -179,17 +180,19 @@ def _tokens(found: Observed, probes: Sequence[Probe], tokenizer: Tokenizer) -> C
     details = [f"{text[:60]!r} has other ids" for text in found.misread]
     for ids, text in found.texts:
         own = tokenizer.decode([*ids], skip_special_tokens=True)
-        if _comparable(text) != _comparable(own):
+        if not _is_same_text(text, own):
             details.append(f"it decodes ids to {text[:60]!r}, the run to {own[:60]!r}")
     total, count = len(probes) + len(found.texts), len(details)
     same = f"{total - count} the same"
     return Check("tokens", f"{total} texts", same, f"{count} texts", "0", not count, "".join(details[:1]))
 
 
-def _comparable(text: str) -> str:
-    """Return a decoded text without what programs do differently at the edges: a space before the first word, and
-    characters that end after the last token."""
-    return text.replace("\ufffd", "").removeprefix(" ")
+def _is_same_text(theirs: str, own: str) -> bool:
+    """Whether two decoded texts are the same, up to the first byte that is no character, for which programs write
+    different texts, and except for a space before the first word."""
+    begin, is_cut, _ = own.removeprefix(" ").partition("\ufffd")
+    theirs = theirs.removeprefix(" ")
+    return theirs.startswith(begin) if is_cut else theirs.rstrip("\ufffd") == begin
 
 
 def _template(found: Observed, tokenizer: Tokenizer) -> list[Check]:
@@ -202,7 +205,7 @@ def _template(found: Observed, tokenizer: Tokenizer) -> list[Check]:
     for expected, theirs in found.chats.items():
         if isinstance(theirs, str):
             details.append(theirs)
-        elif theirs[0].removeprefix(bos) != expected.removeprefix(bos):
+        elif not _is_same_chat(theirs, expected, tokenizer, bos):
             details.append(f"it writes {theirs[0]!r:.300}, but the run writes {expected!r:.300}")
         else:
             ids, (_, read) = tokenizer.encode(expected), theirs
@@ -213,6 +216,16 @@ def _template(found: Observed, tokenizer: Tokenizer) -> list[Check]:
     total, count = len(found.chats), len(details)
     same = f"{total - count} the same"
     return [Check("chat template", f"{total} chats", same, f"{count} chats", "0", not count, "".join(details[:1]))]
+
+
+def _is_same_chat(theirs: ChatText, expected: str, tokenizer: Tokenizer, bos: str) -> bool:
+    """Whether a rendered conversation is the expected one. llama.cpp decodes it from the tokens, so a SentencePiece
+    tokenizer adds spaces around special tokens. The number of tokens, which is compared too, shows real ones."""
+    texts = [text.removeprefix(bos) for text in (theirs[0], expected)]
+    if isinstance(theirs[1], int):
+        special = "|".join(map(re.escape, tokenizer.special_ids.values())) or "(?!)"
+        texts = [re.sub(rf"^ | ?({special}) ?", r"\1", text) for text in texts]
+    return texts[0] == texts[1]
 
 
 def _stop_tokens(found: Observed, tokenizer: Tokenizer) -> Check:

@@ -85,6 +85,11 @@ class Transformers:
         if not sys.stderr.isatty():
             transformers.utils.logging.disable_progress_bar()
         self.name, model_class = "transformers", transformers.AutoModelForCausalLM
+        with explained(f"transformers cannot open {folder}", Exception):
+            if not (folder / ADAPTER).exists():
+                config = transformers.AutoConfig.from_pretrained(folder)
+                if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:  # a model that reads images too
+                    model_class = transformers.AutoModelForImageTextToText
         if (folder / ADAPTER).exists():
             if find_spec("peft") is None:
                 raise TuneError(f"{folder}: adapters need PEFT: pip install peft")
@@ -188,8 +193,8 @@ class VLLMServer:
 
     def stops(self, tokens: Collection[int]) -> set[int]:
         named = self.generation.get("eos_token_id")
-        asked = {*tokens, *(named if isinstance(named, list) else [named] if named is not None else [])}
-        return {token for token in asked if self._stops_at(token)}
+        asked = {*tokens, *named} if isinstance(named, list) else {*tokens, named}
+        return {token for token in asked - {None} if self._stops_at(token)}
 
     def _stops_at(self, token: int) -> bool:
         return bool(self._ask([token], max_tokens=2, allowed_token_ids=[token]).outputs[0].finish_reason == "stop")

@@ -82,8 +82,10 @@ def _generation(folder: Path, program: str) -> dict[str, Any]:
         for name, value in found.to_dict().items()
         if value is not None and value != defaults.get(name) and not IGNORED.match(name)
     }
-    unused = ("do_sample",) if program == "vllm" else () if fields.get("do_sample") else SAMPLING
-    return {name: value for name, value in fields.items() if name not in unused}
+    if program == "vllm":
+        return {name: value for name, value in fields.items() if name != "do_sample"}
+    is_greedy = not fields.get("do_sample")
+    return {name: value for name, value in fields.items() if not (is_greedy and name in SAMPLING)}
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Parse a row: recognize its format by its columns, read it, and find columns that the format would leave out."""
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +26,7 @@ OTHER_NAMES = {
     "text": ("content", "document", "body", "article", "story", "passage", "markdown"),
 }
 
-WEIGHTS = ("weight", "loss_weight", "loss_scale")
+WEIGHTS = ("weight", "loss_weight", "loss_scale", "loss_mask")
 # Columns that change the meaning of a row: without them, the rest would teach something else.
 MEANINGS = {
     **dict.fromkeys(("chosen", "rejected"), "which of two answers is better, for preference tuning"),
@@ -179,9 +180,13 @@ def _other_meanings(row: Row, content: Content, columns: Sequence[str]) -> list[
 
 
 def _is_weight(value: Any) -> bool:
-    """Whether a column's value is a weight that changes something: a number other than 1, or a list of numbers."""
-    values = value if isinstance(value, list) else [value]
-    return all(isinstance(each, int | float) for each in values) and any(each != 1 for each in values)
+    """Whether a column's value is a weight that changes something: a number other than 1, or a list of numbers. CSV
+    holds numbers as texts, and Parquet may hold NaN for nothing."""
+    try:
+        numbers = [float(each) for each in (value if isinstance(value, list) else [value])]
+    except (TypeError, ValueError):
+        return False
+    return any(number != 1 and not math.isnan(number) for number in numbers)
 
 
 def _advice(row: Row, columns: Mapping[str, str], formats: Sequence[Format]) -> str:

@@ -13,8 +13,11 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING = ("reasoning_content", "reasoning", "thinking")
 # Names of other libraries for `train`: ms-swift's and Axolotl's. True or false.
 TRAIN = ("loss", "training")
-# Names under which a weight would not be read.
-UNREAD = (*TRAIN, "loss_weight", "loss_scale", "loss_mask", "mask", "trainable")
+# Names under which a weight would not be read, some of them misspelled.
+UNREAD = (
+    *TRAIN, "loss_weight", "loss_scale", "loss_mask", "mask", "trainable", "weigth", "wieght", "weights", "trian",
+    "trained", "train_detail", "training_detail",
+)  # fmt: skip
 
 # The names in ShareGPT's `from`. A `function_call` holds the call as JSON.
 SHARE_GPT_ROLES = {
@@ -102,16 +105,15 @@ def _checked(message: Any, place: str) -> Message:
 def _read_train(message: Message, place: str) -> None:
     """Read other libraries' names for `train`. Raise TuneError for names under which a weight would not be read."""
     for name in TRAIN:
-        if isinstance(value := message.get(name), bool):
-            del message[name]
+        if type(value := message.get(name)) in (bool, int) and value in (0, 1):
+            value = bool(message.pop(name))
             if message.setdefault("train", value) != value:
                 raise TuneError(f"{place}: {name} is {value}, but train is {message['train']}. Remove one of them")
-    for name, value in message.items():
-        is_near = name not in ("train", "weight") and bool(did_you_mean(name, ("train", "weight"), 0.8))
-        if isinstance(value, int | float) and (name in UNREAD or is_near):
+    for name in UNREAD:
+        if isinstance(value := message.get(name), int | float | list):
             raise TuneError(
-                f"{place}.{name} is {value}, which is not read. Name it weight (a number from 0 to 1) or train (true "
-                "or false), or remove it"
+                f"{place}.{name} is {shown(value)}, which is not read. Name it weight (a number from 0 to 1) or train "
+                "(true or false), or remove it"
             )
 
 
