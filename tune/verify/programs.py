@@ -193,8 +193,9 @@ class VLLMServer:
 
     def stops(self, tokens: Collection[int]) -> set[int]:
         named = self.generation.get("eos_token_id")
-        asked = {*tokens, *named} if isinstance(named, list) else {*tokens, named}
-        return {token for token in asked - {None} if self._stops_at(token)}
+        listed = named if isinstance(named, list) else [named]
+        asked = {*tokens, *(token for token in listed if token is not None)}
+        return {token for token in asked if self._stops_at(token)}
 
     def _stops_at(self, token: int) -> bool:
         return bool(self._ask([token], max_tokens=2, allowed_token_ids=[token]).outputs[0].finish_reason == "stop")
