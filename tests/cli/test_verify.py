@@ -18,9 +18,11 @@ import torch
 from helpers import make_adapter, run_verbs, save_checkpoint, slow_but
 from safetensors.torch import load_file, save_file
 
+from tune.checkpointers import load_model
 from tune.cli import main
 from tune.models import build
 from tune.tokenizers import Tokenizer
+from tune.verify import LlamaCpp
 from tune.verify.comparison import Observed, RoundedInputs, _answers, _is_same_chat, _is_same_text, _rounded
 from tune.verify.programs import Stored, Transformers, type_of
 
@@ -465,6 +467,25 @@ def test_folder_of_a_model_that_reads_images(tmp_path: Path) -> None:
     transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
     program = Transformers(tmp_path, torch.device("cpu"), "fp32")
     assert len(program.log_probs([5, 6, 7])) == 2
+
+
+def test_texts_in_turn_through_sliding_windows_in_llama_cpp(tmp_path: Path) -> None:
+    """Each text reads its own keys and values, not those that an earlier text left in the cache of the windows."""
+    pytest.importorskip("xllamacpp")
+    sizes = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 64, "num_hidden_layers": 2}
+    folder, file = save_checkpoint(tmp_path / "m", "Gemma3TextConfig", **sizes), tmp_path / "m.gguf"
+    weights = load_file(folder / "model.safetensors")
+    save_file(
+        {name: 4 * each if each.ndim > 1 else each for name, each in weights.items()}, folder / "model.safetensors"
+    )
+    main(["export", str(folder), "--to", "gguf", "--out", str(file)])
+    model = load_model(folder)
+    texts = [[*range(start, start + 24)] for start in (20, 60)]
+    with LlamaCpp(file) as program:
+        for ids in texts:
+            log_probs = model(torch.tensor([ids]))[0].log_softmax(-1)
+            own = log_probs[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+            assert program.log_probs(ids) == pytest.approx(own, abs=0.02)
 
 
 def test_accepted_answers_that_differ_are_reported(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -13,6 +13,7 @@ def serve(file: str, context: str, threads: str, *lora: str) -> None:
     params.n_ctx, params.n_parallel, params.warmup = int(context), 1, False
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = int(threads)
     params.use_jinja = True
+    params.swa_full = True  # else a text can continue from what an earlier one left in the cache of the windows
     if lora:
         params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(lora[0], 1.0)]
     server = xllamacpp.Server(params)
