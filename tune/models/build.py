@@ -26,7 +26,7 @@ from tune.tokenizers import Tokenizer, mapping_in
 from tune.types import NonNegativeFloat
 
 ROWS = 2**12  # rows of head and embedding compared at a time
-UNREADABLE = (OSError, LookupError, RuntimeError, AttributeError, TypeError, EOFError, pickle.UnpicklingError)
+UNREADABLE = (SafetensorError, TuneError, OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError)
 
 
 def build(
@@ -86,7 +86,7 @@ def _has_own_head(folder: Path, lm_head: str, embedding: str) -> bool:
     """Return whether the weight files in `folder` have a head with other values than the embedding. Files that cannot
     be read are reported where weights are loaded."""
     # The model may be built on the meta device or of fake tensors.
-    with torch.device("cpu"), unset_fake_temporarily(), suppress(SafetensorError, TuneError, *UNREADABLE):
+    with torch.device("cpu"), unset_fake_temporarily(), suppress(*UNREADABLE):
         places = {own_name(name): (file, name) for file in _weight_files(folder) for name in _names(file)}
         both = [places[own_name(name)] for name in (lm_head, embedding) if own_name(name) in places]
         return len(both) == 2 and _differ(*map(_pieces, both))
@@ -96,7 +96,8 @@ def _has_own_head(folder: Path, lm_head: str, embedding: str) -> bool:
 def _weight_files(folder: Path) -> list[Path]:
     files = weight_files(folder)
     if files and files[0].suffix == ".json":
-        return sorted({folder / name for name in mapping_in(files[0])["weight_map"].values()})
+        weight_map = mapping_in(files[0]).get("weight_map")
+        return sorted({folder / str(name) for name in weight_map.values()}) if isinstance(weight_map, dict) else []
     return files
 
 
@@ -104,7 +105,8 @@ def _names(file: Path) -> list[str]:
     if file.suffix == ".safetensors":
         with safe_open(file, framework="pt") as tensors:
             return [*tensors.keys()]
-    return [*torch.load(file, map_location="cpu", weights_only=True, mmap=True)]
+    content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    return [*content] if isinstance(content, dict) else []
 
 
 def _pieces(place: tuple[Path, str]) -> Iterator[Tensor]:

@@ -356,7 +356,7 @@ COMBINATIONS = [
          lambda run: _validates_on_nothing(run) and _best(run).startswith("validation_")),
     *(Rule(f"{key.replace('.', '-').replace('_', '-')}-of-nothing", Level.WARNING, key, "", "always",
            f"{{}} has no effect without {needed}. Set {needed}={example}, or leave it out",
-           "the run would be another one than the settings say",
+           "the setting would be ignored",
            partial(_has_no_effect, key=key, needed=needed))
       for key, (needed, example) in NEEDS.items()),
     Rule("layout-that-is-planned", Level.CHANGED, "parallel.auto", "", "always",

@@ -73,7 +73,7 @@ def require_asked(
     Only templates with `{% generation %}` blocks need this. Without blocks, `supervised_spans` requires the same.
     """
     if not template.marks_generation or all(each["role"] in ("system", "developer") for each in messages[:-1]):
-        return  # nobody asks for an answer at the beginning
+        return  # an answer before the first question has no generation prompt
     messages = [{key: value for key, value in message.items() if key != "train"} for message in messages]
     before = messages[:-1]
     prompts = [
