@@ -15,8 +15,26 @@ from tune.errors import TuneError
 T = TypeVar("T")
 
 
-class RehearsalEnded(Exception):
-    """Ends a rehearsal early, where the rest of the recipe needs something that a rehearsal does not have."""
+MODULE = "__rehearsed__"  # the name of the recipe's module in a rehearsal
+
+
+class RehearsalEnded(BaseException):
+    """Ends a rehearsal early, where the rest of the recipe needs something that a rehearsal does not have.
+
+    No `except Exception` of a recipe catches it.
+    """
+
+
+class MainCalled(BaseException):
+    """Ends the reading of a recipe's file that calls its main function without `if __name__ == "__main__":`."""
+
+
+class MadeUp(BaseException):
+    """Ends a loop that asks again and again for a number that a rehearsal makes up."""
+
+
+class StepsEnded(StopIteration):
+    """The end of the steps of a rehearsal, of which a run has more."""
 
 
 class Planning(Protocol):

@@ -11,6 +11,7 @@ import pytest
 import transformers
 from helpers import WORDS, save_checkpoint, slow_but
 from models.test_families import SMALL, VARIANTS
+from validate.edits import RIGHT, applied
 
 from tune import config
 from tune.devices import DEVICES
@@ -212,6 +213,35 @@ def test_a_second_optimizer_is_no_second_update(planned):
     stepped = ("                optimizer.step()", "                optimizer.step()\n                other.step()")
     two = planned("full_finetune", made, stepped, more=SFT)
     assert two.seconds["products"] == one.seconds["products"]
+
+
+# Edits of the step or around it, whose plan is that of the unedited recipe.
+PLANNED = [
+    "try/continue around backward", "try: break", "with f(): continue", "match: continue", "for/else: continue",
+    "future annotations", "main(cfg, log=print)", "if not isfinite: raise", "assert isfinite(grad_norm)",
+    "main() without a guard", "try/finally around the loop", "decorator under the entry", "decorator above the entry",
+    "loop in a helper", "try/except/else/finally", "best so far", "del and rebinding", "main in try/except",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", slow_but(["try/continue around backward", "loop in a helper"], PLANNED))
+def test_edits_without_an_effect_on_memory_or_time_are_planned(name, planned, checkpoint, tmp_path):
+    (tmp_path / "mine.py").write_text(applied(RIGHT[name]))
+    given = [f"model.path={checkpoint}", "dataset.path=none", "dtype=fp32", *SFT]
+    job = Job(config.load("full_finetune", given), EXACT, 1, tmp_path / "mine.py")
+    edited, plain = job.plan(job.layout()), planned("full_finetune", more=SFT)
+    assert edited.peak == plain.peak
+    assert sum(edited.seconds.values()) == pytest.approx(sum(plain.seconds.values()), rel=0.02)
+
+
+def test_steps_that_a_plan_cannot_repeat_are_refused(planned):
+    loop = "for step, batch in steps:  # after Ctrl-C, ends once a checkpoint is saved"
+    with pytest.raises(TuneError, match=r"run\.steps"):
+        planned(
+            "full_finetune",
+            (loop, "while (item := next(steps, None)) is not None:\n            step, batch = item"),
+            more=SFT,
+        )
 
 
 def test_prompts_that_are_read_together():

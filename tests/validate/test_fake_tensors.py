@@ -1,5 +1,8 @@
 """Weights without values: results computed from them have only shapes, and known values stay known."""
 
+import math
+from contextlib import closing
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -8,12 +11,15 @@ from tune.validate.fake_tensors import LARGE, FakeWeights
 
 
 @pytest.fixture
-def weight():
-    weights = FakeWeights()
+def weights():
+    with closing(FakeWeights()) as weights:
+        yield weights
+
+
+@pytest.fixture
+def weight(weights):
     with weights.made():
-        made = torch.nn.Parameter(torch.empty(4, 3))
-    yield made
-    weights.close()
+        return torch.nn.Parameter(torch.empty(4, 3))
 
 
 def test_results_of_a_fake_weight_have_shapes(weight):
@@ -58,9 +64,28 @@ def test_tensor_becomes_unknown_when_a_fake_one_is_added(weight):
 
 
 def test_large_or_valueless_tensors_are_not_materialized(weight):
-    assert isinstance(torch.zeros(LARGE, 2), FakeTensor) and isinstance(torch.empty(2), FakeTensor)
+    assert isinstance(torch.zeros(LARGE, 2), FakeTensor)
     assert not isinstance(torch.zeros(2), FakeTensor)
     assert torch.empty(LARGE, 2, device="meta").is_meta
+
+
+def test_memory_is_known_once_it_is_written_as_a_whole(weights, weight):
+    memory = torch.empty(4)
+    assert weights.is_fake(memory)
+    memory[:2].fill_(3.0)
+    assert weights.is_fake(memory)
+    assert memory.fill_(2.0).sum() == 8 and torch.empty(2).copy_(torch.ones(2)).tolist() == [1, 1]
+    memory[0] = weight.detach().sum()
+    assert weights.is_fake(memory) and memory.sum().item() == 1.0
+
+
+def test_numbers_that_are_made_up_are_finite(weights, weight):
+    loss = weight.detach().sum()
+    assert torch.isfinite(loss) and not torch.isnan(loss) and not torch.isinf(loss)
+    assert torch.isfinite(weight).all() and not (~torch.isfinite(weight)).any() and not torch.isnan(weight).any()
+    assert torch.isnan(weight).sum().item() == 0 and torch.isfinite(weight).sum() == weight.numel()
+    assert torch.isfinite(torch.stack([loss, loss])).all() and loss < math.inf
+    assert [*weights.asked] == [__file__]
 
 
 def test_fake_mode_ends():

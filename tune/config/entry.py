@@ -2,6 +2,7 @@
 
 import errno
 import functools
+import inspect
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from tune import rehearsal
 from tune.config.less_memory import less_memory
 from tune.config.load import parse, read, read_file, require_none, settle
 from tune.config.paths import find_default
@@ -64,6 +66,10 @@ def entrypoint(default: str) -> Callable[[Main], Callable[..., None]]:
     def decorate(main: Main) -> Callable[..., None]:
         @functools.wraps(main)
         def run(cfg: DictConfig | None = None) -> None:
+            if _globals(main).get("__name__") == rehearsal.MODULE:  # rules were applied to these settings already
+                if cfg is None:
+                    raise rehearsal.MainCalled
+                return main(cfg)
             if cfg is not None:
                 cfg = cfg.copy()
                 settle(_facts(cfg, main))
@@ -145,7 +151,12 @@ def _facts(cfg: DictConfig, main: Main, defaults: Mapping[str, Any] = MappingPro
 
 
 def _file(main: Main) -> Path:
-    return Path(getattr(main, "__globals__", {}).get("__file__", ""))
+    return Path(_globals(main).get("__file__", ""))
+
+
+def _globals(main: Main) -> dict[str, Any]:
+    """Return the names of the recipe's module, also if `main` has decorators of another one."""
+    return getattr(inspect.unwrap(main), "__globals__", {})
 
 
 def _rank() -> str:

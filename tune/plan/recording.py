@@ -1,9 +1,10 @@
 """Record a recipe's own step, to run it repeatedly with full rows and replaced models."""
 
-import ast
 import copy
 import functools
 import math
+import sys
+import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,7 +32,7 @@ from tune.distributed import DTYPES, World, repeated_blocks
 from tune.errors import TuneError
 from tune.generation import Sampler
 from tune.plan.trace import Recorder, Subject, kernels, shorten
-from tune.rehearsal import RehearsalEnded
+from tune.rehearsal import MadeUp, RehearsalEnded
 from tune.run import Run
 from tune.validate import (
     FakeWeights,
@@ -39,7 +40,6 @@ from tune.validate import (
     RehearsedCheckpointer,
     RehearsedRun,
     RehearsedWorld,
-    Statements,
     Uninitialized,
     process_group,
     rehearsed,
@@ -78,7 +78,7 @@ class Steps:
         return self
 
     def __next__(self) -> Any:  # called by a loop outside the recipe's own function
-        raise TuneError("plan: the loop over run.steps must be in the function that has @config.entrypoint")
+        raise TuneError("plan: loop over the steps by `for step, batch in run.steps(...)`, in the recipe's file")
 
     def draw(self) -> Any:
         """Return a step's number and its rows; can be called repeatedly."""
@@ -87,19 +87,26 @@ class Steps:
         return self.item
 
 
-class Loop(Statements):
-    """Runs a recipe up to the loop over its steps, and keeps the loop's body."""
+class Loop:
+    """The recipe's loop over its steps, in any function of its file. `step` runs the loop's body for an item."""
 
-    def _each(self, loop: ast.For, items: Any) -> None:
+    step: Callable[[Any], None]
+
+    def __init__(self) -> None:
+        self.steps: Steps | None = None
+        self.held = list[Any]()  # keeps alive what the recipe holds during a step
+
+    def loop(self, items: Any, body: types.FunctionType) -> Any:
+        """Called by each loop of the recipe; returns the items to iterate over."""
         if not isinstance(items, Steps):
-            super()._each(loop, items)
-            return
-        self.steps, self.loop = items, loop
+            return items
+        frame: types.FrameType | None = sys._getframe(1)
+        while frame:
+            if frame.f_code.co_filename == body.__code__.co_filename:
+                self.held += frame.f_locals.values()
+            frame = frame.f_back
+        self.steps, self.step = items, body
         raise RehearsalEnded
-
-    def step(self, item: Any) -> None:
-        """Run a step of the recipe."""
-        self.once(self.loop, item)
 
 
 class PlannedWorld(RehearsedWorld):
@@ -215,13 +222,14 @@ class Recording:
         self.updates = 1
         self.is_in_step = self.is_scoring = False
         self.depth = self.items = 0
-        self.loop = Loop(str(file), self.recipe.namespace(cfg), self._failed)
+        self.loop = Loop()
         with fake_group() as start, Uninitialized(), self._rehearsed():
             start(1)
             with closing(self.weights):
-                self.loop.run(self.recipe.main)
-            if not hasattr(self.loop, "steps"):
+                self._call(cfg)
+            if self.loop.steps is None:
                 raise TuneError(f"plan: {file} has no loop over run.steps, and tune plan only plans training")
+            self.steps = self.loop.steps
             self._first_step()
         self.stays = [subject.origin() is not None for subject in self.subjects]
 
@@ -277,8 +285,22 @@ class Recording:
 
     # The first step.
 
-    def _failed(self, error: Exception, needs_missing: bool) -> None:
-        raise self.recipe.explained(error)
+    def _call(self, cfg: DictConfig) -> None:
+        with self._explained():
+            self.recipe.call_with_bodies(cfg, self.loop)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Raise an error of the recipe as a TuneError with its line."""
+        self.weights.asked.clear()  # a plan runs the same lines many times
+        try:
+            yield
+        except (Exception, MadeUp) as error:
+            raise self.recipe.explained(error) from error
+
+    def _step(self, item: Any) -> None:
+        with self._explained():
+            self.loop.step(item)
 
     @contextmanager
     def _rehearsed(
@@ -325,15 +347,15 @@ class Recording:
         updated: Counter[int] = Counter()
         recorder = Recorder(self.device, self.subjects[0].dtype if self.subjects else "fp32", False)
         self.is_in_step = True
-        self.max_steps = getattr(self.loop.steps.data, "max_steps", None)
+        self.max_steps = getattr(self.steps.data, "max_steps", None)
         with ExitStack() as stack:
             stack.callback(register_optimizer_step_post_hook(stepped).remove)
             stack.enter_context(self.weights)
             stack.enter_context(kernels(self.device, recorder, "none"))
-            item = self.loop.steps.draw()
+            item = self.steps.draw()
             self.items = len(item[1]) if isinstance(item[1], list) else 0
             with suppress(RehearsalEnded):
-                self.loop.step(item)
+                self._step(item)
         self.weights.is_total = False
         self.updates = max(updated.values(), default=1)
         self.states = [self._states_of(number) for number in range(len(self.subjects))]
@@ -364,7 +386,7 @@ class Recording:
 
     def _item(self, rows: int) -> Any:
         self.rows = rows
-        step, drawn = self.loop.steps.draw()
+        step, drawn = self.steps.draw()
         if isinstance(drawn, list) and self.samplings:
             samples = self.samplings[0].prompts / len(drawn)  # per prompt
             drawn = [drawn[at % len(drawn)] for at in range(math.ceil(rows / samples))]
@@ -375,7 +397,7 @@ class Recording:
         item = self._item(rows)
         try:
             with UntilBackward(), torch.enable_grad():
-                self.loop.step(item)
+                self._step(item)
         except Reached as reached:
             return reached.loss
         raise TuneError("plan: a step of the recipe does not call loss.backward()")
@@ -393,7 +415,8 @@ class LayoutOnly(Recording):
         self.recipe, self.weights, self.rows, self.device_type = recipe, FakeWeights(), None, "cpu"
         with fake_group() as start, Uninitialized(), self._rehearsed(self._raise, start, RehearsedWorld):
             start(processes)
-            Loop(str(recipe.file), recipe.namespace(cfg), self._failed).run(recipe.main)
+            self.loop = Loop()
+            self._call(cfg)
 
     def _raise(self, error: Exception) -> None:
         raise error

@@ -3,9 +3,9 @@ itself calls, and rules in `tune.rules`."""
 
 from tune.validate.checks import validate
 from tune.validate.fake_tensors import FakeWeights
-from tune.validate.rehearse import Recipe, Uninitialized, described, process_group, rehearsed
+from tune.validate.recipe import Recipe, described
+from tune.validate.rehearse import Uninitialized, process_group, rehearsed
 from tune.validate.stand_ins import RehearsedCheckpointer, RehearsedRun, RehearsedWorld
-from tune.validate.statements import Statements
 
 # Other names are internal to `tune`.
 __all__ = [

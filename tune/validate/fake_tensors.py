@@ -1,6 +1,7 @@
 """Weights with shapes but no values. Results computed with them have only shapes; everything else is computed."""
 
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -8,33 +9,44 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-LARGE = 1 << 20  # elements: larger tensors are not allocated
+from tune.validate.finite import value_if_finite
+from tune.validate.made_up import Asked
+
+LARGE = 1 << 24  # elements: larger tensors are not allocated
 NUMBER = torch.ops.aten._local_scalar_dense.default
 DEVICE = torch.ops.prim.device.default
 PLAIN = {Tensor, torch.nn.Parameter, FakeTensor}
-UNINITIALISED = {
-    torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty,
-    torch.ops.aten.new_empty_strided,
-}  # fmt: skip
+UNINITIALIZED = {
+    *(torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided),
+    *(torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided),
+}
+# Operations that write each element of their first argument.
+FILLING = {
+    *(torch.ops.aten.fill_, torch.ops.aten.zero_, torch.ops.aten.copy_, torch.ops.aten.normal_),
+    *(torch.ops.aten.uniform_, torch.ops.aten.random_, torch.ops.aten.bernoulli_),
+}
 
 
 class FakeWeights(TorchDispatchMode):
     """Operations on fake tensors return fake tensors; other operations are computed, so known numbers stay.
 
-    Uninitialized memory is fake too, and so is a tensor that a fake one was written to. A number from a fake tensor is
-    1, or False for a condition; `asked` counts these numbers. The mode starts with the first fake tensors, because
-    weight files are not read in such a mode. `close` ends it.
+    Memory is unknown until it is written as a whole, and again once a fake tensor is written to it. A number from a
+    fake tensor or unknown memory is made up: 1, or False for a condition. But all numbers are finite, with what follows
+    from that. `asked` has the lines of the user's code that asked for such numbers. The mode starts with the first fake
+    tensors, because weight files are not read in such a mode. `close` ends it.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.written = WeakIdKeyDictionary()  # tensors that fake ones were written to
-        self.asked = 0
+        self.unknown = set[StorageWeakRef]()  # real memory; a weak reference keeps the address taken
+        self.finite: Any = WeakIdKeyDictionary()  # fake tensor -> the value that follows for all elements
+        self.asked = Asked()
         self.is_total = False  # whether all operations return fake tensors
         self.mode = ExitStack()
         self.has_begun = False
@@ -61,19 +73,42 @@ class FakeWeights(TorchDispatchMode):
         if self.is_total and function is not NUMBER and not any(each.is_meta for each in tensors):
             self._note_written(function, args)
             return self._faked(function, args, kwargs)
-        if any(self.is_fake(each) for each in tensors):
+        fake = [each for each in tensors if self.is_fake(each)]
+        if fake:
             if function is NUMBER:
-                self.asked += 1
-                return _number(args[0])
+                self.asked.note(sys._getframe(1))
+                return _number(args[0], self.finite.get(args[0]))
+            is_filled = function.overloadpacket in FILLING and len(fake) == 1 and fake[0] is args[0]
+            if is_filled and self._is_whole_memory(args[0]):
+                self.unknown.discard(_storage(args[0]))
+                return function(*args, **kwargs)
             self._note_written(function, args)
+            result = self._faked(function, args, kwargs)
+            if isinstance(result, Tensor):
+                name = function.overloadpacket.__name__
+                value = value_if_finite(name, args, result, self.finite.get)
+                if value is not None:
+                    self.finite[result] = value
+            return result
+        if str(kwargs.get("device")) == "meta" or any(each.is_meta for each in tensors):
+            return function(*args, **kwargs)
+        if not tensors and _is_large(args):
             return self._faked(function, args, kwargs)
-        is_meta = str(kwargs.get("device")) == "meta" or any(each.is_meta for each in tensors)
-        if not is_meta and (function.overloadpacket in UNINITIALISED or (not tensors and _is_large(args))):
-            return self._faked(function, args, kwargs)
-        return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        if function.overloadpacket in UNINITIALIZED:
+            self.unknown.add(_storage(result.zero_()))
+        return result
 
     def is_fake(self, tensor: Tensor) -> bool:
-        return isinstance(tensor, FakeTensor) or tensor in self.written
+        if isinstance(tensor, FakeTensor):
+            return True
+        return bool(self.unknown) and not tensor.is_meta and _storage(tensor) in self.unknown
+
+    def _is_whole_memory(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is real and has no memory in common with elements of others."""
+        if isinstance(tensor, FakeTensor):
+            return False
+        return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
     def _faked(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation on fake tensors. A fake condition selects all places."""
@@ -94,8 +129,12 @@ class FakeWeights(TorchDispatchMode):
         for argument, given in zip(function._schema.arguments, args, strict=False):
             if argument.is_write:
                 for each in tree_leaves(given):
-                    if isinstance(each, Tensor) and not isinstance(each, FakeTensor):
-                        self.written[each] = True
+                    if isinstance(each, Tensor) and not isinstance(each, FakeTensor) and not each.is_meta:
+                        self.unknown.add(_storage(each))
+
+
+def _storage(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def _places(index: Tensor | None) -> list[Tensor | None]:
@@ -112,10 +151,11 @@ def _product_of_groups(a: Tensor, b: Tensor, offs: Tensor | None = None, **_: An
     return torch.empty(*groups, a.shape[-2], b.shape[-1], dtype=a.dtype)
 
 
-def _number(tensor: Tensor) -> bool | int | float:
+def _number(tensor: Tensor, value: float | None) -> bool | int | float:
     if tensor.dtype == torch.bool:
-        return False
-    return 1.0 if tensor.dtype.is_floating_point else 1
+        return bool(value)
+    value = 1 if value is None else value
+    return float(value) if tensor.dtype.is_floating_point else int(value)
 
 
 def _is_large(args: Any) -> bool:

@@ -92,7 +92,7 @@ class RehearsedRun(Run):
     ) -> Iterator[tuple[int, T]]:  # fmt: skip
         """Return the step after `start`, with its first micro-batches."""
         self._set_ends(data, start, total)
-        return self._first(data, seed)
+        return FirstStep(self._first(data, seed))
 
     def _first(self, data: Iterable[tuple[int, T]], seed: int) -> Iterator[tuple[int, T]]:
         for step, item in data:
@@ -107,6 +107,22 @@ class RehearsedRun(Run):
             most = max(2, self.world.num_stages * self.world.pp_virtual)
             return replace(item, micro_batches=item.micro_batches[:most])
         return item[: self.world.data_size] if isinstance(item, list) else item
+
+
+class FirstStep:
+    """Iterates over the steps of a rehearsal, which end early: `StepsEnded` is for a loop that calls `next`."""
+
+    def __init__(self, steps: Iterator[Any]):
+        self.steps, self.is_begun = steps, False
+
+    def __iter__(self) -> "FirstStep":
+        return self
+
+    def __next__(self) -> Any:
+        for item in self.steps:
+            self.is_begun = True
+            return item
+        raise rehearsal.StepsEnded if self.is_begun else StopIteration
 
 
 def refused(folder: Path, resume: str, recipe: str | None) -> str:
