@@ -2,12 +2,15 @@
 
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from helpers import run_verbs
 from omegaconf import OmegaConf
 from recipes.test_tensor_parallel import assert_one_curve, common  # noqa: F401
+from validate.edits import RIGHT, applied
 
 from tune import config, processor
 from tune.devices import DEVICES
@@ -81,3 +84,15 @@ def test_one_curve(checkpoint, common, tmp_path):  # noqa: F811
     assert found["parallel.auto"] is False and found["parallel.dp_shard"] != "auto"
     again = settings(checkpoint, *(f"{key}={as_given(value)}" for key, value in found.items() if key in CHOSEN))
     assert again.parallel.dp_shard == found["parallel.dp_shard"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["try/continue around backward", "loop in a helper", "main() without a guard"])
+def test_a_layout_is_chosen_for_an_edited_copy(name, checkpoint, chats, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(applied(RIGHT[name]))
+    given = [f"model.path={checkpoint}", f"dataset.path={chats}", "max_seq_len=64", "global_batch_size=8", "device=cpu"]
+    (done,) = run_verbs(["run", "mine.py", *given, "parallel=auto", "dtype=fp32", "max_steps=1", "output_dir=run"])
+    assert done.returncode == 0, done.stderr
+    assert config.saved(Path("run"))["parallel.auto"] is False
+    assert Path("run/model/model.safetensors").exists()

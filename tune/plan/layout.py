@@ -1,7 +1,10 @@
 """parallel=auto: the best layout of `tune plan --search` for the processes of a run."""
 
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +29,33 @@ def layout_of(run: Facts) -> dict[str, Any]:
     if run.recipe is None:
         return {"parallel.auto": False}
     here = distributed.join(run("device", "auto"), run("parallel.timeout", 60))
-    box: list[Any] = [None]
+    answer: list[Any] = [None]
     if dist.get_rank() == 0:
+        settings: Any = OmegaConf.to_container(run.cfg, resolve=True)
         try:
-            settings: Any = OmegaConf.to_container(run.cfg, resolve=True)
-            # In a separate process, because planning creates groups of fake processes.
-            with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-                box = [
-                    pool.submit(best, settings, processor.described(here), dist.get_world_size(), run.recipe).result()
-                ]
+            device = asdict(processor.described(here))
+            answer = [_of_process(settings, device, dist.get_world_size(), str(run.recipe))]
         except TuneError as error:
-            box = [error]
-    dist.broadcast_object_list(box, src=0)
-    if isinstance(box[0], TuneError):
-        raise box[0]
-    return {**box[0], "parallel.auto": False}
+            answer = [{"error": str(error)}]
+    dist.broadcast_object_list(answer, src=0)
+    if "error" in answer[0]:
+        raise TuneError(answer[0]["error"])
+    return {**answer[0]["settings"], "parallel.auto": False}
+
+
+def _of_process(*job: Any) -> dict[str, Any]:
+    """Plan in a process of its own, because planning makes groups of fake processes. `job`: arguments of `best`.
+
+    The process does not read the main module again: a recipe may call its main function there.
+    """
+    outside = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-m", "tune.plan.layout"]
+    done = subprocess.run(command, input=json.dumps(job), env=outside, capture_output=True, text=True)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"it ended with exit code {done.returncode}"]
+        return {"error": f"parallel.auto: no layout can be planned: {lines[-1]}. Set the layout by hand"}
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
 
 
 def best(settings: dict[str, Any], device: Device, processes: int, recipe: Path) -> dict[str, Any]:
@@ -52,3 +67,19 @@ def best(settings: dict[str, Any], device: Device, processes: int, recipe: Path)
             f"{plan.peak / 2**30:,.1f} ({' '.join(plan.overrides)}). Start more processes, or lower max_seq_len"
         )
     return plan.settings
+
+
+def main() -> None:
+    """Read the job of `_of_process` from standard input, and print its answer as the last line."""
+    settings, device, processes, recipe = json.load(sys.stdin)
+    answer: dict[str, Any]
+    capability = device["capability"] and tuple(device["capability"])
+    try:
+        answer = {"settings": best(settings, Device(**device | {"capability": capability}), processes, Path(recipe))}
+    except TuneError as error:
+        answer = {"error": str(error)}
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()
