@@ -7,6 +7,7 @@ DEVICE ?= cuda       # gpu: or cpu, on tiny models
 ONLY ?=             # gpu: only these parts
 LONG ?=             # gpu: 1 adds all layouts on 2 to 8 GPUs
 PYTEST_ARGS ?= --numprocesses 2 --dist worksteal
+QUICK := not slow and not weekly and not hub
 
 BIN := .venv/bin
 NEWEST := .venv-newest/bin
@@ -15,7 +16,7 @@ INSTALLED := .venv/.installed
 INSTALLED_DOCS := .venv/.installed_docs
 MODEL := .demo/smollm2-135m
 
-.PHONY: help demo model gpu test test-slow test-all test-newest test-oldest docs lint format
+.PHONY: help demo model gpu test test-slow test-weekly test-all test-newest test-oldest docs lint format
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,27 +31,31 @@ gpu: $(INSTALLED)  ## check this GPU's results and measure its speed; DEVICE=cpu
 	$(BIN)/python benchmarks/gpu --device $(strip $(DEVICE)) $(if $(strip $(ONLY)),--only $(ONLY)) $(if $(strip $(LONG)),--long)
 
 test: lint  ## lint, and run the quick tests
-	$(BIN)/pytest $(PYTEST_ARGS) -m "not slow and not hub"
+	$(BIN)/pytest $(PYTEST_ARGS) -m "$(QUICK)"
 
-# The long matrix of families, layouts, compiled and killed runs, and the real model.
-test-slow: $(INSTALLED)  ## run the tests that `make test` leaves out
+# Families, layouts, compiled and killed runs, the real model, and the weekly tests that tests/draw.txt draws.
+test-slow: $(INSTALLED)  ## run the tests that each change must pass, too: half an hour
 	$(BIN)/pytest $(PYTEST_ARGS) -m "slow and not hub"
 
-test-all: test test-slow  ## run all tests
+# Pairs of settings, families on eight processes, random draws, all edits of copies.
+test-weekly: $(INSTALLED)  ## run the rest, before a release and once a week
+	$(BIN)/pytest $(PYTEST_ARGS) -m "weekly and not slow and not hub"
+
+test-all: test test-slow test-weekly  ## run all tests
 
 # In a .venv of its own.
 test-oldest:  ## run the quick tests with the lowest releases that pyproject.toml allows
 	$(PYTHON) -m venv $(dir $(OLDEST))
 	$(OLDEST)/python -m pip install --quiet --disable-pip-version-check uv
 	$(OLDEST)/uv pip install --quiet --python $(OLDEST)/python --resolution lowest-direct --editable ".[dev]"
-	$(OLDEST)/pytest $(PYTEST_ARGS) -m "not slow and not hub"
+	$(OLDEST)/pytest $(PYTEST_ARGS) -m "$(QUICK)"
 
 # In a .venv of its own. First prints the releases that differ from the pinned ones.
 test-newest:  ## run the quick tests with the newest releases that pyproject.toml allows
 	$(PYTHON) -m venv $(dir $(NEWEST))
 	$(NEWEST)/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager --editable ".[dev]"
 	@$(NEWEST)/python -m pip freeze --exclude-editable | grep --invert-match --line-regexp --fixed-strings --file constraints.txt || true
-	$(NEWEST)/pytest $(PYTEST_ARGS) -m "not slow and not hub"
+	$(NEWEST)/pytest $(PYTEST_ARGS) -m "$(QUICK)"
 
 # A broken link, or a public name without a docstring, is an error.
 docs: $(INSTALLED_DOCS)  ## build the site, in site/

@@ -12,7 +12,7 @@ import hypothesis
 import pytest
 import torch
 from fork_server import RARELY
-from helpers import WORDS, result_of, run_processes, save_checkpoint
+from helpers import WORDS, is_drawn, result_of, run_processes, save_checkpoint
 from reasoning import DROPS_REASONING
 
 from tune import cli
@@ -25,6 +25,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 hypothesis.settings.register_profile("tune", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("tune")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by `-m`
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark a sample of the weekly tests as slow, too."""
+    for item in items:
+        if item.get_closest_marker("weekly") and is_drawn(item.nodeid):
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:

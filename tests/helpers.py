@@ -16,6 +16,7 @@ from importlib import metadata
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ CHATML = (
 HANGS = 1200
 # The checker that rejects a row in a table of errors. A run rejects it before it starts. `tune validate` rehearses a
 # whole run first and takes a second: tests/recipes/test_validate.py has a quick error of each kind.
-REFUSED_BY = ("by", ["run", pytest.param("validate", marks=pytest.mark.slow)])
+REFUSED_BY = ("by", ["run", pytest.param("validate", marks=pytest.mark.weekly)])
 WORDS = [
     "the",
     "a",
@@ -57,10 +58,28 @@ WORDS = [
 ]
 
 
-def slow_but(fast: Iterable, cases: Iterable) -> list:
-    """Return the cases as test parameters. Cases outside `fast` are marked slow: they repeat what `fast` covers."""
-    marks = {True: (), False: pytest.mark.slow}
-    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks[case in fast]) for case in cases]
+# Raise it with each change that is more than a mend: the slow tier then runs other weekly tests.
+DRAW = int(Path(__file__).with_name("draw.txt").read_text())
+DRAWN_OF = 12  # weekly tests, of which one is drawn
+
+
+def is_drawn(test: str) -> bool:
+    """Return whether the slow tier runs a weekly test, too. `test` is its name and parameters."""
+    return crc32(f"{DRAW} {test}".encode()) % DRAWN_OF == 0
+
+
+def slow_but(fast: Iterable, cases: Iterable, mark: pytest.MarkDecorator = pytest.mark.slow) -> list:
+    """Return the cases as test parameters. Cases outside `fast` get the mark: they repeat what `fast` covers."""
+    parameters = []
+    for case in cases:
+        values = case if isinstance(case, tuple) else (case,)
+        parameters.append(pytest.param(*values, marks=() if case in fast else mark))
+    return parameters
+
+
+def weekly_but(fast: Iterable, cases: Iterable) -> list:
+    """As `slow_but`, for the weekly tier."""
+    return slow_but(fast, cases, pytest.mark.weekly)
 
 
 def curve_steps(usual: int = 3) -> int:
@@ -70,9 +89,9 @@ def curve_steps(usual: int = 3) -> int:
 
 
 def seed_of_run() -> int:
-    """Return the seed of random draws: 0, or TUNE_TEST_SEED from the environment (a number, or `random` for a new one).
-    pytest shows it when the test fails."""
-    given = os.environ.get("TUNE_TEST_SEED", "0")
+    """Return the seed of random draws: that of draw.txt, or TUNE_TEST_SEED from the environment (a number, or `random`
+    for a new one). pytest shows it when the test fails."""
+    given = os.environ.get("TUNE_TEST_SEED", str(DRAW))
     seed = random.SystemRandom().randrange(10**6) if given == "random" else int(given)
     print(f"TUNE_TEST_SEED={seed}")
     return seed

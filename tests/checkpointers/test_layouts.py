@@ -110,7 +110,7 @@ world.finish()
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16}
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("name", "kind", "shape", "pairs"),
     [("dense", "Qwen3Config", {"tie_word_embeddings": True}, 21), ("experts", "Qwen3MoeConfig", EXPERTS, 12)],

@@ -41,7 +41,7 @@ def contents(batch) -> list[tuple]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("packed", [False, True])
 def test_same_rows_and_order_as_a_stream_also_after_resuming(
     cluster, checkpoint: Path, tmp_path: Path, make, packed: bool
@@ -62,7 +62,7 @@ def test_same_rows_and_order_as_a_stream_also_after_resuming(
     assert first + [contents(batch) for _, batch in resumed] == expected
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_mistakes_are_raised_at_their_row(cluster, checkpoint: Path, tmp_path: Path, make) -> None:
     file, tokenizer = tmp_path / "rows.jsonl", Tokenizer(str(checkpoint))
     rows = [json.dumps({"text": "the cat sat"})] * 300
@@ -75,7 +75,7 @@ def test_mistakes_are_raised_at_their_row(cluster, checkpoint: Path, tmp_path: P
             taken += [step for step, _ in steps]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_tasks_do_not_wait_for_cpus_held_by_training(cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     @cluster.remote
     class Training: ...
@@ -88,13 +88,13 @@ def test_tasks_do_not_wait_for_cpus_held_by_training(cluster, monkeypatch: pytes
     cluster.kill(training)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_no_process_is_forked_while_connected(cluster) -> None:
     """A fork has the connection's sockets but not its threads: answers got lost and a run hung."""
     assert {*map_chunks(lambda chunk: os.getpid(), range(ALONE + 9 * CHUNK), 2)} == {os.getpid()}
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_each_process_gets_every_chunk_and_chunks_are_then_freed(cluster) -> None:
     from tune.datasets.ray_data import _Passes
 

@@ -60,7 +60,7 @@ def differences_on_two(families, folder, seed):
     return apart
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_eight_families_on_eight_processes_match_one(tmp_path):
     """Losses and gradient norms match one process; unsupported layouts are rejected."""
     transformers = pytest.importorskip("transformers")

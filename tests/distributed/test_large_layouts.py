@@ -19,7 +19,7 @@ DEEPSEEK = LLAMA | {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("config", "axes", "share"),
     [

@@ -62,7 +62,7 @@ LONG = (
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=pytest.mark.slow if page.startswith(LONG) else ())
+        pytest.param(page, marks=pytest.mark.weekly if page.startswith(LONG) else ())
         for page in PAGES
         if page not in FOLLOWED_ELSEWHERE and "```" in PAGES[page]
     ],

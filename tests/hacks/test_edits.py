@@ -106,7 +106,7 @@ def test_number_of_lines(name: str) -> None:
     assert lines_of(section(name)) == TABLE[name].lines
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @torch.no_grad()
 def test_two_losses(copied: Copied, pretrained: torch.nn.Module) -> None:
     (step, *_) = train(copied, "4 two losses", "global_batch_size=48", "max_steps=1")
@@ -117,14 +117,14 @@ def test_two_losses(copied: Copied, pretrained: torch.nn.Module) -> None:
     assert step["z_loss"] == pytest.approx(float(logits.exp().sum(-1).log().square().mean()), rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_rows_in_memory(copied: Copied) -> None:
     steps = train(copied, "7 memory")
     assert [step["step"] for step in steps] == [1, 2, 3]  # 24 rows, 8 in each step
     assert json.loads((copied.folder / "run" / "data.json").read_text())["rows"] == 24
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @torch.no_grad()
 def test_weights_of_rows(copied: Copied, pretrained: torch.nn.Module) -> None:
     (step, *_) = train(copied, "8 weights", "global_batch_size=16", "max_steps=1")
@@ -135,7 +135,7 @@ def test_weights_of_rows(copied: Copied, pretrained: torch.nn.Module) -> None:
     assert step["loss"] == pytest.approx(total / count, rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @torch.no_grad()
 def test_weights_of_tokens(copied: Copied, pretrained: torch.nn.Module) -> None:
     row = {"input_ids": [9, 8, 7, 6, 5], "labels": [-100, 8, 7, 6, 5], "weight": [0, 1, 2, 0, 0.5]}
@@ -148,7 +148,7 @@ def test_weights_of_tokens(copied: Copied, pretrained: torch.nn.Module) -> None:
     assert step["loss"] == pytest.approx(float(expected) / 4, rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_exact_match(copied: Copied, pretrained: torch.nn.Module) -> None:
     """One of two questions has the answer of transformers' greedy search. The run stops, and stays stopped."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(copied.checkpoint)
@@ -164,14 +164,14 @@ def test_exact_match(copied: Copied, pretrained: torch.nn.Module) -> None:
     assert [step["step"] for step in train(copied, "9 exact match", *settings)] == [0, 1, 2]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_curriculum(copied: Copied) -> None:
     tokens = [step["tokens"] for step in train(copied, "14 curriculum", "epochs=2", "max_steps=12")]
     assert tokens[:6] == sorted(tokens[:6]) and tokens[6:] != sorted(tokens[6:])
     assert sum(tokens[:6]) == sum(tokens[6:])
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_two_loaders(copied: Copied) -> None:
     steps = train(copied, "15 two loaders")
     others = datasets.load(Tokenizer(str(copied.checkpoint)), str(copied.folder / "replay.jsonl"), max_seq_len=128)
@@ -179,7 +179,7 @@ def test_two_loaders(copied: Copied) -> None:
     assert [step["tokens"] == others.accounting.tokens for step in steps] == [False, True, False, True]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_no_checkpointer(copied: Copied) -> None:
     settings = prepare(copied, "16 no checkpointer")
     assert copied.validate(*settings) == 0
@@ -193,13 +193,13 @@ def test_no_checkpointer(copied: Copied) -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_mixed_objective(copied: Copied) -> None:
     (step, *_) = train(copied, "17 mixed objective", "max_steps=1")
     assert step["loss"] == pytest.approx(math.log(2) + 0.5 * step["nll"], rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_ranks(copied: Copied) -> None:
     train(copied, "18 ranks", "max_steps=1")
     samples = [json.loads(line) for line in (copied.folder / "run" / "samples.jsonl").read_text().splitlines()]
@@ -210,13 +210,13 @@ def test_ranks(copied: Copied) -> None:
         assert sample["reward"] == pytest.approx(sum(parts))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_judge(copied: Copied) -> None:
     steps = train(copied, "19 judge", "judge_lr=1")
     assert steps[0]["judge_loss"] == pytest.approx(math.log(2)) and steps[-1]["judge_loss"] < 0.5
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_tokens_per_step(copied: Copied) -> None:
     """The data end before `total` is reached, and the last step is saved like any other."""
     steps = train(copied, "20 tokens", "max_steps=null", "global_batch_size=2", "checkpointer.every=null")
@@ -225,7 +225,7 @@ def test_tokens_per_step(copied: Copied) -> None:
     assert int(saved.name.removeprefix("step-")) == len(steps)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_sam(copied: Copied, pretrained: torch.nn.Module) -> None:
     plain = ["optimizer._component_=torch.optim.SGD", "schedule._component_=tune.optimizers.constant"]
     settings = ["optimizer.lr=0.1", "schedule.warmup=0", "max_grad_norm=null", "rho=0.5"]
@@ -246,7 +246,7 @@ def test_sam(copied: Copied, pretrained: torch.nn.Module) -> None:
     torch.testing.assert_close(copied.exported("run"), expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_moving_mixture(copied: Copied) -> None:
     (copied.folder / "other.jsonl").write_text(json.dumps({"text": "the cat sat on the mat"}) + "\n")
     steps = train(copied, "23 moving mixture")
@@ -255,7 +255,7 @@ def test_moving_mixture(copied: Copied) -> None:
     assert is_other == [False, False, False, True]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_margin(copied: Copied) -> None:
     """Rewards start at 0."""
     (step, *_) = train(copied, "25 margin", "global_batch_size=16", "max_steps=1")
@@ -264,7 +264,7 @@ def test_margin(copied: Copied) -> None:
     assert copied.validate(*prepare(copied, "25 margin"), "loss.length_normalized=true", "loss.beta=5") == 0
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_custom_head(copied: Copied) -> None:
     """A head of zeros starts at log 4, learns, and is saved next to the export, which has no new weights."""
     steps = train(copied, "a head")
@@ -276,14 +276,14 @@ def test_custom_head(copied: Copied) -> None:
     assert "topic_head.weight, topic_head.bias" in copied.said
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_second_validation(copied: Copied) -> None:
     steps = train(copied, "second validation", "validation_dataset.path=held_out.jsonl", "validate_every=2")
     losses = [(step["validation_loss"], step["second_validation_loss"]) for step in steps if "validation_loss" in step]
     assert len(losses) == 2 and all(one == other for one, other in losses)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("name", TABLE)
 def test_two_processes_and_resume(name: str, copied: Copied) -> None:
     """Two processes follow the curve of one, and resume bitwise from a checkpoint."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from copied_recipe import exit_status
-from helpers import slow_but
+from helpers import weekly_but
 from omegaconf import OmegaConf
 
 from tune import cli
@@ -82,7 +82,7 @@ def top_level(recipe: str) -> list[str]:
     return [str(key) for key in OmegaConf.load(file)]
 
 
-@pytest.mark.parametrize("recipe", slow_but(["full_finetune"], RECIPES))
+@pytest.mark.parametrize("recipe", weekly_but(["full_finetune"], RECIPES))
 def test_all_settings_renamed(recipe: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = top_level(recipe)
     rename(recipe, keys)
@@ -92,7 +92,7 @@ def test_all_settings_renamed(recipe: str, here: Path, capsys: pytest.CaptureFix
     assert exit_status("run", "mine.py", *settings(recipe, keys)) == 0, capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("recipe", ["full_finetune", "preference_finetune", "ppo_finetune", "evaluate"])
 def test_each_setting_renamed(recipe: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`tune validate` finds no error. It does not import the copy, so one process checks all of them."""
@@ -120,7 +120,7 @@ DELETED = {  # by group: its lines in the script, and their replacements
 }
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_groups_deleted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Delete all groups that a copy does not read from both files."""
     cli.main(["cp", "full_finetune", "mine.py"])

@@ -209,7 +209,7 @@ def start(checkpoint: Path, chats: Path, tmp_path: Path):
 RAY = ("--launcher", "ray", "--nproc-per-node", "2")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_loss_curves_match_torchrun_and_one_process(start, tmp_path: Path) -> None:
     launches = {
         "ray": RAY, "torchrun": ("--launcher", "torchrun", "--nproc-per-node", "2"),
@@ -236,7 +236,7 @@ def test_loss_curves_match_torchrun_and_one_process(start, tmp_path: Path) -> No
     assert "Reporting training result" not in (tmp_path / "ray.txt").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_worker_has_the_configured_number_of_cpus(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import os, ray\nfrom pathlib import Path\nhas = ray.get_runtime_context().get_assigned_resources()\n"
@@ -258,7 +258,7 @@ def worker_of(folder: Path) -> int:
     raise AssertionError("there is no worker")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_ray_data_trains_like_a_stream_and_resumes_after_a_kill(start, chats: Path, tmp_path: Path) -> None:
     many = tmp_path / "many.jsonl"  # more rows than it reads before it is killed
     many.write_text(4 * chats.read_text())
@@ -280,7 +280,7 @@ def actors(*options: str):
     return ray.parser("tune generate").parse_args(["--nproc-per-node", "2", *options])
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_actor_results_are_ordered_and_dead_actors_are_reported(tmp_path: Path) -> None:
     dead = tmp_path / "has_died"
 

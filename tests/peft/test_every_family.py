@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import save_checkpoint, slow_but
+from helpers import save_checkpoint, weekly_but
 from models.test_families import VARIANTS
 from torch.testing import assert_close
 
@@ -18,7 +18,7 @@ FAMILIES = {name.partition("-")[0]: variant for name, variant in reversed(VARIAN
 TOKENS = torch.arange(5, 85).view(2, 40)
 
 
-@pytest.mark.parametrize("family", slow_but([*FAMILIES][::4], FAMILIES))
+@pytest.mark.parametrize("family", weekly_but([*FAMILIES][::4], FAMILIES))
 def test_adapter_of_every_family_matches_peft(family, tmp_path):
     config_class, changes = FAMILIES[family]
     folder = save_checkpoint(tmp_path / "base", config_class, **{"pad_token_id": None} | changes)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from evaluation.task_files import write_tasks
 from flash_on_cpu import flash_path
-from helpers import save_checkpoint, slow_but
+from helpers import save_checkpoint, weekly_but
 from models.test_attention import SCORINGS, make
 from models.test_families import VARIANTS
 from recipes.run_variants import main_of
@@ -158,7 +158,7 @@ def ones_if_meta(value):
     return torch.ones_like(value, device="cpu") if isinstance(value, torch.Tensor) and value.is_meta else value
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(  # one per kind of attention, experts and rotary embeddings
     "family",
     [
@@ -179,7 +179,7 @@ QUICK = [(recipe, next(iter(SETTINGS[recipe]))) for recipe in RECIPES]
 
 
 @pytest.mark.parametrize(
-    ("recipe", "name"), slow_but(QUICK, [(recipe, name) for recipe in RECIPES for name in SETTINGS[recipe]])
+    ("recipe", "name"), weekly_but(QUICK, [(recipe, name) for recipe in RECIPES for name in SETTINGS[recipe]])
 )
 def test_settings(recipe, name, checkpoint, step):
     step(recipe, checkpoint, *SETTINGS[recipe][name])

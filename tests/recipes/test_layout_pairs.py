@@ -48,7 +48,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_two_processes_match_one(chats, pairs, tmp_path):
     shape = {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 256}
     dense = save_checkpoint(tmp_path / "dense", **shape)

@@ -8,7 +8,7 @@ import pytest
 from helpers import curve_steps, of_training, run_processes
 from recipes.test_grpo import requests, rows  # noqa: F401
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.weekly
 
 RUN_VARIANTS = Path(__file__).with_name("run_variants.py")
 ADAPTER, OFF = "adapter.rank=4", "reference=adapter_off"

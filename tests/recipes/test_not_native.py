@@ -80,7 +80,7 @@ def test_adapter_matches_peft(base, tmp_path):
     ("kind", "within"),
     [
         ("int8", 0.02),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("fp8", 0.1), ("int4", 0.3))),
+        *(pytest.param(*case, marks=pytest.mark.weekly) for case in (("fp8", 0.1), ("int4", 0.3))),
     ],
 )
 def test_transformers_loads_the_quantized_model(kind, within, base, tmp_path):
@@ -202,7 +202,7 @@ def arguments(case, base, data):
     return recipe, [*common, *(setting.replace("BASE", str(base)) for setting in settings)]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("case", RECIPES)
 def test_recipes(case, base, data, tmp_path, run_recipe):
     """The export has our logits in transformers, and differs from the base."""
@@ -223,7 +223,7 @@ def test_recipes(case, base, data, tmp_path, run_recipe):
         assert (expected - transformers_logits(base)).abs().max() > 0
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_run_checkpoints(base, data, tmp_path, run_recipe):
     """Open a checkpoint by step, export one, and average them."""
     recipe, settings = arguments("full", base, data)
@@ -238,9 +238,9 @@ def test_run_checkpoints(base, data, tmp_path, run_recipe):
     assert_close(mean, (first + last) / 2, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(
-    "case", [case if case == "full" else pytest.param(case, marks=pytest.mark.slow) for case in RECIPES]
+    "case", [case if case == "full" else pytest.param(case, marks=pytest.mark.weekly) for case in RECIPES]
 )
 def test_validate_and_plan(case, base, data, told, capsys):
     recipe, settings = arguments(case, base, data)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import save_checkpoint, slow_but
+from helpers import save_checkpoint, weekly_but
 from recipes.test_grpo import requests  # noqa: F401
 
 from tune import config
@@ -264,10 +264,10 @@ def rows():
     return [*drawn, *({**drawn[0], **compiled, "checkpointing": mode} for mode in HOW["checkpointing"])]
 
 
-SHARES = 8
+SHARES = 24
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("share", range(SHARES))
 def test_accepted_pairs_run_and_match_the_plain_way(share, run, settings_of, told, monkeypatch):
     monkeypatch.setattr(LossScale, "INITIAL", 2.0**6)  # two steps are too few to find the scale
@@ -336,7 +336,7 @@ NOT_TOGETHER = [
 SLOW = [{"optimizer": "AdamW8bit", "compile": "one"}, {"model": "hf", "compile": "one"}]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("recipe", METHODS)
 def test_accepted_pairs_of_other_methods_run(
     recipe, checkpoint, pairs, requests, settings_of, told, tmp_path, monkeypatch  # noqa: F811
@@ -374,7 +374,7 @@ def test_accepted_pairs_of_other_methods_run(
 USUAL = {name: next(iter(values)) for name, values in FACTORS.items()} | {"trained": "lora"}
 
 
-@pytest.mark.parametrize(("values", "message"), slow_but(REFUSED[::4], REFUSED))
+@pytest.mark.parametrize(("values", "message"), weekly_but(REFUSED[::4], REFUSED))
 def test_run_refuses(values, message, run):
     with pytest.raises(TuneError, match=re.escape(message)):
         run(USUAL | each_of(values)[0])
@@ -389,8 +389,8 @@ def wrong_on_any_machine(recipe, settings):
     return ""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("values", "message"), slow_but(REFUSED[:2], REFUSED[::2]))  # as the run does
+@pytest.mark.weekly
+@pytest.mark.parametrize(("values", "message"), weekly_but(REFUSED[:2], REFUSED[::2]))  # as the run does
 def test_tune_validate_refuses(values, message, settings_of, told):
     for number, row in enumerate(each_of(values)):
         recipe, settings = settings_of(USUAL | row)

@@ -48,7 +48,7 @@ def test_two_stages(checkpoint, tied_checkpoint, common, tmp_path):  # noqa: F81
         torch.testing.assert_close(*map(load_file, files), rtol=1e-3, atol=2e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_all_parameters(common, tmp_path):  # noqa: F811
     pytest.importorskip("transformers")
     plain = save_checkpoint(tmp_path / "llama", num_hidden_layers=5)
@@ -84,7 +84,7 @@ SEVERAL_STAGES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
 def test_several_stages_per_process(schedule, common, tmp_path):  # noqa: F811
     common = [*common, "micro_batch_size=1"]
@@ -108,7 +108,7 @@ def test_several_stages_per_process(schedule, common, tmp_path):  # noqa: F811
     assert_curve_of_adapters(common, variants, layouts, 4, tmp_path / "adapted", {"LoRA": ["pp x FSDP"]})
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_resume(common, told_to, tmp_path):  # noqa: F811
     """Resume bitwise on the same stages, from one schedule to the next, compiled, and without stages."""
     model = save_checkpoint(tmp_path / "tied", num_hidden_layers=4, tie_word_embeddings=True)
@@ -141,7 +141,7 @@ def test_resume(common, told_to, tmp_path):  # noqa: F811
         assert curves[name][0] == pytest.approx(loss, rel=1e-6), name
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_dropout_is_recomputed_with_the_keys_of_its_micro_batch(tied_checkpoint, common, tmp_path):  # noqa: F811
     full = "memory.activation_checkpointing=full"
     layouts = {
@@ -155,7 +155,7 @@ def test_dropout_is_recomputed_with_the_keys_of_its_micro_batch(tied_checkpoint,
     assert_curve_of_adapters(common, variants, layouts, 2, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_adapters(wide, common, tmp_path):  # noqa: F811
     variants = {
         "LoRA": [*LORA, "export.merge=true"],

@@ -270,11 +270,13 @@ def outcomes(combinations):
     return [combination.outcome() for combination in combinations]
 
 
-@pytest.mark.slow
-def test_two_processes_match_one(chats, pairs, requests, tmp_path):  # noqa: F811
+@pytest.mark.parametrize(
+    "seconds", [pytest.param(30, marks=pytest.mark.slow), pytest.param(600, marks=pytest.mark.weekly)]
+)
+def test_two_processes_match_one(seconds, chats, pairs, requests, tmp_path):  # noqa: F811
     data = {"chats": chats, "pairs": pairs, "requests": requests}
     seed, number = seed_of_run(), int(os.environ.get("TUNE_TEST_FIRST", 0))
-    ends = time.monotonic() + float(os.environ.get("TUNE_TEST_SECONDS", 30))
+    ends = time.monotonic() + float(os.environ.get("TUNE_TEST_SECONDS", seconds))
     counts, wrong = {"equal": 0, "refused": 0, "refused on two": 0}, []
     while time.monotonic() < ends or not (wrong or counts["equal"]):
         combinations = [Combination(seed, number + offset, data, tmp_path) for offset in range(TOGETHER)]

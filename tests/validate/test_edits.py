@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers import slow_but
+from helpers import weekly_but
 from validate.edits import RIGHT, WRONG, applied
 from validate.test_rehearsal import SETTINGS, errors, here  # noqa: F401
 
@@ -22,13 +22,13 @@ def copied(edit) -> list[str]:
     return text.split("\n")
 
 
-@pytest.mark.parametrize("name", slow_but(QUICK_RIGHT, RIGHT))
+@pytest.mark.parametrize("name", weekly_but(QUICK_RIGHT, RIGHT))
 def test_right_edit_has_no_errors(name, here):  # noqa: F811
     copied(RIGHT[name])
     assert errors("mine.py", *SETTINGS) == []
 
 
-@pytest.mark.parametrize("name", slow_but(QUICK_WRONG, WRONG))
+@pytest.mark.parametrize("name", weekly_but(QUICK_WRONG, WRONG))
 def test_exactly_the_wrong_lines_of_an_edit_are_named(name, here):  # noqa: F811
     edit, wrong = WRONG[name]
     lines = copied(edit)
