@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tune.validate.finite import value_if_finite
+from tune.validate.guards import value_if_finite
 from tune.validate.made_up import Asked
 
 LARGE = 1 << 24  # elements: larger tensors are not allocated

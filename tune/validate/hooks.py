@@ -125,9 +125,9 @@ class Hooks:
         """Return the items of a `for` loop."""
         return Items(self, self.iterables.pop(number))
 
-    def entered(self, number: int) -> "Context":
+    def entered(self, number: int) -> "Entered":
         """Return the context of a `with`."""
-        return Context(self, number, self.contexts.pop(number))
+        return Entered(self, number, self.contexts.pop(number))
 
     def may_catch(self, *numbers: int) -> bool:
         """Return whether one of these contexts may end the error that is handled now."""
@@ -165,7 +165,7 @@ class Items:
             return self.hooks.missing
 
 
-class Context:
+class Entered:
     """A context manager. Where it cannot be entered, the body runs without it."""
 
     def __init__(self, hooks: Hooks, number: int, manager: Any):

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-Values = Callable[[Tensor], float | None]
+ValueOf = Callable[[Tensor], float | None]
 
 NEVER = {"isnan", "isinf", "isposinf", "isneginf"}
 OF_TWO: dict[str, Callable[[Any, Any], Any]] = {
@@ -35,7 +35,7 @@ KEEPING = {
 }
 
 
-def value_if_finite(name: str, args: Sequence[Any], result: Tensor, values: Values) -> float | None:
+def value_if_finite(name: str, args: Sequence[Any], result: Tensor, values: ValueOf) -> float | None:
     """Return the value of all elements of an operation's result, if it follows from finite inputs.
 
     `values` gives the value of all elements of a tensor, if it is known.
@@ -56,7 +56,7 @@ def value_if_finite(name: str, args: Sequence[Any], result: Tensor, values: Valu
     return value if name in KEEPING else None
 
 
-def _of_two(name: str, a: Any, b: Any, values: Values) -> float | None:
+def _of_two(name: str, a: Any, b: Any, values: ValueOf) -> float | None:
     first, second = (values(part) if isinstance(part, Tensor) else part for part in (a, b))
     # x == x, which is false only for NaN.
     if name in ("eq", "ne") and a is b and first is None:
