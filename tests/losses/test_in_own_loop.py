@@ -549,3 +549,29 @@ def test_training_loops_of_the_docs_page():
 
 def of_tokens(model, tokens):
     return model(tokens)[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["LinearCrossEntropy", "ForwardKL", "LogProbs"])
+def test_a_graph_has_several_backwards_but_no_second_derivative(name, dtype):
+    """As for the plain computation; a second derivative, which would be wrong, is an error."""
+    torch.manual_seed(0)
+    hidden = torch.randn(2, 5, DIM, dtype=dtype, requires_grad=True)
+    weight = torch.randn(VOCABULARY, DIM, dtype=dtype, requires_grad=True)
+    labels = torch.randint(VOCABULARY, (2, 5))
+    if name == "LinearCrossEntropy":
+        loss = LinearCrossEntropy()(hidden, weight, labels)
+    elif name == "LogProbs":
+        loss = LogProbs()(hidden, weight, labels).log_probs.square().sum()
+    else:
+        targets = torch.randn(10, 5).log_softmax(dim=1)  # of 4 ids and all others
+        ids = torch.arange(4).expand(10, -1)
+        loss = ForwardKL()(hidden, weight, labels, teacher=TopK(ids, targets))
+    once = torch.autograd.grad(loss, [hidden, weight], retain_graph=True)
+    again = torch.autograd.grad(3 * loss, [hidden, weight], retain_graph=True)
+    for first, second in zip(once, again, strict=True):
+        rounding = 1e-1 if dtype == torch.bfloat16 else 1e-5
+        assert_close(second, 3 * first, rtol=rounding, atol=rounding)
+
+    with pytest.raises(TuneError, match="create_graph"):
+        torch.autograd.grad(loss, [hidden], create_graph=True)

@@ -1,5 +1,6 @@
 """Shared parts of heads that work in chunks of tokens: logits, normalization over the vocabulary, gradients."""
 
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -266,6 +267,24 @@ class Gradients:
                 self.weight += grad_logits.T @ hidden[chunk]
 
 
+def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate the backward of an autograd function whose gradients have no derivatives.
+
+    Raises TuneError with `create_graph=True`. torch's `once_differentiable` would return constants there.
+    """
+
+    @functools.wraps(backward)
+    def checked(*args: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise TuneError(
+                "this loss has no second derivative (create_graph=True). Compute the logits in full for it, "
+                "hidden @ weight.T, with the loss of torch.nn.functional"
+            )
+        return backward(*args)
+
+    return checked
+
+
 class SumOfChunks(torch.autograd.Function):
     """Sum over chunks of the values of `of_chunk`, which maps a slice of tokens and their logits to a value per token
     `[chunk, 1]` and the gradient of the logits. Both are multiplied by `weights` `[tokens]`, if given. The forward
@@ -289,10 +308,13 @@ class SumOfChunks(torch.autograd.Function):
         return total
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
         if grad_hidden is not None:
             grad_hidden = grad_hidden * grad.to(grad_hidden.dtype)
         if grad_weight is not None:
-            grad_weight = grad_weight.mul_(grad).to(ctx.weight_dtype)
+            # Not in place, because a graph may have several backwards. The product is rounded without a copy in fp32.
+            rounded = torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
+            grad_weight = torch.mul(grad_weight, grad, out=rounded)
         return grad_hidden, grad_weight, None, None, None, None

@@ -5,7 +5,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tune.losses.chunks import Gradients, VocabularyShard, chunks_of_logits, normalize, operands
+from tune.losses.chunks import (
+    Gradients,
+    VocabularyShard,
+    chunks_of_logits,
+    first_derivative_only,
+    normalize,
+    operands,
+)
 from tune.losses.supervised import Labels, documents_of, require_vectors
 from tune.types import PositiveFloat, PositiveInt, checked
 
@@ -86,6 +93,7 @@ class _LogProbs(torch.autograd.Function):
         return log_probs, entropies, is_argmax
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         grad_hidden, hidden, weight, labels, log_normalizer = ctx.saved_tensors
         if grad_hidden is not None:

@@ -44,6 +44,7 @@ class _Rotate(torch.autograd.Function):
         return _launch_rotation(query, key, cos, sin)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         return *_launch_rotation(query, key, cos, sin, back=True), None, None
@@ -71,6 +72,7 @@ class _SiluProduct(torch.autograd.Function):
         return output
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = (tensor.contiguous() for tensor in ctx.saved_tensors)
         gradient = gradient.contiguous()

@@ -82,6 +82,7 @@ class FlashWithSinks(torch.autograd.Function):
         return output
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(context: Any, gradient: Tensor) -> Any:
         query, key, value, sinks, query_bounds, key_bounds, output, total, seed, offset = context.saved_tensors
         spans = Spans(query_bounds, key_bounds, *context.most)
