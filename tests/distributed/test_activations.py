@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from flash_on_cpu import flash_path
+from helpers import save_checkpoint, slow_but
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.testing import assert_close
@@ -40,6 +41,13 @@ class Count(TorchDispatchMode):
         elif name in ("aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_flash_attention_forward"):
             self.calls["attentions"] += 1
         return operation(*args, **(kwargs or {}))
+
+
+@pytest.fixture(scope="module")
+def sparse_checkpoint(tmp_path_factory):
+    """Return a checkpoint with experts."""
+    sizes = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    return save_checkpoint(tmp_path_factory.mktemp("qwen3_moe"), "Qwen3MoeConfig", **sizes)
 
 
 def backward_of(checkpoint, checkpointing="none", offload=False, adapted=False, compile=False):
@@ -89,6 +97,36 @@ def test_narrow_lora_products_do_not_count(checkpoint, monkeypatch):
     assert_close(gradients, expected, rtol=1e-4, atol=1e-3)
     assert counted["products"] - plain["products"] == 9  # the same as without adapters
     assert counted["narrow"] - plain["narrow"] == 3 * 6  # by B, except the last of a block; products by A are saved
+
+
+TWO_FORWARDS = [("selective", False), ("full", False)]
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "compile"), slow_but(TWO_FORWARDS, [*TWO_FORWARDS, ("selective", True), ("full", True)])
+)
+@pytest.mark.parametrize("experts", [False, True])
+def test_two_forwards_with_their_own_dropout_share_a_backward(
+    checkpointing, compile, experts, checkpoint, sparse_checkpoint, force_eager_compile
+):
+    """As in R-Drop, or a consistency loss. Recomputation restores each forward's own masks."""
+
+    def gradients_of(checkpointing, compile=False):
+        model = load_model(str(sparse_checkpoint if experts else checkpoint)).train()
+        peft.add_adapters(model, peft.LoRA(rank=4, dropout=0.5))
+        peft.initialize(model, seed=0)
+        torch.manual_seed(0)
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_b"):
+                torch.nn.init.normal_(parameter, std=0.1)
+        for block in model.blocks:
+            wrap_forward(block, checkpointing, compile, offload=False)
+        first, second = (model(Batch.of(POSITIONS).in_step(0, step, num_supervised=1)) for step in (1, 2))
+        assert not torch.equal(first, second)
+        (first * second.sin()).sum().backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+    assert_close(gradients_of(checkpointing, compile), gradients_of("none"), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])

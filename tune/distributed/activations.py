@@ -42,11 +42,14 @@ def wrap_forward(
     `full` recomputes the whole block in backward. `selective` saves the results of attention, communication, matrix
     products with a narrow result, and every second of the other products.
 
-    With `backwards_wait`, forwards of other micro-batches run before a backward, so recomputation restores the
-    micro-batch's own dropout keys.
+    Other forwards may run before a backward, so recomputation restores the dropout keys of its own forward. In a
+    compiled block the keys are inputs of the graph, which keeps them; with pipeline stages, whose forwards always wait,
+    the block is compiled without its checkpointing (`backwards_wait`).
     """
-    adapted: list[Any] = [module for module in block.modules() if backwards_wait and hasattr(module, "dropout_keys")]
-    adapted = [layer for layer in adapted if layer.dropout]
+    adapted: list[Any] = [module for module in block.modules() if getattr(module, "dropout", 0.0)]
+    adapted = [layer for layer in adapted if hasattr(layer, "dropout_keys")]
+    if compile and not backwards_wait:
+        adapted = []
     if checkpointing != "none":
         options = {"context_fn": _save_expensive} if checkpointing == "selective" else {}
         checkpointed = functools.partial(_checkpointed_with_keys, adapted=adapted) if adapted else _checkpointed
