@@ -221,6 +221,8 @@ PLANNED = [
     "future annotations", "main(cfg, log=print)", "if not isfinite: raise", "assert isfinite(grad_norm)",
     "main() without a guard", "try/finally around the loop", "decorator under the entry", "decorator above the entry",
     "loop in a helper", "try/except/else/finally", "best so far", "del and rebinding", "main in try/except",
+    "assert on a made-up metric", "enumerated steps", "steps of a progress bar", "steps next to other items",
+    "a table of losses",
 ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ Edit = tuple[str, str]
 IMPORT = "import torch\n"
 ENTRYPOINT = '@config.entrypoint("full_finetune")\n'
 LOSS = "    loss_fn = instantiate(cfg.loss)\n"
+WITH_RUN = "    with run:  # closes its files, loggers and process group, however the training ends\n"
 LOOP = "        for step, batch in steps:  # after Ctrl-C, ends once a checkpoint is saved\n"
 BACKWARD = "                loss.backward()\n"
 CLIP = "            grad_norm = distributed.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)\n"
@@ -1046,6 +1047,65 @@ RIGHT = {
             """,
         ),
     ],
+    "info of other objects": [after(LOG, "run.info(metrics)\nrun.info(step)")],
+    "array of unknown numbers": [before(CLIP, "value = total_loss.numpy() + total_loss.cpu().numpy()")],
+    "weights saved and read back": [
+        after(
+            LOG,
+            """
+            torch.save({"model": model.state_dict()}, run.path / "best.pt")
+            model.load_state_dict(torch.load(run.path / "best.pt")["model"])
+            """,
+        ),
+    ],
+    "size of saved weights": [
+        after(
+            LOG,
+            """
+            torch.save(model.state_dict(), run.path / "now.pt")
+            run.info(f"{(run.path / 'now.pt').stat().st_size:,} bytes")
+            """,
+        ),
+    ],
+    "weights saved in memory": [
+        before(IMPORT, "import io\n"),
+        after(
+            LOG,
+            """
+            torch.save(model.state_dict(), buffer := io.BytesIO())
+            buffer.seek(0)
+            model.load_state_dict(torch.load(buffer))
+            """,
+        ),
+    ],
+    "metrics read back": [after(LOG, "lines = (run.path / 'metrics.jsonl').read_text().splitlines()")],
+    "enumerated steps": [instead(LOOP, "for count, (step, batch) in enumerate(steps, 1):")],
+    "steps of a progress bar": [
+        instead(LOOP, "for step, batch in Progress(steps):"),
+        before(
+            ENTRYPOINT,
+            """
+            class Progress:
+                def __init__(self, items):
+                    self.items = items
+
+                def __iter__(self):
+                    for item in self.items:
+                        yield item
+                        print(".", end="")
+            """,
+        ),
+    ],
+    "steps next to other items": [instead(LOOP, "for (step, batch), name in zip(steps, iter('abcdefgh')):")],
+    "a table of losses": [
+        before(LOOP, "file = stack.enter_context((run.path / 'losses.csv').open('w'))"),
+        after(LOG, "file.write(f'{step},{metrics[\"loss\"]}')\nfile.flush()"),
+        instead(
+            WITH_RUN,
+            "with ExitStack() as stack, run:",
+        ),
+        after(IMPORT, "from contextlib import ExitStack"),
+    ],
 }
 
 
@@ -1602,4 +1662,40 @@ WRONG = {
         ],
         ["model.nothing()"],
     ),
+    "mean that is never set": ([before(LOG, "smooth = 0.9 * smooth + 0.1 * metrics['loss']")], ["smooth = 0.9"]),
+    "sum that is never set": ([before(LOG, "total += metrics['loss']")], ["total += metrics"]),
+    "best that is never set": (
+        [before(LOG, "if metrics['loss'] < best:\n    best = metrics['loss']")],
+        ["if metrics['loss'] < best:"],
+    ),
+    "mean that a helper never sets": (
+        [
+            before(
+                ENTRYPOINT,
+                """
+                def smooth(value, weight=0.9):
+                    mean = weight * mean + (1 - weight) * value
+                    return mean
+                """,
+            ),
+            before(LOG, "metrics['smooth'] = smooth(metrics['loss'])"),
+        ],
+        ["mean = weight * mean"],
+    ),
+    "last of an empty list": (
+        [
+            before(LOOP, "history = []"),
+            before(LOG, "metrics['change'] = metrics['loss'] - history[-1]\nhistory.append(metrics['loss'])"),
+        ],
+        ["- history[-1]"],
+    ),
+    "pop of an empty list": (
+        [before(LOOP, "history = []"), before(LOG, "previous = history.pop()\nhistory.append(metrics['loss'])")],
+        ["history.pop()"],
+    ),
+    "format of an integer": ([after(LOG, "print(f'{metrics[\"loss\"]:d}')")], [":d}"]),
+    "text that is no number": ([before(LOG, "value = float(f'{metrics[\"loss\"]:.2f} nats')")], [" nats"]),
+    "two names for one number": ([before(LOG, "low, high = [metrics['loss']]")], ["low, high ="]),
+    "dimension that is not there": ([before(CLIP, "total_loss = total_loss.mean(dim=1)")], ["mean(dim=1)"]),
+    "index of a number": ([before(CLIP, "total_loss = total_loss[:, 0]")], ["total_loss[:, 0]"]),
 }

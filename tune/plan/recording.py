@@ -2,7 +2,9 @@
 
 import copy
 import functools
+import io
 import math
+import shutil
 import sys
 import types
 import weakref
@@ -11,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -35,12 +38,18 @@ from tune.plan.trace import Recorder, Subject, kernels, shorten
 from tune.rehearsal import MadeUp, RehearsalEnded
 from tune.run import Run
 from tune.validate import (
+    Entered,
+    Errors,
     FakeWeights,
+    Hooks,
+    NotRehearsed,
+    NotSaved,
     Recipe,
     RehearsedCheckpointer,
     RehearsedRun,
     RehearsedWorld,
     Uninitialized,
+    is_limit,
     process_group,
     rehearsed,
 )
@@ -70,15 +79,17 @@ class UntilBackward(TorchFunctionMode):
 class Steps:
     """The iterator of `Run.steps`; the loop over it is the recipe's step."""
 
-    def __init__(self, data: Any, world: World):
-        self.data, self.world = data, world
+    def __init__(self, data: Any, world: World, reached: Callable[["Steps"], None]):
+        self.data, self.world, self.reached = data, world, reached
         self.item: Any = None
+        self.place = 1, object()  # takes the place of an item until the loop is known
 
     def __iter__(self) -> "Steps":
         return self
 
-    def __next__(self) -> Any:  # called by a loop outside the recipe's own function
-        raise TuneError("plan: loop over the steps by `for step, batch in run.steps(...)`, in the recipe's file")
+    def __next__(self) -> Any:
+        self.reached(self)
+        return self.place
 
     def draw(self) -> Any:
         """Return a step's number and its rows; can be called repeatedly."""
@@ -87,26 +98,72 @@ class Steps:
         return self.item
 
 
-class Loop:
+class Loop(Hooks):
     """The recipe's loop over its steps, in any function of its file. `step` runs the loop's body for an item."""
 
     step: Callable[[Any], None]
 
-    def __init__(self) -> None:
+    def __init__(self, recipe: Recipe, report: Callable[[BaseException, bool], None]):
+        super().__init__(str(recipe.file), recipe.tree, report)
         self.steps: Steps | None = None
+        self.depth = 0  # of loops of the recipe that draw an item now
         self.held = list[Any]()  # keeps alive what the recipe holds during a step
 
-    def loop(self, items: Any, body: types.FunctionType) -> Any:
+    def entered(self, number: int) -> Entered:
+        return FilesOpen(self, number, self.contexts.pop(number))
+
+    def loop(self, items: Any, body: types.FunctionType) -> Iterator[Any]:
         """Called by each loop of the recipe; returns the items to iterate over."""
-        if not isinstance(items, Steps):
-            return items
-        frame: types.FrameType | None = sys._getframe(1)
+        if self.steps:  # known already
+            return iter(items)
+        return self._watched(iter(items), body, sys._getframe(1))
+
+    def _watched(self, items: Iterator[Any], body: types.FunctionType, frame: types.FrameType | None) -> Iterator[Any]:
+        """Yield the items, until one is drawn from `Steps`, perhaps by `enumerate`, `zip` or tqdm."""
+        while True:
+            self.depth += 1
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            finally:
+                self.depth -= 1
+            if steps := self.steps:
+                break
+            yield item
         while frame:
             if frame.f_code.co_filename == body.__code__.co_filename:
                 self.held += frame.f_locals.values()
             frame = frame.f_back
-        self.steps, self.step = items, body
+        self.step = lambda new: body(replaced(item, steps.place, new))
         raise RehearsalEnded
+
+    def reach(self, steps: Steps) -> None:
+        """Called when the recipe draws a step."""
+        if not self.depth:
+            raise TuneError("plan: loop over the steps by `for step, batch in run.steps(...)`, in the recipe's file")
+        self.steps = steps
+
+
+class FilesOpen(Entered):
+    """Leaves files open when the loop over the steps is found, because its body runs later."""
+
+    def __exit__(self, *error: Any) -> Any:
+        is_found = isinstance(error[1], RehearsalEnded)
+        if is_found and isinstance(self.manager, io.IOBase):
+            return None
+        if is_found and isinstance(self.manager, ExitStack):
+            self.manager.pop_all()
+        return super().__exit__(*error)
+
+
+def replaced(item: Any, place: tuple[int, Any], new: tuple[int, Any]) -> Any:
+    """Return an item of a loop with `new` in place of `place`, also within tuples."""
+    if item is place:
+        return new
+    if item is place[1]:
+        return new[1]
+    return tuple(replaced(part, place, new) for part in item) if type(item) is tuple else item
 
 
 class PlannedWorld(RehearsedWorld):
@@ -119,7 +176,9 @@ class PlannedRun(RehearsedRun):
     """A `Run` without a folder or reports."""
 
     def _open_folder(self, chosen: str, resume: str) -> None:
-        self.store, self.again, self.resume, self.path = None, "", "never", Path(chosen)
+        self.store, self.again, self.resume = None, "", "never"
+        self.path = Path(mkdtemp(prefix="tune-plan-"))  # for files that the recipe itself writes
+        weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
     def describe(self, *_: Any, **__: Any) -> None:
         pass
@@ -135,7 +194,9 @@ class PlannedRun(RehearsedRun):
 
     def steps(self, data: Any, start: int = 0, *_: Any, total: int | None = None, **__: Any) -> Any:
         self.step, self.total = 1, total or rehearsal.UNKNOWN
-        return Steps(data, self.world)
+        planning = rehearsal.planning()
+        assert isinstance(planning, Recording)
+        return Steps(data, self.world, planning.loop.reach)
 
     def __exit__(self, *_: object) -> None:
         pass
@@ -222,7 +283,7 @@ class Recording:
         self.updates = 1
         self.is_in_step = self.is_scoring = False
         self.depth = self.items = 0
-        self.loop = Loop()
+        self.loop = Loop(self.recipe, Errors(self.weights, NotSaved(), self._report))
         with fake_group() as start, Uninitialized(), self._rehearsed():
             start(1)
             with closing(self.weights):
@@ -289,6 +350,11 @@ class Recording:
         with self._explained():
             self.recipe.call_with_bodies(cfg, self.loop)
 
+    def _report(self, error: Exception) -> None:
+        """Raise an error of the recipe, and go on after one of the rehearsal."""
+        if not (isinstance(error, NotRehearsed) or is_limit(error)):
+            raise self.recipe.explained(error) from error
+
     @contextmanager
     def _explained(self) -> Iterator[None]:
         """Raise an error of the recipe as a TuneError with its line."""
@@ -310,7 +376,7 @@ class Recording:
             report, ignore, None, self.weights.made, start,
             {World: world, Run: PlannedRun, Checkpointer: PlannedCheckpointer}, {"plan"}, planning=self,
         )  # fmt: skip
-        with rehearsed(note, self.recipe.file):
+        with rehearsed(note, self.recipe.file, NotSaved()):
             yield
 
     def _enter(self, change: int) -> None:
@@ -415,7 +481,7 @@ class LayoutOnly(Recording):
         self.recipe, self.weights, self.rows, self.device_type = recipe, FakeWeights(), None, "cpu"
         with fake_group() as start, Uninitialized(), self._rehearsed(self._raise, start, RehearsedWorld):
             start(processes)
-            self.loop = Loop()
+            self.loop = Loop(recipe, Errors(self.weights, NotSaved(), self._report))
             self._call(cfg)
 
     def _raise(self, error: Exception) -> None:

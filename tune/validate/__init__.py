@@ -3,8 +3,10 @@ itself calls, and rules in `tune.rules`."""
 
 from tune.validate.checks import validate
 from tune.validate.fake_tensors import FakeWeights
+from tune.validate.hooks import Entered, Hooks
+from tune.validate.made_up import NotRehearsed
 from tune.validate.recipe import Recipe, described
-from tune.validate.rehearse import Uninitialized, process_group, rehearsed
+from tune.validate.rehearse import Errors, NotSaved, Uninitialized, is_limit, process_group, rehearsed
 from tune.validate.stand_ins import RehearsedCheckpointer, RehearsedRun, RehearsedWorld
 
 # Other names are internal to `tune`.

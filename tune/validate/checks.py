@@ -18,13 +18,12 @@ from packaging.requirements import Requirement
 from tune.errors import TuneError
 from tune.processor import device_type
 from tune.rules import Facts, Finding, Level, judge
-from tune.validate.made_up import MadeUpError
+from tune.validate.made_up import NotRehearsed
 from tune.validate.recipe import Recipe, described, is_own
 from tune.validate.rehearse import is_limit, rehearse
 
 PLACE = re.compile(r"([\w./\[\]-]+(?::\d+)?): (.+)", re.DOTALL)
 ABSENT = re.compile(r"(\S+) \(?does not exist\b")  # see tune.lookup.absent
-MADE_UP = "depends on a number that a rehearsal makes up"
 LIMITED = "only the first {:,} rows were read; --all reads all rows"
 
 
@@ -68,17 +67,18 @@ class Findings:
             self.add(f"'{error.filename}' is too long for a file name")
         elif isinstance(error, TuneError):
             self.add(str(error))
-        elif isinstance(error, MadeUpError):
-            self.add(f"not rehearsed from here on: {described(error.error, file)} ({MADE_UP})", level=Level.INFO)
+        elif isinstance(error, NotRehearsed):
+            self.add(f"{described(error.error, file)} ({error.why})", level=Level.INFO)
         elif is_limit(error):
-            self.add(f"not rehearsed from here on: {described(error, file)}", level=Level.INFO)
+            self.add(f"{described(error, file)} (a rehearsal has no such values)", level=Level.INFO)
         elif is_own(error, file) or not any(finding.level is Level.ERROR for finding in self.all):
             self.add(described(error, file))
 
-    def add_note(self, message: str) -> None:
-        """Keep a warning of the run."""
-        if message.startswith("warning: "):
-            self.add(message.removeprefix("warning: "), level=Level.WARNING)
+    def add_note(self, message: Any) -> None:
+        """Keep a warning of the run, whose messages are texts, or whatever a recipe prints."""
+        text = str(message)
+        if text.startswith("warning: "):
+            self.add(text.removeprefix("warning: "), level=Level.WARNING)
 
 
 def validate(

@@ -17,16 +17,19 @@ from tune.validate.syntax import Statements, function_at, parameters, parsed_fil
 
 # Errors that a wrong number can cause. A missing attribute or a wrong shape does not depend on numbers.
 OF_NUMBERS = (IndexError, ArithmeticError, ValueError, AssertionError)
+# Messages of such errors by torch and Python that are about shapes, lengths and texts.
+OF_SHAPES = ("Dimension out of range", "too many indices")
+OF_TEXTS = ("values to unpack", "Unknown format code", "could not convert string")
 SECONDS, TIMES = 5.0, 2000  # a line may ask for numbers for longer, or more often
 LIBRARY = str(Path(tune.__file__).parent)
 
 
-class MadeUpError(Exception):
-    """Wraps an error that may come from a number that a rehearsal makes up."""
+class NotRehearsed(Exception):
+    """Wraps an error that may come from the rehearsal itself, for the reason `why`."""
 
-    def __init__(self, error: BaseException):
+    def __init__(self, error: BaseException, why: str):
         super().__init__(str(error))
-        self.error = error
+        self.error, self.why = error, why
 
 
 @functools.cache
@@ -75,6 +78,8 @@ def may_be_made_up(error: BaseException, asked: Mapping[str, Collection[int]]) -
     followed to the statements that set them, and through parameters to the calling function. For a `raise` or `assert`
     of the user, so are the conditions that lead to it.
     """
+    if any(text in str(error) for text in (*OF_SHAPES, *OF_TEXTS)):
+        return False
     trace = [*traceback.walk_tb(error.__traceback__)]
     frames = [(frame, line) for frame, line in trace if is_users_frame(frame, asked)]
     if not frames:
@@ -92,11 +97,13 @@ def may_be_made_up(error: BaseException, asked: Mapping[str, Collection[int]]) -
         statement, checks, names = statements.at(line), statements.checks(line), set[str]()
         failed = checks or ([statement] if statement else [])
 
-        # Only some errors can come from a number.
-        if frame is innermost and not isinstance(error, OF_NUMBERS):
-            if isinstance(error, UnboundLocalError) and statement:
-                failed, names = [], unbound_names(frame, statement)
-            elif not (checks and trace[-1][0] is frame):
+        # Only some errors can come from a number, and only from some parts of the statement.
+        if frame is innermost and statement:
+            if isinstance(error, UnboundLocalError):
+                failed = statements.ways_around(unbound_names(frame, statement), statement)
+            elif isinstance(error, IndexError) and not checks:
+                failed, names = statements.causes_of_index(statement)
+            elif not isinstance(error, OF_NUMBERS) and not (checks and trace[-1][0] is frame):
                 return False
 
         lines, names = statements.causes(failed, names)

@@ -73,16 +73,22 @@ class Recipe:
             failed(error, False)
 
     def call_with_bodies(self, cfg: DictConfig, hooks: Any) -> None:
-        """Call the main function. `hooks.loop` gets the items of each `for` in the file and a function that runs its
-        body for an item, and returns the items to iterate over."""
-        functions = [node for node in self.tree.body if isinstance(node, ast.FunctionDef)]
-        code = compiled(self.tree, {node: with_bodies(node) for node in functions}, self.file)
+        """Call the main function. It goes on after errors that `hooks.report` does not raise.
+
+        `hooks.loop` gets the items of each `for` in the file and a function that runs its body for an item, and returns
+        the items to iterate over.
+        """
+        functions: dict[ast.stmt, ast.FunctionDef] = {}
+        for node in self.tree.body:
+            if isinstance(node, ast.FunctionDef):
+                functions[node] = with_bodies(goes_on_after_errors(node) if node is self.main else node)
+        code = compiled(self.tree, functions, self.file)
         values = [value for value in vars(self.module).values() if callable(value)]
         inner = {undecorated(value, self.file) for value in values} | {self.inner}
         self._replace_code([function for function in inner if function], code, hooks)
         self._call(cfg)
 
-    def _replace_code(self, functions: list[types.FunctionType], module: types.CodeType, hooks: Hooks) -> None:
+    def _replace_code(self, functions: list[types.FunctionType], module: types.CodeType, hooks: Any) -> None:
         """Give functions their code in the rewritten module. Their defaults, closures and decorators stay."""
         vars(self.module)[HOOKS] = hooks
         for function in functions:

@@ -3,9 +3,10 @@
 import functools
 import io
 import logging
+import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, closing, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from tune.errors import TuneError
 from tune.rehearsal import MODULE, MadeUp, StepsEnded
 from tune.validate.fake_tensors import FakeWeights
 from tune.validate.hooks import Missing
-from tune.validate.made_up import LIBRARY, MadeUpError, is_users, may_be_made_up
+from tune.validate.made_up import LIBRARY, NotRehearsed, is_users, may_be_made_up
 from tune.validate.recipe import Recipe
 from tune.validate.stand_ins import STAND_INS
 
@@ -42,7 +43,12 @@ LIMITS = (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-LIMITS_IN_WORDS = (".numpy() is not supported for tensor subclasses", "'WeakValueDictionary.__init__")  # of pickle
+LIMITS_IN_WORDS = (
+    ".numpy() is not supported for tensor subclasses",
+    "Trying to resize storage that is not resizable",  # .numpy() of unknown memory
+    "'WeakValueDictionary.__init__",  # of pickle
+)
+MADE_UP = "depends on a number that a rehearsal makes up"
 
 
 class Uninitialized(TorchFunctionMode):
@@ -68,27 +74,41 @@ def rehearse(
     """
 
     def run(rank: int) -> tuple[bool, int]:
-        weights, reported = FakeWeights(), list[BaseException]()
-
-        def failed(error: BaseException, reads_missing: bool) -> None:
-            if isinstance(error, MadeUp | TimeoutError) or may_be_made_up(error, weights.asked):
-                report(MadeUpError(error))
-            elif isinstance(error, Exception) and not follows(error, reads_missing, bool(reported)):
-                reported.append(error)
-                report(error)
-
+        weights, saved = FakeWeights(), NotSaved()
+        errors = Errors(weights, saved, report)
         with process_group(rank) as start, Uninitialized(), closing(weights):
             start(processes)
-            report_error = functools.partial(failed, reads_missing=False)
+            report_error = functools.partial(errors, reads_missing=False)
             begun = rehearsal.Rehearsal(report_error, note, rows, weights.made, start, STAND_INS)
-            with rehearsed(begun, recipe.file):
-                recipe.call(cfg, failed)
+            with rehearsed(begun, recipe.file, saved):
+                recipe.call(cfg, errors)
             return bool(begun.cut), current_world().num_stages
 
     is_cut, stages = run(0)
     if stages > 1:
         run(processes - 1)
     return is_cut
+
+
+class Errors:
+    """Reports the errors of a rehearsal that do not follow from others. `NotRehearsed` wraps those that may be its own.
+
+    `weights` has the numbers that were asked for, and `saved` the files that were not written.
+    """
+
+    def __init__(self, weights: FakeWeights, saved: "NotSaved", report: Callable[[Exception], None]):
+        self.weights, self.saved, self.report = weights, saved, report
+        self.has_reported = False
+
+    def __call__(self, error: BaseException, reads_missing: bool) -> None:
+        """`reads_missing`: a statement on the error's way reads the missing result of a failed one."""
+        if isinstance(error, MadeUp | TimeoutError) or may_be_made_up(error, self.weights.asked):
+            error = NotRehearsed(error, MADE_UP)
+        elif isinstance(error, FileNotFoundError | EOFError) and self.saved.is_missing(error):
+            error = NotRehearsed(error, "a rehearsal saves no tensors, and no files in the run folder")
+        if isinstance(error, Exception) and not follows(error, reads_missing, self.has_reported):
+            self.has_reported = True
+            self.report(error)
 
 
 def follows(error: Exception, reads_missing: bool, is_later: bool) -> bool:
@@ -107,27 +127,45 @@ def follows(error: Exception, reads_missing: bool, is_later: bool) -> bool:
 
 
 @contextmanager
-def rehearsed(begun: rehearsal.Rehearsal, file: Path) -> Iterator[None]:
+def rehearsed(begun: rehearsal.Rehearsal, file: Path, saved: "NotSaved") -> Iterator[None]:
     """Rehearse the recipe in `file` in this context.
 
-    Nothing is saved or compiled: saving would replace files by tensors without values.
+    Nothing is saved or compiled: saving would replace files by tensors without values. `saved` notes the files.
     """
-    not_saved, not_compiled = _not_saved(), torch.compiler.set_stance("force_eager")
+    saved.folders, not_compiled = begun.folders, torch.compiler.set_stance("force_eager")
     not_logged = mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)  # tracebacks
+    not_saved = saved.replaced(torch, safetensors.torch, sys.modules[MODULE])
     with _told(begun.note, file), rehearsal.start(begun), not_saved, not_compiled, not_logged, torch.enable_grad():
         yield
 
 
-@contextmanager
-def _not_saved() -> Iterator[None]:
-    """Let functions that save tensors do nothing, also where the recipe has imported them by name."""
-    saving = [torch.save, safetensors.torch.save_file, safetensors.torch.save_model]
-    with ExitStack() as stack:
-        for module in (torch, safetensors.torch, sys.modules[MODULE]):
-            for name, value in [*vars(module).items()]:
-                if any(value is function for function in saving):
-                    stack.enter_context(mock.patch.object(module, name))
-        yield
+class NotSaved:
+    """What a recipe would have saved. `folders` are the temporary folders of runs."""
+
+    def __init__(self) -> None:
+        self.folders: Collection[Path] = ()
+        self.targets = list[Any]()
+
+    @contextmanager
+    def replaced(self, *modules: Any) -> Iterator[None]:
+        """Let functions that save tensors only note where, also in modules that have imported them by name."""
+        saving = [torch.save, safetensors.torch.save_file, safetensors.torch.save_model]
+        with ExitStack() as stack:
+            for module in modules:
+                for name, value in [*vars(module).items()]:
+                    if any(value is function for function in saving):
+                        stack.enter_context(mock.patch.object(module, name, self._save))
+            yield
+
+    def _save(self, _: Any, target: Any, *__: Any, **___: Any) -> None:
+        self.targets.append(target)
+
+    def is_missing(self, error: FileNotFoundError | EOFError) -> bool:
+        """Return whether an error comes from reading what was not saved, or a file of the run folder."""
+        if isinstance(error, EOFError):
+            return bool(self.targets)
+        file = Path(os.fsdecode(error.filename or ""))
+        return any(file.is_relative_to(folder) for folder in self.folders) or str(file) in map(str, self.targets)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ makes the body of each loop a function, which a plan calls for other items.
 import ast
 import copy
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -315,7 +315,7 @@ def parsed(text: str, place: ast.AST) -> list[Any]:
     return tree.body
 
 
-def compiled(tree: ast.Module, new: dict[ast.stmt, ast.stmt], file: Path) -> types.CodeType:
+def compiled(tree: ast.Module, new: Mapping[ast.stmt, ast.stmt], file: Path) -> types.CodeType:
     """Return the code of a module in which `new` functions replace others."""
     body = [new.get(statement, statement) for statement in tree.body]
     return compile(ast.Module(body, tree.type_ignores), str(file), "exec", dont_inherit=True)

@@ -219,6 +219,43 @@ class Statements:
             return []
         return [statement, *self.branches[statement]]
 
+    def ways_around(self, names: set[str], statement: ast.stmt) -> list[ast.stmt]:
+        """Return the branches by which a function reaches `statement` without having bound `names`."""
+        needed = {statement, *self.branches[statement]}
+        ways = list[ast.stmt]()
+        for binding, branches in self.branches.items():
+            if names & _bound_by_itself(binding):
+                ways += [branch for branch in branches if branch not in needed]
+        return ways
+
+    def causes_of_index(self, statement: ast.stmt) -> tuple[list[ast.stmt], set[str]]:
+        """Return the statements and names that an IndexError in `statement` can come from.
+
+        With a constant index, only the length of the container counts: where it is made, and whether it is changed.
+        """
+        containers = set[str]()
+        for expression in expressions(statement):
+            for node in ast.walk(expression):
+                match node:
+                    case ast.Subscript(slice=ast.Constant(value=str())):  # of a dict
+                        continue
+                    case ast.Subscript(value=ast.Name(id=name), slice=index) if _is_constant(index):
+                        containers.add(name)
+                    case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="pop" | "popleft"), args=[]):
+                        containers.add(name)
+                    case ast.Subscript():
+                        return [statement], set()
+        if not containers:
+            return [statement], set()
+
+        causes = list[ast.stmt]()
+        for other, branches in self.branches.items():
+            if containers & _bound_by_itself(other):
+                causes += [other, *branches]
+            elif containers & changed_names(other):
+                causes += [branch for branch in branches if branch not in self.branches[statement]]
+        return causes, set()
+
     def _setting(self, names: set[str]) -> list[ast.stmt]:
         """Return the statements that bind or change one of `names`, with the branches that lead to them."""
         setting = list[ast.stmt]()
@@ -226,6 +263,10 @@ class Statements:
             if names & (_bound_by_itself(statement) | changed_names(statement)):
                 setting += [statement, *branches]
         return setting
+
+
+def _is_constant(index: ast.expr) -> bool:
+    return not any(isinstance(node, ast.Name | ast.Call) for node in ast.walk(index))
 
 
 def _blocks(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
