@@ -21,8 +21,8 @@ ORDER = [
     *("tokenizers", "losses", "quantization", "distributed"),
     *("collators", "config", "rules", "files"),
     # Files next to the packages.
-    *("ray_cluster", "fused", "rehearsal", "processor"),
-    *("devices", "lookup", "types", "errors", "secrets", "__version__"),
+    *("ray_cluster", "fused", "rehearsal", "processor", "run_settings"),
+    *("devices", "lookup", "types", "errors", "secrets", "terminal", "__version__"),
 ]
 ALLOWED = {
     ("run", "config"): "a run writes its recipe's settings to config.yaml",

@@ -4,13 +4,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tune.secrets import without_secrets
+from tune.terminal import visible
 
 
 class TuneError(Exception):
     """A mistake that the user can fix. The message says what is wrong, where, what was found and what to do."""
 
     def __init__(self, message: str):
-        super().__init__(without_secrets(message))
+        super().__init__(visible(without_secrets(message)))
 
 
 @contextmanager

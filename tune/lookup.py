@@ -2,11 +2,13 @@
 
 import difflib
 import importlib
+import inspect
 import logging
 import os
 import pkgutil
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -94,14 +96,33 @@ def quiet_torchao() -> Iterator[None]:
             logging.getLogger(name).removeFilter(kept)
 
 
+_refusals: list[Callable[[str], str]] = []  # in force, each by a `refusing` that has not ended
+
+
+@contextmanager
+def refusing(refusal: Callable[[str], str]) -> Iterator[None]:
+    """Within this context, `locate` imports no path for which `refusal` returns a reason."""
+    _refusals.append(refusal)
+    try:
+        yield
+    finally:
+        _refusals.remove(refusal)
+
+
 def locate(path: DottedPath) -> Callable[..., Any]:
-    """Import the function or class with this dotted path. Raises TuneError if that fails."""
+    """Import the function or class with this dotted path. Raises TuneError if that fails, if it is part of Python's
+    standard library, which has no components, or if a `refusing` context forbids it."""
+    for refusal in _refusals:
+        if reason := refusal(path):
+            raise TuneError(reason)
     first, *names = path.split(".")
     if not names or not all(name.isidentifier() for name in (first, *names)):
         hint = "" if names else f" Include its module: my_module.{path}"
         if re.fullmatch(r"[\w.]+?(\.py)?:\w+", path):
             hint = f" Write {path.replace('.py:', '.').replace(':', '.')}."
         raise TuneError(f"'{path}' is not the dotted path of a function or class.{hint}")
+    if first in sys.stdlib_module_names:
+        raise _of_python(path)
     found: Any = _import(first, path)
     for name in names:
         child = getattr(found, name, None)
@@ -117,7 +138,24 @@ def locate(path: DottedPath) -> Callable[..., Any]:
     if not callable(found):
         what = "a module, not" if isinstance(found, ModuleType) else "not"
         raise TuneError(f"'{path}' is {what} a function or class.")
+    if _module_of(found).partition(".")[0] in sys.stdlib_module_names:
+        raise _of_python(path)
     return found
+
+
+def _module_of(found: Any) -> str:
+    """The module that defines a function or class; for other callables, such as a partial function, ""."""
+    if not (inspect.isroutine(found) or inspect.isclass(found)):
+        return ""
+    owner = getattr(found, "__self__", None)  # of a method written in C, which may not name its module
+    return str(getattr(found, "__module__", None) or type(owner).__module__)
+
+
+def _of_python(path: str) -> TuneError:
+    return TuneError(
+        f"'{path}' is part of Python's standard library, not a component. Name a class or function of tune, torch, "
+        "another library or your own module."
+    )
 
 
 def _import(name: str, path: str, missing_in: ModuleType | None = None) -> ModuleType | None:

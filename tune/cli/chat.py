@@ -14,7 +14,6 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from tempfile import TemporaryFile
 from typing import Any
 
@@ -30,6 +29,7 @@ from tune.errors import TuneError
 from tune.generation import Continuation, Sampler
 from tune.lookup import did_you_mean, local_path
 from tune.peft import open_model
+from tune.terminal import visible
 from tune.tokenizers import Message, Tokenizer
 
 PATIENCE = 7 * 24 * 60.0  # minutes that processes wait while the user thinks
@@ -89,7 +89,10 @@ def others(count: int, arguments: list[str]) -> Iterator[None]:
 
 def talk(options: Namespace) -> None:
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    tell = partial(console.print, style="dim")
+
+    def tell(text: str) -> None:
+        console.print(visible(text), style="dim")
+
     world = distributed.init(options.device, tp=options.tp, timeout=PATIENCE)
     if world.data_size > 1:
         raise TuneError("tune chat starts its own processes. Use --tp N without torchrun")
@@ -166,11 +169,11 @@ def columns(replies: list[Reply], console: Console, height: int | None = None) -
     width = (console.width - 2) // len(replies) - 3  # of the text, besides padding, a border and ^C
     cells = []
     for reply in replies:
-        name = reply.speaker.name
+        name = visible(reply.speaker.name)
         table.add_column(
             Text(name if len(name) <= width else f"\u2026{name[1 - width :]}"), width=width, overflow="fold"
         )
-        lines = Text(reply.text).wrap(console, width, overflow="fold", no_wrap=False)
+        lines = Text(visible(reply.text)).wrap(console, width, overflow="fold", no_wrap=False)
         cells.append(Text("\n").join(lines[-height:] if height else lines))
     table.add_row(*cells)
     if height is None and any(reply.note for reply in replies):
@@ -287,14 +290,14 @@ class Dialogue:
         """Print answers as they arrive; Ctrl-C cuts an answer off."""
         for reply in replies:
             if len(replies) > 1:
-                self.console.print(f"[{reply.speaker.name}]", style="bold")
+                self.console.print(visible(f"[{reply.speaker.name}]"), style="bold")
             try:
                 for piece in reply:
-                    self.console.out(piece, end="", highlight=False)
+                    self.console.out(visible(piece), end="", highlight=False)
                 self.console.out()
             except KeyboardInterrupt:
                 reply.note = "(stopped)"
-                self.console.out(reply.rest(), end=" ", highlight=False)
+                self.console.out(visible(reply.rest()), end=" ", highlight=False)
             if reply.note:
                 self.tell(reply.note)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from tune.cli.output import new_folder
 from tune.errors import TuneError
 from tune.lookup import local_path
+from tune.terminal import visible
 
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
@@ -16,7 +17,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     with new_folder(options.out):
         print(f"converting {options.source}", flush=True)
         for note in convert(options.source, options.out):
-            print(f"note: {note}")
+            print(visible(f"note: {note}"))
 
 
 def convert(source: Path, out: Path) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 from tune.cli.output import print_table
 from tune.lookup import local_path
 from tune.records import Record, differences, number, read
+from tune.terminal import visible
 from tune.types import as_given, show
 
 
@@ -17,7 +18,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("runs", metavar="RUN", nargs=2, type=local_path, help="a run folder")
     runs = [read(path) for path in parser.parse_args(arguments).runs]
     for problem in [f"{run.path}: {each}" for run in runs for each in run.problems]:
-        print(f"warning: {problem}", file=sys.stderr)
+        print(visible(f"warning: {problem}"), file=sys.stderr)
     results = [last_values(run) for run in runs]
     rows = [["", *(str(run.path) for run in runs)]]
     inputs, recipes = [run.inputs for run in runs], [str(run.facts.get("recipe", "")) for run in runs]

@@ -9,6 +9,7 @@ from tune.cli.model_options import add_step
 from tune.cli.output import new_folder, served_by
 from tune.errors import TuneError
 from tune.lookup import in_shell, local_path
+from tune.terminal import visible
 
 OLLAMA = (
     "Ollama does not run the Jinja chat template in the file, but its own nearest template. Compare it with "
@@ -53,14 +54,14 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
             tokenizer = opened.exported_tokenizer() or opened.tokenizer()
             family = str(ConfigFile(path).get("model_type"))
             for note in convert.export_gguf(model, opened.base, tokenizer, out, family, options.type or "f16"):
-                print(f"note: {note}")
+                print(visible(f"note: {note}"))
             recipe.write_text(modelfile(tokenizer, out.name), encoding="utf-8")
             if tokenizer.chat_template:
                 print(f"note: {OLLAMA}")
             name = in_shell(out.stem.lower())
             create = f"ollama create {name} -f {in_shell(recipe)}"
             commands = [f"llama-cli -m {in_shell(out)}", f"{create} && ollama run {name}"]
-    print("to use it:", *commands, sep="\n  ")
+    print("to use it:", *map(visible, commands), sep="\n  ")
 
 
 def modelfile(tokenizer: Any, file: str) -> str:

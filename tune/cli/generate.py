@@ -28,6 +28,7 @@ from tune.cli.recipes import parted
 from tune.errors import TuneError, explained
 from tune.launchers import count, ray
 from tune.lookup import local_path
+from tune.terminal import visible
 
 OWN = ("index", "sample", "completion", "finish", "tokens")  # columns added to those of the rows
 QUICK = 10.0  # seconds; slower answers are written in smaller groups
@@ -110,7 +111,7 @@ class Answerer:
 
     def tell(self, message: str) -> None:
         if self.world.is_main:
-            print(message, file=sys.stderr, flush=True)
+            print(visible(message), file=sys.stderr, flush=True)
 
 
 def generate(options: Namespace, rows: list[tuple[str, Any]], actors: Namespace | None = None) -> None:
@@ -191,7 +192,9 @@ def write(options: Namespace, rows: list[tuple[str, Any]], answers: Iterable[tup
                 for sample, completion in enumerate(completions)
             ]  # fmt: skip
             for record in records:
-                print(record["completion"], file=out, flush=True)
+                # A file or a program gets the answer as it is.
+                answer = visible(record["completion"]) if out.isatty() else record["completion"]
+                print(answer, file=out, flush=True)
             if options.keep:
                 prompts = {number: prompt for number, (prompt, _) in zip(numbers, found, strict=True)}
                 reasons = [why_not(record, options) for record in records]

@@ -7,6 +7,7 @@ from typing import Any
 
 from tune.errors import TuneError
 from tune.lookup import in_shell
+from tune.terminal import visible
 
 
 @contextmanager
@@ -19,7 +20,7 @@ def new_folder(out: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise TuneError(f"{error.filename or out}: {error.strerror or error}") from error
-    print(f"wrote {out}")
+    print(visible(f"wrote {out}"))
 
 
 def served_by(model: Any, out: Path) -> str:
@@ -41,6 +42,7 @@ def gib(folder: Path) -> str:
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
+    rows = [[visible(cell).replace("\n", "\\n") for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -20,13 +20,14 @@ from rich.table import Table
 
 from tune import config, records
 from tune.cli.hub import hub
-from tune.cli.recipes import parse_options, settings
+from tune.cli.recipes import parse_options, recipe_of, settings
 from tune.devices import DEVICES
 from tune.devices import device as device_named
 from tune.errors import TuneError
 from tune.launchers import count
 from tune.lookup import is_on_the_hub
 from tune.rules import Facts, Level, judge
+from tune.terminal import visible
 
 MISSING = object()
 LESS = "one of the settings that need less memory, or try --search"
@@ -80,9 +81,13 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     device = device_named(options.device)
     if options.calibrate:
         file, table = Path(options.calibrate) / "device.json", device
-        device = calibrate(file.parent, table, recipe_of_run(file.parent, options.recipe))
+        recipe = recipe_of_run(file.parent, options.recipe)
+        own: Any = None
+        if options.recipe:  # the user trusts what these settings name
+            own = OmegaConf.to_container(config.read(*recipe_of(options.recipe, rest), imports=False)[0])
+        device = calibrate(file.parent, table, recipe, own)
         speed = device.product_share / table.product_share
-        print(f"wrote {file}: {speed:.3g} x {device.name}", file=sys.stderr)
+        print(visible(f"wrote {file}: {speed:.3g} x {device.name}"), file=sys.stderr)
     if not options.recipe:
         return
 
@@ -94,9 +99,9 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
 
     job = changed()
     if job.cost:
-        print(f"note: model: {job.cost}", file=sys.stderr)
+        print(visible(f"note: model: {job.cost}"), file=sys.stderr)
     for warning in [*filter(None, [job.note]), *warnings_of(device, job.cfg, options.world_size)]:
-        print(f"warning: {warning}", file=sys.stderr)
+        print(visible(f"warning: {warning}"), file=sys.stderr)
     searches = options.search or any(isinstance(group, DictConfig) and group.get("auto") for group in job.cfg.values())
     if searches and (given := [each for each in rest if each.partition("=")[0] in job.chosen]):
         print(f"warning: {' '.join(given)}: the search also tries other layouts", file=sys.stderr)
@@ -169,11 +174,14 @@ def file_of(recipe: str) -> Path:
 
 
 def recipe_of_run(run: Path, recipe: str | None) -> Path:
-    """Return the file of a run's recipe, or else the planned recipe. Raises TuneError if neither is known."""
-    name = records.recipe_of(run) or recipe
-    if name is None:
-        raise TuneError(f"--calibrate: {run} does not name its recipe. Add RECIPE")
-    return file_of(name)
+    """Return the file of a run's recipe if it is the library's, else of the planned one: a run folder may be another
+    person's, and name any file. Raises TuneError if there is neither."""
+    name = records.recipe_of(run)
+    if name in config.list_recipes():
+        return config.find_recipe(name)
+    if recipe is None:
+        raise TuneError(f"--calibrate: {run} is of the recipe {name}, which is not of the library. Name its RECIPE too")
+    return file_of(recipe)
 
 
 def without_data(recipe: str, rest: list[str]) -> DictConfig:

@@ -9,6 +9,7 @@ from argparse import ArgumentParser
 from tune import config
 from tune.cli.recipes import data_of, parse_options, prompts_of, settings
 from tune.secrets import without_secrets
+from tune.terminal import visible
 
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
@@ -23,15 +24,15 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     if "max_prompt_len" in cfg:
         print("each run reads its prompts itself: nothing is cached")
         for name, prompts in prompts_of(cfg, tokenizer).items():
-            print(f"{name}: {prompts.table()}")
+            print(visible(f"{name}: {prompts.table()}"))
         return
     dataset, validation = data_of(cfg, tokenizer)
     for part in filter(None, (dataset, validation)):
         if isinstance(part, Stream):
-            print(without_secrets(f"{part.name} is streamed: nothing is cached. Its first rows:"))
-        print(part.accounting.table(), flush=True)
+            print(visible(without_secrets(f"{part.name} is streamed: nothing is cached. Its first rows:")))
+        print(visible(part.accounting.table()), flush=True)
     found = warnings_about(parts_of(dataset, "training"), parts_of(validation, "validation"), tokenizer)
-    print("\n  ".join(["warnings", *found] if found else ["no warnings"]), flush=True)
+    print(visible("\n  ".join(["warnings", *found] if found else ["no warnings"])), flush=True)
     if "teacher" in cfg and cfg.teacher.top_k:
         from tune import distributed, peft
 

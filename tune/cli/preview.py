@@ -19,6 +19,7 @@ from tune.datasets import MARKS, Stream, first_rows, histogram, marked, parts_of
 from tune.errors import TuneError, explained
 from tune.launchers import count
 from tune.lookup import did_you_mean
+from tune.terminal import visible
 
 STYLES = {True: ("black on pale_green1", "black on pale_green3"), False: ("grey62", "grey50")}
 BAR = 40  # characters of the longest bar
@@ -48,9 +49,10 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         if options.html or options.source:
             raise TuneError("--html and --source need learned tokens, and prompts have none. Leave them out")
         for name, found in prompts_of(cfg, tokenizer).items():
-            print(f"{name}: {found.table()}")
+            print(visible(f"{name}: {found.table()}"))
             for prompt in found.prompts[: options.rows]:
-                print(f"\nprompt {prompt.index}: {len(prompt.tokens):,} tokens\n{tokenizer.decode(prompt.tokens)}")
+                text = visible(tokenizer.decode(prompt.tokens))
+                print(f"\nprompt {prompt.index}: {len(prompt.tokens):,} tokens\n{text}")
         return
     dataset, validation = data_of(cfg, tokenizer)
     training, held_out = parts_of(dataset, "training"), parts_of(validation, "validation")
@@ -114,9 +116,9 @@ def report(parts: dict[str, tuple], tables: list[str], warnings: list[str], colo
         yield from map(Text, _bars(histogram(dataset.lengths)))
         yield Text(f"copies of another sample: {dataset.copies:,} of {len(dataset.lengths):,}")
     for table in tables:
-        yield Text(f"\n{table}")
+        yield Text(visible(f"\n{table}"))
     yield Text("\nwarnings" if warnings else "\nno warnings", "bold")
-    yield from (Text(f"  {warning}", "red") for warning in warnings)
+    yield from (Text(visible(f"  {warning}"), "red") for warning in warnings)
 
 
 def _bars(lengths: list[tuple[int, int, int]]) -> Iterator[str]:

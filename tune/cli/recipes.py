@@ -19,6 +19,7 @@ from tune.errors import TuneError
 from tune.launchers import launcher
 from tune.lookup import did_you_mean
 from tune.rules import Facts
+from tune.terminal import visible
 
 
 def find(name: str) -> Path:
@@ -111,13 +112,13 @@ def check(default: str, settings: list[str]) -> None:
     """Report wrong keys at once, then all other errors in the settings, whose checks import for seconds."""
     _, found = config.read(default, settings, imports=False)
     if found:
-        print("\n  ".join(["error: in the configuration:", *found]), file=sys.stderr, flush=True)
+        print(visible("\n  ".join(["error: in the configuration:", *found])), file=sys.stderr, flush=True)
         told = {each.partition(": ")[0] for each in found}
         cfg, found = config.read(default, settings)
         facts = Facts(cfg, defaults=config.read_file(config.find_config(default)))
         for each in config.all_problems(facts, found):
             if each.partition(": ")[0] not in told:
-                print(f"  {each}", file=sys.stderr)
+                print(visible(f"  {each}"), file=sys.stderr)
         sys.exit(2)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tune.lookup import local_path
 from tune.records import write_report
+from tune.terminal import visible
 
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
@@ -16,4 +17,4 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     folders = [*dict.fromkeys(options.runs)]
     out: Path = options.out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
-    print(f"wrote {out} ({write_report(folders, out) / 2**20:.2f} MiB)")
+    print(visible(f"wrote {out} ({write_report(folders, out) / 2**20:.2f} MiB)"))

@@ -14,6 +14,7 @@ from tune import config
 from tune.cli.recipes import parse_options, recipe_of, require_recipe
 from tune.errors import TuneError
 from tune.launchers import count
+from tune.terminal import visible
 
 ROWS = 1000
 
@@ -61,7 +62,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         print(json.dumps({**counts, "findings": [asdict(finding) for finding in found]}, indent=2))
     else:
         for finding in found:
-            print(f"{finding.level:<7}  {finding}")
+            print(visible(f"{finding.level:<7}  {finding}"))
             if finding.link:
                 print(f"         {finding.rule}: {finding.link}")
         print(", ".join(f"{level}: {count}" for level, count in counts.items()))

@@ -22,7 +22,9 @@ from tune.cli.model_options import add_step
 from tune.cli.output import print_table
 from tune.errors import TuneError, explained
 from tune.launchers import count
-from tune.lookup import is_on_the_hub, local_path
+from tune.lookup import local_path
+from tune.run_settings import COMPONENTS, read_settings, require_local, settings_file
+from tune.terminal import visible
 
 PROGRAMS = ("transformers", "peft", "llama.cpp", "vllm")
 ANSWER = 32  # tokens
@@ -68,8 +70,8 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         raise
     except Exception as error:  # Python would exit with 1, which means a difference
         if not _is_full(error):
-            traceback.print_exc()
-        print(f"error: the models were not compared: {type(error).__name__}: {error}", file=sys.stderr)
+            print(visible(traceback.format_exc()), end="", file=sys.stderr)
+        print(visible(f"error: the models were not compared: {type(error).__name__}: {error}"), file=sys.stderr)
         sys.exit(2)
     words = {True: "same", False: "DIFFERENT", None: "not comparable"}
     rows = [(*astuple(each)[:5], words[each.is_same]) for each in checks]
@@ -77,7 +79,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     different = [each for each in checks if each.is_same is False]
     for each in checks:
         if each in different or each.detail:
-            print(f"{each.name}: {each.detail or f'{each.difference}, where {each.tolerance} is allowed'}")
+            print(visible(f"{each.name}: {each.detail or f'{each.difference}, where {each.tolerance} is allowed'}"))
     if different:
         sys.exit(1)
 
@@ -100,10 +102,10 @@ def verify(options: Namespace) -> list[Any]:
         raise TuneError(f"{artifact} is a run, not its result. Name {made} first, and the run after --against")
     if (artifact / CONFIG).exists():
         base = read_adapter_config(artifact).get("base_model_name_or_path") or ""
-        if not base or not (Path(base).exists() or is_on_the_hub(base)):
+        if not base or not Path(base).exists():
             raise TuneError(
-                f"{artifact / CONFIG}: base_model_name_or_path is {base!r}, which does not exist, so no program can "
-                "open the adapter. Set it to the folder of the base"
+                f"{artifact / CONFIG}: base_model_name_or_path is {base!r}, which is not a folder here, so no program "
+                "can open the adapter. Set it to the folder of the base (`tune download` gets a model from the hub)"
             )
     run, step = step_of(options.against, options.step)
     # Take the adapter even if the run has also merged it, so that its effect can be measured.
@@ -120,7 +122,7 @@ def verify(options: Namespace) -> list[Any]:
     context = max(max(len(each.prompt) + ANSWER, len(each.ids)) for each in probes) + 16
     with open_program(artifact, options.program, device, options.dtype, context) as program:
         words = f"{artifact} in {program.name}, against {against}; weights in {stored}, on {device}"
-        print(words, file=sys.stderr, flush=True)
+        print(visible(words), file=sys.stderr, flush=True)
         with explained(f"{program.name} cannot compute with {artifact}", Exception):
             found = ask(program, tokenizer, probes, ANSWER)
         opened_in = program.name
@@ -128,7 +130,7 @@ def verify(options: Namespace) -> list[Any]:
     settings = compare_settings(artifact, opened_in, opened.folders.base, opened.model)
     if artifact.is_file() and isinstance(opened.model, Decoder):
         for note in notes_of(opened.model.config, str(ConfigFile(opened.folders.base).get("model_type"))):
-            print(f"note: {note}", flush=True)
+            print(visible(f"note: {note}"), flush=True)
     model = opened.load(device, options.dtype)
     floor = NOISE if computed_in(artifact, options.dtype).itemsize > 2 else NOISE_OF_16_BITS
     return [*compare(found, model, tokenizer, probes, options.tolerance, stored, floor), *settings]
@@ -183,23 +185,21 @@ def data_of_run(run: Path) -> tuple[str, str, dict[str, Any]]:
 
     Raises TuneError if no data can be read without the run's own code.
     """
-    from omegaconf import OmegaConf
-
-    files = sorted(run.glob("config*.yaml"), key=lambda file: (len(file.name), file.name))
-    if not files:
+    file = settings_file(run)
+    if file is None:
         raise TuneError(f"{run} has no config.yaml, which names its training data")
-    settings: Any = OmegaConf.to_container(OmegaConf.load(files[-1]), resolve=True)
-    groups = [settings.get(name) for name in ("validation_dataset", "dataset")]
+    settings: Any = read_settings(file)
+    groups: list[Any] = [settings.get(name) for name in ("validation_dataset", "dataset")]
     groups = [group for group in groups if isinstance(group, dict)]
     training = groups[-1] if groups else {}
     if (sources := training.get("sources")) and isinstance(sources, dict):  # of a mixture
         groups += [{**training, **source} for source in sources.values() if isinstance(source, dict)]
     group = next((group for group in groups if isinstance(group.get("path"), str)), None)
     if group is None:
-        raise TuneError(f"{files[-1]} names no data path")
-    component, path = str(group.get("_component_")), group["path"]
+        raise TuneError(f"{file} names no data path")
+    component, path = str(group.get("_component_")), require_local(group["path"], "dataset.path", file)
     reading = {name: training[name] for name in ("format", "columns", "ignore", "kind") if training.get(name)}
     reading |= {name: group[name] for name in READING if group.get(name)}
-    if not component.startswith("tune.datasets.") or path.startswith("python:") or "." in str(reading.get("format")):
-        raise TuneError(f"{files[-1]}: {path} needs custom code, which tune verify does not run")
+    if component not in COMPONENTS or "." in str(reading.get("format")):
+        raise TuneError(f"{file}: {path} needs custom code, which tune verify does not run")
     return component, path, reading

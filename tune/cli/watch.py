@@ -16,6 +16,7 @@ from rich.text import Text
 
 from tune.lookup import local_path
 from tune.records import TEMPLATES, Record, changed, number, read, samples, seconds, uses
+from tune.terminal import visible
 
 LINES, BLOCKS = 8, " ▁▂▃▄▅▆▇█"  # of the curve
 CURVES = ("validation_loss", "validation_reward", "grad_norm", "lr")  # with a line of their own, first
@@ -48,7 +49,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
 def view(run: Record, width: int) -> Iterator[RenderableType]:
     """Yield the main view of a run, for a terminal of `width` columns."""
     color = {"running": "cyan", "done": "green"}.get(run.state, "red")
-    yield Text.assemble((str(run.path), "bold"), "  ", (run.state, color), f"  {run.facts.get('error') or ''}")
+    yield Text.assemble((visible(run.path), "bold"), "  ", (run.state, color), f"  {run.facts.get('error') or ''}")
     steps, times = run.known("time")
     if not len(steps):
         yield Text("no step has finished yet")
@@ -93,7 +94,7 @@ def details(run: Record, width: int) -> Iterator[Text]:
     shown = ("step", "time", "epoch", main_curve(run), *CURVES)
     yield from curves(run, [name for name in run.columns if name not in shown], width)
     for sentence, commands in uses(run) if run.state != "running" else ():
-        yield Text("\n".join(["", sentence, *commands]))
+        yield Text(visible("\n".join(["", sentence, *commands])))
 
 
 def beginnings(texts: dict[str, str], width: int) -> Iterator[Text]:

@@ -26,6 +26,7 @@ from tune.config.paths import find_default
 from tune.errors import TuneError
 from tune.lookup import in_shell, quiet_torchao
 from tune.rules import Facts
+from tune.terminal import visible
 from tune.types import as_given
 
 PATIENCE = 10.0  # seconds
@@ -165,7 +166,9 @@ def _rank() -> str:
 
 def _print_error(message: str) -> None:
     red, plain = ("\033[1;31m", "\033[0m") if sys.stderr.isatty() else ("", "")
-    sys.stderr.write(f"{red}error:{plain} {message}\n")  # one write, so that lines of several processes do not mix
+    sys.stderr.write(
+        f"{red}error:{plain} {visible(message)}\n"
+    )  # one write, so that lines of several processes do not mix
 
 
 def _let_torchrun_end_this(patience: float) -> None:

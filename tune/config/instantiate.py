@@ -10,7 +10,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from tune.errors import TuneError, explained
 from tune.lookup import locate
-from tune.types import mismatch, show
+from tune.types import mismatch
 
 COMPONENT = "_component_"
 READING = ("kind", "format", "columns", "extra_columns", "ignore")  # settings that decide how columns are read
@@ -29,6 +29,12 @@ def instantiate(node: DictConfig | Mapping[str, Any], *args: Any, **kwargs: Any)
         raise TuneError(f"a component needs the key {COMPONENT}, the dotted path of a function or class: {values}")
     component = locate(path)
     key = node._get_full_key(None) if isinstance(node, DictConfig) else ""
+    if inspect.isbuiltin(component):
+        where = f"{key}.{COMPONENT}: " if key else ""
+        raise TuneError(
+            f"{where}{path} is a function written in C, which returns a value or acts, but makes no component. Name a "
+            "class or a Python function"
+        )
     given = {f"{name}_" if keyword.iskeyword(name) else name: value for name, value in values.items()}
     if twice := sorted(given.keys() & kwargs.keys()):
         raise TuneError(f"{key and f'{key}.'}{twice[0]}: the recipe passes this argument to {path}. Leave it out")
@@ -46,11 +52,6 @@ def instantiate(node: DictConfig | Mapping[str, Any], *args: Any, **kwargs: Any)
         if not component.__module__.startswith("torch"):
             raise  # may be a bug in our code or the user's
         raise TuneError(f"{path} refuses these arguments: {error}") from error
-    if inspect.isbuiltin(component) and (made is None or isinstance(made, str | int | float)):
-        where = f"{key}.{COMPONENT}: " if key else ""
-        raise TuneError(
-            f"{where}{path} returns {show(made)}, a plain value. Name a class or function that returns a component"
-        )
     return made
 
 

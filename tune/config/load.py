@@ -20,6 +20,7 @@ from tune.config.paths import find_config, find_script, is_of_the_library
 from tune.config.text import Values
 from tune.errors import TuneError
 from tune.rules import Facts, Finding, Level, judge
+from tune.run_settings import escaped, is_saved, read_settings, read_yaml, require_resolved, settings_file
 from tune.secrets import without_secrets
 from tune.types import as_given, show
 
@@ -62,6 +63,8 @@ def read(
     options = parse(arguments)
     files = [find_config(name) for name in options.config]
     overrides, unreadable = _overrides(options.settings)
+    for saved_file in filter(is_saved, files):
+        require_resolved(read_yaml(saved_file), saved_file)
     file = find_config(recipe_default)
     default = text.read(file)
     layers = [default, *(text.read(file, f" ({file.name})") for file in files), overrides]
@@ -122,14 +125,14 @@ def save(cfg: DictConfig, folder: Path) -> list[str]:
     keys = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in ("output_dir", "resume")]
     if keys or not starts:
         name = f"config-{starts + 1}.yaml" if starts else "config.yaml"
-        OmegaConf.save(OmegaConf.create(values), folder / name)
+        OmegaConf.save(OmegaConf.create(escaped(values)), folder / name)
     return [f"{key}: {as_given(before.get(key))} -> {as_given(now.get(key))}" for key in keys]
 
 
 def saved(folder: Path) -> Values:
     """Return the settings of a run folder's last start by dotted keys, or {}. Raises TuneError."""
-    newest = max(folder.glob("config*.yaml"), default=None, key=lambda file: (len(file.name), file.name))
-    return flat(without_secrets(read_file(newest))) if newest else {}
+    newest = settings_file(folder)
+    return flat(without_secrets(read_settings(newest))) if newest else {}
 
 
 def flat(values: Values) -> Values:

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import OmegaConf
 
-from tune.errors import TuneError
+from tune.run_settings import read_yaml
 from tune.types import as_given, fits
 
 Values = dict[str, Any]
@@ -91,22 +90,9 @@ def parse(text: str) -> tuple[Any, Any]:
 
 def read(file: Path, origin: str = "") -> Layer:
     """Return the settings in a YAML file, with unresolved interpolations. Raises TuneError."""
-    try:
-        values = OmegaConf.load(file)
-        text = file.read_text(encoding="utf-8")
-        written = _written(text)
-    except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise TuneError(f"{file}{line}: this is not YAML: {error.problem}.") from error
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
-        raise TuneError(f"{file}: cannot be read: {str(error).splitlines()[0]}.") from error
-    except RecursionError as error:
-        raise TuneError(f"{file}: values are nested too deeply.") from error
-    if not isinstance(values, DictConfig):
-        raise TuneError(f"{file}: must have `key: value` lines at its top level, not a list.")
-    if not values:
-        raise TuneError(f"{file}: is empty.")
-    layer = Layer(spelled_out(OmegaConf.to_container(values)), origin)
+    values = read_yaml(file)
+    written = _written(file.read_text(encoding="utf-8"))
+    layer = Layer(spelled_out(values), origin)
     for key, each in written.items() if isinstance(written, dict) else ():  # a lone text is a key without a value
         layer.note(key, each)
     return layer

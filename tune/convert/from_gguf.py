@@ -49,7 +49,11 @@ def import_gguf(file: Path, out: Path) -> list[str]:
             f"{file}: transformers cannot convert the architecture '{architecture}'. Supported: "
             f"{', '.join(sorted(GGUF_SUPPORTED_ARCHITECTURES))}. Use the model's original checkpoint."
         )
-    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    source: dict[str, Any] = {
+        "pretrained_model_name_or_path": str(file.parent),
+        "gguf_file": file.name,
+        "trust_remote_code": False,
+    }
     try:
         tokenizer = AutoTokenizer.from_pretrained(**source)
         with without_bars():

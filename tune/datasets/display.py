@@ -1,6 +1,5 @@
 """Show a dataset before training: its text with the supervised tokens marked, and its lengths."""
 
-import re
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -11,13 +10,11 @@ from tune.collators import IGNORE, Sample
 from tune.datasets.dataset import Dataset
 from tune.datasets.mix import Mixture
 from tune.datasets.stream import Stream
+from tune.terminal import visible
 from tune.tokenizers import Tokenizer
 
 MARKS = "⟦⟧"  # around supervised text
 STRETCHES, CHARACTERS = 12, 240  # `marked(short=True)` shows this many stretches, and characters of each
-
-# A stray carriage return should be visible, and a row must not control the terminal.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True)
@@ -49,8 +46,7 @@ def document(sample: Sample, tokenizer: Tokenizer) -> Document:
     texts = [stream.add(token) for token in sample.tokens.tolist()]
     texts[-1] += stream.finish()
     learned = [False, *(np.asarray(sample.labels)[:-1] != IGNORE).tolist()]
-    visible = (_CONTROL.sub(lambda control: repr(control[0])[1:-1], text) for text in texts)
-    return Document(sample, [*zip(visible, learned, strict=True)])
+    return Document(sample, [*zip(map(visible, texts), learned, strict=True)])
 
 
 def marked(document: Document, short: bool = False) -> str:

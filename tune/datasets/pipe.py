@@ -21,6 +21,7 @@ from tune.datasets.user_functions import load_function
 from tune.datasets.workers import map_chunks
 from tune.errors import TuneError
 from tune.secrets import without_secrets
+from tune.terminal import visible
 
 TRUSTED = 1000  # rows after which the share of bad rows is reliable
 
@@ -66,7 +67,7 @@ def announced(chunks: Iterable[Samples], source: str) -> Iterator[Samples]:
         if now - last >= TELL:
             last = now
             speed = f"{rows / (now - start):,.0f} rows a second"
-            print(f"preparing {without_secrets(source)}: {rows:,} rows, {speed}", file=sys.stderr, flush=True)
+            print(f"preparing {visible(without_secrets(source))}: {rows:,} rows, {speed}", file=sys.stderr, flush=True)
 
 
 def _require_few_bad_rows(counted: Accounting, max_bad_share: float, name: str, which: str = "") -> None:

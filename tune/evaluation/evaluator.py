@@ -58,6 +58,8 @@ class Evaluator:
         general_limit: PositiveFloat = 0.3,
     ):
         how = {"limit": limit, "num_fewshot": num_fewshot, "apply_chat_template": apply_chat_template}
+        if rehearsal.planning():  # a plan measures only the step; files of tasks may have code
+            tasks = include_path = prompts = general = None
         try:
             self.tasks = Tasks(tasks or [], tokenizer, include_path, model=model, group="evaluate.", **how)  # type: ignore[arg-type]
         except TuneError as error:
@@ -65,8 +67,6 @@ class Evaluator:
                 raise
             rehearsed.report(error)  # the prompts may be wrong too
             self.tasks = Tasks([], tokenizer)
-        if rehearsal.planning():
-            prompts = general = None
         self.prompts = open_prompts(tokenizer, placed_rows(prompts, "evaluate.prompts")) if prompts else []
         self.general = GeneralData(general, model, tokenizer, world, run.path / "general") if general else None
         self.general_limit = general_limit

@@ -11,6 +11,7 @@ from tune.files import CHECKPOINT
 from tune.lookup import in_shell, local_path
 from tune.models import ConfigFile, no_folder, read_json
 from tune.peft.files import CONFIG
+from tune.run_settings import settings_file
 
 ANY = "a model (with config.json), an adapter or a run folder"
 
@@ -128,9 +129,9 @@ def steps_of(run: Path) -> dict[int, Path]:
 def checkpoint_of(run: Path, step: int) -> tuple[Path, Path]:
     """The checkpoint of `run` after `step`, and the newest file with the run's settings. Raises TuneError if one of
     them does not exist."""
-    settings = sorted(run.glob("config*.yaml"), key=lambda file: (len(file.name), file.name))
+    settings = settings_file(run)
     checkpoints = steps_of(run) if (run / "checkpoints").is_dir() else {}
-    if step not in checkpoints or not settings:
+    if step not in checkpoints or settings is None:
         steps = ", ".join(map(str, checkpoints)) or "none"
         raise TuneError(f"{run} has no checkpoint of step {step}; it has {steps}. Give a run and one of its steps")
-    return checkpoints[step], settings[-1]
+    return checkpoints[step], settings

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -47,6 +46,8 @@ from tune.peft.lora import LoRA
 from tune.peft.merging import give_memory, load_combined, take_off
 from tune.peft.named import Resolved, checkpoint_of, resolve_model, step_of
 from tune.quantization import Compressor, quantize_linears, quantized_linears
+from tune.run_settings import read_settings
+from tune.terminal import visible
 from tune.tokenizers import Tokenizer
 
 # The components that a run's settings may name. Settings may come from others, and a component can be any function.
@@ -321,7 +322,7 @@ def _exported(
 def _at_step(run: Path, step: int, head: Literal["tokens", "score"] | None, setting: str) -> OpenedModel:
     """Open a checkpoint of a run, with the settings of the run."""
     checkpoint, file = checkpoint_of(run, step)
-    settings: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
+    settings = read_settings(file)
     if _component(settings, "model", file)[1].get("trust_remote_code"):
         raise TuneError(
             f"{file}: model.trust_remote_code would run code of the checkpoint. Export the result, without --step"
@@ -371,7 +372,7 @@ def _say_once(text: str) -> None:
     """Print to standard error, once per process and only on rank 0."""
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
     if rank == 0:
-        print(text, file=sys.stderr, flush=True)
+        print(visible(text), file=sys.stderr, flush=True)
 
 
 def _writes_none(setting: str, path: str | Path) -> TuneError:

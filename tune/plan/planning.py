@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -20,12 +20,14 @@ from tune.datasets import beyond_positions, require_batches
 from tune.devices import Device
 from tune.distributed import LARGE, as_dtype, cast_by_fsdp, repeated_blocks, split_blocks
 from tune.errors import TuneError
+from tune.files import written_aside
 from tune.plan.memory import GIB, IN_STEP, PARTS, Checkpointing, Layout, PlannedStage, memory
 from tune.plan.recording import Recording, is_trained, meshes_of, require_layout
 from tune.plan.sampling import read_prompts, read_together, sample_token
 from tune.plan.speed import seconds
 from tune.plan.trace import Sharing, StepTrace, Trace, Tracer
 from tune.run import flops_per_token, planned_memory
+from tune.run_settings import escaped, listed_only, read_settings, settings_file
 from tune.types import as_given
 
 T = TypeVar("T")
@@ -511,10 +513,11 @@ def _powers(number: int, most: int) -> list[int]:
     return [2**n for n in range(most.bit_length()) if number % 2**n == 0]
 
 
-def calibrate(run: Path, device: Device, recipe: Path) -> Device:
+def calibrate(run: Path, device: Device, recipe: Path, own: Mapping[str, Any] | None = None) -> Device:
     """Fit the device's speed and reserved memory to the measurements in `run` of `recipe`, and write them there.
 
-    A CPU gets the cores of this machine. Raises TuneError.
+    A CPU gets the cores of this machine. `own` are settings of the user, whose components the run's settings may name
+    too. Raises TuneError.
     """
     files = {name: run / name for name in ("run.json", "config.yaml", "metrics.jsonl")}
     if missing := [name for name, file in files.items() if not file.is_file()]:
@@ -523,21 +526,25 @@ def calibrate(run: Path, device: Device, recipe: Path) -> Device:
     steps = [line for line in lines if "step_seconds" in line][1:]  # the first step is a warm-up
     if not steps:
         raise TuneError(f"--calibrate: {run} has fewer than two steps to measure")
-    cfg = cast(DictConfig, OmegaConf.load(files["config.yaml"]))
+    file = settings_file(run) or files["config.yaml"]
+    settings = read_settings(file)
+    cfg = OmegaConf.create(escaped(settings))
     device = replace(device, cores=os.cpu_count() or 1) if device.is_host else device
     processes = json.loads(files["run.json"].read_text(encoding="utf-8"))["processes"]
-    job = Job(cfg, device, processes, recipe)
-    if job.recorded.samplings or "max_seq_len" not in cfg:
-        raise TuneError("--calibrate: sampled completions vary in length. Use a run of full_finetune")
-    mean = median(step["tokens"] for step in steps)
-    cfg.max_seq_len = round(cfg.max_seq_len * mean / (job.rows * job.row_tokens))
-    job = Job(cfg, device, processes, recipe)
-    plan = job.plan(job.layout())
+    with listed_only(settings, file, own):
+        job = Job(cfg, device, processes, recipe)
+        if job.recorded.samplings or "max_seq_len" not in cfg:
+            raise TuneError("--calibrate: sampled completions vary in length. Use a run of full_finetune")
+        mean = median(step["tokens"] for step in steps)
+        cfg.max_seq_len = round(cfg.max_seq_len * mean / (job.rows * job.row_tokens))
+        job = Job(cfg, device, processes, recipe)
+        plan = job.plan(job.layout())
     measured = median(step["step_seconds"] - step["data_seconds"] for step in steps)
     waits = sum(plan.seconds[name] for name in ("tensor", "sharding", "offload"))
     speed = (plan.step_seconds - plan.seconds["input"] - waits) / max(measured - waits, 0.1 * measured)
     tensors = (plan.peak - plan.memory["reserve"]) / GIB
     reserve = max(0.0, max(step["peak_memory_gib"] for step in steps) - (1 + device.reserve_share) * tensors)
     as_measured = replace(device.at_speed(speed), reserve=reserve)
-    (run / "device.json").write_text(json.dumps(asdict(as_measured), indent=2) + "\n", encoding="utf-8")
+    with written_aside(run / "device.json") as unfinished:  # the file there may be a link to another one
+        unfinished.write_text(json.dumps(asdict(as_measured), indent=2) + "\n", encoding="utf-8")
     return as_measured

@@ -18,6 +18,7 @@ from tune.files import written_aside
 from tune.lookup import in_shell
 from tune.records.record import Record, differences, json_object, number, read
 from tune.secrets import without_secrets
+from tune.terminal import all_visible
 
 POINTS = 100_000  # of all curves of a page together
 SAMPLES = 4  # prompts shown from the first step and from the last
@@ -68,10 +69,13 @@ def write_report(folders: Sequence[Path], out: Path) -> int:
 
 def changed(run: Record) -> list[tuple[str, list[Any]]] | None:
     """Return the settings that differ from the recipe's defaults (key, [default, value]); None if these are unknown."""
+    name = str(run.facts.get("recipe"))
+    if name != Path(name).name:  # a run names its recipe by a name, not by a file
+        return None
     try:
         script = Path((run.facts.get("command") or [""])[0])
-        defaults = config.flat(config.read_file(config.find_default(script, run.facts["recipe"])))
-    except (KeyError, TuneError):
+        defaults = config.flat(config.read_file(config.find_default(script, name)))
+    except TuneError:
         return None
     for key, value in defaults.items():
         if isinstance(value, str) and value.startswith("${"):
@@ -98,7 +102,7 @@ def samples(run: Record) -> list[tuple[str, str, str]]:
     steps = set()
     for is_first in (True, False):
         lines = run.text("samples.jsonl", 1 << 20, is_first).splitlines()
-        found = [each for line in lines if {"step", "text"} <= (each := json_object(line)).keys()]
+        found = [each for line in lines if {"step", "text"} <= (each := all_visible(json_object(line))).keys()]
         step = found[0 if is_first else -1]["step"] if found else None
         steps.add(step)
         sides.append({_prompt(each): str(each["text"]) for each in found if each["step"] == step})

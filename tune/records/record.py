@@ -19,6 +19,7 @@ from tune.errors import TuneError
 from tune.files import CHECKPOINT, lock, written_aside
 from tune.lookup import absent, did_you_mean_path, in_shell
 from tune.secrets import without_secrets
+from tune.terminal import all_visible, visible
 
 STARTS = 100  # latest starts to keep, besides the first: a run may be started thousands of times
 FILES = ("run.json", "config.yaml", "metrics.jsonl")  # a run folder has at least one of these
@@ -116,7 +117,7 @@ class Record:
         """Read the last `most` bytes of a file; with `start`, the first."""
         with suppress(OSError), (self.path / file).open("rb") as content:
             content.seek(0 if start else max(0, content.seek(0, 2) - most))
-            return content.read(most).decode(errors="replace")
+            return visible(content.read(most).decode(errors="replace"))
         return ""
 
     @property
@@ -159,14 +160,14 @@ def read(folder: Path, tail: int | None = None) -> Record:
     problems: list[str] = []
     settings: dict[str, Any] = {}
     try:
-        settings = config.saved(folder)
+        settings = all_visible(config.saved(folder))
     except TuneError as error:
         problems.append(str(error))
     columns, unreadable = _metrics(folder / "metrics.jsonl", tail)
     if unreadable:
         problems.append(f"{unreadable:,} lines of metrics.jsonl are ignored: they are not the metrics of a step")
-    facts = _json(folder / "run.json")
-    return Record(folder, _state(folder, facts), facts, settings, _json(folder / "data.json"), columns, problems)
+    facts, data = (all_visible(_json(folder / name)) for name in ("run.json", "data.json"))
+    return Record(folder, _state(folder, facts), facts, settings, data, columns, problems)
 
 
 def find(folder: Path) -> list[Path]:
@@ -207,7 +208,7 @@ def _metrics(file: Path, tail: int | None) -> tuple[dict[str, np.ndarray], int]:
         for line in lines:
             try:
                 values = json_object(line).items()
-                numbers = {name: float(each) for name, each in values if isinstance(each, int | float)}
+                numbers = {visible(name): float(each) for name, each in values if isinstance(each, int | float)}
                 columns["step"].append(numbers.pop("step"))
             except (KeyError, OverflowError):
                 unreadable += line.endswith(b"\n")  # a killed process may leave a partial last line

@@ -61,6 +61,7 @@ from tune.run.profiler import ProfilerOptions, profile
 from tune.run.store import Store
 from tune.run.watchdog import Watchdog
 from tune.secrets import without_secrets
+from tune.terminal import visible
 from tune.tokenizers import Tokenizer
 from tune.types import NonNegativeInt, PositiveInt
 
@@ -272,7 +273,7 @@ class Run:
 
     def info(self, message: str) -> None:
         """Send a message to the console and log.txt."""
-        message = without_secrets(message)
+        message = visible(without_secrets(message))
         self.messages.append(message)
         for sink in self.sinks:
             sink.message(message)

@@ -87,7 +87,7 @@ class Transformers:
         self.name, model_class = "transformers", transformers.AutoModelForCausalLM
         with explained(f"transformers cannot open {folder}", Exception):
             if not (folder / ADAPTER).exists():
-                config = transformers.AutoConfig.from_pretrained(folder)
+                config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
                 if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:  # a model that reads images too
                     model_class = transformers.AutoModelForImageTextToText
         if (folder / ADAPTER).exists():
@@ -97,9 +97,11 @@ class Transformers:
 
             self.name, model_class = "peft", peft.AutoPeftModelForCausalLM
         with explained(f"{self.name} cannot open {folder}", Exception):
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             kind = computed_in(folder, dtype)
-            self.model = model_class.from_pretrained(folder, dtype=kind, device_map=str(device)).eval()
+            self.model = model_class.from_pretrained(
+                folder, dtype=kind, device_map=str(device), trust_remote_code=False
+            ).eval()
         self.device = device
 
     def reads(self, text: str, ids: Sequence[int]) -> bool:

@@ -75,7 +75,9 @@ def _generation(folder: Path, program: str) -> dict[str, Any]:
         try:
             found = config_class.from_pretrained(folder)
         except OSError:  # no such file: transformers takes them from config.json
-            found = config_class.from_model_config(transformers.AutoConfig.from_pretrained(folder))
+            found = config_class.from_model_config(
+                transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            )
     defaults = config_class._get_default_generation_params()
     fields = {
         name: value
@@ -93,7 +95,7 @@ def _config(folder: Path) -> dict[str, Any]:
     with needs("hf", "tune verify"):
         import transformers
     with explained(f"{folder / 'config.json'} cannot be read", Exception):
-        config = transformers.AutoConfig.from_pretrained(folder).get_text_config()
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
     fields = {name: getattr(config, name, None) for name in FIELDS}
     if isinstance(rope := fields["rope_parameters"], dict):  # "type" is an old name of "rope_type"
         fields["rope_parameters"] = {name: each for name, each in rope.items() if name != "type" and each is not None}

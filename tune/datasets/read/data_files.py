@@ -22,6 +22,8 @@ from tune.lookup import absent, did_you_mean, local_path
 KINDS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 SEEKABLE = (".parquet", ".arrow")  # compressed internally
 RUN = "run.json"  # marks the folder of a run
+# Where data may come from. Others of fsspec's file systems run programs, or open further addresses out of files.
+SCHEMES = ("file", "http", "https", "s3", "gs", "gcs", "az", "abfs", "abfss", "hf", "memory")
 NOT_DATA = ("dataset_info.json", "dataset_infos.json")
 
 # The words in file names that mark a split, as on the Hugging Face hub.
@@ -125,7 +127,14 @@ def is_on_the_hub(path: str) -> bool:
 
 
 def place_at(path: str) -> File:
-    """Open a path or URL. Raises TuneError if fsspec cannot open it, or if it does not exist."""
+    """Open a path or URL. Raises TuneError if its scheme is not one of `SCHEMES`, if fsspec cannot open it, or if it
+    does not exist."""
+    scheme, is_url, rest = path.partition("://")
+    if is_url and (scheme not in SCHEMES or "::" in rest):  # fsspec opens each part of a::b
+        raise TuneError(
+            f"{path} is not read. Use a local path or one URL that begins with {', '.join(SCHEMES)}; other data can be "
+            "copied first, or come from a function (python:my_module.rows)"
+        )
     absent_package = explained(f"{path} needs a package (pip install it)", ImportError)
     with explained(f"{path} cannot be opened", Exception), absent_package:  # each file system has its own errors
         if "://" in path:
