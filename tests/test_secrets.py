@@ -1,6 +1,8 @@
 """Keys, tokens, and credentials stay on the machine: settings, messages, files, and loggers omit them."""
 
 import json
+import random
+import string
 import sys
 import types
 
@@ -8,12 +10,13 @@ import fsspec
 import full_finetune
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from tune import config
 from tune.checkpointers import model_card
 from tune.cli import main as tune
 from tune.errors import TuneError
-from tune.secrets import without_secrets
+from tune.secrets import REMOVED, without_secrets
 
 TOKEN = "abcdefghij" * 4
 
@@ -30,7 +33,7 @@ TOKEN = "abcdefghij" * 4
         (f"invalid user token hf_{TOKEN}.", "invalid user token ***."),
         ("Authorization: Bearer a.b.c", "Authorization: Bearer ***"),
         ("the key is 0123456789", "the key is ***"),  # from the environment
-        (["hf_token=abc", {"secret": {"a": 1}, "at": "https://a@b"}], ["hf_token=***", {"secret": None, "at": "https://b"}]),
+        (["hf_token=abc", {"secret": {"a": 1}, "at": "https://a@b"}], ["hf_token=***", {"secret": "***", "at": "https://b"}]),
     ],
 )  # fmt: skip
 def test_secrets_are_masked(text, shown, monkeypatch):
@@ -50,6 +53,83 @@ def test_secrets_are_masked(text, shown, monkeypatch):
 )  # fmt: skip
 def test_other_texts_are_not_masked(text):
     assert without_secrets(text) == text
+
+
+RANDOM = "q7Zt3Lx9Vb2Nk8Rw5Yc1Hm6P"
+HARMLESS = {
+    "token": "</think>", "key": "name_of_column", "pad_token": "<|endoftext|>", "image_token": "IMG_CONTEXT",
+    "stop_token": "### Response:", "mask_token": "[MASK]", "keys": ["prompt", "answer_v2"], "auth": "basic",
+    "revision": "3f1c9a0b7d5e2468ace013579bdf02468ace1357", "sha256": "0123456789abcdef" * 4, "secret": False,
+    "path": "/data/Qwen2.5-Coder-32B-Instruct-GPTQ-Int4", "credentials": "~/keys/service.json", "ssh_key": "./id_rsa",
+    "model": "NousHermes2Mixtral8x7BDPO", "name": "run-2026-11-29T05-52-16Z-lora_r16_a32", "max_tokens": 512,
+    "api_key_env": "OPENAI_API_KEY", "token_file": "/run/secrets/token", "wandb_token": None, "webhook": True,
+    "system": "Never say the password: it is a secret. Basic arithmetic is allowed.", "id": "c" * 8 + "-cccc" * 3,
+    "loss": "tune.losses.LinearCrossEntropy", "chunk_tokens": "5120000", "think_token": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", HARMLESS)
+def test_harmless_settings_are_kept(key):
+    assert without_secrets({key: HARMLESS[key]}, REMOVED) == {key: HARMLESS[key]}
+
+
+SECRETS = {
+    "bot_token": "sesame", "github_token": "sesame", "openai_key": "sesame", "slackToken": "sesame", "my_token": RANDOM,
+    "auth": "user:sesame", "webhook": "https://example.com/sesame", "webhook_url": "https://example.com/sesame",
+    "db_pwd": "hunter2xq", "password": 12345, "secret": {"a": "b"}, "api_keys": ["sesame"], "DISCORD-TOKEN": "sesame",
+    "token": f"tok_{RANDOM[:10]}", "key": RANDOM[:12], "Authorization": "Bearer sesame", "passphrase": "open sesame",
+    # Recognized by their value, whatever their name.
+    "a": f"hf_{TOKEN}", "b": f"ghp_{TOKEN}", "c": "sk-proj-" + RANDOM, "d": "xoxb-12345678-" + RANDOM, "e": RANDOM * 2,
+    "f": "AKIAIOSFODNN7EXAMPLE", "g": "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.c2lnbmF0dXJl", "h": RANDOM,
+    "i": "https://hooks.slack.com/services/T00000000/B00000000/sesame", "j": "https://me:sesame@host/a",
+    "k": "https://discord.com/api/webhooks/1234/sesame", "l": "https://host/a?sig=sesame", "m": f"AIza{RANDOM}{RANDOM}",
+    "n": "123456789:" + "A" * 35, "o": "-----BEGIN RSA PRIVATE KEY-----\nsesame", "p": f"github_pat_{TOKEN}",
+    "q": ["x", {"y": f"glpat-{TOKEN}"}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", SECRETS)
+def test_secrets_in_settings_are_removed(key):
+    """The mark stands where the secret was, and removing secrets again changes nothing."""
+    shown, saved = without_secrets({key: SECRETS[key]}), without_secrets({key: SECRETS[key]}, REMOVED)
+    for hidden in ("sesame", RANDOM[:10], TOKEN[:20], "AKIA", "eyJ", "hunter2", "12345"):
+        assert hidden not in repr([shown[key], saved[key]]) or key in "ik"
+    assert "sesame" not in repr(shown) + repr(saved) and REMOVED in repr(saved)
+    assert without_secrets(saved, REMOVED) == saved
+
+
+@pytest.mark.parametrize("name", ["BOT_TOKEN", "OPENAI_KEY", "SLACK_WEBHOOK", "MY_AUTH"])
+def test_values_of_the_environment_are_removed_from_any_setting(name, monkeypatch):
+    monkeypatch.setenv(name, "https://x.org/0pen:s3same")
+    cfg = OmegaConf.create({"logger": {"at": f"${{oc.env:{name}}}", "text": f"to ${{oc.env:{name}}} now"}})
+    saved = without_secrets(OmegaConf.to_container(cfg, resolve=True), REMOVED)
+    assert saved == {"logger": {"at": REMOVED, "text": f"to {REMOVED} now"}}
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("logger.trackers=[{_component_: my.Sink, bot_token: sesame}]", "[{_component_: my.Sink, bot_token: ***}]"),
+        ('{"api_key": "sesame"}', '{"api_key": "***"}'),
+        ("dataset.path=https://host/a?token=sesame&x=1", "dataset.path=https://host/a?token=***&x=1"),
+        ("a={b: {token: s3same-x7}}", "a={b: {token: ***}}"),
+        ("the password: must be set", "the password: must be set"),
+        ("reward.token=</think>", "reward.token=</think>"),
+        ("see https://host/docs: a: b", "see https://host/docs: a: b"),
+    ],
+)
+def test_assignments_in_text(text, shown):
+    assert without_secrets(text).endswith(shown)
+
+
+def test_random_tokens_are_recognized_and_names_are_not():
+    letters = string.ascii_letters + string.digits
+    draw = random.Random(0)
+    tokens = ["".join(draw.choices(letters, k=40)) for _ in range(500)]
+    recognized = sum(without_secrets({"x": token}) == {"x": "***"} for token in tokens)
+    assert recognized > 0.95 * len(tokens)
+    names = [f"{module.__name__}.{name}" for module in (torch, torch.nn, torch.optim) for name in dir(module)]
+    assert without_secrets({"x": names}) == {"x": names}
 
 
 def test_errors_and_model_cards_have_no_secrets():

@@ -1,12 +1,13 @@
 """A run folder, a checkpoint, an adapter or an artifact of another person: no verb runs its code, reads the environment
 for it, opens its addresses, writes through its links or shows its control sequences."""
 
+import io
 import json
 import os
 import shutil
 import threading
+from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +17,18 @@ import lora_finetune
 import pytest
 import yaml
 from helpers import slow_but
+from omegaconf import OmegaConf
 
+from tune import config
 from tune.cli import main
+from tune.cli.chat import Reply
+from tune.cli.generate import write
+from tune.cli.verify import data_of_run
 from tune.errors import TuneError
+from tune.lookup import locate
+from tune.peft import open_model
+from tune.run_settings import COMPONENTS, escaped, leaves, read_settings
+from tune.terminal import all_visible, visible
 
 TOKEN = "hf_" + "Ab1" * 12
 ESCAPE = "\x1b]0;owned\x07\x1b[31m"
@@ -188,6 +198,21 @@ def links(theirs: Stranger) -> None:
         (theirs.run / name).symlink_to(theirs.folder.parent / "precious")
 
 
+def linked_files(theirs: Stranger) -> None:
+    """Link files that exports and uploads contain to a file of the user."""
+    for folder in (theirs.base, theirs.run / "adapter"):
+        for name in ("notes.txt", "added_tokens.json"):
+            (folder / name).symlink_to(theirs.folder.parent / "precious")
+    (theirs.base / "generation_config.json").unlink()
+    (theirs.base / "generation_config.json").symlink_to(theirs.folder.parent / "precious")
+
+
+def module_of_peft(theirs: Stranger) -> None:
+    Path("evil.py").write_text(theirs.code)
+    file = theirs.run / "adapter" / "adapter_config.json"
+    theirs.edit(file, megatron_config={"a": 1}, megatron_core="evil")
+
+
 def controls(theirs: Stranger) -> None:
     """Put control sequences into all texts of the run folder."""
     theirs.set("seed", f"{ESCAPE}seed")
@@ -208,7 +233,7 @@ def controls(theirs: Stranger) -> None:
 ATTACKS: list[Callable[[Stranger], None]] = [
     interpolation, interpolated_tokenizer, address, template_of_references, component, component_of_another_module,
     component_of_data, code_in_the_folder, path_of_a_function, tracker, recipe, tasks, remote_code, template, links,
-    controls,
+    linked_files, module_of_peft, controls,
 ]  # fmt: skip
 
 STEP = ["--step", "2"]
@@ -246,6 +271,7 @@ VERBS: dict[str, list[str]] = {
     "validate, resume": ["validate", "lora_finetune", "model.path=BASE", "dataset.path=ROWS", "resume=RUN"],
     "plan": ["plan", "lora_finetune", "model.path=BASE", "--device", "cpu"],
 }
+DIFFERENT = ("verify a model", "verify --step", "validate, resume")  # the base is not the result, nor is step 2
 QUICK = {
     ("verify", interpolation), ("verify", address), ("verify", template_of_references),
     ("verify --step", interpolated_tokenizer), ("plan --calibrate", component), ("plan --calibrate", recipe),
@@ -254,8 +280,8 @@ QUICK = {
 }  # fmt: skip
 
 
-def attempted(theirs: Stranger, words: list[str], chats: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a verb, which may end with any message."""
+def attempted(theirs: Stranger, words: list[str], chats: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Run a verb, which may end with any message. Returns its exit code."""
     places = {
         "RUN": theirs.run, "ADAPTER": theirs.run / "adapter", "BASE": theirs.base, "OUT": Path("out"), "ROWS": chats,
         "FOLDER": theirs.folder, "OTHER": theirs.folder / "other", "CONFIG": theirs.run / "config.yaml",
@@ -269,8 +295,11 @@ def attempted(theirs: Stranger, words: list[str], chats: Path, monkeypatch: pyte
     for word in words:
         key, equals, value = word.rpartition("=")
         arguments.append(f"{key}{equals}{places.get(value, value)}")
-    with suppress(SystemExit, TuneError):
+    try:
         main(arguments)
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
 
 
 @pytest.mark.parametrize(("verb", "attack"), slow_but(QUICK, [(verb, attack) for verb in VERBS for attack in ATTACKS]))
@@ -287,16 +316,135 @@ def test_what_a_stranger_names_does_nothing(
         lambda *_, folder_path, allow_patterns, **__: sent.extend(Path(folder_path, each) for each in allow_patterns),
     )
     precious = stranger.folder.parent / "precious"
-    precious.write_text("mine")
+    precious.write_text('{"my": "secret file"}')
     attack(stranger)
     capfd.readouterr()
     attempted(stranger, VERBS[verb], chats, monkeypatch)
     printed = capfd.readouterr()
     assert server.asked == []
     assert not stranger.mark.exists()
-    assert precious.read_text() == "mine"
+    assert precious.read_text() == '{"my": "secret file"}'
+    assert "secret file" not in "".join(file.read_text(errors="replace") for file in Path("out").rglob("*.*"))
     for text in (printed.out, printed.err):
         assert TOKEN not in text
         assert "\x1b" not in text and "\x07" not in text
     assert TOKEN not in "".join(file.read_text(errors="replace") for file in stranger.run.glob("*.html"))
-    assert all(not file.is_symlink() or "precious" not in os.readlink(file) for file in sent)
+    assert all("secret file" not in file.read_text(errors="replace") for file in sent)
+
+
+@pytest.mark.parametrize("verb", slow_but({"verify", "plan --calibrate", "watch", "export --step"}, VERBS))
+def test_verbs_work_with_an_unchanged_folder(
+    verb: str, stranger: Stranger, chats: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They read what the attacks change."""
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", lambda *_, **__: SimpleNamespace(repo_id="me/theirs"))
+    monkeypatch.setattr("huggingface_hub.HfApi.upload_folder", lambda *_, **__: None)
+    code = attempted(stranger, VERBS[verb], chats, monkeypatch)
+    assert code == (1 if verb in DIFFERENT else 0)
+
+
+def test_refused_settings_are_named(stranger: Stranger, capsys: pytest.CaptureFixture[str]) -> None:
+    """Messages have the file and the key; `tune verify` goes on with its own texts."""
+    interpolation(stranger)
+    for read in (data_of_run, lambda run: open_model(run, step=2)):
+        with pytest.raises(TuneError, match=r"config\.yaml: dataset\.path: .*\$\{oc\.env:HF_TOKEN\}"):
+            read(stranger.run)
+    stranger.set("dataset.path", f"{stranger.url}/rows.jsonl")
+    with pytest.raises(TuneError, match=r"config\.yaml: dataset\.path: http://.* is not a file or folder here"):
+        data_of_run(stranger.run)
+    for path in ("org/name", "python:evil.rows", "memory://a.jsonl", 5):
+        stranger.set("dataset.path", path)
+        with pytest.raises(TuneError, match=r"config\.yaml: dataset\.path: |no data path"):
+            data_of_run(stranger.run)
+    component(stranger)
+    for words in (["export", "RUN", *STEP, "--to", "hf", "--out", "out"], VERBS["plan --calibrate"]):
+        with pytest.raises(SystemExit):
+            main([word.replace("RUN", str(stranger.run)) for word in words])
+        message = capsys.readouterr().err
+        assert "config.yaml: tokenizer._component_" in message and "os.system" in message
+
+
+def test_run_with_own_components_calibrates_if_they_are_named_again(
+    stranger: Stranger, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the command line, or in the YAML of the user's own copy of the recipe."""
+    Path("own.py").write_text("from tune.tokenizers import Tokenizer\nclass Mine(Tokenizer):\n    pass\n")
+    monkeypatch.syspath_prepend(os.getcwd())
+    stranger.set("tokenizer", {"_component_": "own.Mine", "path": str(stranger.base)})
+    calibrate = ["plan", "--calibrate", str(stranger.run), "--device", "cpu"]
+    with pytest.raises(SystemExit):
+        main(calibrate)
+    assert "tokenizer._component_" in capsys.readouterr().err
+    named = [f"model.path={stranger.base}", "tokenizer._component_=own.Mine"]
+    main([*calibrate, "lora_finetune", *named])
+    (stranger.run / "device.json").unlink()
+    main(["cp", "lora_finetune", "mine.py"])
+    settings = Path("mine.yaml").read_text().replace("tune.tokenizers.Tokenizer", "own.Mine")
+    Path("mine.yaml").write_text(settings)
+    stranger.edit(stranger.run / "run.json", recipe="mine")
+    main([*calibrate, "mine.py", named[0]])
+    assert (stranger.run / "device.json").exists()
+
+
+def test_listed_components() -> None:
+    """They exist, they are defined in the library that they name, and recipes name them by default."""
+    for path in sorted(COMPONENTS):
+        if path.startswith("torchao"):
+            pytest.importorskip("torchao")
+        assert locate(path).__module__.partition(".")[0] == path.partition(".")[0]
+    for name in config.list_recipes():
+        values = dict(leaves(config.read_file(config.find_config(name))))
+        assert {value for key, value in values.items() if key.endswith("_component_")} <= COMPONENTS
+
+
+@pytest.mark.parametrize("text", ["${a}", r"\${a}", r"\\${a}", "a ${b", "$a", "a\\", "$${oc.env:HOME}", "'${x}'"])
+def test_texts_with_a_dollar_survive(text: str, tmp_path: Path) -> None:
+    """As OmegaConf reads them, and as a run folder is read."""
+    assert OmegaConf.create({"a": escaped(text)}).a == text
+    OmegaConf.save(OmegaConf.create(escaped({"a": [{"b": text}]})), tmp_path / "config.yaml")
+    assert read_settings(tmp_path / "config.yaml") == {"a": [{"b": text}]}
+
+
+@pytest.mark.parametrize("text", ["${oc.env:HOME}", r"\\${oc.env:HOME}", "a${b}", "x: ${oc.decode:a}", "${${a}}"])
+def test_interpolations_are_found_wherever_they_are(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"a": [{"b": text}]}))
+    with pytest.raises(TuneError, match=r"config\.yaml: a\[0\]\.b: "):
+        read_settings(tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_answers_are_escaped_in_a_terminal(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file or a program gets them as they are."""
+    out = io.StringIO()
+    monkeypatch.setattr(out, "isatty", lambda: is_terminal)
+    completion: Any = SimpleNamespace(text=f"a{ESCAPE}", finish="stop", tokens=[1])
+    options = Namespace(score=None, out=None, keep=None, samples=1)
+    write(options, [("", {"prompt": "q"})], [(range(1), [(None, [completion])])], out)
+    assert (ESCAPE in out.getvalue()) != is_terminal
+    assert (visible(ESCAPE) in out.getvalue()) == is_terminal
+
+
+def test_answers_are_escaped_in_a_chat(stranger: Stranger, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    answers = iter(["the cat", "/exit"])
+    monkeypatch.setattr("builtins.input", lambda *_: next(answers))
+    monkeypatch.setattr(Reply, "__iter__", lambda _: iter([f"a{ESCAPE}"]))
+    main(["chat", str(stranger.run), "--max-new-tokens", "2", "--device", "cpu"])
+    printed = capsys.readouterr()
+    assert visible(ESCAPE) in printed.out and "\x1b" not in printed.out + printed.err
+
+
+def test_prompts_of_a_preview_are_escaped(
+    stranger: Stranger, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": f"q{ESCAPE}", "answer": "a"}) + "\n")
+    data = [f"model.path={stranger.base}", "dataset.path=rows.jsonl", "reward=own.f"]
+    Path("own.py").write_text("def f(row, answer): return 0.0\n")
+    main(["preview", "grpo", *data])
+    printed = capsys.readouterr().out
+    assert visible(ESCAPE) in printed and "\x1b" not in printed
+
+
+def test_messages_of_a_run_and_errors_are_escaped() -> None:
+    assert str(TuneError(f"a\n{ESCAPE}")) == f"a\n{visible(ESCAPE)}"
+    assert all_visible({ESCAPE: [ESCAPE, 1, None]}) == {visible(ESCAPE): [visible(ESCAPE), 1, None]}
+    assert visible("a\tb\n\r\x9b") == "a\tb\n\\r\\x9b"

@@ -1,3 +1,5 @@
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,45 @@ def test_invalid_component_is_reported(folder: Path, node: dict[str, object], me
     with pytest.raises(TuneError) as caught:
         instantiate(node)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "os.system", "builtins.print", "subprocess.check_call", "pathlib.Path.touch", "shutil.rmtree", "random.random",
+        "tune.cli.chat.os.system", "tune.cli.chat.subprocess.run", "parts.os.system", "parts.system", "antigravity.x",
+        "torch.os.popen", "torch.numel",
+    ],
+)  # fmt: skip
+def test_what_is_no_component_is_not_called(path: str, folder: Path, tmp_path: Path) -> None:
+    with (folder / "parts.py").open("a") as parts:
+        parts.write("import os\nfrom os import system\n")
+    mark = tmp_path / "mark"
+    with pytest.raises(TuneError, match=re.escape(path)):
+        instantiate({"_component_": path}, f"touch {mark}")
+    with pytest.raises(TuneError):
+        instantiate_weighted({"_component_": path})
+    assert not mark.exists() and "antigravity" not in sys.modules
+
+
+def test_own_components_of_all_kinds(folder: Path) -> None:
+    """Functions, classes, methods and callables, which the standard library helped to make."""
+    (folder / "own.py").write_text(
+        "import collections, contextlib, dataclasses, enum, functools, typing\n"
+        "def plain(x=1): return [x]\n"
+        "half = functools.partial(plain, x=0.5)\n"
+        "cached = functools.cache(plain)\n"
+        "Pair = collections.namedtuple('Pair', 'x', defaults=[1])\n"
+        "@dataclasses.dataclass\n"
+        "class Data:\n    x: int = 1\n    @classmethod\n    def make(cls): return cls()\n"
+        "    def __call__(self): return [self.x]\n"
+        "instance = Data()\n"
+        "@contextlib.contextmanager\n"
+        "def context(): yield\n"
+        "class Kind(enum.Enum):\n    A = 1\n    @staticmethod\n    def first(): return Kind.A\n"
+    )
+    for name in ("plain", "half", "cached", "Pair", "Data", "Data.make", "instance", "context", "Kind.first"):
+        assert instantiate({"_component_": f"own.{name}"}) is not None
 
 
 def test_missing_argument_names_the_key_of_the_component(folder: Path) -> None:

@@ -3,8 +3,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from tune.config import load, save
+from tune.config import load, save, saved
 from tune.errors import TuneError
+from tune.secrets import REMOVED
 
 
 def failure(*arguments: str, default: str = "default.yaml") -> str:
@@ -130,11 +131,43 @@ def test_secrets_are_not_saved(folder: Path) -> None:
     save(OmegaConf.create(secrets | harmless), folder)
     saved = OmegaConf.load(folder / "config.yaml")
     assert saved == {
-        "wandb": {"api_key": None, "project": "p"},
-        "hf_token": None,
-        "list": [{"password": None}],
+        "wandb": {"api_key": REMOVED, "project": "p"},
+        "hf_token": REMOVED,
+        "list": [{"password": REMOVED}],
         **harmless,
     }
+
+
+def test_removed_secrets_are_asked_for_again(folder: Path) -> None:
+    """A setting of which a run removed a secret has no value, and a harmless one with such a name has its value."""
+    note = {"bot_token": "sesame", "token": "</think>", "path": "https://me:pw@host/a"}
+    cfg = load("default.yaml", ["name=run"])
+    cfg.note = note
+    save(cfg, folder)
+    again = ["--config", str(folder / "config.yaml")]
+    assert "note: note.bot_token " in failure(*again)
+    given = load("default.yaml", [*again, "note={bot_token: other, token: </think>, path: a}"])
+    assert given.note.bot_token == "other"
+    assert saved(folder)["note.token"] == "</think>"
+    cfg.note = note | {"bot_token": None}
+    save(cfg, folder / "..")
+    assert "note: note.path " in failure("--config", str(folder / ".." / "config.yaml"))
+
+
+def test_interpolation_in_a_run_folder_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is allowed in a file of the user, and as plain text in a run folder."""
+    monkeypatch.setenv("MINE", "value")
+    (folder / "config.yaml").write_text("name: ${oc.env:MINE}\n")
+    assert load("default.yaml", ["--config", "config.yaml"]).name == "value"
+    (folder / "run.json").write_text("{}")
+    message = failure("--config", "config.yaml")
+    assert "config.yaml: name: '${oc.env:MINE}'" in message
+    cfg = load("default.yaml", [r"name=\${oc.env:MINE} \\\${x}"])
+    assert cfg.name == r"${oc.env:MINE} \${x}"
+    (folder / "config.yaml").unlink()
+    save(cfg, folder)
+    assert saved(folder)["name"] == cfg.name
+    assert load("default.yaml", ["--config", "config.yaml"]).name == cfg.name
 
 
 def test_defaults_of_full_finetune(tmp_path: Path) -> None:

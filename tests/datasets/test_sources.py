@@ -16,6 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from tune import rehearsal
 from tune.datasets import load
 from tune.datasets.cache import content_of
+from tune.datasets.read.data_files import SCHEMES
 from tune.datasets.read.opening import read
 from tune.errors import TuneError
 from tune.tokenizers import Tokenizer
@@ -185,6 +186,12 @@ def test_globs(tmp_path):
 # remote files
 
 
+@pytest.fixture(autouse=True)
+def web(monkeypatch):
+    """Let data come from the file system `Web`."""
+    monkeypatch.setattr("tune.datasets.read.data_files.SCHEMES", (*SCHEMES, "web"))
+
+
 @pytest.fixture
 def memory():
     filesystem = fsspec.filesystem("memory")
@@ -277,6 +284,19 @@ def test_remote_parquet(memory, arrow):
 # unreadable paths
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "reference://a::file:///refs.json", "simplecache::s3://a/b", "zip://a::https://x/y.zip", "ssh://h/a",
+        "https://host/a::reference://b", "github://a:b@main/c", "jupyter://h/a", "dask://a", "data:x://a", "HTTP://h/a",
+    ],
+)  # fmt: skip
+def test_schemes_that_open_other_things_are_refused(url, monkeypatch):
+    monkeypatch.setattr("fsspec.url_to_fs", None)
+    with pytest.raises(TuneError, match="is not read"):
+        read(url)
+
+
 def test_unreadable_paths_are_reported(tmp_path, monkeypatch):
     put(tmp_path / "data" / "train.jsonl")
     put(tmp_path / "data" / "more.jsonl")
@@ -293,7 +313,7 @@ def test_unreadable_paths_are_reported(tmp_path, monkeypatch):
         f"{tmp_path}/mixed": r"found a\.csv, b\.jsonl",
         f"{tmp_path}/table.xlsx": r"cannot read \.xlsx files\. Supported: \.json, .* compressed as \.gz",
         f"{tmp_path}/data.parquet.gz": r"cannot read \.parquet\.gz files",
-        "nope://bucket/a.jsonl": "nope://bucket/a.jsonl cannot be opened: ValueError: Protocol not known: nope",
+        "nope://bucket/a.jsonl": "nope://bucket/a.jsonl is not read.* s3, .* hf",
         "memory://nothing/here.jsonl": "memory://nothing/here.jsonl does not exist",
         "python:rows": r"python:rows: 'rows' is not the dotted path .* Include its module: my_module\.rows",
     }

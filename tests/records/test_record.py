@@ -13,6 +13,7 @@ from run_folders import write_run
 
 from tune import records
 from tune.errors import TuneError
+from tune.secrets import REMOVED
 
 HOLD = """
 import fcntl, sys
@@ -121,7 +122,7 @@ def test_unreadable_files_are_reported(damaged, make_run):
 def test_secrets_in_settings_are_masked(make_run):
     folder = make_run()
     (folder / "config-2.yaml").write_text("hub:\n  hf_token: abcdef\n")
-    assert records.read(folder).settings == {"hub.hf_token": None}
+    assert records.read(folder).settings == {"hub.hf_token": REMOVED}
     assert json.loads((folder / "run.json").read_text())["state"] == "done"
 
 

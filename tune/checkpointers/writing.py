@@ -30,7 +30,7 @@ from tune.checkpointers.packed import (
 from tune.checkpointers.weights import Pretrained, changed_tensors, hf_tensors, open_checkpoint
 from tune.distributed import Dtype, StoredDtype, World, as_dtype, current_world
 from tune.errors import TuneError
-from tune.files import CHECKPOINT, exported, require_replaceable
+from tune.files import CHECKPOINT, exported, require_inside, require_replaceable
 from tune.lookup import absent, in_shell
 from tune.models import ConfigFile, Names, as_reward_model, disk_names, read_json, require_no_peft
 from tune.quantization import Compressor
@@ -136,7 +136,7 @@ def export(
                 (unfinished / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
             for file in [*map(origin.joinpath, CONFIGS), *origin.glob("*.py")]:
                 if file.exists() and not (unfinished / file.name).exists():
-                    shutil.copyfile(file, unfinished / file.name)
+                    shutil.copyfile(require_inside(file), unfinished / file.name)
             (unfinished / "README.md").write_text(card, encoding="utf-8")
             if tokenizer is None:
                 copy_without_weights(origin, unfinished)
@@ -436,9 +436,9 @@ def copy_without_weights(source: Path, folder: Path) -> None:
         weights = file.suffix in (".safetensors", ".bin", ".gguf", ".pt", ".pth") or file.name.endswith(".index.json")
         weights = weights or file.name in OF_QUANTIZATION
         if file.is_file() and not weights and not (folder / file.name).exists():
-            shutil.copyfile(file, folder / file.name)
+            shutil.copyfile(require_inside(file), folder / file.name)
         elif file.name == "additional_chat_templates":  # other folders hold other formats or runs
-            shutil.copytree(file, folder / file.name)
+            shutil.copytree(require_inside(file), folder / file.name, symlinks=True)
 
 
 def name_of(folder: Path) -> str:

@@ -5,7 +5,7 @@ from argparse import ArgumentParser
 from pathlib import Path
 
 from tune.errors import TuneError, explained
-from tune.files import INDEX
+from tune.files import INDEX, require_inside
 from tune.lookup import local_path, needs
 from tune.terminal import visible
 
@@ -39,9 +39,8 @@ def push(source: Path, repo: str, private: bool = False, token_file: Path | None
         base = read_json(folder / CONFIG, "adapter").get("base_model_name_or_path") or ""
         if Path(base).exists():
             print(visible(f"note: {CONFIG} names {base} as base, which others do not have. Replace it with the Hub id"))
-    for file in filter(Path.is_symlink, folder.iterdir()):
-        if not file.resolve().is_relative_to(folder.resolve()):  # which would upload any file of this machine
-            raise TuneError(f"{file} is a link to {file.resolve()}, outside of the folder. Replace it by a copy")
+    for file in folder.iterdir():
+        require_inside(file)
     card = folder / "README.md"
     if not card.is_file() or not card.read_text(encoding="utf-8").strip():
         raise TuneError(f"{folder} has no model card. Write {card}, with the model's base, data and method")

@@ -14,6 +14,8 @@ from tune.config.paths import find_config, list_recipes
 from tune.config.signature import Signature, signature_of
 from tune.config.text import Layer, Values
 from tune.lookup import did_you_mean, local_path
+from tune.run_settings import escaped, leaves
+from tune.secrets import REMOVED
 from tune.types import DottedPath, fits, mismatch, show, unusable
 
 # Settings that are null by default, and the component they use if they name none.
@@ -84,7 +86,8 @@ def combine(
     for key in {*run.wrong} - run.missing:
         _restore(cfg, key, default)
     if not run.findings:
-        OmegaConf.resolve(cfg)
+        # Resolved texts that have a ${ are plain, and must not be resolved again where they are read.
+        cfg = OmegaConf.create(escaped(OmegaConf.to_container(cfg, resolve=True)))
     return cfg, run.findings
 
 
@@ -239,6 +242,8 @@ class _Combination:
         value = OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
         if value is None and place is None and name in default:
             return ""  # the recipe's own null
+        if removed := [each for each, text in leaves(value, key) if isinstance(text, str) and REMOVED in text]:
+            return f"{removed[0]} held a secret, which a run does not save. Give it again: {key}=..."
         if name == COMPONENT or self.types.get(key) == DottedPath:
             return mismatch(value, DottedPath) or self.signature(str(value)).problem
         if COMPONENT in node:

@@ -21,7 +21,7 @@ from tune.config.text import Values
 from tune.errors import TuneError
 from tune.rules import Facts, Finding, Level, judge
 from tune.run_settings import escaped, is_saved, read_settings, read_yaml, require_resolved, settings_file
-from tune.secrets import without_secrets
+from tune.secrets import REMOVED, without_secrets
 from tune.types import as_given, show
 
 
@@ -113,12 +113,13 @@ def notes(cfg: DictConfig) -> list[str]:
 
 
 def save(cfg: DictConfig, folder: Path) -> list[str]:
-    """Write the resolved settings, without secrets; `--config` with this file reproduces the run.
+    """Write the resolved settings; `--config` with this file reproduces the run. `REMOVED` stands for secrets, and
+    `--config` asks for them again.
 
     The file is config.yaml. If the folder has one from an earlier start and settings have changed, it is config-2.yaml,
     and so on. Returns the changes.
     """
-    values = without_secrets(OmegaConf.to_container(cfg, resolve=True))
+    values = without_secrets(OmegaConf.to_container(cfg, resolve=True), REMOVED)
     starts = len([*folder.glob("config*.yaml")])
     now = flat(values)
     before = saved(folder) if starts else now
@@ -132,7 +133,7 @@ def save(cfg: DictConfig, folder: Path) -> list[str]:
 def saved(folder: Path) -> Values:
     """Return the settings of a run folder's last start by dotted keys, or {}. Raises TuneError."""
     newest = settings_file(folder)
-    return flat(without_secrets(read_settings(newest))) if newest else {}
+    return flat(without_secrets(read_settings(newest), REMOVED)) if newest else {}
 
 
 def flat(values: Values) -> Values:

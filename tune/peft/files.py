@@ -85,6 +85,8 @@ def read_adapter_config(path: str | Path) -> dict[str, Any]:
     settings = read_json(file, "adapter.path")
     if settings.get("peft_type") != "LORA":
         raise TuneError(f"{file}: peft_type is {settings.get('peft_type')!r}; only LORA is supported")
+    if settings.get("megatron_config"):
+        raise TuneError(f"{file}: megatron_config is not supported: PEFT would import the module in megatron_core")
     for name, kind in KINDS.items():
         value = settings.get(name)
         if value is not None and (problem := mismatch(value, kind)):

@@ -16,6 +16,7 @@ from tune.devices import Device
 from tune.errors import TuneError
 from tune.plan.planning import Job
 from tune.rules import Facts
+from tune.run_settings import escaped
 
 
 def layout_of(run: Facts) -> dict[str, Any]:
@@ -60,7 +61,7 @@ def _of_process(*job: Any) -> dict[str, Any]:
 
 def best(settings: dict[str, Any], device: Device, processes: int, recipe: Path) -> dict[str, Any]:
     """Return the settings of the fastest layout of `recipe` that fits. Raises TuneError."""
-    plan = Job(OmegaConf.create(settings), device, processes, recipe).search()[0]
+    plan = Job(OmegaConf.create(escaped(settings)), device, processes, recipe).search()[0]
     if not plan.fits:
         raise TuneError(
             f"no layout of {processes} processes fits {device.memory:,.1f} GiB: the smallest needs "

@@ -15,6 +15,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from tune.errors import TuneError, explained
+from tune.files import require_inside
 from tune.lookup import in_shell, local_path
 from tune.tokenizers.chat_template import SHIPPED, ChatTemplate, Message, Span, chosen_template, markers
 from tune.tokenizers.folder import SOURCES, mapping_in, read_vocabulary
@@ -259,7 +260,7 @@ class Tokenizer:
                 continue
             target = folder / file.relative_to(self.path)
             target.parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, target)
+            shutil.copyfile(require_inside(file), target)
         if self._added or self._source.name != "tokenizer.json":
             content = self.definition
             if self._source.name == "tokenizer.json":  # the loaded tokenizer has truncation and padding off
