@@ -18,8 +18,6 @@ from omegaconf.errors import OmegaConfBaseException
 from tune.errors import TuneError
 from tune.lookup import local_path, refusing
 
-Values = dict[str, Any]
-
 # What the settings of another person may name. All of it only computes: none of it runs code that is named in its
 # arguments or sends anything.
 LISTED = {
@@ -61,7 +59,7 @@ def is_saved(file: Path) -> bool:
     return is_named_so and any((file.parent / name).is_file() for name in records)
 
 
-def read_settings(file: Path) -> Values:
+def read_settings(file: Path) -> dict[str, Any]:
     """Return the settings in a run folder's `file`. A run saves resolved values.
 
     Raises:
@@ -69,11 +67,11 @@ def read_settings(file: Path) -> Values:
     """
     values = read_yaml(file)
     require_resolved(values, file)
-    plain: Values = _unescaped(values)
+    plain: dict[str, Any] = _unescaped(values)
     return plain
 
 
-def require_resolved(values: Values, file: Path) -> None:
+def require_resolved(values: dict[str, Any], file: Path) -> None:
     """Raise TuneError if a value in a run folder's `file` has an interpolation."""
     for key, value in leaves(values):
         opened = INTERPOLATION.finditer(value) if isinstance(value, str) else ()
@@ -104,7 +102,7 @@ def _unescaped(value: Any) -> Any:
     return value
 
 
-def read_yaml(file: Path) -> Values:
+def read_yaml(file: Path) -> dict[str, Any]:
     """Return the values in a YAML file, with unresolved interpolations. Raises TuneError."""
     try:
         values = OmegaConf.load(file)
@@ -135,7 +133,9 @@ def leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, values
 
 
-def listed_only(values: Values, file: Path, own: Mapping[str, Any] | None = None) -> AbstractContextManager[None]:
+def listed_only(
+    values: dict[str, Any], file: Path, own: Mapping[str, Any] | None = None
+) -> AbstractContextManager[None]:
     """Wrap code that builds components from the settings `values` of a run folder's `file`.
 
     Within it, a dotted path is only imported if it is one of `COMPONENTS`, or a value of `own`: settings that the user

@@ -152,7 +152,7 @@ def _is_random(value: str) -> bool:
     if not re.fullmatch(r"[A-Za-z0-9_-]{24,}={0,2}", value) or re.fullmatch(r"[0-9a-f-]+", value):
         return False
     # Between words, lower case follows upper case, and digits stand together.
-    kinds = ["0" if each.isdigit() else "a" if each.islower() else "A" for each in re.sub(r"[_=-]", "", value)]
+    kinds = [(each.isdigit(), each.islower()) for each in re.sub(r"[_=-]", "", value)]
     changes = sum(one != other for one, other in itertools.pairwise(kinds))
     longest = max(map(len, re.split(r"[_=-]", value)))
     return len({*kinds}) == 3 and longest >= 16 and changes >= 0.45 * len(kinds)

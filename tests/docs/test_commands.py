@@ -44,6 +44,9 @@ NOT_RUN = {
     "packed=true": "for a GPU: elsewhere a rule says so; tests/quantization/test_float8.py trains with it",
     "tune plan lora_finetune model.path=./SmolLM2-135M-Instruct --world-size 1 --device rtx4090 "
     "--longest-row max_seq_len": "tests/cli/test_plan.py plans for a device with less memory than a tiny model fills",
+    "tune verify runs/theirs/adapter --against runs/theirs": "tests/cli/test_strangers.py has folders of others",
+    "tune plan mine.py tokenizer._component_=my_module.MyTokenizer --calibrate runs/mine --device h100": "tests/cli/"
+    "test_strangers.py has such a run",
     "tune convert model.gguf FOLDER": "tests/cli/test_convert_gguf.py writes such files",
     "tune convert Llama-3.1-8B/original FOLDER": "tests/cli/test_convert_meta.py writes such folders",
 }

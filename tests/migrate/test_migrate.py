@@ -14,6 +14,7 @@ from tune.cli import main
 from tune.cli import migrate as verb
 from tune.errors import TuneError
 from tune.migrate import PEERS, STATUSES, Migration, NotConverted, leaves, migrate, peer_of
+from tune.migrate.leaves import resolved
 from tune.migrate.migration import each_name
 from tune.rules import Facts, judge
 
@@ -956,3 +957,10 @@ def test_lost_peer_defaults_are_reported(tmp_path):
     assert status(null)["max_length"] == "no counterpart"
     with pytest.raises(NotConverted, match="rso"):
         converted(TORCHTUNE_RECIPE + "loss: {_component_: torchtune.rlhf.loss.RSOLoss}\n", tmp_path, "torchtune")
+
+
+def test_resolvers_of_another_persons_file_stay_as_written(monkeypatch):
+    """They would read the environment of this machine; references to other keys are resolved."""
+    monkeypatch.setenv("MINE", "value")
+    values = {"a": "http://host/${oc.env:MINE}", "b": {"c": ["${a}", "${d}"]}, "d": 1}
+    assert resolved(values) == {"a": values["a"], "b": {"c": [values["a"], 1]}, "d": 1}

@@ -31,12 +31,15 @@ def leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def resolved(values: Leaves) -> Leaves:
-    """Replace each `${key}` by its value if the file has that key."""
+    """Replace each `${key}` by its value if the file has that key.
+
+    Resolvers, such as `${oc.env:NAME}`, stay as written: the file may be another person's, and they read this machine.
+    """
 
     def resolve(node: Any, key: Any) -> Any:
         try:
             value = node[key]
-        except OmegaConfBaseException:  # a resolver that only the peer registers
+        except OmegaConfBaseException:  # an unknown key
             return OmegaConf.to_container(node)[key]  # type: ignore[index]
         if isinstance(value, DictConfig):
             return {name: resolve(value, name) for name in value}
@@ -44,8 +47,16 @@ def resolved(values: Leaves) -> Leaves:
             return [resolve(value, index) for index in range(len(value))]  # type: ignore[arg-type]
         return value
 
-    cfg = OmegaConf.create(values)
+    cfg = OmegaConf.create(_with_resolvers_as_text(values))
     return {key: resolve(cfg, key) for key in values}
+
+
+def _with_resolvers_as_text(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_resolvers_as_text(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_with_resolvers_as_text(each) for each in value]
+    return re.sub(r"\$\{(?=[\w.]+:)", r"\\${", value) if isinstance(value, str) else value
 
 
 def show(value: Any) -> str:
