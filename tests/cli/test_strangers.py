@@ -16,7 +16,7 @@ from typing import Any
 import lora_finetune
 import pytest
 import yaml
-from helpers import slow_but
+from helpers import slow_but, weekly_but
 from omegaconf import OmegaConf
 
 from tune import config
@@ -302,7 +302,9 @@ def attempted(theirs: Stranger, words: list[str], chats: Path, monkeypatch: pyte
     return 0
 
 
-@pytest.mark.parametrize(("verb", "attack"), slow_but(QUICK, [(verb, attack) for verb in VERBS for attack in ATTACKS]))
+@pytest.mark.parametrize(
+    ("verb", "attack"), weekly_but(QUICK, [(verb, attack) for verb in VERBS for attack in ATTACKS])
+)
 def test_what_a_stranger_names_does_nothing(
     verb: str, attack: Callable[[Stranger], None], stranger: Stranger, server: SimpleNamespace, chats: Path,
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
