@@ -102,7 +102,7 @@ def _assigned(text: str, mark: str) -> Callable[[re.Match[str]], str]:
         name, value = match["name"], match["value"]
         if value.startswith(MASK):
             return match[0]
-        before = text[: match.start()].rstrip("'\" ")[-1:]
+        before = text[max(0, match.start() - 4) : match.start()].rstrip("'\" ")[-1:]
         last = _snake(name.rpartition(".")[2])
         is_secret_there = is_secret(name, value)
         if match["is"] == "=" and before in ("?", "&"):  # in the query of a URL

@@ -207,6 +207,10 @@ def linked_files(theirs: Stranger) -> None:
     (theirs.base / "generation_config.json").symlink_to(theirs.folder.parent / "precious")
 
 
+def template_of_another_file(theirs: Stranger) -> None:
+    theirs.set("tokenizer.chat_template", str(theirs.folder.parent / "precious"))
+
+
 def module_of_peft(theirs: Stranger) -> None:
     Path("evil.py").write_text(theirs.code)
     file = theirs.run / "adapter" / "adapter_config.json"
@@ -233,7 +237,7 @@ def controls(theirs: Stranger) -> None:
 ATTACKS: list[Callable[[Stranger], None]] = [
     interpolation, interpolated_tokenizer, address, template_of_references, component, component_of_another_module,
     component_of_data, code_in_the_folder, path_of_a_function, tracker, recipe, tasks, remote_code, template, links,
-    linked_files, module_of_peft, controls,
+    linked_files, template_of_another_file, module_of_peft, controls,
 ]  # fmt: skip
 
 STEP = ["--step", "2"]

@@ -198,7 +198,7 @@ def show(found: dict[str, Any], plans: list[Any]) -> None:
     """Print the first plan, described by `found`, and why the other `plans` are worse."""
     from tune.run import size_in_words
 
-    console, best = Console(soft_wrap=True, highlight=False), plans[0]
+    console, best = Console(soft_wrap=True, highlight=False, markup=False), plans[0]
     title = f"peak memory, during: {found['peak_at']}"
     sizes = Table("GiB of each process", "", title=title, title_justify="left")
     for part in best.memory:
@@ -219,7 +219,7 @@ def show(found: dict[str, Any], plans: list[Any]) -> None:
     duration = f"{found['hours']:,.2f} hours" if found["hours"] >= 1 else f"{60 * found['hours']:,.2f} minutes"
     verdict = "fits" if best.fits else "DOES NOT FIT"
     console.print(sizes, times)
-    console.print(f"it {verdict}: {found['devices']} x {found['device']}, {best.tokens:,} tokens a step")
+    console.print(visible(f"it {verdict}: {found['devices']} x {found['device']}, {best.tokens:,} tokens a step"))
     console.print(f"{found['tokens_per_second']:,.0f} tokens/s per device, MFU {found['mfu']:.1%}")
     console.print(f"{what}: {duration}{cost}; a checkpoint {size_in_words(found['checkpoint_gib'] * 2**30)}")
     console.print(f"bound by {BOUNDS[found['bottleneck']][0]}" if best.fits else "too little memory")
@@ -252,7 +252,7 @@ def show_longest(key: str, rows: list[Any], job: Any, kept: list[str], as_json: 
         table.add_row(
             f"{tokens:,}", f"{row['memory_gib']['total']:,.2f}", f"{row['tokens_per_second']:,.0f}", "\n".join(changes)
         )
-    Console(soft_wrap=True, highlight=False).print(table)
+    Console(soft_wrap=True, highlight=False, markup=False).print(table)
 
 
 def _why(other: Any, best: Any) -> str:

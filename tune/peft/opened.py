@@ -39,6 +39,7 @@ from tune.distributed import (
     units_of,
 )
 from tune.errors import TuneError, explained
+from tune.lookup import local_path
 from tune.models import ConfigFile, HuggingFaceModel, Names, build, hf, set_pad
 from tune.peft.adding import add_adapters
 from tune.peft.files import adapter, digest, load_adapter, read_adapter
@@ -335,6 +336,13 @@ def _at_step(run: Path, step: int, head: Literal["tokens", "score"] | None, sett
     state = TrainedWeights(checkpoint, "policy" if settings.get("value") else "")  # PPO has a value model too
     title = f"`{base.name}` after step {step} of the run `{run.name}`"
     _, tokenizer = _component(settings, "tokenizer", file)
+    template = str(tokenizer.get("chat_template") or "")
+    # An export contains the template, so it could publish any file of this machine.
+    if local_path(template).is_file() and not template.endswith(".jinja"):
+        raise TuneError(
+            f"{file}: tokenizer.chat_template is {template}; --step only reads templates from .jinja files. Rename the "
+            "file, or export the result of the run, without --step"
+        )
     folders = Resolved(base, (), Path(tokenizer["path"]))
     if not settings.get("adapter"):
         return OpenedModel(folders, model, state, [], title, setting, tokenizer)
