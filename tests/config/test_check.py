@@ -315,7 +315,9 @@ def test_invalid_settings_cause_no_conflict_messages() -> None:
 
 def test_environment_must_be_a_dotted_path() -> None:
     required = "model.path=m", "dataset.path=d"
-    (message,) = findings(*required, "reward=builtins.len", "environment._component_=my.Game", default="grpo")
+    (message,) = findings(
+        *required, "reward=tune.evaluation.exact_match", "environment._component_=my.Game", default="grpo"
+    )
     assert message.startswith("environment: {'_component_': 'my.Game'} is not a string.")
     (message,) = findings(*required, "reward=null", default="grpo")
     assert message.startswith("reward: null ") and "environment" in message
@@ -483,7 +485,7 @@ def test_advice_for_a_single_beta_is_valid(component: str) -> None:
 @pytest.mark.parametrize("value", ["0.5", "1.5", "3.0", "2", "1e-3"])
 def test_epochs_may_be_fractions(value: str) -> None:
     assert load("full_finetune", ["model.path=m", "dataset.path=d", f"epochs={value}"]).epochs == float(value)
-    assert load("grpo", ["model.path=m", "dataset.path=d", "reward=builtins.len", f"epochs={value}"])
+    assert load("grpo", ["model.path=m", "dataset.path=d", "reward=tune.evaluation.exact_match", f"epochs={value}"])
 
 
 def test_invalid_settings_are_returned_as_their_defaults() -> None:

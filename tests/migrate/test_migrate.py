@@ -231,7 +231,7 @@ def test_methods(text, recipe, expected, tmp_path):
         run,
         tmp_path,
         *(f"{key}=x.y" for key in missing if key != "reward"),
-        *(["reward=math.prod"] * ("reward" in missing)),
+        *(["reward=tune.evaluation.exact_match"] * ("reward" in missing)),
     )
 
 

@@ -203,7 +203,7 @@ TOGETHER = {
     ),
     "adapter-that-stays-on": (PAIRS, ["reference=adapter_off"], ["reference=adapter_off", "adapter.rank=8"]),
     "no-reward": (GRPO, ["reward=null"], []),
-    "environment-that-is-none": (GRPO, ["environment=json.loads"], ["environment=rules.test_rules.Talk"]),
+    "environment-that-is-none": (GRPO, ["environment=tune.datasets.load"], ["environment=rules.test_rules.Talk"]),
     "rows-held-out-for-nothing": (
         FULL, ["dataset.validation_fraction=0.1", "validation_dataset.path=v"], ["dataset.validation_fraction=0.1"]
     ),

@@ -69,11 +69,11 @@ def write_report(folders: Sequence[Path], out: Path) -> int:
 
 def changed(run: Record) -> list[tuple[str, list[Any]]] | None:
     """Return the settings that differ from the recipe's defaults (key, [default, value]); None if these are unknown."""
-    name = str(run.facts.get("recipe"))
-    if name != Path(name).name:  # a run names its recipe by a name, not by a file
+    name = str(run.facts.get("recipe") or "")
+    script = Path(str((run.facts.get("command") or [""])[0]) or name)
+    if not name or name != Path(name).name or not script.name:  # a run names its recipe by a name, not by a file
         return None
     try:
-        script = Path((run.facts.get("command") or [""])[0])
         defaults = config.flat(config.read_file(config.find_default(script, name)))
     except TuneError:
         return None
