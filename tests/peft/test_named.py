@@ -12,7 +12,7 @@ from tune.checkpointers import load_model
 from tune.errors import TuneError
 from tune.models import Decoder
 from tune.models.hf import HuggingFaceModel
-from tune.peft import open_model, resolve_model
+from tune.peft import adapter, open_model, resolve_model
 from tune.quantization import NF4Weight
 
 peft = pytest.importorskip("peft")
@@ -160,3 +160,11 @@ def test_missing_run_is_reported_with_the_nearest_path_and_without_a_setting(tmp
     assert "model.path" not in str(caught.value) and "a run folder" in str(caught.value)
     with pytest.raises(TuneError, match=r"^model\.path: runs/triag .*'runs/triage'"):
         open_model("runs/triag", setting="model.path")
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, 0.25), ({"dropout": None}, 0.25), ({"dropout": 0.0}, 0.0)])
+def test_dropout_of_a_continued_adapter(given, expected, checkpoint, tmp_path):
+    """0 is a value; only null leaves the adapter's own."""
+    folder = make_adapter(checkpoint, tmp_path / "adapter", seed=0, dropout=0.25)
+    assert adapter(str(folder), **given).dropout == expected
+    assert adapter(**given).dropout == 0.0

@@ -32,7 +32,7 @@ from tune.peft.adapters import Adapter, adapted_modules, initialize, is_tied
 from tune.peft.lora import LoRA, LoRAExperts, LoRALinear, LowRank
 from tune.peft.tokens import TokenRows
 from tune.tokenizers import Tokenizer
-from tune.types import checked, mismatch
+from tune.types import Fraction, checked, mismatch
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 GENERATION = "generation_config.json"
@@ -54,28 +54,37 @@ UNSUPPORTED = (
 )  # fmt: skip
 
 
-def adapter(path: str | None = None, **settings: Any) -> LoRA:
+def adapter(path: str | None = None, dropout: Fraction | None = None, **settings: Any) -> LoRA:
     """The adapter in the folder `path`, or without `path` a new one with `settings`, the other fields of `LoRA`.
+
+    `dropout` null: that of the adapter in `path`; 0 in a new one.
 
     Raises:
         TuneError: `settings` contradict the adapter in `path`, which has its own rank, targets and kind. Only its
             dropout may be changed.
     """
     if path is None:
-        return LoRA(**settings)
+        return LoRA(dropout=dropout or 0.0, **settings)
     existing, unset = read_adapter(path), LoRA()
     clashes = [
         f"{name}={value!r} (the adapter has {getattr(existing, name)!r})"
         for name, value in settings.items()
-        if name != "dropout" and value not in (getattr(unset, name), getattr(existing, name))
+        if value not in (getattr(unset, name), getattr(existing, name))
     ]
     if clashes:
         raise TuneError(f"adapter.path: {path} has its own settings. Remove {', '.join(clashes)}")
     # PEFT's files for experts cannot have a dropout.
-    return replace(existing, dropout=settings.get("dropout") or existing.dropout)
+    return existing if dropout is None else replace(existing, dropout=dropout)
 
 
-adapter.__signature__ = inspect.signature(LoRA)  # type: ignore[attr-defined]  # what settings are checked against
+def _signature() -> inspect.Signature:
+    """Return what settings of `adapter` are checked against: the fields of `LoRA`, with a dropout that may be null."""
+    fields = inspect.signature(LoRA).parameters
+    dropout = fields["dropout"].replace(annotation=Fraction | None, default=None)
+    return inspect.Signature([*(fields | {"dropout": dropout}).values()])
+
+
+adapter.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
 def read_adapter_config(path: str | Path) -> dict[str, Any]:
