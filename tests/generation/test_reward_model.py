@@ -11,7 +11,7 @@ from helpers import save_checkpoint
 from tune import distributed
 from tune.datasets import Prompt
 from tune.errors import TuneError
-from tune.generation import Episode, Reward, RewardModel
+from tune.generation import Episode, Reward, RewardModel, is_live
 from tune.generation.reward_model import _scored
 from tune.models import Decoder
 from tune.tokenizers import Tokenizer
@@ -101,3 +101,17 @@ def test_truncated_completion_is_scored_at_its_end(checkpoint):
     assert _scored(Episode(prompt, tokens=answer, finish="length"), tokenizer) == asked + answer
     stopped = _scored(Episode(prompt, tokens=answer, finish="stop"), tokenizer)
     assert stopped == asked + answer + tokenizer.encode("<|im_end|>\n")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_group_of_equal_completions_is_dead(dtype, judge, world):
+    """Wherever they stand in the batches of the reward model, next to other texts of other lengths."""
+    prompt = Prompt(0, [5, 9, 30], {})
+    equal = [Episode(prompt, tokens=[40, 50, 2]) for _ in range(8)]
+    others = [Episode(Prompt(1, [8, 9], {}), tokens=[*range(20, 20 + length), 2]) for length in range(1, 9)]
+    mixed = [episode for pair in zip(equal, others, strict=True) for episode in pair]
+    reward = Reward("judge", RewardModel(str(judge), dtype=dtype, micro_batch_size=3))
+    for episode, value in zip(mixed, reward.of(mixed, Tokenizer(str(judge)), world), strict=True):
+        episode.add_reward("judge", value)
+    assert len({episode.reward for episode in equal}) == 1 and not is_live(equal)
+    assert len({episode.reward for episode in others}) == 8 and is_live(others)

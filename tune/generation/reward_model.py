@@ -35,19 +35,25 @@ class RewardModel:
 
     @torch.no_grad()
     def scores(self, episodes: Sequence[Episode], tokenizer: Tokenizer, world: World) -> list[float]:
-        """Return one score per episode. All processes must call this."""
+        """Return one score per episode. All processes must call this.
+
+        Equal texts are scored once: their scores would differ by rounding with their place in a batch, and a group of
+        equal completions would not be recognized.
+        """
         if self.model is None:
             self.opened.require_same_vocabulary(tokenizer)
             self.model = self.opened.shard(world, self.dtype)
-        texts = [_scored(each, tokenizer) for each in episodes]
+        of_episodes = [tuple(_scored(episode, tokenizer)) for episode in episodes]
+        texts = [*dict.fromkeys(of_episodes)]
         batches = -(-len(texts) // self.micro_batch_size)
         found: list[float] = []
         for start in range(0, max(world.all_gather(batches)) * self.micro_batch_size, self.micro_batch_size):
             # Processes without texts left take part in the forwards of the others.
-            some = texts[start : start + self.micro_batch_size] or [[0]]
+            some = texts[start : start + self.micro_batch_size] or [(0,)]
             samples = [Sample(np.array(each), np.full(len(each), IGNORE)) for each in some]
             found += score(self.model, collate([samples]).to(world.device)).tolist()
-        return found[: len(texts)]
+        scores = dict(zip(texts, found[: len(texts)], strict=True))
+        return [scores[text] for text in of_episodes]
 
 
 def _scored(episode: Episode, tokenizer: Tokenizer) -> list[int]:
