@@ -1,5 +1,5 @@
-# `make` lists the targets. From a fresh clone: `make demo` fine-tunes a real model, `make test` checks the code. Both make their
-# own .venv.
+# `make` lists the targets. From a fresh clone: `make demo` fine-tunes a real model, `make test` checks the code. Both make
+# .venv; the demo installs only what it needs, and the tests add the rest.
 PYTHON ?= python3
 STEPS ?=            # demo: stop after this many optimizer steps
 ROWS ?=             # demo: held-out rows to answer before and after
@@ -13,6 +13,7 @@ BIN := .venv/bin
 NEWEST := .venv-newest/bin
 OLDEST := .venv-oldest/bin
 INSTALLED := .venv/.installed
+INSTALLED_DEV := .venv/.installed_dev
 INSTALLED_DOCS := .venv/.installed_docs
 MODEL := .demo/smollm2-135m
 
@@ -27,18 +28,18 @@ demo: $(INSTALLED) $(MODEL)/config.json  ## fine-tune a small model, and show it
 model: $(MODEL)/config.json  ## make .venv, and download the demo's model
 
 # One page of results, gpu_results.md, in 8 minutes or less.
-gpu: $(INSTALLED)  ## check this GPU's results and measure its speed; DEVICE=cpu: on tiny models, ONLY=parts, LONG=1: all layouts
+gpu: $(INSTALLED_DEV)  ## check this GPU's results and measure its speed; DEVICE=cpu: on tiny models, ONLY=parts, LONG=1: all layouts
 	$(BIN)/python benchmarks/gpu --device $(strip $(DEVICE)) $(if $(strip $(ONLY)),--only $(ONLY)) $(if $(strip $(LONG)),--long)
 
 test: lint  ## lint, and run the quick tests
 	$(BIN)/pytest $(PYTEST_ARGS) -m "$(QUICK)"
 
 # Families, layouts, compiled and killed runs, the real model, and the weekly tests that tests/draw.txt draws.
-test-slow: $(INSTALLED)  ## run the tests that each change must pass, too: half an hour
+test-slow: $(INSTALLED_DEV)  ## run the tests that each change must pass, too: half an hour
 	$(BIN)/pytest $(PYTEST_ARGS) -m "slow and not hub"
 
 # Pairs of settings, families on eight processes, random draws, all edits of copies.
-test-weekly: $(INSTALLED)  ## run the rest, before a release and once a week
+test-weekly: $(INSTALLED_DEV)  ## run the rest, before a release and once a week
 	$(BIN)/pytest $(PYTEST_ARGS) -m "weekly and not slow and not hub"
 
 test-all: test test-slow test-weekly  ## run all tests
@@ -61,17 +62,21 @@ test-newest:  ## run the quick tests with the newest releases that pyproject.tom
 docs: $(INSTALLED_DOCS)  ## build the site, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-lint: $(INSTALLED)  ## check style and types
+lint: $(INSTALLED_DEV)  ## check style and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-format: $(INSTALLED)  ## fix the style
+format: $(INSTALLED_DEV)  ## fix the style
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[hf]"
+	touch $@
+
+$(INSTALLED_DEV): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	touch $@
 

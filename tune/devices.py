@@ -119,7 +119,9 @@ DEVICES = {
     "l4": Device("l4", 24, 121, 30.3, 300, 25, 12, 25, float8=242, capability=(8, 9)),
     "a10g": Device("a10g", 24, 70, 31.5, 600, 25, 12, 25, attention_share=0.6, capability=(8, 6)),
     "l40s": Device("l40s", 48, 362, 91.6, 864, 25, 12, 25, float8=733, capability=(8, 9)),
+    "rtx3060": Device("rtx3060", 12, 25, 12.7, 360, 25, 12, 25, attention_share=0.6, capability=(8, 6)),
     "rtx3090": Device("rtx3090", 24, 71, 35.6, 936, 25, 12, 25, attention_share=0.6, capability=(8, 6)),
+    "rtx4080": Device("rtx4080", 16, 97, 48.7, 717, 25, 12, 25, attention_share=0.6, float8=195, capability=(8, 9)),
     "rtx4090": Device("rtx4090", 24, 165, 82.6, 1008, 25, 12, 25, attention_share=0.6, float8=330, capability=(8, 9)),
     "rtx5090": Device("rtx5090", 32, 209, 104.8, 1792, 50, 12, 50, float8=419, capability=(12, 0)),
     "a100": Device("a100", 80, 312, 19.5, 2039, 300, 25, attention_share=0.6, capability=(8, 0)),
@@ -140,7 +142,7 @@ def named(full_name: str) -> Device | None:
     """
     for name, device in DEVICES.items():
         pattern = name.upper().replace("RTX", "RTX ")
-        if re.search(rf"\b{pattern}\b(?! LAPTOP)", full_name.upper()):
+        if re.search(rf"\b{pattern}\b(?! LAPTOP| TI)", full_name.upper()):
             return device
     return None
 

@@ -11,8 +11,8 @@ PAGES = {
     str(page.relative_to(ROOT)): page.read_text()
     for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md"))
 }
-# Followed by test_guides.py, test_changes.py, and test_contracts.py.
-FOLLOWED_ELSEWHERE = {"docs/extending.md", "docs/changes.md", "docs/contracts.md"}
+# Followed by test_readme.py, test_guides.py, test_changes.py, and test_contracts.py.
+FOLLOWED_ELSEWHERE = {"README.md", "docs/extending.md", "docs/changes.md", "docs/contracts.md"}
 HUB = "reads from the Hugging Face hub; tests/cli/test_download.py has a hub of its own"
 HUB_TASKS = "reads its data from the Hugging Face hub; tests/recipes/test_evaluate.py has tasks with local data"
 TERMINAL = "is for a terminal; tests/cli/test_chat.py has one"
@@ -54,7 +54,7 @@ NOT_RUN = {
 
 # Pages that run little are quick.
 LONG = (
-    "README.md", "examples/", "docs/cli.md", "docs/clusters.md", "docs/coming_from_", "docs/components.md",
+    "examples/", "docs/cli.md", "docs/clusters.md", "docs/coming_from_", "docs/components.md",
     "docs/data.md", "docs/distillation.md", "docs/edits.md", "docs/evaluation.md", "docs/families.md",
     "docs/layouts.md", "docs/lora.md", "docs/planning.md", "docs/preferences.md", "docs/reinforcement.md",
     "docs/results.md", "docs/reward.md", "docs/runs.md", "docs/start.md", "docs/training.md",

@@ -1,17 +1,78 @@
-"""The README shows the current loop, edits, recipes, and pictures."""
+"""The README's commands run as they stand, and it shows the current loop, edits, recipes, and pictures."""
 
+import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 import textwrap
+from pathlib import Path
 
+import pytest
 from copied_recipe import CHANGES, ROOT, lines_of
+from docs_reader import BLOCK
+from torch.testing import assert_close
 
 from examples import pictures
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = [block for language, block in BLOCK.findall(README) if not language]
+FOLDERS = ("configs", "examples", "recipes", "tune")
+ENVIRONMENT = Path(sys.prefix)
 
 
 def section(title: str) -> str:
     return README.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def test_blocks_can_be_pasted():
+    """No block of the README has a placeholder, and the first one has the two commands that work from a fresh clone."""
+    assert BLOCKS[0].splitlines() == ["make demo", "make test"]
+    commands = "".join(BLOCKS)
+    assert not re.findall(r"\.\.\.|<\w+>|=[A-Z]{2}|\b[A-Z]{4,}\b", commands)
+    assert "git clone" not in commands and "pip install" not in commands  # there is no address, and no package on an index
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (ENVIRONMENT / "bin" / "activate").exists(), reason="needs a virtual environment")
+def test_blocks_run_as_they_stand(checkpoint, tmp_path):
+    """A shell runs all blocks in order, in a copy with a tiny model in place of the demo's and less data."""
+    for folder in FOLDERS:
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("Makefile", "constraints.txt", "pyproject.toml"):
+        shutil.copy2(ROOT / file, tmp_path)
+    (tmp_path / ".demo").mkdir()
+    shutil.copytree(checkpoint, tmp_path / ".demo" / "smollm2-135m")
+    data = tmp_path / "examples" / "home_commands" / "train.jsonl"
+    rows = data.read_text(encoding="utf-8").splitlines(keepends=True)
+    data.write_text("".join(rows[:64]), encoding="utf-8")
+
+    # This environment is the installed one. Were it not, `make` would fail instead of installing into it.
+    (tmp_path / ".venv").mkdir()
+    for part in ENVIRONMENT.iterdir():
+        if not part.name.startswith(".installed"):
+            (tmp_path / ".venv" / part.name).symlink_to(part)
+    for stamp in (".installed", ".installed_dev"):
+        (tmp_path / ".venv" / stamp).touch()
+    settings = {"PYTHON": "false", "PYTHONPATH": str(tmp_path), "STEPS": "3", "ROWS": "4", "OMP_NUM_THREADS": "1"}
+
+    # These tests are what `make test` runs.
+    script = "set -e\n" + "".join(BLOCKS).replace("make test\n", "make --dry-run test\n")
+    command = ["bash", "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | settings, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    assert json.loads((tmp_path / ".demo" / "run" / "results.json").read_text())["of"] == 4
+    assert "pytest" in done.stdout
+
+    def losses(run):
+        lines = (tmp_path / "runs" / run / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["loss"] for line in lines]
+
+    assert len(losses("mine")) == 4  # 64 rows, 16 a step
+    assert_close(losses("eight"), losses("mine"), rtol=1e-5, atol=0)
+    (copied,) = (tmp_path / "runs").glob("mine-*")
+    assert len(losses(copied.name)) == 4
 
 
 def test_loop_matches_the_recipe():
