@@ -3,6 +3,7 @@ are found."""
 
 import errno
 import json
+import math
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,7 +24,18 @@ from tune.cli import main
 from tune.models import build
 from tune.tokenizers import Tokenizer
 from tune.verify import LlamaCpp
-from tune.verify.comparison import Observed, RoundedInputs, _answers, _is_same_chat, _is_same_text, _rounded
+from tune.verify.comparison import (
+    Observed,
+    RoundedInputs,
+    _answers,
+    _distances,
+    _is_same_chat,
+    _is_same_text,
+    _miscounted,
+    _of_program,
+    _rounded,
+)
+from tune.verify.probes import Probe
 from tune.verify.programs import Stored, Transformers, type_of
 
 transformers = pytest.importorskip("transformers")
@@ -98,7 +110,8 @@ def test_correct_artifacts_pass(kind: str, run: Path, artifact: Callable, capsys
     for package in {"adapter": ["peft"], "nf4": ["bitsandbytes"]}.get(kind, ["xllamacpp", "compressed_tensors"]):
         pytest.importorskip(package)
     code, checks = verified(capsys, artifact(kind), "--against", run)
-    assert set(checks) == READ | COMPUTED | (set() if kind.endswith("gguf") else {"generation"})
+    of_folder = {"adapter": {"generation"}}.get(kind, {"generation", "weights"})
+    assert set(checks) == READ | COMPUTED | (set() if kind.endswith("gguf") else of_folder)
     assert (code, differing(checks)) == (0, set())
     assert set(checks.values()) == {"same"}
 
@@ -198,6 +211,20 @@ def wrong_scale(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
+def not_a_number(folder: Path) -> None:
+    """Break the embedding of one token, so that all later tokens of its texts are NaN."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][1] = torch.nan
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def lost_norm(folder: Path) -> None:
+    """Lose a tensor; transformers initializes it."""
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
 def change_gguf(file: Path, key: str, factor: float) -> None:
     gguf = pytest.importorskip("gguf")
     field = gguf.GGUFReader(file, "r+").fields[key]
@@ -246,6 +273,8 @@ PLANTED = {
     "a template of long chats": ("merged", partial(template_if, "messages | length > 4"), {"chat template"}),
     "the context": ("merged", short_context, {"config"}),
     "rope scaling of long texts": ("merged", dynamic_rope, {"config"}),
+    "NaN": ("merged", not_a_number, {"log-probs", "perplexity", "adapter"}),
+    "a lost tensor": ("merged", lost_norm, {"weights"}),
     "a norm in GGUF": ("q8_0.gguf", wrong_norm, {"config"}),
     "an unmerged adapter": ("base", None, COMPUTED),
     "an unmerged adapter, in 4 bits": ("int4_of_base", None, {"adapter"}),
@@ -270,6 +299,58 @@ def test_planted_errors_are_found(
         change(spoilt)
     code, checks = verified(capsys, spoilt, "--against", run)
     assert code == 1 and expected <= differing(checks)
+
+
+NONE: list[float | None] = [None] * 8
+DISTANCES = {
+    "the same": ([-1.0] * 8, True, "8 tokens"),
+    "within the tolerance": ([-1.05] * 8, True, "8 tokens"),
+    "NaN": ([-1.0, *[math.nan] * 7], False, "8 tokens"),
+    "infinite": ([-1.0] * 7 + [-math.inf], False, "8 tokens"),
+    "one value too few": ([-1.0] * 7, False, "0 tokens"),
+    "one value too many": ([-1.0] * 9, False, "0 tokens"),
+    "some not reported": ([-1.0] * 5 + NONE[:3], True, "5 tokens"),
+    "some not reported, others NaN": ([math.nan, *[-1.0] * 4, *NONE[:3]], False, "5 tokens"),
+    "most not reported": ([-1.0, *NONE[:7]], None, "1 tokens"),
+    "none reported": (NONE, None, "0 tokens"),
+}
+
+
+@pytest.mark.parametrize("name", DISTANCES)
+def test_values_that_are_broken_are_not_values_that_are_missing(name: str) -> None:
+    values, expected, count = DISTANCES[name]
+    found = Observed([], [], {}, set(), [], 2, [values])
+    probes = [Probe([*range(9)], [0], "a text")]
+    checks = _distances(_of_program(found, probes), torch.full((8,), -1.0).double(), 0.1, _miscounted(found, probes))
+    assert (checks[0].is_same, checks[0].artifact) == (expected, count)
+    assert expected is not True or checks[1].is_same
+    assert expected is True or checks[0].detail
+
+
+def test_run_whose_own_model_is_broken_is_not_comparable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    checks = _distances([-1.0] * 8, torch.full((8,), math.nan).double(), math.nan, "")
+    assert [check.is_same for check in checks] == [None, None]
+    monkeypatch.setattr("tune.cli.verify.verify", lambda options: checks)
+    code, results = verified(capsys, "a", "--against", "b")
+    assert code == 2 and results == dict.fromkeys(("log-probs", "perplexity"), "not comparable")
+
+
+def test_texts_that_are_not_compared_whole_are_counted(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "texts.txt").write_text("the cat\n" + "the cat sat on the mat " * 20 + "\n")
+    main(["verify", str(checkpoint), "--against", str(checkpoint), "--prompts", str(tmp_path / "texts.txt")])
+    assert "1 of 2" in capsys.readouterr().err
+
+
+def test_values_that_llama_cpp_reports_as_null_are_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = object.__new__(LlamaCpp)
+    answers = iter([[{"id": 5, "logprob": -1.0}], [{"id": 6, "logprob": None}], []])
+    monkeypatch.setattr(LlamaCpp, "complete", lambda *_, **__: next(answers))
+    first, second, third = program.log_probs([4, 5, 6, 7])
+    assert (first, third) == (-1.0, None) and second is not None and math.isnan(second)
 
 
 def test_settings_of_the_same_meaning_pass(
@@ -354,7 +435,7 @@ def test_verify_one_model_against_another_with_texts_from_a_file(
     (tmp_path / "texts.txt").write_text("the cat sat\nand it ran under the mat\n")
     asked = ["--prompts", tmp_path / "texts.txt"]
     code, checks = verified(capsys, checkpoint, "--against", checkpoint, *asked)
-    assert code == 0 and set(checks) == {*READ, "generation", *COMPUTED} - {"adapter"}
+    assert code == 0 and set(checks) == {*READ, "generation", "weights", *COMPUTED} - {"adapter"}
     code, checks = verified(capsys, artifact("merged"), "--against", checkpoint)
     assert code == 1 and {"greedy answers", "log-probs"} <= differing(checks)
     loose = ["--tolerance", "9"]
@@ -467,6 +548,44 @@ def test_folder_of_a_model_that_reads_images(tmp_path: Path) -> None:
     transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
     program = Transformers(tmp_path, torch.device("cpu"), "fp32")
     assert len(program.log_probs([5, 6, 7])) == 2
+    assert type(program.model) is transformers.Mistral3ForConditionalGeneration and not program.missing
+
+
+def gemma3(folder: Path, **changes: Any) -> Path:
+    """Save a model that reads images, of which the class for text alone lacks the tower."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = sizes | {"num_key_value_heads": 1, "vocab_size": 400, "head_dim": 16}
+    vision = sizes | {"image_size": 28, "patch_size": 14}
+    changes |= {"mm_tokens_per_image": 4, "eos_token_id": 2}
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, **changes)
+    save_checkpoint(folder)
+    (folder / "model.safetensors").unlink()
+    transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def test_lost_image_tower_is_a_difference(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    whole = gemma3(tmp_path / "whole")
+    assert verified(capsys, whole, "--against", whole)[0] == 0
+    without = shutil.copytree(whole, tmp_path / "without")
+    tensors = load_file(without / "model.safetensors")
+    text = {name: tensor for name, tensor in tensors.items() if "vision" not in name}
+    assert len(text) < len(tensors)
+    save_file(text, without / "model.safetensors", {"format": "pt"})
+    code, checks = verified(capsys, without, "--against", whole)
+    assert code == 1 and differing(checks) == {"weights"}
+
+
+@pytest.mark.parametrize("outer", [False, True])
+def test_class_that_the_config_names_decides_whether_weights_are_tied(
+    outer: bool, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    whole = gemma3(tmp_path / "whole", tie_word_embeddings=outer)
+    change_json(whole / "config.json", tie_word_embeddings=outer)
+    config = json.loads((whole / "config.json").read_text())
+    change_json(whole / "config.json", text_config=config["text_config"] | {"tie_word_embeddings": not outer})
+    code, checks = verified(capsys, whole, "--against", whole)
+    assert (code, differing(checks)) == (0, set())
 
 
 def test_texts_in_turn_through_sliding_windows_in_llama_cpp(tmp_path: Path) -> None:

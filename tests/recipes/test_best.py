@@ -300,3 +300,16 @@ def test_best_tracks_the_value_and_patience():
     assert other.step == 0
     other.load_state_dict(loss.state_dict())
     assert other.is_over and other.state_dict() == loss.state_dict()
+
+
+@pytest.mark.parametrize("metric", ["validation_loss", "validation_rewards/margins"])
+def test_values_that_are_not_finite_are_never_the_best(metric: str) -> None:
+    best, worse = Best(metric, 3, {}), Best(metric, 3, {})
+    broken = [float("nan"), float("inf"), -float("inf")]
+    assert [best.take(step, value) for step, value in enumerate([2.0, *broken], 1)] == [True, False, False, False]
+    assert best.is_over and best.values == {1: 2.0 * best.sign}
+    assert [worse.take(step, value) for step, value in enumerate(broken[:2], 1)] == [False, False]
+    continued = Best(metric, 3, {})
+    continued.load_state_dict(worse.state_dict())
+    assert (continued.stale, continued.step, continued.values) == (2, 0, {})  # patience counts them after a resume too
+    assert not continued.take(3, float("nan")) and continued.is_over

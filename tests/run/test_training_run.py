@@ -116,6 +116,26 @@ def test_step_without_supervised_tokens_is_reported(run, clock):
     ]
 
 
+def test_metrics_that_become_nan_or_infinite_are_reported_once_each_time(run, clock):
+    run.sinks[0].message = (messages := []).append
+    run.step_began, run.data_seconds = 0.0, 0.0
+    nan, inf = float("nan"), float("inf")
+    values = [(1.0, 1.0), (nan, 1.0), (nan, inf), (1.0, 1.0), (nan, None)]
+    for step, (general_kl, validation_loss) in enumerate(values, 1):
+        clock.now += 1
+        metrics = {"general_kl": general_kl, "validation_loss": validation_loss}
+        run.log(step, SimpleNamespace(num_tokens=10, num_supervised=3), metrics)
+    assert [message.partition(". ")[0] for message in messages] == [
+        "warning: step 2: general_kl is nan",
+        "warning: step 3: validation_loss is inf",
+        "warning: step 5: general_kl is nan",
+    ]
+    assert ["general_kl" in logged for logged in run.sinks[0].values] == [True, False, False, True, False]
+    clock.now += 1
+    run.log(6, SimpleNamespace(num_tokens=10, num_supervised=0), {"router_loss": nan})
+    assert not any("router_loss" in message for message in messages)  # a mean over no tokens
+
+
 @pytest.mark.parametrize(
     ("tp", "cp", "ep", "warned"),
     [

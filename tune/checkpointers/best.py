@@ -66,10 +66,12 @@ class Best:
         return wanted in metrics
 
     def take(self, step: int, value: float) -> bool:
-        """Record the metric of a step, and return whether it is the best so far. NaN never is."""
-        if not math.isnan(value):
+        """Record the metric of a step, and return whether it is the best so far. NaN and infinity never are: they count
+        as values that are no better."""
+        is_finite = math.isfinite(value)
+        if is_finite:
             self.values[step] = value * self.sign
-        if value * self.sign > self.value:
+        if is_finite and value * self.sign > self.value:
             self.value, self.step, self.stale = value * self.sign, step, 0
         else:
             self.stale += 1
@@ -95,13 +97,16 @@ class Best:
 
     def state_dict(self) -> dict[str, Any]:
         if not self.step:
-            return {}
+            return {"metric": self.metric, "stale": self.stale} if self.stale else {}
         state = {name: getattr(self, name) for name in ("metric", "value", "step", "stale")}
         return state | {"values": [list(each) for each in sorted(self.values.items())]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state if it is of the same metric."""
         if self.metric and state.get("metric") == self.metric:
-            self.value, self.step, self.stale = state["value"], state["step"], state["stale"]
+            self.stale = state["stale"]
+            if "step" not in state:  # no value was finite
+                return
+            self.value, self.step = state["value"], state["step"]
             self.values = {self.step: self.value} | dict(state.get("values", ()))
             self.kept = self.value, self.step

@@ -402,6 +402,7 @@ class Checkpointer:
         except TuneError:
             self.save(step, wait=True)  # a wrong name must not lose training
             raise
+        measured = measured and metrics[str(self.best.metric)] is not None  # None: not measured at this step
         if measured:
             self.best.take(step, metrics[str(self.best.metric)])
             vars(self.best).update(self.world.broadcast(vars(self.best)))  # rank 0 knows which checkpoints are written
@@ -547,7 +548,7 @@ class Checkpointer:
         if self.best.metric is None:
             return
         if (path := self._best_intact()) is None:
-            self.tell(f"checkpointer.keep_best: no checkpoint has a {self.best.metric}; using the last weights")
+            self.tell(f"checkpointer.keep_best: no checkpoint has a finite {self.best.metric}; using the last weights")
             return
         model = get_model_state_dict(self.model, options=TRAINED)
         try:

@@ -30,6 +30,7 @@ PROGRAMS = ("transformers", "peft", "llama.cpp", "vllm")
 ANSWER = 32  # tokens
 NOISE, NOISE_OF_16_BITS = 0.002, 0.03  # nats by which programs differ in fp32 and in 16 bits
 PROMPT = 4096  # maximum tokens of a prompt and its answer
+MEASURED = ("log-probs", "perplexity")  # without these checks, the two models have not been compared
 FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a disk without space, or of a user's share of it
 # Settings of a dataset that decide how rows are read.
 READING = ("split", "subset", "format", "columns", "ignore", "kind")
@@ -82,6 +83,8 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
             print(visible(f"{each.name}: {each.detail or f'{each.difference}, where {each.tolerance} is allowed'}"))
     if different:
         sys.exit(1)
+    if any(each.is_same is None and each.name in MEASURED for each in checks):
+        sys.exit(2)
 
 
 def verify(options: Namespace) -> list[Any]:
@@ -118,6 +121,9 @@ def verify(options: Namespace) -> list[Any]:
     probes = [probe for probe in asked if len(probe.prompt) <= room and len(probe.ids) > 1]
     if not probes:
         raise TuneError(f"no text has at least 2 tokens and a prompt of at most {room:,} tokens. Use other --prompts")
+    if longest := [probe for probe in probes if len(probe.ids) == options.tokens]:
+        compared = f"{len(longest)} of {len(probes)} texts are compared up to token {options.tokens} only"
+        print(f"note: {compared}. --tokens sets another number", file=sys.stderr, flush=True)
     device = distributed.init(options.device).device
     context = max(max(len(each.prompt) + ANSWER, len(each.ids)) for each in probes) + 16
     with open_program(artifact, options.program, device, options.dtype, context) as program:

@@ -152,6 +152,7 @@ class Run:
         self.step_began = time.perf_counter()
         self.data_seconds, self.save_seconds, self.flops_per_token = 0.0, 0.0, 0.0
         self.timings: dict[str, float] = {}
+        self.broken = set[str]()  # metrics whose last value was not finite
 
         if self.store:
             self.info(f"{self.path} is uploaded to {self.store.name} during the run")
@@ -560,11 +561,13 @@ class Run:
 
     def log(self, step: int, batch: Counted, metrics: Mapping[str, float | None]) -> None:
         """Record the metrics of an optimizer step (see docs/runs.md), with token counts of its `batch` over all ranks,
-        and speeds. None or NaN leaves a metric out."""
+        and speeds. None leaves a metric out, and so does NaN in a step that supervises no token."""
         tokens, supervised_tokens = batch.num_tokens, batch.num_supervised
         now = time.perf_counter()
         seconds, self.step_began = now - self.step_began, now
         values = {name: value for name, value in metrics.items() if value is not None}
+        if not supervised_tokens:  # a mean over no tokens is NaN
+            values = {name: value for name, value in values.items() if not math.isnan(value)}
         if steps_per_epoch := self.data.get("steps_per_epoch"):
             values["epoch"] = step / steps_per_epoch
         values |= self.timings | {
@@ -593,9 +596,16 @@ class Run:
             self._report_disk()
 
     def record(self, step: int, values: dict[str, float]) -> None:
-        """Send finite metrics to the sinks; a validation before the first step is step 0."""
+        """Send finite metrics to the sinks; a validation before the first step is step 0. A metric that becomes NaN or
+        infinite is reported in a warning."""
         require_scalars(values)
-        values = {name: value for name, value in values.items() if math.isfinite(value)}
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        broken = values.keys() - finite.keys()
+        if new := sorted(broken - self.broken):
+            named = ", ".join(f"{name} is {values[name]}" for name in new)
+            self.info(f"warning: step {step}: {named}. Such values are not recorded")
+        self.broken = (self.broken - finite.keys()) | broken
+        values = finite
         for sink in self.sinks:
             sink.metrics(step, values)
         self._report_disk()

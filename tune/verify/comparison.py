@@ -12,12 +12,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tune.distributed import repeated_blocks
+from tune.errors import TuneError
 from tune.peft import adapted_modules, merge_in_place, switched_off
 from tune.tokenizers import Message, Tokenizer
 from tune.verify.probes import Probe, conversations
 from tune.verify.programs import ChatText, Program, Stored
 
 MARGIN = 2.0  # factor on the effect of rounding
+ENOUGH = 0.5  # smallest share of the tokens that a program must report to be compared
 ADAPTER_SHARE = 0.5  # largest accepted deviation of the adapter's effect, as a share
 
 
@@ -46,6 +48,7 @@ class Observed:
     answers: list[list[int]]
     longest: int
     log_probs: list[list[float | None]]
+    missing: list[str] | None = None  # tensors that the artifact lacks; None if the program does not open it then
 
 
 def ask(program: Program, tokenizer: Tokenizer, probes: Sequence[Probe], longest: int) -> Observed:
@@ -66,6 +69,7 @@ def ask(program: Program, tokenizer: Tokenizer, probes: Sequence[Probe], longest
         [ids for ids, _ in answers],
         longest,
         [program.log_probs(probe.ids) for probe in probes],
+        program.missing,
     )
 
 
@@ -85,7 +89,7 @@ def compare(
     `tolerance` is in nats per token. None: `MARGIN` times the effect of rounding `model` as its weights are `stored`,
     plus `noise`.
     """
-    own, theirs = _of_all(model, probes), _of_program(found)
+    own, theirs = _of_all(model, probes), _of_program(found, probes)
     base = None
     if adapted_modules(model):
         with switched_off(model):
@@ -98,13 +102,19 @@ def compare(
         with RoundedInputs(stored.inputs) if stored.inputs else nullcontext():
             rounded = _of_all(model, probes)
         tolerance = MARGIN * float((rounded - own).abs().mean()) + noise
+        if own.isfinite().all() and not math.isfinite(tolerance):
+            raise TuneError(
+                f"with its weights rounded to {stored}, the run's own model computes {tolerance} for a mean "
+                "difference, so nothing can be measured against it. Set --tolerance NATS"
+            )
     return [
         _tokens(found, probes, tokenizer),
         *_template(found, tokenizer),
         _stop_tokens(found, tokenizer),
         _answers(found, losses, tokenizer, tolerance),
-        *_distances(theirs, own, tolerance),
+        *_distances(theirs, own, tolerance, _miscounted(found, probes)),
         *([_adapter(theirs, own, base)] if base is not None else []),
+        *_weights(found),
     ]
 
 
@@ -152,6 +162,15 @@ class RoundedInputs(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _weights(found: Observed) -> list[Check]:
+    """Check that the artifact has all tensors of the class that its config names, also those that no text needs."""
+    if found.missing is None:
+        return []
+    count = len(found.missing)
+    detail = f"the artifact lacks {', '.join(found.missing[:3])}" if count else ""
+    return [Check("weights", "all tensors", f"{count} missing", f"{count} tensors", "0", not count, detail)]
+
+
 @torch.no_grad()
 def _log_softmax(model: Any, ids: Sequence[int]) -> Tensor:
     """Return the log-probs after each of `ids`, `[ids, vocab]`, on the host."""
@@ -169,10 +188,22 @@ def _of_all(model: Any, probes: Sequence[Probe]) -> Tensor:
     return torch.cat(found).double()
 
 
-def _of_program(found: Observed) -> Tensor:
-    """Return the program's log-probs in the same order; NaN for missing ones."""
-    values = [math.nan if value is None else value for each in found.log_probs for value in each]
-    return torch.tensor(values, dtype=torch.float64)
+def _of_program(found: Observed, probes: Sequence[Probe]) -> list[float | None]:
+    """Return the program's log-probs in the same order; None for a token without one, and for all tokens of a text for
+    which the program reports another number of them."""
+    values: list[float | None] = []
+    for of_text, probe in zip(found.log_probs, probes, strict=True):
+        count = len(probe.ids) - 1
+        values += of_text if len(of_text) == count else [None] * count
+    return values
+
+
+def _miscounted(found: Observed, probes: Sequence[Probe]) -> str:
+    """Describe the first text for which the program reports another number of log-probs than it has tokens; ""."""
+    for of_text, probe in zip(found.log_probs, probes, strict=True):
+        if len(of_text) != len(probe.ids) - 1:
+            return f"the artifact has {len(of_text)} log-probs for {len(probe.ids) - 1} tokens of {probe.plain[:60]!r}"
+    return ""
 
 
 def _tokens(found: Observed, probes: Sequence[Probe], tokenizer: Tokenizer) -> Check:
@@ -273,29 +304,54 @@ def _answers(found: Observed, losses: Sequence[Tensor], tokenizer: Tokenizer, to
     )  # fmt: skip
 
 
-def _distances(theirs: Tensor, ours: Tensor, tolerance: float) -> list[Check]:
-    """Check the distances of the log-probs of the texts' tokens and of the perplexity."""
-    told = ~theirs.isnan() if len(theirs) == len(ours) else torch.zeros_like(ours, dtype=torch.bool)
-    theirs, ours = theirs[told], ours[told]
-    distance = float((theirs - ours).abs().mean())
-    mean, own = float(-theirs.mean()), float(-ours.mean())
+def _distances(theirs: list[float | None], ours: Tensor, tolerance: float, miscounted: str) -> list[Check]:
+    """Check the distances of the log-probs of the texts' tokens and of the perplexity.
+
+    A value that is not finite is a difference, and so is another number of values. With values for fewer than
+    `ENOUGH` of the tokens, or if the run's own model is not finite, nothing can be compared.
+    """
+    reported = [at for at, value in enumerate(theirs) if value is not None]
+    values = torch.tensor([theirs[at] for at in reported], dtype=torch.float64)
+    own = ours[reported]
+    distance = float((values - own).abs().mean())
+    mean, own_mean = float(-values.mean()), float(-own.mean())
+    is_close: bool | None = distance <= tolerance
+    is_same: bool | None = abs(mean - own_mean) <= tolerance
+    detail = ""
+    if miscounted:
+        is_close, detail = False, miscounted
+    elif broken := int((~values.isfinite()).sum()):
+        is_close = is_same = False
+        detail = f"the artifact computes NaN or infinity for {broken:,} of {len(theirs):,} tokens"
+    elif broken := int((~ours.isfinite()).sum()):
+        is_close = is_same = None
+        detail = f"the run's own model computes NaN or infinity for {broken:,} of {len(ours):,} tokens"
+    elif len(reported) < ENOUGH * len(theirs):
+        is_close = is_same = None
+        detail = f"the program reports log-probs of {len(reported):,} of {len(theirs):,} tokens. Use other --prompts"
     return [
         Check(
-            "log-probs", f"{len(ours):,} tokens", "", f"{distance:.4f} nats a token", f"{tolerance:.4f}",
-            distance <= tolerance,
+            "log-probs", f"{len(ours):,} tokens", f"{len(reported):,} tokens", f"{distance:.4f} nats a token",
+            f"{tolerance:.4f}", is_close, detail,
         ),
         Check(
-            "perplexity", f"{math.exp(own):.4g}", f"{math.exp(mean):.4g}", f"{math.expm1(mean - own):+.2%}",
-            f"{tolerance:.1%}", abs(mean - own) <= tolerance,
+            "perplexity", f"{_exp(own_mean):.4g}", f"{_exp(mean):.4g}", f"{_exp(mean - own_mean) - 1:+.2%}",
+            f"{tolerance:.1%}", is_same,
         ),
     ]  # fmt: skip
 
 
-def _adapter(theirs: Tensor, ours: Tensor, base: Tensor) -> Check:
+def _exp(value: float) -> float:
+    """Return e to the power of a number of nats; infinity if it is too large for a float."""
+    return float(torch.tensor(value, dtype=torch.float64).exp())
+
+
+def _adapter(theirs: list[float | None], ours: Tensor, base: Tensor) -> Check:
     """Check how much of the adapter's effect is in the artifact: the least-squares slope through (run - base, artifact
     - base) of all tokens. The check is inconclusive if three standard errors exceed the tolerance."""
-    told = ~theirs.isnan()
-    changes, found = (ours - base)[told], (theirs - base)[told]
+    reported = [at for at, value in enumerate(theirs) if value is not None]
+    values = torch.tensor([theirs[at] for at in reported], dtype=torch.float64)
+    changes, found = (ours - base)[reported], values - base[reported]
     square = float(changes.square().sum())
     share = float((changes * found).sum()) / square if square else math.nan
     error = math.sqrt(float((found - share * changes).square().mean()) / square) if square else math.inf

@@ -1,6 +1,7 @@
 """Read GGUF files with llama.cpp, through its Python binding."""
 
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,7 @@ class LlamaCpp:
     """
 
     name = "llama.cpp"
+    missing = None
 
     def __init__(self, file: Path, lora: Path | None = None, context: int = 1024, threads: int = 1):
         if find_spec("xllamacpp") is None:
@@ -81,7 +83,10 @@ class LlamaCpp:
         llama.cpp's server reports none."""
         found = self.complete(prompt, 1, logit_bias=[[token, 1e9]], ignore_eos=False)
         assert not found or found[0]["id"] == token
-        return found[0]["logprob"] if found else None
+        if not found:
+            return None
+        value = found[0]["logprob"]
+        return math.nan if value is None else float(value)  # JSON has no NaN: the server writes null
 
     def count(self, text: str) -> int:
         """Return the number of tokens of `text`, including the tokens that are put before a text."""

@@ -49,6 +49,12 @@ class Program(Protocol):
 
     name: str
 
+    @property
+    def missing(self) -> list[str] | None:
+        """The tensors of the model that the artifact lacks, which are therefore random; None if the program refuses to
+        open such an artifact."""
+        ...
+
     def reads(self, text: str, ids: Sequence[int]) -> bool:
         """Whether it encodes `text` as `ids`, including the tokens that are put before a text."""
         ...
@@ -84,24 +90,32 @@ class Transformers:
             import transformers
         if not sys.stderr.isatty():
             transformers.utils.logging.disable_progress_bar()
-        self.name, model_class = "transformers", transformers.AutoModelForCausalLM
-        with explained(f"transformers cannot open {folder}", Exception):
-            if not (folder / ADAPTER).exists():
-                config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-                if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:  # a model that reads images too
-                    model_class = transformers.AutoModelForImageTextToText
-        if (folder / ADAPTER).exists():
+        self.name = "transformers"
+        self.missing: list[str] | None = None
+        is_adapter = (folder / ADAPTER).exists()
+        base = _base_of(folder) if is_adapter else folder
+        with explained(f"transformers cannot open {base}", Exception):
+            model_class = _class_of(base)
+        if is_adapter:
             if find_spec("peft") is None:
                 raise TuneError(f"{folder}: adapters need PEFT: pip install peft")
             import peft
 
-            self.name, model_class = "peft", peft.AutoPeftModelForCausalLM
+            self.name = "peft"
+            named = {"_target_class": model_class}  # PEFT's own choice for a base may lack parts of it
+            model_class = type("AutoPeftModel", (peft.AutoPeftModelForCausalLM,), named)
         with explained(f"{self.name} cannot open {folder}", Exception):
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-            kind = computed_in(folder, dtype)
-            self.model = model_class.from_pretrained(
-                folder, dtype=kind, device_map=str(device), trust_remote_code=False
-            ).eval()
+            settings: dict[str, Any] = {"dtype": computed_in(folder, dtype), "device_map": str(device)}
+            settings["trust_remote_code"] = False
+            if is_adapter:
+                self.model = model_class.from_pretrained(folder, **settings).eval()
+            else:
+                self.model, info = model_class.from_pretrained(folder, **settings, output_loading_info=True)
+                self.missing = sorted({*info["missing_keys"], *(each[0] for each in info["mismatched_keys"])})
+                self.model.eval()
+        if not self.model.can_generate():
+            raise TuneError(f"{base}: config.json names {type(self.model).__name__}, which writes no text")
         self.device = device
 
     def reads(self, text: str, ids: Sequence[int]) -> bool:
@@ -137,10 +151,28 @@ class Transformers:
         return [*found.gather(1, tokens[0, 1:, None])[:, 0].tolist()]
 
 
+def _base_of(adapter: Path) -> Path:
+    return Path(str(read_json(adapter / ADAPTER, "adapter").get("base_model_name_or_path")))
+
+
+def _class_of(folder: Path) -> Any:
+    """Return the class of transformers that config.json names, or the automatic one if it names none of them."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    for name in config.architectures or []:
+        if (named := getattr(transformers, name, None)) is not None:
+            return named
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return transformers.AutoModelForCausalLM
+    return transformers.AutoModelForImageTextToText
+
+
 class VLLMServer:
     """A folder opened in vLLM; an adapter on the base that its config names."""
 
     name = "vllm"
+    missing = None
 
     def __init__(self, folder: Path, dtype: Dtype, context: int):
         if find_spec("vllm") is None:
@@ -223,7 +255,7 @@ def computed_in(artifact: Path, dtype: Dtype) -> torch.dtype:
         return torch.float32
     folder = artifact
     if (folder / ADAPTER).exists():
-        folder = Path(str(read_json(folder / ADAPTER, "adapter").get("base_model_name_or_path")))
+        folder = _base_of(folder)
     is_coded = (folder / "config.json").exists() and re.search('fp4|"quant_method": "fp8"', _quantization(folder))
     return torch.bfloat16 if is_coded else as_dtype(dtype)
 
