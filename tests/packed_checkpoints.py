@@ -14,9 +14,10 @@ LINEAR = r"(_proj|kv_a_proj_with_mqa|\.w[123])\.weight$"
 
 
 def rewrite(folder: Path, make: Callable[[str, Tensor], dict[str, Tensor]], matching: str, **settings: object) -> Path:
-    """Replace weights with names `matching` by the tensors that `make` returns, store the rest in bf16, and record the
-    `settings` in config.json."""
-    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(folder / "model.safetensors").items()}
+    """Replace weights with names `matching` by the tensors that `make` returns, store other weights in bf16, and record
+    the `settings` in config.json."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items() if tensor.is_floating_point()}
     names = [name for name in tensors if re.search(matching, name)]
     assert names
     for name in names:

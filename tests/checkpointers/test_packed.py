@@ -145,10 +145,16 @@ def test_awq_matches_the_conversion_of_compressed_tensors(copy):
     open_checkpoint(folder)
 
 
+@pytest.mark.parametrize("order", ["neighbors", "shuffled", "desc_act"])
 @pytest.mark.parametrize(("bits", "version"), [(4, "gptq"), (8, "gptq"), (4, "gptq_v2")])
-def test_gptq_matches_the_arithmetic_of_gptqmodel(bits, version, copy):
+def test_gptq_matches_the_arithmetic_of_gptqmodel(bits, version, order, copy):
     """`scales[g_idx] * (codes - zeros[g_idx])` in fp16, by input; version 1 stores zeros minus one."""
-    folder = made.gptq(copy, bits, checkpoint_format=version)
+    folder = made.gptq(copy, bits, checkpoint_format=version, desc_act=order == "desc_act")
+    if order != "neighbors":  # as with static groups, and with act-order
+        tensors = load(folder)
+        for name in [name for name in tensors if name.endswith("g_idx")]:
+            tensors[name] = tensors[name][torch.randperm(len(tensors[name]))].contiguous()
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     name, tensor = next(iter(quantized(folder).items()))
     parts, per = module_of(folder, name), 32 // bits
     inputs, groups = tensor.shape[1], parts["g_idx"].long()
@@ -161,7 +167,44 @@ def test_gptq_matches_the_arithmetic_of_gptqmodel(bits, version, copy):
     zeros = torch.stack(zeros, dim=1) + (version == "gptq")
     expected = parts["scales"][groups] * (codes - zeros[groups]).half()
     assert torch.equal(tensor.read(), expected.T.bfloat16())
+    part = (slice(3, 21), slice(5, 50))
+    assert torch.equal(tensor.read(part), expected.T.bfloat16()[part])
     open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("group", [-1, 4])
+def test_groups_of_gptq_that_do_not_exist(group, copy):
+    folder = made.gptq(copy)
+    tensors = load(folder)
+    name, tensor = next(iter(quantized(folder).items()))
+    index = name.replace("weight", "g_idx")
+    tensors[index][7] = group if group < 0 else len(tensors[name.replace("weight", "scales")])
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(TuneError, match=index.replace(".", r"\.")):
+        tensor.read()
+
+
+@pytest.mark.parametrize("kind", ["fp8 of 48", "awq", "gptq", "int4"])
+def test_scales_that_are_not_finite(kind, copy):
+    folder = MAKERS[kind](copy)
+    tensors = load(folder)
+    name, tensor = next(iter(quantized(folder).items()))
+    scales = tensor.scales.tensor.name
+    tensors[scales].view(-1)[1] = torch.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(TuneError, match=scales.replace(".", r"\.")) as error:
+        tensor.read()
+    assert name in str(error.value)
+
+
+def test_codes_that_are_not_finite(copy):
+    folder = MAKERS["fp8 of 48"](copy)
+    tensors = load(folder)
+    name, tensor = next(iter(quantized(folder).items()))
+    tensors[name].view(torch.uint8)[0, 0] = 0x7F  # NaN in E4M3
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(TuneError, match=name.replace(".", r"\.")):
+        tensor.read()
 
 
 def test_nvfp4_from_model_optimizer(copy):
@@ -195,6 +238,7 @@ MAKERS = {
     "fp8 of 48": lambda folder: made.fp8(folder, 48),
     "awq": made.awq,
     "gptq": made.gptq,
+    "gptq of no order": lambda folder: without(made.gptq(folder), "g_idx"),
     **{kind: lambda folder, kind=kind: made.compressed(folder, FORMS[kind][0], **FORMS[kind][1]) for kind in FORMS},
 }
 
@@ -321,6 +365,7 @@ def change(folder, **fields):
 def without(folder, pattern):
     tensors = {name: tensor for name, tensor in load(folder).items() if pattern not in name}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -344,7 +389,10 @@ def without(folder, pattern):
         ("fp8 of 48", {"weight_block_size": [0, 48]}, ["config.json", "quantization_config"]),
         ("fp8 of 48", {"weight_block_size": [48, 48, 48]}, ["config.json", "quantization_config"]),
         ("fp8 of 48", {"weight_block_size": None}, ["down_proj.weight [64, 128]", "[2, 3]", "no weight_block_size"]),
-        ("gptq", {"desc_act": True}, ["GPTQ", "desc_act=True", "down_proj.weight"]),
+        ("gptq of no order", {"desc_act": True}, ["GPTQ", "desc_act=True", "g_idx", "down_proj.weight"]),
+        ("gptq", {"dynamic": {"-:.*q_proj": {}, ".*down.*": {"bits": 8}}}, ["GPTQ", "dynamic: .*down.*"]),
+        ("int4", {"transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}}, ["transform_config", "R1"]),
+        ("int4", {"sparsity_config": {"format": "sparse-24-bitmask"}}, ["sparsity_config", "sparse-24-bitmask"]),
         ("gptq", {"bits": 3}, ["GPTQ", "3 bits"]),
         ("awq", {"group_size": 64}, ["down_proj.scales", "[4, 64]", "[2, 64]"]),
     ],
@@ -370,6 +418,7 @@ def test_settings_must_be_a_mapping(settings, checkpoint, tmp_path):
     [
         ({"num_bits": 3}, ["3 bits", "down_proj.weight"]),
         ({"actorder": "group"}, ["pack-quantized", "down_proj.weight"]),
+        ({"actorder": True}, ["pack-quantized", "down_proj.weight"]),
         ({"strategy": "attn_head"}, ["config.json", "attn_head"]),
     ],
 )

@@ -1,14 +1,15 @@
 """Quantized folders match compressed-tensors, and transformers loads them with the expected logits."""
 
+import itertools
 import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import save_checkpoint
+from helpers import save_checkpoint, slow_but
 from recipes.test_rewards import reward_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -94,6 +95,85 @@ def test_transformers_unpacks_the_same_weights(kind: str, tmp_path: Path) -> Non
     assert (expected - before).abs().max() > 0.3
     assert_close(actual, expected, atol=1e-4, rtol=1e-4)
     assert_close(in_four_bits, expected, atol=0.1, rtol=0)
+
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_hidden_layers": 1}
+TEXT = SIZES | {"num_key_value_heads": 1, "vocab_size": 400, "head_dim": 32}
+VISION = SIZES | {"image_size": 28, "patch_size": 14}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25}
+QWEN = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2, "rope_parameters": ROPE} | DELTA
+TOWER = {"depth": 1, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 64}
+TOWER |= {"patch_size": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": []}
+READS_IMAGES = {
+    "gemma3": ("Gemma3", TEXT, VISION, {"mm_tokens_per_image": 4}),
+    "mistral3": ("Mistral3", TEXT | {"model_type": "mistral"}, VISION | {"model_type": "pixtral"}, {}),
+    "qwen3_5": ("Qwen3_5", TEXT | QWEN, TOWER, {}),
+}
+
+
+def reads_images(family: str, folder: Path) -> tuple[Path, type]:
+    """Save a small model of a `family` that also reads images."""
+    name, text, vision, others = READS_IMAGES[family]
+    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision, **others)
+    save_checkpoint(folder)
+    (folder / "model.safetensors").unlink()
+    model_class = getattr(transformers, f"{name}ForConditionalGeneration")
+    model_class._from_config(config).save_pretrained(folder)
+    return folder, model_class
+
+
+QUICK = {("gemma3", "int8"), ("qwen3_5", "int4")}
+
+
+@pytest.mark.parametrize("names", ["new", "old"])
+@pytest.mark.parametrize(("family", "kind"), slow_but(QUICK, itertools.product(READS_IMAGES, (*KINDS, "nf4"))))
+def test_image_towers_are_not_quantized(family: str, kind: str, names: str, tmp_path: Path) -> None:
+    if kind == "nf4":
+        pytest.importorskip("bitsandbytes")
+    folder, model_class = reads_images(family, tmp_path / "model")
+    plain = model_class.from_pretrained(folder, dtype=torch.float32)
+    if names == "old":  # as google/gemma-3-4b-it is published
+        if family == "qwen3_5":
+            pytest.skip("its checkpoints have one way to name tensors")
+        pairs = {"model.language_model.": "language_model.model.", "model.": ""}
+        renamed = {}
+        for name, tensor in load_file(folder / "model.safetensors").items():
+            prefix = next((each for each in pairs if name.startswith(each)), "")
+            renamed[pairs.get(prefix, "") + name.removeprefix(prefix)] = tensor
+        save_file(renamed, folder / "model.safetensors", {"format": "pt"})
+    main(["quantize", str(folder), "--to", kind, "--out", str(tmp_path / "out")])
+    theirs, info = model_class.from_pretrained(tmp_path / "out", dtype=torch.float32, output_loading_info=True)
+    assert not info["missing_keys"] and not info["mismatched_keys"]
+    tower = [name for name, _ in plain.named_parameters() if "language_model" not in name and "lm_head" not in name]
+    assert len(tower) > 8
+    for name in tower:
+        assert torch.equal(theirs.get_parameter(name), plain.get_parameter(name)), name
+    layers = theirs.model.language_model.layers
+    packed = [layer for layer in layers.modules() if isinstance(layer, nn.Linear) and is_packed(layer)]
+    assert len(packed) == len([layer for layer in layers.modules() if isinstance(layer, nn.Linear)]) > 0
+
+
+def is_packed(layer: nn.Linear) -> bool:
+    stored = [*dict(layer.named_parameters()), *dict(layer.named_buffers())]
+    return "weight_packed" in stored or "weight_scale" in stored or layer.weight.dtype == torch.uint8
+
+
+@pytest.mark.parametrize("family", ["Falcon", "Mamba"])
+def test_result_that_transformers_cannot_open_is_not_written(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = save_checkpoint(tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 400}
+    sizes |= {"num_attention_heads": 4} if family == "Falcon" else {"pad_token_id": 0}
+    config = getattr(transformers, f"{family}Config")(**sizes, bos_token_id=1, eos_token_id=2)
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
+    with pytest.raises(SystemExit, match="2"):
+        main(["quantize", str(folder), "--to", "int8", "--out", str(tmp_path / "out")])
+    printed = capsys.readouterr()
+    assert "wrote" not in printed.out and "error: transformers" in printed.err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])

@@ -9,7 +9,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,8 @@ class Grid:
     """Numbers for a weight `[..., rows, columns]`: one per block of `block` rows and columns.
 
     An element of `tensor` holds `per` numbers that are neighbors along the weight's dimension `packed`; `decode` turns
-    `[..., n]` elements into `[..., n * per]` numbers. With `transposed`, columns come before rows on disk.
+    `[..., n]` elements into `[..., n * per]` numbers. With `transposed`, columns come before rows on disk. With an
+    `index`, the block of a column is the one that the index names, else blocks are neighboring columns.
     """
 
     tensor: DiskTensor
@@ -60,6 +61,7 @@ class Grid:
     per: int = 1
     packed: int = -1
     transposed: bool = False
+    index: DiskTensor | None = None
 
     def stored(self, spans: Sequence[slice]) -> list[slice]:
         """Return the slices on disk of the blocks `spans` (rows, columns)."""
@@ -76,6 +78,16 @@ class Grid:
         if math.prod(self.tensor.shape) == 1:
             return self.decode(self.tensor.read()).view(1, 1)
         *lead, rows, columns = where
+        if self.index is not None:
+            groups = self.tensor.shape[0]
+            numbers = replace(self, block=(1, 1), index=None).read((*lead, rows, slice(0, groups)))
+            of_columns = self.index.read((columns,)).long()
+            if of_columns.numel() and not 0 <= int(of_columns.min()) <= int(of_columns.max()) < groups:
+                raise TuneError(
+                    f"{self.index.file}: {self.index.name} names groups {int(of_columns.min())} to "
+                    f"{int(of_columns.max())}, but there are {groups}. Download the file again"
+                )
+            return numbers[..., of_columns]
         spans = self.blocks((rows, columns))
         elements = self.tensor.read((*lead, *self.stored(spans)))
         is_last = (self.packed == -1) != self.transposed
@@ -132,6 +144,12 @@ class PackedTensor(DiskTensor):
             part = [slice(first, min(first + step, parts[0].stop)), *parts[1:]]
             scales = self.scales.read(part)
             values = self.codes.read(part).to(scales.dtype)
+            for numbers, grid in ((scales, self.scales), (values, self.codes)):
+                if not numbers.isfinite().all():
+                    raise TuneError(
+                        f"{grid.tensor.file}: {grid.tensor.name} has values that are NaN or infinite, and so has the "
+                        f"weight {self.name}. Download the file again, or use another checkpoint"
+                    )
             if self.zeros is not None:
                 values = values - self.zeros.read(part).to(scales.dtype)
             weight[start : start + step] = values * scales
@@ -362,9 +380,11 @@ def _compressed(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:
     group = _group(weight, settings)
     how, form = group["weights"], group.get("format") or settings["format"]
     codes, scales = parts.get("_packed") or parts[""], parts["_scale"]
+    _require_no_transform(codes.file, settings)
     bits, size = how.get("num_bits", 8), how.get("group_size") or 0
     is_packed = "_packed" in parts
-    if is_packed != WORDS.get(form, not is_packed) or how.get("actorder") == "group" or bits not in (4, 8):
+    is_ordered = how.get("actorder") in ("group", True) or "_g_idx" in parts
+    if is_packed != WORDS.get(form, not is_packed) or is_ordered or bits not in (4, 8) or codes.dtype in FLOATS:
         raise refused(codes.file, f"as {form} of compressed-tensors, in {bits} bits, in {weight}")
     per, decode = (2, _fp4) if codes.dtype == torch.uint8 else (32 // bits, _integers(bits, center=1 << bits - 1))
     if not is_packed:
@@ -386,6 +406,15 @@ def _compressed(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:
     if zeros is not None:
         offsets = Grid(zeros, block, decode, per, -2) if zeros.dtype == torch.int32 else Grid(zeros, block)
     return [*lead, rows, columns], Grid(codes, (1, 1), decode, per), Grid(scales, block, scale), offsets
+
+
+def _require_no_transform(file: Path, settings: dict[str, Any]) -> None:
+    """Raise TuneError if the weights are rotated, or sparse: they are then not the weights of a plain checkpoint."""
+    if transforms := (settings.get("transform_config") or {}).get("config_groups"):
+        raise refused(file, f"by compressed-tensors with transform_config ({', '.join(transforms)})")
+    sparsity = (settings.get("sparsity_config") or {}).get("format")
+    if sparsity not in (None, "dense"):
+        raise refused(file, f"by compressed-tensors with sparsity_config.format {sparsity}")
 
 
 def _group(weight: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -420,11 +449,16 @@ def _awq(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:
 
 
 def _gptq(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:
-    """GPTQ: `[in * bits / 32, out]`; scales and zeros per group of neighboring inputs."""
-    codes, scales, zeros = parts[".qweight"], parts[".scales"], parts.get(".qzeros")
+    """GPTQ: `[in * bits / 32, out]`; scales and zeros per group of inputs. `g_idx` has the group of each input; without
+    it, groups are neighboring inputs."""
+    codes, scales, zeros, index = parts[".qweight"], parts[".scales"], parts.get(".qzeros"), parts.get(".g_idx")
     bits, size, ordered = settings.get("bits"), settings["group_size"], settings.get("desc_act")
-    if bits not in (4, 8) or ordered or zeros is None:
-        raise refused(codes.file, _how(f"GPTQ, desc_act={ordered}", bits, zeros, weight))
+    if bits not in (4, 8) or (ordered and index is None) or zeros is None:
+        without = "" if index else ", without g_idx"
+        raise refused(codes.file, _how(f"GPTQ, desc_act={ordered}{without}", bits, zeros, weight))
+    overrides = [pattern for pattern in settings.get("dynamic") or {} if not pattern.startswith("-:")]
+    if overrides:
+        raise refused(codes.file, f"by GPTQ with other settings for some modules (dynamic: {', '.join(overrides)})")
     per, decode = 32 // bits, _integers(bits)
     inputs, outputs = codes.shape[0] * per, codes.shape[1]
     block = (1, size if size > 0 else inputs)
@@ -433,8 +467,8 @@ def _gptq(weight: str, parts: Parts, settings: dict[str, Any]) -> Grids:
     return (
         [outputs, inputs],
         Grid(codes, (1, 1), decode, per, transposed=True),
-        Grid(scales, block, transposed=True),
-        Grid(zeros, block, lambda words: decode(words + one), per, -2, transposed=True),
+        Grid(scales, block, transposed=True, index=index),
+        Grid(zeros, block, lambda words: decode(words + one), per, -2, transposed=True, index=index),
     )
 
 
@@ -479,7 +513,7 @@ METHODS = {
         ("_packed", ""),
         ("_scale",),
         _compressed,
-        others=("_global_scale", "_zero_point", "_shape"),
+        others=("_global_scale", "_zero_point", "_shape", "_g_idx"),
         excluded="ignore",
     ),
     "modelopt": Method(("",), ("_scale",), _modelopt, others=("_scale_2",), excluded="ignore"),

@@ -105,6 +105,7 @@ def export(
     misfits: list[str] = []  # descriptions of tensors that have another shape in `source`
     broken: list[str] = []  # names of tensors that are not finite; all processes must see all tensors first
     damaged: list[str] = []  # files and names of tensors in `source` that are not finite
+    plain_modules: list[str] = []  # modules on disk whose matrices the `compressor` leaves as they are
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         others = {name: tensor for name, tensor in there.items() if not Names.of(model).is_replaced(name)}
@@ -117,11 +118,17 @@ def export(
                 if not is_finite(tensor):
                     broken.append(name)
                     damaged.extend(_not_finite(before))
-            yield from compressor.tensors(name, tensor.to("cpu")) if compressor else [(name, tensor.to("cpu"))]
+            if compressor and name in compressor.names:
+                yield from compressor.tensors(name, tensor.to("cpu"))
+            else:
+                plain_modules.extend(_module_of_matrix(name, tensor.ndim))
+                yield name, tensor.to("cpu")
             del tensor  # free it before the next one is gathered; all consumers do the same
         if kept:
             others = {name: others[name] for name in others.keys() - kept} | stored_as_packed(origin, there, plain)
-        yield from ((name, others[name].read()) for name in sorted(others))
+        for name in sorted(others):
+            plain_modules.extend(_module_of_matrix(name, len(others[name].shape)))
+            yield name, others[name].read()
 
     if world.is_main:
         with exported(folder) as unfinished:
@@ -131,7 +138,8 @@ def export(
             _require_fitting(world, misfits, origin)
             if scores:
                 fields = as_reward_model(fields, model.config.pad_id)
-            fields = _without_missing_code(_with_types(fields, dtype, compressor), origin)
+            excluded = _module_names(plain_modules, fields) if compressor else []
+            fields = _without_missing_code(_with_types(fields, dtype, compressor, excluded), origin)
             if fields and fields != read_json(origin / "config.json"):
                 (unfinished / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
             for file in [*map(origin.joinpath, CONFIGS), *origin.glob("*.py")]:
@@ -150,15 +158,30 @@ def export(
     world.barrier()
 
 
-def _with_types(fields: dict[str, Any], dtype: Dtype | None, compressor: Compressor | None) -> dict[str, Any]:
-    """Return the `fields` of a config.json with the dtypes and quantization of the tensors."""
+def _module_of_matrix(name: str, dimensions: int) -> list[str]:
+    """Return the module on disk of the tensor `name` if it is a matrix: a linear layer or an embedding."""
+    return [name.removesuffix(".weight")] if dimensions == 2 and name.endswith(".weight") else []
+
+
+def _module_names(on_disk: Sequence[str], fields: dict[str, Any]) -> list[str]:
+    """Return the names of modules with these names `on_disk`. Older checkpoints of models that also read images lack
+    the prefix `model.` of transformers' modules; vLLM knows the modules by the names on disk."""
+    others = [name for name in on_disk if not name.startswith("model.")] if "text_config" in fields else []
+    return [*on_disk, *(f"model.{name}" for name in others)]
+
+
+def _with_types(
+    fields: dict[str, Any], dtype: Dtype | None, compressor: Compressor | None, excluded: Sequence[str]
+) -> dict[str, Any]:
+    """Return the `fields` of a config.json with the dtypes and quantization of the tensors. The modules `excluded` are
+    not quantized."""
     fields = dict(fields)
     if dtype:
         key = "torch_dtype" if "torch_dtype" in fields else "dtype"
         fields[key] = str(as_dtype(dtype)).removeprefix("torch.")
     if compressor:
         declared = fields.get("dtype") or fields.get("torch_dtype") or "float32"
-        fields["quantization_config"] = compressor.config(declared)
+        fields["quantization_config"] = compressor.config(declared, excluded)
     return fields
 
 

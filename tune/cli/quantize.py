@@ -2,10 +2,13 @@
 (merged into its base) or a run. Only linear layers of its blocks are quantized: int8 and fp8 with a scale for each row,
 int4, mxfp4 and nf4 with a scale for each group of weights."""
 
+import shutil
 from argparse import ArgumentParser
+from pathlib import Path
 
 from tune.cli.model_options import add_step
 from tune.cli.output import new_folder, served_by
+from tune.errors import TuneError
 from tune.lookup import local_path
 
 
@@ -24,5 +27,19 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         opened.export(
             options.out, f"{opened.title}, in {options.to}, by tune.", opened.compressor(options.to, options.dynamic)
         )
+        _open_again(options.out, options.to)
     nf4 = f"transformers, with bitsandbytes: {options.out}"
     print(f"to use it:\n  {nf4 if options.to == 'nf4' else served_by(model, options.out)}")
+
+
+def _open_again(out: Path, kind: str) -> None:
+    """Open the written folder as its users will. If that fails, remove it and raise TuneError."""
+    from tune.verify import require_opens
+
+    package = "bitsandbytes" if kind == "nf4" else "compressed_tensors"
+    try:
+        if not require_opens(out, [package]):
+            print(f"note: not opened again: that needs transformers, with its class of this model, and {package}")
+    except TuneError:
+        shutil.rmtree(out)
+        raise

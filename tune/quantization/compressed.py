@@ -5,7 +5,7 @@ int8, int4, FP8 and MXFP4 are stored like the library compressed-tensors does, N
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,12 +118,14 @@ class Compressor:
             yield f"{name}_shape", torch.tensor(tensor.shape)
         yield f"{name}_scale", scales
 
-    def config(self, dtype: str) -> dict[str, Any]:
-        """The `quantization_config` in config.json of a model whose other weights are in `dtype`."""
+    def config(self, dtype: str, plain: Collection[str] = ()) -> dict[str, Any]:
+        """The `quantization_config` in config.json of a model whose other weights are in `dtype`. Readers quantize
+        every linear layer that it does not name, so it names the `plain` modules, such as those of an image tower."""
+        excluded = [*HEADS, *sorted({*plain} - {*HEADS})]
         if self.kind == "nf4":
             return {
                 "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
-                "bnb_4bit_compute_dtype": dtype, "llm_int8_skip_modules": [*HEADS],
+                "bnb_4bit_compute_dtype": dtype, "llm_int8_skip_modules": excluded,
             }  # fmt: skip
         is_float = self.kind in ("fp8", "mxfp4")
         weights = {
@@ -140,7 +142,7 @@ class Compressor:
         group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
         return {
             "quant_method": "compressed-tensors", "quantization_status": "compressed", "format": form,
-            "config_groups": {"group_0": group | {"format": form}}, "ignore": [*HEADS], "kv_cache_scheme": None,
+            "config_groups": {"group_0": group | {"format": form}}, "ignore": excluded, "kv_cache_scheme": None,
         }  # fmt: skip
 
 

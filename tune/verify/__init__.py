@@ -10,7 +10,7 @@ with (`open_program`) reads the texts of a few `Probe`s, and `compare` compares 
 from tune.verify.comparison import Check, ask, compare
 from tune.verify.llama_cpp import LlamaCpp
 from tune.verify.probes import Probe, conversations, probes_of_data, probes_of_prompts, probes_of_texts
-from tune.verify.programs import computed_in, open_program, type_of
+from tune.verify.programs import computed_in, open_program, require_opens, type_of
 from tune.verify.settings import compare_settings
 
 # Other names are internal to `tune`.
@@ -27,5 +27,6 @@ __all__ = [
     "probes_of_data",
     "probes_of_prompts",
     "probes_of_texts",
+    "require_opens",
     "type_of",
 ]

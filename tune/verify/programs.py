@@ -168,6 +168,40 @@ def _class_of(folder: Path) -> Any:
     return transformers.AutoModelForImageTextToText
 
 
+def require_opens(folder: Path, packages: Sequence[str] = ()) -> bool:
+    """Open the model in `folder` in transformers, so that it looks for all tensors. This needs memory for them only in
+    the format of bitsandbytes. Returns False if transformers or one of the `packages` that read the folder is not
+    installed, or if the class that its config names comes with the model.
+
+    Raises:
+        TuneError: transformers fails to open it, or lacks tensors, which would be random.
+    """
+    if not all(map(find_spec, ("transformers", *packages))):
+        return False
+    import transformers
+
+    with explained(f"transformers cannot open the folder with the model type of {folder}", Exception):
+        if ConfigFile(folder).get("auto_map"):
+            return False
+        model_class = _class_of(folder)
+    logging = transformers.utils.logging
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # its report of missing tensors is the error below
+    try:
+        with explained("transformers cannot open the result, so nothing is written", Exception):
+            device = "cpu" if "bitsandbytes" in packages else "meta"
+            _, info = model_class.from_pretrained(folder, device_map=device, output_loading_info=True)
+    finally:
+        logging.set_verbosity(verbosity)
+    lacking = sorted({*info["missing_keys"], *(each[0] for each in info["mismatched_keys"])})
+    if lacking:
+        raise TuneError(
+            f"transformers opens the result with {len(lacking)} random tensors, such as {lacking[0]}, so nothing is "
+            f"written: {model_class.__name__} has other linear layers"
+        )
+    return True
+
+
 class VLLMServer:
     """A folder opened in vLLM; an adapter on the base that its config names."""
 
