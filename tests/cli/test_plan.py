@@ -80,6 +80,16 @@ def test_utilisation_is_of_the_higher_peak(checkpoint, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_more_processes_than_key_heads(checkpoint):
+    """Two processes then have the same key head, and torch wraps the exchange of their gradients."""
+    run = ["plan", "full_finetune", f"model.path={checkpoint}", "max_seq_len=128", "--device", "h100", "--json"]
+    two, four = (run_verbs([*run, "--world-size", str(count), f"parallel.tp={count}"], ["ls"])[0] for count in (2, 4))
+    assert (four.returncode, four.stderr) == (0, "")
+    two, four = (json.loads(planned.stdout)["seconds"]["tensor"] for planned in (two, four))
+    assert 0 < two < four  # more processes exchange as much
+
+
 def test_search_prints_overrides_that_the_recipe_takes(checkpoint, capsys):
     run = ["lora_finetune", f"model.path={checkpoint}", "max_seq_len=128", "--device", "a100"]
     found = json.loads(plan(capsys, *run, "--search", "--json"))

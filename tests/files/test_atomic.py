@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 import tune
-from tune.files.atomic import written_aside
+from tune.errors import TuneError
+from tune.files.atomic import exported, require_replaceable, written_aside
 
 KILLED = """
 import os, sys, pathlib
@@ -56,6 +57,48 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path):
     with written_aside(path, folder=True) as unfinished:
         (unfinished / "whole").touch()
     assert [file.relative_to(tmp_path) for file in tmp_path.rglob("*")] == [Path("a[1]"), Path("a[1]/whole")]
+
+
+KILLED_WHILE_REPLACING = """
+import os, sys, pathlib
+from tune.files.atomic import written_aside
+rename, path = pathlib.Path.replace, pathlib.Path(sys.argv[1])
+def replace(self, target):
+    if target == path:
+        os.kill(os.getpid(), 9)
+    return rename(self, target)
+pathlib.Path.replace = replace
+with written_aside(path, folder=True) as unfinished:
+    (unfinished / "new").touch()
+"""
+
+
+def test_folder_that_was_being_replaced_is_put_back(tmp_path):
+    """A rename cannot replace a folder, so there is a moment without one."""
+    path = tmp_path / "a[1]"
+    with written_aside(path, folder=True) as unfinished:
+        (unfinished / "old").write_text("old")
+    assert subprocess.run([sys.executable, "-c", KILLED_WHILE_REPLACING, str(path)]).returncode == -signal.SIGKILL
+    assert sorted(file.name for file in tmp_path.glob("*/*")) == ["new", "old"]  # nothing is lost
+    with pytest.raises(KeyboardInterrupt), written_aside(path, folder=True):
+        raise KeyboardInterrupt
+    assert [file.relative_to(tmp_path) for file in tmp_path.rglob("*")] == [Path("a[1]"), Path("a[1]/old")]
+    assert subprocess.run([sys.executable, "-c", KILLED_WHILE_REPLACING, str(path)]).returncode == -signal.SIGKILL
+    with written_aside(path, folder=True) as unfinished:
+        (unfinished / "newer").touch()
+    assert [file.relative_to(tmp_path) for file in tmp_path.rglob("*")] == [Path("a[1]"), Path("a[1]/newer")]
+
+
+@pytest.mark.parametrize("bytes_of_file", [8, 2**21])
+def test_file_that_was_changed_in_place_is_not_replaced(tmp_path, bytes_of_file):
+    with exported(tmp_path / "model") as unfinished:
+        (unfinished / "model.safetensors").write_bytes(bytes(bytes_of_file))
+    require_replaceable(tmp_path / "model")
+    with (tmp_path / "model" / "model.safetensors").open("r+b") as file:
+        file.seek(bytes_of_file // 2)
+        file.write(b"1")
+    with pytest.raises(TuneError, match=r"model\.safetensors"):
+        require_replaceable(tmp_path / "model")
 
 
 def test_files_in_a_folder_have_the_usual_mode(tmp_path):

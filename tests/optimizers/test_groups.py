@@ -63,6 +63,7 @@ def test_tied_embedding_is_one_parameter_outside_the_blocks(tied_checkpoint):
     groups = parameter_groups(model, 1e-3, lr_ratios={"embedding": 0.1})
     (slow,) = [group for group in groups if "lr" in group]
     assert [id(parameter) for parameter in slow["params"]] == [id(model.embedding.weight)]
+    assert slow.get("weight_decay") is None  # embeddings decay like other matrices
     assert slow["lr"] == 1e-4 and "weight_decay" not in slow and not slow["in_blocks"]
     for group in groups:
         if group["in_blocks"]:

@@ -15,7 +15,7 @@ from validate.edits import RIGHT, applied
 from tune import config, processor
 from tune.devices import DEVICES
 from tune.errors import TuneError
-from tune.plan.layout import best
+from tune.plan.layout import best, layout_of
 from tune.plan.planning import CHOSEN
 from tune.types import as_given
 
@@ -44,6 +44,20 @@ def test_what_cannot_be_chosen(checkpoint, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA K80")
     with pytest.raises(TuneError, match=r"the speed of NVIDIA K80 is unknown \(known: t4, .* --search --device FILE"):
         processor.described(torch.device("cuda"))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("killed"), TuneError("no layout")])
+def test_error_of_the_first_process_reaches_the_others(error, checkpoint, monkeypatch):
+    sent = []
+    monkeypatch.setattr("tune.plan.layout._of_process", mock.Mock(side_effect=error))
+    monkeypatch.setattr("tune.plan.layout.distributed.join", lambda *_: torch.device("cpu"))
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda box, src: sent.extend(box))
+    run = mock.Mock(recipe="full_finetune", cfg=settings(checkpoint))
+    with pytest.raises(TuneError, match=str(error)) as raised:
+        layout_of(run)
+    assert sent == [{"error": str(raised.value)}]
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ class World:
     pp_virtual: int = 1
     pp_schedule: PipelineSchedule = "1f1b"
     zero_stage: Literal[0, 1, 2, 3] = 3
-    reduce_every_micro_batch: bool = False
+    reduce_every_micro_batch: bool = True
     plan: Mapping[str, str] | None = None  # for tensor parallelism of models that do not declare shared layers
     loss_parallel: bool = True  # whether processes of tp share the rows of the head
     max_seq_len: int = 1  # tokens of a document, for the cost of attention when stages are balanced
@@ -259,7 +259,7 @@ def init(
     pp_schedule: PipelineSchedule = "1f1b",
     pp_virtual: PositiveInt | None = None,
     zero_stage: Literal[0, 1, 2, 3] | None = None,
-    reduce_every_micro_batch: bool = False,
+    reduce_every_micro_batch: bool = True,
     timeout: PositiveFloat = 60,
     plan: Mapping[str, str] | None = None,
     loss_parallel: bool = True,

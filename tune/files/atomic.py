@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import xxhash
+
 from tune.errors import TuneError
 
 INDEX = "written.json"  # lists the files of an exported folder, so that a new export does not delete others
-HASHED_BYTES = 2**20  # larger files are compared by size
 CHECKPOINT = "step-" + 8 * "[0-9]"  # names of complete checkpoints; other names belong to the user
 
 
@@ -21,11 +22,15 @@ def written_aside(path: Path, folder: bool = False) -> Iterator[Path]:
     """Yield a temporary path next to `path` for a file, or for the files of a new folder.
 
     When the block ends, it is renamed to `path` and replaces what is there. If the block raises, it is deleted. Only
-    one process at a time may write a folder: leftovers of killed processes are deleted first.
+    one process at a time may write a folder: leftovers of killed processes are deleted first, and a folder that was
+    being replaced is put back.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.unfinished")
+    name = f".{path.name}.{secrets.token_hex(4)}"
+    unfinished, replaced = path.with_name(f"{name}.unfinished"), path.with_name(f"{name}.replaced")
     if folder:
+        for old in path.parent.glob(f".{glob.escape(path.name)}.*.replaced"):
+            _put_back(old, path)
         for abandoned in path.parent.glob(f".{glob.escape(path.name)}.*.unfinished"):
             shutil.rmtree(abandoned, ignore_errors=True)
         unfinished.mkdir()
@@ -34,13 +39,22 @@ def written_aside(path: Path, folder: bool = False) -> Iterator[Path]:
         if folder:
             for file in unfinished.iterdir():  # safetensors creates files that only their owner can read
                 file.chmod(unfinished.stat().st_mode & (0o777 if file.is_dir() else 0o666))
-            shutil.rmtree(path, ignore_errors=True)
+            if path.exists():  # a rename does not replace a folder that has files
+                path.replace(replaced)
         unfinished.replace(path)
     finally:
         if folder:
             shutil.rmtree(unfinished, ignore_errors=True)
+            _put_back(replaced, path)
         else:
             unfinished.unlink(missing_ok=True)
+
+
+def _put_back(old: Path, path: Path) -> None:
+    """Rename the folder `old` back to `path`, or delete it if `path` is there."""
+    if old.exists() and not path.exists():
+        old.replace(path)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 @contextmanager
@@ -85,7 +99,12 @@ def _states(folder: Path) -> dict[str, str]:
             if not any(each.iterdir()):
                 states[name] = "empty folder"
         elif name != INDEX:
-            size = each.stat().st_size if each.exists() else -1  # -1: a broken link
-            digest = hashlib.sha256(each.read_bytes()).hexdigest() if 0 <= size <= HASHED_BYTES else ""
-            states[name] = f"{size} {digest}"
+            states[name] = _state(each) if each.exists() else "broken link"
     return states
+
+
+def _state(file: Path) -> str:
+    """The size and a digest of all bytes: a file that is changed in place often keeps its size."""
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
+    return f"{file.stat().st_size} {digest}"

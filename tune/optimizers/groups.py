@@ -17,10 +17,10 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Group the trained parameters of `model` for an optimizer with learning rate `lr`.
 
-    Only weights of matrix products get weight decay, unless `decay_vectors`. Norms and biases get none, whatever their
-    shape (the biases of experts are a matrix). `lr_ratios` maps a pattern to a factor on `lr` for parameters whose name
-    matches: {"lora_b": 16} is LoRA+ (Hayou et al., 2024). Their group has the pattern as `name`. Groups of matrices or
-    stacks of matrices in repeated blocks are marked `in_blocks`, for Muon.
+    Matrices and stacks of matrices get weight decay, embeddings and heads too. Norms and biases get none, whatever
+    their shape (the biases of experts are a matrix), unless `decay_vectors`. `lr_ratios` maps a pattern to a factor on
+    `lr` for parameters whose name matches: {"lora_b": 16} is LoRA+ (Hayou et al., 2024). Their group has the pattern as
+    `name`. Groups of matrices or stacks of matrices in repeated blocks are marked `in_blocks`, for Muon.
 
     Raises:
         TuneError: a pattern is invalid or matches no name, or a rate is above 100.

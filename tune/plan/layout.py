@@ -36,8 +36,9 @@ def layout_of(run: Facts) -> dict[str, Any]:
         try:
             device = asdict(processor.described(here))
             answer = [_of_process(settings, device, dist.get_world_size(), str(run.recipe))]
-        except TuneError as error:
-            answer = [{"error": str(error)}]
+        except Exception as error:  # whatever it is: the other processes wait for an answer
+            named = "" if isinstance(error, TuneError) else f"parallel.auto: {type(error).__name__}: "
+            answer = [{"error": f"{named}{error}"}]
     dist.broadcast_object_list(answer, src=0)
     if "error" in answer[0]:
         raise TuneError(answer[0]["error"])

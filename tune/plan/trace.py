@@ -6,6 +6,7 @@ equal.
 
 import copy
 import itertools
+import re
 import sys
 import weakref
 from collections import defaultdict
@@ -53,6 +54,9 @@ REDUCED = 4  # bytes of a gradient while FSDP reduces it: fp32
 FREE = ("empty", "detach", "lift", "alias", "_unsafe_view")  # operations that touch no elements
 # These touch only as many elements of their first argument as they return or write.
 INDEX = ("embedding", "gather", "index", "index_select", "index_put_", "scatter_", "scatter_add_", "index_add_")
+
+GROUPS = ("group_name", "process_group")  # arguments of operations that exchange
+ALL_REDUCE = re.compile("all_?reduce")
 
 
 class Interval(NamedTuple):
@@ -259,10 +263,12 @@ class Recorder(TorchDispatchMode):
         sizes = [tensor.numel() * tensor.itemsize for tensor in tensors if plain not in INDEX or tensor is not args[0]]
         moved: float = sum(sizes) * (1 + (plain in INDEX))
         if name.startswith(("_c10d_functional::", "c10d::")):
-            if "wait" not in name:  # an all-reduce is a reduce plus a gather
-                rounds = 2 if name.endswith(("all_reduce", "allreduce_")) else 1
-                boxed = [given for given in args if isinstance(given, torch.ScriptObject)]
-                group = dist.ProcessGroup.unbox(boxed[0]) if len(boxed) else _resolve_process_group(args[-1])
+            given = zip(function._schema.arguments, args, strict=False)  # arguments with defaults may be left out
+            groups = [value for argument, value in given if argument.name in GROUPS]
+            if groups:  # other operations wait for an exchange or wrap its result
+                rounds = 2 if ALL_REDUCE.search(name) else 1  # a reduce plus a gather
+                is_boxed = isinstance(groups[0], torch.ScriptObject)
+                group = dist.ProcessGroup.unbox(groups[0]) if is_boxed else _resolve_process_group(groups[0])
                 ranks = dist.get_process_group_ranks(group)
                 self.exchange += self.device.transfer(rounds * max(sizes), len(ranks), max(ranks) - min(ranks) + 1)
             return

@@ -170,7 +170,7 @@ def whole_weights(model: nn.Module) -> Iterator[None]:
             weight.keeps, weight.whole = False, None
 
 
-def quantize_linears(model: nn.Module, kind: Literal["nf4"] = "nf4", *, double: bool = False) -> int:
+def quantize_linears(model: nn.Module, kind: Literal["nf4"] = "nf4", *, double: bool = True) -> int:
     """Replace the weights of the linear layers in the blocks of `model` with `NF4Weight`, in place.
 
     Weights are quantized on their device, one at a time. Weights on the meta device stay there, to be loaded from a
