@@ -92,6 +92,24 @@ def test_resumed_run_compares_with_the_same_base(common, tmp_path, capsys):
     assert "evaluate.general" in capsys.readouterr().err + (parts / "log.txt").read_text()
 
 
+@pytest.mark.parametrize("case", ["set later", "other rows", "a new folder"])
+def test_missing_predictions_of_the_base_are_reported_before_a_step(case, common, rows, told, tmp_path):
+    run, other = tmp_path / "run", tmp_path / "other"
+    without, general = common[:-1], common[-1]
+    before = {"set later": without, "other rows": [*without, "evaluate.general=shipped"], "a new folder": common}[case]
+    first = ["max_steps=1", "schedule._component_=tune.optimizers.constant", "checkpointer.every=1"]
+    full_finetune.main(config.load("full_finetune", [*before, *first, f"output_dir={run}"]))
+    more = [*without, general, *first, "max_steps=3", f"output_dir={run}"]
+    if case == "a new folder":
+        more = [*more[:-1], f"output_dir={other}", f"resume={run}"]
+    if case != "other rows":  # validate reads only the first rows, so it cannot know which they are
+        assert "evaluate.general" in told("full_finetune", more)
+    with pytest.raises((TuneError, SystemExit)):
+        full_finetune.main(config.load("full_finetune", more))
+    folder = other if case == "a new folder" else run
+    assert not (folder / "metrics.jsonl").exists() or max(logged(folder)) == 1
+
+
 def test_general_data_is_measured_with_each_validation(common, chats, tmp_path):
     settings = [f"validation_dataset.path={chats}", "validation_dataset.take=4", "validate_every=2"]
     full_finetune.main(config.load("full_finetune", [*common, *settings, f"output_dir={tmp_path / 'run'}"]))

@@ -5,6 +5,8 @@ The tests of wrong inputs, such as test_wrong_inputs.py, assert that it reports 
 
 import json
 import shutil
+import subprocess
+import sys
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -16,6 +18,7 @@ from helpers import run_verbs
 from tune import config
 from tune.cli import main
 from tune.devices import DEVICES
+from tune.files import lock
 
 GOOD = ["dtype=fp32", "device=cpu", "max_seq_len=128"]
 
@@ -35,6 +38,21 @@ def test_damaged_checkpoint_that_the_run_sets_aside(inputs, told):
         (warning,) = told("full_finetune", again, "warning").splitlines()
         assert warning.startswith("resume: ") and f"step-00000002 is damaged: {name} " in warning
     assert "state.json cannot be read" in told("full_finetune", [*again, f"resume={checkpoint}"])
+
+
+HOLDS = "import sys; from pathlib import Path; from tune.files import lock; lock.hold(Path(sys.argv[1]), make=True)"
+
+
+def test_folder_that_another_run_is_writing_to(inputs, told):
+    settings = inputs.settings(f"output_dir={inputs.run}")
+    holds = [sys.executable, "-c", f"{HOLDS}; print('held', flush=True); sys.stdin.read()", str(inputs.run)]
+    with subprocess.Popen(holds, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        assert f"output_dir: another run is writing to {inputs.run}" in told("full_finetune", settings)
+        process.stdin.close()
+        process.wait()
+    assert told("full_finetune", settings) == ""
+    assert not lock.is_held(inputs.run)
 
 
 def test_checkpoint_before_a_damaged_one(inputs, told):

@@ -78,7 +78,7 @@ def add_scores(
         if rehearsal.current():
             part.add_column(name, _rehearsed(part, score, world, micro_batch_size, pad_to))
             continue
-        file = folder / f"{name}-{hash_of(part.fingerprint, made_of)}.npy"
+        file = scores_file(folder, name, part, made_of)
         values = world.broadcast(_kept(file) if world.is_main else None)
         if values is None:
             values = values_of(part)
@@ -88,6 +88,11 @@ def add_scores(
                     np.save(stream, values)
                     stream.write(_digest(values))
         part.add_column(name, values)
+
+
+def scores_file(folder: Path, name: str, part: Dataset, made_of: Any) -> Path:
+    """The file in `folder` with the column `name` of `part`: see `add_scores`."""
+    return folder / f"{name}-{hash_of(part.fingerprint, made_of)}.npy"
 
 
 def _rehearsed(

@@ -69,6 +69,13 @@ class Evaluator:
             self.tasks = Tasks([], tokenizer)
         self.prompts = open_prompts(tokenizer, placed_rows(prompts, "evaluate.prompts")) if prompts else []
         self.general = GeneralData(general, model, tokenizer, world, run.path / "general") if general else None
+        if self.general and run.continues():
+            try:
+                self.general.require_base()
+            except TuneError as error:
+                if (rehearsed := rehearsal.current()) is None:
+                    raise
+                rehearsed.report(error)
         self.general_limit = general_limit
         self.run, self.model, self.tokenizer, self.world = run, model, tokenizer, world
         self.sampler = Sampler(

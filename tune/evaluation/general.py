@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tune import rehearsal
 from tune.collators import Batch
-from tune.datasets import Stream, add_scores, load, validation_batches
+from tune.datasets import Stream, add_scores, load, scores_file, validation_batches
 from tune.distributed import World
 from tune.errors import TuneError, explained
 from tune.evaluation.validation import means, validate
@@ -50,6 +50,23 @@ class GeneralData:
         self.world.barrier()
         self._add_base()
 
+    def require_base(self) -> None:
+        """Raise TuneError if training continues from a checkpoint, and the base's predictions for these rows were not
+        stored before the first step. All processes must call this."""
+        if adapted_modules(self.model):  # the model without its adapter
+            return
+        folder = rehearsal.named(self.folder.parent) / self.folder.name
+        if rehearsal.current():  # which reads only some of the rows
+            is_there = any(folder.glob("base-*.npy"))
+        else:
+            files = [scores_file(folder, "base", part, self.most_probable.k) for part in self.data.parts.values()]
+            is_there = all(file.exists() for file in files)
+        if not self.world.broadcast(is_there):
+            raise TuneError(
+                f"evaluate.general: the model's predictions before the first step, for these rows, are not in {folder} "
+                "and cannot be recomputed. Unset evaluate.general, or start a training with it"
+            )
+
     def _add_base(self) -> None:
         with switched_off(self.model):
             add_scores(
@@ -63,15 +80,10 @@ class GeneralData:
         this.
 
         Raises:
-            TuneError: training continues from a checkpoint, but the base's predictions were not stored.
+            TuneError: as `require_base` does.
         """
         if not self.has_base:
-            is_there = self.world.broadcast(any(self.folder.glob("base-*.npy")))
-            if not is_there and not adapted_modules(self.model) and not rehearsal.current():
-                raise TuneError(
-                    f"evaluate.general: the model's predictions before the first step are not in {self.folder} and "
-                    "cannot be recomputed. Unset evaluate.general, or start a training with it"
-                )
+            self.require_base()
             self._add_base()
         batches = ((("general_loss",), batch) for _, batch in validation_batches(self.data, self.world))
         return self.world.fetch(**means(validate(self.model, batches, self._measured), self.world))

@@ -468,6 +468,11 @@ class Run:
             total = len(data)
         self.step, self.total = start, total
 
+    def continues(self) -> bool:
+        """Return whether training continues from a checkpoint, as `resume` asks. All processes call it."""
+        folder = rehearsal.named(self.path)
+        return self.world.of_main(lambda: run_folder.continued(folder, self.resume) is not None)
+
     def is_interrupted(self, step: int) -> bool:
         """Return whether any rank got Ctrl-C or SIGTERM before the first call in this step. All processes call it."""
         if self.asked != step:

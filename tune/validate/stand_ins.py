@@ -27,7 +27,7 @@ from tune.datasets import GlobalBatch
 from tune.distributed import Unconnected, World
 from tune.errors import TuneError, explained
 from tune.evaluation import Evaluator
-from tune.files import CHECKPOINT
+from tune.files import CHECKPOINT, lock
 from tune.run import Run, require_scalars, run_folder, seed_generators
 
 T = TypeVar("T")
@@ -56,6 +56,7 @@ class RehearsedRun(Run):
             if "://" in chosen:
                 with explained(f"output_dir: {chosen} cannot be used", ValueError, ImportError):
                     fsspec.get_filesystem_class(chosen.partition("://")[0])
+            _require_not_held(named)
             self.resume = run_folder.resumption(named, resume)
             if refusal := refused(named, self.resume, self.recipe):
                 raise TuneError(refusal)
@@ -123,6 +124,13 @@ class FirstStep:
             self.is_begun = True
             return item
         raise rehearsal.StepsEnded if self.is_begun else StopIteration
+
+
+def _require_not_held(folder: Path) -> None:
+    """Raise TuneError if another process is writing to the run folder."""
+    if not lock.is_held_here(folder):
+        lock.hold(folder)  # leaves the folder as it is
+        lock.release(folder)
 
 
 def refused(folder: Path, resume: str, recipe: str | None) -> str:
