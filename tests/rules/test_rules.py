@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from tune import config
 from tune.errors import TuneError
-from tune.rules import RULES, Facts, Level, judge
+from tune.rules import RULES, Facts, Level, judge, unchecked
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "validate.md").read_text()
@@ -266,6 +266,28 @@ def test_rule_fires_exactly_where_it_should(id, facts):
     if right is None:  # only the other inputs are wrong
         right, reads = wrong, {"device": reads["device"]}
     assert BY_ID[id].judge(facts(recipe, right, **reads)) is None
+
+
+@pytest.mark.parametrize("id", [*CASES, *OF_NOTHING, *TOGETHER])
+def test_arguments_of_a_component_of_your_own_are_its_own(id, facts):
+    """Its argument of the same name may mean something else."""
+    rule = BY_ID[id]
+    recipe, wrong, _, *more = {**CASES, **OF_NOTHING, **TOGETHER}[id]
+    group, _, name = str(rule.key).rpartition(".")
+    run = facts(recipe, wrong, **(more[0] if more else {}))
+    is_argument = name not in ("_component_", "path") and OmegaConf.select(run.cfg, f"{group}._component_")
+    if not is_argument or not rule.when(run):
+        return
+    OmegaConf.update(run.cfg, f"{group}._component_", "mine.Own")
+    assert rule.judge(run) is None
+
+
+def test_rules_about_settings_that_a_copy_renamed_are_counted(facts):
+    run = facts(FULL, [])
+    assert unchecked(run, []) == (0, []) and unchecked(run, ["something_else"]) == (0, [])
+    (one, first), (both, names) = unchecked(run, ["optimizer"]), unchecked(run, ["optimizer", "parallel"])
+    assert first == ["optimizer"] and names == ["optimizer", "parallel"]
+    assert 5 < one < both < len(RULES)
 
 
 def test_learning_rate_too_high_for_an_adapter(tmp_path):

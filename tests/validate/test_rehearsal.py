@@ -93,6 +93,27 @@ def test_custom_class_keeps_its_methods_over_those_of_a_stand_in():
     assert rehearsal.stand_in(Own) is Own and rehearsal.stand_in(Sink) is Sink
 
 
+def test_rules_that_are_skipped_since_a_copy_renamed_their_settings_are_counted(mine):
+    mine("full_finetune")
+    found = findings_of("mine.py", *SETTINGS)
+    assert not [finding for finding in found if "rules" in finding["message"]]
+    for file in ("mine.py", "mine.yaml"):
+        text = Path(file).read_text()
+        Path(file).write_text(re.sub(r"\bcfg\.optimizer\b", "cfg.updates", re.sub("(?m)^optimizer:", "updates:", text)))
+    found = [finding["message"] for finding in findings_of("mine.py", *SETTINGS) if finding["level"] == "info"]
+    (line,) = [message for message in found if "rules" in message]
+    assert "`optimizer`" in line and int(re.search(r"(\d+) rules", line)[1]) > 5
+
+
+def test_argument_of_a_component_of_your_own_is_not_judged(mine):
+    mine("full_finetune")
+    text = Path("mine.py").read_text()
+    own = "class Evaluator(evaluation.Evaluator):\n    pass\n\n\n@config.entrypoint"
+    Path("mine.py").write_text(text.replace("@config.entrypoint", own, 1))
+    assert [error for error in errors("mine.py", *SETTINGS, "evaluate.every=2") if "evaluate.every" in error]
+    assert errors("mine.py", *SETTINGS, "evaluate.every=2", "evaluate._component_=mine.Evaluator") == []
+
+
 # Ten errors in a copy's own lines: the replacement and the expected message.
 FAULTS = [
     ("loss.backward()", "loss.backwards()", "backwards"),

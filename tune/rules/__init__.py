@@ -18,3 +18,15 @@ def judge(facts: Facts, strict: bool = False, wrong: Collection[str] = ()) -> li
     """Return the findings of all rules, see `Rule.judge`. With `wrong` settings, no layout is planned."""
     wrong = {*wrong, "parallel.auto"} if wrong else wrong
     return [finding for rule in RULES if (finding := rule.judge(facts, strict, wrong))]
+
+
+def unchecked(facts: Facts, renamed: Collection[str]) -> tuple[int, list[str]]:
+    """Return the number of rules that read settings `renamed` or deleted in a copy, and the names of those settings."""
+    count, names = 0, set[str]()
+    for rule in RULES:
+        facts.asked.clear()
+        rule.when(facts)
+        if missing := facts.asked & {*renamed}:
+            count += 1
+            names |= missing
+    return count, sorted(names)

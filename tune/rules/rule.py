@@ -18,6 +18,9 @@ from tune.errors import TuneError
 from tune.types import as_given
 
 GREAT = 1e9  # no limit
+COMPONENT = "_component_"
+LIBRARIES = ("tune", "torch", "torchao", "bitsandbytes", "transformers")
+SHARED = ("model.path",)  # arguments that recipes also read themselves
 
 
 @dataclass(frozen=True)
@@ -37,11 +40,24 @@ class Facts:
     is_here: bool = True
     recipe: Path | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    asked: set[str] = field(default_factory=set, compare=False)  # top-level settings that were read
 
     def __call__(self, key: str, default: Any = None) -> Any:
-        """Return a setting, or the default if it is null or the recipe does not have it."""
+        """Return a setting, or the default if it is null, if the recipe does not have it, or if it is an argument of a
+        component that is not of a library: the name may mean something else there."""
+        self.asked.add(key.partition(".")[0])
+        if self.is_of_own_component(key):
+            return default
         value = OmegaConf.select(self.cfg, key, throw_on_resolution_failure=False, throw_on_missing=False)
         return default if value is None else value
+
+    def is_of_own_component(self, key: str) -> bool:
+        """Return whether a setting is an argument of a component that is not of a library."""
+        group, _, name = key.rpartition(".")
+        if not group or name == COMPONENT or key in SHARED:
+            return False
+        component = OmegaConf.select(self.cfg, f"{group}.{COMPONENT}", throw_on_resolution_failure=False)
+        return isinstance(component, str) and component.partition(".")[0] not in LIBRARIES
 
     def usual(self, key: str, default: Any = None) -> Any:
         """Return a setting's value in the recipe's own YAML."""
@@ -164,11 +180,12 @@ class Rule:
         return self.says.format(facts(self.place(facts))) if isinstance(self.says, str) else self.says(facts)
 
     def judge(self, facts: Facts, strict: bool = False, wrong: Collection[str] = ()) -> Finding | None:
-        """Return the finding if the condition holds, except for settings that are already `wrong`.
+        """Return the finding if the condition holds, except for settings that are already `wrong`, and for arguments of
+        components that are not of a library.
 
         Changes are made in `facts.cfg`. With `strict`, a change is an error instead.
         """
-        if not self.when(facts) or self.place(facts) in wrong:
+        if not self.when(facts) or self.place(facts) in wrong or facts.is_of_own_component(self.place(facts)):
             return None
         place, level, message = self.place(facts), self.level, f"{self.said(facts)}: {self.why}"
         if self.changes and strict:

@@ -15,9 +15,10 @@ from typing import Any
 from omegaconf import DictConfig
 from packaging.requirements import Requirement
 
+from tune.config import find_config, list_configs, list_recipes, read_file
 from tune.errors import TuneError
 from tune.processor import device_type
-from tune.rules import Facts, Finding, Level, judge
+from tune.rules import Facts, Finding, Level, judge, unchecked
 from tune.validate.made_up import NotRehearsed
 from tune.validate.recipe import Recipe, described, is_own
 from tune.validate.rehearse import is_limit, rehearse
@@ -99,6 +100,11 @@ def validate(
     findings = Findings(settings)
     facts = Facts(cfg, kind, processes, capability, is_here=device is None, defaults=defaults)
     findings.all += judge(facts, strict, wrong={finding.place for finding in findings.all})
+    if missing := _missing(cfg):
+        count, names = unchecked(facts, missing)
+        if count:
+            text = f"not checked: {count} rules, since they read {', '.join(f'`{name}`' for name in names)}"
+            findings.add(f"{text}, which {recipe.name} does not have", level=Level.INFO)
     if wrong_device:
         findings.add(wrong_device, "device")
     if kind == "mps" and processes > 1:
@@ -122,6 +128,14 @@ def validate(
     if cut:
         findings.add(LIMITED.format(rows), "dataset", Level.INFO)
     return sorted(findings.all, key=lambda finding: (finding.place, finding.level != Level.ERROR))
+
+
+def _missing(cfg: DictConfig) -> set[str]:
+    """Return the top-level settings that the library's recipe with the most settings in common has, and `cfg` lacks."""
+    recipes = {*list_recipes()} & {*list_configs()}
+    settings = [read_file(find_config(name)).keys() for name in sorted(recipes)]
+    nearest = max(settings, key=lambda names: len(names & cfg.keys()))
+    return {str(name) for name in nearest} - {str(name) for name in cfg}
 
 
 def unread(cfg: DictConfig, defaults: Mapping[str, Any], recipe: Path) -> list[str]:

@@ -159,9 +159,10 @@ def _class_of(folder: Path) -> Any:
     """Return the class of transformers that config.json names, or the automatic one if it names none of them."""
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(folder)
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     for name in config.architectures or []:
-        if (named := getattr(transformers, name, None)) is not None:
+        named = getattr(transformers, name, None)
+        if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
             return named
     if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         return transformers.AutoModelForCausalLM
