@@ -9,6 +9,7 @@ import pkgutil
 import re
 import shlex
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -107,6 +108,28 @@ def refusing(refusal: Callable[[str], str]) -> Iterator[None]:
         yield
     finally:
         _refusals.remove(refusal)
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Suppress warnings of libraries for their own users: the user of a verb has not called them. Their errors, and
+    warnings of `tune`, are shown."""
+    loggers = [logging.getLogger(name) for name in ("transformers", "bitsandbytes", "compressed_tensors", "peft")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    is_set = "TRANSFORMERS_VERBOSITY" in os.environ
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # transformers sets its level when it is imported
+    try:
+        with quiet_torchao(), warnings.catch_warnings():
+            names = "|".join([*(logger.name for logger in loggers), "torch", "torchao", "accelerate"])
+            warnings.filterwarnings("ignore", module=rf"({names})(\.|$)")
+            yield
+    finally:
+        if not is_set:
+            del os.environ["TRANSFORMERS_VERBOSITY"]
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def locate(path: DottedPath) -> Callable[..., Any]:

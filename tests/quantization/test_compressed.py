@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import save_checkpoint, slow_but
+from helpers import run_verbs, save_checkpoint, slow_but
 from recipes.test_rewards import reward_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -56,6 +56,15 @@ def test_transformers_loads_quantized_folders(kind: str, family: str, tmp_path: 
     assert (expected - before).abs().max() > 1e-3
     assert_close(actual, expected, atol=1e-4, rtol=1e-4)
     assert Tokenizer(str(tmp_path / "out")).vocabulary == Tokenizer(str(folder)).vocabulary
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_output_of_libraries_is_not_shown(kind: str, checkpoint: Path, tmp_path: Path) -> None:
+    """In a new process, in which libraries have not printed their warnings yet."""
+    if kind == "nf4":
+        pytest.importorskip("bitsandbytes")
+    (made, _) = run_verbs(["quantize", str(checkpoint), "--to", kind, "--out", str(tmp_path / "out")], ["ls"])
+    assert (made.returncode, made.stderr) == (0, "")
 
 
 def test_head_of_a_reward_model_is_not_quantized(tmp_path: Path) -> None:

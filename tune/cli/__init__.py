@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from tune import __version__
 from tune.errors import TuneError
-from tune.lookup import did_you_mean, quiet_torchao
+from tune.lookup import did_you_mean, quiet_libraries
 
 VERBS = [
     "ls", "cp", "cat", "run", "sweep", "runs", "watch", "report", "diff", "checkpoints", "validate", "preview", "plan",
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
         if "\n\n" in (module.__doc__ or ""):  # keep the line breaks of examples
             parser.formatter_class = argparse.RawDescriptionHelpFormatter
         _require_folders(verb, arguments[1:])
-        with quiet_torchao():
+        with quiet_libraries():
             module.main(parser, arguments[1:])
     except TuneError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import re
-import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -88,8 +87,6 @@ class Transformers:
     def __init__(self, folder: Path, device: torch.device, dtype: Dtype):
         with needs("hf", "tune verify"):
             import transformers
-        if not sys.stderr.isatty():
-            transformers.utils.logging.disable_progress_bar()
         self.name = "transformers"
         self.missing: list[str] | None = None
         is_adapter = (folder / ADAPTER).exists()
@@ -169,6 +166,23 @@ def _class_of(folder: Path) -> Any:
     return transformers.AutoModelForImageTextToText
 
 
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Show no progress bars of libraries."""
+    from tqdm.std import tqdm
+
+    usual = tqdm.__init__
+
+    def disabled(self: Any, *arguments: Any, **options: Any) -> None:
+        usual(self, *arguments, **(options | {"disable": True}))
+
+    tqdm.__init__ = disabled
+    try:
+        yield
+    finally:
+        tqdm.__init__ = usual
+
+
 def require_opens(folder: Path, packages: Sequence[str] = ()) -> bool:
     """Open the model in `folder` in transformers, so that it looks for all tensors. This needs memory for them only in
     the format of bitsandbytes. Returns False if transformers or one of the `packages` that read the folder is not
@@ -179,21 +193,14 @@ def require_opens(folder: Path, packages: Sequence[str] = ()) -> bool:
     """
     if not all(map(find_spec, ("transformers", *packages))):
         return False
-    import transformers
 
     with explained(f"transformers cannot open the folder with the model type of {folder}", Exception):
         if ConfigFile(folder).get("auto_map"):
             return False
         model_class = _class_of(folder)
-    logging = transformers.utils.logging
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # its report of missing tensors is the error below
-    try:
-        with explained("transformers cannot open the result, so nothing is written", Exception):
-            device = "cpu" if "bitsandbytes" in packages else "meta"
-            _, info = model_class.from_pretrained(folder, device_map=device, output_loading_info=True)
-    finally:
-        logging.set_verbosity(verbosity)
+    with explained("transformers cannot open the result, so nothing is written", Exception), without_progress_bars():
+        device = "cpu" if "bitsandbytes" in packages else "meta"
+        _, info = model_class.from_pretrained(folder, device_map=device, output_loading_info=True)
     lacking = sorted({*info["missing_keys"], *(each[0] for each in info["mismatched_keys"])})
     if lacking:
         raise TuneError(
@@ -319,7 +326,8 @@ def open_program(
         with VLLMServer(artifact, dtype, context) as vllm:
             yield vllm
     else:
-        yield Transformers(artifact, device, dtype)
+        with without_progress_bars():
+            yield Transformers(artifact, device, dtype)
 
 
 def type_of(artifact: Path, base: Path) -> Stored:
