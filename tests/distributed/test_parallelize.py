@@ -255,7 +255,14 @@ def test_norm_of_many_elements_matches_fp64():
     expected = parameter.grad.double().norm()
     assert_close(distributed.clip_grad_norm_([parameter], None).double(), expected, rtol=1e-5, atol=0)
     in_backward = distributed.sum_of_squares([parameter.grad]).sqrt()
-    assert_close(in_backward.double(), expected, rtol=1e-5, atol=0)
+    assert_close(in_backward.double(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("rows", [3, 1024, 1025, 262_144])
+def test_squares_of_many_rows_match_fp64(rows):
+    gradient = torch.rand(rows, 2, generator=torch.Generator().manual_seed(0))
+    expected = gradient.double().square().sum()
+    assert_close(distributed.sum_of_squares([gradient]).double(), expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", torch.float32, "bf16", torch.bfloat16], ids=str)

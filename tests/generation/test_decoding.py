@@ -1,6 +1,7 @@
 """Several steps of one shape between two host synchronizations give the same tokens as single steps."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -85,3 +86,15 @@ def test_captured_step_is_one_launch_per_token(model, dtype):
         assert [[output.tokens for output in row] for row in captured] == [
             [output.tokens for output in row] for row in plain
         ]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("2 GiB"), RuntimeError("not permitted")])
+def test_capture_without_memory_is_tried_again(error, monkeypatch):
+    for name in ("CUDAGraph", "Stream", "stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
+    decoder = object.__new__(Decoding)
+    decoder.device, decoder.pool, decoder.graphs, decoder.captures = "cuda", None, {}, True
+    monkeypatch.setattr(Decoding, "_step", mock.Mock(side_effect=error))
+    with pytest.warns(UserWarning, match="CUDA graph"):
+        decoder._capture(1, 8)
+    assert decoder.captures == isinstance(error, torch.OutOfMemoryError) and not decoder.graphs

@@ -3,6 +3,7 @@
 import functools
 import warnings
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -68,6 +69,22 @@ def dense(numbers, indices):
     for row, number in enumerate(numbers[0, 0].tolist()):
         listed[row, indices[0, 0, row, :number].long()] = True
     return listed
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("2 GiB"), RuntimeError("no kernel")])
+def test_too_little_memory_is_not_a_kernel_that_is_missing(error, on_cpu, monkeypatch):
+    _, documents = make()
+    mask = flex.block_mask(documents, None, torch.Size([3, 32]), CPU)
+    config = mock.Mock(num_heads=2, num_kv_heads=1, head_dim=16, sinks=False)
+    monkeypatch.setattr(flex, "flex", mock.Mock(side_effect=error))
+    if isinstance(error, torch.OutOfMemoryError):
+        with pytest.raises(torch.OutOfMemoryError):
+            flex.runs(mask, config, torch.float32)
+        assert not flex.RUNS
+    else:
+        with pytest.warns(UserWarning, match="no kernel"):
+            assert not flex.runs(mask, config, torch.float32)
+        assert [*flex.RUNS.values()] == [False]
 
 
 @pytest.mark.parametrize("kind", ["softcap", "sinks", "all"])

@@ -282,6 +282,14 @@ def test_arguments_of_a_component_of_your_own_are_its_own(id, facts):
     assert rule.judge(run) is None
 
 
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "RAdam"])
+def test_schedule_free_optimizers_are_refused(name, facts):
+    run = facts(FULL, [])
+    OmegaConf.update(run.cfg, "optimizer._component_", f"schedulefree.{name}ScheduleFree")
+    (finding,) = [finding for finding in judge(run) if finding.rule == "optimizer-that-does-not-work-here"]
+    assert finding.level is Level.ERROR and f"schedulefree.{name}ScheduleFree" in finding.message
+
+
 def test_rules_about_settings_that_a_copy_renamed_are_counted(facts):
     run = facts(FULL, [])
     assert unchecked(run, []) == (0, []) and unchecked(run, ["something_else"]) == (0, [])

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+GROUP = 1024  # norms of rows that are summed at a time
 LARGE = 2**21  # elements; above this, a second copy takes too much memory
 
 
@@ -58,16 +59,25 @@ def layout_of(tensor: torch.Tensor) -> object:
 def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of squares of `tensors` of one layout, in fp32. For shards this is a DTensor with partial sums.
 
-    Rows are summed first: torch adds numbers sequentially on a CPU, and the error grows with their count (0.3% for 28
-    million, the embedding of a small model)."""
+    Rows are summed first, then groups of rows: torch adds numbers sequentially on a CPU, and the error grows with their
+    count (0.3% for 28 million, the embedding of a small model, and 0.004% for the norms of its rows)."""
     first = tensors[0]
     shards = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
     rows = [torch.linalg.vector_norm(each, dim=-1, dtype=torch.float32) for each in shards]
+    rows = [_norms_of_groups(each) for each in rows]
     square = torch.nn.utils.get_total_norm(rows).square()
     if not isinstance(first, DTensor):
         return square
     placements = [each if each.is_replicate() else Partial() for each in first.placements]
     return DTensor.from_local(square, first.device_mesh, placements, run_check=False)
+
+
+def _norms_of_groups(values: torch.Tensor) -> torch.Tensor:
+    """Return the norms of groups of `GROUP` of the `values`."""
+    if values.numel() <= GROUP:
+        return values
+    padded = torch.nn.functional.pad(values.flatten(), (0, -values.numel() % GROUP))
+    return torch.linalg.vector_norm(padded.unflatten(0, (-1, GROUP)), dim=-1)
 
 
 def norm_of_squares(squares: Sequence[torch.Tensor]) -> torch.Tensor:

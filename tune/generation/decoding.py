@@ -97,6 +97,9 @@ class Decoding:
                 finally:
                     graph.capture_end()
             self.graphs[rows, length] = graph
+        except torch.OutOfMemoryError:
+            message = "sampling: too little memory to capture a step as a CUDA graph; trying again at the next step"
+            warnings.warn(message, stacklevel=2)
         except RuntimeError as error:
             self.captures = False
             warnings.warn(f"sampling: continuing without CUDA graphs: {str(error).splitlines()[0]}", stacklevel=2)

@@ -144,6 +144,8 @@ def runs(mask: "BlockMask", config: Any, dtype: torch.dtype) -> bool:
             if output.requires_grad:
                 output.sum().backward()
             RUNS[kind] = True
+        except torch.OutOfMemoryError:  # says nothing about the kind: the run lacks memory for this batch
+            raise
         except Exception as error:  # any error of the compiler, Triton or the driver means the slower path
             reason = str(error).strip().splitlines()[0][:300] if str(error) else type(error).__name__
             warnings.warn(

@@ -17,6 +17,11 @@ UNSUPPORTED = {
     "torch.optim.Adafactor": "does not take sharded parameters. Use tune.optimizers.Adafactor: torch's, for shards too",
     "torchao.optim.CPUOffloadOptimizer": "keeps no states by parameter, so its runs cannot be resumed. "
     "Set memory.cpu_offload=true, which keeps the states of any optimizer in host memory",
+    **dict.fromkeys(
+        [f"schedulefree.{name}ScheduleFree" for name in ("AdamW", "SGD", "RAdam")],
+        "keeps other weights in training than those to evaluate and save, and refuses to step without a call of its "
+        "train(). Use torch.optim.AdamW with schedule._component_=tune.optimizers.constant",
+    ),
     "torch.nn.CrossEntropyLoss": "takes full logits, which are never computed. Use tune.losses.LinearCrossEntropy: the "
     "same loss from hidden states and the head's weight",
 }
