@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tune.collators import Batch, Sample, collate, collate_inputs
+from tune.collators import IGNORE, Batch, Sample, collate, collate_inputs
 from tune.datasets import DataLoader, Dataset, Mixture, RowReader, load, validation_batches
+from tune.datasets.fit import _split_anywhere
 from tune.errors import TuneError
 from tune.generation import own_answers
 from tune.tokenizers import Tokenizer
@@ -163,6 +164,24 @@ def test_weights_are_cut_with_their_tokens(tokenizer):
     assert [pair for pair in pairs if pair[0] != -100] == [
         (label, pytest.approx((label - 4) / 10)) for label in range(6, 15)
     ]
+
+
+@pytest.mark.parametrize("prefix", [[], [3], [3, 4]])
+def test_weights_of_all_pieces_of_a_split_row_stay_with_their_tokens(prefix):
+    """Each piece begins with the prefix, whose tokens are not learned again; a weight is that of the token's label."""
+    tokens = np.array([*prefix, *range(10, 30)], np.int32)
+    weights = tokens / 100
+    labels = np.append(tokens[1:], IGNORE).astype(np.int32)
+    pieces = _split_anywhere(Sample(tokens, labels, weights=weights.astype(np.float32)), 7, prefix).samples
+    assert len(pieces) > 2 and all(piece.tokens[: len(prefix)].tolist() == prefix for piece in pieces)
+    found = [
+        (int(token), int(label), float(weight))
+        for piece in pieces
+        for token, label, weight in zip(piece.tokens, piece.labels, piece.weights, strict=True)
+        if label != IGNORE
+    ]
+    learned = zip(tokens[:-1].tolist(), tokens[1:].tolist(), weights[:-1].tolist(), strict=True)
+    assert [each for each in found if each[0] >= 10] == [pytest.approx(each) for each in learned if each[0] >= 10]
 
 
 WRONG = {

@@ -192,6 +192,17 @@ class Product(nn.Module):
         return first * second
 
 
+def test_tensor_that_is_changed_in_place_is_saved_again():
+    saved, tensor = Offloaded(set()), torch.ones(3)
+    first, again = saved.pack(tensor), saved.pack(tensor)
+    tensor.add_(1)
+    second = saved.pack(tensor)
+    assert first == again != second
+    saved.leave_device()
+    tensor.zero_()
+    assert [saved.unpack(number).tolist() for number in (first, again, second)] == [[1.0] * 3, [1.0] * 3, [2.0] * 3]
+
+
 def test_offloaded_activations_keep_their_strides():
     """Compiled backwards expect the strides of the forward."""
     block = Product()

@@ -23,6 +23,11 @@ KINDS = {
     "yarn, betas": YARN | {"beta_fast": 20, "beta_slow": 3},
     "yarn, not truncated": YARN | {"truncate": False, "attention_factor": 1.2},
     "yarn, scales": YARN | {"mscale": 0.9, "mscale_all_dim": 0.5},
+    "yarn, below the first": YARN | {"original_max_position_embeddings": 64, "rope_theta": 1e4},
+    "yarn, beyond the last": YARN | {"rope_theta": 10.0},
+    "yarn, a border that is no frequency": YARN | {"rope_theta": 1e3},
+    "yarn, all beyond": YARN | {"rope_theta": 10.0, "beta_fast": 0.02, "beta_slow": 0.01},
+    "yarn, one border": YARN | {"beta_fast": 2, "beta_slow": 2, "truncate": False},
     "longrope": LONG | {"short_factor": [1 + i / 64 for i in range(64)], "long_factor": [1.0 + i for i in range(64)]},
 }
 

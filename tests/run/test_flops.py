@@ -1,4 +1,7 @@
+import pytest
 import torch
+from helpers import save_checkpoint
+from torch import nn
 
 from tune.devices import DEVICES
 from tune.models import build
@@ -28,3 +31,24 @@ def test_flops_per_token_of_a_tiny_model(checkpoint):
         model = build(str(checkpoint))
     weights = sum(parameter.numel() for parameter in model.parameters()) - model.embedding.weight.numel()
     assert flops_per_token(model, seq_len=10) == 6 * weights + 12 * 3 * 4 * 16 * 10  # 3 layers, 4 heads of 16
+
+
+@pytest.mark.parametrize("seq_len", [5, 8, 100])
+def test_attention_within_a_window(seq_len, tmp_path):
+    folder = save_checkpoint(tmp_path, "MistralConfig", sliding_window=8, head_dim=16)
+    with torch.device("meta"):
+        model = build(str(folder))
+    weights = sum(parameter.numel() for parameter in model.parameters()) - model.embedding.weight.numel()
+    assert flops_per_token(model, seq_len) == 6 * weights + 12 * 3 * 4 * 16 * min(seq_len, 8)
+
+
+@pytest.mark.parametrize("seq_len", [5, 8, 100])
+def test_window_of_an_attention_of_transformers(seq_len):
+    class Attention(nn.Module):
+        sliding_window = 8
+
+        def __init__(self):
+            super().__init__()
+            self.output = nn.Linear(32, 4, bias=False)
+
+    assert flops_per_token(nn.Sequential(Attention()), seq_len) == 6 * 32 * 4 + 12 * 32 * min(seq_len, 8)
