@@ -37,7 +37,7 @@ BOUNDS = {
         "matrix products",
         "nothing: these products are needed; more devices make the run faster",
     ),
-    "memory": ("memory bandwidth and small operations", "compile=true, a larger micro_batch_size or packed=true"),
+    "memory": ("memory bandwidth and small operations", "a larger micro_batch_size or packed=true"),
     "tensor": ("collectives within blocks", "a smaller parallel.tp, cp or ep"),
     "pipeline": ("stages that wait for other stages", "a larger global_batch_size, or a smaller parallel.pp"),
     "sharding": (
