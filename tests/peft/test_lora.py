@@ -229,6 +229,19 @@ def test_adapter_trained_on_another_embedding_is_refused(checkpoint, tmp_path):
         load_adapter(ours, str(tmp_path))
 
 
+def test_adapter_of_another_embedding_is_not_merged(checkpoint, tmp_path):
+    """PEFT saves the embedding with an adapter of it. `merge` reads the base from disk, also in another dtype."""
+    for name, change in {"same": 0, "other": 1}.items():
+        base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+        base.get_input_embeddings().weight.data[3] += change
+        config = peft.LoraConfig(r=4, target_modules=["embed_tokens"])
+        peft.get_peft_model(base, config).save_pretrained(tmp_path / name)
+    merge(checkpoint, tmp_path / "same", tmp_path / "merged")
+    with pytest.raises(TuneError, match=r"embed_tokens.base_layer.weight differs from model.path"):
+        merge(checkpoint, tmp_path / "other", tmp_path / "wrong")
+    assert not (tmp_path / "wrong").exists()
+
+
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_pissa_and_olora_start_like_peft(checkpoint, init):
     """We keep the base and subtract the start, PEFT changes the base; the gradients are equal."""

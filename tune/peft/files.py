@@ -19,6 +19,7 @@ from tune.checkpointers import (
     export,
     headers,
     load_shard,
+    plain_tensors,
     require_finite_on_all,
     require_floats,
     save_tensors,
@@ -240,17 +241,40 @@ def _other_type(base: str | None, model: Any) -> str:
 
 def _require_equal(model: nn.Module, name: str, copy: DiskTensor, path: str | Path) -> None:
     """Raise TuneError if an embedding or head that PEFT saved with its adapter differs from that of `model`."""
+    if rehearsal.current():
+        return
     names, here = Names.of(model), dict(model.named_modules())
     adapted = adapted_modules(uncut(model))
-    modules = {own_name(names.module(ours)): here.get(ours, module) for ours, module in adapted.items()}
-    module = modules.get(name.removeprefix(PREFIX).removesuffix(BASE_COPY))
+    places = {own_name(names.module(ours)): ours for ours in adapted}
+    place = places.get(name.removeprefix(PREFIX).removesuffix(BASE_COPY), "")
+    module = here.get(place, adapted.get(place))
     if isinstance(weight := getattr(module, "weight", None), torch.Tensor):
-        if weight.is_meta or rehearsal.current():  # only the adapter is loaded, as in `merge`
+        # `merge` loads only the adapter; the base stays on disk.
+        if weight.is_meta and (on_disk := _base_weight(model, f"{place}.weight")):
+            if copy.shape == on_disk.shape and _are_equal(on_disk.read(), copy.read()):
+                return
+        elif weight.is_meta:
             return
-        shard, where = local_shard(weight)
-        if copy.shape == list(weight.shape) and torch.equal(shard, copy.read(where).to(shard)):
-            return
+        else:
+            shard, where = local_shard(weight)
+            if copy.shape == list(weight.shape) and _are_equal(shard, copy.read(where).to(shard.device)):
+                return
     raise TuneError(f"adapter.path: {path} is for another model: {name.removeprefix(PREFIX)} differs from model.path")
+
+
+def _base_weight(model: Any, name: str) -> DiskTensor | None:
+    """The weight `name` in the folder that `model` was opened from, if any."""
+    source = getattr(model, "source", None)
+    if not source or not Path(source).is_dir():
+        return None
+    tensors = plain_tensors(Path(source))
+    return tensors.get(str(Names.of(model).in_checkpoint(tensors).get(name)))
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both are the same in the smaller of the two dtypes: one of them may be rounded."""
+    dtype = min(one.dtype, other.dtype, key=lambda each: each.itemsize)
+    return torch.equal(one.to(dtype), other.to(dtype))
 
 
 def adapter_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
