@@ -1,6 +1,7 @@
 """Adapters match PEFT: same values, same gradients, same files."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -240,6 +241,42 @@ def test_adapter_of_another_embedding_is_not_merged(checkpoint, tmp_path):
     with pytest.raises(TuneError, match=r"embed_tokens.base_layer.weight differs from model.path"):
         merge(checkpoint, tmp_path / "other", tmp_path / "wrong")
     assert not (tmp_path / "wrong").exists()
+
+
+def resized_by_peft(checkpoint, folder, **settings):
+    """Train an adapter with two more tokens in transformers, and save it and its base; return the trained model."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    base.resize_token_embeddings(302, mean_resizing=False)
+    shutil.copytree(checkpoint, folder / "resized")
+    base.save_pretrained(folder / "resized")
+    base.config._name_or_path = base.name_or_path = str(checkpoint)
+    theirs = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj"], **settings)).eval()
+    randomized(theirs)
+    theirs.save_pretrained(folder / "adapter")
+    return theirs
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+def test_modules_that_peft_saves_twice_are_merged(checkpoint, tmp_path):
+    """After the vocabulary was resized, PEFT also saves the parts of its wrapper around whole modules."""
+    theirs = resized_by_peft(checkpoint, tmp_path, modules_to_save=["embed_tokens", "lm_head"])
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert "base_model.model.lm_head.original_module.weight" in stored
+    merge(tmp_path / "resized", tmp_path / "adapter", tmp_path / "merged")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    tokens = torch.tensor([[300, 7, 301, 8]])
+    with torch.no_grad():
+        assert_close(merged(tokens).logits, theirs(tokens).logits, rtol=1e-5, atol=1e-5)
+    with pytest.raises(TuneError, match="vocabulary of 302 tokens, and the model has 300"):
+        merge(checkpoint, tmp_path / "adapter", tmp_path / "wrong")
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+def test_matrices_of_a_resized_vocabulary_are_refused(checkpoint, tmp_path):
+    resized_by_peft(checkpoint, tmp_path)
+    for base in (checkpoint, tmp_path / "resized"):
+        with pytest.raises(TuneError, match=r"has base_model.model.lm_head.weight .*merge_and_unload"):
+            merge(base, tmp_path / "adapter", tmp_path / "wrong")
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])

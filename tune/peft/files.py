@@ -38,6 +38,10 @@ from tune.types import Fraction, checked, mismatch
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 GENERATION = "generation_config.json"
 PREFIX, BASE_COPY = "base_model.model.", ".base_layer.weight"
+# If the vocabulary was resized, PEFT saves a module that is trained in full as its `.weight`, and again as the parts of
+# its wrapper: the trained weight, and the base's, which the trained one replaces.
+WRAPPED = ".modules_to_save.weight", ".original_module.weight"
+VOCABULARY = "embed_tokens.weight", "lm_head.weight"
 HEAD = "lm_head.weight"
 SCORES = "SEQ_CLS"  # PEFT's task type of models with a scoring head
 FIELDS = {  # field of LoRA -> its name in PEFT's config
@@ -211,10 +215,15 @@ def load_parameters(model: nn.Module, path: str | Path, theirs: LoRA | None = No
     found = {own_name(tensor.name): tensor for tensor in headers(file)}
     for copy in [name for name in found if name.endswith(BASE_COPY)]:
         _require_equal(model, copy, found.pop(copy), path)
+    for copy in [name for name in found if name.endswith(WRAPPED)]:
+        if f"{copy.rpartition('.')[0].rpartition('.')[0]}.weight" in found:
+            del found[copy]
     shapes = {name: tensor.shape for name, tensor in found.items() if not tied or name != PREFIX + HEAD}
     base = settings.get("base_model_name_or_path")
     if differences := shape_differences(shapes, needed, "this model needs") or _other_type(base, model):
         source = getattr(model, "source", "this one")
+        if resized := _resized_vocabulary(shapes, needed):
+            raise TuneError(f"adapter.path: {path}: {resized}. Differences:\n  {differences}")
         if base == source:
             cause = f"its {CONFIG} does not match its weights (r, rank_pattern, target_modules). Copy both again"
         else:
@@ -237,6 +246,24 @@ def _other_type(base: str | None, model: Any) -> str:
     read = map(read_json, filter(Path.is_file, files))
     types = [(each.get("text_config") or each).get("model_type") for each in read]
     return f"model_type: {types[0]} there, {types[1]} here" if len({*types} - {None}) == 2 else ""
+
+
+def _resized_vocabulary(shapes: Mapping[str, list[int]], needed: Mapping[str, list[int]]) -> str:
+    """The problem and advice if the adapter was trained with another number of tokens than the model has; else ""."""
+    whole = sorted(name for name in shapes if name.endswith(VOCABULARY))
+    if unnamed := [name for name in whole if name not in needed]:
+        return (
+            f"it has {' and '.join(unnamed)}, which its {CONFIG} does not name: PEFT adds them if the vocabulary was "
+            "resized. Merge it with PEFT (merge_and_unload) into the resized model, and use that one"
+        )
+    for name in whole:
+        theirs, ours = shapes[name], needed[name]
+        if theirs[0] != ours[0] and theirs[1:] == ours[1:]:
+            return (
+                f"it was trained with a vocabulary of {theirs[0]} tokens, and the model has {ours[0]}. Add the same "
+                "tokens to the model first: tune add-tokens BASE OUT TOKEN ..."
+            )
+    return ""
 
 
 def _require_equal(model: nn.Module, name: str, copy: DiskTensor, path: str | Path) -> None:
