@@ -114,6 +114,8 @@ def test_warmup_stable_decay():
     values = rates(warmup_stable_decay, 10, decay=0.4, min_ratio=0.5)
     assert values == pytest.approx([2.0] * 7 + [1.75, 1.5, 1.25])
     assert rates(warmup_stable_decay, 10) == pytest.approx([2.0] * 9 + [1.0])  # the last fifth by default
+    after_warmup = rates(warmup_stable_decay, 10, warmup=2, decay=0.5)[2:]  # half of 8 steps
+    assert after_warmup == pytest.approx([2.0] * 5 + [1.5, 1.0, 0.5])
 
 
 def test_inverse_square_root():

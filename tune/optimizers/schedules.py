@@ -70,8 +70,8 @@ def warmup_stable_decay(
     decay: UnitInterval = 0.2,
     min_ratio: UnitInterval = 0.0,
 ) -> Schedule:
-    """Stay constant, then decay linearly over the last fraction `decay` of the steps to `min_ratio`, reached one step
-    after the last (Hu et al., MiniCPM, 2024)."""
+    """Stay constant, then decay linearly over the last fraction `decay` of the steps after the warm-up to `min_ratio`,
+    reached one step after the last (Hu et al., MiniCPM, 2024)."""
 
     def shape(progress: float) -> float:
         return 1 - (1 - min_ratio) * max(0.0, progress - (1 - decay)) / max(decay, 1e-12)
