@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tune import distributed
-from tune.collators import Sample
+from tune.collators import Sample, collate
 from tune.datasets import DataLoader, Dataset, Mixture, add_scores, load
 from tune.distributed import World
 from tune.errors import TuneError
@@ -129,6 +129,43 @@ def test_extra_columns_from_a_file_through_the_cache(tokenizer, tmp_path):
     assert first.fingerprint == again.fingerprint
     assert first.fingerprint != load(tokenizer, path, **{**options, "extra_columns": ["weight"]}).fingerprint
     assert "weight" not in first.accounting.ignored_columns
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_integers_beyond_fp32_stay_exact(tokenizer, tmp_path, streaming):
+    ids = [1_700_000_000 + i for i in range(8)]
+    rows = [{"text": f"cat {i}", "id": i, "fraction": float(i)} for i in ids]
+    options = {"extra_columns": ["id", "fraction"], "cache_dir": str(tmp_path / "cache"), "streaming": streaming}
+    data = load(tokenizer, write(tmp_path / "rows.jsonl", rows), max_seq_len=32, **options)
+    if streaming:
+        data = next(data.windows())[1]
+    assert [(int(sample.columns["id"]), float(sample.columns["fraction"])) for sample in data] == [(i, i) for i in ids]
+    ((_, step),) = list(DataLoader(data, ranks(1)[0], 8, 8))
+    assert step.micro_batches[0].columns["id"].dtype == torch.int64
+    assert sorted(step.micro_batches[0].columns["id"].tolist())[-8:] == ids
+
+
+@pytest.mark.parametrize("number", [int, float])
+def test_large_group_ids_stay_distinct(tokenizer, tmp_path, number):
+    rows = [{"text": f"cat {i}", "group": number(1_700_000_000 + i)} for i in range(48)]
+    options = {"extra_columns": ["group"], "cache_dir": str(tmp_path / "cache")}
+    data = load(tokenizer, write(tmp_path / "rows.jsonl", rows), max_seq_len=32, **options)
+    assert (len(data), data.row_pairs.sum()) == (48, 0)
+
+
+@pytest.mark.parametrize("values", [[1, 0.5], [0.5, 1]])
+def test_fractions_of_one_document_or_part_are_not_cut_to_integers(values):
+    samples = [Sample([5, 6], [6, -100], 0, {"weight": value}) for value in values]
+    assert collate(samples).columns["weight"].tolist() == values
+    parts = {str(value): Dataset.from_samples([sample], 8) for value, sample in zip(values, samples, strict=True)}
+    ((_, step),) = list(DataLoader(Mixture(parts), ranks(1)[0], 2, 2))
+    assert sorted(step.micro_batches[0].columns["weight"].tolist()) == [0.5, 1]
+
+
+def test_integers_that_no_tensor_holds_are_refused(tokenizer, tmp_path):
+    path = write(tmp_path / "rows.jsonl", [{"text": "a", "w": 2**63}])
+    with pytest.raises(TuneError, match=r"rows.jsonl:1: w is 9223372036854775808"):
+        load(tokenizer, path, max_seq_len=8, extra_columns=["w"], cache_dir=str(tmp_path))
 
 
 def test_per_token_columns_are_truncated_with_their_tokens(tokenizer, tmp_path):

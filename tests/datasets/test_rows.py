@@ -3,13 +3,18 @@
 import json
 import pickle
 import sys
+from datetime import datetime
+from types import MappingProxyType, SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tune.datasets import RowReader, load
 from tune.datasets.accounting import Accounting
+from tune.datasets.rows import exact_text
 from tune.datasets.user_functions import sources_of
 from tune.errors import TuneError
 from tune.tokenizers import Tokenizer
@@ -436,3 +441,72 @@ def test_pickled_reader_gives_the_same_rows(tokenizer):
         assert (one.dropped, one.mistake) == (other.dropped, other.mistake)
         for mine, theirs in zip(one.samples, other.samples, strict=True):
             assert mine.tokens.tolist() == theirs.tokens.tolist() and mine.labels.tolist() == theirs.labels.tolist()
+
+
+def large(change):
+    ids = np.arange(5, 2005)
+    ids[1000] += change
+    return ids
+
+
+CHANGED = {
+    "an array": (large(0), large(1)),
+    "a tensor": (torch.from_numpy(large(0)), torch.from_numpy(large(1))),
+    "a tensor in bf16": (torch.zeros(2000).bfloat16(), torch.eye(2000)[1000].bfloat16()),
+    "a precise number": (np.float32(0.1), np.float64(np.float32(0.1)).item()),
+    "an array of another type": (np.array([1, 2]), np.array([1.0, 2.0])),
+    "an object": (SimpleNamespace(ids=large(0)), SimpleNamespace(ids=large(1))),
+    "inside": ({"a": [large(0)]}, {"a": [large(1)]}),
+    "bytes": (b"\0", b"\1"),
+    "a time": (datetime(2024, 1, 1, microsecond=1), datetime(2024, 1, 1, microsecond=2)),
+    "a mapping": (MappingProxyType({"a": 1}), MappingProxyType({"a": 2})),
+}
+
+
+@pytest.mark.parametrize("values", CHANGED.values(), ids=CHANGED)
+def test_rows_that_differ_have_texts_that_differ(values):
+    before, after = [exact_text({"x": value}) for value in values]
+    assert before != after
+    assert before == exact_text({"x": values[0]})
+
+
+MARKED = """\
+import numpy as np
+from pathlib import Path
+
+def rows():
+    made = np.zeros(3000, int)
+    made[1500] = int((Path(__file__).parent / "mark").read_text())
+    yield {"made": made}
+
+def text(row):
+    return {"text": str(row["made"][1500])}
+
+def functions():
+    yield {"text": "one", "made": lambda: 0}
+"""
+
+
+@pytest.fixture
+def marked(tmp_path, monkeypatch):
+    (tmp_path / "marked.py").write_text(MARKED)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path / "mark"
+    sys.modules.pop("marked", None)
+
+
+def test_arrays_of_a_function_that_change_are_prepared_again(tokenizer, marked):
+    """NumPy leaves out the middle of long arrays when it prints them."""
+    made = []
+    for mark in ("3", "3", "4"):
+        marked.write_text(mark)
+        options = {"format": "marked.text", "cache_dir": str(marked.parent / "cache")}
+        made.append(load(tokenizer, "python:marked.rows", max_seq_len=16, **options))
+    assert [texts(data, tokenizer) for data in made] == [["<s>3</s>"], ["<s>3</s>"], ["<s>4</s>"]]
+    assert [data.accounting.prepared is None for data in made] == [True, False, True]
+
+
+@pytest.mark.usefixtures("marked")
+def test_rows_without_a_text_of_their_own_are_refused(tokenizer):
+    with pytest.raises(TuneError, match=r"functions:row 1: .*function"):
+        load(tokenizer, "python:marked.functions", max_seq_len=16)

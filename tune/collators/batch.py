@@ -301,8 +301,9 @@ def collate(
     ids = np.arange(len(documents)).repeat([len(each.tokens) for each in documents]).reshape(len(lists), pad_to)
     values = {}
     for name, example in columns.items():
-        dtype = np.int64 if example.dtype.kind in "iub" else np.float32
-        of_documents = [np.asarray(document.columns[name], dtype) for document in documents]
+        found = [np.asarray(document.columns[name]) for document in documents]
+        is_integer = all(value.dtype.kind in "iub" for value in (example, *found))
+        of_documents = [value.astype(np.int64 if is_integer else np.float32) for value in found]
         together = np.concatenate(of_documents) if example.ndim else np.stack(of_documents)
         values[name] = together.reshape(*ids.shape, *example.shape[1:]) if example.ndim else together
     samples = [document.index for document in documents]

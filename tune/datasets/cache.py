@@ -28,7 +28,7 @@ from tune.files import content_digest, written_aside
 from tune.secrets import without_secrets
 
 ARRAYS = ("tokens", "labels", *OF_SAMPLES)
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Raise it if the same rows give other samples or counts; tests/datasets/test_format_version.py then fails."""
 TELL = 10.0  # seconds between progress lines
 

@@ -19,7 +19,7 @@ from tune.datasets.pipe import announced, chunks_of
 from tune.datasets.ray_data import for_all_processes, require_ray
 from tune.datasets.read.opening import Source, read
 from tune.datasets.render import TrainOn, Turns
-from tune.datasets.rows import RowReader
+from tune.datasets.rows import RowReader, exact_text
 from tune.datasets.samples import Samples
 from tune.datasets.stream import Stream
 from tune.datasets.user_functions import sources_of
@@ -223,6 +223,7 @@ def _settings(reader: RowReader) -> dict[str, Any]:
 
 def _content_of_rows(source: Source) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for _, row in source:
-        digest.update(repr(row).encode())
+    for place, row in source:
+        with explained(place):
+            digest.update(f"{row!r}\n".encode() if isinstance(row, TuneError) else f"{exact_text(row)}\n".encode())
     return digest.hexdigest()

@@ -104,8 +104,13 @@ class Mixture:
 
     @property
     def columns(self) -> dict[str, np.ndarray]:
-        """Column names of all parts with an example value each."""
-        return next(iter(self.parts.values())).columns
+        """Column names of all parts with an example value each; of a fraction, if it is one in any part."""
+        first, *others = [part.columns for part in self.parts.values()]
+        columns = {}
+        for name, value in first.items():
+            alike = [part[name] for part in others if name in part]
+            columns[name] = value.astype(np.result_type(value, *alike))
+        return columns
 
     @property
     def validation(self) -> "Mixture | None":

@@ -2,8 +2,11 @@
 
 import hashlib
 import json
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import date, time
+from decimal import Decimal
 from functools import partial
 from typing import Any
 
@@ -31,7 +34,7 @@ from tune.datasets.render import (
 )
 from tune.datasets.samples import Samples, flat
 from tune.datasets.user_functions import applied
-from tune.errors import TuneError
+from tune.errors import TuneError, explained
 from tune.tokenizers import Tokenizer
 
 Text = tuple[Content, str, list[Learned]]
@@ -166,14 +169,17 @@ class RowReader:
         for name in self.extra_columns if samples else ():
             value = np.asarray(row.get(name, "absent"))
             whole = len(samples[0].tokens) + outcome.cut
-            if value.dtype.kind not in "iufb" or value.ndim > 1:
+            is_integer = value.dtype != object and np.can_cast(value.dtype, np.int64)
+            if not (is_integer or value.dtype.kind == "f") or value.ndim > 1:
                 raise TuneError(f"{name} is {shown(row.get(name))}; extra_columns must be numbers, or lists of numbers")
             if value.ndim and (len(samples) > 1 or len(value) != whole):
                 raise TuneError(
                     f"{name} has {len(value)} numbers for a row of {whole} tokens. A list in extra_columns needs a "
                     "number for each of the input_ids, and cannot be used with too_long=split"
                 )
-            value = value.astype(np.float32)
+            # Ids and groups exceed the integers that fp32 holds. Lists of fractions are as large as the tokens.
+            fraction = np.float32 if value.ndim else np.float64
+            value = value.astype(np.int64 if is_integer else fraction)
             columns[name] = value[: len(samples[0].tokens)] if value.ndim else value
         samples = [replace(sample, columns={**sample.columns, **columns}) for sample in samples]
         return replace(outcome, samples=samples)
@@ -182,9 +188,31 @@ class RowReader:
         """Decide by the row's content: equal rows are on the same side, and a row stays there when others are added."""
         if not self.validation_fraction:
             return False
-        text = f"{self.validation_seed} {json.dumps(row, default=str)}"
+        text = f"{self.validation_seed} {exact_text(row)}"
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") < self.validation_fraction * 2**64
+
+
+def exact_text(row: Any) -> str:
+    """JSON that differs for different rows, in all digits. Raises TuneError for objects that cannot be pickled."""
+    return json.dumps(row, default=_exact)
+
+
+def _exact(value: Any) -> Any:
+    """A JSON value for an object that JSON has not: its type and its whole content, unlike its `repr`."""
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    if hasattr(value, "tolist"):  # of NumPy and torch
+        return [name, str(value.dtype), value.tolist()]
+    if isinstance(value, date | time | Decimal):
+        return [name, str(value)]
+    if isinstance(value, bytes):
+        return [name, value.hex()]
+    if isinstance(value, set | frozenset):  # its order differs between processes
+        return [name, sorted(map(exact_text, value))]
+    if isinstance(value, Mapping):
+        return [name, *map(list, value.items())]
+    with explained(f"the row holds {name}, which cannot be compared between runs", Exception):
+        return [name, pickle.dumps(value, protocol=5).hex()]
 
 
 def _attempted(place: str, step: Callable[..., Any], *values: Any) -> Any:
