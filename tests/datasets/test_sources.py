@@ -337,3 +337,50 @@ def test_missing_package_for_a_url_is_reported(monkeypatch):
     monkeypatch.setattr(fsspec, "url_to_fs", url_to_fs)
     with pytest.raises(TuneError, match=r"s3://bucket/a\.jsonl needs a package .*: Install s3fs to access S3"):
         rows_of("s3://bucket/a.jsonl")
+
+
+# columns of the type Json
+
+MIXED = [
+    {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": 'hello "you"\nthere'}]},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "one", "note": None}]}, {"role": "assistant"}]},
+    {"messages": None},
+]
+
+
+@pytest.fixture
+def with_json():
+    """A dataset whose contents are a text in one row and a list in another: `datasets` saves them as JSON."""
+    datasets = pytest.importorskip("datasets", minversion="5.0")
+    message = {"role": datasets.Value("string"), "content": datasets.Json()}
+    features = datasets.Features({"messages": datasets.List(message), "n": datasets.Json()})
+    return datasets.Dataset.from_list(
+        [{**row, "n": n} for row, n in zip(MIXED, (1, "a", [2.5]), strict=True)], features
+    )
+
+
+@pytest.mark.parametrize("kind", ["parquet", "saved", "without its type in Arrow", "without its type in datasets"])
+def test_columns_that_datasets_saved_as_json(tmp_path, arrow, with_json, kind):
+    path = tmp_path / "rows.parquet"
+    if kind == "saved":
+        with_json.save_to_disk(path := tmp_path / "rows")
+    else:
+        with_json.to_parquet(path)
+    if kind == "without its type in Arrow":
+        table = arrow.parquet.read_table(path)
+        message = arrow.struct({"role": arrow.string(), "content": arrow.string()})
+        plain = arrow.schema({"messages": arrow.list_(message), "n": arrow.string()}, table.schema.metadata)
+        arrow.parquet.write_table(arrow.Table.from_pylist(table.to_pylist(), plain), path)
+    if kind == "without its type in datasets":
+        arrow.parquet.write_table(arrow.parquet.read_table(path).replace_schema_metadata(None), path)
+    rows = rows_of(path)
+    assert [row["n"] for row in rows] == [1, "a", [2.5]]
+    assert rows[0]["messages"] == MIXED[0]["messages"]
+    assert rows[1]["messages"] == MIXED[1]["messages"] and rows[2]["messages"] is None
+
+
+def test_json_that_is_damaged_names_its_row(tmp_path, arrow):
+    table = arrow.table({"text": arrow.array(['"a"', '{"a'], arrow.json_())})
+    arrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    (_, first), (place, second) = read(str(tmp_path / "rows.parquet"))
+    assert (first, place, type(second)) == ({"text": "a"}, "rows.parquet:row 2", TuneError)

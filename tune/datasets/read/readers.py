@@ -36,10 +36,59 @@ def rows_of(file: File) -> PlacedRows:
 
 def numbered(name: str, tables: Iterable[Any]) -> PlacedRows:
     """Yield the rows of Arrow tables or record batches, without nulls for keys that only other rows have."""
-    pieces = (table.slice(start, 1024) for table in tables for start in range(0, table.num_rows, 1024))
-    rows = (row for piece in pieces for row in piece.to_pylist())
-    for number, row in enumerate(rows, 1):
-        yield f"{name}:row {number}", {column: _pruned(value) for column, value in row.items()}
+    number = 0
+    for table in tables:
+        features = _features(table.schema)
+        json_columns = {field.name for field in table.schema if _holds_json(field.type, features.get(field.name))}
+        pieces = (table.slice(start, 1024) for start in range(0, table.num_rows, 1024))
+        for row in (row for piece in pieces for row in piece.to_pylist()):
+            number += 1
+            row = {column: _pruned(value) for column, value in row.items()}
+            try:
+                for column in json_columns:
+                    row[column] = _decoded(row[column], table.schema.field(column).type, features.get(column))
+            except (ValueError, RecursionError) as error:
+                row = TuneError(f"{column} is {_malformed(error)}")
+            yield f"{name}:row {number}", row
+
+
+def _features(schema: Any) -> dict[str, Any]:
+    """The columns' types as the package `datasets` has written them into the schema, if it has."""
+    written = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+    return (written.get("info") or {}).get("features") or {}
+
+
+def _holds_json(kind: Any, feature: Any) -> bool:
+    """Whether values of an Arrow type are JSON texts, or have them inside, by the type itself or by its `feature`."""
+    return _is_json(kind, feature) or any(_holds_json(*inside) for inside in _inside(kind, feature).values())
+
+
+def _is_json(kind: Any, feature: Any) -> bool:
+    is_feature = isinstance(feature, dict) and feature.get("_type") == "Json"
+    return is_feature or getattr(kind, "extension_name", "") == "arrow.json"
+
+
+def _inside(kind: Any, feature: Any) -> dict[str, tuple[Any, Any]]:
+    """The Arrow types and features of a struct's fields, or of a list's items (under "")."""
+    import pyarrow.types
+
+    if pyarrow.types.is_struct(kind):
+        of_fields = feature if isinstance(feature, dict) else {}
+        return {field.name: (field.type, of_fields.get(field.name)) for field in kind}
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind) or pyarrow.types.is_fixed_size_list(kind):
+        of_items = feature[0] if isinstance(feature, list) else (feature or {}).get("feature")
+        return {"": (kind.value_type, of_items)}
+    return {}
+
+
+def _decoded(value: Any, kind: Any, feature: Any) -> Any:
+    """A value with its JSON texts parsed, as `datasets` does for its type Json."""
+    if _is_json(kind, feature):
+        return json.loads(value, object_pairs_hook=_with_unique_keys) if isinstance(value, str | bytes) else value
+    inside = _inside(kind, feature)
+    if isinstance(value, dict):
+        return {name: _decoded(item, *inside[name]) for name, item in value.items()}
+    return [_decoded(item, *inside[""]) for item in value] if isinstance(value, list) and inside else value
 
 
 def _pruned(value: Any) -> Any:
