@@ -4,7 +4,8 @@ import json
 import re
 import secrets
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import date, datetime, time
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,10 +73,10 @@ class ChatTemplate:
         ):
             marked = self._template.render(
                 **{**self.variables, **variables},
-                messages=[_plain_message(message) for message in messages],
+                messages=[_plain_message(message, f"messages[{at}]") for at, message in enumerate(messages)],
                 add_generation_prompt=add_generation_prompt,
-                tools=_plain(tools),
-                documents=_plain(documents),
+                tools=_plain(tools, "tools"),
+                documents=_plain(documents, "documents"),
             )
         if not self.marks_generation:
             return marked, []
@@ -111,23 +112,33 @@ def markers(template: ChatTemplate) -> list[str]:
     return list(dict.fromkeys(_MARKER.findall(text)))
 
 
-def _plain_message(message: Message) -> Message:
+def _plain_message(message: Message, place: str) -> Message:
     """The message without None values, which templates print, and with reasoning under all names templates read."""
-    plain = {key: _plain(value) for key, value in message.items() if value is not None}
+    plain = {key: _plain(value, f"{place}.{key}") for key, value in message.items() if value is not None}
     reasoning = next((plain[key] for key in ("reasoning_content", "thinking", "reasoning") if key in plain), None)
     return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
 
 
-def _plain(value: Any) -> Any:
-    """Reduce a value to lists and dicts of strings, numbers and booleans. Other types become their name: `<date>`."""
+def _plain(value: Any, place: str) -> Any:
+    """Reduce a value to lists and dicts of strings, numbers and booleans, as JSON would hold it.
+
+    Dates and times become ISO texts, and decimals numbers. Raises TuneError for other types.
+    """
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
-        return {_plain(key): _plain(item) for key, item in value.items()}
+        return {_plain(key, place): _plain(item, f"{place}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
-        items = [_plain(item) for item in value]
+        items = [_plain(item, f"{place}[{index}]") for index, item in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
-    return f"<{type(value).__name__}>"
+    if isinstance(value, date | time):
+        return value.isoformat()
+    if isinstance(value, Decimal) and value.is_finite():
+        return int(value) if value == value.to_integral_value() else float(value)
+    for kind in (str, int, float):  # enumerations, and the scalars of NumPy that are floats
+        if isinstance(value, kind):
+            return kind(value)
+    raise TuneError(f"{place} is of the type {type(value).__name__}, which JSON does not have: convert it to a text")
 
 
 class _Generation(Extension):
