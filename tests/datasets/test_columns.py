@@ -4,18 +4,24 @@ import csv
 import json
 import re
 import shlex
+from dataclasses import replace
 
 import pytest
 from omegaconf import OmegaConf
 
 from tune import config
-from tune.datasets import load
+from tune.datasets import RowReader, load
 from tune.datasets.parse.columns import MEANINGS
 from tune.errors import TuneError
 from tune.tokenizers import Tokenizer
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
 CHAT = {"messages": TURNS}
+
+
+@pytest.fixture
+def tokenizer(folder):
+    return Tokenizer(str(folder))
 
 
 @pytest.fixture
@@ -222,3 +228,53 @@ def test_max_bad_share_counts_all_rows_and_fails_early(folder, tmp_path):
     stream = read(*[good] * 824, *[bad] * 200, *[good] * 5000, streaming=True)
     with pytest.raises(TuneError, match=r"200 of the first 1,0\d\d rows cannot be used"):
         list(stream.windows())
+
+
+PACKED_ROW = {"input_ids": [10, 11, 12, 13, 20, 21]}
+PACKED_BY = {
+    "position_ids": [[0, 1, 2, 3, 0, 1], [5, 6, 7, 8, 9, 10], [[0, 1, 2, 3, 0, 1]]],
+    "seq_lengths": [[4, 2], [3, 3]],
+    "cu_seqlens": [[0, 4, 6], [0, 4]],
+    "seq_idx": [[0, 0, 0, 0, 1, 1]],
+    "document_ids": [[7, 7, 7, 7, 8, 8]],
+}
+
+
+@pytest.mark.parametrize(("column", "values"), [(name, value) for name, all in PACKED_BY.items() for value in all])
+def test_rows_that_another_program_packed_are_refused(tokenizer, column, values):
+    reader = RowReader(tokenizer, 32)
+    with pytest.raises(TuneError, match=rf"^row: .*{column}.* packed=true"):
+        reader([("row", {**PACKED_ROW, column: values})])
+    (outcome,) = replace(reader, ignore=[column])([("row", {**PACKED_ROW, column: values})])
+    assert len(outcome.samples[0].tokens) == 6
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"position_ids": [0, 1, 2, 3, 4, 5], "seq_lengths": [6], "cu_seqlens": [0, 6], "seq_idx": [0] * 6},
+        {"position_ids": [1, 1, 0, 1, 2, 3], "attention_mask": [0, 0, 1, 1, 1, 1], "seq_lengths": [4]},
+        {"position_ids": None, "seq_lengths": [], "document_ids": "a/b.txt"},
+    ],
+)
+def test_columns_that_describe_one_document_are_accepted(tokenizer, columns):
+    (outcome,) = RowReader(tokenizer, 32)([("row", {**PACKED_ROW, **columns})])
+    assert outcome.samples
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("chat_template_kwargs", {"enable_thinking": False}),
+        ("enable_thinking", False),
+        ("chat_template", "{{ messages }}"),
+        ("kto_tag", False),
+        ("rejected_response", "no"),
+    ],
+)
+def test_columns_that_other_trainers_read_are_refused(tokenizer, column, value):
+    row = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
+    with pytest.raises(TuneError, match=rf"^row: .*{column}"):
+        RowReader(tokenizer, 64)([("row", {**row, column: value})])
+    for empty in (None, "", {}):
+        assert RowReader(tokenizer, 64)([("row", {**row, column: empty})])[0].samples

@@ -7,7 +7,7 @@ from dataclasses import replace
 from json import dumps
 from typing import Any
 
-from tune.datasets.parse.content import Chat, Content, Dropped, Plain, Row
+from tune.datasets.parse.content import Chat, Content, Dropped, Plain, Row, Tokens
 from tune.datasets.parse.formats import Format
 from tune.errors import TuneError
 from tune.lookup import did_you_mean
@@ -27,11 +27,22 @@ OTHER_NAMES = {
 }
 
 WEIGHTS = ("weight", "loss_weight", "loss_scale", "loss_mask")
+# Variables and templates of a row, which TRL, transformers and LLaMA-Factory read.
+TEMPLATE = ("chat_template_kwargs", "chat_template", "enable_thinking")
+# The documents of a row that another program has packed.
+PACKED = (
+    *("position_ids", "seq_lengths", "sequence_lengths", "cu_seqlens", "cu_seq_lens", "cu_seq_lens_q", "cu_seqlens_q"),
+    *("seq_idx", "document_ids", "doc_ids"),
+)
 # Columns that change the meaning of a row: without them, the rest would teach something else.
 MEANINGS = {
     **dict.fromkeys(("chosen", "rejected"), "which of two answers is better, for preference tuning"),
     "label": "whether the answer is good, or the class of the text, for training on labels",
     **dict.fromkeys(WEIGHTS, "how much the row or its tokens count"),
+    "kto_tag": "whether the answer is good, for training on labels",
+    **dict.fromkeys(("rejected_response", "rejected_messages"), "a worse answer, for preference tuning"),
+    **dict.fromkeys(TEMPLATE, "how the chat template renders the row; the tokenizer's template renders all rows alike"),
+    **dict.fromkeys(PACKED, "where the documents of a packed row begin; give each document a row, and set packed=true"),
     **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "images, video or audio"),
 }
 # Columns with these names are content, even if their text is short.
@@ -171,12 +182,33 @@ def _texts(value: Any) -> Iterator[str]:
 def _other_meanings(row: Row, content: Content, columns: Sequence[str]) -> list[str]:
     names = [name for name in MEANINGS if row.get(name) not in NOTHING and name not in columns]
     names = [name for name in names if name not in WEIGHTS or _is_weight(row[name])]
+    names = [name for name in names if name not in PACKED or _is_packed(name, row, content)]
     if isinstance(content, Plain):
         prompts = [content.prompt]
     else:
         messages = content.messages if isinstance(content, Chat) else []
         prompts = [message.get("content") or "" for message in messages if message["role"] != "assistant"]
     return [*names, IMAGE] if any(IMAGE in prompt for prompt in prompts) else names
+
+
+def _is_packed(name: str, row: Row, content: Content) -> bool:
+    """Whether a column says that a row of tokens holds anything but one document from its beginning."""
+    if not isinstance(content, Tokens):
+        return False
+    values, length = row[name], len(row["input_ids"])
+    if not isinstance(values, list):
+        return False
+    if not all(isinstance(value, int) for value in values):
+        return True
+    if name == "position_ids" and len(values) == length:  # padding has any positions
+        mask = row.get("attention_mask") or [1] * length
+        kept = [position for position, is_kept in zip(values, mask, strict=True) if is_kept]
+        return kept != list(range(len(kept)))
+    if name.startswith("cu_"):
+        return values not in ([0, length], [0, len(content.ids)])
+    if name.endswith("lengths"):
+        return values not in ([length], [len(content.ids)])
+    return len({*values}) > 1
 
 
 def _is_weight(value: Any) -> bool:
