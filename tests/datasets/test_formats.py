@@ -9,6 +9,8 @@ import pytest
 from tune.datasets import RowReader
 from tune.datasets.parse.columns import recognize
 from tune.datasets.parse.formats import FORMATS
+from tune.datasets.parse.messages import checked_messages
+from tune.errors import TuneError
 from tune.tokenizers import Tokenizer
 
 DOCS = Path(__file__).parents[2] / "docs" / "data.md"
@@ -206,3 +208,28 @@ def test_padding_is_removed(tokenizer, mask):
     (outcome,) = RowReader(tokenizer, 100)([("row", {"input_ids": [0, 2, 3, 4], "attention_mask": mask})])
     assert outcome.samples[0].tokens.tolist() == kept
     assert outcome.samples[0].labels.tolist() == [*kept[1:], -100]
+
+
+@pytest.mark.parametrize("content", ["Let me look.", "", None])
+@pytest.mark.parametrize("arguments", [CALL["arguments"], json.dumps(CALL["arguments"])], ids=["object", "JSON"])
+def test_older_function_calls_are_tool_calls(rendered, content, arguments):
+    """OpenAI's older form: `function_call` in an answer, and the role `function` for the result."""
+    answer = {"role": "assistant", "content": content, "function_call": {**CALL, "arguments": arguments}}
+    messages, _ = rendered({"messages": [ASK, answer, {"role": "function", "name": "get", "content": "12"}, SAY]})
+    text = {} if content is None else {"content": content}
+    assert messages[1] == {"role": "assistant", **text, "tool_calls": [{"type": "function", "function": CALL}]}
+    assert messages[2] == {"role": "tool", "name": "get", "content": "12"}
+
+
+@pytest.mark.parametrize(
+    ("message", "place"),
+    [
+        ({"role": "user", "content": "a", "function_call": CALL}, r"messages\[0\]"),
+        ({"role": "assistant", "content": "a", "function_call": CALL, "tool_calls": [CALL]}, r"messages\[0\]"),
+        ({"role": "assistant", "content": "a", "function_call": "get()"}, r"messages\[0\]\.function_call"),
+        ({"role": "assistant", "content": "a", "function_call": "auto"}, r"messages\[0\]\.function_call"),
+    ],
+)
+def test_function_calls_that_cannot_be_read_are_refused(message, place):
+    with pytest.raises(TuneError, match=place):
+        checked_messages([message], "messages")

@@ -164,3 +164,15 @@ def test_validation_rows_are_read_like_training_rows(checkpoint, write):
     cfg = config.load("full_finetune", [f"model.path={checkpoint}", paths[0], *columns, *own])
     _, validation = instantiate_data(cfg.dataset, cfg.validation_dataset, tokenizer, max_seq_len=128)
     assert len(validation.lengths) == 1
+
+
+def test_keys_of_messages_that_nothing_reads_are_counted(read, folder):
+    asked = {"role": "user", "content": "a cat?", "lang": "en", "unread": None, "id": "1"}
+    row = {"messages": [asked, {"role": "assistant", "content": "yes", "score": 0}]}
+    remarks = read(row, row, chat()).accounting.remarks
+    assert {name.rpartition(" ")[2]: count for name, count in remarks.items()} == {"lang": 2, "score": 2}
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").write_text(
+        "{% if messages[0].lang %}{{ messages[1].score }}{% endif %}" + template
+    )
+    assert not read(row, chat()).accounting.remarks

@@ -213,7 +213,7 @@ def turns(*answers):
         (turns({"content": "<think>a secret plan</think>yes"}, {"content": "no"}), "reasoning"),
         (turns({"content": "yes", "analysis": "one two three four five six seven eight"}), "analysis of an answer"),
         (turns({"reasoning_content": "a plan that is shown", "content": "yes"}), None),
-        (turns({"content": "<think></think>yes\nand\n\nno"}, {"content": "no", "name": "bot"}), None),
+        (turns({"content": "<think></think>yes\nand\n\nno"}, {"content": "no", "id": "bot"}), None),
     ],
 )
 def test_parts_of_answers_omitted_by_the_template_are_counted(folder, tmp_path, row, remark):

@@ -1,15 +1,17 @@
 """Remarks on rows that are valid but probably not intended."""
 
 import json
+import re
 from collections.abc import Iterator
 from itertools import pairwise
 
-from tune.datasets.parse.columns import is_long
+from tune.datasets.parse.columns import NOTHING, is_long
 from tune.datasets.parse.content import Chat, Content
-from tune.datasets.parse.messages import REASONING, is_empty_answer
+from tune.datasets.parse.messages import READ, REASONING, is_empty_answer
 from tune.tokenizers import Message, Tokenizer
 
 COLUMN = "column left out that holds text: "
+UNREAD_KEY = "key of a message that neither tune nor the chat template reads: "
 LOST = "left out by the template"
 REASONING_LOST = f"reasoning {LOST}"
 SHARED_TOKEN = "prompt and answer share a token"
@@ -39,6 +41,10 @@ def _of_chat(chat: Chat, text: str, tokenizer: Tokenizer) -> list[str]:
     for message in chat.messages:
         if message["role"] == "assistant":
             notes += [f"{part} {LOST}" for part in _lost(message, text)]
+    keys = {key for message in chat.messages for key, value in message.items() if value not in NOTHING} - READ
+    of_template = f"{tokenizer.chat_template} {text}"  # a template may also show all keys
+    unread = [key for key in sorted(keys) if not re.search(rf"\b{re.escape(key)}\b", of_template)]
+    notes += [f"{UNREAD_KEY}{key}" for key in unread if f"{key} of an answer {LOST}" not in notes]
     roles = [message["role"] for message in chat.messages]
     if ("assistant", "assistant") in pairwise(roles):
         notes.append("assistant messages in a row")

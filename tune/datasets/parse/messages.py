@@ -26,6 +26,8 @@ SHARE_GPT_ROLES = {
     **{name: "tool" for name in ("tool", "observation", "function_response")},
     "system": "system",
 }
+# Keys that are read here, and ids, which change nothing. The chat template may read others.
+READ = {"role", "content", "train", "weight", "tool_calls", "tool_call_id", "id", *REASONING}
 
 
 def conversation(row: Row, column: str) -> list[Message]:
@@ -77,6 +79,12 @@ def _checked(message: Any, place: str) -> Message:
     message = {key: value for key, value in message.items() if value is not None}
     if "from" in message and "role" not in message:
         message = _from_share_gpt(message, place)
+    if message.get("role") == "function":  # OpenAI's older name, as `function_call` is
+        message["role"] = "tool"
+    if call := message.pop("function_call", None):
+        if message.get("tool_calls"):
+            raise TuneError(f"{place} has function_call and tool_calls; remove one")
+        message["tool_calls"] = [_parsed(call, f"{place}.function_call") if isinstance(call, str) else call]
     role = message.get("role")
     _require_one_of(ROLES, role, f"{place}.role")
     if "tool_calls" in message:
