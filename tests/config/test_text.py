@@ -11,6 +11,7 @@ from tune import config
 from tune.config.check import walk
 from tune.config.instantiate import COMPONENT
 from tune.config.signature import signature_of
+from tune.config.text import parse, read
 from tune.errors import TuneError
 from tune.types import fits
 
@@ -109,3 +110,20 @@ def test_one_pair_of_quotes_around_a_value_is_removed(folder: Path) -> None:
     for quoted in ("'run #2'", '"run #2"'):
         cfg = config.load("full_finetune", ["model.path=m", "dataset.path=d", f"output_dir={quoted}"])
         assert cfg.output_dir == "run #2"
+
+
+@pytest.mark.parametrize("written", ["010", "0x10", "12:30", "0b11", "-017", "1:30.5"])
+@pytest.mark.parametrize("form", ["{}", "[{}]", "{{n: {}}}"])
+def test_numbers_of_other_kinds_are_texts_everywhere(folder: Path, written: str, form: str) -> None:
+    """YAML 1.1 has octal, hexadecimal, binary and sexagesimal numbers: 010 is 8, and 12:30 is 750."""
+    (folder / "mine.yaml").write_text(f"part: {{size: {form.format(written)}}}\n")
+    of_file = read(folder / "mine.yaml").values
+    of_line = parse(form.format(written))[0]
+    assert of_file == {"part": {"size": of_line}}
+    assert of_line in (written, [written], {"n": written})
+
+
+def test_octal_seed_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("seed: 010\n")
+    _, findings = config.read("full_finetune", ["--config", str(tmp_path / "mine.yaml"), "model.path=m"])
+    assert any("seed" in str(finding) and "010" in str(finding) for finding in findings)

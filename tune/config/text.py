@@ -80,7 +80,8 @@ def parse(text: str) -> tuple[Any, Any]:
         if word[-1] != {"[": "]", "{": "}"}[word[0]]:
             raise yaml.YAMLError(f"{word[0]} has no end")
         value: Any = OmegaConf.to_container(OmegaConf.create(f"value: {word}"))
-        return value["value"], _written(f"value: {word}")["value"]
+        written = _written(f"value: {word}")
+        return _without_other_numbers(value, written)["value"], written["value"]
     if len(word) > 1 and word[0] == word[-1] and word[0] in "\"'":
         with contextlib.suppress(yaml.YAMLError):  # a text that only starts and ends with quotes
             quoted = _written(f"value: {word}")["value"]
@@ -92,7 +93,7 @@ def read(file: Path, origin: str = "") -> Layer:
     """Return the settings in a YAML file, with unresolved interpolations. Raises TuneError."""
     values = read_yaml(file)
     written = _written(file.read_text(encoding="utf-8"))
-    layer = Layer(spelled_out(values), origin)
+    layer = Layer(spelled_out(_without_other_numbers(values, written)), origin)
     for key, each in written.items() if isinstance(written, dict) else ():  # a lone text is a key without a value
         layer.note(key, each)
     return layer
@@ -101,6 +102,16 @@ def read(file: Path, origin: str = "") -> Layer:
 def spelled_out(values: Any) -> Values:
     """Replace `parallel=auto` by the setting parallel.auto=true."""
     return values | {"parallel": {"auto": True}} if values.get("parallel") == "auto" else values
+
+
+def _without_other_numbers(value: Any, written: Any) -> Any:
+    """Replace numbers that YAML 1.1 has and `scalar` has not by their text: octal 010, 0x10 and 12:30 (750)."""
+    if isinstance(value, dict) and isinstance(written, dict):
+        return {key: _without_other_numbers(item, written.get(str(key))) for key, item in value.items()}
+    if isinstance(value, list) and isinstance(written, list):
+        return [_without_other_numbers(item, text) for item, text in zip(value, written, strict=True)]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return written if is_number and isinstance(written, str) and isinstance(scalar(written), str) else value
 
 
 def _written(text: str) -> Any:
