@@ -1,5 +1,10 @@
 """`exact_match` finds the answer of every row that `tune eval --data` reads."""
 
+import math
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
 import pytest
 
 from tune.errors import TuneError
@@ -34,3 +39,19 @@ def test_zero_is_an_answer() -> None:
 def test_row_without_an_answer_is_refused(row: dict) -> None:
     with pytest.raises(TuneError, match="exact_match"):
         exact_match(row, "2 + 2?")
+
+
+@pytest.mark.parametrize("answer", [4.0, np.float64(4), Decimal("4.00")])
+def test_whole_numbers_that_a_table_made_fractions_are_right(answer: Any) -> None:
+    row = {"prompt": "2 + 2 =", "answer": answer}
+    assert (exact_match(row, "4"), exact_match(row, str(answer)), exact_match(row, "40")) == (1, 1, 0)
+
+
+def test_fractions_keep_their_digits() -> None:
+    assert [exact_match({"answer": 4.5}, text) for text in ("4.5", "4")] == [1, 0]
+
+
+def test_answer_that_a_table_lacks_is_no_answer() -> None:
+    assert exact_match({"answer": math.nan, "output": "4"}, "4") == 1
+    with pytest.raises(TuneError, match="exact_match"):
+        exact_match({"answer": math.nan}, "nan")

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -202,21 +203,31 @@ def require_numbers(found: Mapping[str, float]) -> None:
 
 def exact_match(row: dict[str, Any], completion: str) -> float:
     """Return 1 if the `completion` equals the answer in the row except for surrounding blanks, else 0. The answer is
-    the row's `answer`, `completion` or `output` (text, number or messages), or the last message of its conversation."""
-    return float(_answer(row).strip() == completion.strip())
+    the row's `answer`, `completion` or `output` (text, number or messages), or the last message of its conversation.
+
+    A table makes the integers of a column fractions if it lacks one: 4.0 also equals `4`, and NaN is no answer."""
+    return float(completion.strip() in _answers(row))
 
 
-def _answer(row: dict[str, Any]) -> str:
-    """Return the answer of a row in any format of `tune.datasets`. Raises TuneError if there is none."""
+def _answers(row: dict[str, Any]) -> list[str]:
+    """Return the answer of a row in any format of `tune.datasets`, as texts that are equally right.
+
+    Raises TuneError if there is none.
+    """
     for name in ("answer", "completion", "output"):
         value = row.get(name)
-        if isinstance(value, str | int | float) and value != "":
-            return str(value)
+        if isinstance(value, str) and value:
+            return [value.strip()]
+        if isinstance(value, int | float | Decimal):
+            if math.isnan(value):
+                continue
+            is_whole = not isinstance(value, bool) and value == value // 1
+            return [str(value), str(int(value))] if is_whole else [str(value)]
         if value:
-            return _last_answer(checked_messages(value, name))
+            return [_last_answer(checked_messages(value, name)).strip()]
     for name in ("messages", "conversations", "prompt"):
         if row.get(name) and not (name == "prompt" and isinstance(row[name], str)):
-            return _last_answer(conversation(row, name))
+            return [_last_answer(conversation(row, name)).strip()]
     raise TuneError(
         f"exact_match: the row has no right answer. Its columns are {', '.join(row)}: name the one with the answer, "
         "'dataset.columns={output: its_name}'"
