@@ -211,6 +211,7 @@ def turns(*answers):
     [
         (turns({"reasoning_content": "a secret plan", "content": "yes"}, {"content": "no"}), "reasoning"),
         (turns({"content": "<think>a secret plan</think>yes"}, {"content": "no"}), "reasoning"),
+        (turns({"content": "First <think></think>yes"}, {"content": "no"}), "a part of an answer"),
         (turns({"content": "yes", "analysis": "one two three four five six seven eight"}), "analysis of an answer"),
         (turns({"reasoning_content": "a plan that is shown", "content": "yes"}), None),
         (turns({"content": "<think></think>yes\nand\n\nno"}, {"content": "no", "id": "bot"}), None),

@@ -62,10 +62,13 @@ def _of_chat(chat: Chat, text: str, tokenizer: Tokenizer) -> list[str]:
 def _lost(message: Message, text: str) -> Iterator[str]:
     """Yield the names of the parts of an assistant message that are missing from its rendering."""
     thought, end, answer = (message.get("content") or "").rpartition("</think>")
-    parts = [("a part of an answer", answer)]
+    before, opened, inside = thought.partition("<think>")
+    if not opened:  # the template has opened the thought
+        before, inside = "", before
+    parts = [("a part of an answer", before), ("a part of an answer", answer)]
     if message["train"]:  # in mere context, generation has no reasoning either
         parts += [("reasoning", message.get(name)) for name in REASONING]
-        parts.append(("reasoning", thought.partition("<think>")[2] if end else ""))
+        parts.append(("reasoning", inside if end else ""))
     others = {"role", "content", "train", "tool_calls", *REASONING}
     rest = [(f"{name} of an answer", value) for name, value in message.items() if name not in others]
     parts += [(name, value) for name, value in rest if isinstance(value, str) and is_long(value)]
