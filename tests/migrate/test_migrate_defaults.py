@@ -244,6 +244,7 @@ WITHOUT_DEFAULT = {  # the keys, and why the release has no default
         r"metric_logger\.name": "an argument of wandb.init",
     },
     "axolotl": {
+        r"datasets\[\]\.message_property_mappings\.\*": NESTED,
         r"bnb_config_kwargs\..*": "True where the model is loaded in 4 bits (loaders/model.py)",
         r"test_datasets\[\]\..*|lr_scheduler_kwargs\..*|fsdp_config\.\w+|expert_parallel_size": NESTED,
         r"datasets\[\]\.(text_column|type\.field_human)|adam_eps|eta_min": OLDER,
@@ -257,6 +258,7 @@ WITHOUT_DEFAULT = {  # the keys, and why the release has no default
     },
     "trl": {
         r"(dataset_mixture|fsdp_config|deepspeed|lr_scheduler_kwargs)\..*": NESTED,
+        r"tokenizer_name_or_path": OLDER,
         r"vllm_\*": "read where use_vllm is",
         r"reward_funcs": "of the script trl grpo",
         r"model|torch_dtype|max_(seq_length|seq_len|prompt_length)|wandb_project|overwrite_output_dir": OLDER,
@@ -324,3 +326,79 @@ def test_default_training_tokens_are_reported_when_the_file_is_silent():
 def test_tables_name_the_releases_of_their_defaults():
     for name, peer in PEERS.items():
         assert PEER_DEFAULTS[name]["read_from"].items() <= peer.read_from.items()
+
+
+# Names of keys whose value decides tokens, labels, rows or weights.
+DECISIVE = (
+    r".*(template|thinking|tokenizer_config|tokenizer_name|split_special|add_tokens|bos_token|additional_special|eot).*",
+    r"datasets\[\]\.(field|message|roles|shards|type|input|conversation|revision|split|skip|chat).*|test_datasets.*",
+    r".*(overrides|model_config|rope|resize_|revision|init_kwargs|quant_type|quantization_type|filter_fn|\.bias).*",
+    r".*(ignore_pad|tokenized_path|untrained|init_config|shuffle_merged|eval_sequence).*",
+)
+NOT_DECISIVE = {  # keys that only look like one, and why
+    r"model\.\*|training\..*|postprocessing\..*": "the folder of the checkpoint decides",
+    r"tokenizer\.\*|apply_chat_template": "the folder's tokenizer decides",
+    r".*_kwargs\*|cls_model_config|apply_rope_fusion": "of the computation",
+    r"hub_revision": "of the upload",
+}
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_keys_that_decide_what_is_learned_always_need_a_conversion(peer):
+    names = [name for name in each_name(PEERS[peer].always) if any(re.fullmatch(word, name) for word in DECISIVE)]
+    assert [name for name in names if not any(re.fullmatch(reason, name) for reason in NOT_DECISIVE)] == []
+
+
+QUIETLY = [
+    ("axolotl", "tokenizer_config", "other/tokenizer"),
+    ("axolotl", "overrides_of_model_config.rope_scaling", {"type": "linear", "factor": 4.0}),
+    ("axolotl", "special_tokens.additional_special_tokens", ["<|tool|>"]),
+    ("axolotl", "special_tokens.bos_token", "<|im_start|>"),
+    ("axolotl", "datasets[].chat_template", "llama3"),
+    ("axolotl", "datasets[].shards", 10),
+    ("axolotl", "datasets[].field_tools", "functions"),
+    ("axolotl", "datasets[].split_thinking", True),
+    ("axolotl", "datasets[].revision", "abc123"),
+    ("axolotl", "datasets[].message_field_training", "learned"),
+    ("axolotl", "datasets[].message_property_mappings.content", "said"),
+    ("axolotl", "datasets[].roles_to_train", []),
+    ("axolotl", "eval_sequence_len", 4096),
+    ("axolotl", "shuffle_merged_datasets", False),
+    ("llama_factory", "enable_thinking", False),
+    ("llama_factory", "split_special_tokens", True),
+    ("llama_factory", "resize_vocab", True),
+    ("llama_factory", "ignore_pad_token_for_loss", False),
+    ("llama_factory", "tokenized_path", "saves/tok"),
+    ("llama_factory", "model_revision", "abc"),
+    ("llama_factory", "quantization_type", "fp4"),
+    ("trl", "bnb_4bit_quant_type", "fp4"),
+    ("trl", "model_revision", "abc"),
+    ("torchtune", "dataset.filter_fn", "mine.wanted"),
+]
+SMALLEST = {
+    "axolotl": {"base_model": "a/b", "datasets": [{"path": "c/d", "type": "chat_template"}]},
+    "llama_factory": {"model_name_or_path": "a/b", "dataset": "c", "stage": "sft", "template": "qwen"},
+    "trl": {"model_name_or_path": "a/b", "dataset_name": "c/d"},
+}
+
+
+@pytest.mark.parametrize(("peer", "key", "value"), QUIETLY)
+def test_values_that_change_what_is_learned_are_never_the_same_by_default(peer, key, value):
+    base = SMALLEST.get(peer) or torchtune_config("torch.optim.AdamW")[0]
+    run = migrate(with_key(base, key, value), peer, "sft" if peer == "trl" else None, RECIPES)
+    (entry,) = [entry for entry in run.entries() if entry.key.startswith(key.replace("[]", "[0]"))][:1]
+    assert entry.status in ("converted", "differs", "no counterpart")
+
+
+def test_only_turns_with_a_mark_are_learned_where_axolotl_trains_no_role():
+    dataset = {"path": "c/d", "type": "chat_template", "roles_to_train": [], "message_field_training": "train"}
+    run = migrate({"base_model": "a/b", "datasets": [dataset]}, "axolotl", None, RECIPES)
+    assert ours(run)["dataset.train_on"] == []
+
+
+@pytest.mark.parametrize("peer", ["axolotl", "llama_factory", "trl"])
+def test_max_steps_repeat_the_data_as_in_the_trainer(peer):
+    """transformers' Trainer goes on until max_steps, whatever the number of epochs."""
+    run = migrate(SMALLEST[peer] | {"max_steps": 1000}, peer, "sft" if peer == "trl" else None, RECIPES)
+    after = ours(run)
+    assert after["max_steps"] == 1000 and after["epochs"] == 1e6

@@ -54,6 +54,15 @@ def batch(run: Migration) -> None:
         run.set("micro_batch_size", micro.value, *micro.sources)
 
 
+def passes(run: Migration) -> None:
+    """Let max_steps alone end the run, as transformers' Trainer does: it repeats the data."""
+    last, streams = run.settings.get("max_steps"), run.settings.get("dataset.streaming")
+    if run.peer == "torchtune" or run.recipe == "ppo_finetune" or not last or last.value <= 0:
+        return
+    if run.takes("epochs") and not (streams and streams.value):
+        run.set("epochs", 1_000_000, *last.sources)
+
+
 def precision(run: Migration) -> None:
     """Set the compute dtype, and master_dtype if the config states it or (axolotl) ties it to the compute dtype."""
     bf16, fp16, weights = run.part("bf16"), run.part("fp16"), run.part("dtype_of_weights")
@@ -227,7 +236,7 @@ def data(run: Migration) -> None:
 def what_is_learned(run: Migration) -> None:
     """Set which tokens of a row are supervised, the chat template, and the handling of long texts."""
     learned = run.part("train_on")
-    if learned.value and run.takes("dataset.train_on"):
+    if learned.value is not None and run.takes("dataset.train_on"):
         run.set("dataset.train_on", learned.value, *learned.sources, note="; ".join(learned.notes))
     template = run.settings.get("tokenizer.chat_template")
     chats = [key for key, value in run.theirs.items() if key.endswith("].type") and value == "chat_template"]

@@ -61,6 +61,7 @@ class Peer:
     lacking: Mapping[KeyNames, str]  # keys without a counterpart, and the alternative
     read_from: Mapping[str, str]  # the releases that the defaults come from
     nulls: Mapping[KeyNames, str] = field(default_factory=dict)  # keys whose null is not the default, and its meaning
+    empty_lists: tuple[str, ...] = ()  # keys whose empty list is a value
     has_stages: Callable[[Leaves], bool] = lambda config: False  # pipeline parallelism, a separate recipe in tune
     has_no_dropout: Callable[[Leaves, str], bool] = lambda config, method: False  # the trainer disables all dropout
 
@@ -188,7 +189,7 @@ class Migration:
             self.same("only used as a variable by other keys", key)
         elif table == "unknown":
             self.said[key] = "unknown", f"not a known key of {self.library.name}.{entry}"
-        elif value in NOTHING:
+        elif value in NOTHING and not (value == [] and matches(self.library.empty_lists, without_index(key))):
             self.same("not set", key)
         elif table == "keys":
             self.is_usual = is_usual

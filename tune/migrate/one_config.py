@@ -53,6 +53,7 @@ def migrate(
             run.read(key, value, is_usual=True)
 
     finishing.batch(run)
+    finishing.passes(run)
     finishing.precision(run)
     finishing.optimizer(run)
     finishing.schedule(run)

@@ -159,6 +159,16 @@ def column(run: Migration, key: str, value: str) -> None:
         run.put(key, value, with_index(f"parts.data[].columns.{ours}", key))
 
 
+def mapping(run: Migration, key: str, value: str) -> None:
+    """Report a key of messages that tune does not read under its name in the data."""
+    standard = {"role": ("role", "from"), "content": ("content", "value")}
+    ours = key.rpartition(".")[2]
+    if value == ours or value in standard.get(ours, ()):
+        run.same("read under this name", key)
+    else:
+        run.missing("rename the keys of the messages: dataset.format=my_data.to_messages", key)
+
+
 def roles_to_train(run: Migration, key: str, value: Any) -> None:
     value = value[0] if isinstance(value, list) and len(value) == 1 else value
     if value in ("assistant", "gpt"):
@@ -167,8 +177,21 @@ def roles_to_train(run: Migration, key: str, value: Any) -> None:
         run.put(key, value, "parts.train_on")
 
 
+def by_name(*ours: str) -> Convert:
+    """Convert a key that names a column or a key of messages: nothing to do if tune reads the name."""
+    return Differs(f"tune reads {', '.join(ours)}; rename it, or set dataset.format=my_data.to_messages", unless=ours)
+
+
 KEYS: dict[KeyNames, Convert] = {
     "base_model": common.model,
+    "tokenizer_config": To("tokenizer.path", note="a name of the hub: download it, and give the folder"),
+    "datasets[].field_tools": To("parts.data[].columns.tools", skip=("tools",)),
+    "datasets[].message_field_training": by_name("train", "training"),
+    "datasets[].message_property_mappings.*": mapping,
+    "datasets[].message_field_role": by_name("role", "from"),
+    "datasets[].message_field_content": by_name("content", "value"),
+    ("datasets[].field_thinking", "datasets[].template_thinking_key"): by_name("reasoning_content", "thinking"),
+    "shuffle_merged_datasets": Differs("tune shuffles the rows of all sources together", unless=(True,)),
     "output_dir": To("output_dir"),
     ("rl", "reward_model", "adapter"): To("recipe"),
     "lora_model_dir": To("adapter.path"),
@@ -230,7 +253,7 @@ KEYS: dict[KeyNames, Convert] = {
     "test_datasets[].split": To("parts.validation[].split"),
     "test_datasets[].data_files": To("parts.validation[].data_files"),
     "num_epochs": To("epochs"),
-    "max_steps": To("max_steps"),
+    "max_steps": To("max_steps", skip=(-1,)),
     "micro_batch_size": To("parts.micro_batch_size"),
     "batch_size": To("parts.global_batch_size"),
     "gradient_accumulation_steps": To("parts.accumulation"),
@@ -323,35 +346,24 @@ ALWAYS: dict[KeyNames, str] = {
      "torch_compile_*", "ple_cpu_offload", "deepcompile", "layer_offloading", "fp32_norms", "fp32_norm_classes",
      "peft_autocast_adapter_dtype"):
         "decided by the library and the hardware",
-    ("model_type", "tokenizer_type", "type_of_model", "is_*_derived_model", "base_model_config", "tokenizer_config",
-     "cls_model_config", "num_labels", "tokenizer_use_fast", "tokenizer_legacy", "tokenizer_use_mistral_common",
-     "tokenizer_save_jinja_files", "model_config.*", "overrides_of_model_*", "lora_fan_in_fan_out",
-     "trust_remote_code", "datasets[].trust_remote_code", "resize_token_embeddings_to_32x",
-     "llama4_linearized_experts"):
+    ("model_type", "tokenizer_type", "type_of_model", "is_*_derived_model", "cls_model_config",
+     "num_labels", "tokenizer_use_fast", "tokenizer_legacy", "tokenizer_use_mistral_common",
+     "tokenizer_save_jinja_files", "lora_fan_in_fan_out",
+     "trust_remote_code", "datasets[].trust_remote_code", "llama4_linearized_experts"):
         "read from the checkpoint's config.json and tokenizer",
     ("dataset_prepared_path", "dataset_processes", "dataset_num_proc", "dataset_keep_in_memory",
      "skip_prepare_dataset", "dataloader_*", "remove_unused_columns", "preprocess_iterable", "is_preprocess",
-     "shuffle_merged_datasets", "datasets[].ds_type", "datasets[].shards", "datasets[].shards_idx",
-     "datasets[].preprocess_shards", "test_datasets[].*", "sample_packing_group_size", "sample_packing_bin_size",
+     "datasets[].ds_type", "datasets[].preprocess_shards", "sample_packing_group_size", "sample_packing_bin_size",
      "sample_packing_sequentially", "sample_packing_mp_start_method", "sample_packing_eff_est", "eval_sample_packing",
      "pad_to_sequence_len", "pad_to_multiple_of", "multipack_real_batches", "group_by_length", "total_num_tokens",
      "total_supervised_tokens", "streaming_multipack_buffer_size", "pretrain_multipack_buffer_size",
      "pretraining_sample_concatenation"):
         "rows are tokenized once, cached, shuffled and packed without a setting",
-    ("eval_batch_size", "eval_strategy", "evaluation_strategy", "eval_sequence_len"):
+    ("eval_batch_size", "eval_strategy", "evaluation_strategy"):
         "validation runs at the end and every validate_every steps",
     ("save_only_model", "save_safetensors", "save_first_step"):
         "a checkpoint every checkpointer.every=500 steps and at the end; safetensors",
-    ("datasets[].message_property_mappings*", "datasets[].message_field_role", "datasets[].field_human",
-     "datasets[].template_thinking_key", "datasets[].split_thinking", "datasets[].roles.*", "datasets[].conversation",
-     "datasets[].input_format", "datasets[].message_field_training", "datasets[].type.format",
-     "datasets[].chat_template*", "datasets[].revision", "datasets[].type.no_input_format",
-     "datasets[].type.system_format", "datasets[].type.*_format", "datasets[].field_model", "datasets[].field_tools",
-     "datasets[].field_thinking", "datasets[].message_field_content", "datasets[].input_transform"):
-        ("the columns of a row determine its format, and the chat template renders it; for other rows set "
-         "dataset.format=my_data.to_messages"),
-    ("special_tokens.pad_token", "special_tokens.bos_token", "special_tokens.unk_token",
-     "special_tokens.additional_special_tokens", "fix_untrained_tokens", "eot_tokens"):
+    "special_tokens.pad_token":
         "decided by the tokenizer and the template; padding is never supervised, even if pad is EOS",
     ("precompute_ref_log_probs", "dpo_padding_free", "dpo_use_logits_to_keep", "dpo_use_liger_kernel",
      "trl.use_liger_loss"):
@@ -374,6 +386,24 @@ ALWAYS: dict[KeyNames, str] = {
 }
 
 LACKING: dict[KeyNames, str] = {
+    ("base_model_config", "model_config.*", "overrides_of_model_*"):
+        "change config.json in a copy of the checkpoint's folder",
+    "resize_token_embeddings_to_32x": "the embedding keeps the rows of the checkpoint",
+    ("datasets[].shards", "datasets[].shards_idx"):
+        "all rows are read: write the shard to a file, or set dataset.filter to a function that drops rows",
+    "test_datasets[].*": "the columns of a row determine its format, and the chat template renders it",
+    ("datasets[].field_human", "datasets[].roles.*", "datasets[].conversation",
+     "datasets[].input_format", "datasets[].type.format", "datasets[].type.*_format", "datasets[].field_model",
+     "datasets[].input_transform"):
+        ("the columns of a row determine its format, and the chat template renders it; for other rows set "
+         "dataset.format=my_data.to_messages"),
+    "datasets[].chat_template*": "one template renders all rows: set tokenizer.chat_template",
+    "datasets[].revision": "download the revision, and give its files",
+    "datasets[].split_thinking": "<think> inside of an answer stays in its content",
+    ("special_tokens.bos_token", "special_tokens.unk_token", "eot_tokens"):
+        "the tokenizer's own, and the end of turn that the template writes",
+    ("special_tokens.additional_special_tokens", "fix_untrained_tokens"): "add tokens to the base with tune add-tokens",
+    "eval_sequence_len": "validation rows have max_seq_len, too",
     ("processor_type", "process_reward_model", "float32", "dpo_generate_during_eval"): "no counterpart",
     ("trl.reward_funcs", "trl.reward_weights"):
         "write a reward function (row, completion) -> number and set reward=my_rewards.is_right",
@@ -451,5 +481,6 @@ AXOLOTL = Peer(
     keys=KEYS,
     always=ALWAYS,
     lacking=LACKING,
+    empty_lists=("datasets[].roles_to_train",),
     read_from={"axolotl": "0.19.0", "trl": "1.16.0"},
 )

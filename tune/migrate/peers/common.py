@@ -88,7 +88,11 @@ SCHEDULERS: Mapping[KeyNames, Any] = {
         "tune.optimizers.inverse_square_root",
         "decays after the warm-up, with the number of warm-up steps as its time scale",
     ),
-    "warmup_stable_decay": "tune.optimizers.warmup_stable_decay",
+    "warmup_stable_decay": (
+        "tune.optimizers.warmup_stable_decay",
+        "the original decays along a half cosine from num_decay_steps before the end, tune linearly over the last "
+        "fifth: set schedule.decay",
+    ),
     (
         *("cosine_with_restarts", "polynomial", "one_cycle", "rex", "log_sweep", "quadratic", "jagged-restart"),
         *("greedy", "reduce_lr_on_plateau"),

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from tune.migrate.converters import KEEP, Choose, To
+from tune.migrate.converters import KEEP, Choose, Differs, To
 from tune.migrate.leaves import KeyNames, Leaves, exceeds, is_set, text_of, values_of
 from tune.migrate.migration import Convert, Migration, Peer
 from tune.migrate.peers import common, training_arguments
@@ -219,6 +219,12 @@ def reward_model(run: Migration, key: str, value: str) -> None:
 
 
 KEYS: dict[KeyNames, Convert] = {
+    "enable_thinking": Differs(
+        "the chat template decides: set tokenizer.chat_template to a copy of it", unless=(True,)
+    ),
+    "ignore_pad_token_for_loss": Differs("padding is never supervised", unless=(True,)),
+    "model_revision": Differs("download the revision, and set model.path to its folder", unless=("main",)),
+    "quantization_type": Differs("the base is quantized to nf4", unless=("nf4",)),
     ("model_name_or_path", "model"): common.model,
     "stage": To("recipe"),
     ("adapter_name_or_path", "peft_config.adapter_name_or_path"): To("adapter.path"),
@@ -313,9 +319,9 @@ KEYS: dict[KeyNames, Convert] = {
 # fmt: off
 ALWAYS: dict[KeyNames, str] = {
     ("freeze_vision_tower", "freeze_multi_modal_projector", "trust_remote_code", "use_fast_tokenizer",
-     "model_revision", "model_class", "split_special_tokens", "cache_dir", "low_cpu_mem_usage", "resize_vocab",
-     "infer_dtype", "infer_backend", "sample_backend", "use_kv_cache", "offload_folder", "device_map",
-     "block_diag_attn", "model_max_length", "compute_dtype", "init_config*", "print_param_status", "upcast_layernorm",
+     "model_class", "cache_dir", "low_cpu_mem_usage", "infer_dtype", "infer_backend", "sample_backend",
+     "use_kv_cache", "offload_folder", "device_map",
+     "block_diag_attn", "model_max_length", "compute_dtype", "print_param_status", "upcast_layernorm",
      "upcast_lmhead_output"):
         "decided by the checkpoint and the hardware",
     ("flash_attn", "enable_liger_kernel", "use_unsloth", "use_v1_kernels", "kernel_config*", "use_reentrant_gc",
@@ -330,15 +336,14 @@ ALWAYS: dict[KeyNames, str] = {
      "master_addr", "master_port", "ray_*", "batching_workers"):
         "parallel.dp_shard=auto shards each block (FSDP2)",
     ("overwrite_cache", "preprocessing_num_workers", "preprocessing_num_worker", "preprocessing_batch_size",
-     "dataset_dir", "tokenized_path", "data_shared_file_system", "eval_on_each_dataset", "ignore_pad_token_for_loss",
-     "tool_format", "enable_thinking", "preserve_thinking", "batching_strategy", "disable_shuffling_off"):
+     "dataset_dir", "data_shared_file_system", "eval_on_each_dataset", "batching_strategy", "disable_shuffling_off"):
         "rows are tokenized once, cached and shuffled; the checkpoint's template does the rest",
     ("plot_loss", "compute_accuracy", "include_effective_tokens_per_second", "logging_dir", "save_ckpt_as_hf",
      "save_hf_model"):
         "report.html has the curves; loss.accuracy=true logs the accuracy",
-    ("lora_alpha_is_twice", "kto_*_off", "ppo_buffer_size", "ref_model_adapters", "ref_model_quantization_bit",
-     "pissa_iter", "pissa_convert", "quantization_method", "quantization_type", "quantization_device_map",
-     "quant_config.name", "peft_config.task_type", "peft_config.bias", "evaluation_strategy"):
+    ("lora_alpha_is_twice", "kto_*_off", "ppo_buffer_size", "pissa_iter", "pissa_convert",
+     "quantization_method", "quantization_device_map",
+     "quant_config.name", "peft_config.task_type", "evaluation_strategy"):
         "nothing to set",
     ("do_sample", "num_beams", "length_penalty", "skip_special_tokens", "eval_num_beams", "predict_with_generate",
      "max_length", "repetition_penalty"):
@@ -346,6 +351,13 @@ ALWAYS: dict[KeyNames, str] = {
 }
 
 LACKING: dict[KeyNames, str] = {
+    "split_special_tokens": "special tokens in the text of a row are special tokens; the data table counts them",
+    ("resize_vocab", "init_config*"): "add tokens to the base with tune add-tokens",
+    "tokenized_path": "dataset.path reads tokens from a column input_ids",
+    ("tool_format", "preserve_thinking"): "the chat template decides: set tokenizer.chat_template",
+    ("ref_model_adapters", "ref_model_quantization_bit"):
+        "the reference must be a folder with all weights: merge adapters with tune merge",
+    "peft_config.bias": "biases are not trained with an adapter",
     "shift_attn": "tune uses the model's own attention, not S2 attention",
     ("image_*", "video_*", "audio_*", "media_dir", "crop_to_patches", "use_audio_in_video"): "no counterpart",
     ("swanlab_*", "use_swanlab"): "use wandb, tensorboard or logger.trackers",

@@ -354,8 +354,7 @@ ALWAYS: dict[KeyNames, str] = {
     ("ref_checkpointer.checkpoint_dir", "ref_policy_checkpointer.checkpoint_dir"):
         "the reference starts at model.path (reference=...)",
     "tokenizer.*": "read from the checkpoint's tokenizer files",
-    ("shuffle", "collate_fn", "dataloader.*", "dataset.shuffle", "dataset.seed", "dataset.filter_fn",
-     "dataset_val.*", "batch_size_val"):
+    ("shuffle", "collate_fn", "dataloader.*", "dataset.shuffle", "dataset.seed", "dataset_val.*", "batch_size_val"):
         "rows are shuffled by the seed, and packed or padded, without a setting",
     "resume_from_checkpoint": "resume=auto continues the run in output_dir",
     ("custom_sharded_layers", "fsdp_reshard_after_forward", "memory_efficient_fsdp_wrap", "fsdp_sharding_strategy",
@@ -377,6 +376,7 @@ ALWAYS: dict[KeyNames, str] = {
 }
 
 LACKING: dict[KeyNames, str] = {
+    "dataset.filter_fn": "set dataset.filter to a function that says whether to keep a row",
     "optimizer_in_bwd": "edit a copied recipe: 'Update each parameter in the backward' in docs/changes.md",
     "kd_loss.sym_kd_ratio":
         "the Jensen-Shannon divergence replaces the sum of two divergences; its loss.beta is not their ratio",

@@ -366,6 +366,9 @@ def truncation_mode(run: Migration, key: str, value: str) -> None:
 
 
 KEYS: dict[KeyNames, Convert] = {
+    "bnb_4bit_quant_type": Differs("the base is quantized to nf4", unless=("nf4",)),
+    "model_revision": Differs("download the revision, and set model.path to its folder", unless=("main",)),
+    "tokenizer_name_or_path": To("tokenizer.path", note="a name of the hub: download it, and give the folder"),
     ("model_name_or_path", "model", "teacher_model_name_or_path", "sft_model_path"): common.model,
     ("reward_model_path", "reward_model_name_or_path"): reward_model,
     ("torch_dtype", "dtype"): To("parts.dtype_of_weights"),
@@ -442,14 +445,14 @@ KEYS: dict[KeyNames, Convert] = {
 
 # fmt: off
 ALWAYS: dict[KeyNames, str] = {
-    ("model_revision", "trust_remote_code", "attn_implementation", "lora_task_type", "bnb_4bit_compute_dtype",
-     "bnb_4bit_quant_type", "bnb_4bit_quant_storage", "ignore_bias_buffers", "tokenizer_name_or_path"):
+    ("trust_remote_code", "attn_implementation", "lora_task_type", "bnb_4bit_compute_dtype",
+     "bnb_4bit_quant_storage", "ignore_bias_buffers"):
         "decided by the checkpoint and the hardware",
     ("dataset_mixture.seed", "dataset_mixture.datasets[].columns",
      "dataset_kwargs*", "pad_to_multiple_of", "padding_free", "eval_packing", "shuffle_dataset", "pad_token",
      "datasets[].columns", "padding_value", "is_encoder_decoder", "dataset_batch_size"):
         "rows are tokenized once, packed with document boundaries kept, and padding is never supervised",
-    ("precompute_ref_log_probs", "precompute_ref_batch_size", "ref_model_init_kwargs", "generate_during_eval",
+    ("precompute_ref_log_probs", "precompute_ref_batch_size", "generate_during_eval",
      "missing_eos_penalty_off"):
         "reference=precomputed",
     ("use_transformers_*", "transformers_*", "cache_implementation", "ds3_gather_for_generation",
@@ -463,6 +466,7 @@ ALWAYS: dict[KeyNames, str] = {
 }
 
 LACKING: dict[KeyNames, str] = {
+    "ref_model_init_kwargs": "the reference is loaded as the model is",
     ("dataset_mixer*", "dataset_splits", "dataset_configs"):
         "set dataset.path, or dataset.sources of tune.datasets.mix for several datasets",
     ("chat_template", "system_prompt"):
