@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tokenizers
 from sample_texts import texts
 from tokenizer_references import Reference, sentencepiece_reference, tekken_reference, tiktoken_reference
 
@@ -386,3 +387,17 @@ def test_contradicting_ids_are_refused(folder):
 def test_blank_token_cannot_be_added(folder):
     with pytest.raises(TuneError, match="' ' cannot be added"):
         Tokenizer(str(folder)).add_tokens([" "])
+
+
+def test_added_tokens_take_no_id_of_a_vocabulary_with_holes(tmp_path: Path) -> None:
+    vocabulary = {letter: index for index, letter in enumerate("abcdefgh") if index not in (2, 5)}
+    base = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    base.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(str(tmp_path))
+    assert tokenizer.add_tokens(["<x>", "<y>"]) == [8, 9]
+    assert tokenizer.encode("a<x>h<y>g") == [0, 8, 7, 9, 6]
+
+    tokenizer.save(tmp_path / "saved")
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "saved" / "tokenizer.json"))
+    for same in (Tokenizer(str(tmp_path / "saved")).encode, theirs.encode):
+        assert same("a<x>h<y>g") == [0, 8, 7, 9, 6]

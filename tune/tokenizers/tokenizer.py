@@ -199,12 +199,26 @@ class Tokenizer:
             token_id = self._tokenizer.token_to_id(token)
             if token_id is None:
                 added = AddedToken(token, special=special, normalized=False)
+                token_id = self.vocab_size
+                self._reserve(token, token_id)
                 self._tokenizer.add_tokens([added])
-                token_id = max(self._tokenizer.get_added_tokens_decoder())
                 self._added[token_id] = added
             ids.append(token_id)
         self.__dict__.pop("_special_pattern", None)
         return ids
+
+    def _reserve(self, token: str, token_id: int) -> None:
+        """Give a new `token` its id in a vocabulary with unused ids: the library counts the tokens, and would take the
+        id of another one."""
+        if len(self.vocabulary) == token_id:
+            return
+        state = json.loads(self._tokenizer.to_str())
+        vocabulary = state["model"]["vocab"]
+        if not isinstance(vocabulary, dict):  # a list has no holes, and may have one token twice
+            return
+        vocabulary |= {added["content"]: added["id"] for added in state["added_tokens"]}
+        vocabulary[token] = token_id
+        self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(state))
 
     @property
     def chat_template(self) -> str | None:
@@ -264,7 +278,9 @@ class Tokenizer:
         if self._added or self._source.name != "tokenizer.json":
             content = self.definition
             if self._source.name == "tokenizer.json":  # the loaded tokenizer has truncation and padding off
-                content = {**mapping_in(self._source), "added_tokens": content["added_tokens"]}
+                source = mapping_in(self._source)
+                model = source["model"] | {"vocab": content["model"]["vocab"]}
+                content = source | {"added_tokens": content["added_tokens"], "model": model}
             _update(folder / "tokenizer.json", content)
         config = mapping_in(folder / "tokenizer_config.json")
         if self._source.name != "tokenizer.json":
