@@ -31,7 +31,8 @@ def test_blocks_can_be_pasted():
     assert BLOCKS[0].splitlines() == ["make demo", "make test"]
     commands = "".join(BLOCKS)
     assert not re.findall(r"\.\.\.|<\w+>|=[A-Z]{2}|\b[A-Z]{4,}\b", commands)
-    assert "git clone" not in commands and "pip install" not in commands  # there is no address, and no package on an index
+    # There is no address, and no package on an index.
+    assert "git clone" not in commands and "pip install" not in commands
 
 
 @pytest.mark.slow

@@ -14,11 +14,13 @@ def test_peak_flops(monkeypatch):
     assert peak_flops(torch.device("cuda")) == 989e12
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA RTX A1000")
     assert peak_flops(torch.device("cuda")) is None
-    for name in ("NVIDIA GeForce RTX 4090", "NVIDIA L4", "NVIDIA L40S", "Tesla T4", "NVIDIA A10G", "NVIDIA GeForce RTX 3060"):
+    named = "NVIDIA GeForce RTX 4090", "NVIDIA L4", "NVIDIA L40S", "Tesla T4", "NVIDIA A10G"
+    for name in (*named, "NVIDIA GeForce RTX 3060"):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         key = name.split(" ", 1)[1].removeprefix("GeForce ").replace(" ", "").lower()
         assert peak_flops(torch.device("cuda")) == DEVICES[key].fastest * 1e12
-    for name in ("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 3060 Ti", "NVIDIA RTX 4000 Ada", "NVIDIA A10"):
+    others = "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 3060 Ti"
+    for name in (*others, "NVIDIA RTX 4000 Ada", "NVIDIA A10"):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         assert peak_flops(torch.device("cuda")) is None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "AMD Instinct MI300X")
