@@ -18,7 +18,6 @@ HUB_TASKS = "reads its data from the Hugging Face hub; tests/recipes/test_evalua
 TERMINAL = "is for a terminal; tests/cli/test_chat.py has one"
 LAUNCHERS = "starts workers or jobs; tests/launchers has what they need"
 NOT_RUN = {
-    "git clone REPOSITORY tune && cd tune": "REPOSITORY is wherever the reader found it",
     "pytest -q tests/losses": "is one of these tests itself",
     ". .venv/bin/activate": "for the shell of the reader",
     "tune download HuggingFaceTB/SmolLM2-135M-Instruct": HUB,
