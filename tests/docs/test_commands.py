@@ -20,7 +20,7 @@ LAUNCHERS = "starts workers or jobs; tests/launchers has what they need"
 NOT_RUN = {
     "pytest -q tests/losses": "is one of these tests itself",
     ". .venv/bin/activate": "for the shell of the reader",
-    "tune download HuggingFaceTB/SmolLM2-135M-Instruct": HUB,
+    "python docs/cards_page.py --shapes": "is for a clone; test_cards.py writes the shapes",
     "tune download Qwen/Qwen3-0.6B [--revision REVISION] [--out FOLDER]": HUB,
     "tune eval ./SmolLM2-135M --tasks arc_easy,hellaswag --out results.json": HUB_TASKS,
     "tune run full_finetune model.path=... dataset.path=... evaluate.every=500 'evaluate.tasks=[arc_easy,hellaswag]' "
