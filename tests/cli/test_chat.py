@@ -19,6 +19,7 @@ from tune import distributed
 from tune.checkpointers import load_model
 from tune.cli.chat import Dialogue, Speaker
 from tune.generation import Continuation, Sampler
+from tune.terminal import visible
 from tune.tokenizers import Tokenizer
 
 CUT = "(cut after 12 tokens, the limit of --max-new-tokens or the model)"
@@ -113,19 +114,19 @@ def test_chat_conversation(checkpoint, terminal, tmp_path):
     chat = terminal(checkpoint, "--max-new-tokens", 12, "--device", "cpu")
     first = answer(checkpoint, [user("the cat")], 12)
     shown = chat.ask("the cat")
-    assert words(shown) == words(first) and shown.endswith(CUT)
+    assert words(shown) == words(visible(first)) and shown.endswith(CUT)
     turns = [user("the cat"), assistant(first), user("a dog")]
     second = answer(checkpoint, turns, 12)
-    assert words(chat.ask("a dog")) == words(second)
-    assert words(chat.ask("/retry")) == words(second)  # the most likely tokens
+    assert words(chat.ask("a dog")) == words(visible(second))
+    assert words(chat.ask("/retry")) == words(visible(second))  # the most likely tokens
     assert f"saved to {tmp_path}/saved.jsonl" in chat.ask(f"/save {tmp_path}/saved.jsonl")
     assert f"already saved to {tmp_path}/saved.jsonl" in chat.ask(f"/save {tmp_path}/saved.jsonl")
     assert "/retry takes no argument (got 'now')" in chat.ask("/retry now")
     assert "a new conversation; no system message" in chat.ask("/reset")
-    assert words(chat.ask("a dog")) == words(answer(checkpoint, [user("a dog")], 12))
+    assert words(chat.ask("a dog")) == words(visible(answer(checkpoint, [user("a dog")], 12)))
     assert "a new conversation; system: very red" in chat.ask("/system very red")
     system = {"role": "system", "content": "very red"}
-    assert words(chat.ask("a dog")) == words(answer(checkpoint, [system, user("a dog")], 12))
+    assert words(chat.ask("a dog")) == words(visible(answer(checkpoint, [system, user("a dog")], 12)))
     chat.ask(f"/save {tmp_path}/saved.jsonl")
     rows = [json.loads(line) for line in (tmp_path / "saved.jsonl").read_text().splitlines()]
     assert rows[0] == {"model": str(checkpoint), "messages": [*turns, assistant(second)]}
@@ -155,7 +156,7 @@ def test_retry_samples_another_answer(checkpoint, terminal):
     expected = ""
     for step, line in enumerate(["the cat", "/retry", "/retry"], 1):
         sampled = answer(checkpoint, [user("the cat")], 12, temperature=1.0, seed=3, step=step)
-        assert words(chat.ask(line)) == words(sampled)
+        assert words(chat.ask(line)) == words(visible(sampled))
         expected += sampled
     assert re.search("[\u0080-\ufffc]", expected)  # characters that span several tokens are shown whole
 
@@ -190,7 +191,7 @@ def test_answers_side_by_side(checkpoint, terminal, tmp_path):
         for name, whole in {first: adapter, second: checkpoint}.items():
             assert str(whole).endswith(name.removeprefix("\u2026")) and len(name) > 20
         assert cut.startswith("cut after 40 tokens")
-        assert letters(base) == letters(reply) != letters(tuned)
+        assert letters(base) == letters(visible(reply)) != letters(tuned)
         messages.append(assistant(reply))
 
 
@@ -238,9 +239,9 @@ def test_compare_base_and_tuned_models(checkpoint, terminal, tmp_path):
     shown = chat.ask("the cat")
     tuned, base = shown.removeprefix(f"[{adapter}]").split(f"[{checkpoint}]")
     first = answer(checkpoint, [user("the cat")], 12)
-    assert words(base) == words(first) != words(tuned)
+    assert words(base) == words(visible(first)) != words(tuned)
     base = chat.ask("a dog").split(f"[{checkpoint}]")[1]  # each model continues from its own answers
-    assert words(base) == words(answer(checkpoint, [user("the cat"), assistant(first), user("a dog")], 12))
+    assert words(base) == words(visible(answer(checkpoint, [user("the cat"), assistant(first), user("a dog")], 12)))
 
 
 @pytest.mark.slow
@@ -248,7 +249,7 @@ def test_two_processes_share_the_model(checkpoint, terminal):
     chat = terminal(checkpoint, "--compare", checkpoint, "--tp", 2, "--max-new-tokens", 12, "--device", "cpu", **WIDE)
     reply = answer(checkpoint, [user("the cat")], 12)
     for _, text, cut in columns(chat.ask("the cat")):
-        assert letters(text) == letters(reply) and cut.startswith("cut after 12 tokens")
+        assert letters(text) == letters(visible(reply)) and cut.startswith("cut after 12 tokens")
     chat.type("/exit\n")
     assert os.waitstatus_to_exitcode(os.waitpid(chat.process, 0)[1]) == 0
     chat.process = os.spawnv(os.P_NOWAIT, "/bin/true", ["true"])

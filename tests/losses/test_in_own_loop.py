@@ -514,7 +514,7 @@ def test_losses_are_imported_without_process_groups_and_meshes():
     loaded = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout.split()
     assert "torch" in loaded and "tune.losses" in loaded
     packages = {name.split(".")[1] for name in loaded if name.startswith("tune.")}
-    assert packages == {"losses", "collators", "types", "errors", "secrets"}
+    assert packages == {"losses", "collators", "types", "errors", "secrets", "terminal"}
     assert "torch.distributed.tensor" not in loaded and "torch.distributed.fsdp" not in loaded
 
 
