@@ -210,7 +210,7 @@ def test_failure_is_reported_once_and_retried(url: str, tmp_path: Path, world, m
     put_file = store.files.put_file
 
     def fails(*arguments: str) -> None:
-        raise OSError("no way there; token=abcdefgh")
+        raise OSError("no way there; token=k7p2mq9zx4")
 
     monkeypatch.setattr(store.files, "put_file", fails)
     store.start(messages.append)
