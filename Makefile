@@ -49,12 +49,14 @@ test-oldest:  ## run the quick tests with the lowest releases that pyproject.tom
 	$(PYTHON) -m venv $(dir $(OLDEST))
 	$(OLDEST)/python -m pip install --quiet --disable-pip-version-check uv
 	$(OLDEST)/uv pip install --quiet --python $(OLDEST)/python --resolution lowest-direct --editable ".[dev]"
+	$(OLDEST)/uv pip install --quiet --python $(OLDEST)/python --no-deps --reinstall --editable .
 	$(OLDEST)/pytest $(PYTEST_ARGS) -m "$(QUICK)"
 
 # In a .venv of its own. First prints the releases that differ from the pinned ones.
 test-newest:  ## run the quick tests with the newest releases that pyproject.toml allows
 	$(PYTHON) -m venv $(dir $(NEWEST))
 	$(NEWEST)/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager --editable ".[dev]"
+	$(NEWEST)/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall --editable .
 	@$(NEWEST)/python -m pip freeze --exclude-editable | grep --invert-match --line-regexp --fixed-strings --file constraints.txt || true
 	$(NEWEST)/pytest $(PYTEST_ARGS) -m "$(QUICK)"
 
@@ -76,8 +78,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[hf]"
 	touch $@
 
+# Ray has a `tune` command, too: the one that is installed last remains.
 $(INSTALLED_DEV): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall --editable .
 	touch $@
 
 $(INSTALLED_DOCS): $(INSTALLED)

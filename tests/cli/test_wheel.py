@@ -36,6 +36,14 @@ def run(tune: Path, folder: Path, *arguments: str) -> subprocess.CompletedProces
     )
 
 
+def test_installed_command_is_ours() -> None:
+    """Ray has a command of the same name, and the one that is installed last remains."""
+    command = Path(sys.prefix) / "bin" / "tune"
+    if not command.exists():
+        pytest.skip("no environment with a tune command")
+    assert "tune.cli" in command.read_text()
+
+
 def test_wheel_lists_recipes(tune: Path, tmp_path: Path) -> None:
     assert "full_finetune.yaml" in run(tune, tmp_path, "ls").stdout
 
