@@ -1,5 +1,6 @@
 """Weights without values: results computed from them have only shapes, and known values stay known."""
 
+import copy
 import math
 from contextlib import closing
 
@@ -35,6 +36,15 @@ def test_known_numbers_keep_their_values(weight):
     rewards = torch.tensor([1.0, 3.0])
     assert (rewards - rewards.mean()).tolist() == [-1.0, 1.0]
     assert torch.arange(5)[torch.tensor([False, True, False, True, False])].numpy().tolist() == [1, 3]
+
+
+def test_tensors_are_copied_with_what_is_known_of_them(weights, weight):
+    known, unknown = copy.deepcopy([torch.arange(3), torch.empty(3)])
+    assert known.tolist() == [0, 1, 2] and not weights.is_fake(known)
+    assert weights.is_fake(unknown) and not isinstance(unknown, FakeTensor)
+    assert isinstance(copy.deepcopy(weight), FakeTensor)
+    module = copy.deepcopy(torch.nn.BatchNorm1d(3))
+    assert module.running_var.tolist() == [1, 1, 1]
 
 
 def test_unknown_numbers_have_stand_ins(weight):

@@ -309,12 +309,7 @@ def shorten(model: nn.Module) -> tuple[nn.Module, list[tuple[int, list[int]]]]:
     first = () if all(parameter.requires_grad for parameter in model.parameters()) else (0,)
     chosen = [next((place for place in places if place not in first), 0) for places in kinds.values()]
     kept = sorted({*first, *chosen})
-    try:
-        short: Any = copy.deepcopy(model)
-    except RuntimeError as error:  # it holds fake tensors, whose storage cannot be copied
-        raise TuneError(
-            "plan: tune plan does not support a second transformers model, such as a reference or a teacher"
-        ) from error
+    short: Any = copy.deepcopy(model)
     blocks = next(m for m in short.modules() if isinstance(m, nn.ModuleList) and list(m) == repeated_blocks(short))
     for index in reversed(range(len(blocks))):
         if index not in kept:

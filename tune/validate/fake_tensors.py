@@ -74,7 +74,7 @@ class FakeWeights(TorchDispatchMode):
             self._note_written(function, args)
             return self._faked(function, args, kwargs)
         fake = [each for each in tensors if self.is_fake(each)]
-        if fake:
+        if fake and not self._only_allots(function, fake):
             if function is NUMBER:
                 self.asked.note(sys._getframe(1))
                 return _number(args[0], self.finite.get(args[0]))
@@ -98,6 +98,11 @@ class FakeWeights(TorchDispatchMode):
         if function.overloadpacket in UNINITIALIZED:
             self.unknown.add(_storage(result.zero_()))
         return result
+
+    def _only_allots(self, function: Any, fake: list[Tensor]) -> bool:
+        """Return whether an operation only gives real tensors other memory, as `copy.deepcopy` does."""
+        is_memory = function.overloadpacket in UNINITIALIZED or function.overloadpacket is torch.ops.aten.set_
+        return is_memory and not any(isinstance(tensor, FakeTensor) for tensor in fake)
 
     def is_fake(self, tensor: Tensor) -> bool:
         if isinstance(tensor, FakeTensor):
