@@ -65,7 +65,7 @@ def table_of(recipes: dict[str, dict[str, tuple[str, str]]]) -> list[str]:
 def components() -> list[str]:
     """For each component that a config names, the arguments that no config lists."""
     arguments: dict[str, dict[str, str]] = {}
-    for name in config.list_recipes():
+    for name in config.list_recipes_with_settings():
         for path, more in others(config.read_file(config.find_config(name))).values():
             arguments.setdefault(path, {}).update({key: show(value) for key, value in more.items()})
     text = ["", "## Other arguments of components", ""]
@@ -82,7 +82,8 @@ def components() -> list[str]:
 
 def page() -> str:
     recipes = {
-        name: settings_of(config.find_config(name).read_text(encoding="utf-8")) for name in config.list_recipes()
+        name: settings_of(config.find_config(name).read_text(encoding="utf-8"))
+        for name in config.list_recipes_with_settings()
     }
     return "\n".join([HEADER.rstrip("\n"), *table_of(recipes), *components()]) + "\n"
 

@@ -125,7 +125,7 @@ OWN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("recipe", slow_but(["full_finetune"], config.list_recipes()))
+@pytest.mark.parametrize("recipe", slow_but(["full_finetune"], config.list_recipes_with_settings()))
 def test_settings_of_recipes_have_types(recipe: str) -> None:
     values = config.read_file(config.find_config(recipe))
     types = config.types_of_settings(config.find_recipe(recipe), values)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from tune.config import find_config, list_recipes, load, read
+from tune.config import find_config, list_recipes_with_settings, load, read
 from tune.config.check import OTHER_NAMES, walk
 from tune.errors import TuneError
 
@@ -71,7 +71,7 @@ def test_setting_of_another_library_gets_ours(argument: str, keys: list[str]) ->
 
 
 def test_names_of_other_libraries_stand_for_settings_of_recipes() -> None:
-    recipes = [OmegaConf.to_container(OmegaConf.load(find_config(name))) for name in list_recipes()]
+    recipes = [OmegaConf.to_container(OmegaConf.load(find_config(name))) for name in list_recipes_with_settings()]
     keys = [f".{key}" for values in recipes for key, _ in walk(values)]
     for names in OTHER_NAMES.values():
         for name in names.split():

@@ -8,7 +8,7 @@ from tune.config import less_memory
 PATHS = ["model.path=a", "dataset.path=b"]
 
 
-@pytest.mark.parametrize("recipe", [*config.list_recipes()])
+@pytest.mark.parametrize("recipe", [*config.list_recipes_with_settings()])
 def test_each_setting_is_lower(recipe):
     cfg, _ = config.read(recipe, [*PATHS, "micro_batch_size=4"], imports=False)
     changes = less_memory(cfg, has_gpu=True)

@@ -42,7 +42,9 @@ def text_settings(recipe: str) -> list[str]:
     return [key for key, kind in kinds.items() if fits("any text", kind) and not fits(object(), kind)]
 
 
-@pytest.mark.parametrize("recipe", slow_but(config.list_recipes()[::4], config.list_recipes()))
+@pytest.mark.parametrize(
+    "recipe", slow_but(config.list_recipes_with_settings()[::4], config.list_recipes_with_settings())
+)
 def test_text_settings_take_any_name(recipe: str, tmp_path: Path) -> None:
     keys = [key for key in text_settings(recipe) if key not in NO_NAMES]
     assert {"model.path", "out" if recipe == "evaluate" else "output_dir"} <= {*keys}

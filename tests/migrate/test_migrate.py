@@ -35,7 +35,9 @@ tasks: [arc_easy]
 max_seq_length: 512
 batch_size: 4
 """
-RECIPES = {name: dict(leaves(config.read_file(config.find_config(name)))) for name in config.list_recipes()}
+RECIPES = {
+    name: dict(leaves(config.read_file(config.find_config(name)))) for name in config.list_recipes_with_settings()
+}
 BESIDE = Path(__file__).parents[3] / "shared" / "data" / "configs"
 PEER_CONFIGS = Path(os.environ.get("TUNE_PEER_CONFIGS", BESIDE))
 

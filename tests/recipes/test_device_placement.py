@@ -21,7 +21,7 @@ from tune import checkpointers, config, distributed
 from tune.models.attention import attend_cached, attend_masked
 from tune.run import Run
 
-RECIPES = [file.stem for file in (Path(__file__).parents[2] / "recipes").glob("*.py")]
+RECIPES = config.list_recipes_with_settings()
 FAMILIES = {name.partition("-")[0]: variant for name, variant in reversed(VARIANTS.items())}
 META = torch.device("meta")
 SETTINGS = {

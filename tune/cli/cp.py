@@ -23,12 +23,14 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     elif target.suffix != source.suffix:
         raise TuneError(f"{target}: {source.name} can be copied to a {source.suffix} file or into an existing folder.")
     copies, names = {target: source}, {}
+    settings = target.with_suffix(".yaml")
+    has_settings = source.suffix == ".py" and source.stem in config.list_recipes_with_settings()
     if source.suffix == ".py":
-        settings = target.with_suffix(".yaml")
+        names = {f"recipes/{source.name}": str(target)}  # names of the recipe in its own text
+    if has_settings:
         copies[settings] = config.find_config(source.stem)
-        names = {  # names of the recipe in its own text
+        names |= {
             f'"{source.stem}"': f'"{target.stem}"',
-            f"recipes/{source.name}": str(target),
             f"configs/{source.stem}.yaml": str(settings),
             f" {source.stem} --config": f" {target} --config",
         }
@@ -41,5 +43,5 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
             text = text.replace(old, new)
         copy.write_text(text, encoding="utf-8")
         print(f"copied {original.name} to {copy}")
-    if source.suffix == ".py":
+    if has_settings:
         print(f"{target} reads its settings from {settings}: each key you add there is a new setting")

@@ -59,7 +59,9 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         raise TuneError(f"{options.out} already exists. Name another --out, or move the file.")
     values, method, processes = read(options.file)
     peer = options.peer or ("trl" if method else peer_of(values, options.file))
-    recipes = {name: dict(leaves(config.read_file(config.find_config(name)))) for name in config.list_recipes()}
+    recipes = {
+        name: dict(leaves(config.read_file(config.find_config(name)))) for name in config.list_recipes_with_settings()
+    }
     try:
         run = migrate(values, peer, options.method or method, recipes, options.world_size or processes)
     except NotConverted as reason:

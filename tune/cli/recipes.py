@@ -188,7 +188,7 @@ def recipe_of(name: str, arguments: list[str]) -> tuple[str, list[str]]:
     if not is_config:
         raise TuneError(f"{recipe} does not name its settings: it has no @config.entrypoint(...). Add one")
     arguments = ["--config", name, *arguments]
-    names = config.list_recipes()
+    names = config.list_recipes_with_settings()
     names = [recipe.stem] if recipe.stem in names else names
     findings = {each: config.read(each, arguments, imports=False)[1] for each in names}
     return min(findings, key=lambda each: len(findings[each])), arguments

@@ -6,7 +6,15 @@ from tune.config.entry import entrypoint
 from tune.config.instantiate import COMPONENT, inherited, instantiate, instantiate_data, instantiate_weighted
 from tune.config.less_memory import less_memory
 from tune.config.load import all_problems, flat, load, notes, read, read_file, save, saved
-from tune.config.paths import find_config, find_default, find_recipe, list_configs, list_recipes, local_folder
+from tune.config.paths import (
+    find_config,
+    find_default,
+    find_recipe,
+    list_configs,
+    list_recipes,
+    list_recipes_with_settings,
+    local_folder,
+)
 from tune.config.signature import signature_of
 from tune.config.text import Layer, parse
 
@@ -23,6 +31,7 @@ __all__ = [
     "instantiate_weighted",
     "list_configs",
     "list_recipes",
+    "list_recipes_with_settings",
     "load",
     "local_folder",
     "notes",

@@ -10,7 +10,7 @@ from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue, OmegaConfBaseException
 
 from tune.config.instantiate import COMPONENT
-from tune.config.paths import find_config, list_recipes
+from tune.config.paths import find_config, list_recipes_with_settings
 from tune.config.signature import Signature, signature_of
 from tune.config.text import Layer, Values
 from tune.lookup import did_you_mean, local_path
@@ -294,7 +294,9 @@ class _Combination:
 
 def _elsewhere(key: str, copy: str) -> str:
     """Which recipes have this setting, and what to do; `copy` is the file name of a copy's defaults."""
-    settings = {name: OmegaConf.to_container(OmegaConf.load(find_config(name))) for name in list_recipes()}
+    settings = {
+        name: OmegaConf.to_container(OmegaConf.load(find_config(name))) for name in list_recipes_with_settings()
+    }
     recipes = [name for name, values in settings.items() if key in dict(walk(cast(Values, values)))]
     if recipes and copy:
         others = ", ".join(recipes)

@@ -15,6 +15,11 @@ def list_recipes() -> list[str]:
     return _names("recipes", ".py")
 
 
+def list_recipes_with_settings() -> list[str]:
+    """Return the names of the recipes that have a YAML: all but the plain loop."""
+    return [name for name in list_recipes() if name in list_configs()]
+
+
 def list_configs() -> list[str]:
     """Return the names of the configs (defaults of recipes, and presets), as `--config` takes them."""
     return _names("configs", ".yaml")

@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import DictConfig
 from packaging.requirements import Requirement
 
-from tune.config import find_config, list_configs, list_recipes, read_file
+from tune.config import find_config, list_recipes_with_settings, read_file
 from tune.errors import TuneError
 from tune.processor import device_type
 from tune.rules import Facts, Finding, Level, judge, unchecked
@@ -132,8 +132,7 @@ def validate(
 
 def _missing(cfg: DictConfig) -> set[str]:
     """Return the top-level settings that the library's recipe with the most settings in common has, and `cfg` lacks."""
-    recipes = {*list_recipes()} & {*list_configs()}
-    settings = [read_file(find_config(name)).keys() for name in sorted(recipes)]
+    settings = [read_file(find_config(name)).keys() for name in list_recipes_with_settings()]
     nearest = max(settings, key=lambda names: len(names & cfg.keys()))
     return {str(name) for name in nearest} - {str(name) for name in cfg}
 
