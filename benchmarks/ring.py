@@ -67,7 +67,7 @@ def main():
                 result = way(given, own, peers)
             found[name] = time.perf_counter() - begin
         results.append(result)
-        most = {name: max(each[name] for each in world.all_gather(found)) for name in found}
+        most = {name: max(each[name] for each in world.from_all_ranks(found)) for name in found}
         if world.is_main:
             print(way.__name__, ", ".join(f"{name} {figure:,.2f}" for name, figure in most.items()), sep=": ")
     if world.is_main:

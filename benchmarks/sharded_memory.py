@@ -105,7 +105,7 @@ def main():
             checkpointers.export(model, None, folder / "exported", world, source=source)
         found["largest"] = max(parameter.numel() for parameter in model.parameters()) * 4 / MB
         found["held"] = held
-        most = {name: max(each[name] for each in world.all_gather(found)) for name in found}
+        most = {name: max(each[name] for each in world.from_all_ranks(found)) for name in found}
         if world.is_main:
             print(f"{world.size} processes, {' '.join(options.axes)}:", end=" ")
             print(", ".join(f"{name} {size:,.0f}" for name, size in most.items()))

@@ -78,7 +78,7 @@ def main(cfg):
         groups = generation.rollout(model, sampler, tokenizer, prompts, scores, world, samples=1, step=0)
         means = world.fetch(**evaluation.means(generation.statistics(groups, scores), world))
         metrics = {name.removeprefix("reward/"): value for name, value in means.items() if name != "reward"}
-        shares = world.all_gather([episode.record(0) for (episode,) in groups])[:: world.peers.size()]
+        shares = world.all_gather([episode.record(0) for (episode,) in groups])
         return metrics, sorted((answer for share in shares for answer in share), key=lambda answer: answer["prompt"])
 
     results: dict = {"results": {}}

@@ -76,7 +76,7 @@ def whole(world, model, optimizer):
             state = optimizer.state[parameter]
             tensors |= {f"{name} {part}": distributed.full_tensor(value) for part, value in state.items()}
     every = {}  # of all stages
-    for stage in world.all_gather(tensors):
+    for stage in world.from_all_ranks(tensors):
         for name, tensor in stage.items():
             assert torch.equal(every.setdefault(name, tensor), tensor), name
     return every

@@ -57,7 +57,7 @@ def measure(path, axes, steps, seed=0):
         optimizer.step()
     states = [tensor for state in optimizer.state.values() for name, tensor in state.items() if name != "step"]
     kinds = held(model.parameters()), held(parameter.grad for parameter in model.parameters()), held(states) / 2
-    shares = torch.tensor(world.all_gather([size / whole for size in kinds]))
+    shares = torch.tensor(world.from_all_ranks([size / whole for size in kinds]))
     return {"measured": measured, "shares": shares.amax(dim=0).tolist()}
 
 

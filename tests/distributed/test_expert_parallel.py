@@ -143,7 +143,7 @@ with Sent() as sent:
     forward = dict(sent.calls), dict(sent.numbers)
     loss.backward()
 whole, here = (sum(map(count, model.parameters())) for count in (torch.numel, lambda part: part.to_local().numel()))
-results = world.all_gather([*forward, dict(sent.calls), dict(sent.numbers), here / whole])
+results = world.from_all_ranks([*forward, dict(sent.calls), dict(sent.numbers), here / whole])
 print(json.dumps(results) if world.is_main else "")
 world.finish()
 """

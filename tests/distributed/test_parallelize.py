@@ -125,6 +125,14 @@ def test_module_without_blocks_is_rejected():
         distributed.parallelize(nn.Linear(2, 2), distributed.init("cpu"))
 
 
+def test_scalar_parameter_is_rejected(checkpoint):
+    model = load_model(str(checkpoint))
+    model.temperature = torch.nn.Parameter(torch.ones(()))
+    world = distributed.init("cpu")
+    with pytest.raises(TuneError, match=r"parameter temperature is a scalar"):
+        distributed.parallelize(model, world, dtype="bf16")
+
+
 @pytest.mark.parametrize("max_norm", [None, 0.1, 1e9])
 def test_clip_grad_norm(checkpoint, max_norm):
     model = parallel_model(checkpoint)

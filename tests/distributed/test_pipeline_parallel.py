@@ -226,11 +226,14 @@ def test_unsupported_models_are_rejected(checkpoint, tmp_path):
     world = SimpleNamespace(mesh={"pp": Mesh(4)}, num_stages=4, pp_virtual=1, max_seq_len=8)
     frozen = model_of(tmp_path, "llama", num_hidden_layers=4)
     frozen.blocks[:2].requires_grad_(False)
+    extended = model_of(tmp_path, "llama", num_hidden_layers=4)
+    extended.topic_head = torch.nn.Linear(64, 3, device="meta")
     refused = [
         (Unknown(), r"parallel\.pp: .* Unknown .* Set it to 1"),
         (hf(str(checkpoint)), r"parallel\.pp: .* HuggingFaceModel"),
         (model_of(tmp_path, "llama"), r"parallel\.pp: 4 stages cannot share 3 blocks\. Set parallel\.pp to at most 3$"),
         (frozen, r"parallel\.pp: blocks 0 to 0"),
+        (extended, r"parallel\.pp: topic_head\.weight .* Set it to 1"),
     ]
     with pytest.raises(TuneError, match=r"4 stages .*parallel\.pp_virtual=2.* at most 1, or lower"):
         pipeline.split_blocks(refused[2][0], 2, 2)

@@ -1,3 +1,5 @@
+import json
+import math
 import os
 import signal
 import subprocess
@@ -7,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import HANGS
+from helpers import HANGS, result_of, run_processes
 
 from tune import distributed, processor
 from tune.distributed import world
@@ -21,6 +23,40 @@ def test_one_process_is_a_world_of_one():
     assert world.fetch(a=world.sum(torch.tensor(2.5)), c=3) == {"a": 2.5, "c": 3}
     assert world.any(True) is True and world.any(False) is False
     assert world.broadcast({"a": 1}) == {"a": 1}
+
+
+OVER_THE_DATA = """
+import json
+import sys
+from tune import distributed
+
+found = []
+for axes in json.loads(sys.argv[1]):
+    world = distributed.init("cpu", **axes)
+    value = 10.0 ** world.data_rank if world.is_last_stage else -1.0
+    part = world.mesh["cp"].get_local_rank() + 1
+    found.append([
+        world.data_size, world.all_gather(value), world.fetch(sum=world.sum(value))["sum"],
+        world.fetch(sum=world.sum_of_parts(part))["sum"], world.from_all_ranks(world.rank), world.broadcast(world.rank),
+    ])
+everywhere = world.from_all_ranks(found)
+assert everywhere == [found] * world.size
+print(json.dumps(found))
+world.finish()
+"""
+LAYOUTS = [{}, {"dp_replicate": 2}, {"tp": 2}, {"cp": 2}, {"cp": 2, "tp": 2}, {"pp": 2}, {"pp": 2, "tp": 2}]
+
+
+@pytest.mark.slow
+def test_sums_and_lists_are_over_the_data(tmp_path):
+    """Of the processes with the same data, one value counts: that of the last stage."""
+    (tmp_path / "script.py").write_text(OVER_THE_DATA)
+    found = result_of(run_processes(tmp_path / "script.py", 4, json.dumps(LAYOUTS)))
+    for axes, (data_size, gathered, total, parts, ranks, of_first) in zip(LAYOUTS, found, strict=True):
+        assert data_size == 4 // math.prod(axes.get(axis, 1) for axis in ("cp", "tp", "pp"))
+        assert gathered == [10.0**rank for rank in range(data_size)] and total == sum(gathered), axes
+        assert parts == data_size * axes.get("pp", 1) * (3 if "cp" in axes else 1), axes
+        assert (ranks, of_first) == ([0, 1, 2, 3], 0)
 
 
 def test_counts_stay_exact():

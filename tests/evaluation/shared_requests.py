@@ -20,7 +20,7 @@ answers = {}
 for kind, model in models.items():
     results = Tasks(names, tokenizer, folder)(model, world, log_samples=True)
     assert bool(results) == world.is_main
-    everywhere = world.all_gather(metrics(results, world))
+    everywhere = world.from_all_ranks(metrics(results, world))
     assert everywhere[0] == everywhere[-1] and "choice/acc" in everywhere[0]
     if world.is_main:
         answers[kind] = {name: [sample["resps"] for sample in results["samples"][name]] for name in names}

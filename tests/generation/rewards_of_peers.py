@@ -50,7 +50,7 @@ def main(folder):
             mine = str([(episode.reward, episode.rewards, episode.tokens) for episode in group])
         except TuneError as error:
             mine = str(error)
-        first, second = world.all_gather(mine)
+        first, second = world.from_all_ranks(mine)
         assert first == second
         if world.is_main:
             print(first)

@@ -258,7 +258,7 @@ class SecondNode:
     def broadcast(self, value: bytes) -> bytes:
         return b"the first one's"
 
-    def all_gather(self, value: bool) -> list[bool]:
+    def from_all_ranks(self, value: bool) -> list[bool]:
         return [value, value]
 
     def barrier(self) -> None: ...
@@ -289,7 +289,7 @@ class Node:
     def __init__(self, rank: int, shared: list, meeting: threading.Barrier):
         self.rank, self.is_main, self.shared, self.meeting = rank, rank == 0, shared, meeting
 
-    def all_gather(self, value: object) -> list:
+    def from_all_ranks(self, value: object) -> list:
         self.shared[self.rank] = value
         self.meeting.wait(20)
         values = [*self.shared]
@@ -297,7 +297,7 @@ class Node:
         return values
 
     def broadcast(self, value: object) -> object:
-        return self.all_gather(value)[0]
+        return self.from_all_ranks(value)[0]
 
     def barrier(self) -> None:
         self.meeting.wait(20)

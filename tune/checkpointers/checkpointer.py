@@ -177,7 +177,7 @@ class Checkpointer:
         self.saved, self.reported, self.writing = 0, 0, 0
         self.resumed: dict[int, Path] = {}  # checkpoints by step in the folder that training continues from
         is_first_here = os.environ.get("LOCAL_RANK") == "0" and (folder.parent / STORED).exists()
-        if (keep_best or on_nan == "rollback") and sum(world.all_gather(is_first_here)) > 1:
+        if (keep_best or on_nan == "rollback") and sum(world.from_all_ranks(is_first_here)) > 1:
             raise TuneError(
                 "output_dir: checkpointer.keep_best and on_nan=rollback read checkpoints during training, but with a "
                 "URL each node has only its part. Use a folder that all nodes share, or unset both"
@@ -384,7 +384,7 @@ class Checkpointer:
 
     def _damage(self, checkpoint: Path) -> str:
         """Describe damage to a checkpoint, or return "". The processes share its files, so each is read once."""
-        found = self.world.all_gather(found_damage(checkpoint, self.world.rank, self.world.size))
+        found = self.world.from_all_ranks(found_damage(checkpoint, self.world.rank, self.world.size))
         return next(filter(None, found), "")
 
     def newest(self) -> Path | None:
@@ -517,7 +517,7 @@ class Checkpointer:
             self._collect()
         except TuneError as error:
             failure = str(error)
-        known = self.world.all_gather((failure, self.saved, self.unwritten, vars(self.best)))
+        known = self.world.from_all_ranks((failure, self.saved, self.unwritten, vars(self.best)))
         if failure := next((each[0] for each in known if each[0]), ""):
             raise TuneError(failure)
         _, self.saved, self.unwritten, best = known[0]

@@ -91,7 +91,7 @@ def export(
         if not quantization(origin):
             raise TuneError(f"{origin} is not quantized, so no weight can stay quantized: leave out that option")
         on_disk = Names.of(model).in_checkpoint(there)
-        changed = set().union(*world.all_gather(changed_tensors(model) if base else on_disk.keys()))
+        changed = set().union(*world.from_all_ranks(changed_tensors(model) if base else on_disk.keys()))
         kept, plain = stays_packed(origin, there, {each for name in changed for each in disk_names(on_disk[name])})
         if kept:
             fields = packed_config(read_json(origin / "config.json"), plain)
@@ -225,7 +225,7 @@ def sound(tensors: Iterable[tuple[str, Tensor]], source: Path) -> Iterator[tuple
 
 def require_finite_on_all(world: World, what: str, broken: list[str], folder: Path) -> None:
     """Raise TuneError on all processes if rank 0 found `broken` tensors, which are not finite, in `what` it writes."""
-    if found := world.all_gather(broken)[0]:
+    if found := world.broadcast(broken):
         raise TuneError(
             f"the {what} was not written to {folder}: {found[0]} has values that are not finite ({len(found)} in "
             "total). Training failed, or the values overflow in the exported dtype. Lower the learning rate, or "
@@ -242,7 +242,7 @@ def _not_finite(tensor: DiskTensor | None) -> list[str]:
 
 def _require_undamaged(world: World, damaged: list[str], folder: Path) -> None:
     """Raise TuneError on all processes if rank 0 found `damaged` tensors in the source."""
-    if found := world.all_gather(damaged)[0]:
+    if found := world.broadcast(damaged):
         raise TuneError(
             f"the model was not written to {folder}: {found[0]} has values that are not finite ({len(found)} in "
             "total), so the checkpoint itself is damaged. Download the file again. Existing files in the folder are "
@@ -275,7 +275,7 @@ def _require_same_tensors(names: Names, there: dict[str, DiskTensor], source: Pa
 
 def _require_fitting(world: World, misfits: list[str], source: Path) -> None:
     """Raise TuneError on all processes if rank 0 found `misfits`, tensors with another shape in the source."""
-    if found := world.all_gather(misfits)[0]:
+    if found := world.broadcast(misfits):
         raise TuneError(
             f"source={source} and the model have different sizes: {found[0]} ({len(found)} in total). Set source "
             "to the checkpoint that the model was loaded from"

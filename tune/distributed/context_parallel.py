@@ -4,11 +4,12 @@ Each process computes hidden states for a part of the tokens, from the embedding
 layer gathers the keys and values of all parts, so documents, windows, soft caps and sinks work as on one process.
 Outside the model nothing is split: all processes of `cp` pass it the same batch and get the same result.
 
-Each process computes the weight gradients of its own tokens; FSDP, which shards over `dp_shard` x `cp`, sums them.
+Each process computes the weight gradients of its own tokens; FSDP, which shards over `dp_shard` x `cp`, sums them. A
+head that is computed on all tokens by each process contributes 1 / size of its gradients (`Whole`).
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from tune.collators import IGNORE, Batch, Documents
 from tune.distributed.exchanges import Peers
@@ -58,7 +60,8 @@ def split(model: nn.Module, mesh: DeviceMesh) -> None:
     """Have the forwards of `model` compute the process's part of each batch and return the result for the whole batch.
 
     A head's attribute `of_parts` says how to combine its results: "sum" adds them, "tokens" joins values per supervised
-    token. Any other head is called on each process with the hidden states of all tokens.
+    token. Any other head is called on each process with the hidden states of all tokens. Parameters of the model that
+    it reads, such as those of a second head, get the gradient of one process.
 
     A frozen model that cannot be split is computed as a whole by each process.
 
@@ -100,7 +103,8 @@ class Split:
             if not isinstance(batch, Batch):
                 raise TuneError(f"parallel.cp: the model needs a Batch, got {type(batch).__name__}: Batch.of(tokens)")
             mine = self.part(batch)
-            of_whole = _of_whole(head or self.model.logits, batch, mine.documents.part, self.mesh.size())
+            whole = Whole(self.model, self.mesh.size())
+            of_whole = _of_whole(head or self.model.logits, batch, mine.documents.part, whole)
             return forward(mine, of_whole, **others)
 
         return split_forward
@@ -112,7 +116,60 @@ def own_part(model: nn.Module, batch: Batch) -> Batch:
     return batch if split_by is None else split_by.part(batch)
 
 
-def _of_whole(head: Any, batch: Batch, part: Any, size: int) -> Callable[..., Any]:
+@dataclass(eq=False)
+class Whole:
+    """A context for a head that each of `size` processes computes on all tokens: each then has the whole gradient of
+    what the head reads, and FSDP sums them. In this context the parameters of `model` are seen through views whose
+    gradients are divided by `size`. Parameters outside the model are not FSDP's, and keep their gradients.
+
+    Only parameters of the root unit are gathered here. Raises TuneError if the head calls another trained unit, such as
+    a block.
+    """
+
+    model: nn.Module
+    size: int
+
+    def __enter__(self) -> None:
+        self.parameters = {(module, kind): parameter for module, kind, parameter in _trained_in_root(self.model)}
+        for (module, kind), parameter in self.parameters.items():
+            module._parameters[kind] = self.divided(parameter)  # type: ignore[assignment]
+        units = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+        self.hooks = [unit.register_forward_pre_hook(self._refuse) for unit in units if unit is not self.model]
+
+    def __exit__(self, *_: object) -> None:
+        for (module, kind), parameter in self.parameters.items():
+            module._parameters[kind] = parameter
+        for hook in self.hooks:
+            hook.remove()
+
+    def divided(self, parameter: Tensor) -> Tensor:
+        """Return a view of `parameter` whose gradient is divided by the number of processes."""
+        view = parameter.view_as(parameter)
+        if view.requires_grad:
+            view.register_hook(lambda gradient: gradient * (1 / self.size))
+        return view
+
+    def _refuse(self, module: nn.Module, inputs: Any) -> None:
+        if not torch.is_grad_enabled() or not any(each.requires_grad for each in module.parameters()):
+            return
+        names = {id(each): name for name, each in self.model.named_modules()}
+        raise TuneError(
+            f"parallel.cp: a head calls {type(module).__name__} ({names[id(module)]}) of the model, whose gradients "
+            "would count once per process. Add a module of its own to the model, or set parallel.cp=1"
+        )
+
+
+def _trained_in_root(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Yield the trained parameters below `module` that no other FSDP unit has: module, name and parameter."""
+    for kind, parameter in module._parameters.items():
+        if parameter is not None and parameter.requires_grad:
+            yield module, kind, parameter
+    for child in module.children():
+        if not isinstance(child, FSDPModule):
+            yield from _trained_in_root(child)
+
+
+def _of_whole(head: Any, batch: Batch, part: Any, whole: Whole) -> Callable[..., Any]:
     """Return a head for a part of `batch` that computes the result of `head` for the whole batch."""
     of_parts = getattr(head, "of_parts", None)
 
@@ -125,10 +182,8 @@ def _of_whole(head: Any, batch: Batch, part: Any, size: int) -> Callable[..., An
             of_all = (part.of_all(values.float(), part.supervised, count).to(values.dtype) for values in own)
             return type(own)(*of_all)
         hidden = part.of_all(hidden[0], part.places, part.whole.ids.numel())[: batch.tokens.numel()]
-        weight = weight.view_as(weight)
-        if weight.requires_grad:  # each process computes the whole gradient
-            weight.register_hook(lambda gradient: gradient * (1 / size))
-        return head(hidden.view(*batch.tokens.shape, -1), weight, batch, **options)
+        with whole:
+            return head(hidden.view(*batch.tokens.shape, -1), whole.divided(weight), batch, **options)
 
     of_whole.takes_shares = getattr(head, "takes_shares", False)  # type: ignore[attr-defined]
     return of_whole

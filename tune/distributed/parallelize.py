@@ -137,6 +137,8 @@ def parallelize(
     if world.size > 1 or needs_cast or cpu_offload:
         _shard(model, units, world, dtype, needs_cast, cpu_offload)
     allocate(model, torch.device("cpu") if cpu_offload else world.device, world.device)
+    if world.size > 1:
+        model.register_forward_pre_hook(_require_parameters_of_head, with_kwargs=True)
     scale = LossScale(model) if scales else None
     parallelism: Any = Parallelism(scale, world.units_stay_gathered, world.reduce_every_micro_batch)
     model.parallelism = parallelism
@@ -149,6 +151,19 @@ def _require_scalable(world: World, master_dtype: torch.dtype) -> None:
         raise TuneError(f"dtype: fp16 does not support parallel.{axis}. Set parallel.{axis}=1, or dtype=bf16")
     if master_dtype != torch.float32:
         raise TuneError(f"master_dtype: dtype=fp16 needs fp32, got {master_dtype}. Set master_dtype=fp32")
+
+
+def _require_parameters_of_head(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise TuneError if a head has trained parameters that are not the model's: nothing would sum their gradients."""
+    for head in (*args[1:2], kwargs.get("head")):
+        if not isinstance(head, nn.Module) or head in model.modules():
+            continue
+        if names := [name for name, parameter in head.named_parameters() if parameter.requires_grad]:
+            kind = type(head).__name__
+            raise TuneError(
+                f"loss: {kind} has the parameter {names[0]}, which is not in the model, so its gradients are not "
+                f"summed over processes. Add it before distributed.parallelize: model.{kind.lower()} = {kind}(...)"
+            )
 
 
 def require_layout(model: nn.Module, world: World, dtype: Dtype, master_dtype: StoredDtype) -> None:
@@ -206,7 +221,12 @@ def _shard(
     The root unit stays gathered from forward to backward: the loss reads the head weight, and backward starts with it.
     With ZeRO 1 and 2 all units stay gathered from the first forward of a step to its last backward. So do the units of
     a pipeline stage, since other micro-batches run in between. With ZeRO 0 nothing is sent: FSDP copies the process's
-    weights in the compute dtype and frees the copy."""
+    weights in the compute dtype and frees the copy. Raises TuneError for a scalar parameter."""
+    if scalars := [name for name, parameter in model.named_parameters() if parameter.ndim == 0]:
+        raise TuneError(
+            f"model: the parameter {scalars[0]} is a scalar, which FSDP cannot shard. Give it one dimension: "
+            "torch.ones(1) for torch.tensor(1.0)"
+        )
     experts = {parameter for module in shared_experts(model) for parameter in module.parameters()}
     placements = None if world.experts is None else _placements(experts, world.experts)
     policy = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if offload else OffloadPolicy()

@@ -91,11 +91,17 @@ def split_blocks(model: Any, size: int, virtual: int = 1, length: int = 1) -> li
 
     Raises:
         TuneError: the model has fewer blocks than stages, or does not declare their costs, or a stage has nothing to
-            train.
+            train, or the model has parameters of no stage.
     """
     if not hasattr(model, "keep_stages"):
         raise TuneError(
             f"parallel.pp: cannot cut {type(model).__name__} into stages; only models of tune.models.build. Set it to 1"
+        )
+    of_stages = tuple(f"{name}." for name in ("embedding", "blocks", "norm", "head"))
+    if others := [name for name, _ in model.named_parameters() if not name.startswith(of_stages)]:
+        raise TuneError(
+            f"parallel.pp: {others[0]} was added to the model, and no stage has it: only the last stage would train "
+            "it. Set it to 1"
         )
     *blocks, head = model.costs(length)
     if len(blocks) < size * virtual:

@@ -35,7 +35,11 @@ LATEST: "dict[dist.ProcessGroup, World]" = {}  # by default process group; at mo
 
 @dataclass(frozen=True)
 class World:
-    """`mesh` has all axes of `AXES`; unused ones have size 1."""
+    """`mesh` has all axes of `AXES`; unused ones have size 1.
+
+    `sum` and `all_gather` are over the data: of the processes with the same data (ranks of cp, tp and pp), one value
+    counts, that of the last stage. `any`, `broadcast`, `from_all_ranks` and `barrier` are over all processes.
+    """
 
     mesh: DeviceMesh
     device: torch.device
@@ -91,20 +95,26 @@ class World:
         return self.rank >= self.size - self.size // self.num_stages
 
     def sum(self, value: torch.Tensor | float) -> torch.Tensor:
-        """Sum over the data ranks and pipeline stages, in fp64 so that counts stay exact. Each stage adds a term,
-        e.g. the loss, which is 0 on all but the last stage. Ranks of cp and tp are not summed, since each already has
-        the loss of the whole micro-batch. Does not synchronize with the device."""
+        """Sum over the data ranks, in fp64 so that counts stay exact. Processes that read the same data have the same
+        value, e.g. the loss of a micro-batch, which counts once. Of pipeline stages, the value of the last one counts:
+        it computes the loss. Does not synchronize with the device."""
         total = self._fp64(value)
+        if not self.is_last_stage:
+            total.zero_()
+        return self._over_stages(total)
+
+    def sum_of_parts(self, value: torch.Tensor | float) -> torch.Tensor:
+        """Like `sum`, for a value of which each rank of cp and each stage has a part: the sum includes these ranks."""
+        total = self._over_stages(self._fp64(value))
+        if self.mesh["cp"].size() > 1:
+            dist.all_reduce(total, group=self.mesh.get_group("cp"))
+        return total
+
+    def _over_stages(self, total: torch.Tensor) -> torch.Tensor:
+        """Sum over the data ranks and the stages, in place."""
         dist.all_reduce(total, group=self.data.get_group())
         if self.links:  # there are stages; to take an axis out of the mesh would read its tensor
             dist.all_reduce(total, group=self.mesh.get_group("pp"))
-        return total
-
-    def sum_of_parts(self, value: torch.Tensor | float) -> torch.Tensor:
-        """Like `sum`, for a value of which each rank of `cp` has a part: the sum includes these ranks."""
-        total = self.sum(value)
-        if self.mesh["cp"].size() > 1:
-            dist.all_reduce(total, group=self.mesh.get_group("cp"))
         return total
 
     def any(self, flag: bool) -> bool:
@@ -140,7 +150,14 @@ class World:
         return box[0]
 
     def all_gather(self, value: T) -> list[T]:
-        """Return the `value` of each rank on all ranks."""
+        """Return the `value` of each data rank, on all ranks. Like `sum`, it takes one of the processes that read the
+        same data: the first one of the last stage."""
+        of_last_stage = self.size - self.size // self.num_stages
+        return self.from_all_ranks(value)[of_last_stage :: self.peers.size()]
+
+    def from_all_ranks(self, value: T) -> list[T]:
+        """Return the `value` of each process on all processes, by rank. For what a process or its node has, such as
+        files; see `all_gather` for results of the data."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
@@ -383,7 +400,7 @@ def _links(mesh: DeviceMesh, virtual: int) -> tuple[dist.ProcessGroup, ...]:
 
 def _require_own_gpus(world: World) -> None:
     """Raise TuneError if processes share a GPU."""
-    gpus = len(set(world.all_gather(str(torch.cuda.get_device_properties(world.device).uuid))))
+    gpus = len(set(world.from_all_ranks(str(torch.cuda.get_device_properties(world.device).uuid))))
     if gpus < world.size:
         raise TuneError(f"device: {world.size} processes share {gpus} GPUs. Start one per GPU, or set device=cpu")
 
@@ -398,6 +415,9 @@ class Unconnected(World):
         return value
 
     def all_gather(self, value: T) -> list[T]:
+        return [value] * self.data_size
+
+    def from_all_ranks(self, value: T) -> list[T]:
         return [value] * self.size
 
     def of_peers(self, make: Callable[[], T]) -> T:

@@ -26,7 +26,7 @@ def evaluate(
 
     def measure(batch: Batch) -> dict[str, Tensor]:
         loss = model(batch.to(device), loss_fn)
-        return {"loss": torch.stack([loss, torch.full_like(loss, batch.num_supervised * world.is_last_stage)])}
+        return {"loss": torch.stack([loss, torch.full_like(loss, batch.num_supervised)])}
 
     return world.fetch(**means(validate(model, batches, measure), world), **accuracy(loss_fn, world, "validation_"))
 
@@ -86,8 +86,10 @@ def routing(model: nn.Module, world: World) -> dict[str, Tensor]:
     sums = getattr(model, "routing", None)
     if sums is None:
         return {}
-    rows = world.sum(sums.take())
-    rows[:, -2:] /= world.num_stages * world.pp_virtual  # each stage counts the tokens of all layers
+    # Each stage has rows for its own layers, and the tokens of all. Each rank of cp has the sums of the whole batch:
+    # they are counted `cp` times in all columns, of which only ratios are used.
+    rows = world.sum_of_parts(sums.take())
+    rows[:, -2:] /= world.num_stages * world.pp_virtual
     load, (entropy, balance, tokens, supervised) = rows[:, :-4], rows[:, -4:].unbind(dim=1)
     return {
         "expert_load": (load.amax(dim=1) / load.mean(dim=1)).mean(),

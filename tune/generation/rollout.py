@@ -367,9 +367,7 @@ def global_batch(
     ordered = [[sample] for sample in chain(*prompts.values())]
     tokens = sum(len(sample.tokens) for sample in samples)
     supervised = sum(int((sample.labels != IGNORE).sum()) for sample in samples)
-    shares = world.all_gather((len(ordered), tokens, supervised, list(rows)))[
-        :: world.peers.size()
-    ]  # peers have the same samples
+    shares = world.all_gather((len(ordered), tokens, supervised, list(rows)))
     counts, all_tokens, all_supervised, all_rows = zip(*shares, strict=True)
     tokens, supervised = sum(all_tokens), sum(all_supervised)
     micro_batches = -(-max(counts) // micro_batch_size)

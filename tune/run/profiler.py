@@ -62,7 +62,7 @@ def profile(
         finally:
             folder.mkdir(exist_ok=True)
             profiler.export_chrome_trace(str(parts[world.rank]))
-        clocks = world.all_gather(_clock(world))
+        clocks = world.from_all_ranks(_clock(world))
         if world.is_main:
             merge(parts, clocks, file)
 
@@ -74,7 +74,7 @@ def _clock(world: World) -> Clock:
     the round trip, with an error of at most half the round trip.
     """
     clock = Clock(socket.gethostname())
-    hosts = world.all_gather(_kernel())
+    hosts = world.from_all_ranks(_kernel())
     told = torch.zeros((), dtype=torch.int64)
     for rank in (rank for rank, host in enumerate(hosts) if host != hosts[0]):
         for question in range(QUESTIONS):

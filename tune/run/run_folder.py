@@ -123,7 +123,7 @@ def require_shared(mark: Path, world: World) -> None:
     deadline = time.monotonic() + PATIENCE
     while not (found := mark.exists()) and time.monotonic() < deadline:
         time.sleep(0.1)
-    without = sorted({node for node, finds in world.all_gather((socket.gethostname(), found)) if not finds})
+    without = sorted({node for node, finds in world.from_all_ranks((socket.gethostname(), found)) if not finds})
     if world.is_main:
         mark.unlink()
         with contextlib.suppress(OSError):  # the run creates it again when it starts
@@ -141,7 +141,7 @@ def require_same_files(settings: Any, world: World) -> None:
     It compares names and sizes of files, and samples of their bytes.
     """
     paths = dict(_paths(settings)) if world.size > 1 else {}
-    found = world.all_gather([_state_of(path) for path in paths.values()]) if paths else []
+    found = world.from_all_ranks([_state_of(path) for path in paths.values()]) if paths else []
     for (key, path), states in zip(paths.items(), zip(*found, strict=True), strict=True):
         if any(states) and not all(states):
             raise TuneError(
@@ -163,7 +163,7 @@ def require_same(values: Sequence[Any], world: World, what: str, advice: str) ->
 
 def _nodes(chosen: Sequence[bool], world: World) -> str:
     """Return the names of the nodes with a chosen rank."""
-    names = world.all_gather(socket.gethostname())
+    names = world.from_all_ranks(socket.gethostname())
     return ", ".join(sorted({name for name, is_chosen in zip(names, chosen, strict=True) if is_chosen}))
 
 

@@ -50,7 +50,7 @@ class Store:
         self.keep: int | None = None
         self.owner: bytes = world.broadcast(uuid.uuid4().bytes)
         first = int(os.environ.get("LOCAL_RANK", world.rank)) == 0
-        self.nodes = [rank for rank, is_first in enumerate(world.all_gather(first)) if is_first]
+        self.nodes = [rank for rank, is_first in enumerate(world.from_all_ranks(first)) if is_first]
         self.held, self.since = "", 0.0  # the checkpoint being uploaded, and since when
         self.sent: dict[str, tuple[int, int, int]] = {}  # state of each file when it was uploaded
         self.there, self.next_files = set[str](), 0.0
@@ -65,7 +65,7 @@ class Store:
 
         self._on_each_node(write_mark)
         if any(
-            world.all_gather(
+            world.from_all_ranks(
                 world.rank in self.nodes[1:] and mark.exists() and mark.read_text(encoding="utf-8") == mine
             )
         ):
@@ -82,7 +82,7 @@ class Store:
                 action()
         except Exception as error:  # each file system has its own
             why = f"{error}" or repr(error)
-        if whys := [each for each in self.world.all_gather(why) if each]:
+        if whys := [each for each in self.world.from_all_ranks(why) if each]:
             hint = "Is the address right, and may you read and write there?"
             raise TuneError(f"output_dir: {self.name} cannot be used: {whys[0]}. {hint}")
 

@@ -422,7 +422,7 @@ class Run:
         self.data = data.dataset.as_dict()
 
     def _require_same_data(self, *parts: Any) -> None:
-        found = self.world.all_gather([None if part is None else part.fingerprint for part in parts])
+        found = self.world.from_all_ranks([None if part is None else part.fingerprint for part in parts])
         why = "Files, the version of a Hub dataset, or the results of your own functions differ"
         run_folder.require_same(found, self.world, "dataset: the rows", why)
 
@@ -595,7 +595,7 @@ class Run:
 
     def append(self, file: str, records: list[dict[str, Any]]) -> None:
         """Append the `records` of all data ranks, as JSON lines, to a file in the run folder."""
-        gathered = self.world.all_gather(records)[:: self.world.peers.size()]  # peers have the same records
+        gathered = self.world.all_gather(records)
         if self.files and any(gathered):
             self.files.append(file, *(json.dumps(record, ensure_ascii=False) for each in gathered for record in each))
             self._report_disk()

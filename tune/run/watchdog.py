@@ -42,7 +42,7 @@ class Watchdog:
         if apart:
             about = folder.parent.stat()
             here = socket.gethostname(), about.st_dev, about.st_ino
-            self.seen = [rank for rank, place in enumerate(world.all_gather(here)) if place == here]
+            self.seen = [rank for rank, place in enumerate(world.from_all_ranks(here)) if place == here]
         if world.rank == self.seen[0]:
             shutil.rmtree(folder, ignore_errors=True)
         self._postpone()  # here, because something may block the thread before its first turn
