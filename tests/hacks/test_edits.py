@@ -60,7 +60,7 @@ TABLE = {
     "22 noise and norms": Edit("full_finetune", "Noise on gradients, and norms of blocks", 6, 6),
     "23 moving mixture": Edit("full_finetune", "A mixture that changes", 25, 23, (CHATS, "share_at_end=1")),
     "25 margin": Edit("preference_finetune", "A margin for each pair", 4, 2, MARGINS),
-    "a head": Edit("full_finetune", "A head of your own", 20, 21, TOPICS),
+    "a head": Edit("full_finetune", "A head of your own", 20, 23, TOPICS),
     "second validation": Edit("full_finetune", "A second validation set", 8, 6),
 }  # fmt: skip
 
@@ -274,6 +274,23 @@ def test_custom_head(copied: Copied) -> None:
     assert {name: tuple(tensor.shape) for name, tensor in head.items()} == {"weight": (4, 64), "bias": (4,)}
     assert not [name for name in copied.exported("run") if "topic" in name]
     assert "topic_head.weight, topic_head.bias" in copied.said
+
+
+@pytest.mark.weekly
+def test_custom_head_in_packed_rows_and_layouts(copied: Copied) -> None:
+    """One packed row of all 16 documents, or a row for each, on one process or two: the same steps."""
+    settings = [*prepare(copied, "a head"), "max_seq_len=512", "global_batch_size=16", "max_steps=2"]
+    expected = copied.train("plain", *settings)
+    assert len({step["topic_loss"] for step in expected}) == 2
+    packed = ("packed=true", "global_batch_size=1", "micro_batch_size=1")
+    assert copied.validate(*settings, *packed) == 0
+    for number, (processes, *how) in enumerate(
+        [(1, *packed), (2, "parallel.cp=2"), (2, "parallel.cp=2", *packed), (2, "parallel.tp=2"), (2,)]
+    ):
+        steps = copied.train(f"run_{number}", *settings, *how, processes=processes)
+        for name in ("loss", "topic_loss", "grad_norm"):
+            found = [step[name] for step in steps]
+            assert found == pytest.approx([step[name] for step in expected], rel=1e-5), (how, name)
 
 
 @pytest.mark.weekly
