@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -60,6 +61,7 @@ WORDS = [
 
 # Raise it with each change that is more than a mend: the slow tier then runs other weekly tests.
 DRAW = int(Path(__file__).with_name("draw.txt").read_text())
+OF_SPEED = re.compile(r"_seconds$|_per_second$|^mfu$|_gib$|^slowest_")  # metrics that depend on the machine
 DRAWN_OF = 12  # weekly tests, of which one is drawn
 
 
@@ -100,6 +102,18 @@ def seed_of_run() -> int:
 def of_training(metrics: Mapping[str, float]) -> set[str]:
     """Return the names of a step's `metrics` without those that depend on the speed of the processes."""
     return {name for name in metrics if not name.startswith("slowest_")}
+
+
+def results_of(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return a step's `metrics` without those of speed and memory: all that a layout must not change."""
+    return {name: value for name, value in metrics.items() if not OF_SPEED.search(name)}
+
+
+def figures_of(run: Path) -> dict[str, float]:
+    """Return the results of each step of a run by step and name, for a comparison of layouts. Each logged metric is
+    in it: one that is not compared is wrong in some layout sooner or later."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {f"step {line['step']}: {name}": value for line in lines for name, value in results_of(line).items()}
 
 
 def save_checkpoint(folder: Path, config_class: str = "LlamaConfig", **changes) -> Path:

@@ -28,7 +28,7 @@ def held(tensors):
 def measure(path, axes, steps, seed=0):
     world = distributed.init("cpu", **axes)
     with torch.device("meta"):
-        model = build(path, router_loss=0.01) if path.endswith("moe") else build(path)
+        model = build(path, router_loss=1.0) if path.endswith("moe") else build(path)
     whole = sum(parameter.nbytes for parameter in model.parameters())
     try:
         distributed.parallelize(model, world, dtype="fp32")

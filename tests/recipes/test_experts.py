@@ -6,7 +6,7 @@ from pathlib import Path
 
 import full_finetune
 import pytest
-from helpers import curve_steps, run_processes, save_checkpoint, slow_but
+from helpers import curve_steps, figures_of, run_processes, save_checkpoint, slow_but
 
 from tune import config
 
@@ -50,14 +50,13 @@ def alone(common, tmp_path_factory):
 
 
 def curves(run):
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert len(lines) == curve_steps()
-    return {key: [line[key] for line in lines] for key in KEYS}
+    figures = figures_of(run)
+    assert {f"step {step}: {name}" for name in KEYS for step in range(1, curve_steps() + 1)} <= figures.keys()
+    return figures
 
 
 def assert_same_curves(ours, reference):
-    for key in KEYS:
-        assert ours[key] == pytest.approx(reference[key], rel=1e-5), key
+    assert ours == pytest.approx(reference, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -70,13 +69,14 @@ def test_one_process(way, alone):
 def test_half_precision(alone, common, tmp_path):
     full_finetune.main(config.load("full_finetune", [*common, "dtype=bf16", f"output_dir={tmp_path}"]))
     rounded = curves(tmp_path)
-    for key in KEYS:
-        assert rounded[key] == pytest.approx(alone("unpacked")[key], rel=0.03), key
+    exact = {name: value for name, value in alone("unpacked").items() if name.endswith(KEYS)}
+    assert {name: rounded[name] for name in exact} == pytest.approx(exact, rel=0.03)
 
 
 @pytest.mark.slow
 def test_two_processes(alone, common, tmp_path):
-    variants = WAYS | {"tokens shared": ["parallel.cp=2"]}
+    shared = {"tokens shared": ["parallel.cp=2"], "heads shared": ["parallel.tp=2"]}
+    variants = WAYS | shared
     run_processes(RUN_VARIANTS, 2, "full_finetune", str(tmp_path), json.dumps(common), json.dumps(variants))
     for name in variants:
-        assert_same_curves(curves(tmp_path / name), alone("unpacked" if name == "tokens shared" else name))
+        assert_same_curves(curves(tmp_path / name), alone("unpacked" if name in shared else name))

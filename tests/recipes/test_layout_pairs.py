@@ -5,7 +5,7 @@ import random
 from collections import defaultdict
 
 import pytest
-from helpers import curve_steps, run_processes, save_checkpoint
+from helpers import curve_steps, figures_of, run_processes, save_checkpoint
 from recipes.test_pairs_of_settings import FACTORS, covering
 from recipes.test_tensor_parallel import RUN_VARIANTS
 from update_in_backward import in_backward
@@ -77,16 +77,12 @@ def test_two_processes_match_one(chats, pairs, tmp_path):
         if row["in_backward"] == "true":  # which allows one backward pass per step
             shared[recipe_of_two][name].append(f"micro_batch_size={8 if row['layout'].startswith(('tp', 'cp')) else 4}")
 
-    def measured(run):
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        return [line[name] for line in lines for name in ("loss", "grad_norm")]
-
     for folder, runs, processes in (("alone", alone, 1), ("two", shared, 2)):
         for recipe, variants in runs.items():
             arguments = [str(tmp_path / folder), json.dumps(common), json.dumps(variants)]
             run_processes(RUN_VARIANTS, processes, recipe, *arguments)
     for name, one in expected.items():
         tolerance = 1e-3 if "Muon" in name else 1e-5  # Muon scales the smallest directions of an update up, in bf16
-        assert measured(tmp_path / "two" / name) == pytest.approx(measured(tmp_path / "alone" / one), rel=tolerance), (
-            name
-        )
+        assert figures_of(tmp_path / "two" / name) == pytest.approx(
+            figures_of(tmp_path / "alone" / one), rel=tolerance
+        ), name

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers import curve_steps, of_training, run_processes
+from helpers import curve_steps, of_training, results_of, run_processes
 from recipes.test_grpo import requests, rows  # noqa: F401
 
 pytestmark = pytest.mark.weekly
@@ -76,7 +76,6 @@ WAYS = {  # by the number of processes
     },
 }
 FEW = [(1, ALONE), (4, "TP x FSDP")]  # a recipe's first method runs in all ways, its other methods in these
-FIGURES = {"loss", "grad_norm", "entropy", "rewards/margins", "reward", "kl", "value_loss", "policy_loss"}
 
 
 def logged(folder):
@@ -114,7 +113,9 @@ def test_one_curve(recipe, checkpoint, tied_checkpoint, pairs, chats, requests, 
         )  # all groups of a step may be dead
         for one, other in zip(curve, expected, strict=True):
             assert of_training(one) == of_training(other), folder
-            for name in FIGURES & other.keys():
+            for name in results_of(other):
+                if name == "rewards/accuracies" and abs(other["rewards/margins"]) < 1e-6:
+                    continue  # rounding decides which of two equal rewards is larger
                 # Positive and negative terms of a metric cancel; margins are sums over whole answers.
                 least = 1.0 if name == "rewards/margins" else 0.2
                 difference = abs(one[name] - other[name]) / max(least, abs(other[name]))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import run_processes, save_checkpoint
 from models.test_families import SMALL, VARIANTS
-from recipes.test_tensor_parallel import LORA, NF4, RUN_VARIANTS, assert_one_curve, common, measured, wide  # noqa: F401
+from recipes.test_tensor_parallel import LORA, NF4, RUN_VARIANTS, assert_one_curve, common, wide  # noqa: F401
 from safetensors.torch import load_file
 
 from tune import config
@@ -106,6 +106,12 @@ def test_several_stages_per_process(schedule, common, tmp_path):  # noqa: F811
     torch.testing.assert_close(*map(load_file, saved), rtol=1e-3, atol=2e-5)
     variants = {"LoRA": [f"model.path={tmp_path / 'tied'}", *LORA]}
     assert_curve_of_adapters(common, variants, layouts, 4, tmp_path / "adapted", {"LoRA": ["pp x FSDP"]})
+
+
+def measured(run):
+    """Return the losses and gradient norms of each step, and the validation losses."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line[name] for line in lines for name in ("loss", "grad_norm", "validation_loss") if name in line]
 
 
 @pytest.mark.weekly

@@ -6,9 +6,9 @@ import shutil
 import full_finetune
 import pytest
 import torch
-from helpers import run_processes, save_checkpoint
+from helpers import figures_of, run_processes, save_checkpoint
 from planned_module import PLAN, build
-from recipes.test_tensor_parallel import LAYOUTS, LORA, RUN_VARIANTS, assert_one_curve, common, measured  # noqa: F401
+from recipes.test_tensor_parallel import LAYOUTS, LORA, RUN_VARIANTS, assert_one_curve, common  # noqa: F401
 from safetensors.torch import load_file, save_file
 
 from tune import config
@@ -102,4 +102,4 @@ def test_resume_without_the_plan(own, common, tmp_path):  # noqa: F811
     first = json.dumps({"moved": ["parallel.tp=2", "max_steps=2"]})
     run_processes(RUN_VARIANTS, 2, "full_finetune", str(tmp_path), json.dumps(common), first)
     full_finetune.main(config.load("full_finetune", [*common, f"output_dir={tmp_path / 'moved'}"]))
-    assert measured(tmp_path / "moved") == pytest.approx(measured(tmp_path / "alone"), rel=1e-5)
+    assert figures_of(tmp_path / "moved") == pytest.approx(figures_of(tmp_path / "alone"), rel=1e-5)

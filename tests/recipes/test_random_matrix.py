@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import run_processes, save_checkpoint, seed_of_run
+from helpers import results_of, run_processes, save_checkpoint, seed_of_run
 from models.test_families import SMALL, VARIANTS
 from recipes.test_grpo import requests  # noqa: F401
 from safetensors.torch import load_file
@@ -126,7 +126,6 @@ NOT_TOGETHER = [
 # Errors that only two processes may give: about a layout's setting, or a documented limit.
 REFUSALS = re.compile(r"parallel\.\w+|Muon needs whole matrices")
 # Metrics of speed and memory, which differ between runs.
-OF_SPEED = re.compile("time|second|per_s|flops|mfu|memory|gib|slowest|wait", re.IGNORECASE)
 
 
 def draw_combination(seed, number):
@@ -169,7 +168,7 @@ def command(recipe, settings, processes):
 def logged(folder):
     """Return the metrics of each step, without speed and memory."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if not OF_SPEED.search(name)} for line in lines]
+    return [results_of(line) for line in lines]
 
 
 def exported(folder):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import curve_steps, run_processes, save_checkpoint
+from helpers import curve_steps, figures_of, run_processes, save_checkpoint
 from models.test_families import SMALL, VARIANTS
 from safetensors.torch import load_file
 from update_in_backward import in_backward
@@ -17,7 +17,6 @@ from tune import config
 RUN_VARIANTS = Path(__file__).with_name("run_variants.py")
 LORA = ["adapter.rank=4", "adapter.dropout=0.2", "adapter.target_modules=all-linear"]
 HEAD = ["adapter.rank=4", "adapter.target_modules=[q_proj,lm_head,embed_tokens]"]
-MEASURED = ("loss", "grad_norm", "expert_load", "router_entropy", "router_loss", "validation_loss")
 NF4 = ["quantization.weights=nf4"]
 FULL = ["memory.activation_checkpointing=full"]
 ADAFACTOR = ["optimizer._component_=tune.optimizers.Adafactor", "optimizer.eps=[null,1e-3]"]
@@ -43,12 +42,6 @@ def common(chats):
     ]  # fmt: skip
 
 
-def measured(run):
-    """Return the losses, gradient norms and router metrics of each step, and the validation losses."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line[name] for line in lines for name in MEASURED if name in line]
-
-
 def assert_one_curve(recipe, common, variants, layouts, count, folder, names=None, alone=None, of_alone=()):
     """Compare each of `variants` in each of `layouts`, or in its layouts in `names`, on `count` processes and on one.
 
@@ -61,9 +54,9 @@ def assert_one_curve(recipe, common, variants, layouts, count, folder, names=Non
         main(config.load(alone, [*common, *overrides, *of_alone, f"output_dir={folder / 'alone' / name}"]))
     shared = {f"{name}, {layout}": [*variants[name], *layouts[layout]] for name, layout in pairs}
     run_processes(RUN_VARIANTS, count, recipe, str(folder), json.dumps(common), json.dumps(shared))
-    expected = {name: measured(folder / "alone" / name) for name in variants}
+    expected = {name: figures_of(folder / "alone" / name) for name in variants}
     for name, layout in pairs:
-        assert measured(folder / f"{name}, {layout}") == pytest.approx(expected[name], rel=1e-5), (name, layout)
+        assert figures_of(folder / f"{name}, {layout}") == pytest.approx(expected[name], rel=1e-5), (name, layout)
 
 
 def assert_curve_in_backward(common, variants, layouts, count, folder, names=None):
