@@ -338,7 +338,7 @@ again.save(4, wait=True)
 assert make().resume("auto") == 4
 
 messages = []
-last = make(keep_best="accuracy", tell=messages.append)
+last = make(keep_best="accuracy", higher_is_better=True, tell=messages.append)
 last.step(5, {"accuracy": 0.5})
 last.wait()
 with torch.no_grad():
@@ -374,7 +374,7 @@ VALUES = [0.5, 0.9, 0.7, 0.1]
 
 def train_with_damaged_best(folder, harm):
     """Train so that step 2 is the best and step 3 the next best; return the weights by step."""
-    first, weights = make(folder, every=1, keep=4, keep_best="accuracy", async_=False), {}
+    first, weights = make(folder, every=1, keep=4, keep_best="accuracy", higher_is_better=True, async_=False), {}
     for step, value in enumerate(VALUES, 1):
         train(first, step)
         weights[step] = first.model.weight.detach().clone()
@@ -392,12 +392,13 @@ def test_damaged_best_checkpoint_falls_back_to_the_next_best(tmp_path, harm):
     if harm == "gone":
         shutil.rmtree(tmp_path / "step-00000002")
     for attempt in (1, 2):
-        again = make(tmp_path, every=1, keep=4, keep_best="accuracy", tell=messages.append)
+        again = make(tmp_path, every=1, keep=4, keep_best="accuracy", higher_is_better=True, tell=messages.append)
         assert again.resume("auto") == 4
         again.finish()
         assert torch.equal(again.model.weight, weights[3]) and "0.7 at step 3" in messages[-1]
         if attempt == 1:
-            assert [("step-00000002" in message or "step 2" in message) for message in messages] == [True, False]
+            assert "highest accuracy" in messages[0]
+            assert [("step-00000002" in message or "step 2" in message) for message in messages[1:]] == [True, False]
     assert json.loads((tmp_path / "step-00000004" / "state.json").read_text())["best"]["step"] == 3
 
 
@@ -435,7 +436,7 @@ def test_rollback_to_the_folder_that_training_resumed_from(tmp_path):
 
 @pytest.mark.parametrize("kept", ["there", "gone"])
 def test_best_of_another_folder_is_copied_or_determined_again(tmp_path, kept):
-    options = {"every": 1, "keep": 1, "keep_best": "accuracy"}
+    options = {"every": 1, "keep": 1, "keep_best": "accuracy", "higher_is_better": True}
     first, weights, messages = make(tmp_path / "first", **options), {}, []
     for step, value in enumerate([0.9, 0.1], 1):
         train(first, step)
@@ -454,7 +455,8 @@ def test_best_of_another_folder_is_copied_or_determined_again(tmp_path, kept):
     best = 1 if kept == "there" else 3
     there = sorted(path.name for path in (tmp_path / "again").iterdir())
     assert there == [f"step-{best:08d}", "step-00000004"]
-    assert ["step 1" in message and "missing" in message for message in messages] == ([] if kept == "there" else [True])
+    warned = ["step 1" in message and "missing" in message for message in messages[1:]]  # after the direction
+    assert warned == ([] if kept == "there" else [True])
     shutil.rmtree(tmp_path / "first")
     last = make(tmp_path / "again", **options)
     assert last.resume("auto") == 4
@@ -589,7 +591,10 @@ def test_failed_best_checkpoint_keeps_the_previous_best(tmp_path, monkeypatch, a
         raise OSError(errno.ENOSPC, "No space left on device")
 
     messages, weights = [], {}
-    options = {"every": 1, "keep": 1, "keep_best": "validation_accuracy", "async_": async_, "tell": messages.append}
+    options = {
+        "every": 1, "keep": 1, "keep_best": "validation_accuracy", "higher_is_better": True, "async_": async_,
+        "tell": messages.append,
+    }  # fmt: skip
     checkpointer = make(tmp_path, **options)
     for step, value in enumerate([0.5, 0.9, 0.1, 0.1], 1):
         train(checkpointer, step)
@@ -616,7 +621,7 @@ def test_failed_best_checkpoint_keeps_the_previous_best(tmp_path, monkeypatch, a
 
 
 def test_keep_best_of_an_unknown_metric_is_rejected_at_first_validation(tmp_path):
-    checkpointer = make(tmp_path, keep_best="validation_los")
+    checkpointer = make(tmp_path, keep_best="validation_los", higher_is_better=False)
     checkpointer.step(1, {"loss": 1.0})
     with pytest.raises(TuneError, match="does not measure validation_los, only validation_loss, validation_accuracy"):
         checkpointer.step(2, {"loss": 1.0, "validation_loss": 2.0, "validation_accuracy": 0.5})

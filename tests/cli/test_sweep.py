@@ -12,7 +12,7 @@ from run_folders import write_run
 
 from tune import cli, config
 from tune.checkpointers.best import more_is_better
-from tune.cli.sweep import compare, ranked, row, swept, told_by_tasks, value_of
+from tune.cli.sweep import compare, direction, ranked, row, swept, told_by_tasks, value_of
 from tune.errors import TuneError
 
 RECIPE = """\
@@ -136,11 +136,31 @@ def test_metric_that_no_run_has(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(RECIPE.replace("0.2", "0.01"))
     (tmp_path / "defaults.yaml").write_text("lr: 1\nrank: 1\noutput_dir: null\n")
     command = [sys.executable, "-m", "tune.cli", "sweep", "mine.py", "--over", "lr=1,2", "--metric", "los"]
+    unknown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=HANGS)
+    assert unknown.returncode == 2 and "--metric los: " in unknown.stderr and "'loss'" in unknown.stderr
+    assert not (tmp_path / "runs").exists()  # before any run
+    command += ["--higher-is-better", "false"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=HANGS)
     assert (
         done.returncode == 2 and "--metric los: no run has this metric. Did you mean 'loss'? They have " in done.stderr
     )
     assert "tune report " in done.stderr.splitlines()[-1]
+
+
+def test_direction_of_a_metric_in_a_sweep() -> None:
+    """As in keep_best: it is stated, known, or refused."""
+    kept = [
+        config.load("full_finetune", [
+            "model.path=m", "dataset.path=d", "validation_dataset.path=v", "validate_every=1",
+            "checkpointer.keep_best=validation_wer", f"checkpointer.higher_is_better={stated}",
+        ]) for stated in ("false", "true")
+    ]  # fmt: skip
+    assert direction("validation_wer", None, kept[:1]) is False and direction("validation_wer", None, kept[1:]) is True
+    assert direction("wer", "false", []) is False and direction("wer", "true", []) is True
+    assert direction("loss", None, []) is False and direction("reward", None, kept) is True
+    for found in (kept, []):  # two directions, or none
+        with pytest.raises(TuneError, match=r"--metric validation_wer.* --higher-is-better"):
+            direction("validation_wer", None, found)
 
 
 def test_best_run_of_a_sweep_is_first(checkpoint: Path, tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """The best checkpoint, early stopping, and answers to fixed prompts during training."""
 
+import importlib
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tune import evaluation
 from tune.checkpointers import load_model
-from tune.checkpointers.best import Best, more_is_better
+from tune.checkpointers.best import HIGHER, LOWER, Best, more_is_better
 from tune.errors import TuneError
 from tune.generation import Sampler
 from tune.peft import open_model
@@ -268,20 +270,81 @@ TASKS = {"mine/loss_avoided": True, "mine/brier_score": False, "own/": None}
 
 
 def test_which_metrics_are_better_when_higher():
-    """Check all metrics of docs/runs.md that could select a checkpoint."""
     more = ["reward", "validation_reward", "reward/avoids_loss", "rewards/margins", "validation_rewards/accuracies",
             "token_accuracy", "validation_token_accuracy", "rewards/chosen", "logps/chosen", "tokens_per_second", "mfu",
-            "all_right_groups", "hellaswag/acc", "mine/f1,strict"]  # fmt: skip
+            "all_right_groups", "mine/loss_avoided"]  # fmt: skip
     less = ["loss", "validation_loss", "validation_loss/chats", "value_loss", "kl", "validation_kl", "mismatch_kl",
-            "rewards/rejected", "validation_logps/rejected", "grad_norm", "dead_groups", "step_seconds",
-            "peak_memory_gib", "truncated_share", "wiki/word_perplexity", "mine/brier_score"]  # fmt: skip
-    assert [name for name in more if not more_is_better(name, TASKS)] == []
-    assert [name for name in less if more_is_better(name, TASKS)] == []
+            "rewards/rejected", "validation_logps/rejected", "grad_norm", "dead_groups", "step_seconds", "general_kl",
+            "peak_memory_gib", "truncated_share", "mine/brier_score"]  # fmt: skip
+    assert {name: more_is_better(name, TASKS) for name in more + less} == dict.fromkeys(more, True) | dict.fromkeys(
+        less, False
+    )
     assert Best("validation_rewards/margins", None, TASKS).sign == 1  # not a task's metric
 
 
+# Names that resemble metrics whose direction is known, and metrics without a direction.
+UNKNOWN = ["validation_error_rate", "validation_wer", "validation_accuracy", "validation_perplexity", "wer", "own_loss",
+           "lossless", "lr", "entropy", "hellaswag/acc", "wiki/word_perplexity", "own/loss"]  # fmt: skip
+
+
+@pytest.mark.parametrize("metric", UNKNOWN)
+def test_direction_of_a_metric_is_stated_and_never_guessed(metric):
+    assert more_is_better(metric, {"own/": None}) is None
+    with pytest.raises(TuneError, match=rf"keep_best: .*{metric}.*checkpointer\.higher_is_better"):
+        Best(metric, None, {})
+    for stated in (True, False):
+        best = Best(metric, None, {}, stated)
+        assert [best.take(step, value) for step, value in enumerate([0.5, 0.4, 0.6], 1)] == [True, not stated, stated]
+
+
+def test_table_of_directions_has_the_names_of_the_docs():
+    page = (Path(__file__).parents[2] / "docs" / "runs.md").read_text()
+    documented = {name for row in re.findall(r"(?m)^\| (`.+?) \|", page) for name in re.findall("`([^`]+)`", row)}
+    assert documented >= HIGHER | LOWER and not HIGHER & LOWER
+
+
+def test_values_of_the_other_direction_are_not_continued():
+    first = Best("validation_wer", 3, {}, True)
+    first.take(1, 0.5)
+    same, other = Best("validation_wer", 3, {}, True), Best("validation_wer", 3, {}, False)
+    for best in (same, other):
+        best.load_state_dict(first.state_dict())
+    assert (same.step, other.step) == (1, 0)
+
+
+OWN_METRIC = """
+        return evaluation.evaluate(model, batches, loss_fn, world) | {"validation_wer": next(errors)}
+    errors = iter([0.5, 0.2, 0.4, 0.3])
+"""
+
+
+def test_run_keeps_the_lowest_value_of_a_metric_of_its_own(
+    checkpoint, chats, tmp_path, monkeypatch, run_recipe, told, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    script = Path(full_finetune.__file__).read_text()
+    measured = "\n        return evaluation.evaluate(model, batches, loss_fn, world)\n"
+    assert measured in script
+    (tmp_path / "mine.py").write_text(script.replace(measured, OWN_METRIC).replace('("full_finetune"', '("mine"'))
+    shutil.copy(Path(full_finetune.__file__).parents[1] / "configs" / "full_finetune.yaml", tmp_path / "mine.yaml")
+    settings = [
+        f"model.path={checkpoint}", f"dataset.path={chats}", f"validation_dataset.path={chats}", "device=cpu",
+        "dtype=fp32", "max_seq_len=128", "global_batch_size=8", "max_steps=4", "validate_every=1",
+        "checkpointer.keep_best=validation_wer", f"output_dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    assert "checkpointer.higher_is_better" in told("mine.py", settings)
+    assert told("mine.py", [*settings, "checkpointer.higher_is_better=false"]) == ""
+    monkeypatch.syspath_prepend(tmp_path)
+    mine = importlib.import_module("mine")
+    assert run_recipe(settings, mine) == 2 and "checkpointer.higher_is_better" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert run_recipe([*settings, "checkpointer.higher_is_better=false"], mine) == 0
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "lowest validation_wer" in log and "0.2 at step 2" in log
+
+
 def test_best_tracks_the_value_and_patience():
-    loss, score = Best("validation_loss", 2, {}), Best("hellaswag/acc", None, {})
+    loss, score = Best("validation_loss", 2, {}), Best("hellaswag/acc", None, {}, True)
     taken = [loss.take(step, value) for step, value in enumerate([2.0, float("nan"), 1.5, 1.5, 1.6], 1)]
     assert taken == [True, False, True, False, False] and loss.is_over and str(loss) == "validation_loss, 1.5 at step 3"
     assert [score.take(step, value) for step, value in enumerate([0.2, 0.1, 0.3], 1)] == [True, False, True]
@@ -290,11 +353,11 @@ def test_best_tracks_the_value_and_patience():
         [True, True],
         [True, False],
     ]
-    assert Best("own/length", None, TASKS | {"own/length": None}).sign == Best("own/length", None, TASKS).sign == 1
+    own = Best("own/length", None, TASKS, True)
     assert not score.is_over and not Best(None, None, {}).is_over
-    assert Best("own/length", None, TASKS).is_in(["own/length"])  # its code decides what it measures
+    assert own.is_in(["own/length"])  # its code decides what it measures
     with pytest.raises(TuneError, match=r"does not measure own/lenght, only own/length\. Did you mean 'own/length'\?"):
-        Best("own/lenght", None, TASKS).is_in(["loss", "own/length"])
+        Best("own/lenght", None, TASKS, True).is_in(["loss", "own/length"])
     other = Best("validation_loss", 2, {})
     other.load_state_dict(score.state_dict())
     assert other.step == 0

@@ -387,10 +387,13 @@ def test_validation_accuracy_has_one_name_and_must_be_enabled(facts):
     named = [
         ("validation_token_accuracy", "true", False), ("validation_token_accuracy", "false", True),
         ("validation_accuracy", "true", True), ("validation_loss", "false", False),
+        ("validation_loss/chats", "false", False),
     ]  # fmt: skip
     for best, accuracy, fires in named:
         settings = [*VALIDATED, f"checkpointer.keep_best={best}", f"loss.accuracy={accuracy}"]
         assert (BY_ID["best-of-nothing"].judge(facts(FULL, settings)) is not None) == fires, (best, accuracy)
+    own = [*VALIDATED, "checkpointer.keep_best=validation_wer", "checkpointer.higher_is_better=false"]
+    assert BY_ID["best-of-nothing"].judge(facts(FULL, own)) is None  # a copy may measure it
 
 
 def test_validation_rows_from_a_component_without_a_path():

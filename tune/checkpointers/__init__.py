@@ -1,6 +1,6 @@
 """Load and export weights; save and restore training states."""
 
-from tune.checkpointers.best import Best, more_is_better
+from tune.checkpointers.best import Best, more_is_better, unknown_direction
 from tune.checkpointers.checkpointer import OF_ITSELF, STORED, Checkpointer
 from tune.checkpointers.disk import (
     DIGESTS,

@@ -1,28 +1,50 @@
 """Track the best value of a metric."""
 
 import math
-import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from tune.errors import TuneError
 from tune.lookup import did_you_mean
 
-# Patterns in the names of metrics for which lower is better; docs/runs.md lists all metrics.
-LESS = re.compile(
-    r"loss|perplexity|bits_per_byte|(^|_)kl\b|rejected|seconds|memory|_share\b|dead_groups|all_wrong|without_room|grad_norm"
-    r"|expert_load|slowest"
-)
+# The metrics of docs/runs.md for which one direction is better. Others, such as `lr`, have none.
+HIGHER = {
+    "reward", "rewards/chosen", "rewards/margins", "rewards/accuracies", "logps/chosen", "token_accuracy",
+    "tokens_per_second", "supervised_tokens_per_second", "mfu", "all_right_groups",
+}  # fmt: skip
+LOWER = {
+    "loss", "policy_loss", "value_loss", "general_loss", "general_kl", "router_loss", "kl", "mismatch_kl",
+    "rewards/rejected", "logps/rejected", "grad_norm", "expert_load", "dead_groups", "all_wrong_groups",
+    "truncated_share", "clipped_share", "without_room", "step_seconds", "data_seconds", "save_seconds",
+    "rollout_seconds", "slowest_excess", "peak_memory_gib",
+}  # fmt: skip
 
 
-def more_is_better(metric: str, higher_is_better: Mapping[str, bool | None]) -> bool:
-    """Whether a higher value of a metric is better. `higher_is_better` of `Tasks` decides for metrics of tasks; without
-    an entry, the name of the metric decides."""
-    told = higher_is_better.get(metric)
-    if told is not None:
-        return told
-    is_reward = re.match(r"(validation_)?reward(/|$)", metric) is not None  # whatever its function is called
-    return is_reward or not LESS.search(metric)
+def more_is_better(metric: str, of_tasks: Mapping[str, bool | None], stated: bool | None = None) -> bool | None:
+    """Return whether a higher value of a metric is better, or None if that is unknown.
+
+    What is `stated` counts first, then `higher_is_better` of `Tasks`, then the table of the metrics that runs log, in a
+    validation and by source too. A name that is only similar decides nothing.
+    """
+    if stated is not None:
+        return stated
+    task = metric.rpartition("/")[0]
+    if metric in of_tasks or f"{task}/" in of_tasks:
+        return of_tasks.get(metric)
+    name = metric.removeprefix("validation_")
+    while name and name not in HIGHER | LOWER:
+        name = name.rpartition("/")[0]  # loss/SOURCE, reward/FUNCTION
+    return name in HIGHER if name else None
+
+
+def unknown_direction(place: str, metric: str, setting: str) -> TuneError:
+    """Return the error that the direction of a metric is unknown and that `setting` states it."""
+    known = HIGHER | LOWER
+    hint = did_you_mean(metric, {*known, *(f"validation_{name}" for name in known)})
+    return TuneError(
+        f"{place}: it is unknown whether a higher {metric} is better.{hint} For a metric of your own, set {setting} to "
+        "true or false"
+    )
 
 
 class Best:
@@ -31,10 +53,17 @@ class Best:
     highest or lowest value is best.
 
     Raises:
-        TuneError: the metric has the name of a task's metric, but no task measures it.
+        TuneError: the metric has the name of a task's metric, but no task measures it; or it is unknown whether the
+            highest or lowest value is best.
     """
 
-    def __init__(self, metric: str | None, patience: int | None, higher_is_better: Mapping[str, bool | None]):
+    def __init__(
+        self,
+        metric: str | None,
+        patience: int | None,
+        higher_is_better: Mapping[str, bool | None],
+        stated: bool | None = None,
+    ):
         self.metric, self.patience = metric, patience
         wanted = metric or ""
         task = f"{wanted.rpartition('/')[0]}/"
@@ -46,10 +75,19 @@ class Best:
             raise TuneError(
                 f"checkpointer.keep_best: no task measures {wanted}.{hint} Available: {', '.join(sorted(there))}"
             )
-        self.sign = 1 if more_is_better(wanted, higher_is_better) else -1
+        is_more_better = more_is_better(wanted, higher_is_better, stated)
+        if metric and is_more_better is None:
+            raise unknown_direction("checkpointer.keep_best", metric, "checkpointer.higher_is_better")
+        if stated is not None and not metric:
+            raise TuneError("checkpointer.higher_is_better: it needs a metric. Set checkpointer.keep_best, or unset it")
+        self.sign = 1 if is_more_better else -1
         self.value, self.step, self.stale = -float("inf"), 0, 0
         self.kept = self.value, self.step
         self.values: dict[int, float] = {}
+
+    @property
+    def direction(self) -> str:
+        return "highest" if self.sign > 0 else "lowest"
 
     def __str__(self) -> str:
         return f"{self.metric}, {self.value * self.sign:.4g} at step {self.step}"
@@ -97,13 +135,13 @@ class Best:
 
     def state_dict(self) -> dict[str, Any]:
         if not self.step:
-            return {"metric": self.metric, "stale": self.stale} if self.stale else {}
-        state = {name: getattr(self, name) for name in ("metric", "value", "step", "stale")}
+            return {"metric": self.metric, "sign": self.sign, "stale": self.stale} if self.stale else {}
+        state = {name: getattr(self, name) for name in ("metric", "sign", "value", "step", "stale")}
         return state | {"values": [list(each) for each in sorted(self.values.items())]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state if it is of the same metric."""
-        if self.metric and state.get("metric") == self.metric:
+        """Restore the state if it is of the same metric and direction."""
+        if self.metric and state.get("metric") == self.metric and state["sign"] == self.sign:
             self.stale = state["stale"]
             if "step" not in state:  # no value was finite
                 return

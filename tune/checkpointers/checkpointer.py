@@ -119,9 +119,10 @@ class Checkpointer:
     which tune's schedules recompute. Other hyperparameters come from the current config. Frozen parameters are not
     saved: when resuming, `base` checks that they come from the same weights, and `adapter` that its settings match.
 
-    With `keep_best`, the name of a metric, the checkpoint with the best value is also kept. `more_is_better` decides
-    whether that is the highest or the lowest; for a task's metric, `tasks.higher_is_better` does. After `patience`
-    values in a row without improvement, training `is_over`.
+    With `keep_best`, the name of a metric, the checkpoint with the best value is also kept. `higher_is_better` states
+    whether that is the highest or the lowest value; it may be None for the metrics of docs/runs.md, and for a task's
+    metric, for which `tasks.higher_is_better` has it. After `patience` values in a row without improvement, training
+    `is_over`.
 
     `extra` is your own state by name: averaged weights, counters, a second optimizer, a torch.Generator. Numbers,
     strings, lists, tuples, sets, bytes, arrays, and dicts of these with any keys are restored as rank 0 had them.
@@ -132,7 +133,8 @@ class Checkpointer:
     `tune.distributed.current_world()`.
 
     Raises:
-        TuneError: an argument has the wrong type, or an object in `extra` has no `state_dict`.
+        TuneError: an argument has the wrong type, an object in `extra` has no `state_dict`, or it is unknown which
+            value of `keep_best` is best.
     """
 
     def __init__(
@@ -153,6 +155,7 @@ class Checkpointer:
         on_error: Literal["retry", "stop"] = "retry",
         on_nan: Literal["stop", "skip", "rollback"] = "stop",
         keep_best: str | None = None,
+        higher_is_better: bool | None = None,
         patience: PositiveInt | None = None,
         tasks: Any = None,
         tell: Callable[[str], None] = print,
@@ -173,7 +176,9 @@ class Checkpointer:
         self.on_error, self.on_nan, self.refused = on_error, on_nan, 0
         self.updates = 0  # accepted steps, over all attempts at this training
         self.tell = tell if world.is_main else lambda message: None
-        self.best = Best(keep_best, patience, tasks.higher_is_better if tasks else {})
+        self.best = Best(keep_best, patience, tasks.higher_is_better if tasks else {}, higher_is_better)
+        if keep_best:
+            self.tell(f"checkpointer.keep_best: the {self.best.direction} {keep_best} is best")
         self.saved, self.reported, self.writing = 0, 0, 0
         self.resumed: dict[int, Path] = {}  # checkpoints by step in the folder that training continues from
         is_first_here = os.environ.get("LOCAL_RANK") == "0" and (folder.parent / STORED).exists()

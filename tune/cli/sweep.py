@@ -42,8 +42,9 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("recipe", metavar="RECIPE")
     parser.add_argument("--over", nargs="+", required=True, metavar="KEY=A,B", help="each combination is a run")
     parser.add_argument("--schedule", choices=["all", "asha"], default="all", help="asha ends runs that fall behind")
+    parser.add_argument("--metric", default="loss", help="to compare by (default: loss)")
     parser.add_argument(
-        "--metric", default="loss", help="to compare by (default: loss); tasks define whether more is better"
+        "--higher-is-better", choices=["true", "false"], help="for a --metric that neither tune nor a task defines"
     )
     parser.add_argument("--grace", type=int, default=10, help="asha: steps that every run gets (default: 10)")
     parser.add_argument("--out", type=local_path, help="default: runs/sweep-TIME")
@@ -62,14 +63,12 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         config.load(str(default), [*settings, *(f"{key}={value}" for key, value in run.items())])
         for run in (runs if default else ())
     ]
+    is_more_better = direction(options.metric, options.higher_is_better, found)
     ray, resources = connect(options.address, os.cpu_count() or 1)
     gpus = int("GPU" in resources) if options.gpus_per_run is None else options.gpus_per_run
     from ray import tune as ray_tune
     from ray.tune.schedulers import ASHAScheduler
 
-    from tune.checkpointers import more_is_better
-
-    is_more_better = more_is_better(options.metric, told_by_tasks(options.metric, found))
     mode = "max" if is_more_better else "min"
     place = {"recipe": str(recipe.absolute()), "settings": settings, "out": str(out), "metric": options.metric}
     scheduler = (
@@ -88,6 +87,22 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     finally:
         ray.shutdown()
     sys.exit(compare(out, runs, options.metric, is_more_better, failed))
+
+
+def direction(metric: str, stated: str | None, found: Sequence[Any]) -> bool:
+    """Return whether a higher value of the metric is better: as `stated`, as the settings `found` state it for
+    `checkpointer.keep_best`, or as `keep_best` knows it. Raises TuneError if it is unknown."""
+    from tune.checkpointers import more_is_better, unknown_direction
+
+    is_more_better = None if stated is None else stated == "true"
+    if is_more_better is None:
+        kept = [cfg for cfg in found if OmegaConf.select(cfg, "checkpointer.keep_best") == metric]
+        in_settings = {OmegaConf.select(cfg, "checkpointer.higher_is_better") for cfg in kept}
+        is_more_better = in_settings.pop() if len(in_settings) == 1 else None
+    is_more_better = more_is_better(metric, told_by_tasks(metric, found), is_more_better)
+    if is_more_better is None:
+        raise unknown_direction(f"--metric {metric}", metric, "--higher-is-better")
+    return is_more_better
 
 
 def compare(

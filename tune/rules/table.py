@@ -200,10 +200,12 @@ TABLE = [
          "the best checkpoint is always the last one, and patience never ends a run",
          lambda run: run.asks("checkpointer.keep_best", "validation_") and not run("validate_every")),
     Rule("best-of-nothing", ERROR, "checkpointer.keep_best", "huggingface/transformers#31450", "always",
-         "validation does not measure {}. Use validation_loss, or validation_token_accuracy with loss.accuracy=true",
+         "validation does not measure {}. Use validation_loss, or validation_token_accuracy with loss.accuracy=true. "
+         "For a metric of your own, also set checkpointer.higher_is_better",
          "the run would end at its first validation",
          lambda run: run("loss.accuracy") is not None and run.asks("checkpointer.keep_best", "validation_")
-         and run("checkpointer.keep_best") != "validation_loss"
+         and run("checkpointer.keep_best").partition("/")[0] != "validation_loss"
+         and run("checkpointer.higher_is_better") is None
          and not (run("loss.accuracy") and run("checkpointer.keep_best") == "validation_token_accuracy")),
     Rule("trace-of-no-step", WARNING, "profiler.start", "pytorch/pytorch#91682", "always",
          "step {} comes after max_steps, so no trace is written. Lower it",
