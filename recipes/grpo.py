@@ -169,8 +169,7 @@ def main(cfg):
 
     with run:  # closes its files, loggers and process group, however the training ends
         steps = run.steps(data, start, checkpointer, seed=cfg.seed, profiler=cfg.profiler)
-        if start == 0:
-            evaluator(0)
+        run.begin(checkpointer, evaluator)  # measurements before the first step
         for step, prompts in steps:  # after Ctrl-C, ends once a checkpoint is saved
             with run.timed("rollout_seconds"):
                 rollout = sample_live(prompts, step)

@@ -163,8 +163,7 @@ def main(cfg):
 
     with run:  # closes its files, loggers and process group, however the training ends
         steps = run.steps(data, start, checkpointer, seed=cfg.seed, profiler=cfg.profiler)
-        if start == 0:
-            evaluator(0)
+        run.begin(checkpointer, evaluator)  # measurements before the first step
         for step, batch in steps:  # after Ctrl-C, ends once a checkpoint is saved
             kl = mean_ratio(micro_batch for micro_batch, _ in batch)
             totals: dict[str, torch.Tensor] = {}

@@ -97,8 +97,7 @@ def main(cfg):
 
     with run:  # closes its files, loggers and process group, however the training ends
         steps = run.steps(data, start, checkpointer, seed=cfg.seed, profiler=cfg.profiler)
-        if start == 0:
-            evaluator(0)
+        run.begin(checkpointer, evaluator)  # measurements before the first step
         for step, batch in steps:  # after Ctrl-C, ends once a checkpoint is saved
             totals: dict[str, torch.Tensor] = {}
             for micro_batch, is_last in batch:

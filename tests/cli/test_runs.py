@@ -12,6 +12,7 @@ import subprocess
 import sys
 import termios
 import time
+from pathlib import Path
 
 import pytest
 from helpers import HANGS
@@ -71,11 +72,37 @@ def test_figures_match_the_files(make_run, tmp_path, capsys):
     } | {str(one): [str(two)]}
     main(["watch", str(one)])
     text = capsys.readouterr().out.replace("\N{NO-BREAK SPACE}", " ")
-    for figure in ("loss: 2.346 (step 8) now", "grad_norm 0.1235", "step 12 of 12", "validation_loss 0.175"):
+    for figure in ("loss: 2.346 (step 8), ", "grad_norm 0.1235", "step 12 of 12", "validation_loss 0.175"):
         assert figure in text, text
     main(["report", str(one), str(two), "--out", str(tmp_path / "report.html")])
     page = (tmp_path / "report.html").read_text()
     assert page.count("<td>2.346 (step 8)</td>") == 2 and page.count("<td>0.175</td>") == 2
+
+
+def test_figures_are_those_of_the_exported_weights(make_run, tmp_path, capsys):
+    """keep_best exported step 4 of one run; the other run exported its last step, and is worse there."""
+    one, two = make_run("one", exported_step=4), make_run("two", exported_step=12)
+    for folder, losses in ((one, {4: 2.9, 8: 3.1, 12: 3.3}), (two, {4: 3.4, 8: 3.2, 12: 3.0})):
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for line in lines:
+            if line["step"] in losses:
+                line["validation_loss"] = losses[line["step"]]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    table = [row[3:] for row in shown(capsys, "runs", str(tmp_path))[1:]]
+    assert table[0][:7] == ["12", "0.5", "(step", "4)", "2.9", "(step", "4)"] and table[1][:3] == ["12", "0.1667", "3"]
+    main(["runs", str(tmp_path), "--json"])
+    described = {Path(run["path"]).name: run for run in json.loads(capsys.readouterr().out)}
+    assert {name: run["exported_step"] for name, run in described.items()} == {"one": 4, "two": 12}
+    metrics = described["one"]["metrics"]
+    assert (metrics["validation_loss"], metrics["loss"], metrics["step"]) == (2.9, 0.5, 12)
+    difference = {row[0]: row[1:] for row in shown(capsys, "diff", str(one), str(two)) if row}
+    assert difference["validation_loss"] == ["2.9", "3"]
+    assert shown(capsys, "diff", str(one), str(two))[-1] == ["exported", "step", "4", "12"]
+    main(["watch", str(one)])
+    assert "validation_loss 2.9 (step 4)" in capsys.readouterr().out.replace("\N{NO-BREAK SPACE}", " ")
+    main(["report", str(one), str(two), "--out", str(tmp_path / "report.html")])
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<td>2.9 (step 4)</td>") == 1 and page.count("<td>3</td>") == 1
 
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 10])

@@ -12,7 +12,7 @@ from run_folders import write_run
 
 from tune import cli, config
 from tune.checkpointers.best import more_is_better
-from tune.cli.sweep import compare, direction, ranked, row, swept, told_by_tasks, value_of
+from tune.cli.sweep import compare, direction, name_of, ranked, row, swept, told_by_tasks, value_of
 from tune.errors import TuneError
 
 RECIPE = """\
@@ -233,3 +233,23 @@ def test_settings_after_the_values_go_to_the_recipe() -> None:
 def test_run_that_wrote_nothing(tmp_path: Path) -> None:
     facts = row(tmp_path / "none", {"lr": "1"}, "loss", True)
     assert (facts["state"], facts["value"], facts["steps"]) == ("failed", None, 0)
+
+
+def test_runs_are_ranked_by_what_they_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run whose last value is better exported worse weights: perplexity 19.37 against 18.83."""
+    runs = [{"lr": "1"}, {"lr": "2"}]
+    for run, exported, values in zip(runs, (12, 4), ({4: 19.9, 12: 19.37}, {4: 18.83, 12: 25.0}), strict=True):
+        folder = write_run(tmp_path, name_of(run), exported_step=exported)
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for line in lines:
+            line.pop("validation_loss", None)
+            if line["step"] in values:
+                line["validation_perplexity"] = values[line["step"]]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert not compare(tmp_path, runs, "validation_perplexity", False, [])
+    rows = json.loads((tmp_path / "sweep.json").read_text())
+    assert [(row["settings"]["lr"], row["value"], row["step"], row["steps"]) for row in rows] == [
+        ("2", 18.83, 4, 12),
+        ("1", 19.37, 12, 12),
+    ]
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[1:3]] == [["2", "18.83"], ["1", "19.37"]]

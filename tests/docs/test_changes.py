@@ -87,6 +87,17 @@ def test_stop(reader, run):
 
 
 @pytest.mark.slow
+def test_schedule_that_reads_the_validation_loss(reader, run):
+    """Almost nothing is learned at this rate, so that the rate is halved at each validation."""
+    follow(reader, "A schedule that reads the validation loss")
+    settings = ["optimizer.lr=1e-7", "schedule.patience=0", "validate_every=1"]
+    whole = logged(run(*settings, folder="whole"))
+    assert [step["lr"] for step in whole] == [1e-7, 1e-7, 0.5e-7, 0.25e-7]
+    resumed = logged(run(*settings, f"resume={reader.folder}/whole/checkpoints/step-00000002", folder="resumed"))
+    assert [step["lr"] for step in resumed] == [0.5e-7, 0.25e-7]
+
+
+@pytest.mark.slow
 def test_noise(reader, run):
     follow(reader, "Noise on the embeddings")
     plain, whole = run("noise_alpha=0", folder="plain"), run("noise_alpha=50", folder="whole")

@@ -20,7 +20,7 @@ from recipes.test_grpo import requests  # noqa: F401
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tune import evaluation
+from tune import evaluation, records
 from tune.checkpointers import load_model
 from tune.checkpointers.best import HIGHER, LOWER, Best, more_is_better
 from tune.errors import TuneError
@@ -81,7 +81,11 @@ def test_best_checkpoint_is_kept_and_exported(run, recipe, checkpoint):
     message = f"The {kind} is in {folder / kind}, with the weights of step {best}, the best by validation_loss."
     assert message in (folder / "report.html").read_text()
 
+    record = records.read(folder)
+    assert record.result("validation_loss") == (best, losses[best - 1]) and record.exported_step == best
+
     plain = run(wave, f"max_steps={last}", "checkpointer.keep_best=null", folder="plain")
+    assert records.read(plain).result("validation_loss") == (last, losses[-1])
     message = f"The {kind} is in {plain / kind}, with the weights of step {last}, the last one."
     assert message in (plain / "report.html").read_text()
     assert logged(plain)[-1]["validation_loss"] == losses[-1]  # training is unchanged

@@ -132,3 +132,34 @@ def test_starts_are_bounded(tmp_path):
     facts = json.loads((tmp_path / "run.json").read_text())
     assert [start["step"] for start in facts["starts"]] == [0, *range(150, 250)]
     assert facts["number_of_starts"] == 250
+
+
+def test_values_are_those_of_the_exported_weights(make_run, tmp_path):
+    """keep_best exported step 8 of 12; `grad_norm` was measured at all steps, `validation_loss` at 4, 8 and 12."""
+    run = records.read(make_run(exported_step=8))
+    assert run.exported_step == 8 and run.result("validation_loss") == (8, 2.1 / 8)
+    assert run.result("loss") == (8, 2 / 8) and run.shown("loss") == "0.25 (step 8)"
+    assert (run.last("loss"), run.last("step")) == (2 / 12, 12)
+    assert records.read(make_run("odd", exported_step=7)).result("validation_loss") == (4, 2.1 / 4)
+    early = records.read(make_run("early", exported_step=3))
+    assert early.result("validation_loss")[0] is None and early.shown("validation_loss") == ""
+    for state, name in (("failed", "b"), ("interrupted", "c")):  # nothing was exported
+        stopped = records.read(make_run(name, state=state, exported_step=8))
+        assert stopped.exported_step is None and stopped.result("loss") == (12, 2 / 12)
+    plain = records.read(make_run("plain"))
+    assert plain.exported_step == 12 and plain.result("loss") == (12, 2 / 12)
+
+
+def test_tail_without_the_exported_step_is_not_enough(make_run):
+    folder = make_run(steps=200, exported_step=4)
+    assert records.read(folder, tail=2000).result("validation_loss") == (4, 2.1 / 4)
+    last = make_run("last", steps=200)
+    assert len(records.read(last, tail=2000).columns["step"]) < 20
+
+
+def test_end_records_the_exported_step(tmp_path):
+    records.start(tmp_path, 0, recipe="mine", steps=3)
+    records.end(tmp_path, None, 2)
+    assert json.loads((tmp_path / "run.json").read_text())["exported_step"] == 2
+    records.end(tmp_path, None)
+    assert json.loads((tmp_path / "run.json").read_text())["exported_step"] is None

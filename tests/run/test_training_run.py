@@ -158,11 +158,11 @@ def test_axes_that_communicate_within_blocks_across_nodes(tp, cp, ep, warned):
 def test_last_step_is_saved_when_data_ends_early(run):
     saved = []
 
-    def step(number, metrics, now):
+    def save(number, wait):
         saved.append(number)
 
     waits, ends = (lambda: max([2, *saved])), (lambda: None)
-    checkpointer = SimpleNamespace(wait=waits, step=step, finish=ends, unwritten="")
+    checkpointer = SimpleNamespace(wait=waits, save=save, finish=ends, unwritten="")
     run.step, run.total = 3, 5
     run.finish(checkpointer)
     run.finish(checkpointer)
@@ -180,11 +180,11 @@ def test_step_that_skipped_its_save_is_saved_on_interrupt(run, monkeypatch):
     """`continue` in a copied loop skips the rest of the iteration, including `checkpointer.step`."""
     saved = []
 
-    def step(number, metrics=None, now=False):
+    def save(number, wait=False):
         saved.append(number)
 
     waits = lambda: max([0, *saved])  # noqa: E731
-    checkpointer = SimpleNamespace(wait=waits, step=step, is_over=lambda: False, keep=None)
+    checkpointer = SimpleNamespace(wait=waits, save=save, is_over=lambda: False, keep=None)
     with pytest.raises(SystemExit) as end:
         for number, _ in run.steps([(1, "a"), (2, "b"), (3, "c")], 0, checkpointer):
             if number == 2:

@@ -1166,9 +1166,9 @@ WRONG = {
     ),
     "use of None": (
         [
-            ("evaluator(0)", "evaluator(0)[0]['a']"),
+            ("run.begin(checkpointer, evaluator)", "run.begin(checkpointer, evaluator)[0]['a']"),
         ],
-        ["evaluator(0)[0]"],
+        ["run.begin(checkpointer, evaluator)[0]"],
     ),
     "local before assignment: schedule": (
         [

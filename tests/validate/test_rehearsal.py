@@ -125,7 +125,7 @@ FAULTS = [
     ("total_loss += loss.detach()", "total_loss += loss.detach() + torch.ones(2)[5]", "index 5"),
     ("/ max(1, batch.num_supervised)", "/ max(1, batch.supervised)", "supervised"),
     ("run.log(step, batch, metrics)", "run.log(step, batch, metrics['learning_rate'])", "learning_rate"),
-    ("evaluator(0)", "evaluator(0)[0]", "0"),
+    ("run.begin(checkpointer, evaluator)", "run.begin(checkpointer, evaluator)[0]", "0"),
 ]
 
 

@@ -48,9 +48,9 @@ def unknown_direction(place: str, metric: str, setting: str) -> TuneError:
 
 
 class Best:
-    """The best value of a metric so far. `stale` counts the values since. `kept` is the value and step of the best
-    written checkpoint; `values` has all steps whose checkpoints may exist. `more_is_better` decides whether the
-    highest or lowest value is best.
+    """The best value of a metric so far. `stale` counts the values since, `taken` is the step of the last value. `kept`
+    is the value and step of the best written checkpoint; `values` has all steps whose checkpoints may exist.
+    `more_is_better` decides whether the highest or lowest value is best.
 
     Raises:
         TuneError: the metric has the name of a task's metric, but no task measures it; or it is unknown whether the
@@ -81,7 +81,7 @@ class Best:
         if stated is not None and not metric:
             raise TuneError("checkpointer.higher_is_better: it needs a metric. Set checkpointer.keep_best, or unset it")
         self.sign = 1 if is_more_better else -1
-        self.value, self.step, self.stale = -float("inf"), 0, 0
+        self.value, self.step, self.stale, self.taken = -float("inf"), 0, 0, 0
         self.kept = self.value, self.step
         self.values: dict[int, float] = {}
 
@@ -105,7 +105,10 @@ class Best:
 
     def take(self, step: int, value: float) -> bool:
         """Record the metric of a step, and return whether it is the best so far. NaN and infinity never are: they count
-        as values that are no better."""
+        as values that are no better. The value of a step counts once, also if a continued run measures it again."""
+        if step <= self.taken:
+            return self.step == step
+        self.taken = step
         is_finite = math.isfinite(value)
         if is_finite:
             self.values[step] = value * self.sign
@@ -135,14 +138,15 @@ class Best:
 
     def state_dict(self) -> dict[str, Any]:
         if not self.step:
-            return {"metric": self.metric, "sign": self.sign, "stale": self.stale} if self.stale else {}
-        state = {name: getattr(self, name) for name in ("metric", "sign", "value", "step", "stale")}
+            names = ("metric", "sign", "stale", "taken") if self.stale else ()
+            return {name: getattr(self, name) for name in names}
+        state = {name: getattr(self, name) for name in ("metric", "sign", "value", "step", "stale", "taken")}
         return state | {"values": [list(each) for each in sorted(self.values.items())]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state if it is of the same metric and direction."""
-        if self.metric and state.get("metric") == self.metric and state["sign"] == self.sign:
-            self.stale = state["stale"]
+        if self.metric and state.get("metric") == self.metric and state.get("sign", self.sign) == self.sign:
+            self.stale, self.taken = state["stale"], state.get("taken", 0)
             if "step" not in state:  # no value was finite
                 return
             self.value, self.step = state["value"], state["step"]

@@ -58,7 +58,7 @@ from tune.lookup import in_shell
 from tune.types import PositiveInt, checked
 
 # The checkpointer's own keys in state.json.
-OF_ITSELF = {"step", "groups", "best", "optimizer", "updates", "stopped", "loss_scales"}
+OF_ITSELF = {"step", "groups", "best", "optimizer", "updates", "stopped", "loss_scales", "unmeasured"}
 
 STORED = ".store"  # marks a run folder that is uploaded: each node has its own folder with its processes' files
 
@@ -195,6 +195,7 @@ class Checkpointer:
         self.unwritten = ""  # what could not be written most recently
         self.ends = False  # whether this is the last step
         self.stopped = False  # the recipe called stop()
+        self.unmeasured = False  # the state is from before the measurements of its step
         self.metrics: dict[int, dict[str, float]] = {}  # of steps that are not reported to Ray yet
 
     def resume(self, resume: str | Path = "auto") -> int:
@@ -232,6 +233,7 @@ class Checkpointer:
         if "schedule" in self.small.keys() - extra.keys():  # after the learning rates, which some schedules recompute
             self.small["schedule"].load_state_dict(_from_json(small["schedule"]))
         self.updates, self.stopped = small["updates"], small.get("stopped", False)
+        self.unmeasured = small.get("unmeasured", False)
         for scale, state in zip(loss_scales(self.model), small.get("loss_scales", ()), strict=False):
             scale.load_state_dict(state)
         self.best.load_state_dict(small.get("best", {}))
@@ -399,7 +401,10 @@ class Checkpointer:
     def step(self, step: int, metrics: Mapping[str, Any] = MappingProxyType({}), now: bool = False) -> None:
         """Call this after each optimizer step, with its metrics. Saves if a checkpoint is due, is the best, or is the
         last one since training `is_over`; with `now`, saves and waits. With `on_error="stop"`, raises TuneError if a
-        checkpoint could not be written; earlier ones are intact."""
+        checkpoint could not be written; earlier ones are intact.
+
+        `now` is for the end of training: nothing was measured after this step, so the checkpoint is `unmeasured`, and
+        `tune.run.Run.begin` makes the measurements if training continues from it."""
         if self.pending is not None and self.pending.done():
             self._collect()
         try:
@@ -418,7 +423,7 @@ class Checkpointer:
         is_due = self.every and (
             step % self.every == 0 or (step == soon and bool(self.world.broadcast(self.unwritten)))
         )
-        self.ends = now
+        self.ends = self.unmeasured = now
         if now or is_best or self.is_over() or is_due:
             self.metrics[step] = self.metrics.get(step, {}) | dict(metrics)
             self.save(step, wait=now)
@@ -453,6 +458,7 @@ class Checkpointer:
             {
                 "step": step, "groups": self._changed(), "best": self.best.state_dict(),
                 "optimizer": _kind(self.optimizer), "updates": self.updates, "stopped": self.stopped,
+                "unmeasured": self.unmeasured,
                 "loss_scales": [scale.state_dict() for scale in loss_scales(self.model)], **parts,
             }
         )  # fmt: skip
@@ -498,8 +504,9 @@ class Checkpointer:
 
     def _renew_notes(self, step: int) -> None:
         """Update notes in the checkpoint of a step that are decided after saving: the best step, and a stop."""
-        if self.world.is_main and (self.best.metric or self.stopped):
-            file = self.folder / f"step-{step:08d}" / "state.json"
+        file = self.folder / f"step-{step:08d}" / "state.json"
+        is_here = not (step in self.resumed and not file.exists())  # else in the folder that training continued from
+        if self.world.is_main and is_here and (self.best.metric or self.stopped):
             notes = {"best": self.best.state_dict(), "stopped": self.stopped}
             try:
                 replace_json(file, json.loads(file.read_text(encoding="utf-8")) | notes)
@@ -535,9 +542,9 @@ class Checkpointer:
             self.reported = saved
         self.metrics = {step: metrics for step, metrics in self.metrics.items() if step > saved}
 
-    def finish(self) -> None:
+    def finish(self) -> int | None:
         """Wait as `wait` does; with `keep_best`, then load the weights of the best checkpoint. Call this before an
-        export."""
+        export. Returns the step of the loaded weights, or None if they are the last ones."""
         self.wait()
         if self.refused and not self.updates and (scales := loss_scales(self.model)) and scales[0].skipped:
             raise TuneError(
@@ -551,10 +558,10 @@ class Checkpointer:
             )
         reshard(self.model)  # the last evaluation may have gathered weights
         if self.best.metric is None:
-            return
+            return None
         if (path := self._best_intact()) is None:
             self.tell(f"checkpointer.keep_best: no checkpoint has a finite {self.best.metric}; using the last weights")
-            return
+            return None
         model = get_model_state_dict(self.model, options=TRAINED)
         try:
             dcp.load({"model": model}, storage_reader=Reader(path), planner=Planner())
@@ -562,6 +569,7 @@ class Checkpointer:
             raise TuneError(f"{path} cannot be read into this model: {cause_of(error)}. Remove that folder") from error
         set_model_state_dict(self.model, model, options=TRAINED)
         self.tell(f"using the weights with the best {self.best}")
+        return self.best.step
 
     def _best_intact(self) -> Path | None:
         """Return the best checkpoint, or the next best one that exists and is intact, or None."""

@@ -1,5 +1,5 @@
-"""Compare two runs: recipe, settings, data, and the last value of each metric. A dash marks a value that a run does not
-have."""
+"""Compare two runs: recipe, settings, data, and each metric of the exported weights (before a run is done, its last
+value). A dash marks a value that a run does not have."""
 
 import math
 import sys
@@ -19,7 +19,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     runs = [read(path) for path in parser.parse_args(arguments).runs]
     for problem in [f"{run.path}: {each}" for run in runs for each in run.problems]:
         print(visible(f"warning: {problem}"), file=sys.stderr)
-    results = [last_values(run) for run in runs]
+    results = [results_of(run) for run in runs]
     rows = [["", *(str(run.path) for run in runs)]]
     inputs, recipes = [run.inputs for run in runs], [str(run.facts.get("recipe", "")) for run in runs]
     if recipes[0] != recipes[1]:
@@ -31,8 +31,11 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     print_table(rows)
 
 
-def last_values(run: Record) -> dict[str, float]:
-    values = {name: run.last(name) for name in run.columns if name != "time"}
+def results_of(run: Record) -> dict[str, float]:
+    values = {name: run.result(name)[1] for name in run.columns if name != "time"}
+    values["step"] = run.last("step")
+    if run.exported_step is not None:
+        values["exported step"] = run.exported_step
     return {name: value for name, value in values.items() if not math.isnan(value)}
 
 

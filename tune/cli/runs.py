@@ -1,5 +1,5 @@
-"""List run folders with their state, step, loss and size, the newest last. It looks in FOLDER (default: runs) and in
-its subfolders."""
+"""List run folders with their state, step, loss and size, the newest last. Losses are those of the exported weights:
+with checkpointer.keep_best, of the best step. Runs are found in FOLDER (default: runs) and in its subfolders."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from typing import Any
 from tune.cli.output import gib, print_table
 from tune.errors import TuneError
 from tune.lookup import absent, in_shell, local_path
-from tune.records import Record, find, is_run, read
+from tune.records import Record, find, is_run, number, read
 
 TAIL = 1 << 20  # bytes to read from the end of metrics.jsonl
 
@@ -23,7 +23,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     folder = options.folder
     runs = sorted((read(each, TAIL) for each in find(folder)), key=lambda run: run.started)
-    names = ["step", "loss", "validation_loss"]
+    names = ["loss", "validation_loss"]
     if any("reward" in run.columns for run in runs):
         names.append("reward")
     if not runs and not (options.json and folder.is_dir()):
@@ -35,20 +35,24 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     if options.json:
         print(json.dumps([described(run) for run in runs], indent=2))
         return
-    rows = [("run", "state", "recipe", *(name.replace("_", " ") for name in names), "GiB", "began")]
+    rows = [("run", "state", "recipe", "step", *(name.replace("_", " ") for name in names), "GiB", "began")]
     for run in runs:
-        metrics = [run.shown(name) for name in names]
+        metrics = [number(run.last("step")), *(run.shown(name) for name in names)]
         began = f"{datetime.fromtimestamp(run.started):%Y-%m-%d %H:%M}"
         rows.append((str(run.path), run.state, run.facts.get("recipe", ""), *metrics, gib(run.path), began))
     print_table(rows)
 
 
 def described(run: Record) -> dict[str, Any]:
-    """Return a run for JSON output; `metrics` are the last values of all metrics."""
+    """Return a run for JSON output; `metrics` are those of the exported weights, or of a run that is not done the last
+    ones. `step` and `time` are always the last."""
+    values = {name: run.result(name)[1] for name in run.columns}
+    values |= {name: run.last(name) for name in ("step", "time") if name in values}
     return {
         "path": str(run.path),
         "state": run.state,
         "recipe": run.facts.get("recipe", ""),
         "began": datetime.fromtimestamp(run.started).astimezone().isoformat(timespec="seconds"),
-        "metrics": {name: None if math.isnan(run.last(name)) else run.last(name) for name in run.columns},
+        "exported_step": run.exported_step,
+        "metrics": {name: None if math.isnan(value) else value for name, value in values.items()},
     }

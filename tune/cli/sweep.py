@@ -11,6 +11,7 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import shlex
@@ -185,7 +186,7 @@ def ranked(rows: list[dict[str, Any]], more_is_better: bool) -> list[dict[str, A
 
 
 def value_of(row: dict[str, Any]) -> str:
-    """Return the last value of the metric, with its step if it is not the last step."""
+    """Return the value of the metric, with its step if it is not the last step."""
     late = f" (step {row['step']})" if row["step"] not in (None, row["steps"]) else ""
     return "" if row["value"] is None else f"{row['value']}{late}"
 
@@ -253,11 +254,15 @@ def name_of(run: dict[str, str]) -> str:
 
 
 def row(folder: Path, run: dict[str, str], metric: str, failed: bool) -> dict[str, Any]:
-    """Return a run's result. A run that Ray ended early may not have recorded its end."""
-    steps, values = [0, *(step for step, _ in measured(folder, "step"))], measured(folder, metric)
-    is_done = (folder / "run.json").exists() and records.read(folder).state == "done"
-    state = "done" if is_done else "ended early"
+    """Return a run's result: the metric of the exported weights, with its step. A run that Ray ended early may not have
+    recorded its end; its result is the last value."""
+    state, step, value, steps = "ended early", None, math.nan, 0
+    if folder.exists() and records.is_run(folder):
+        record = records.read(folder)
+        state = "done" if record.state == "done" else state
+        step, value = record.result(metric)
+        steps = int(max(record.columns["step"], default=0))
     return {
-        "settings": run, "value": values[-1][1] if values else None, "step": values[-1][0] if values else None,
-        "steps": steps[-1], "state": "failed" if failed else state, "folder": str(folder),
+        "settings": run, "value": None if math.isnan(value) else value, "step": step, "steps": steps,
+        "state": "failed" if failed else state, "folder": str(folder),
     }  # fmt: skip

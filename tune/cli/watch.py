@@ -64,7 +64,8 @@ def view(run: Record, width: int) -> Iterator[RenderableType]:
     name = main_curve(run)
     values = run.known(name)[1]
     if len(values):
-        yield Text(f"\n{name}: {run.shown(name)} now, {number(values.min())} to {number(values.max())}")
+        now = "" if run.exported_step else " now"
+        yield Text(f"\n{name}: {run.shown(name)}{now}, {number(values.min())} to {number(values.max())}")
         yield Text("\n".join(curve(values, max(1, width - 2))), "cyan")
     last = {each: run.shown(each).replace(" ", NO_BREAK) for each in run.columns if each not in ("step", "time", name)}
     yield Text("\n" + "   ".join(f"{each}{NO_BREAK}{value}" for each, value in last.items()))

@@ -102,6 +102,7 @@ class Evaluator:
         All processes must call this.
 
         After the last step nothing is measured: `tune.run.Run.finish` does that once the last checkpoint is saved.
+        After an interrupted step `tune.run.Run.begin` of the continued run does it.
         """
         if step == 0:
             if self.general:
@@ -115,6 +116,10 @@ class Evaluator:
             return self._measure(step, self._all())
         if self.run.is_end(step):
             return {}
+        return self.due(step)
+
+    def due(self, step: int) -> dict[str, float]:
+        """Return the metrics that are due after a step, also if it was the last one. All processes must call this."""
         due = [part for part in self._all() if part.every and step % part.every == 0]
         if due and self.general and self.of_general not in due:
             due.append(self.of_general)

@@ -118,9 +118,10 @@ def uses(run: Record) -> Iterator[tuple[str, list[str]]]:
         again = f"To continue the run: the same command with output_dir={in_shell(run.path)} resume=auto"
         advice = f". {again}. Without checkpoints it starts over. If you do not need it, delete {run.path}."
         yield f"There is no model{' yet: it is written at the end.' if run.state == 'running' else advice}", []
-    step = run.best or run.last("step")
-    best = f"the best by {run.settings.get('checkpointer.keep_best')}" if run.best else "the last one"
-    of_step = f", with the weights of step {number(step)}, {best}" if run.state == "done" and step > 0 else ""
+    step = run.exported_step or 0
+    is_best = run.best or step < run.last("step")
+    best = f"the best by {run.settings.get('checkpointer.keep_best')}" if is_best else "the last one"
+    of_step = f", with the weights of step {number(step)}, {best}" if step > 0 else ""
     for folder in folders:
         base, place = in_shell(str(run.settings.get("model.path"))), in_shell(folder)
         merge = f"tune merge {base} {place} {in_shell(run.path / 'merged')}"

@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,11 @@ def start(folder: Path, step: int, **facts: Any) -> None:
     _note(folder, state="running", error=None, starts=starts, number_of_starts=count, **facts)
 
 
-def end(folder: Path, error: BaseException | None) -> None:
-    """Record in run.json how the run ended: with `error`, or normally."""
+def end(folder: Path, error: BaseException | None, exported_step: int | None = None) -> None:
+    """Record in run.json how the run ended: with `error`, or normally with the weights of `exported_step`."""
     code = error.code if isinstance(error, SystemExit) else 1
     if error is None or not code:
-        _note(folder, state="done")
+        _note(folder, state="done", exported_step=exported_step)
     elif isinstance(error, KeyboardInterrupt) or code == 130:
         _note(folder, state="interrupted")
     else:
@@ -107,11 +108,30 @@ class Record:
         """Return the last value of a metric, or NaN."""
         return float(self.known(metric)[1][-1:].sum()) if len(self.known(metric)[1]) else math.nan
 
+    @cached_property
+    def exported_step(self) -> int | None:
+        """The step of the exported weights: the best one (checkpointer.keep_best), or the last one. None until done."""
+        if self.state != "done" or not len(self.columns["step"]):
+            return None
+        return self.facts.get("exported_step") or self.best or int(self.columns["step"][-1])
+
+    def result(self, metric: str) -> tuple[int | None, float]:
+        """Return the step and the value of a metric that describe the result of the run, or None and NaN.
+
+        Of a run that is done, it is the value of the exported weights: the one at their step, or the last one before.
+        Else it is the last value.
+        """
+        steps, values = self.known(metric)
+        if self.exported_step is not None:
+            values = values[steps <= self.exported_step]
+            steps = steps[: len(values)]
+        return (int(steps[-1]), float(values[-1])) if len(values) else (None, math.nan)
+
     def shown(self, metric: str) -> str:
-        """Format the last value of a metric, with its step if that is not the run's last."""
-        steps, _ = self.known(metric)
-        late = f" (step {number(steps[-1])})" if len(steps) and steps[-1] < self.columns["step"][-1] else ""
-        return number(self.last(metric)) + late
+        """Format the value of a metric that describes the result, with its step if that is not the run's last."""
+        step, value = self.result(metric)
+        late = f" (step {number(step)})" if step is not None and step < self.columns["step"][-1] else ""
+        return number(value) + late
 
     def text(self, file: str, most: int, start: bool = False) -> str:
         """Read the last `most` bytes of a file; with `start`, the first."""
@@ -148,7 +168,8 @@ class Record:
 
 
 def read(folder: Path, tail: int | None = None) -> Record:
-    """Read the run in `folder`; with `tail`, only the metrics in the last `tail` bytes. Raises TuneError."""
+    """Read the run in `folder`; with `tail`, only the metrics in the last `tail` bytes, unless the exported weights are
+    of an earlier step. Raises TuneError."""
     if not folder.exists():
         raise TuneError(f"{folder} {absent(folder)}.{did_you_mean_path(folder, '*/')} Give the output_dir of a run")
     if not is_run(folder):
@@ -167,7 +188,10 @@ def read(folder: Path, tail: int | None = None) -> Record:
     if unreadable:
         problems.append(f"{unreadable:,} lines of metrics.jsonl are ignored: they are not the metrics of a step")
     facts, data = (all_visible(_json(folder / name)) for name in ("run.json", "data.json"))
-    return Record(folder, _state(folder, facts), facts, settings, data, columns, problems)
+    run = Record(folder, _state(folder, facts), facts, settings, data, columns, problems)
+    if tail and run.exported_step is not None and run.exported_step < columns["step"][0]:
+        return read(folder)
+    return run
 
 
 def find(folder: Path) -> list[Path]:

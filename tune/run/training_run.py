@@ -144,6 +144,7 @@ class Run:
         self.stream: Stream | None = None
         # Progress.
         self.step, self.total = 0, 0  # the last started step, and the last step of the run
+        self.exported_step: int | None = None  # the step of the weights after `finish`
         self.has_begun = False  # on the first process
         self.was_done = False  # whether an earlier start already finished, with all results
         self.interrupt: Interrupt | None = None  # from the first step on
@@ -211,7 +212,7 @@ class Run:
             if self.stream and error is None:
                 data = self.data | self.stream.seen.as_dict() | {"steps_per_epoch": None}
                 (self.path / "data.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-            records.end(self.path, error or self._failure())
+            records.end(self.path, error or self._failure(), self.exported_step)
             if not isinstance(error, KeyboardInterrupt):  # the user ends the run at once
                 records.write_report([self.path], self.path / "report.html")
         except Exception as problem:
@@ -238,6 +239,24 @@ class Run:
         where = f"continues after step {int(saved.name.removeprefix('step-'))}" if saved else "starts over"
         return f"Free some space: {self.again} {where}"
 
+    def begin(self, checkpointer: Checkpointer, evaluator: Evaluator) -> dict[str, float]:
+        """Run and record the measurements that precede the first step, and return their metrics.
+
+        In a new run they are those of the untrained model. A run that continues makes the measurements that were due at
+        the step after which it ended before, so that `keep_best`, `patience` and your own lines in a measurement get
+        the same values as in a run without an end. Call this between `steps` and the loop, on all processes.
+        """
+        if self.step == 0:
+            return evaluator(0)
+        if not checkpointer.unmeasured or self.step == self.total:  # `finish` measures after the last step
+            return {}
+        metrics = evaluator.due(self.step)
+        if metrics:
+            self.info(f"step {self.step}: the run ended before its measurements, so they are made now")
+            self.record(self.step, metrics)
+            checkpointer.step(self.step, metrics)
+        return metrics
+
     def finish(self, checkpointer: Checkpointer | None = None, evaluator: Evaluator | None = None) -> None:
         """Run the final measurements of the `evaluator`; with `keep_best`, then load the best checkpoint's weights.
 
@@ -245,15 +264,18 @@ class Run:
         call, a signal ends the process at once, because everything is saved.
         """
         self._end_if_interrupted(checkpointer)
+        # Data may end before the announced last step, so the last step may not be saved yet.
+        if checkpointer and checkpointer.wait() < self.step:
+            checkpointer.save(self.step, wait=True)
         # A finished run that is started again does not repeat its measurements.
         metrics = evaluator.at_end(self.step) if evaluator and not self.was_done else {}
         if metrics:
             self.record(self.step, metrics)
-        # Data may end before the announced last step, so the last step may not be saved yet.
-        if checkpointer and (metrics or checkpointer.wait() < self.step):
+        if checkpointer and metrics:
             checkpointer.step(self.step, metrics, now=True)
+        self.exported_step = self.step
         if checkpointer:
-            checkpointer.finish()
+            self.exported_step = checkpointer.finish() or self.step
             if checkpointer.unwritten and self.world.is_main:
                 self.unwritten.append(checkpointer.unwritten)
         if self.interrupt:
@@ -532,7 +554,7 @@ class Run:
                 self.save_seconds = begin - self.step_began  # after a step is logged, its checkpoint is saved
                 if self.is_interrupted(self.step):
                     if checkpointer and checkpointer.wait() < self.step:  # `continue` in the loop skipped the save
-                        checkpointer.step(self.step, now=True)
+                        checkpointer.save(self.step, wait=True)
                     self._exit(checkpointer)
         finally:
             watchdog.end()

@@ -220,7 +220,7 @@ class RehearsedCheckpointer(Checkpointer):
     def wait(self) -> int:
         return 0
 
-    def finish(self) -> None:
+    def finish(self) -> None:  # no weights are loaded
         pass
 
 
