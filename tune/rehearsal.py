@@ -109,6 +109,19 @@ def is_cut() -> bool:
     return _current is not None and bool(_current.cut)
 
 
+@contextmanager
+def all_rows() -> Iterator[None]:
+    """Read data in full within the block, also in a rehearsal."""
+    if _current is None:
+        yield
+        return
+    rows, _current.rows = _current.rows, None
+    try:
+        yield
+    finally:
+        _current.rows = rows
+
+
 def stand_in(kind: type[T]) -> type[T]:
     """The class that replaces `kind`, or a subclass of a replaced class, in a rehearsal; `kind` itself in a run."""
     for original, other in (_current.stand_ins if _current else {}).items():

@@ -1,6 +1,7 @@
 """General data measures the changes of training; the references are transformers models before and after it."""
 
 import json
+import shutil
 from pathlib import Path
 
 import full_finetune
@@ -8,7 +9,7 @@ import lora_finetune
 import numpy as np
 import pytest
 import torch
-from helpers import run_processes
+from helpers import make_adapter, run_processes
 
 from tune import config
 from tune.errors import TuneError
@@ -92,22 +93,100 @@ def test_resumed_run_compares_with_the_same_base(common, tmp_path, capsys):
     assert "evaluate.general" in capsys.readouterr().err + (parts / "log.txt").read_text()
 
 
-@pytest.mark.parametrize("case", ["set later", "other rows", "a new folder"])
+@pytest.mark.parametrize("case", ["set later", "other rows"])
 def test_missing_predictions_of_the_base_are_reported_before_a_step(case, common, rows, told, tmp_path):
-    run, other = tmp_path / "run", tmp_path / "other"
+    """RUN/general may have files, but of other rows."""
+    run = tmp_path / "run"
     without, general = common[:-1], common[-1]
-    before = {"set later": without, "other rows": [*without, "evaluate.general=shipped"], "a new folder": common}[case]
+    before = {"set later": without, "other rows": [*without, "evaluate.general=shipped"]}[case]
     first = ["max_steps=1", "schedule._component_=tune.optimizers.constant", "checkpointer.every=1"]
     full_finetune.main(config.load("full_finetune", [*before, *first, f"output_dir={run}"]))
     more = [*without, general, *first, "max_steps=3", f"output_dir={run}"]
-    if case == "a new folder":
-        more = [*more[:-1], f"output_dir={other}", f"resume={run}"]
-    if case != "other rows":  # validate reads only the first rows, so it cannot know which they are
-        assert "evaluate.general" in told("full_finetune", more)
+    assert "evaluate.general" in told("full_finetune", more)
+    if case == "other rows":
+        assert "evaluate.general" not in told("full_finetune", [*before, *more[len(common) :]])
     with pytest.raises((TuneError, SystemExit)):
         full_finetune.main(config.load("full_finetune", more))
-    folder = other if case == "a new folder" else run
-    assert not (folder / "metrics.jsonl").exists() or max(logged(folder)) == 1
+    assert max(logged(run)) == 1
+
+
+def test_predictions_come_from_the_run_that_training_continues_from(common, checkpoint, tmp_path):
+    """Another training has left predictions for the same rows in the new folder."""
+    first, again, other = (tmp_path / name for name in ("first", "again", "other"))
+    settings = [*common, "schedule._component_=tune.optimizers.constant", "checkpointer.every=1"]
+    full_finetune.main(config.load("full_finetune", [*settings, "max_steps=2", f"output_dir={first}"]))
+    theirs = ["from_scratch=true", "max_steps=1", f"output_dir={other}"]
+    full_finetune.main(config.load("full_finetune", [*settings, *theirs]))
+    shutil.copytree(other / "general", again / "general")
+    resumed = [*settings, f"resume={first}", f"output_dir={again}"]
+    full_finetune.main(config.load("full_finetune", resumed))
+    whole = tmp_path / "whole"
+    full_finetune.main(config.load("full_finetune", [*settings, f"output_dir={whole}"]))
+    assert logged(again)[3]["general_kl"] == logged(whole)[3]["general_kl"] > 1e-3
+    kept = next((first / "general").glob("base-*.npy"))
+    assert (again / "general" / kept.name).read_bytes() == kept.read_bytes()
+
+
+def test_damaged_predictions_are_not_computed_by_the_trained_model(common, tmp_path, capsys):
+    run = tmp_path / "run"
+    settings = [*common, "schedule._component_=tune.optimizers.constant", "checkpointer.every=1", f"output_dir={run}"]
+    full_finetune.main(config.load("full_finetune", [*settings, "max_steps=2"]))
+    kept = next((run / "general").glob("base-*.npy"))
+    kept.write_bytes(kept.read_bytes()[:-1] + b"x")
+    with pytest.raises((TuneError, SystemExit)):
+        full_finetune.main(config.load("full_finetune", settings))
+    assert max(logged(run)) == 2
+
+
+TOKENS = "adapter.trainable_tokens=[5,6,7,40,41]"
+
+
+@pytest.mark.parametrize("settings", [[], [TOKENS], ["adapter.path"]], ids=["adapter", "tokens", "continued"])
+def test_base_is_the_model_without_its_adapter(settings, common, checkpoint, rows, tmp_path):
+    """Also after a resume with other general data, when the adapter is trained; the reference is transformers."""
+    if settings == ["adapter.path"]:
+        settings = [f"adapter.path={make_adapter(checkpoint, tmp_path / 'adapter', seed=3)}"]
+    run, without = tmp_path / "run", common[:-1]
+    constant = "schedule._component_=tune.optimizers.constant"
+    same = [*without, *settings, constant, "checkpointer.every=1", "optimizer.lr=0.1", f"output_dir={run}"]
+    same += ["export.merge=true"]
+    lora_finetune.main(config.load("lora_finetune", [*same, "max_steps=2", "evaluate.general=shipped"]))
+    shipped = logged(run)
+    if "adapter.path" in str(settings):
+        assert shipped[0]["general_kl"] > 1e-3  # before the first step, too
+    lora_finetune.main(config.load("lora_finetune", [*same, common[-1]]))
+    open_theirs = pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained
+    base, trained = (open_theirs(path, dtype=torch.float32).eval() for path in (checkpoint, run / "model"))
+    loss, kl = measured(base, trained, rows, Tokenizer(str(checkpoint)))
+    assert logged(run)[3]["general_kl"] == pytest.approx(kl, abs=1e-5) and kl > 1e-3
+    assert logged(run)[3]["general_loss"] == pytest.approx(loss, abs=1e-5)
+
+
+def test_base_with_modules_that_are_trained_in_full(common, checkpoint, rows, told, tmp_path):
+    """Predictions that were stored before the first step count; else the run is refused: the head was trained."""
+    run, without = tmp_path / "run", common[:-1]
+    same = [
+        *without, "adapter.modules_to_save=[lm_head]", "schedule._component_=tune.optimizers.constant",
+        "checkpointer.every=1", "optimizer.lr=0.1", f"output_dir={run}", "export.merge=true",
+    ]  # fmt: skip
+    lora_finetune.main(config.load("lora_finetune", [*same, common[-1], "max_steps=2"]))
+    other = [*same, "evaluate.general=shipped"]
+    assert "head.weight" in told("lora_finetune", other)
+    with pytest.raises((TuneError, SystemExit)):
+        lora_finetune.main(config.load("lora_finetune", other))
+    assert max(logged(run)) == 2
+    lora_finetune.main(config.load("lora_finetune", [*same, common[-1]]))
+    open_theirs = pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained
+    base, trained = (open_theirs(path, dtype=torch.float32).eval() for path in (checkpoint, run / "model"))
+    _, kl = measured(base, trained, rows, Tokenizer(str(checkpoint)))
+    assert logged(run)[3]["general_kl"] == pytest.approx(kl, abs=1e-5) and kl > 1e-3
+
+
+def test_continued_adapter_with_whole_modules_has_no_base(common, checkpoint, told, tmp_path):
+    adapter = make_adapter(checkpoint, tmp_path / "adapter", seed=3, modules_to_save=["lm_head"])
+    settings = [*common, f"adapter.path={adapter}"]
+    assert "evaluate.general" in told("lora_finetune", settings)
+    assert "evaluate.general" not in told("lora_finetune", settings[:-2] + settings[-1:])
 
 
 def test_general_data_is_measured_with_each_validation(common, chats, tmp_path):

@@ -39,7 +39,7 @@ from tune.datasets.parse.messages import checked_messages, conversation
 from tune.datasets.prompts import Prompt, PromptLoader, Prompts, load_prompts, open_prompts, placed_rows
 from tune.datasets.render import tokenize_conversation
 from tune.datasets.rows import RowReader
-from tune.datasets.scores import add_scores, require_kept, scores_file
+from tune.datasets.scores import add_scores, is_stored, require_kept, scores_file
 from tune.datasets.stream import Stream
 from tune.datasets.user_functions import called
 from tune.datasets.warnings import beyond_positions, warnings_about

@@ -95,6 +95,11 @@ def scores_file(folder: Path, name: str, part: Dataset, made_of: Any) -> Path:
     return folder / f"{name}-{hash_of(part.fingerprint, made_of)}.npy"
 
 
+def is_stored(file: Path) -> bool:
+    """Whether the file has values that are not damaged."""
+    return _kept(file) is not None
+
+
 def _rehearsed(
     part: Dataset, score: Callable[[Batch], torch.Tensor], world: "World", micro_batch_size: int, pad_to: int | None
 ) -> np.ndarray:

@@ -68,8 +68,10 @@ class Evaluator:
             rehearsed.report(error)  # the prompts may be wrong too
             self.tasks = Tasks([], tokenizer)
         self.prompts = open_prompts(tokenizer, placed_rows(prompts, "evaluate.prompts")) if prompts else []
-        self.general = GeneralData(general, model, tokenizer, world, run.path / "general") if general else None
-        if self.general and run.continues():
+        self.general = None
+        if general:
+            before = run.continues()
+            self.general = GeneralData(general, model, tokenizer, world, run.path / "general", before)
             try:
                 self.general.require_base()
             except TuneError as error:

@@ -4,7 +4,7 @@ A new kind of adapter is a class like `LoRALinear`; `adding.py` chooses the laye
 PEFT's format.
 """
 
-from tune.peft.adapters import adapted_modules, initialize, switched_off
+from tune.peft.adapters import adapted_modules, initialize, switched_off, trained_in_full
 from tune.peft.adding import add_adapters
 from tune.peft.dropout import set_dropout_keys
 from tune.peft.files import (
@@ -19,7 +19,7 @@ from tune.peft.files import (
     read_adapter_config,
     start,
 )
-from tune.peft.lora import LoRA, LoRALinear
+from tune.peft.lora import LoRA, LoRALinear, LowRank
 from tune.peft.merged import average, merge
 from tune.peft.merging import merge_in_place
 from tune.peft.named import adapter_folder, exported_folder, resolve_model, step_of

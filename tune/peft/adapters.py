@@ -39,11 +39,18 @@ def initialize(model: nn.Module, seed: int, earlier: Collection[str] = ()) -> No
                 shard.copy_(full[where])
 
 
+def trained_in_full(model: nn.Module) -> list[str]:
+    """The names of the trained parameters that are not an adapter's, and that `switched_off` leaves as they are."""
+    adapters = adapted_modules(model).values()
+    own = {id(getattr(layer, part, None)) for layer in adapters for part in layer.PARTS}
+    return [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in own]
+
+
 @contextmanager
 def switched_off(model: nn.Module) -> Iterator[None]:
-    """A context in which the model computes like its base, in evaluation mode. Parameters that are trained in full keep
-    their values."""
-    layers = [layer for layer in adapted_modules(model).values() if isinstance(layer, LowRank)]
+    """A context in which the model computes without its adapters, in evaluation mode. Parameters that are trained in
+    full keep their values, so that it is the base only if `trained_in_full` is empty."""
+    layers = adapted_modules(model).values()
     was_training = model.training
     model.eval()
     for layer in layers:

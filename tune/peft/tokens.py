@@ -22,6 +22,7 @@ class TokenRows(nn.Module):
     PARTS: ClassVar = {"rows": "token_adapter.trainable_tokens_delta"}
     added: ClassVar = ("rows", "token_ids")  # tensors added to the module
     casts_parameters: ClassVar = True
+    is_off = False  # compute without the trained rows
 
     weight: Tensor
     rows: nn.Parameter
@@ -53,11 +54,15 @@ class TokenRows(nn.Module):
 
     def operands(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """For a head: inputs and weight whose product is the logits, for a loss that computes them in chunks."""
+        if self.is_off:
+            return hidden, self.weight
         return hidden, self.weight.index_copy(0, self.token_ids, self.rows.to(self.weight.dtype))
 
 
 class TokenEmbedding(TokenRows, nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
+        if self.is_off:
+            return super().forward(input)
         matches = input[..., None] == self.token_ids
         trained = F.embedding(matches.int().argmax(dim=-1), self.rows.to(self.weight.dtype))
         return torch.where(matches.any(dim=-1, keepdim=True), trained, super().forward(input))

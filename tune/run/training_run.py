@@ -12,6 +12,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 import numpy as np
@@ -490,10 +491,11 @@ class Run:
             total = len(data)
         self.step, self.total = start, total
 
-    def continues(self) -> bool:
-        """Return whether training continues from a checkpoint, as `resume` asks. All processes call it."""
+    def continues(self) -> Path | None:
+        """Return the folder of the run whose checkpoint training continues from, or None. All processes call it."""
         folder = rehearsal.named(self.path)
-        return self.world.of_main(lambda: run_folder.continued(folder, self.resume) is not None)
+        found = self.world.of_main(lambda: run_folder.continued(folder, self.resume))
+        return found and found.parents[1]
 
     def is_interrupted(self, step: int) -> bool:
         """Return whether any rank got Ctrl-C or SIGTERM before the first call in this step. All processes call it."""
