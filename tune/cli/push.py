@@ -26,6 +26,7 @@ def push(source: Path, repo: str, private: bool = False, token_file: Path | None
         from huggingface_hub import errors
         from huggingface_hub.utils import validate_repo_id
     from tune.checkpointers import has_weights
+    from tune.files import is_adapter
     from tune.models import read_json
     from tune.peft import CONFIG, exported_folder
 
@@ -35,7 +36,7 @@ def push(source: Path, repo: str, private: bool = False, token_file: Path | None
     folder = exported_folder(source)
     if not has_weights(folder):
         raise TuneError(f"{folder} has no weights (*.safetensors) to upload")
-    if (folder / CONFIG).exists():
+    if is_adapter(folder):
         base = read_json(folder / CONFIG, "adapter").get("base_model_name_or_path") or ""
         if Path(base).exists():
             print(visible(f"note: {CONFIG} names {base} as base, which others do not have. Replace it with the Hub id"))

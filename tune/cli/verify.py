@@ -91,6 +91,7 @@ def verify(options: Namespace) -> list[Any]:
     """Return the checks of the artifact. Only one of the two models is in memory at a time."""
     from tune import distributed
     from tune.convert import notes_of
+    from tune.files import is_adapter
     from tune.models import ConfigFile, Decoder
     from tune.peft import CONFIG, exported_folder, open_model, read_adapter_config, step_of
     from tune.records import is_run
@@ -103,7 +104,7 @@ def verify(options: Namespace) -> list[Any]:
         results = [str(artifact / name) for name in ("model", "adapter") if (artifact / name).is_dir()]
         made = " or ".join(results) or "a folder or file that tune export made of it"
         raise TuneError(f"{artifact} is a run, not its result. Name {made} first, and the run after --against")
-    if (artifact / CONFIG).exists():
+    if is_adapter(artifact):
         base = read_adapter_config(artifact).get("base_model_name_or_path") or ""
         if not base or not Path(base).exists():
             raise TuneError(

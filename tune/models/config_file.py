@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tune.errors import TuneError
+from tune.errors import TuneError, explained
+from tune.files import ADAPTER_CONFIG, is_adapter
 from tune.lookup import absent, did_you_mean_path, in_shell, is_on_the_hub
 from tune.tokenizers import mapping_in
 
@@ -36,14 +37,19 @@ def read_json(file: Path, setting: str = "path") -> dict[str, Any]:
                 f"{setting}: {folder} is a run folder. {made}To continue the run itself, repeat the command that "
                 f"started it with output_dir={place}"
             )
-        if (folder / "adapter_config.json").exists():
-            raise TuneError(
-                f"{setting}: {folder} is an adapter. Give the model that it was trained on, with adapter.path={place} "
-                f"to continue training it; or merge both into one model: tune merge BASE {place} OUT"
-            )
+        if (folder / ADAPTER_CONFIG).exists():
+            raise _no_model(folder, setting)
         found = ", ".join(sorted(child.name for child in file.parent.glob("*"))[:8]) or "nothing"
         raise TuneError(f"{setting}: {file.parent} has no {file.name}; found {found}")
     return mapping_in(file)
+
+
+def _no_model(adapter: Path, setting: str) -> TuneError:
+    place = in_shell(adapter)
+    return TuneError(
+        f"{setting}: {adapter} is an adapter. Give the model that it was trained on, with adapter.path={place} to "
+        f"continue training it; or merge both into one model: tune merge BASE {place} OUT"
+    )
 
 
 def is_positive(value: Any) -> bool:
@@ -70,6 +76,9 @@ class ConfigFile:
         self.path, self.setting = folder / "config.json", setting
         if not folder.is_dir():
             raise TuneError(f"{setting}: {no_folder(folder, 'a folder with config.json and *.safetensors')}")
+        with explained(setting):
+            if is_adapter(folder) and self.path.exists():
+                raise _no_model(folder, setting)
         self.fields = read_json(self.path, setting)
         self.scores = "SequenceClassification" in str(self.fields.get("architectures"))  # a reward model
         self._read, self._sections = set[str](), list[ConfigFile]()

@@ -27,7 +27,7 @@ from tune.checkpointers import (
 )
 from tune.distributed import World, current_world, from_its_stage, full_tensor, local_shard, uncut
 from tune.errors import TuneError, explained
-from tune.files import content_digest, exported, require_replaceable
+from tune.files import ADAPTER_CONFIG, content_digest, exported, require_replaceable
 from tune.models import Decoder, HuggingFaceModel, Names, OnDisk, disk_parts, own_name, peft_name, read_json
 from tune.peft.adapters import Adapter, adapted_modules, initialize, is_tied
 from tune.peft.lora import LoRA, LoRAExperts, LoRALinear, LowRank
@@ -35,7 +35,7 @@ from tune.peft.tokens import TokenRows
 from tune.tokenizers import Tokenizer
 from tune.types import Fraction, checked, mismatch
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS = ADAPTER_CONFIG, "adapter_model.safetensors"
 GENERATION = "generation_config.json"
 PREFIX, BASE_COPY = "base_model.model.", ".base_layer.weight"
 # If the vocabulary was resized, PEFT saves a module that is trained in full as its `.weight`, and again as the parts of

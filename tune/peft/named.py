@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from tune.errors import TuneError, explained
-from tune.files import CHECKPOINT
+from tune.files import CHECKPOINT, is_adapter
 from tune.lookup import in_shell, local_path
 from tune.models import ConfigFile, no_folder, read_json
 from tune.peft.files import CONFIG
@@ -52,7 +52,7 @@ def resolve_model(path: str | Path, adapters: Sequence[str | Path] = (), setting
 
 def _resolved(place: Path, adapters: Sequence[str | Path]) -> Resolved:
     folder = exported_folder(place)
-    its_own = [folder] if (folder / CONFIG).exists() else []
+    its_own = [folder] if is_adapter(folder) else []
     on_it = [*its_own, *map(adapter_folder, adapters)]
     base = folder
     if its_own:

@@ -15,10 +15,10 @@ from tune import records
 from tune.checkpointers import checkpoint_at, sampled_digest
 from tune.distributed import World, launcher_store
 from tune.errors import TuneError
-from tune.files import CHECKPOINT, require_replaceable
+from tune.files import ADAPTER_CONFIG, CHECKPOINT, require_replaceable
 from tune.lookup import in_shell, local_path
 
-OF_MODELS = ("config.json", "adapter_config.json")
+OF_MODELS = ("config.json", ADAPTER_CONFIG)
 OTHERS = (
     ".safetensors",
     ".gguf",

@@ -17,12 +17,12 @@ import torch
 from tune.checkpointers import plain_tensors
 from tune.distributed import Dtype, as_dtype
 from tune.errors import TuneError, explained
+from tune.files import ADAPTER_CONFIG, is_adapter
 from tune.lookup import needs
 from tune.models import ConfigFile, read_json
 from tune.tokenizers import Message, mapping_in
 from tune.verify.llama_cpp import LlamaCpp
 
-ADAPTER = "adapter_config.json"
 # Messages rendered by a template, and the tokens read from the text, or their number.
 ChatText = tuple[str, int | list[int]]
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # GGUF types
@@ -89,11 +89,11 @@ class Transformers:
             import transformers
         self.name = "transformers"
         self.missing: list[str] | None = None
-        is_adapter = (folder / ADAPTER).exists()
-        base = _base_of(folder) if is_adapter else folder
+        is_adapted = is_adapter(folder)
+        base = _base_of(folder) if is_adapted else folder
         with explained(f"transformers cannot open {base}", Exception):
             model_class = _class_of(base)
-        if is_adapter:
+        if is_adapted:
             if find_spec("peft") is None:
                 raise TuneError(f"{folder}: adapters need PEFT: pip install peft")
             import peft
@@ -105,7 +105,7 @@ class Transformers:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             settings: dict[str, Any] = {"dtype": computed_in(folder, dtype), "device_map": str(device)}
             settings["trust_remote_code"] = False
-            if is_adapter:
+            if is_adapted:
                 self.model = model_class.from_pretrained(folder, **settings).eval()
             else:
                 self.model, info = model_class.from_pretrained(folder, **settings, output_loading_info=True)
@@ -149,7 +149,7 @@ class Transformers:
 
 
 def _base_of(adapter: Path) -> Path:
-    return Path(str(read_json(adapter / ADAPTER, "adapter").get("base_model_name_or_path")))
+    return Path(str(read_json(adapter / ADAPTER_CONFIG, "adapter").get("base_model_name_or_path")))
 
 
 def _class_of(folder: Path) -> Any:
@@ -225,8 +225,8 @@ class VLLMServer:
 
         settings: dict[str, Any] = {"model": str(folder)}
         self.lora = None
-        if (folder / ADAPTER).exists():
-            config = read_json(folder / ADAPTER, "adapter")
+        if is_adapter(folder):
+            config = read_json(folder / ADAPTER_CONFIG, "adapter")
             settings = {"model": config["base_model_name_or_path"], "tokenizer": str(folder), "enable_lora": True}
             settings["max_lora_rank"] = max(8, 1 << (int(config["r"]) - 1).bit_length())
             self.lora = LoRARequest("adapter", 1, str(folder))
@@ -296,7 +296,7 @@ def computed_in(artifact: Path, dtype: Dtype) -> torch.dtype:
     if artifact.is_file():
         return torch.float32
     folder = artifact
-    if (folder / ADAPTER).exists():
+    if is_adapter(folder):
         folder = _base_of(folder)
     is_coded = (folder / "config.json").exists() and re.search('fp4|"quant_method": "fp8"', _quantization(folder))
     return torch.bfloat16 if is_coded else as_dtype(dtype)
@@ -312,7 +312,7 @@ def open_program(
     Raises:
         TuneError: the program does not open this kind of artifact, is not installed, or fails to open it.
     """
-    usual = "peft" if (artifact / ADAPTER).exists() else "transformers"
+    usual = "peft" if is_adapter(artifact) else "transformers"
     if artifact.is_file():
         usual = "llama.cpp"
     if usual != (program or usual) and (program != "vllm" or usual == "llama.cpp"):
@@ -347,7 +347,7 @@ def type_of(artifact: Path, base: Path) -> Stored:
         if kind := FLOATS.get(largest.tensor_type.name):
             return Stored(kind)
         return Stored(8 * size // count, GROUP, count)  # llama.cpp rounds the inputs of a product by the same blocks
-    if (artifact / ADAPTER).exists():
+    if is_adapter(artifact):
         return Stored(torch.float32)
     quantization = _quantization(artifact)
     method = json.loads(quantization).get("quant_method")

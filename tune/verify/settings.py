@@ -9,10 +9,10 @@ from typing import Any
 
 from tune.convert import metadata_of
 from tune.errors import TuneError, explained
+from tune.files import ADAPTER_CONFIG, is_adapter
 from tune.lookup import needs
 from tune.models import Decoder, read_json
 from tune.verify.comparison import Check
-from tune.verify.programs import ADAPTER
 
 # Keys of generation_config.json that do not change answers. Tokens that end an answer are a check of their own.
 IGNORED = re.compile(r"_|transformers_version|(bos|eos|pad)_token_id|output_|return_dict|.*(cache|compile|assistant)")
@@ -40,8 +40,8 @@ def compare_settings(artifact: Path, program: str, base: Path, model: Any) -> li
             return []
         return [_settings("config", *_of_gguf(artifact, expected))]
     folder = artifact
-    if (artifact / ADAPTER).exists():
-        folder = Path(str(read_json(artifact / ADAPTER, "ARTIFACT").get("base_model_name_or_path")))
+    if is_adapter(artifact):
+        folder = Path(str(read_json(artifact / ADAPTER_CONFIG, "ARTIFACT").get("base_model_name_or_path")))
     read = [(_generation(each, program), _config(each)) for each in (base, folder)]
     return [_settings(name, *both) for name, *both in zip(("generation", "config"), *read, strict=True)]
 
