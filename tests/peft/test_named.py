@@ -12,7 +12,7 @@ from tune.checkpointers import load_model
 from tune.errors import TuneError
 from tune.models import Decoder
 from tune.models.hf import HuggingFaceModel
-from tune.peft import adapter, open_model, resolve_model
+from tune.peft import adapter, merge, open_model, resolve_model
 from tune.quantization import NF4Weight
 
 peft = pytest.importorskip("peft")
@@ -58,6 +58,42 @@ def test_two_dora_adapters_add_up_as_in_peft(checkpoint, adapters, tmp_path):
     assert_close(
         open_model(folders[0], adapters=folders[1:]).load()(TOKENS), theirs(TOKENS).logits, atol=1e-5, rtol=1e-5
     )
+
+
+def test_adapters_that_set_the_same_parameters_are_not_combined(checkpoint, adapters, tmp_path):
+    """Only one of them could have an effect. PEFT refuses two heads and two rows of a token, too."""
+    head = make_adapter(checkpoint, tmp_path / "head", 3, modules_to_save=["lm_head"])
+    norm = make_adapter(checkpoint, tmp_path / "norm", 3, modules_to_save=["norm"])
+    rows = make_adapter(checkpoint, tmp_path / "rows", 4, trainable_tokens={"embed_tokens": [5, 6]})
+    more = make_adapter(checkpoint, tmp_path / "more", 5, trainable_tokens={"embed_tokens": [6, 7]})
+    others = make_adapter(checkpoint, tmp_path / "others", 6, trainable_tokens={"embed_tokens": [8]})
+    plain = adapters[0]
+
+    for first, second in ((head, head), (rows, more), (rows, rows)):
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+        theirs = peft.PeftModel.from_pretrained(theirs, first, adapter_name="first")
+        theirs.load_adapter(second, adapter_name="second")
+        with pytest.raises(ValueError):
+            theirs.base_model.set_adapter(["first", "second"])
+    for first, second, facts in (
+        (head, head, "lm_head"), (head, plain, "lm_head"), (plain, head, "lm_head"), (head, norm, "lm_head"),
+        (rows, more, "token 6"), (more, rows, "token 6"), (rows, rows, "token 5"),
+    ):  # fmt: skip
+        ways = (
+            lambda pair=(first, second): open_model(checkpoint, pair).load(),
+            lambda pair=(first, second): open_model(pair[0], pair[1:]).load(),
+            lambda pair=(first, second): merge(checkpoint, pair, tmp_path / "out", method="linear"),
+        )
+        for combine in ways:
+            with pytest.raises(TuneError, match=facts) as error:
+                combine()
+            assert str(first) in str(error.value) or str(second) in str(error.value)
+    tokens = torch.arange(5, 13)[None]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    for folder in (rows, others):  # PEFT merges one after the other, but cannot activate both
+        theirs = peft.PeftModel.from_pretrained(theirs, folder).merge_and_unload().eval()
+    for pair in ((rows, others), (others, rows)):
+        assert_close(open_model(checkpoint, pair).load()(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
 
 
 def test_dora_below_another_adapter(checkpoint, adapters, tmp_path):

@@ -149,8 +149,9 @@ def test_errors_name_the_setting(checkpoint, adapter, runs, tmp_path):
         assert "model.path" not in str(error.value)
     with pytest.raises(TuneError, match=r"^reward\.path: .*score\.weight"):
         open_model(checkpoint, head="score", setting="reward.path")
+    plain = make_adapter(checkpoint, tmp_path / "plain", 1)
     with pytest.raises(TuneError, match="support only one adapter"):
-        open_model(adapter, [adapter]).shard(distributed.init("cpu"))
+        open_model(plain, [plain]).shard(distributed.init("cpu"))
 
 
 def test_adding_tokens_to_a_reward_model_keeps_its_head(tmp_path):

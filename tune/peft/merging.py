@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tune.errors import TuneError
-from tune.models import Names
+from tune.models import Names, own_name
 from tune.peft.adapters import adapted_modules
 from tune.peft.files import load_parameters, read_adapter
-from tune.peft.lora import LoRALinear
+from tune.peft.lora import LoRA, LoRALinear
 
 
 @torch.no_grad()
@@ -59,6 +59,30 @@ def take_off(model: nn.Module, changes: dict[str, Tensor]) -> None:
         layer.remove()
 
 
+def require_combinable(adapters: Sequence[LoRA]) -> None:
+    """Raise TuneError if `adapters` cannot be combined: one has modules trained in full, or several
+    trained the row of the same token."""
+    if len(adapters) < 2:
+        return
+    trained: dict[tuple[str, int], str | None] = {}
+    for lora in adapters:
+        if lora.modules_to_save:
+            raise TuneError(
+                f"{lora.path} has modules trained in full (modules_to_save: {lora.modules_to_save[-1]}, "
+                f"{len(lora.modules_to_save)} in total), so it cannot be combined with other adapters. Use it alone, "
+                "or merge it into the base first (`tune merge`)"
+            )
+        modules = lora.trainable_tokens if isinstance(lora.trainable_tokens, dict) else {}
+        rows = {(own_name(module), token): lora.path for module, tokens in modules.items() for token in tokens}
+        if both := sorted(trained.keys() & rows.keys()):
+            module, token = both[0]
+            raise TuneError(
+                f"{trained[both[0]]} and {lora.path} cannot be combined, since both trained token {token} in {module}. "
+                "Use one of them"
+            )
+        trained |= rows
+
+
 def give_memory(model: nn.Module) -> None:
     """Move trained parameters to the CPU; the base stays on the meta device. Shared parameters stay shared."""
     made: dict[nn.Parameter, nn.Parameter] = {}
@@ -95,7 +119,7 @@ def load_combined(
     factors: dict[str, list[tuple[Tensor, Tensor, float]]] = {name: [] for name in layers}
     for folder, weight in zip(adapters, weights or [1.0] * len(adapters), strict=True):
         lora = read_adapter(str(folder))
-        if lora.dora or lora.modules_to_save or not all(isinstance(layer, LoRALinear) for layer in layers.values()):
+        if lora.dora or not all(isinstance(layer, LoRALinear) for layer in layers.values()):
             raise TuneError(f"{folder} has more than LoRA matrices of linear layers, which cannot be combined")
         load_parameters(model, folder)
         for name, layer in layers.items():

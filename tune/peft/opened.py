@@ -44,7 +44,7 @@ from tune.models import ConfigFile, HuggingFaceModel, Names, build, hf, set_pad
 from tune.peft.adding import add_adapters
 from tune.peft.files import adapter, digest, load_adapter, read_adapter
 from tune.peft.lora import LoRA
-from tune.peft.merging import give_memory, load_combined, take_off
+from tune.peft.merging import give_memory, load_combined, require_combinable, take_off
 from tune.peft.named import Resolved, checkpoint_of, resolve_model, step_of
 from tune.quantization import Compressor, quantize_linears, quantized_linears
 from tune.run_settings import read_settings
@@ -306,6 +306,7 @@ def _exported(
 ) -> OpenedModel:
     folders = resolve_model(path, adapters, setting)
     loras = [read_adapter(str(each)) for each in folders.adapters]
+    require_combinable(loras)
     has_scores = any("score" in lora.modules_to_save for lora in loras)
     if head == "tokens" and has_scores:
         raise _writes_none(setting, path)
