@@ -74,7 +74,11 @@ class LoRA:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Check the settings; restores nothing. Raises TuneError if the state belongs to another adapter."""
         now = self.state_dict()
-        changed = [f"{name} was {state[name]} and is now {now[name]}" for name in now if state[name] != now[name]]
+        # The first pattern that matches a layer decides, so the order of patterns counts.
+        patterns = [[*each["alpha_pattern"].items()] for each in (state, now)]
+        differs = {name for name in now if state[name] != now[name]}
+        differs |= {"alpha_pattern"} if patterns[0] != patterns[1] else set()
+        changed = [f"{name} was {state[name]} and is now {now[name]}" for name in now if name in differs]
         if changed:
             raise TuneError(
                 f"resume: the checkpoint was made with another adapter: {'; '.join(changed)}. Restore these settings, "
