@@ -9,6 +9,8 @@ from tune.checkpointers.disk import (
     has_weights,
     headers,
     load_torch_file,
+    metadata_of,
+    model_digest,
     require_floats,
     sampled_digest,
     shape_differences,

@@ -112,9 +112,10 @@ def sampled_digest(names: Iterable[str], files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def model_digest(folder: Path, files: Iterable[Path]) -> str:
-    """Return a digest of the model in a folder: of config.json, except fields about its writer, and of all bytes of the
-    weight `files`."""
+def model_digest(folder: Path, tensors: Iterable[DiskTensor]) -> str:
+    """Return a digest of the model in a folder: of config.json, except fields about its writer, and of
+    all bytes of the files of its `tensors`, which are only read again when they change."""
+    files = {file for tensor in tensors for file in tensor.files}
     config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
     about = {name: value for name, value in config.items() if name not in ABOUT_THE_WRITER}
     contents = [about, *sorted((file.name, content_digest(file)) for file in files)]
@@ -247,6 +248,12 @@ def headers(file: Path) -> Iterator[DiskTensor]:
                 yield DiskTensor(name, file, header.get_shape(), SAFETENSORS_DTYPES[header.get_dtype()])
     except SafetensorError as error:
         raise TuneError(f"{file} is damaged ({error}). Download it again") from error
+
+
+def metadata_of(file: Path) -> dict[str, str]:
+    """Return the texts in the header of a safetensors file that `headers` has read."""
+    with safe_open(file, framework="pt") as tensors:
+        return tensors.metadata() or {}
 
 
 def load_torch_file(file: Path) -> dict[str, Tensor]:

@@ -74,6 +74,12 @@ class TrainedWeights:
             )
         return {"state": content_digest(self.checkpoint / DIGESTS)}
 
+    def digest_of_base(self) -> str | None:
+        """Return the digest of the base that an adapter in the state was trained on, if the state has it."""
+        state = json.loads((self.checkpoint / "state.json").read_text(encoding="utf-8"))
+        base = state.get("base")
+        return base.get("xxh3") if isinstance(base, dict) else None
+
     def _require_sound(self) -> None:
         if damage := found_damage(self.checkpoint):
             raise TuneError(f"{self.checkpoint} is damaged: {damage}. Use an earlier checkpoint")

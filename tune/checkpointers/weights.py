@@ -95,7 +95,7 @@ class Pretrained:
 
     def digest(self) -> dict[str, Any]:
         """Return a digest of config.json and of all bytes of the weights, and the settings of quantization."""
-        digest = model_digest(Path(self.path), {file for tensor in self.tensors.values() for file in tensor.files})
+        digest = model_digest(Path(self.path), self.tensors.values())
         settings = "quantization.weights=null"
         if quantized := next((module for module in self.model.modules() if isinstance(module, NF4Weight)), None):
             double = str(quantized.ranges is not None).lower()

@@ -439,10 +439,11 @@ def _with_rows(weight: Tensor, rows: int, known: int, ids: list[int]) -> Tensor:
     return larger
 
 
-def save_tensors(tensors: dict[str, Tensor], file: Path, what: str) -> None:
-    """Write a safetensors file to the unfinished folder of a model or an adapter. Raises TuneError if that fails."""
+def save_tensors(tensors: dict[str, Tensor], file: Path, what: str, **metadata: str) -> None:
+    """Write a safetensors file to the unfinished folder of a model or an adapter, with `metadata` in its
+    header. Raises TuneError if that fails."""
     try:
-        save_file(tensors, file, metadata={"format": "pt"})
+        save_file(tensors, file, metadata={"format": "pt"} | metadata)
     except SafetensorError as error:
         raise _not_written(what, file.parents[1], error) from error
 

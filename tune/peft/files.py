@@ -4,12 +4,15 @@ import inspect
 import json
 import math
 import re
+import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tune import rehearsal
@@ -17,8 +20,11 @@ from tune.checkpointers import (
     DiskTensor,
     Pretrained,
     export,
+    has_weights,
     headers,
     load_shard,
+    metadata_of,
+    model_digest,
     plain_tensors,
     require_finite_on_all,
     require_floats,
@@ -43,6 +49,7 @@ PREFIX, BASE_COPY = "base_model.model.", ".base_layer.weight"
 WRAPPED = ".modules_to_save.weight", ".original_module.weight"
 VOCABULARY = "embed_tokens.weight", "lm_head.weight"
 HEAD = "lm_head.weight"
+BASE = "base_xxh3"  # the digest of the base, in the header of the weights, where other programs ignore it
 SCORES = "SEQ_CLS"  # PEFT's task type of models with a scoring head
 FIELDS = {  # field of LoRA -> its name in PEFT's config
     "rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "rank_stabilized": "use_rslora", "dora": "use_dora",
@@ -234,9 +241,30 @@ def load_parameters(model: nn.Module, path: str | Path, theirs: LoRA | None = No
         _require_same_scaling(model, theirs)
     if rehearsal.current():
         return
+    if not all(part.parameter.is_meta for part in parts):  # else names and shapes are checked only
+        warn_of_another_base(path, metadata_of(file).get(BASE), getattr(model, "source", None))
     with torch.no_grad():
         for part, each in zip(parts, stored, strict=True):
             part.load({name: found[own_name(name)] for name in each})
+
+
+def digest_of_base(folder: str | Path | None) -> str | None:
+    """The digest of the model in `folder`; None if `folder` is not a folder with weights."""
+    if not folder or not Path(folder).is_dir() or not has_weights(Path(folder)):
+        return None
+    return model_digest(Path(folder), plain_tensors(Path(folder)).values())
+
+
+def warn_of_another_base(adapter: str | Path, digest: str | None, base: str | Path | None) -> None:
+    """Warn, on rank 0, if `adapter` was trained on a base with another `digest` than the model in `base`."""
+    is_main = not dist.is_initialized() or dist.get_rank() == 0
+    if is_main and digest and (now := digest_of_base(base)) and now != digest:
+        warnings.warn(
+            f"{adapter} was trained on a base with other weights or another config.json than {base} has now (xxh3 "
+            f"{digest}, now {now}), so the model may be worse than the trained one. Use the base of the training if "
+            "this is not intended",
+            stacklevel=3,
+        )
 
 
 def _other_type(base: str | None, model: Any) -> str:
@@ -363,8 +391,12 @@ def export_adapter(
             tensors |= full
     require_finite_on_all(world, "adapter", broken, folder)
     if world.is_main:
+        header: dict[str, str] = {}
+        with suppress(TuneError, OSError):  # a base that cannot be read now must not lose the adapter
+            if digest := digest_of_base(base):
+                header = {BASE: digest}
         with exported(folder) as unfinished:
-            save_tensors(tensors, unfinished / WEIGHTS, "adapter")
+            save_tensors(tensors, unfinished / WEIGHTS, "adapter", **header)
             (unfinished / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             if card:
                 (unfinished / "README.md").write_text(card, encoding="utf-8")
