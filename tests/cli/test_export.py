@@ -469,6 +469,7 @@ WRONG = {
     "too large": (["HUGE", "--to", "gguf"], "too large for fp16: use bf16"),
     "no tokenizer": (["BARE", "--to", "gguf"], "no tokenizer in"),
     "other words": (["WORDS", "--to", "gguf"], "unknown word-splitting rule"),
+    "a token without a row": (["EXTRA", "--to", "gguf"], "'<|extra|>' with id "),
 }
 
 
@@ -480,7 +481,7 @@ def test_invalid_inputs_are_rejected(
     if "--out" not in arguments:
         arguments = [*arguments, "--out", "NEW"]
     places = {"MODEL": checkpoint, "RUN": runs["full"], "NEW": tmp_path / "new"}
-    for name in {"OTHER", "YARN", "GELU", "NAN", "HUGE", "BARE", "WORDS"} & {*arguments}:
+    for name in {"OTHER", "YARN", "GELU", "NAN", "HUGE", "BARE", "WORDS", "EXTRA"} & {*arguments}:
         places[name] = spoiled(name, tmp_path / "spoiled")
     with pytest.raises(SystemExit) as stopped:
         main(["export", *(str(places.get(argument, argument)) for argument in arguments)])
@@ -506,6 +507,12 @@ def spoiled(how: str, folder: Path) -> Path:
         content = json.loads((folder / "tokenizer.json").read_text())
         content["pre_tokenizer"] = {"type": "Whitespace"}
         (folder / "tokenizer.json").write_text(json.dumps(content))
+    if how == "EXTRA":
+        rows = json.loads((folder / "config.json").read_text())["vocab_size"]
+        tokenizer = Tokenizer(folder)
+        tokenizer.add_tokens([f"<|fill{index}|>" for index in range(tokenizer.vocab_size, rows)])
+        assert tokenizer.add_tokens(["<|extra|>"]) == [rows]
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer.definition))
     return folder
 
 

@@ -386,6 +386,14 @@ def add_vocabulary(writer: Any, tokenizer: Tokenizer, rows: int) -> None:
     model, ids = definition["model"], tokenizer.vocabulary
     if model["type"] != "BPE":
         raise TuneError(f"GGUF: the tokenizer in {tokenizer.path} is a {model['type']}; only BPE is converted")
+    # llama.cpp's converter refuses these, too: a file whose embedding lacks a token's row cannot be loaded.
+    if beyond := sorted((index, token) for token, index in ids.items() if index >= rows):
+        index, token = beyond[0]
+        raise TuneError(
+            f"GGUF: the tokenizer in {tokenizer.path} has {len(beyond)} tokens without a row in the model's embedding: "
+            f"the first is {token!r} with id {index}, and the embedding has {rows} rows. Use the tokenizer and the "
+            "model of the same checkpoint"
+        )
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     tokens = [f"[PAD{index}]" for index in range(rows)]
     types = [TokenType.UNUSED] * rows

@@ -15,6 +15,7 @@ from tune.lookup import absent
 from tune.tokenizers import ranks, sentencepiece
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
 # Each of these files contains a whole vocabulary.
 SOURCES = ("tekken.json", "tokenizer.model", "*.tiktoken")
 
@@ -26,24 +27,30 @@ def read_vocabulary(folder: Path) -> tuple[Path, tokenizers.Tokenizer, SpecialTo
     """The file that was read, the tokenizer, and its special tokens.
 
     Reads tokenizer.json, else tekken.json, tokenizer.model (sentencepiece or Llama 3) or Qwen's *.tiktoken.
-    tokenizer_config.json, special_tokens_map.json and added_tokens.json add special tokens. Raises TuneError if there
-    is no such file, if it cannot be read, or if the files contradict each other.
+    tokenizer_config.json, special_tokens_map.json and added_tokens.json add tokens and their flags. Raises TuneError if
+    there is no such file, if it cannot be read, or if the files contradict each other.
     """
     config = mapping_in(folder / "tokenizer_config.json")
-    named = {**mapping_in(folder / "special_tokens_map.json"), **config}
-    given = {name: _text(named[name]) for name in SPECIAL_TOKENS if named.get(name)}
-    extra = named.get("extra_special_tokens") or []  # special tokens without a name in `SPECIAL_TOKENS`
-    others = [*(named.get("additional_special_tokens") or []), *(extra.values() if isinstance(extra, dict) else extra)]
-    special = [*given.values(), *map(_text, others)]
+    if config.get("split_special_tokens"):
+        raise TuneError(
+            f"{folder / 'tokenizer_config.json'}: with split_special_tokens, the special tokens of a chat template are "
+            "plain text, which no model can learn. Remove split_special_tokens"
+        )
     if rehearsal.planning() and not _sources(folder):
         return _stand_in(folder)
     file = _source(folder)
     tokenizer, own = _read(file, legacy=config.get("legacy") is not False)
-    names = own | given
-    configured = _configured(folder, config, special)
+    named, unnamed, texts = _special_tokens(folder, config)
+    names = own | {name: _content(token) for name, token in named.items() if name in SPECIAL_TOKENS}
+    configured = _configured(folder, config, texts)
     if file.name != "tokenizer.json":
         tokenizer = _rename(tokenizer, configured)
-    _add(tokenizer, file, configured, special, names)
+    listed = configured
+    if "added_tokens_decoder" not in config:
+        listed = configured | tokenizer.get_added_tokens_decoder()
+    _require_named(tokenizer, file, configured, names)
+    _add(tokenizer, listed, named, unnamed)
+    _require_ids(tokenizer, file, configured)
     if file.name != "tokenizer.json":  # it defines BOS and EOS itself
         begin = names.get("bos_token") if config.get("add_bos_token", "bos_token" in own) else None
         end = names.get("eos_token") if config.get("add_eos_token") else None
@@ -115,7 +122,48 @@ def _read(file: Path, legacy: bool) -> tuple[tokenizers.Tokenizer, SpecialTokens
         return sentencepiece.convert(data, legacy)
 
 
-def _configured(folder: Path, config: Mapping[str, Any], special: list[str]) -> dict[int, AddedToken]:
+def _special_tokens(folder: Path, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any], set[str]]:
+    """The special tokens by name, those without a name, and the texts that are special in added_tokens.json.
+
+    As in transformers, special_tokens_map.json overrides the config, but is not read next to `added_tokens_decoder`.
+    Any setting whose name ends with `_token` (`image_token`) names a special token.
+    """
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    by_name = {name: token for name, token in config.items() if _names_token(name, token)}
+    by_name = {name: token for name, token in by_name.items() if name not in SPECIAL_TOKENS}
+    if isinstance(extra, dict):
+        by_name, extra = by_name | extra, []
+    by_name = by_name or config.get("model_specific_special_tokens") or {}
+    named = {name: config.get(name) for name in SPECIAL_TOKENS} | by_name
+
+    last: list[Any] = []
+    if "added_tokens_decoder" not in config:
+        # A token that special_tokens_map.json describes with its flags is special.
+        override = {name: _as_special(token) for name, token in mapping_in(folder / "special_tokens_map.json").items()}
+        named |= {name: token for name, token in override.items() if name in named or _names_token(name, token)}
+        more = override.get("extra_special_tokens") or []
+        if isinstance(more, dict):
+            named |= more
+        else:
+            extra = [*extra, *map(_as_special, more)]
+        if not {"extra_special_tokens", "additional_special_tokens"} & config.keys() and not more:
+            last = override.get("additional_special_tokens") or []
+
+    standard = [named[name] for name in SPECIAL_TOKENS]
+    texts = {_content(token) for token in [*standard, *extra] if isinstance(token, str | AddedToken)}
+    return {name: token for name, token in named.items() if token}, [*extra, *last], texts
+
+
+def _names_token(setting: str, value: Any) -> bool:
+    described = isinstance(value, AddedToken) or (isinstance(value, dict) and "content" in value)
+    return setting.endswith("_token") and (isinstance(value, str) or described)
+
+
+def _as_special(token: Any) -> Any:
+    return _added(token | {"special": True}) if isinstance(token, dict) and "content" in token else token
+
+
+def _configured(folder: Path, config: Mapping[str, Any], special: set[str]) -> dict[int, AddedToken]:
     """The added tokens in the config, else in added_tokens.json, in the order of their ids."""
     if "added_tokens_decoder" not in config:
         listed = sorted((index, token) for token, index in mapping_in(folder / "added_tokens.json").items())
@@ -123,40 +171,53 @@ def _configured(folder: Path, config: Mapping[str, Any], special: list[str]) -> 
             index: AddedToken(token, special=token in special, normalized=token not in special)
             for index, token in listed
         }
-    flags = ("special", "normalized", "lstrip", "rstrip", "single_word")
     place = f"added_tokens_decoder in {folder / 'tokenizer_config.json'}"
     with explained(f"{place} cannot be read; it must map each id to a token with content", Exception):
         entries = sorted((int(index), token) for index, token in config["added_tokens_decoder"].items())
-        return {
-            index: AddedToken(token["content"], **{name: token[name] for name in flags if name in token})
-            for index, token in entries
-        }
+        return {index: _added({"content": token["content"]} | token) for index, token in entries}
 
 
 def _add(
-    tokenizer: tokenizers.Tokenizer, file: Path, configured: dict[int, AddedToken], special: list[str],
-    names: SpecialTokens,
-) -> None:  # fmt: skip
-    """Add the configured tokens, and make ordinary tokens that are listed in `special` special.
+    tokenizer: tokenizers.Tokenizer, listed: Mapping[int, AddedToken], named: Mapping[str, Any], unnamed: list[Any]
+) -> None:
+    """Add the listed tokens, then special tokens that no file adds, in transformers' order, which determines new ids.
 
-    Raises TuneError if a token does not have the configured id, or if BOS, EOS or the pad token is missing.
+    The flags of a listed token replace those that the tokenizer has for it. A token that has a name is special.
     """
-    present = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    tokenizer.add_tokens([token for token in configured.values() if token.content not in present])
-    present |= {token.content for token in configured.values()}
-    words = [token for token in special if token not in present and tokenizer.token_to_id(token) is not None]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in words])
+    tokens = [listed[index] for index in sorted(listed)]
+    present = {token.content for token in [*tokenizer.get_added_tokens_decoder().values(), *tokens]}
+    # A token with two descriptions is added twice; the flags of the last one hold.
+    others: list[Any] = []
+    for token in [*named.values(), *unnamed]:
+        if _content(token) not in present and token not in others:
+            others.append(token)
+    tokens += map(_added, others)
+    contents = {_content(token) for token in named.values()}
+    for token in tokens:
+        token.special = token.special or token.content in contents
+    tokenizer.add_tokens(tokens)
+
+
+def _require_named(
+    tokenizer: tokenizers.Tokenizer, file: Path, configured: Mapping[int, AddedToken], names: SpecialTokens
+) -> None:
+    """Raise TuneError if BOS, EOS or the pad token is missing from the vocabulary and from the configured tokens."""
+    contents = {token.content for token in configured.values()}
+    for name in ("bos_token", "eos_token", "pad_token"):
+        if name in names and names[name] not in contents and tokenizer.token_to_id(names[name]) is None:
+            raise TuneError(
+                f"{file.parent}: the configuration has {name} {names[name]!r}, but {file.name} has no such token. Take "
+                "both files from the same checkpoint"
+            )
+
+
+def _require_ids(tokenizer: tokenizers.Tokenizer, file: Path, configured: Mapping[int, AddedToken]) -> None:
+    """Raise TuneError if a token does not have the configured id."""
     for index, token in configured.items():
         if (actual := tokenizer.token_to_id(token.content)) != index:
             raise TuneError(
                 f"{file.parent}: the configuration gives token {token.content!r} id {index}, but with {file.name} it "
                 f"has id {actual}. Take all files from the same checkpoint"
-            )
-    for name in ("bos_token", "eos_token", "pad_token"):
-        if name in names and tokenizer.token_to_id(names[name]) is None:
-            raise TuneError(
-                f"{file.parent}: the configuration has {name} {names[name]!r}, but {file.name} has no such token. Take "
-                "both files from the same checkpoint"
             )
 
 
@@ -173,8 +234,20 @@ def _rename(tokenizer: tokenizers.Tokenizer, tokens: dict[int, AddedToken]) -> t
     return tokenizers.Tokenizer.from_str(json.dumps(content))
 
 
-def _text(token: Any) -> str:
-    text = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(text, str):
+def _content(token: Any) -> str:
+    if isinstance(token, AddedToken):
+        return str(token.content)
+    content = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(content, str):
         raise TuneError(f"the tokenizer's configuration has the special token {token!r}, which is not a string")
-    return text
+    return content
+
+
+def _added(token: Any) -> AddedToken:
+    """The token that a text, or a mapping with content and flags, describes. A bare text is a special token."""
+    if isinstance(token, AddedToken):
+        return token
+    content = _content(token)
+    if isinstance(token, str):
+        return AddedToken(content, special=True)
+    return AddedToken(content, **{name: token[name] for name in FLAGS if name in token})

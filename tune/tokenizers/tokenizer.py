@@ -25,6 +25,12 @@ FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "additional_chat_templates/*.jinja", "vocab.json", "merges.txt", *SOURCES,
 )  # fmt: skip
+CLEAN = "clean_up_tokenization_spaces"
+# transformers' replacements, in this order.
+CLEANED = {
+    " .": ".", " ?": "?", " !": "!", " ,": ",", " ' ": "'", " n't": "n't", " 'm": "'m", " 's": "'s", " 've": "'ve",
+    " 're": "'re",
+}  # fmt: skip
 
 
 class Tokenizer:
@@ -53,6 +59,10 @@ class Tokenizer:
         with explained(f"tokenizer.date={date} is not a date such as 2024-07-26", ValueError):
             self._date = datetime.fromisoformat(date) if date else None
         self._source, self._tokenizer, self.special_tokens = read_vocabulary(self.path)
+        config = mapping_in(self.path / "tokenizer_config.json")
+        byte_pairs = isinstance(self._tokenizer.model, tokenizers.models.BPE)  # keeps spaces, as in transformers
+        even_byte_pairs = config.get(f"{CLEAN}_for_bpe_even_though_it_will_corrupt_output")
+        self._cleans = bool(config.get(CLEAN)) and bool(even_byte_pairs or not byte_pairs)
         self._added: dict[int, AddedToken] = {}
         self._folder: Any = None
         configs = (self.path / name for name in ("generation_config.json", "config.json"))
@@ -180,7 +190,8 @@ class Tokenizer:
         return self._tokenizer.encode_batch(texts, add_special_tokens=False)
 
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        text = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return _cleaned(text) if self._cleans else text
 
     def stream(self, skip_special_tokens: bool = False) -> "TextStream":
         """Return a decoder for tokens that are generated one by one."""
@@ -428,6 +439,12 @@ def require_unicode(text: str) -> None:
     what = "the text holds half of a character pair (a lone \\ud800-\\udfff escape), or bytes that are not UTF-8"
     with explained(what, UnicodeEncodeError):
         text.encode()
+
+
+def _cleaned(text: str) -> str:
+    for spaced, joined in CLEANED.items():
+        text = text.replace(spaced, joined)
+    return text
 
 
 def _eos_ids(file: Path) -> list[int]:
