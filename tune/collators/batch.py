@@ -33,6 +33,7 @@ class Sample:
     index: int = 0  # in its dataset
     columns: Mapping[str, Any] = field(default_factory=dict)
     weights: np.ndarray | None = None  # fp32 [length]: how much the loss at each position counts; None: 1
+    place: str = ""  # of its row in the source, as in messages: "chats.jsonl:12"
 
     @property
     def weights_or_ones(self) -> np.ndarray:
@@ -140,6 +141,7 @@ class Batch:
     step_seed: int | None = None
     supervised_in_step: int | None = None
     weights: Tensor | None = None  # fp32 [rows, seq]: how much the loss of each token counts; None: 1
+    places: tuple[str, ...] = ()  # for each document, "chats.jsonl:12" in the source; "" for padding
 
     @classmethod
     def of(
@@ -312,7 +314,8 @@ def collate(
         weights = np.concatenate([document.weights_or_ones for document in documents]).reshape(ids.shape)
     count = sum(len(document.tokens) for document in present)
     batch = Batch.of(tokens, labels, ids, samples, values, count, weights)
-    return replace(batch, shared=_shared(batch)) if joined else batch
+    places = tuple(document.place for document in documents)
+    return replace(batch, places=places, shared=_shared(batch) if joined else None)
 
 
 def _shared(batch: Batch) -> Shared | None:

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from tune.files import content_digest, written_aside
 from tune.secrets import without_secrets
 
 ARRAYS = ("tokens", "labels", *OF_SAMPLES)
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """Raise it if the same rows give other samples or counts; tests/datasets/test_format_version.py then fails."""
 TELL = 10.0  # seconds between progress lines
 
@@ -59,34 +59,41 @@ def content_of(files: Iterable[File], folder: Path) -> list[str]:
 
 
 def prepared(
-    chunks: Iterable[Samples], key: str, folder: Path, source: str = "the dataset", ignored_files: Iterable[str] = ()
+    chunks: Iterable[Samples],
+    key: str,
+    folder: Path,
+    source: str = "the dataset",
+    ignored_files: Iterable[str] = (),
+    files: Sequence[str] = (),
 ) -> Samples:
     """The samples with this key, mapped from cache files, which are first written from `chunks` if missing.
+
+    `files` are the names of the source's files, which may differ from the names when the cache was written.
 
     Raises TuneError if `chunks` does, or if the folder cannot be written.
     """
     final, source = folder / key, without_secrets(source)
     try:
-        samples = _read(final)
+        samples = _read(final, files)
         if samples is not None:
             accounting = samples.accounting.from_cache(str(final), (final / "about.json").stat().st_mtime)
             return replace(samples, accounting=accounting.with_source(source, ignored_files))
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / f"{key}.lock", source):
-            if _read(final) is None:
+            if _read(final, files) is None:
                 with written_aside(final, folder=True) as unfinished:
-                    _write(chunks, unfinished, source)
+                    _write(chunks, unfinished, source, files)
     except OSError as error:
         raise TuneError(
             f"{error.filename or folder}: {error.strerror}. The prepared samples of {source} are stored there. Set "
             "cache_dir (or TUNE_CACHE in the environment) to a writable folder with free space"
         ) from error
-    samples = _read(final)
+    samples = _read(final, files)
     assert samples is not None
     return replace(samples, accounting=samples.accounting.with_source(source, ignored_files))
 
 
-def _write(chunks: Iterable[Samples], folder: Path, source: str) -> None:
+def _write(chunks: Iterable[Samples], folder: Path, source: str, files: Sequence[str]) -> None:
     with _array(folder, "tokens", "<i4") as tokens, _array(folder, "labels", "<i4") as labels:
         about = write(chunks, source, tokens, labels)
     columns = about.pop("columns")
@@ -98,6 +105,7 @@ def _write(chunks: Iterable[Samples], folder: Path, source: str) -> None:
         with _array(folder, name, values.dtype.str) as file:
             file.write(values.data)
     about |= {"is_weighted": weights is not None, "columns": list(columns), "accounting": vars(about["accounting"])}
+    about |= {"files": [*files]}
     (folder / "about.json").write_text(json.dumps(about), encoding="utf-8")
 
 
@@ -117,7 +125,7 @@ def _array(folder: Path, name: str, dtype: str) -> Iterator[BinaryIO]:
         os.fsync(file.fileno())
 
 
-def _read(folder: Path) -> Samples | None:
+def _read(folder: Path, files: Sequence[str]) -> Samples | None:
     """The samples in a folder; None if it is missing or damaged."""
     try:
         about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
@@ -131,7 +139,8 @@ def _read(folder: Path) -> Samples | None:
         return None
     columns = {name: arrays.pop(f"column-{name}") for name in about.pop("columns")}
     accounting = Accounting.from_dict(about.pop("accounting"))
-    fields: dict[str, Any] = {**arrays, **about, "columns": columns, "accounting": accounting}
+    renamed = {before: now for before, now in zip(about.pop("files"), files, strict=False) if before != now}
+    fields: dict[str, Any] = {**arrays, **about, "columns": columns, "accounting": accounting, "renamed": renamed}
     return Samples(**fields)
 
 

@@ -34,7 +34,7 @@ Render = Callable[[Chat], Sample]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result for one row: samples, or the reason why it was dropped, and its `place`. `mistake`: why the row cannot
+    """The result for one row: samples, or the reason why it was dropped; and its `place`. `mistake`: why the row cannot
     be used."""
 
     samples: Sequence[Sample] = ()

@@ -139,7 +139,7 @@ def load(
     def dataset(reader: RowReader, name: str, ignored_files: Sequence[str] = ()) -> Dataset:
         key = key_of(content, source.take, tokenizer.fingerprint, _settings(reader))
         chunks = announced(chunks_of(source, reader, workers), name)  # nothing is read until it is iterated
-        samples = prepared(chunks, key, folder, name, ignored_files)
+        samples = prepared(chunks, key, folder, name, ignored_files, [file.name for file in source.files])
         if kind == "labelled":
             samples = with_mismatched(samples, max_seq_len, pack_to)
         return Dataset(samples, pack_to)

@@ -55,7 +55,8 @@ def _answering(sample: Sample, other: Sample) -> Sample:
     """The prompt of `sample` with the answer of `other`."""
     first, others_first = _last_of_prompt(sample), _last_of_prompt(other)
     tokens = np.concatenate([sample.tokens[: first + 1], other.tokens[others_first + 1 :]])
-    return Sample(tokens, np.concatenate([sample.labels[:first], other.labels[others_first:]]))
+    labels = np.concatenate([sample.labels[:first], other.labels[others_first:]])
+    return Sample(tokens, labels, place=sample.place)
 
 
 def _last_of_prompt(sample: Sample) -> int:

@@ -83,7 +83,7 @@ class RowReader:
         texts = each_row(self._render, contents)
         examples = each_row(self._label, self._encodings(texts), texts)
         outcomes = zip(places, each_row(self._fit, rows, examples), strict=True)
-        return [outcome if outcome.dropped is None else replace(outcome, place=place) for place, outcome in outcomes]
+        return [replace(outcome, place=place) for place, outcome in outcomes]
 
     def samples(self, rows: Sequence[tuple[str, Any]], ignored_columns: Sequence[str] = ()) -> Samples:
         """The samples of all rows, with the accounting of the rows."""

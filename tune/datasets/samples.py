@@ -15,7 +15,7 @@ from tune.datasets.accounting import Accounting
 from tune.datasets.fit import EQUAL_AS_CUT, SHARED_LIMIT, Outcome
 from tune.errors import TuneError
 
-OF_SAMPLES = ("lengths", "supervised", "supervised_weight", "digests")
+OF_SAMPLES = ("lengths", "supervised", "supervised_weight", "digests", "places")
 """The arrays of `Samples` with a value for each sample."""
 NONE = np.empty(0, dtype=np.int32)
 
@@ -24,8 +24,8 @@ NONE = np.empty(0, dtype=np.int32)
 class Samples:
     """Concatenated samples (int32): sample i has `lengths[i]` tokens, of which `supervised[i]` are supervised.
 
-    `digests` (uint64) are equal for equal tokens. A column has a value for each sample, or for each token.
-    `accounting` counts the source rows. Only a whole dataset has a `fingerprint`, not the samples of a few rows.
+    `digests` (uint64) are equal for equal tokens. `places` are UTF-8. A column has a value for each sample, or for each
+    token. `accounting` counts the source rows. Only a whole dataset has a `fingerprint`, not the samples of a few rows.
     """
 
     tokens: np.ndarray
@@ -39,6 +39,8 @@ class Samples:
     supervised_weight: np.ndarray = field(
         default_factory=lambda: np.empty(0)
     )  # fp64, per sample: sum over its supervised tokens
+    places: np.ndarray = field(default_factory=lambda: np.empty(0, "S1"))  # of each sample's row: "chats.jsonl:12"
+    renamed: dict[str, str] = field(default_factory=dict)  # files in `places` whose name has changed since
     fingerprint: str = ""  # equal for equal tokens, labels and columns
     largest_token: int = 0
 
@@ -57,7 +59,16 @@ class Samples:
         """One sample, as a view."""
         span = slice(self.starts[index], self.starts[index + 1])
         weights = None if self.weights is None else self.weights[span]
-        return Sample(self.tokens[span], self.labels[span], index, self.columns_of(index, span), weights)
+        columns, place = self.columns_of(index, span), self.place_of(index)
+        return Sample(self.tokens[span], self.labels[span], index, columns, weights, place)
+
+    def place_of(self, index: int) -> str:
+        """The place of a sample's row, with today's name of its file."""
+        place = self.places[index].decode()
+        if place in self.renamed:  # a file that is one row
+            return self.renamed[place]
+        file, colon, row = place.rpartition(":")
+        return f"{self.renamed.get(file, file)}{colon}{row}"
 
     def columns_of(self, index: int, tokens: slice) -> dict[str, Any]:
         """The columns of one sample; `tokens` is its slice of the token arrays."""
@@ -67,6 +78,7 @@ class Samples:
 def flat(outcomes: Sequence[Outcome], format: str | None = None, ignored_columns: Sequence[str] = ()) -> Samples:
     """The samples of a few rows as arrays. `format` and `ignored_columns` go into their accounting."""
     samples = [sample for outcome in outcomes for sample in outcome.samples]
+    places = [sample.place or outcome.place for outcome in outcomes for sample in outcome.samples]
     tokens = [np.asarray(sample.tokens, dtype=np.int32) for sample in samples]
     labels = [np.asarray(sample.labels, dtype=np.int32) for sample in samples]
     is_weighted = any(sample.weights is not None for sample in samples)
@@ -84,6 +96,7 @@ def flat(outcomes: Sequence[Outcome], format: str | None = None, ignored_columns
         Accounting.of_rows(outcomes, format, ignored_columns),
         np.concatenate([sample.weights_or_ones for sample in samples]) if is_weighted else None,
         np.array([_weight_of(sample) for sample in samples], dtype=np.float64),
+        np.array([place.encode() for place in places], dtype=np.bytes_),
     )
 
 

@@ -79,8 +79,10 @@ def _documents(batch: Batch) -> list[Sample]:
     bounds = batch.documents.boundaries.tolist()
     tokens, labels = (each.flatten().numpy() for each in (batch.tokens, batch.labels))
     return [
-        Sample(tokens[start:end], labels[start:end], index)
-        for start, end, index in zip(bounds[:-1], bounds[1:], batch.documents.samples.tolist(), strict=True)
+        Sample(tokens[start:end], labels[start:end], index, place=place)
+        for start, end, index, place in zip(
+            bounds[:-1], bounds[1:], batch.documents.samples.tolist(), batch.places, strict=True
+        )
         if (labels[start:end] != IGNORE).any()
     ]
 
