@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from copied_recipe import CHANGES, EDITS, EXTENDING, SAMPLED, TINY, Copied, assert_same, lines_of
-from torch.nn.functional import cross_entropy, softplus
+from torch.nn.functional import cross_entropy, kl_div, nll_loss, softplus
 
 from tune import datasets
 from tune.tokenizers import Tokenizer
@@ -35,6 +35,8 @@ WEIGHTED = ("dataset.path=weighted.jsonl", "dataset.extra_columns=[weight]")
 TOPICS = ("dataset.path=topics.jsonl", "dataset.extra_columns=[topic]", "epochs=2")
 PAIRS = ("dataset.path=margins.jsonl", "dataset.ignore=[margin]")
 MARGINS = ("dataset.path=margins.jsonl", "dataset.extra_columns=[margin]")
+DROPPED = (CHATS, "adapter.dropout=0.1")
+FOLLOWED = (*PAIRS, "reference_every=2", "epochs=2")
 PROMPTS = ("dataset.path=prompts.jsonl", "reward=rewarding.length")
 
 TABLE = {
@@ -61,6 +63,8 @@ TABLE = {
     "23 moving mixture": Edit("full_finetune", "A mixture that changes", 25, 23, (CHATS, "share_at_end=1")),
     "25 margin": Edit("preference_finetune", "A margin for each pair", 4, 2, MARGINS),
     "a head": Edit("full_finetune", "A head of your own", 20, 23, TOPICS),
+    "two forwards": Edit("lora_finetune", "Two forwards with their own masks", 12, 19, DROPPED),
+    "following": Edit("preference_finetune", "A reference that follows", 20, 31, FOLLOWED),
     "second validation": Edit("full_finetune", "A second validation set", 8, 6),
 }  # fmt: skip
 
@@ -298,6 +302,59 @@ def test_second_validation(copied: Copied) -> None:
     steps = train(copied, "second validation", "validation_dataset.path=held_out.jsonl", "validate_every=2")
     losses = [(step["validation_loss"], step["second_validation_loss"]) for step in steps if "validation_loss" in step]
     assert len(losses) == 2 and all(one == other for one, other in losses)
+
+
+@pytest.mark.weekly
+def test_two_forwards(copied: Copied, pretrained: torch.nn.Module) -> None:
+    """The distance is above 0 as soon as the adapter changes something, and 0 without dropout or masks of its own."""
+    whole = ("global_batch_size=48", "micro_batch_size=48")
+    steps = train(copied, "two forwards", *whole)
+    assert steps[0]["loss"] == pytest.approx(losses_of(copied, pretrained, "chats.jsonl"), rel=1e-5)
+    assert abs(steps[0]["kl"]) < 1e-9 and all(step["kl"] > 1e-6 for step in steps[1:])
+    copied.remove("run")
+    assert {step["kl"] for step in train(copied, "two forwards", *whole, "adapter.dropout=0")} == {0.0}
+    mine = copied.folder / "mine.py"
+    mine.write_text(mine.read_text().replace("in_step(cfg.seed + 1,", "in_step(cfg.seed,"))
+    same = copied.train("same", *TINY, "model.path=SmolLM2-135M-Instruct", *DROPPED, *whole)
+    assert {step["kl"] for step in same} == {0.0}
+
+
+def losses_of(copied: Copied, model: torch.nn.Module, file: str) -> float:
+    """The mean cross-entropy of a transformers model over the supervised tokens of a file."""
+    with torch.no_grad():
+        rows = logits_and_labels(copied, model, file)
+    logits = torch.cat([logits[labels >= 0] for logits, labels, _ in rows])
+    labels = torch.cat([labels[labels >= 0] for _, labels, _ in rows])
+    return float(cross_entropy(logits, labels))
+
+
+@pytest.mark.weekly
+def test_distance_of_two_forwards(copied: Copied) -> None:
+    copied.copy("lora_finetune", section("two forwards"))
+    module: dict = {}
+    exec((copied.folder / "r_drop.py").read_text(), module)
+    one, other = torch.randn(2, 5, 7, dtype=torch.float64).log_softmax(-1)
+    labels = torch.arange(5)
+    nll, kl = module["r_drop"](one, other, labels)
+    both = kl_div(one, other, log_target=True, reduction="sum") + kl_div(other, one, log_target=True, reduction="sum")
+    torch.testing.assert_close(kl, both / 2)
+    torch.testing.assert_close(nll, (nll_loss(one + other, labels, reduction="sum")) / 2)
+
+
+@pytest.mark.weekly
+def test_following_reference(copied: Copied) -> None:
+    """A reference that is the policy has a loss of log 2; so has the first step, and each after a refresh."""
+    refreshed = train(copied, "following", "reference_every=1", "reference_share=1")
+    assert [step["loss"] for step in refreshed] == pytest.approx([math.log(2)] * 4, abs=1e-6)
+    copied.remove("run")
+    every_second = train(copied, "following", "reference_share=1")
+    away = [abs(step["loss"] - math.log(2)) for step in every_second]
+    assert away[0] < 1e-6 < away[1] and away[2] < 1e-6 < away[3]
+    copied.remove("run")
+    still = train(copied, "following", "reference_share=0")
+    copied.copy("preference_finetune", "")
+    stored = copied.train("stored", *TINY, "model.path=SmolLM2-135M-Instruct", *PAIRS, "epochs=2")
+    assert [step["loss"] for step in still] == pytest.approx([step["loss"] for step in stored], rel=1e-5)
 
 
 @pytest.mark.weekly
