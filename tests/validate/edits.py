@@ -1106,6 +1106,42 @@ RIGHT = {
         ),
         after(IMPORT, "from contextlib import ExitStack"),
     ],
+    "numbers without gradients in inference mode": [
+        before(
+            LOG,
+            """
+            with torch.inference_mode():
+                sums = torch.zeros(2, dtype=torch.float64)
+                sums += torch.stack([total_loss, grad_norm]).cpu()
+                low, high = sums.tolist()
+                metrics["ratio"] = low / high
+                metrics["largest"] = sums.max().item()
+            """,
+        ),
+    ],
+    "tensors that are read back": [
+        before(IMPORT, "from safetensors.torch import load_file, save_file"),
+        before(
+            LOG,
+            """
+            save_file({"loss": total_loss.reshape(1)}, run.path / "loss.safetensors")
+            metrics["again"] = load_file(run.path / "loss.safetensors")["loss"].item()
+            """,
+        ),
+    ],
+    "copies of tensors": [
+        before(IMPORT, "import copy"),
+        before(LOG, "kept = copy.deepcopy({'loss': total_loss, 'batch': batch.rows, 'sums': torch.zeros(3)})"),
+    ],
+    "folder of its own in the run folder": [
+        before(
+            LOG,
+            """
+            (run.path / "mine").mkdir(exist_ok=True)
+            torch.save({"loss": total_loss}, run.path / "mine" / "loss.pt")
+            """,
+        ),
+    ],
 }
 
 
@@ -1698,4 +1734,47 @@ WRONG = {
     "two names for one number": ([before(LOG, "low, high = [metrics['loss']]")], ["low, high ="]),
     "dimension that is not there": ([before(CLIP, "total_loss = total_loss.mean(dim=1)")], ["mean(dim=1)"]),
     "index of a number": ([before(CLIP, "total_loss = total_loss[:, 0]")], ["total_loss[:, 0]"]),
+    "types of a product": (
+        [
+            after(
+                LOSS,
+                """
+                plain_loss = loss_fn
+
+                def loss_fn(hidden, weight, batch, **softcap):
+                    scores = hidden.double() @ weight[:3].T
+                    return plain_loss(hidden, weight, batch, **softcap) + scores.sum()
+                """,
+            )
+        ],
+        ["hidden.double() @"],
+    ),
+    "types of values that are put": (
+        [
+            before(
+                CLIP,
+                "bins = torch.zeros(3, device=world.device)\nbins[total_loss.long().view(1) % 3] = total_loss.double()",
+            )
+        ],
+        ["bins[total_loss"],
+    ),
+    "function that cannot be saved": (
+        [before(LOG, "torch.save({'rule': lambda value: value + 1}, run.path / 'rule.pt')")],
+        ["lambda value"],
+    ),
+    "number in save_file": (
+        [
+            before(IMPORT, "from safetensors.torch import save_file"),
+            before(LOG, "save_file({'loss': metrics['loss']}, run.path / 'loss.safetensors')"),
+        ],
+        ["save_file({"],
+    ),
+    "folder that nobody made": (
+        [before(LOG, "torch.save(total_loss, run.path / 'heads' / '1.pt')")],
+        ["'heads'"],
+    ),
+    "file before the run folder": (
+        [before(WITH_RUN, "table = open(run.path / 'table.csv', 'w')")],
+        ["'table.csv'"],
+    ),
 }

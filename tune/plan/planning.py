@@ -134,6 +134,11 @@ class Job:
         documents = recorded.batch.documents.lengths
         self.note = beyond_positions(models[0], max(documents))
         # Also of the mismatched answer that comes with a labelled one.
+        if not recorded.first_rows:
+            raise TuneError(
+                f"plan: {recipe.name} makes its batches itself, and tune plan only chooses the rows of "
+                "datasets.DataLoader"
+            )
         self.row_tokens = recorded.batch.num_tokens // recorded.first_rows
         length = recorded.batch.num_tokens // len(documents)
         self.flops = sum(flops_per_token(model, length) for model in models)

@@ -44,6 +44,7 @@ from tune.validate import (
     Hooks,
     NotRehearsed,
     NotSaved,
+    ReadNumbers,
     Recipe,
     RehearsedCheckpointer,
     RehearsedRun,
@@ -178,6 +179,7 @@ class PlannedRun(RehearsedRun):
     def _open_folder(self, chosen: str, resume: str) -> None:
         self.store, self.again, self.resume = None, "", "never"
         self.path = Path(mkdtemp(prefix="tune-plan-"))  # for files that the recipe itself writes
+        self._rehearsal.folders[self.path] = self.path
         weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
     def describe(self, *_: Any, **__: Any) -> None:
@@ -283,8 +285,9 @@ class Recording:
         self.updates = 1
         self.is_in_step = self.is_scoring = False
         self.depth = self.items = 0
-        self.loop = Loop(self.recipe, Errors(self.weights, NotSaved(), self._report))
-        with fake_group() as start, Uninitialized(), self._rehearsed():
+        self.saved = NotSaved()
+        self.loop = Loop(self.recipe, Errors(self.weights, self.saved, self._report))
+        with fake_group() as start, Uninitialized(), ReadNumbers(self.weights), self._rehearsed():
             start(1)
             with closing(self.weights):
                 self._call(cfg)
@@ -376,7 +379,7 @@ class Recording:
             report, ignore, None, self.weights.made, start,
             {World: world, Run: PlannedRun, Checkpointer: PlannedCheckpointer}, {"plan"}, planning=self,
         )  # fmt: skip
-        with rehearsed(note, self.recipe.file, NotSaved()):
+        with rehearsed(note, self.recipe.file, self.saved):
             yield
 
     def _enter(self, change: int) -> None:
@@ -479,9 +482,10 @@ class LayoutOnly(Recording):
 
     def __init__(self, recipe: Recipe, cfg: DictConfig, processes: int):
         self.recipe, self.weights, self.rows, self.device_type = recipe, FakeWeights(), None, "cpu"
-        with fake_group() as start, Uninitialized(), self._rehearsed(self._raise, start, RehearsedWorld):
+        self.saved, numbers = NotSaved(), ReadNumbers(self.weights)
+        with fake_group() as start, Uninitialized(), numbers, self._rehearsed(self._raise, start, RehearsedWorld):
             start(processes)
-            self.loop = Loop(recipe, Errors(self.weights, NotSaved(), self._report))
+            self.loop = Loop(recipe, Errors(self.weights, self.saved, self._report))
             self._call(cfg)
 
     def _raise(self, error: Exception) -> None:

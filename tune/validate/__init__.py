@@ -2,7 +2,7 @@
 itself calls, and rules in `tune.rules`."""
 
 from tune.validate.checks import validate
-from tune.validate.fake_tensors import FakeWeights
+from tune.validate.fake_tensors import FakeWeights, ReadNumbers
 from tune.validate.hooks import Entered, Hooks
 from tune.validate.made_up import NotRehearsed
 from tune.validate.recipe import Recipe, described

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -25,11 +26,35 @@ UNINITIALIZED = {
     *(torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided),
     *(torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided),
 }
+# Operations whose tensors must have one type, which torch does not check for fake tensors.
+OF_ONE_TYPE = {
+    *(torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.mv, torch.ops.aten.addmv, torch.ops.aten.dot),
+    *(torch.ops.aten.bmm, torch.ops.aten.baddbmm, torch.ops.aten.linear),
+}
+# Operations that write their last tensor into their first, which must have its type.
+ASSIGNING = {
+    *(torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten.index_add, torch.ops.aten.index_add_),
+    *(torch.ops.aten.index_copy, torch.ops.aten.index_copy_),
+}
 # Operations that write each element of their first argument.
 FILLING = {
     *(torch.ops.aten.fill_, torch.ops.aten.zero_, torch.ops.aten.copy_, torch.ops.aten.normal_),
     *(torch.ops.aten.uniform_, torch.ops.aten.random_, torch.ops.aten.bernoulli_),
 }
+
+
+class ReadNumbers(TorchFunctionMode):
+    """Notes the lines that read numbers of unknown memory by `tolist`, which no dispatch mode sees."""
+
+    def __init__(self, weights: "FakeWeights"):
+        super().__init__()
+        self.weights = weights
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is Tensor.tolist and not isinstance(args[0], FakeTensor) and self.weights.is_fake(args[0]):
+            self.weights.asked.note(sys._getframe(1))
+            return torch.full(args[0].shape, _number(args[0], None), dtype=args[0].dtype, device="cpu").tolist()
+        return function(*args, **(kwargs or {}))
 
 
 class FakeWeights(TorchDispatchMode):
@@ -117,6 +142,7 @@ class FakeWeights(TorchDispatchMode):
 
     def _faked(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation on fake tensors. A fake condition selects all places."""
+        _require_types(function, args)
         with self.fake:
             if function.overloadpacket is torch.ops.aten.nonzero:
                 return torch.zeros(args[0].numel(), args[0].ndim, dtype=torch.long)
@@ -136,6 +162,22 @@ class FakeWeights(TorchDispatchMode):
                 for each in tree_leaves(given):
                     if isinstance(each, Tensor) and not isinstance(each, FakeTensor) and not each.is_meta:
                         self.unknown.add(_storage(each))
+
+
+def _require_types(function: Any, args: Any) -> None:
+    """Raise RuntimeError, as for real tensors, if the types of the tensors are not the same, or labels not integers."""
+    packet = function.overloadpacket
+    tensors = [each for each in args if isinstance(each, Tensor)]
+    compared = tensors if packet in OF_ONE_TYPE else []
+    if packet in ASSIGNING:
+        compared = [tensors[0], tensors[-1]]
+    for tensor in compared:
+        if tensor.dtype != compared[0].dtype:
+            raise RuntimeError(
+                f"{packet}: tensors of types {compared[0].dtype} and {tensor.dtype}. Convert one of them"
+            )
+    if packet is torch.ops.aten.nll_loss_forward and args[1].dtype not in (torch.long, torch.uint8):
+        raise RuntimeError(f"{packet}: the labels are {args[1].dtype}. Convert them to torch.long")
 
 
 def _storage(tensor: Tensor) -> StorageWeakRef:

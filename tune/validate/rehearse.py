@@ -4,9 +4,10 @@ import functools
 import io
 import logging
 import os
+import pickle
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from tune import rehearsal
 from tune.distributed import current_world
 from tune.errors import TuneError
 from tune.rehearsal import MODULE, MadeUp, StepsEnded
-from tune.validate.fake_tensors import FakeWeights
+from tune.validate.fake_tensors import FakeWeights, ReadNumbers
 from tune.validate.hooks import Missing
 from tune.validate.made_up import LIBRARY, NotRehearsed, is_users, may_be_made_up
 from tune.validate.recipe import Recipe
@@ -48,6 +49,7 @@ LIMITS_IN_WORDS = (
     "Trying to resize storage that is not resizable",  # .numpy() of unknown memory
     "'WeakValueDictionary.__init__",  # of pickle
 )
+EXPORTED = ("model", "adapter", "value_model")  # folders of a run that an export creates
 MADE_UP = "depends on a number that a rehearsal makes up"
 
 
@@ -76,7 +78,7 @@ def rehearse(
     def run(rank: int) -> tuple[bool, int]:
         weights, saved = FakeWeights(), NotSaved()
         errors = Errors(weights, saved, report)
-        with process_group(rank) as start, Uninitialized(), closing(weights):
+        with process_group(rank) as start, Uninitialized(), ReadNumbers(weights), closing(weights):
             start(processes)
             report_error = functools.partial(errors, reads_missing=False)
             begun = rehearsal.Rehearsal(report_error, note, rows, weights.made, start, STAND_INS)
@@ -135,7 +137,17 @@ def rehearsed(begun: rehearsal.Rehearsal, file: Path, saved: "NotSaved") -> Iter
     saved.folders, not_compiled = begun.folders, torch.compiler.set_stance("force_eager")
     not_logged = mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)  # tracebacks
     not_saved = saved.replaced(torch, safetensors.torch, sys.modules[MODULE])
-    with _told(begun.note, file), rehearsal.start(begun), not_saved, not_compiled, not_logged, torch.enable_grad():
+    # Numbers of fake tensors can be made up without gradients, but not in inference mode.
+    no_inference = mock.patch.object(torch._C, "_InferenceMode", lambda mode: torch.set_grad_enabled(not mode))
+    with (
+        _told(begun.note, file),
+        rehearsal.start(begun),
+        not_saved,
+        not_compiled,
+        not_logged,
+        no_inference,
+        torch.enable_grad(),
+    ):
         yield
 
 
@@ -148,24 +160,55 @@ class NotSaved:
 
     @contextmanager
     def replaced(self, *modules: Any) -> Iterator[None]:
-        """Let functions that save tensors only note where, also in modules that have imported them by name."""
-        saving = [torch.save, safetensors.torch.save_file, safetensors.torch.save_model]
+        """Let functions that save tensors only check what they get, also in modules that import them by name."""
+        saving = [
+            (torch.save, self._save),
+            (safetensors.torch.save_file, self._save_tensors),
+            (safetensors.torch.save_model, self._save_tensors),
+        ]
         with ExitStack() as stack:
             for module in modules:
                 for name, value in [*vars(module).items()]:
-                    if any(value is function for function in saving):
-                        stack.enter_context(mock.patch.object(module, name, self._save))
+                    for function, stand_in in saving:
+                        if value is function:
+                            stack.enter_context(mock.patch.object(module, name, stand_in))
             yield
 
-    def _save(self, _: Any, target: Any, *__: Any, **___: Any) -> None:
+    def _save(self, value: Any, target: Any, *_: Any, **__: Any) -> None:
+        Pickled(io.BytesIO()).dump(value)
+        self._note(target)
+
+    def _save_tensors(self, tensors: Any, target: Any, *_: Any, **__: Any) -> None:
+        values = tensors.items() if isinstance(tensors, Mapping) else ()
+        for name, value in values:
+            if not isinstance(value, torch.Tensor):
+                raise TypeError(f"save_file takes tensors, but {name} is of type {type(value).__name__}")
+        self._note(target)
+
+    def _note(self, target: Any) -> None:
+        if isinstance(target, str | os.PathLike):
+            folder = Path(target).parent
+            is_exported = any(folder.is_relative_to(run / name) for run in self.folders for name in EXPORTED)
+            if not folder.is_dir() and not is_exported:
+                raise RuntimeError(f"there is no folder {folder}")
         self.targets.append(target)
 
     def is_missing(self, error: FileNotFoundError | EOFError) -> bool:
         """Return whether an error comes from reading what was not saved, or a file of the run folder."""
         if isinstance(error, EOFError):
             return bool(self.targets)
-        file = Path(os.fsdecode(error.filename or ""))
-        return any(file.is_relative_to(folder) for folder in self.folders) or str(file) in map(str, self.targets)
+        if error.filename is None:  # safetensors has the file only in its text
+            return any(str(target) in str(error) for target in self.targets)
+        file = Path(os.fsdecode(error.filename))
+        folders = [folder for folder in self.folders if folder.exists()]  # a run creates it at its first step
+        return any(file.is_relative_to(folder) for folder in folders) or str(file) in map(str, self.targets)
+
+
+class Pickled(pickle.Pickler):
+    """Pickles a value without the tensors in it, as a check that it can be pickled."""
+
+    def persistent_id(self, value: Any) -> str | None:
+        return "tensor" if isinstance(value, torch.Tensor | torch.storage.TypedStorage) else None
 
 
 @contextmanager

@@ -63,7 +63,7 @@ class RehearsedRun(Run):
         except TuneError as error:
             self._rehearsal.report(error)
         self.temporary = tempfile.TemporaryDirectory(prefix="tune-rehearsal-")
-        self.path = Path(self.temporary.name)
+        self.path = Path(self.temporary.name, "run")  # `steps` creates it, as in a run
         self._rehearsal.folders[self.path] = named
 
     @property
@@ -93,6 +93,7 @@ class RehearsedRun(Run):
     ) -> Iterator[tuple[int, T]]:  # fmt: skip
         """Return the step after `start`, with its first micro-batches."""
         self._set_ends(data, start, total)
+        self.path.mkdir(exist_ok=True)
         return FirstStep(self._first(data, seed))
 
     def _first(self, data: Iterable[tuple[int, T]], seed: int) -> Iterator[tuple[int, T]]:
