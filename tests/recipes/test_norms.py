@@ -47,8 +47,8 @@ def assert_norms(mixture, checkpoint, chats, pairs, tmp_path):
         data = pairs if recipe in ("preference_finetune", "reward_finetune") else chats
         common = [
             f"model.path={mixture}", "model.router_loss=0.5", f"dataset.path={data}", "max_seq_len=128",
-            "device=cpu", "dtype=fp32", f"global_batch_size={ROWS}", "max_steps=2", "optimizer.lr=1e-3", "schedule.warmup=0",
-            "checkpointer.every=null",
+            "device=cpu", "dtype=fp32", f"global_batch_size={ROWS}", "max_steps=2",
+            "optimizer.lr=1e-3", "schedule.warmup=0", "checkpointer.every=null",
         ]  # fmt: skip
         common += [f"teacher.path={checkpoint}", "teacher.dtype=fp32"] * (recipe == "distill")
         alone = {name: [*settings, f"micro_batch_size={ROWS}"] for name, settings in METHODS[recipe].items()}
