@@ -53,3 +53,46 @@ def test_noise_on_gradients_and_norms_of_blocks(mine: Copied) -> None:
     assert one[0]["grad_norm"] > 2 * plain["grad_norm"]
     for step, other in zip(one, two, strict=True):
         assert {name: other[name] for name in names} == pytest.approx({name: step[name] for name in names}, rel=1e-4)
+
+
+SCALED = """
+
+class Scaled(torch.nn.Linear):
+    def forward(self, hidden, weight, batch):
+        return super().forward(hidden).square().mean() * batch.num_supervised * weight.mean()
+"""
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize(
+    ("recipe", "line", "instead", "settings", "facts"),
+    [
+        ("full_finetune", "loss_fn = instantiate(cfg.loss)", "loss_fn = Scaled(64, 1)", (), ("Scaled", "weight")),
+        (
+            "full_finetune", "    loss_fn = instantiate(cfg.loss)\n",
+            "    loss_fn = lambda hidden, weight, batch: model.blocks[0](hidden, None)\n", ("parallel.cp=2",),
+            ("parallel.cp", "blocks.0"),
+        ),
+        (
+            "pipeline_finetune", "    weights = checkpointers.Pretrained(cfg.model.path, model)\n",
+            "    weights = checkpointers.Pretrained(cfg.model.path, model)\n"
+            "    model.topic_head = torch.nn.Linear(64, 4, device='meta')\n",
+            ("parallel.pp=2",), ("parallel.pp", "topic_head.weight"),
+        ),
+    ],
+    ids=["outside the model", "calls a block", "stages"],
+)  # fmt: skip
+def test_parameters_of_a_loss_that_would_be_wrong_are_refused(
+    recipe: str, line: str, instead: str, settings: tuple[str, ...], facts: tuple[str, str], copied: Copied, told_to
+) -> None:
+    """By a run, and by `tune validate`."""
+    copied.copy(recipe, "")
+    change(copied, line, instead)
+    change(copied, "from tune.run import Run\n", f"from tune.run import Run\n{SCALED}")
+    settings = (*SETTINGS, *settings)
+    with pytest.raises(AssertionError) as failed:
+        copied.train("run", *settings, processes=2)
+    with copied.at_work():
+        (said,) = told_to(2, [str(copied.folder / "mine.py"), *settings])
+    for text in (str(failed.value), said):
+        assert all(fact in text for fact in facts), text
