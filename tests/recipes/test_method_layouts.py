@@ -19,11 +19,17 @@ def loss(name, *overrides):
     return [f"loss._component_=tune.losses.{name}", *rows, *overrides]
 
 
-SAMPLED = ["dataset.path={requests}", "max_prompt_len=64", "reward=recipes.test_grpo.share_of_a", "epochs=20"]
+SAMPLED = [
+    "dataset.path={requests}",
+    "validation_dataset.path={requests}",
+    "max_prompt_len=64",
+    "reward=recipes.test_grpo.share_of_a",
+    "epochs=20",
+]
 # Per recipe: its settings, with which a step has all rows, and its methods.
 RECIPES = {
     "preference_finetune": (
-        ["dataset.path={pairs}", "max_seq_len=256", "global_batch_size=40"],
+        ["dataset.path={pairs}", "validation_dataset.path={pairs}", "max_seq_len=256", "global_batch_size=40"],
         {
             "DPO": [],
             **{name: loss(name) for name in ("SimPO", "ORPO", "KTO")},
@@ -32,11 +38,17 @@ RECIPES = {
         },
     ),
     "reward_finetune": (
-        ["dataset.path={pairs}", "max_seq_len=256", "global_batch_size=40"],
+        ["dataset.path={pairs}", "validation_dataset.path={pairs}", "max_seq_len=256", "global_batch_size=40"],
         {"reward": ["loss.center=0.01"], "reward, adapter": [ADAPTER]},
     ),
     "distill": (
-        ["dataset.path={chats}", "max_seq_len=128", "global_batch_size=48", "teacher.path={tied}"],
+        [
+            "dataset.path={chats}",
+            "validation_dataset.path={chats}",
+            "max_seq_len=128",
+            "global_batch_size=48",
+            "teacher.path={tied}",
+        ],
         {
             "forward": [],
             "reverse": loss("ReverseKL"),

@@ -5,7 +5,7 @@ layer gathers the keys and values of all parts, so documents, windows, soft caps
 Outside the model nothing is split: all processes of `cp` pass it the same batch and get the same result.
 
 Each process computes the weight gradients of its own tokens; FSDP, which shards over `dp_shard` x `cp`, sums them. A
-head that is computed on all tokens by each process contributes 1 / size of its gradients (`Whole`).
+head that is computed on all tokens by each process contributes 1 / size of its gradients (`WholeHead`).
 """
 
 import functools
@@ -103,7 +103,7 @@ class Split:
             if not isinstance(batch, Batch):
                 raise TuneError(f"parallel.cp: the model needs a Batch, got {type(batch).__name__}: Batch.of(tokens)")
             mine = self.part(batch)
-            whole = Whole(self.model, self.mesh.size())
+            whole = WholeHead(self.model, self.mesh.size())
             of_whole = _of_whole(head or self.model.logits, batch, mine.documents.part, whole)
             return forward(mine, of_whole, **others)
 
@@ -117,7 +117,7 @@ def own_part(model: nn.Module, batch: Batch) -> Batch:
 
 
 @dataclass(eq=False)
-class Whole:
+class WholeHead:
     """A context for a head that each of `size` processes computes on all tokens: each then has the whole gradient of
     what the head reads, and FSDP sums them. In this context the parameters of `model` are seen through views whose
     gradients are divided by `size`. Parameters outside the model are not FSDP's, and keep their gradients.
@@ -169,7 +169,7 @@ def _trained_in_root(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Par
             yield from _trained_in_root(child)
 
 
-def _of_whole(head: Any, batch: Batch, part: Any, whole: Whole) -> Callable[..., Any]:
+def _of_whole(head: Any, batch: Batch, part: Any, whole: WholeHead) -> Callable[..., Any]:
     """Return a head for a part of `batch` that computes the result of `head` for the whole batch."""
     of_parts = getattr(head, "of_parts", None)
 
