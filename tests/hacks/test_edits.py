@@ -46,7 +46,7 @@ TABLE = {
     "6 rates": Edit("full_finetune", "A learning rate for each layer", 6, 5),
     "7 memory": Edit("full_finetune", "Rows in memory", 5, 4, ()),
     "8 weights": Edit("full_finetune", "A weight for each row, or token", 8, 4, WEIGHTED),
-    "9 exact match": Edit("lora_finetune", "An exact-match metric", 12, 13, (CHATS, "ask_every=2", "good_enough=2")),
+    "9 exact match": Edit("lora_finetune", "An exact-match metric", 12, 14, (CHATS, "ask_every=2", "good_enough=2")),
     "10 tracker": Edit("full_finetune", "A logger", 8, 11),
     "11 module": Edit("full_finetune", "A module and weights of your own", 10, 30),
     "12 two optimizers": Edit("full_finetune", "Two optimizers", 7, 6),
