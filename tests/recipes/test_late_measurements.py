@@ -13,7 +13,7 @@ import lora_finetune
 import pytest
 import torch
 from docs_reader import ROOT, change
-from helpers import weekly_but
+from helpers import run_processes, weekly_but
 from recipes.test_grpo import requests  # noqa: F401
 from safetensors.torch import load_file
 
@@ -128,6 +128,15 @@ def test_every_measurement_is_made_up_for(recipe, common, tmp_path, stopped_at):
         require_same(parts, whole, "validation_", "general_", "loss")
         samples = [(folder / "samples.jsonl").read_text().splitlines() for folder in (whole, parts)]
         assert samples[0] == samples[1] and len(samples[0]) > 4
+
+
+def test_two_processes_of_which_one_gets_the_signal(common, tmp_path):
+    script = Path(__file__).with_name("run_stopped.py")
+    settings = [*common, "max_steps=6", "checkpointer.patience=9"]
+    for name, stops in (("whole", [0]), ("parts", [2, 4, 0])):
+        for step in stops:
+            run_processes(script, 2, str(step), *settings, f"output_dir={tmp_path / name}")
+    require_same(tmp_path / "parts", tmp_path / "whole", "validation_", "loss")
 
 
 def test_from_another_folder(common, tmp_path, run_recipe, stop, stopped_at):
