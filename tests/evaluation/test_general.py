@@ -9,7 +9,7 @@ import lora_finetune
 import numpy as np
 import pytest
 import torch
-from helpers import make_adapter, run_processes
+from helpers import make_adapter, run_processes, slow_but
 
 from tune import config
 from tune.errors import TuneError
@@ -110,6 +110,7 @@ def test_missing_predictions_of_the_base_are_reported_before_a_step(case, common
     assert max(logged(run)) == 1
 
 
+@pytest.mark.slow
 def test_predictions_come_from_the_run_that_training_continues_from(common, checkpoint, tmp_path):
     """Another training has left predictions for the same rows in the new folder."""
     first, again, other = (tmp_path / name for name in ("first", "again", "other"))
@@ -127,6 +128,7 @@ def test_predictions_come_from_the_run_that_training_continues_from(common, chec
     assert (again / "general" / kept.name).read_bytes() == kept.read_bytes()
 
 
+@pytest.mark.slow
 def test_damaged_predictions_are_not_computed_by_the_trained_model(common, tmp_path, capsys):
     run = tmp_path / "run"
     settings = [*common, "schedule._component_=tune.optimizers.constant", "checkpointer.every=1", f"output_dir={run}"]
@@ -141,10 +143,11 @@ def test_damaged_predictions_are_not_computed_by_the_trained_model(common, tmp_p
 TOKENS = "adapter.trainable_tokens=[5,6,7,40,41]"
 
 
-@pytest.mark.parametrize("settings", [[], [TOKENS], ["adapter.path"]], ids=["adapter", "tokens", "continued"])
-def test_base_is_the_model_without_its_adapter(settings, common, checkpoint, rows, tmp_path):
+@pytest.mark.parametrize("kind", slow_but(["adapter"], ["adapter", "tokens", "continued"]))
+def test_base_is_the_model_without_its_adapter(kind, common, checkpoint, rows, tmp_path):
     """Also after a resume with other general data, when the adapter is trained; the reference is transformers."""
-    if settings == ["adapter.path"]:
+    settings = [TOKENS] if kind == "tokens" else []
+    if kind == "continued":
         settings = [f"adapter.path={make_adapter(checkpoint, tmp_path / 'adapter', seed=3)}"]
     run, without = tmp_path / "run", common[:-1]
     constant = "schedule._component_=tune.optimizers.constant"
@@ -152,7 +155,7 @@ def test_base_is_the_model_without_its_adapter(settings, common, checkpoint, row
     same += ["export.merge=true"]
     lora_finetune.main(config.load("lora_finetune", [*same, "max_steps=2", "evaluate.general=shipped"]))
     shipped = logged(run)
-    if "adapter.path" in str(settings):
+    if kind == "continued":
         assert shipped[0]["general_kl"] > 1e-3  # before the first step, too
     lora_finetune.main(config.load("lora_finetune", [*same, common[-1]]))
     open_theirs = pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained
@@ -162,6 +165,7 @@ def test_base_is_the_model_without_its_adapter(settings, common, checkpoint, row
     assert logged(run)[3]["general_loss"] == pytest.approx(loss, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_base_with_modules_that_are_trained_in_full(common, checkpoint, rows, told, tmp_path):
     """Predictions that were stored before the first step count; else the run is refused: the head was trained."""
     run, without = tmp_path / "run", common[:-1]
@@ -182,6 +186,7 @@ def test_base_with_modules_that_are_trained_in_full(common, checkpoint, rows, to
     assert logged(run)[3]["general_kl"] == pytest.approx(kl, abs=1e-5) and kl > 1e-3
 
 
+@pytest.mark.slow
 def test_continued_adapter_with_whole_modules_has_no_base(common, checkpoint, told, tmp_path):
     adapter = make_adapter(checkpoint, tmp_path / "adapter", seed=3, modules_to_save=["lm_head"])
     settings = [*common, f"adapter.path={adapter}"]
