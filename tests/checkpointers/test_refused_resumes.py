@@ -58,6 +58,7 @@ LORA = {
 OTHER = {
     "rank": [4, 32],  # of the narrow layers, 32 gives the shapes of 16
     "alpha": [16.0], "target_modules": [["query", "wide", "up"], "first.*|wide"],
+    "target_parameters": [["first.up.weight"]],
     "rank_pattern": [{"wide": 2}, {"wide": 4, "first.query": 2}],
     "alpha_pattern": [
         {"first.query": 4.0, "query": 1.0}, {"first.query": 4.0}, {"query": 2.0, "first.query": 4.0},

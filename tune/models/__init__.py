@@ -10,6 +10,7 @@ from tune.models.hf import HuggingFaceModel, hf, is_transformers_model, require_
 from tune.models.moe import Dispatch, ExpertLinear, ExpertsConfig, grouped_product
 from tune.models.names import Names, OnDisk, disk_names, disk_parts, own_name, peft_name, stored_tensors, without_names
 from tune.models.rope import SCALINGS, RopeConfig
+from tune.models.routing import Router, Routing
 
 # The other imported names are for the packages of `tune` only.
 __all__ = [

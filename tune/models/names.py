@@ -12,6 +12,9 @@ from torch import Tensor, nn
 OnDisk = str | list[str] | list[list[str]]
 
 
+OLD_BLOCK = "block_sparse_moe", "mlp"  # names of a block's experts: on disk, and in transformers
+
+
 @dataclass
 class Names:
     """The names of a model's tensors. "Name" without qualification means ours.
@@ -75,6 +78,25 @@ class Names:
         """Whether the experts `name` are one tensor on disk that is not a module's weight, as in transformers."""
         on_disk = self.on_disk.get(f"{name}.weight")
         return isinstance(on_disk, str) and not on_disk.endswith(".weight")
+
+    def parameter(self, name: str) -> str:
+        """The name in transformers of the weight of the module `name`, by which PEFT's `target_parameters`
+        find it. Experts are one parameter there, which joins gate and up.
+        """
+        on_disk = self.on_disk.get(f"{name}.weight", f"{name}.weight")
+        if isinstance(on_disk, str):
+            return on_disk.replace(*OLD_BLOCK)
+        owner = disk_names(on_disk)[0].partition(".experts.")[0].replace(*OLD_BLOCK)
+        return f"{owner}.experts.{'down_proj' if name.endswith('.down') else 'gate_up_proj'}"
+
+    def is_parameter(self, name: str, wanted: Collection[str]) -> bool:
+        """Whether the weight of the module `name` is one of the `target_parameters` `wanted`, as in PEFT."""
+        known = spellings(self.parameter(name))
+        return any(f".{each}".endswith(f".{end}") for each in known for end in wanted)
+
+    def patterned(self, name: str) -> list[str]:
+        """The names of the module `name` that patterns of rank and alpha match."""
+        return [*self.spellings(name), *spellings(self.parameter(name))]
 
     def stacked_modules(self) -> set[str]:
         """The modules on disk that are members of a stack of ours: the projections of experts."""

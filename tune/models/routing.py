@@ -46,20 +46,24 @@ class Router(nn.Module):
 
     def __init__(self, config: RouterConfig, hidden_size: int):
         super().__init__()
-        self.config = config
+        self.config, self.in_features, self.out_features = config, hidden_size, config.num_experts
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
         self.bias = nn.Parameter(torch.empty(config.num_experts)) if config.bias else None
         self.register_buffer("correction", torch.empty(config.num_experts) if config.correction else None)
 
     def forward(self, tokens: Tensor) -> Routing:
         """The routing of `tokens` `[tokens, dim]`."""
+        return self.routing(tokens, self.weight)
+
+    def routing(self, tokens: Tensor, weight: Tensor) -> Routing:
+        """The routing of `tokens` by `weight` `[num_experts, dim]`."""
         config = self.config
         if config.scores == "sigmoid":
-            scores = F.linear(tokens.float(), self.weight.float()).sigmoid()
+            scores = F.linear(tokens.float(), weight.float()).sigmoid()
             experts = self._choose(scores)
             weights, probabilities = scores.gather(1, experts), scores / (scores.sum(dim=1, keepdim=True) + 1e-20)
         else:
-            logits = F.linear(tokens, self.weight, self.bias).float()
+            logits = F.linear(tokens, weight, self.bias).float()
             probabilities = logits.softmax(dim=1)
             if config.scores == "softmax":
                 weights, experts = probabilities.topk(config.chosen)

@@ -11,11 +11,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from tune.errors import TuneError
 from tune.lookup import did_you_mean
-from tune.models import ExpertLinear, Names, require_no_peft
+from tune.models import ExpertLinear, Names, Router, require_no_peft
 from tune.peft.adapters import Adapter, adapted_modules, initialize, is_tied
 from tune.peft.dropout import set_dropout_keys
 from tune.peft.files import load_adapter
-from tune.peft.lora import KINDS, LoRA, LoRAExperts, LowRank, matches
+from tune.peft.lora import KINDS, LoRA, LoRAExperts, LoRASecondExperts, LowRank, matches
 from tune.peft.tokens import TokenEmbedding, TokenHead, TokenRows
 from tune.quantization import NF4Weight, block_linears, call_all_layers, count_parameters, uncalled_linears
 from tune.types import checked
@@ -87,7 +87,10 @@ def add_adapters(model: nn.Module, lora: LoRA) -> Adapted:
     call_all_layers(model)
     widest = max((_largest_rank(layer) for layer in targets.values()), default=0)
     for name, layer in targets.items():
-        rank, alpha = lora.at(*names.spellings(name))
+        if (first := _shares_a(name, layer, targets, names, lora)) is not None:
+            LoRASecondExperts.adapt_after(first, layer, name, lora)
+            continue
+        rank, alpha = lora.at(*names.patterned(name))
         largest = _largest_rank(layer)
         if largest < rank and lora.path is None:
             if not rank == lora.rank <= widest:
@@ -144,6 +147,15 @@ def _hint(names: Names, lora: LoRA, targets: Mapping[str, nn.Module], left_out: 
     return f"To adapt experts too: 'adapter.target_modules=.*({'|'.join(ends)})'"
 
 
+def _shares_a(name: str, layer: nn.Module, targets: Mapping[str, Any], names: Names, lora: LoRA) -> Any:
+    """The experts whose A the experts `name` use, since both are one parameter in transformers, if any."""
+    parent, _, last = name.rpartition(".")
+    first = targets.get(f"{parent}.gate")
+    if not isinstance(layer, ExpertLinear) or last != "up" or first is None:
+        return None
+    return first if names.is_parameter(name, lora.target_parameters) else None
+
+
 def _largest_rank(layer: nn.Module) -> int:
     """The width of a linear layer; embeddings and experts take any rank."""
     return min(layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else sys.maxsize
@@ -162,7 +174,9 @@ def _how(layer: Any) -> str:
 def adapted_layers(model: nn.Module, lora: LoRA) -> dict[str, Any]:
     """The layers that `lora.target_modules` names. Raises TuneError if there are none, or if one cannot be adapted."""
     names, wanted = Names.of(model), lora.target_modules
-    layers: dict[str, Any] = {name: each for name, each in model.named_modules() if isinstance(each, tuple(KINDS))}
+    # Routers only have adapters by the names of their parameters: many other layers are called `gate`, too.
+    weights: dict[str, Any] = {name: each for name, each in model.named_modules() if isinstance(each, tuple(KINDS))}
+    layers = {name: each for name, each in weights.items() if not isinstance(each, Router)}
     of_experts = {_last(name) for name in names.stacked_modules()}
     if wanted == "all-linear":
         # Skip gates with one output, and layers with the name of an expert's projection, whose adapters PEFT would
@@ -180,6 +194,16 @@ def adapted_layers(model: nn.Module, lora: LoRA) -> dict[str, Any]:
         chosen = {name: layers[name] for name in layers if any(map(pattern.fullmatch, names.spellings(name)))}
     else:
         chosen = _named(model, "target_modules", wanted, layers)
+    for each in lora.target_parameters:
+        matching = {name: layer for name, layer in weights.items() if names.is_parameter(name, [each])}
+        if not matching:
+            ends = sorted({_last(names.parameter(name)) for name in weights} - {"weight"})
+            raise TuneError(
+                f"adapter.target_parameters: '{each}' matches no weight. Known names: "
+                f"{', '.join([*ends, 'LAYER.weight'])}"
+            )
+        chosen |= matching
+    chosen = {name: layer for name, layer in weights.items() if name in chosen}
     if not chosen:
         raise _no_match(model, "target_modules", str(wanted), layers)
     uncalled = uncalled_linears(model)
@@ -187,7 +211,8 @@ def adapted_layers(model: nn.Module, lora: LoRA) -> dict[str, Any]:
         if is_tied(model, layer):
             raise _tied(names.module(name), names.module(name))
         reason = _unsupported(name, layer, chosen, names, lora)
-        if not isinstance(layer, ExpertLinear) and _last(names.module(name)) in of_experts:
+        is_made = lora.path is not None  # by PEFT, which applied it to this layer
+        if not isinstance(layer, ExpertLinear) and _last(names.module(name)) in of_experts and not is_made:
             reason = "has the name of an expert's projection, so PEFT would apply its adapter to an expert. To adapt "
             reason += r"only experts, give a regular expression: '.*(q_proj|v_proj|experts\.\d+\.\w+)'"
         is_head = hasattr(model, "head_input") and layer is model.head
@@ -199,13 +224,13 @@ def adapted_layers(model: nn.Module, lora: LoRA) -> dict[str, Any]:
             reason = "already has an adapter. Choose other layers, or merge it first (tune.peft.merge_in_place)"
         if reason:
             raise TuneError(f"adapter.target_modules: {names.module(name)} {reason}")
-    known = {spelling for name in chosen for spelling in names.spellings(name)}
+    known = {spelling for name in chosen for spelling in names.patterned(name)}
     for setting, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         for key in patterns:
             if not any(matches(key, name) for name in known):
-                ends = ", ".join(sorted(set(map(_last, known))))
+                found = ", ".join(sorted(set(map(_last, known))))
                 raise TuneError(
-                    f"adapter.{setting}: no adapted layer's name ends with or matches '{key}'; names end with {ends}"
+                    f"adapter.{setting}: no adapted layer's name ends with or matches '{key}'; names end with {found}"
                 )
     return chosen
 
@@ -221,14 +246,18 @@ def _unsupported(name: str, layer: nn.Module, chosen: Collection[str], names: Na
     if isinstance(layer, nn.Linear):
         return None
     if kind:
-        return f"is a layer of experts, which {kind} does not support; leave it out"
-    if names.is_joined(name):
-        return None
+        what = "a router" if isinstance(layer, Router) else "a layer of experts"
+        return f"is {what}, which {kind} does not support; leave it out"
     # PEFT finds experts by the last part of their name in transformers, adapts gate and up together, and supports one
     # rank for all experts.
-    if not isinstance(names.on_disk[f"{name}.weight"], list):
-        return "has another name in transformers, by which PEFT finds experts, than in a checkpoint; leave it out"
     parent, _, last = name.rpartition(".")
+    experts = f"{parent}.experts.down" if isinstance(layer, Router) else name
+    if names.is_joined(experts):
+        return None
+    if not isinstance(names.on_disk.get(f"{experts}.weight"), list):
+        return "has another name in transformers, by which PEFT finds experts, than in a checkpoint; leave it out"
+    if isinstance(layer, Router) or names.is_parameter(name, lora.target_parameters):
+        return None
     if (other := {"gate": "up", "up": "gate"}.get(last)) and f"{parent}.{other}" not in chosen:
         return f"is a layer of experts, of which PEFT adapts gate and up together; include {other}"
     if lora.at(*names.spellings(name)) != (lora.rank, lora.alpha):

@@ -36,7 +36,7 @@ from tune.errors import TuneError, explained
 from tune.files import ADAPTER_CONFIG, content_digest, exported, require_replaceable
 from tune.models import Decoder, HuggingFaceModel, Names, OnDisk, disk_parts, own_name, peft_name, read_json
 from tune.peft.adapters import Adapter, adapted_modules, initialize, is_tied
-from tune.peft.lora import LoRA, LoRAExperts, LoRALinear, LowRank
+from tune.peft.lora import LoRA, LoRAExperts, LoRALinear, LoRARouter, LoRASecondExperts, LowRank
 from tune.peft.tokens import TokenRows
 from tune.tokenizers import Tokenizer
 from tune.types import Fraction, checked, mismatch
@@ -53,11 +53,12 @@ BASE = "base_xxh3"  # the digest of the base, in the header of the weights, wher
 SCORES = "SEQ_CLS"  # PEFT's task type of models with a scoring head
 FIELDS = {  # field of LoRA -> its name in PEFT's config
     "rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "rank_stabilized": "use_rslora", "dora": "use_dora",
+    "target_parameters": "target_parameters",
     "rank_pattern": "rank_pattern", "alpha_pattern": "alpha_pattern", "modules_to_save": "modules_to_save",
 }  # fmt: skip
 BESIDE_THE_BASE = (None, True, False, "gaussian", "orthogonal", "eva", "mica")  # init_lora_weights that keep the base
 KINDS = {theirs: LoRA.__annotations__[ours] for ours, theirs in FIELDS.items()} | {
-    "target_modules": list[str] | str, "target_parameters": list[str], "exclude_modules": list[str] | str,
+    "target_modules": list[str] | str, "exclude_modules": list[str] | str,
     "trainable_token_indices": LoRA.__annotations__["trainable_tokens"], "base_model_name_or_path": str,
 }  # fmt: skip
 UNSUPPORTED = (
@@ -141,17 +142,20 @@ def read_adapter(path: str | Path) -> LoRA:
     tokens = settings.get("trainable_token_indices") or []
     if isinstance(tokens, list) and tokens:  # a list is for the embedding, whatever its name
         tokens = dict.fromkeys(_on_disk(Path(path) / WEIGHTS, f".{TokenRows.PARTS['rows']}"), tokens)
-    modules, parameters = settings.get("target_modules") or [], settings.get("target_parameters") or []
-    if isinstance(modules, str):  # a regular expression; modules and parameters are modules here
-        target_modules: Any = "|".join([f"({modules})", *(rf"(.*\.)?{re.escape(name)}" for name in parameters)])
-    else:
-        target_modules = [*modules, *parameters]
-    if settings.get("exclude_modules"):  # the remaining targets are those with tensors
+    target_modules = settings.get("target_modules") or []
+    # The targets are those with tensors: others are excluded, or have the names of experts that PEFT could not find.
+    if settings.get("exclude_modules") or _has_only_shared_experts(Path(path) / WEIGHTS):
         target_modules = _on_disk(Path(path) / WEIGHTS, ".lora_")
     if settings.get("task_type") == SCORES:  # PEFT saves several names of scoring heads; models here have one
         settings["modules_to_save"] = [*({*(settings.get("modules_to_save") or ()), "score"} - {"classifier"})]
     fields = {ours: settings[theirs] for ours, theirs in FIELDS.items() if settings.get(theirs)}
     return LoRA(path=str(path), target_modules=target_modules, trainable_tokens=tokens, **fields)
+
+
+def _has_only_shared_experts(file: Path) -> bool:
+    """Whether an adapter's file has adapters of shared experts, but none of other experts."""
+    names = [tensor.name for tensor in headers(file)] if file.exists() else []
+    return any(".shared_expert" in name for name in names) and not any(".experts." in name for name in names)
 
 
 def _on_disk(file: Path, part: str) -> list[str]:
@@ -186,7 +190,7 @@ def _require_same_scaling(model: nn.Module, theirs: LoRA) -> None:
     names = Names.of(whole)
     for name, layer in adapted_modules(whole).items():
         if isinstance(layer, LowRank):
-            rank, alpha = theirs.at(*names.spellings(name))
+            rank, alpha = theirs.at(*names.patterned(name))
             if not math.isclose(theirs.scaling(rank, alpha), layer.scaling, rel_tol=1e-6):
                 there = f"alpha={alpha:g}, rank={rank}, rank_stabilized={theirs.rank_stabilized}"
                 is_stabilized = layer.settings.rank_stabilized
@@ -210,7 +214,7 @@ def load_parameters(model: nn.Module, path: str | Path, theirs: LoRA | None = No
             )
         _require_same_kind(model, theirs)
     file, parts = Path(path) / WEIGHTS, _parts(model)
-    stored = [part.stored(torch.empty(part.parameter.shape, device="meta")) for part in parts]
+    stored = [part.stored(part.empty()) for part in parts]
     needed = {own_name(name): list(tensor.shape) for each in stored for name, tensor in each.items()}
     tied, settings = _trains_tied_embedding(model), read_json(Path(path) / CONFIG, "adapter.path")
     if tied and not settings.get("ensure_weight_tying"):
@@ -241,7 +245,7 @@ def load_parameters(model: nn.Module, path: str | Path, theirs: LoRA | None = No
         _require_same_scaling(model, theirs)
     if rehearsal.current():
         return
-    if not all(part.parameter.is_meta for part in parts):  # else names and shapes are checked only
+    if not all(part.is_meta for part in parts):  # else names and shapes are checked only
         warn_of_another_base(path, metadata_of(file).get(BASE), getattr(model, "source", None))
     with torch.no_grad():
         for part, each in zip(parts, stored, strict=True):
@@ -345,8 +349,7 @@ def _full_parts(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     """Yield the tensors of `adapter_state_dict`, one trained parameter at a time."""
     is_tied = _trains_tied_embedding(model)
     for part in _parts(model):
-        is_here = not part.parameter.is_meta
-        full = from_its_stage(model, full_tensor(part.value().detach()) if is_here else None).to("cpu", torch.float32)
+        full = from_its_stage(model, None if part.is_meta else part.full()).to("cpu", torch.float32)
         stored = part.stored(full)
         for name in [*stored]:
             if is_tied and name.endswith("embed_tokens.weight"):  # PEFT expects tied weights twice
@@ -455,13 +458,18 @@ def export_trained(
 def _config(model: nn.Module, base: str, task_type: str | None) -> dict[str, Any]:
     """PEFT's config of the adapters of `model`."""
     model, names = uncut(model), Names.of(model)
-    adapted = {peft_name(each): layer for name, layer in adapted_modules(model).items() for each in names.members(name)}
+    weights = _adapted_parameters(model)
+    adapted: dict[str, Any] = {}
+    for name, layer in adapted_modules(model).items():
+        in_files = [names.parameter(name)] if name in weights else map(peft_name, names.members(name))
+        adapted |= dict.fromkeys(in_files, layer)
     layers = {name: layer for name, layer in adapted.items() if isinstance(layer, LowRank)}
     tokens = {name: layer.tokens for name, layer in adapted.items() if isinstance(layer, TokenRows)}
-    parameters = {names.module(name) for name in _joined_experts(model)}
+    parameters = {*map(names.parameter, weights)}
     saved = [str(part.on_disk) for part in _parts(model) if not isinstance(part.module, Adapter)]
     whole = {name.removeprefix(PREFIX).rpartition(".")[0] for name in saved}
     lora = _common_settings([layer.settings for layer in layers.values()])
+    has_parameters = any(isinstance(layer, LoRAExperts | LoRARouter) for layer in layers.values())
     # With a frozen start the exported rank is twice the trained one, at the same scaling.
     rank_factor = 1 if lora.init == "default" else 2
     alpha_factor = math.sqrt(rank_factor) if lora.rank_stabilized else rank_factor
@@ -471,8 +479,8 @@ def _config(model: nn.Module, base: str, task_type: str | None) -> dict[str, Any
         "base_model_name_or_path": base or None,
         "r": lora.rank * rank_factor,
         "lora_alpha": lora.alpha * alpha_factor,
-        # PEFT has no dropout for experts, and refuses to load an adapter with one.
-        "lora_dropout": 0.0 if any(isinstance(layer, LoRAExperts) for layer in layers.values()) else lora.dropout,
+        # PEFT has no dropout for parameters, and refuses to load an adapter with one.
+        "lora_dropout": 0.0 if has_parameters else lora.dropout,
         "target_modules": _shortest(model, layers.keys() - parameters),
         "target_parameters": _shortest(model, parameters) or None,
         "rank_pattern": {name: layer.rank * rank_factor for name, layer in layers.items() if layer.rank != lora.rank},
@@ -523,22 +531,33 @@ def _shortest(model: nn.Module, adapted: set[str]) -> list[str]:
 @dataclass(frozen=True)
 class _Part:
     """A trained parameter in PEFT's file. Experts have a tensor each or, if `is_joined`, one tensor for all: A is
-    `[experts * rank, in]`, B is `[out, rank * experts]`."""
+    `[experts * rank, in]`, B is `[out, rank * experts]`, with the rows of the B of `second`, if any, at its end."""
 
     on_disk: OnDisk
     module: nn.Module
     kind: str
     is_joined: bool = False
+    second: nn.Module | None = None
 
     @property
-    def parameter(self) -> nn.Parameter:
-        return self.module.get_parameter(self.kind)
+    def parameters(self) -> list[nn.Parameter]:
+        return [module.get_parameter(self.kind) for module in (self.module, self.second) if module is not None]
 
-    def value(self) -> torch.Tensor:
-        """The tensor to export: with a frozen start, the factors that include it."""
-        if isinstance(self.module, LowRank) and self.kind != "magnitude":
-            return self.module.factors()[("lora_a", "lora_b").index(self.kind)]
-        return self.parameter
+    @property
+    def is_meta(self) -> bool:
+        return self.parameters[0].is_meta
+
+    def full(self) -> torch.Tensor:
+        """The full tensor to export: with a frozen start, the factors that include it. All processes must call this."""
+        if isinstance(self.module, LowRank) and self.kind != "magnitude" and self.second is None:
+            return full_tensor(self.module.factors()[("lora_a", "lora_b").index(self.kind)].detach())
+        tensors = [full_tensor(parameter.detach()) for parameter in self.parameters]
+        return tensors[0] if self.second is None else torch.cat(tensors, dim=1)
+
+    def empty(self) -> torch.Tensor:
+        """A tensor on the meta device of the shape of the trained values."""
+        tensors = [torch.empty(parameter.shape, device="meta") for parameter in self.parameters]
+        return tensors[0] if self.second is None else torch.cat(tensors, dim=1)
 
     def stored(self, full: torch.Tensor) -> dict[str, torch.Tensor]:
         """The tensors of the file that have the values `full`."""
@@ -548,48 +567,67 @@ class _Part:
 
     def load(self, tensors: Mapping[str, DiskTensor]) -> None:
         if not self.is_joined:
-            load_shard(self.parameter, self.on_disk, tensors)
+            load_shard(self.parameters[0], self.on_disk, tensors)
             return
-        (tensor,), (shard, where), experts = tensors.values(), local_shard(self.parameter), self.parameter.shape[0]
+        (tensor,), experts = tensors.values(), self.parameters[0].shape[0]
         is_a, whole = self.kind == "lora_a", tensor.read()
         stack = whole.unflatten(0, (experts, -1)) if is_a else whole.unflatten(1, (-1, experts)).permute(2, 0, 1)
-        shard.copy_(stack[where])
+        for parameter, values in zip(self.parameters, stack.chunk(len(self.parameters), dim=1), strict=True):
+            shard, where = local_shard(parameter)
+            shard.copy_(values[where])
 
 
 def _parts(model: nn.Module) -> list[_Part]:
     """All trained parameters; parameters of other pipeline stages are on the meta device."""
     here, model = dict(model.named_modules()), uncut(model)
-    names, experts = Names.of(model), _joined_experts(model)
+    names, weights = Names.of(model), _adapted_parameters(model)
+    adapted = adapted_modules(model)
+    second: dict[nn.Module, str] = {
+        layer.first[0]: name for name, layer in adapted.items() if isinstance(layer, LoRASecondExperts)
+    }
     parts: dict[nn.Parameter, _Part] = {}
-    for name, module in adapted_modules(model).items():
-        modules = [experts[name]] if name in experts else [peft_name(each) for each in names.members(name)]
+    for name, module in adapted.items():
+        modules = [weights[name]] if name in weights else [peft_name(each) for each in names.members(name)]
         for kind, ending in module.PARTS.items():
-            if (parameter := getattr(module, kind)) is not None:
-                tensors = [f"{PREFIX}{each}.{ending}" for each in modules]
-                is_stack = isinstance(module, LoRAExperts) and name not in experts
-                part = _Part(tensors if is_stack else tensors[0], here.get(name, module), kind, name in experts)
-                parts.setdefault(parameter, part)  # a tied head shares the embedding's rows
+            parameter = getattr(module, kind)
+            if parameter is None or isinstance(module, LoRASecondExperts):  # a part of the first experts' tensor
+                continue
+            tensors = [f"{PREFIX}{each}.{ending}" for each in modules]
+            is_experts = isinstance(module, LoRAExperts)
+            after = second.get(module) if kind == "lora_b" else None
+            part = _Part(
+                tensors if is_experts and name not in weights else tensors[0], here.get(name, module), kind,
+                is_experts and name in weights, here.get(after, adapted[after]) if after else None,
+            )  # fmt: skip
+            parts.setdefault(parameter, part)  # a tied head shares the embedding's rows
+    known = {*parts, *(adapted[name].get_parameter("lora_b") for name in second.values())}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter not in parts:
+        if parameter.requires_grad and parameter not in known:
             owner, _, kind = name.rpartition(".")
             on_disk = peft_name(str(names.on_disk.get(name, name)))
             parts[parameter] = _Part(PREFIX + on_disk, here.get(owner) or model.get_submodule(owner), kind)
     return list(parts.values())
 
 
-def _joined_experts(model: nn.Module) -> dict[str, str]:
-    """Adapted experts that are one tensor on disk -> the names of their adapters in PEFT's files.
+def _adapted_parameters(model: nn.Module) -> dict[str, str]:
+    """Modules that are adapted as a parameter of their owner in transformers -> their adapters in PEFT's files.
 
-    PEFT wraps the module that owns the tensors once for each of them, the last outermost.
+    They are routers, and experts that are one tensor on disk or that `target_parameters` names. PEFT wraps the owner
+    once for each of its parameters, the last outermost.
     """
     names = Names.of(model)
+    of_parameters: dict[str, str] = {}
     found: dict[str, str] = {}
     for name, layer in reversed(adapted_modules(model).items()):
-        if isinstance(layer, LoRAExperts) and names.is_joined(name):
-            wrapped = names.module(name).rpartition(".")[0]
-            while wrapped in found.values():
+        parameter = names.parameter(name)
+        is_experts = isinstance(layer, LoRAExperts) and (
+            names.is_joined(name) or names.is_parameter(name, layer.settings.target_parameters)
+        )
+        if is_experts or isinstance(layer, LoRARouter):
+            wrapped = parameter.rpartition(".")[0]
+            while parameter not in of_parameters and wrapped in of_parameters.values():
                 wrapped += ".base_layer"
-            found[name] = wrapped
+            found[name] = of_parameters.setdefault(parameter, wrapped)
     return found
 
 

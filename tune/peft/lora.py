@@ -15,7 +15,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from tune import fused
 from tune.distributed import full_tensor, summed
 from tune.errors import TuneError
-from tune.models import Dispatch, ExpertLinear, grouped_product
+from tune.models import Dispatch, ExpertLinear, Router, Routing, grouped_product
 from tune.peft import adapter_kernels, products
 from tune.peft.dropout import THIRD, Mask, dropout, mix, prepare_dropout
 from tune.peft.products import AdaptedProduct
@@ -30,7 +30,9 @@ class LoRA:
 
     `target_modules` is `all-linear` (all but the head and, in a model with experts, the feed-forward layers), a list of
     names, or a regular expression that must match a layer's whole name. Linear layers, experts and embeddings can be
-    adapted. Names are ours (`query`) or the checkpoint's (`q_proj`). `rank_pattern` and `alpha_pattern` set the rank
+    adapted. Names are ours (`query`) or the checkpoint's (`q_proj`). `target_parameters` are further weights, by the
+    ends of their names in transformers, as in PEFT: experts are `gate_up_proj`, where gate and up share their A, and
+    `down_proj`; a router is `gate.weight`. `rank_pattern` and `alpha_pattern` set the rank
     and alpha of layers whose name ends with a key or matches it. The modules in `modules_to_save` are trained in full.
     The rows of `trainable_tokens` are trained in embedding and head, or in the modules that it names, as
     `{embed_tokens: [5, 6]}`.
@@ -45,6 +47,7 @@ class LoRA:
     alpha: PositiveFloat = 32.0
     dropout: Fraction = 0.0
     target_modules: list[str] | str = "all-linear"
+    target_parameters: list[str] = field(default_factory=list)
     rank_pattern: dict[str, PositiveInt] = field(default_factory=dict)
     alpha_pattern: dict[str, PositiveFloat] = field(default_factory=dict)
     rank_stabilized: bool = False  # scale by alpha / sqrt(rank) instead of alpha / rank
@@ -94,7 +97,7 @@ class LowRank(nn.Module):
 
     # Trained parameters -> end of their names in PEFT's files.
     PARTS: ClassVar = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
-    added: ClassVar = (
+    added: ClassVar[tuple[str, ...]] = (
         "lora_a",
         "lora_b",
         "start_a",
@@ -103,6 +106,7 @@ class LowRank(nn.Module):
         "dropout_features",
     )  # tensors added to the layer
     casts_parameters: ClassVar = True
+    supports_dropout: ClassVar = True
     is_off = False  # compute without the adapter
     first_input = 0  # first input feature of this process
     input_group: str | None = None  # the processes that share the input features
@@ -125,8 +129,10 @@ class LowRank(nn.Module):
         layer.base, layer.__class__ = type(layer), cls
         layer.settings = lora
         layer.rank, layer.alpha, layer.scaling = rank, alpha, lora.scaling(rank, alpha)
-        is_embedding = isinstance(layer, nn.Embedding)  # without dropout
-        prepare_dropout(layer, name, 0.0 if is_embedding else lora.dropout, 0 if is_embedding else layer.in_features)
+        if cls.supports_dropout:
+            prepare_dropout(layer, name, lora.dropout, layer.in_features)
+        else:
+            prepare_dropout(layer, name, 0.0, 0)
         layer.add_parameters(lora)
 
     def add_parameters(self, lora: LoRA) -> None:
@@ -361,6 +367,7 @@ class LoRAEmbedding(LowRank, nn.Embedding):
     """An embedding whose weight W is used as W + scaling * (B @ A).T: A is `[rank, rows]`, B `[dim, rank]`."""
 
     PARTS: ClassVar = {"lora_a": "lora_embedding_A", "lora_b": "lora_embedding_B"}
+    supports_dropout: ClassVar = False
 
     def add_parameters(self, lora: LoRA) -> None:
         self.lora_a = nn.Parameter(self.weight.new_empty(self.rank, self.num_embeddings))
@@ -414,8 +421,60 @@ class LoRAExperts(LowRank, ExpertLinear):
         return super().forward(rows, plan) + grouped_product(low_rank, b, plan.ends)
 
 
+class LoRASecondExperts(LoRAExperts):
+    """Experts that use the A of other experts: PEFT adapts gate and up as one weight, with one A."""
+
+    PARTS: ClassVar = {"lora_b": "lora_B.weight"}
+    added: ClassVar[tuple[str, ...]] = ("lora_b", "dropout_features")
+    first: tuple[LoRAExperts]  # in a tuple, so that it is not registered as a part of this module
+
+    @classmethod
+    def adapt_after(cls, first: LoRAExperts, layer: Any, name: str, lora: LoRA) -> None:
+        """Add an adapter to the layer `name` that has the A, rank and alpha of `first`."""
+        cls.adapt(layer, name, first.rank, first.alpha, lora)
+        layer.first = (first,)
+
+    def add_parameters(self, lora: LoRA) -> None:
+        self.lora_b = nn.Parameter(self.weight.new_empty(self.num_experts, self.out_features, self.rank))
+
+    @property
+    def lora_a(self) -> nn.Parameter:  # type: ignore[override]
+        return self.first[0].lora_a
+
+    def initial_values(self, generator: torch.Generator) -> dict[str, Tensor]:
+        """Initial values of the parameters, in full: B zero."""
+        return {"lora_b": torch.zeros(self.lora_b.shape)}
+
+    def remove(self) -> None:
+        super().remove()
+        del self.first
+
+
+class LoRARouter(LowRank, Router):
+    """A router whose weight W is used as W + scaling * B @ A: A is `[rank, dim]`, B `[num_experts, rank]`."""
+
+    supports_dropout: ClassVar = False
+
+    def add_parameters(self, lora: LoRA) -> None:
+        self.lora_a = nn.Parameter(self.weight.new_empty(self.rank, self.in_features))
+        self.lora_b = nn.Parameter(self.weight.new_empty(self.out_features, self.rank))
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """See `LoRALinear.merged`."""
+        a, b = self.full_factors(weight.device)
+        return torch.addmm(weight.float(), b, a, alpha=self.scaling)
+
+    def forward(self, tokens: Tensor) -> Routing:
+        if self.is_off:
+            return super().forward(tokens)
+        change = self.scaling * (self.lora_b @ self.lora_a)
+        return self.routing(tokens, self.weight + change.to(self.weight.dtype))
+
+
 # The layers that can be adapted.
-KINDS: dict[Any, type[LowRank]] = {nn.Linear: LoRALinear, nn.Embedding: LoRAEmbedding, ExpertLinear: LoRAExperts}
+KINDS: dict[Any, type[LowRank]] = {
+    nn.Linear: LoRALinear, nn.Embedding: LoRAEmbedding, ExpertLinear: LoRAExperts, Router: LoRARouter,
+}  # fmt: skip
 
 
 def _pissa(weight: Tensor, rank: int, scaling: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -36,6 +36,7 @@ def merge_in_place(model: nn.Module) -> None:
             raise TuneError(f"{name} is sharded, so its adapter cannot be removed. Use tune.checkpointers.export")
     for layer in layers.values():
         layer.weight.copy_(layer.merged(layer.weight))
+    for layer in layers.values():  # only now: experts share matrices
         layer.remove()
     vars(model).pop("has_dropout", None)
 
@@ -47,7 +48,8 @@ def take_off(model: nn.Module, changes: dict[str, Tensor]) -> None:
     Each change is computed from the base's weights, as in PEFT: DoRA's norms depend on them.
     """
     layer: Any
-    for name, layer in adapted_modules(model).items():
+    layers = adapted_modules(model)
+    for name, layer in layers.items():
         change = layer.merged(layer.weight).float() - layer.weight.float()
         if name in changes:  # DoRA also scales the rows of earlier changes
             magnitude = getattr(layer, "magnitude", None)
@@ -56,6 +58,7 @@ def take_off(model: nn.Module, changes: dict[str, Tensor]) -> None:
                 before = before * layer._ratio(magnitude, *layer.factors())[:, None]
             change = change + before
         changes[name] = change
+    for layer in layers.values():  # only now: experts share matrices
         layer.remove()
 
 
@@ -123,7 +126,7 @@ def load_combined(
             raise TuneError(f"{folder} has more than LoRA matrices of linear layers, which cannot be combined")
         load_parameters(model, folder)
         for name, layer in layers.items():
-            _, alpha = lora.at(*Names.of(model).spellings(name))
+            _, alpha = lora.at(*Names.of(model).patterned(name))
             share = weight * lora.scaling(layer.rank, alpha)
             factors[name].append((layer.lora_a.clone(), layer.lora_b.clone(), share))
     torch.manual_seed(seed)
