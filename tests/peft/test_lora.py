@@ -2,20 +2,32 @@
 
 import json
 import shutil
+import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import save_checkpoint, slow_but
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
 from tune import distributed
 from tune.checkpointers import load_model, writing
 from tune.errors import TuneError
 from tune.models import hf
-from tune.peft import LoRA, adapter, add_adapters, export_adapter, load_adapter, merge, read_adapter, switched_off
+from tune.peft import (
+    LoRA,
+    adapter,
+    add_adapters,
+    export_adapter,
+    load_adapter,
+    merge,
+    open_model,
+    read_adapter,
+    switched_off,
+)
 from tune.tokenizers import Tokenizer
 
 peft = pytest.importorskip("peft")
@@ -272,11 +284,42 @@ def test_modules_that_peft_saves_twice_are_merged(checkpoint, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
-def test_matrices_of_a_resized_vocabulary_are_refused(checkpoint, tmp_path):
-    resized_by_peft(checkpoint, tmp_path)
-    for base in (checkpoint, tmp_path / "resized"):
-        with pytest.raises(TuneError, match=r"has base_model.model.lm_head.weight .*merge_and_unload"):
+def test_matrices_of_a_resized_vocabulary_must_be_those_of_the_base(checkpoint, tmp_path):
+    """PEFT saves them with an adapter of other layers. The values of the base are accepted."""
+    theirs = resized_by_peft(checkpoint, tmp_path)
+    other = Path(shutil.copytree(tmp_path / "resized", tmp_path / "other"))
+    tensors = load_file(other / "model.safetensors")
+    tensors["lm_head.weight"][301] += 1
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    for base in (checkpoint, other):
+        with pytest.raises(TuneError, match=r"has base_model.model.lm_head.weight.*merge_and_unload"):
             merge(base, tmp_path / "adapter", tmp_path / "wrong")
+    merge(tmp_path / "resized", tmp_path / "adapter", tmp_path / "merged")
+    tokens = torch.tensor([[300, 7, 301, 8]])
+    expected = theirs(tokens).logits
+    assert_close(load_model(tmp_path / "merged")(tokens), expected, rtol=1e-5, atol=1e-5)
+    assert_close(
+        open_model(tmp_path / "resized", [tmp_path / "adapter"]).load()(tokens), expected, rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+def test_base_weight_in_the_wrapper_of_peft_is_compared(checkpoint, tmp_path):
+    """It has no effect, since the trained weight replaces it, but shows which base was trained."""
+    resized_by_peft(checkpoint, tmp_path, modules_to_save=["embed_tokens", "lm_head"])
+    other = Path(shutil.copytree(tmp_path / "resized", tmp_path / "other"))
+    tensors = load_file(other / "model.safetensors")
+    tensors["lm_head.weight"][301] += 1
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    for way in (
+        lambda base: merge(base, tmp_path / "adapter", tmp_path / f"merged into {base.name}"),
+        lambda base: open_model(base, [tmp_path / "adapter"]).load(),
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            way(tmp_path / "resized")
+        with pytest.warns(UserWarning, match=r"another lm_head\.weight"):
+            way(other)
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])

@@ -5,7 +5,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -224,11 +224,7 @@ def load_parameters(model: nn.Module, path: str | Path, theirs: LoRA | None = No
     if not file.exists():
         raise TuneError(f"adapter.path: {path} has no {WEIGHTS}")
     found = {own_name(tensor.name): tensor for tensor in headers(file)}
-    for copy in [name for name in found if name.endswith(BASE_COPY)]:
-        _require_equal(model, copy, found.pop(copy), path)
-    for copy in [name for name in found if name.endswith(WRAPPED)]:
-        if f"{copy.rpartition('.')[0].rpartition('.')[0]}.weight" in found:
-            del found[copy]
+    _compare_with_base(model, found, needed.keys(), path)
     shapes = {name: tensor.shape for name, tensor in found.items() if not tied or name != PREFIX + HEAD}
     base = settings.get("base_model_name_or_path")
     if differences := shape_differences(shapes, needed, "this model needs") or _other_type(base, model):
@@ -298,27 +294,52 @@ def _resized_vocabulary(shapes: Mapping[str, list[int]], needed: Mapping[str, li
     return ""
 
 
-def _require_equal(model: nn.Module, name: str, copy: DiskTensor, path: str | Path) -> None:
-    """Raise TuneError if an embedding or head that PEFT saved with its adapter differs from that of `model`."""
-    if rehearsal.current():
-        return
-    names, here = Names.of(model), dict(model.named_modules())
-    adapted = adapted_modules(uncut(model))
-    places = {own_name(names.module(ours)): ours for ours in adapted}
-    place = places.get(name.removeprefix(PREFIX).removesuffix(BASE_COPY), "")
-    module = here.get(place, adapted.get(place))
-    if isinstance(weight := getattr(module, "weight", None), torch.Tensor):
-        # `merge` loads only the adapter; the base stays on disk.
-        if weight.is_meta and (on_disk := _base_weight(model, f"{place}.weight")):
-            if copy.shape == on_disk.shape and _are_equal(on_disk.read(), copy.read()):
-                return
-        elif weight.is_meta:
-            return
-        else:
-            shard, where = local_shard(weight)
-            if copy.shape == list(weight.shape) and _are_equal(shard, copy.read(where).to(shard.device)):
-                return
-    raise TuneError(f"adapter.path: {path} is for another model: {name.removeprefix(PREFIX)} differs from model.path")
+def _compare_with_base(
+    model: nn.Module, found: dict[str, DiskTensor], needed: Collection[str], path: str | Path
+) -> None:
+    """Take the copies of base weights that PEFT saved with an adapter out of `found`.
+
+    Raises TuneError if one belongs to an adapted embedding or head and differs from that of `model`. A
+    whole embedding or head that differs, and is not `needed`, stays in `found`. Warns if a weight that
+    was replaced as a whole differs.
+    """
+    names = Names.of(model)
+    ours = {own_name(PREFIX + on_disk): name for name, on_disk in names.on_disk.items() if isinstance(on_disk, str)}
+    ours |= {own_name(PREFIX + on_disk): name for on_disk, name in names.copies.items()}
+    for name in [*found]:
+        if name.endswith(BASE_COPY):
+            copy, place = found.pop(name), ours.get(f"{name.removesuffix(BASE_COPY)}.weight")
+            if place is None or _is_in_base(model, place, copy) is False:
+                what = f"{name.removeprefix(PREFIX)} differs from model.path"
+                raise TuneError(f"adapter.path: {path} is for another model: {what}")
+        elif name.endswith(WRAPPED) and (trained := f"{name.rpartition('.')[0].rpartition('.')[0]}.weight") in found:
+            copy, is_base = found.pop(name), name.endswith(WRAPPED[1])
+            if is_base and _is_in_base(model, ours.get(trained), copy) is False:
+                warnings.warn(
+                    f"{path} was trained on a base with another {trained.removeprefix(PREFIX)} than the model, so the "
+                    "model may be worse than the trained one. Use the base of the training if this is not intended",
+                    stacklevel=4,
+                )
+        elif name.endswith(VOCABULARY) and name not in needed and _is_in_base(model, ours.get(name), found[name]):
+            del found[name]
+
+
+def _is_in_base(model: Any, name: str | None, copy: DiskTensor) -> bool | None:
+    """Whether `copy` is the base's weight `name`, in the smaller of both dtypes; None if the weight is not at hand."""
+    module, _, kind = (name or "").rpartition(".")
+    weight = getattr(dict(model.named_modules()).get(module), kind, None) if name else None
+    is_here = isinstance(weight, torch.Tensor) and not weight.is_meta and not weight.requires_grad
+    if rehearsal.current() or not name:
+        return list(weight.shape) == copy.shape if isinstance(weight, torch.Tensor) else None
+    if is_here and isinstance(weight, torch.Tensor):
+        if copy.shape != list(weight.shape):
+            return False
+        shard, where = local_shard(weight)
+        return _are_equal(shard, copy.read(where).to(shard.device))
+    on_disk = _base_weight(model, name)
+    if on_disk is None:
+        return None
+    return copy.shape == on_disk.shape and _are_equal(on_disk.read(), copy.read())
 
 
 def _base_weight(model: Any, name: str) -> DiskTensor | None:
