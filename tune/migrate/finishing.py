@@ -10,6 +10,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from tune.config import signature_of
+from tune.migrate.leaves import text_of
 from tune.migrate.migration import Migration, Setting
 
 READERS = ("json", "csv", "parquet", "text", "arrow")  # formats of the `datasets` library, not names of datasets
@@ -110,19 +111,45 @@ def schedule(run: Migration) -> None:
         ratio = Setting(None, ratio.sources)
     if kind is None or not run.takes("schedule.warmup"):
         return
+    name = text_of({**run.usual, **run.theirs}, *kind.sources)
     used = steps.sources if steps.value or ratio.value is None else ratio.sources
     warmup = steps.value or ratio.value or 0
+    if name.lower() == "constant" and warmup:  # constant_with_warmup has one
+        run.same("the schedule constant has no warm-up", *used)
+        used, warmup = kind.sources, 0
     note = "the original's first step has a learning rate of 0" if warmup else ""
-    if 0 < warmup < 1:
-        note += ", and the original rounds up the number of warm-up steps"
     last = run.settings.get("max_steps")
+    if 0 < warmup < 1 and last and last.value:
+        warmup = _warmup_steps(run, warmup, last.value)
+    elif 0 < warmup < 1:
+        rounding = "down (1 becomes 2)" if run.peer == "axolotl" else "up"
+        note += f", and the original rounds {rounding} the number of warm-up steps"
+        if run.peer == "axolotl" and "warmup_ratio" not in run.theirs:
+            note += ", at most 100"
+    if run.peer == "axolotl" and warmup == 1:  # it makes 2 of 1
+        warmup = 2
     if last and last.value and warmup > max(1, last.value):
         note = f"in the original, max_steps={last.value} ends the run before the learning rate reaches its peak"
         warmup = last.value
     run.set("schedule.warmup", warmup, *used, note=note)
+    if note:
+        run.differs(note, *(key for key in used if key not in run.theirs))
+    if kind.value.endswith("square_root") and not warmup:
+        run.differs("without a warm-up, the original's time scale is 10,000 steps, and tune's is 1", *kind.sources)
+    if run.peer == "axolotl" and "cosine_min_lr_ratio" in floor.sources and name.lower() != "cosine":
+        run.same(f"the schedule {name} does not read it", "cosine_min_lr_ratio")
+        floor = Setting(None, [])
     if not kind.value.endswith(("constant", "square_root")):
         least = round(lowest.value / rate.value, 6) if lowest.value and rate else floor.value or 0.0
         run.set("schedule.min_ratio", least, *kind.sources, *floor.sources, *lowest.sources)
+
+
+def _warmup_steps(run: Migration, ratio: float, last: int) -> int:
+    """The number of warm-up steps in a run of `last` steps. transformers rounds up, axolotl down."""
+    if run.peer != "axolotl":
+        return math.ceil(ratio * last)
+    steps = int(ratio * last)
+    return steps if "warmup_ratio" in run.theirs else min(steps, 100)
 
 
 def adapter(run: Migration) -> None:

@@ -132,7 +132,7 @@ class Migration:
             place, name = self.place(target)
             stays = name in place and (gives_way or self.is_usual)
             if not stays:
-                self.set(target, value, key, note="" if self.is_own(target, value) else note)
+                self.set(target, value, key, note=note)
         elif targets[0].startswith("adapter."):
             self.same("no adapter is trained", key)
         elif value == 0 or (value == 1 and targets[0].startswith("parallel.")):

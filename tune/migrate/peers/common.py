@@ -81,13 +81,14 @@ OPTIMIZERS: Mapping[KeyNames, Any] = {
 
 SCHEDULERS: Mapping[KeyNames, Any] = {
     ("cosine", "*get_cosine_schedule_with_warmup"): "tune.optimizers.cosine",
-    ("cosine_with_min_lr", "cosine_warmup_with_min_lr"): "tune.optimizers.cosine",
+    "cosine_with_min_lr": "tune.optimizers.cosine",
+    "cosine_warmup_with_min_lr": (
+        "tune.optimizers.cosine",
+        "the original is one step ahead: it reaches the lowest rate in the last step, tune one step later",
+    ),
     "linear": "tune.optimizers.linear",
     ("constant", "constant_with_warmup"): "tune.optimizers.constant",
-    "inverse_sqrt": (
-        "tune.optimizers.inverse_square_root",
-        "decays after the warm-up, with the number of warm-up steps as its time scale",
-    ),
+    "inverse_sqrt": "tune.optimizers.inverse_square_root",
     "warmup_stable_decay": (
         "tune.optimizers.warmup_stable_decay",
         "the original decays along a half cosine from num_decay_steps before the end, tune linearly over the last "

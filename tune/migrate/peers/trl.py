@@ -482,7 +482,8 @@ LACKING: dict[KeyNames, str] = {
     ("assistant_only_loss_off", "ld_alpha", "f_divergence_type", "f_alpha_divergence_coef",
      "use_weighting", "discopop_tau", "reference_free", "force_use_ref_model", "alpha", "seq_kd"):
         "write your own loss, a class of a few lines: docs/changes.md#another-loss-of-preferences",
-    ("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"): "the reference model never changes",
+    ("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"):
+        "the reference model never changes; an edit lets it follow: docs/changes.md#a-reference-that-follows",
     ("delta", "sapo_*", "vespo_*", "top_entropy_quantile", "entropy_*", "use_adaptive_entropy",
      "off_policy_mask_threshold", "multi_objective_aggregation", "reward_clip_range", "normalize_advantages",
      "max_tool_calling_iterations", "repetition_penalty", "generation_kwargs*", "chat_template_kwargs*",
