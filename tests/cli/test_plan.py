@@ -2,15 +2,18 @@
 
 import gc
 import json
+import re
 from dataclasses import asdict
 
 import pytest
 from copied_recipe import exit_status
+from docs_reader import ROOT
 from helpers import run_verbs, save_checkpoint
 
 from tune import config
 from tune.checkpointers import load_model
 from tune.cli import main
+from tune.cli.plan import BOUNDS
 from tune.devices import DEVICES
 from tune.generation import Sampler
 from tune.plan import planning
@@ -344,3 +347,17 @@ def test_garbage_is_collected_after_a_verb(checkpoint, chats, capsys):
     assert exit_status("plan", *run, "--device", "cpu") in (0, None)
     assert exit_status("validate", *run, "device=cpu") in (0, None)
     assert gc.get_freeze_count() == 0
+
+
+def test_advice_is_what_was_measured() -> None:
+    """compile=true is not advised as long as the benchmarks are slower with it."""
+    measured = re.findall(
+        r"`compile=true` † \(without it ([\d,]+) at that time\) \| ([\d,]+) \|",
+        (ROOT / "docs" / "benchmarks.md").read_text(),
+    )
+    rates = [[int(rate.replace(",", "")) for rate in pair] for pair in measured]
+    assert len(rates) >= 2
+    (slow,) = re.findall(r"\n## Slow\n(.*?)\n## ", (ROOT / "docs" / "troubleshooting.md").read_text(), re.DOTALL)
+    advice = [change for _, change in BOUNDS.values()] + slow.splitlines()
+    if all(compiled < eager for eager, compiled in rates):
+        assert not [line for line in advice if "compile" in line]
