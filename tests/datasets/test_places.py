@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tune.collators import Sample, collate
+from tune.collators import Batch, Sample, collate
 from tune.datasets import DataLoader, Dataset, Mixture, load
 from tune.tokenizers import Tokenizer
 
@@ -113,3 +113,4 @@ def test_mixtures_and_own_samples(folder: Path, tmp_path: Path) -> None:
         f"mine {index}" for index in range(15)
     }
     assert collate([Sample(np.arange(3), np.arange(3))], pad_to=4).places == ("", "")
+    assert Batch.of([[1, 2, 3]], documents=[[0, 0, 1]]).places == ("", "")

@@ -141,7 +141,7 @@ class Batch:
     step_seed: int | None = None
     supervised_in_step: int | None = None
     weights: Tensor | None = None  # fp32 [rows, seq]: how much the loss of each token counts; None: 1
-    places: tuple[str, ...] = ()  # for each document, "chats.jsonl:12" in the source; "" for padding
+    places: tuple[str, ...] = ()  # for each document, "chats.jsonl:12" in the source; "" if it has none
 
     @classmethod
     def of(
@@ -226,6 +226,7 @@ class Batch:
             num_tokens=tokens.size if num_tokens is None else num_tokens,
             num_supervised=int(supervised.sum()),
             weights=None if weights is None else torch.from_numpy(weights),
+            places=("",) * len(begins),
         )
 
     def in_step(self, seed: int, step: int, num_supervised: int) -> "Batch":
