@@ -21,9 +21,9 @@ LAYOUTS = {
 
 
 @pytest.mark.slow
-def test_two_processes_share_each_row(wide, common, tmp_path):  # noqa: F811
+def test_two_processes_share_each_row(wide, chats, common, tmp_path):  # noqa: F811
     variants = {
-        "packed": [f"model.path={wide}", "loss.accuracy=true"],
+        "packed": [f"model.path={wide}", "loss.accuracy=true", f"evaluate.general={chats}"],
         "plain": [f"model.path={wide}", "packed=false", "memory.activation_checkpointing=full"],
         "odd lengths": [f"model.path={wide}", "max_seq_len=93"],
     }

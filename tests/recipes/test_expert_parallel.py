@@ -30,7 +30,6 @@ LAYOUTS = {
     "ep x tp": ["parallel.ep=2", "parallel.tp=2", "micro_batch_size=2"],
 }
 ADAPTER = [*LORA, "adapter.target_modules='.*(q_proj|experts.*)'"]
-ROUTED = ("expert_load", "router_entropy", "router_loss")
 
 
 def of_family(name, folder, **others):
@@ -47,10 +46,12 @@ def lines(file):
 
 
 @pytest.mark.slow
-def test_two_processes_share_the_experts(common, tmp_path):  # noqa: F811
+def test_two_processes_share_the_experts(chats, common, tmp_path):  # noqa: F811
     (tmp_path / "prompts.txt").write_text("the cat\na big dog\nit\n")
     prompts = [f"evaluate.prompts={tmp_path / 'prompts.txt'}", "evaluate.max_new_tokens=5"]
-    variants = {"all": [of_family("qwen3_moe", tmp_path), "model.router_loss=0.1", *prompts]}
+    variants = {
+        "all": [of_family("qwen3_moe", tmp_path), "model.router_loss=0.1", f"evaluate.general={chats}", *prompts]
+    }
     layouts = {
         "ep": ["parallel.ep=2", "micro_batch_size=2"],
         "recomputed": ["parallel.ep=2", "micro_batch_size=1", "memory.activation_checkpointing=selective"],
@@ -61,8 +62,6 @@ def test_two_processes_share_the_experts(common, tmp_path):  # noqa: F811
     torch.testing.assert_close(
         *(load_file(run / "model" / "model.safetensors") for run in (ours, alone)), rtol=1e-3, atol=2e-5
     )
-    for one, other in zip(*(lines(run / "metrics.jsonl") for run in (ours, alone)), strict=True):
-        assert [one[name] for name in ROUTED] == pytest.approx([other[name] for name in ROUTED], rel=1e-5)
     answers, expected = (lines(run / "samples.jsonl") for run in (ours, alone))
     assert len(answers) == 6 and answers == expected
 
