@@ -8,7 +8,7 @@ import lora_finetune
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import run_processes, save_checkpoint
+from helpers import run_processes, save_checkpoint, slow_but
 from models.test_families import VARIANTS
 from safetensors.torch import load_file
 from torch.testing import assert_close
@@ -102,7 +102,7 @@ def require_as_in_peft(base, adapter, tmp_path):
     assert_close(ours(TOKENS), logits, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(["qwen3_moe", "qwen2_moe"], FAMILIES))
 def test_all_linear_is_read_continued_merged_and_written(family, tmp_path):
     base = checkpoint_of(family, tmp_path / "base")
     of_peft(base, tmp_path / "adapter", target_modules="all-linear")
@@ -192,6 +192,7 @@ def test_layouts_train_it_like_one_process(layout, chats, tmp_path):
     assert_close(many, one, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_names_of_parameters_are_those_of_transformers(tmp_path):
     """For all native families with experts, except the one whose experts PEFT cannot find."""
     found = 0
@@ -227,3 +228,9 @@ def test_parameters_that_cannot_be_adapted_are_refused(family, settings, facts, 
     model = load_model(str(checkpoint_of(family, tmp_path)))
     with pytest.raises(TuneError, match=facts):
         add_adapters(model, LoRA(rank=4, target_modules=[], **settings))
+
+
+def test_message_for_a_router_names_its_weight(tmp_path):
+    model = load_model(str(checkpoint_of("mixtral", tmp_path)))
+    with pytest.raises(TuneError, match=r"'router' .*adapter\.target_parameters=\[gate\.weight\]"):
+        add_adapters(model, LoRA(rank=4, target_modules=["router"]))

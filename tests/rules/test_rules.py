@@ -113,6 +113,10 @@ CASES = {
     "adapted-router": (
         LORA, ["adapter.target_modules=[q_proj,gate]"], ["adapter.target_modules=[q_proj]"], {"model": MOE}
     ),
+    "adapted-router-weight": (
+        LORA, ["adapter.target_parameters=[experts.down_proj,gate.weight]"],
+        ["adapter.target_parameters=[experts.down_proj]"], {"model": MOE},
+    ),
     "unbalanced-experts": (FULL, [], ["model.router_loss=0.01"], {"model": MOE}),
     "packing-one-by-one": (
         LORA, ["packed=true", "model._component_=tune.models.hf"], ["model._component_=tune.models.hf"],

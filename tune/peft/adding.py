@@ -373,10 +373,18 @@ def _no_match(model: nn.Module, setting: str, wanted: str, candidates: Mapping[s
     tied = [name for name, each in candidates.items() if isinstance(each, nn.Embedding) and is_tied(model, each)]
     if tied and wanted in HEADS:
         return _tied(wanted, names.module(tied[0]))
-    others = [module for name, module in model.named_modules() if f".{name}".endswith(f".{wanted}")]
-    if others and setting == "target_modules":
+    others = {name: module for name, module in model.named_modules() if f".{name}".endswith(f".{wanted}")}
+    routers = [name for name, module in others.items() if isinstance(module, Router)]
+    if routers and setting == "target_modules":
+        weight = ".".join(names.parameter(routers[0]).split(".")[-2:])
         return TuneError(
-            f"adapter.target_modules: '{wanted}' is a {type(others[0]).__name__}, which cannot have an adapter: only "
+            f"adapter.target_modules: '{wanted}' is a router, which has an adapter by the name of its weight: "
+            f"adapter.target_parameters=[{weight}]"
+        )
+    if others and setting == "target_modules":
+        kind = type(next(iter(others.values()))).__name__
+        return TuneError(
+            f"adapter.target_modules: '{wanted}' is a {kind}, which cannot have an adapter: only "
             "linear layers, embeddings and experts can. To train it in full, use adapter.modules_to_save"
         )
     known = sorted({_last(name) for candidate in candidates for name in names.spellings(candidate)})

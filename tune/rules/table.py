@@ -277,6 +277,11 @@ TABLE = [
          "a small change sends tokens to experts that have not learned them",
          lambda run: _has_experts(run) and not isinstance(run("adapter.target_modules"), str)
          and {"gate", "router"} & {*run("adapter.target_modules", [])}),
+    Rule("adapted-router-weight", WARNING, "adapter.target_parameters", "AI-Hypercomputer/maxtext#3969", "always",
+         "{} names the router of the experts. Leave its weight out",
+         "a small change sends tokens to experts that have not learned them",
+         lambda run: any(name.endswith(("gate.weight", "router.weight"))
+                         for name in run("adapter.target_parameters", []))),
     Rule("unbalanced-experts", WARNING, "model.router_loss", "huggingface/transformers#44586", "transformers 4.36",
          "all parameters are trained and no loss balances the experts, because config.json turns output_router_logits "
          "off. Set model.router_loss to its router_aux_loss_coef",
