@@ -17,7 +17,7 @@ from tune import config, distributed
 from tune.checkpointers import load_model
 from tune.errors import TuneError
 from tune.models import build
-from tune.peft import LoRA, add_adapters, export_adapter, load_adapter, merge, read_adapter
+from tune.peft import LoRA, adapter, add_adapters, export_adapter, load_adapter, merge, read_adapter
 from tune.tokenizers import Tokenizer
 
 peft = pytest.importorskip("peft")
@@ -119,6 +119,17 @@ def test_expert_adapters_made_by_peft(settings, tmp_path):
     assert_close(model(TOKENS), logits, atol=1e-5, rtol=1e-5)
     merge(folder, tmp_path / "adapter", tmp_path / "merged")
     assert_close(load_model(str(tmp_path / "merged"))(TOKENS), logits, atol=1e-5, rtol=1e-5)
+
+
+def test_settings_of_experts_may_be_repeated_for_their_adapter(tmp_path):
+    """Experts that are one tensor are modules in the settings, and parameters in the file."""
+    folder, targets = checkpoint_of("gpt_oss", tmp_path / "base"), ["down_proj", "gate_up_proj"]
+    model = load_model(str(folder))
+    add_adapters(model, LoRA(rank=4, target_modules=targets))
+    export_adapter(model, tmp_path / "adapter", world=distributed.init("cpu"), base=str(folder))
+    assert adapter(str(tmp_path / "adapter"), rank=4, target_modules=targets).rank == 4
+    with pytest.raises(TuneError, match=r"Remove target_modules=\['down_proj'\]"):
+        adapter(str(tmp_path / "adapter"), target_modules=["down_proj"])
 
 
 @pytest.mark.parametrize("changes", [{"num_local_experts": 8}, {"num_hidden_layers": 4}], ids=str)

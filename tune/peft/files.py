@@ -79,10 +79,14 @@ def adapter(path: str | None = None, dropout: Fraction | None = None, **settings
     if path is None:
         return LoRA(dropout=dropout or 0.0, **settings)
     existing, unset = read_adapter(path), LoRA()
+    accepted = {name: [getattr(unset, name), getattr(existing, name)] for name in settings}
+    if "target_modules" in settings and isinstance(existing.target_modules, list):
+        # Experts that are one tensor are modules here, and parameters in the file.
+        accepted["target_modules"].append([*existing.target_modules, *existing.target_parameters])
     clashes = [
-        f"{name}={value!r} (the adapter has {getattr(existing, name)!r})"
+        f"{name}={value!r} (the adapter has {accepted[name][-1]!r})"
         for name, value in settings.items()
-        if value not in (getattr(unset, name), getattr(existing, name))
+        if value not in accepted[name]
     ]
     if clashes:
         raise TuneError(f"adapter.path: {path} has its own settings. Remove {', '.join(clashes)}")
