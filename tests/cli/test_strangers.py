@@ -398,7 +398,7 @@ def test_listed_components() -> None:
         if path.startswith("torchao"):
             pytest.importorskip("torchao")
         assert locate(path).__module__.partition(".")[0] == path.partition(".")[0]
-    for name in config.list_recipes():
+    for name in config.list_recipes_with_settings():
         values = dict(leaves(config.read_file(config.find_config(name))))
         assert {value for key, value in values.items() if key.endswith("_component_")} <= COMPONENTS
 

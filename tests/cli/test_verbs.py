@@ -57,7 +57,7 @@ def test_ls_describes_every_recipe_and_config(capsys: pytest.CaptureFixture[str]
     assert " ".join(described["full_finetune"]).startswith("Supervised fine-tuning of all parameters")
 
 
-@pytest.mark.parametrize("recipe", config.list_recipes())
+@pytest.mark.parametrize("recipe", config.list_recipes_with_settings())
 def test_ls_of_a_recipe_lists_optional_component_arguments(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(["ls", recipe])
     shown = capsys.readouterr().out

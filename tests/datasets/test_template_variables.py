@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tokenizer_references import transformers_rendering
 
-from tune.config import list_recipes, load
+from tune.config import list_recipes_with_settings, load
 from tune.datasets import load as load_dataset
 from tune.datasets import load_prompts
 from tune.errors import TuneError
@@ -69,7 +69,7 @@ PLACES = ("enable_thinking", "tokenizer.enable_thinking", "dataset.enable_thinki
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [name for name in list_recipes() if name != "evaluate"])
+@pytest.mark.parametrize("recipe", [name for name in list_recipes_with_settings() if name != "evaluate"])
 def test_variables_of_a_run_stop_it(recipe: str) -> None:
     values = ["{enable_thinking: false}" if place.endswith("kwargs") else "false" for place in PLACES]
     settings = [f"{place}={value}" for place, value in zip(PLACES, values, strict=True)]
