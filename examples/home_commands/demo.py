@@ -21,6 +21,7 @@ from tune.generation import Sampler
 from tune.tokenizers import Tokenizer
 
 FOLDER = Path("examples/home_commands")
+AT_A_TIME = 16  # requests that are answered together
 REQUESTS = (
     "could you dim the bedroom lamp to about thirty percent?",
     "it's freezing, bring the office to 22 degrees",
@@ -32,7 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="MODEL", type=Path)
     parser.add_argument("--steps", type=int, help="stop after this many optimizer steps")
-    parser.add_argument("--rows", type=int, help="answer only this many of the held-out rows")
+    parser.add_argument("--rows", type=int, help="answer, and validate with, only this many of the held-out rows")
     parser.add_argument("--out", type=Path, default=Path(".demo/run"), help="the run folder, recreated")
     options = parser.parse_args()
     console = Console(highlight=False, markup=False)  # replies are shown as they are
@@ -47,20 +48,23 @@ def main() -> None:
     console.rule("Before")
     held_out = f"{len(expected)} held-out ones"
     console.print(f"Asking {options.model} for commands: {len(REQUESTS)} requests to show and {held_out} ...")
-    before = answers(options.model, system, requests)
+    before = answers(options.model, system, requests, console)
 
     console.rule("Training")
     shutil.rmtree(options.out, ignore_errors=True)
     command = ["run", "lora_finetune", "--config", f"{FOLDER}/demo.yaml", "export.merge=true"]
     command += [f"model.path={options.model}", f"output_dir={options.out}"]
-    command += [f"max_steps={options.steps}"] if options.steps else []
+    if options.steps:
+        command.append(f"max_steps={options.steps}")
+    if options.rows:
+        command.append(f"validation_dataset.take={options.rows}")
     console.print("$ tune", *command, soft_wrap=True)
     start = time.monotonic()
-    subprocess.run([sys.executable, "-m", "tune.cli", *command], check=True)
+    train(command, console)
     seconds = time.monotonic() - start
 
     console.rule("After")
-    after = answers(options.out / "model", system, requests)
+    after = answers(options.out / "model", system, requests, console)
     table = Table(show_lines=True)
     for title in ("Request", "Before", "After"):
         table.add_column(title, overflow="fold")
@@ -78,7 +82,20 @@ def main() -> None:
     console.print(f"$ tune chat {options.out} --system {json.dumps(system)}", soft_wrap=True)
 
 
-def answers(folder: Path, system: str, requests: list[str]) -> list[str]:
+def train(command: list[str], console: Console) -> None:
+    """Run the `tune` command. If it fails or is interrupted, exit with its code."""
+    with subprocess.Popen([sys.executable, "-m", "tune.cli", *command]) as process:
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:  # Ctrl-C also reached the training, which ends its step and saves a checkpoint
+            code = process.wait()
+    if code == 130:
+        console.print("To continue the training:\n$ tune", *command, soft_wrap=True)
+    if code:
+        sys.exit(code)
+
+
+def answers(folder: Path, system: str, requests: list[str], console: Console) -> list[str]:
     """Return the most likely reply of the model in `folder` to each request, at most 32 tokens."""
     tokenizer = Tokenizer(str(folder))
     prompts = []
@@ -86,8 +103,13 @@ def answers(folder: Path, system: str, requests: list[str]) -> list[str]:
         messages = [{"role": "system", "content": system}, {"role": "user", "content": request}]
         prompts.append(tokenizer.encode(tokenizer.apply_chat_template(messages, add_generation_prompt=True)))
     sampler = Sampler(max_new_tokens=32, temperature=0, stop_ids=tokenizer.stop_ids)
-    replies = sampler(load_model(str(folder)), prompts)
-    return [tokenizer.decode(reply.tokens, skip_special_tokens=True) for (reply,) in replies]
+    model = load_model(str(folder))
+    texts: list[str] = []
+    for start in range(0, len(prompts), AT_A_TIME):
+        for (reply,) in sampler(model, prompts[start : start + AT_A_TIME]):
+            texts.append(tokenizer.decode(reply.tokens, skip_special_tokens=True))
+        console.print(f"{len(texts)} of {len(prompts)} answered")
+    return texts
 
 
 def matches(replies: list[str], expected: list[str]) -> int:
@@ -96,4 +118,7 @@ def matches(replies: list[str], expected: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

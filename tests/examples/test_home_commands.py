@@ -1,9 +1,14 @@
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
-FOLDER = Path(__file__).parents[2] / "examples" / "home_commands"
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "home_commands"
 
 
 def rows(name: str) -> list[tuple[str, str]]:
@@ -45,3 +50,30 @@ def test_answers_are_strict_json() -> None:
             ["room", "device", "action", "value"],
             ["device", "action", "value"],
         )
+
+
+@pytest.mark.weekly
+def test_ctrl_c_saves_a_checkpoint_that_the_printed_command_continues(checkpoint: Path, tmp_path: Path) -> None:
+    demo = [sys.executable, FOLDER / "demo.py", checkpoint, "--rows", "2", "--out", tmp_path / "run"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(demo, cwd=ROOT, env=environment, **pipes) as process:
+        assert process.stdout
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("step 2/88"):
+                os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    output = "".join(lines)
+    assert process.returncode == 130, output
+    assert "Traceback" not in output
+    (saved,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    assert "step 20/88" not in output
+    command = lines[-1].split()
+    assert command[:4] == ["$", "tune", "run", "lora_finetune"]
+    assert f"output_dir={tmp_path / 'run'}" in command and "validation_dataset.take=2" in command
+    step = int(saved.name.removeprefix("step-"))
+    command = [sys.executable, "-m", "tune.cli", *command[2:], f"max_steps={step + 1}"]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True)
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert [row["step"] for row in metrics] == [*range(1, step + 2)]
