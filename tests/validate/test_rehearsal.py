@@ -14,6 +14,7 @@ import pytest
 from helpers import run_verbs, save_checkpoint, slow_but
 
 from tune import cli, rehearsal
+from tune.validate import hooks
 from tune.validate.stand_ins import STAND_INS
 
 SETTINGS = [
@@ -275,6 +276,33 @@ def test_unavailable_number_is_not_an_error(mine):
 def test_reading_numbers_in_the_loop(mine):
     mine("full_finetune", ("total_loss += loss.detach()", "total_loss += float(loss.detach()) + loss.item()"))
     assert errors("mine.py", *SETTINGS) == []
+
+
+def test_only_processor_time_ends_a_loop_and_the_warning_names_its_line(mine, monkeypatch):
+    monkeypatch.setattr(hooks, "SECONDS", 1.0)
+    waiting = "for _ in map(time.sleep, [0.6] * 3):  # waits, without the processor\n        pass\n    "
+    busy = "for _ in iter(lambda: sum(range(1_000_000)), None):  # computes\n        pass\n    "
+    mine(
+        "full_finetune",
+        ("import torch\n", "import time\n\nimport torch\n"),
+        ("    with run:", f"    {waiting}{busy}with run:"),
+    )
+    lines = Path("mine.py").read_text().splitlines()
+    waits, computes = (
+        next(f"mine.py:{number}" for number, text in enumerate(lines, 1) if text.endswith(comment))
+        for comment in ("# waits, without the processor", "# computes")
+    )
+    found = {finding["place"]: finding["level"] for finding in findings_of("mine.py", *SETTINGS)}
+    assert found[computes] == "warning" and waits not in found
+
+
+def test_rules_that_were_not_checked_are_counted_for_copies_alone(mine):
+    assert not [finding for finding in findings_of("full_finetune", *SETTINGS) if finding["level"] == "info"]
+    mine("full_finetune")
+    settings = Path("mine.yaml").read_text()
+    Path("mine.yaml").write_text(re.sub(r"(?m)^schedule:\n( .*\n)+", "", settings))
+    (info,) = [finding for finding in findings_of("mine.py", *SETTINGS) if finding["level"] == "info"]
+    assert "`schedule`" in info["message"]
 
 
 CASES = [

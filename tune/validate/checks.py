@@ -15,12 +15,13 @@ from typing import Any
 from omegaconf import DictConfig
 from packaging.requirements import Requirement
 
-from tune.config import find_config, list_recipes_with_settings, read_file
+from tune.config import find_config, find_recipe, list_recipes, list_recipes_with_settings, read_file
 from tune.errors import TuneError
 from tune.processor import device_type
 from tune.rules import Facts, Finding, Level, judge, unchecked
+from tune.validate.hooks import Unfinished
 from tune.validate.made_up import NotRehearsed
-from tune.validate.recipe import Recipe, described, is_own
+from tune.validate.recipe import Recipe, described, is_own, place_of
 from tune.validate.rehearse import is_limit, rehearse
 
 PLACE = re.compile(r"([\w./\[\]-]+(?::\d+)?): (.+)", re.DOTALL)
@@ -68,6 +69,9 @@ class Findings:
             self.add(f"'{error.filename}' is too long for a file name")
         elif isinstance(error, TuneError):
             self.add(str(error))
+        elif isinstance(error, Unfinished):
+            text = "this loop was not checked to its end, since that takes too long"
+            self.add(f"{place_of(error, file)}: {text}", level=Level.WARNING)
         elif isinstance(error, NotRehearsed):
             self.add(f"{described(error.error, file)} ({error.why})", level=Level.INFO)
         elif is_limit(error):
@@ -100,7 +104,8 @@ def validate(
     findings = Findings(settings)
     facts = Facts(cfg, kind, processes, capability, is_here=device is None, defaults=defaults)
     findings.all += judge(facts, strict, wrong={finding.place for finding in findings.all})
-    if missing := _missing(cfg):
+    is_copy = recipe.resolve() not in [find_recipe(name).resolve() for name in list_recipes()]
+    if is_copy and (missing := _missing(cfg)):
         count, names = unchecked(facts, missing)
         if count:
             text = f"not checked: {count} rules, since they read {', '.join(f'`{name}`' for name in names)}"

@@ -12,13 +12,18 @@ from typing import Any
 from tune.rehearsal import MadeUp, StepsEnded
 from tune.validate.syntax import Statements, function_at, read_names
 
-SECONDS = 60.0  # the longest time of a loop
+# The longest time of a loop: of the processor, since other programs share it, and of the clock, since a loop may wait.
+SECONDS, CLOCK_SECONDS = 60.0, 600.0
 # Packages whose contexts, apart from `contextlib.suppress` and `ExitStack`, let errors of their body through.
 TRANSPARENT = {
     *("tune", "torch", "builtins", "io", "_io", "contextlib", "threading", "_thread"),
     *("tempfile", "warnings"),
 }
 CATCHING = {"CHECK_EXC_MATCH", "CHECK_EG_MATCH", "WITH_EXCEPT_START"}  # bytecode of `except` and `with`
+
+
+class Unfinished(Exception):
+    """A loop takes too long to rehearse it to its end."""
 
 
 class Unknown(BaseException):
@@ -82,7 +87,7 @@ class Hooks:
         self.items: dict[int, Any] = {}
         self.contexts: dict[int, Any] = {}
         self.swallowing: set[int] = set()  # the entered contexts that may end an error of their body
-        self.begun: dict[int, float] = {}  # `while` loops
+        self.begun: dict[int, Clock] = {}  # `while` loops
 
     def failed(self, error: BaseException | None = None) -> None:
         """Report `error`, by default the one that is handled now."""
@@ -115,10 +120,9 @@ class Hooks:
 
     def goes_on(self, number: int) -> bool:
         """Return whether a `while` loop may go on."""
-        now = time.monotonic()
-        if now - self.begun.setdefault(number, now) < SECONDS:
+        if not self.begun.setdefault(number, Clock()).is_over:
             return True
-        self.report(_raised_by_caller(_too_long()), False)
+        self.report(_raised_by_caller(Unfinished()), False)
         return False
 
     def iterate(self, number: int) -> "Items":
@@ -134,13 +138,25 @@ class Hooks:
         return not isinstance(sys.exc_info()[1], Unknown) and not self.swallowing.isdisjoint(numbers)
 
 
+class Clock:
+    """The time of a loop, from now on."""
+
+    def __init__(self) -> None:
+        self.processor, self.clock = time.thread_time(), time.monotonic()
+
+    @property
+    def is_over(self) -> bool:
+        is_long = time.thread_time() - self.processor > SECONDS
+        return is_long or time.monotonic() - self.clock > CLOCK_SECONDS
+
+
 class Items:
     """Iterates over the items of a loop. Where this fails, the body runs once for a missing item."""
 
     def __init__(self, hooks: Hooks, iterable: Any):
         self.hooks, self.iterable = hooks, iterable
         self.iterator: Any = None
-        self.begun, self.has_failed = time.monotonic(), False
+        self.clock, self.has_failed = Clock(), False
         self.is_limited = not isinstance(iterable, list | tuple | range)
 
     def __iter__(self) -> "Items":
@@ -152,15 +168,15 @@ class Items:
         try:
             if self.iterator is None:
                 self.iterator = iter(self.iterable)
-            if self.is_limited and time.monotonic() - self.begun > SECONDS:
-                raise _too_long()
+            if self.is_limited and self.clock.is_over:
+                raise Unfinished
             return next(self.iterator)
         except StopIteration:
             raise
         except self.hooks.errors as error:
             self.has_failed = True
             self.hooks.failed(_raised_by_caller(error))
-            if isinstance(error, TimeoutError):
+            if isinstance(error, Unfinished):
                 raise StopIteration from None
             return self.hooks.missing
 
@@ -219,10 +235,6 @@ def _returns_nothing(code: types.CodeType) -> bool:
             return False
         constant = step.argval if step.opname == "LOAD_CONST" else True
     return True
-
-
-def _too_long() -> TimeoutError:
-    return TimeoutError(f"this loop takes longer than {SECONDS:.0f} s")
 
 
 def _raised_by_caller(error: BaseException) -> Any:

@@ -20,7 +20,7 @@ OF_NUMBERS = (IndexError, ArithmeticError, ValueError, AssertionError)
 # Messages of such errors by torch and Python that are about shapes, lengths and texts.
 OF_SHAPES = ("Dimension out of range", "too many indices")
 OF_TEXTS = ("values to unpack", "Unknown format code", "could not convert string")
-SECONDS, TIMES = 5.0, 2000  # a line may ask for numbers for longer, or more often
+SECONDS, TIMES = 5.0, 2000  # a line may ask for numbers for longer (of processor time), or more often
 LIBRARY = str(Path(tune.__file__).parent)
 
 
@@ -40,7 +40,7 @@ def is_users(file: str) -> bool:
 
 @dataclass
 class Line:
-    """A line that asked for made-up numbers: when first (seconds), and how many times."""
+    """A line that asked for made-up numbers: when first (processor time), and how many times."""
 
     first: float
     times: int = 0
@@ -57,7 +57,7 @@ class Asked(defaultdict[str, dict[int, Line]]):
 
         Raises MadeUp if the innermost one asks again and again: a loop that waits for a number.
         """
-        now, is_innermost = time.monotonic(), True
+        now, is_innermost = time.process_time(), True
         while frame:
             file, number = frame.f_code.co_filename, frame.f_lineno
             frame = frame.f_back

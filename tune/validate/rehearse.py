@@ -104,7 +104,7 @@ class Errors:
 
     def __call__(self, error: BaseException, reads_missing: bool) -> None:
         """`reads_missing`: a statement on the error's way reads the missing result of a failed one."""
-        if isinstance(error, MadeUp | TimeoutError) or may_be_made_up(error, self.weights.asked):
+        if isinstance(error, MadeUp) or may_be_made_up(error, self.weights.asked):
             error = NotRehearsed(error, MADE_UP)
         elif isinstance(error, FileNotFoundError | EOFError) and self.saved.is_missing(error):
             error = NotRehearsed(error, "a rehearsal saves no tensors, and no files in the run folder")
