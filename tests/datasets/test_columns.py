@@ -10,6 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tune import config
+from tune.config import text
 from tune.datasets import RowReader, load
 from tune.datasets.parse.columns import MEANINGS
 from tune.errors import TuneError
@@ -124,6 +125,19 @@ def test_semicolon_spreadsheets(folder, tmp_path):
     assert data.accounting.kept == 1
 
 
+def test_columns_without_a_blank_after_the_colon(read):
+    _, columns = text.parse("{prompt:question,completion:answer}")  # as written on the command line
+    with pytest.raises(TuneError, match=re.escape("'{prompt: question}'")) as error:
+        read({"question": "a", "answer": "b"}, columns=columns)
+    assert "Did you mean" not in str(error.value)
+
+
+def test_rows_of_another_format_after_the_first(read, tokenizer, tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"text": "a"}\n{"prompt": "a", "completion": "b"}\n')
+    with pytest.raises(TuneError, match=r"data.jsonl:2: no column text, .* prompt, completion\. .*dataset\.format"):
+        load(tokenizer, str(tmp_path / "data.jsonl"), max_seq_len=100)
+
+
 # columns with another meaning
 
 
@@ -190,7 +204,7 @@ def test_bad_rows_are_skipped_counted_and_shown(folder, tmp_path):
     others = [json.dumps({**CHAT, "id": number}) for number in range(95)]
     file.write_text("\n".join([good, half, good, strange, "\udcff", *others, half]), errors="surrogateescape")
     tokenizer = Tokenizer(str(folder))
-    with pytest.raises(TuneError, match=r"(?s)jsonl:2: malformed.*jsonl:4: messages.*jsonl:5: not UTF-8"):
+    with pytest.raises(TuneError, match=r"(?s)jsonl:2, 101: malformed.*jsonl:4: messages.*jsonl:5: not UTF-8"):
         load(tokenizer, str(file), max_seq_len=200)
     for options in (
         {},

@@ -1,6 +1,7 @@
 """From files to samples: which tokens are learned, what is counted and what is refused."""
 
 import json
+import re
 
 import pytest
 import tokenizers
@@ -220,8 +221,26 @@ def test_unusable_rows_are_dropped_and_counted(tokenizer, write):
 
 
 def test_max_seq_len_shorter_than_every_prompt(tokenizer, write):
-    with pytest.raises(TuneError, match=r"max_seq_len cuts off every answer: the shortest prompt has 21 tokens"):
+    with pytest.raises(TuneError, match=r"max_seq_len cuts off every answer: .* Set max_seq_len to at least 22\b"):
         load(tokenizer, write({"prompt": "a" * 20, "completion": "b"}), max_seq_len=16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [
+        ("supervised", {"prompt": "a" * 20, "completion": "b"}),
+        ("supervised", {"messages": CHAT}),
+        ("preferences", {"prompt": "a" * 20, "chosen": "bbb", "rejected": "cc"}),
+    ],
+)
+def test_least_max_seq_len_that_the_error_names(tokenizer, write, kind, row):
+    with pytest.raises(TuneError) as error:
+        load(tokenizer, write(row), kind=kind, max_seq_len=2)
+    least = int(re.search(r"max_seq_len to at least (\d+)", str(error.value))[1])
+    if kind == "supervised":  # a group may use an odd token
+        with pytest.raises(TuneError):
+            load(tokenizer, write(row), kind=kind, max_seq_len=least - 1)
+    assert len(load(tokenizer, write(row), kind=kind, max_seq_len=least)) > 0
 
 
 def test_many_rows_keep_their_order(tokenizer, write):

@@ -44,6 +44,16 @@ FILES = {
         r"data.json:1: malformed JSON: Unterminated string starting at column 11$",
     ),
     "half a line": ("data.jsonl", '{"text": "a"}\n{"text": "b"', r"data.jsonl:2: malformed JSON: .* at column 13"),
+    "a line without its last brackets": (
+        "data.jsonl",
+        json.dumps({"messages": [USER, {"role": "assistant", "content": "word " * 50}]})[:-2] + "\n" + json.dumps(GOOD),
+        r"data.jsonl:1: malformed JSON: .* at column 336 \(the text ends .*\): `\.\.\.[^'\\]*word word \"}`",
+    ),
+    "a comma too few in a long line": (
+        "data.jsonl",
+        '{"text": "' + "word " * 50 + '" "source": "web", "note": "' + "x" * 90 + '"}',
+        r"data.jsonl:1: malformed JSON: .* at column 263: `\.\.\.\w* word.*\"source\": \"web\", .*\.\.\.`",
+    ),
     "two rows in a line": (
         "data.jsonl",
         '{"text": "a"}{"text": "b"}',
@@ -58,6 +68,7 @@ FILES = {
     ),
     "a huge number": ("data.jsonl", '{"text": ' + "1" * 5000 + "}", "data.jsonl:1: malformed JSON: Exceeds the limit"),
     "half a list": ("data.json", '[{"text": "a"},\n {"text" "b"}]', r"data.json:2: malformed JSON: .* at column 10"),
+    "a row without its last bracket": ("data.json", '{"text": "a"\n', r"data.json:.* \(the text ends inside a"),
     "half an object": ("data.json", '{"data":\n[}', "data.json:2: malformed JSON"),
     "rows in Python": ("data.json", "{'text': 'a'}\n", "data.json:1: malformed JSON.* or the file one list of them"),
     "two lists of rows": (
@@ -70,7 +81,7 @@ FILES = {
         json.dumps({"train": [GOOD], "test": [GOOD]}),
         "train is a list of objects: if these are the rows, save this list alone as a .json file",
     ),
-    "nothing": ("data.jsonl", "", "data.jsonl has no rows"),
+    "nothing": ("data.jsonl", "", r"data.jsonl has no rows: .* \{\"messages\": "),
     "an empty list": ("data.json", "[]", "data.json has no rows"),
     "a header alone": ("data.csv", "text\n", "data.csv has no rows"),
     "a number in a list": ("data.json", "[[1]]", r"data.json:row 1: the row is \[1\]; it must be an object"),
@@ -106,7 +117,7 @@ FILES = {
     "another kind": (
         "data.xlsx",
         "a",
-        r"cannot read \.xlsx files\. Supported: \.json, \.jsonl, \.csv, \.tsv, \.parquet",
+        r"cannot read \.xlsx files\. Supported: \.json, \.jsonl, \.csv, \.tsv, \.parquet.* as \.csv",
     ),
     "no kind": ("data", "a", r"cannot read such files\. Supported"),
     "other columns": (

@@ -86,7 +86,7 @@ def unknown_device(inputs):
     return ["device=gpu"]
 
 
-@wrong("device: cuda is not available", "available: cpu")
+@wrong("device: cuda is not available", "available: cpu", "Leave device out")
 def cuda_without_a_gpu(inputs):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
@@ -324,7 +324,7 @@ def content_that_is_not_text(inputs):
     return inputs.write_rows({"messages": [GOOD["messages"][0], {"role": "assistant", "content": 4}]})
 
 
-@wrong("max_seq_len cuts off every answer", "shortest prompt has", "Set max_seq_len")
+@wrong("max_seq_len cuts off every answer", "Set max_seq_len to at least ")
 def rows_longer_than_max_seq_len(inputs):
     return ["max_seq_len=8"]
 

@@ -125,7 +125,7 @@ def test_wrong_settings(overrides, message, by, settings, checkpoint, pairs, run
         ({**PAIR, "rejected": "sat"}, [], "none of the 4 rows can be used: chosen equal to rejected (4)"),
         ({"instruction": "a", "chosen": "b"}, [], "the columns instruction, chosen match no known format"),
         ({**LABELLED, "label": "good"}, KTO, 'label is "good"; it must be true (a good answer) or false'),
-        (PAIR, ["max_seq_len=25"], "the shortest prompt has 38 tokens. Set max_seq_len"),
+        (PAIR, ["max_seq_len=25"], "Set max_seq_len to at least 40,"),
     ],
 )
 def test_wrong_rows(row, overrides, message, by, settings, write, run_recipe, capsys, told):

@@ -40,7 +40,7 @@ class Accounting:
     cut_tokens: int = 0  # tokens cut off from the truncated rows
     clipped: int = 0  # rows kept, but cut inside an answer
     split: int = 0  # rows kept as several samples
-    shortest_prompt: int | None = None  # tokens; of the rows whose answer was cut off
+    shortest_prompt: int | None = None  # tokens, with the answer's first; of the rows whose answer was cut off
     endless: int = 0  # rows kept without a supervised end-of-turn token
     remarks: Counter[str] = field(default_factory=Counter)  # rows kept but suspicious, by remark
     samples: int = 0

@@ -45,7 +45,7 @@ class Outcome:
     clipped: bool = False  # cut inside an answer, whose end is missing
     ends: bool = True  # the token that ends the turn or text is supervised
     remarks: Sequence[str] = ()  # valid, but seldom intended
-    needs: int = 0  # tokens up to the first supervised one, if all supervised tokens were cut off
+    needs: int = 0  # tokens up to and with the first supervised one, if all supervised tokens were cut off
 
 
 def fit(
@@ -280,4 +280,4 @@ def _learned(pieces: Outcome, whole: Sample) -> Outcome:
     if kept:
         return replace(pieces, samples=kept)
     first = np.flatnonzero(np.asarray(whole.labels) != IGNORE)
-    return replace(pieces, samples=(), dropped=FULLY_MASKED, needs=int(first[0]) + 1 if len(first) else 0)
+    return replace(pieces, samples=(), dropped=FULLY_MASKED, needs=int(first[0]) + 2 if len(first) else 0)

@@ -165,12 +165,13 @@ def _require_values_of_all(columns: dict[str, np.ndarray], lengths: np.ndarray, 
 
 def _nothing_left(accounting: Accounting) -> TuneError:
     if accounting.rows == 0:
-        return TuneError(f"{accounting.source} has no rows")
+        row = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
+        return TuneError(f"{accounting.source} has no rows: it needs at least one, such as {row}")
     reasons = ", ".join(f"{reason} ({count:,})" for reason, count in accounting.dropped.most_common())
     message = f"{accounting.source}: none of the {accounting.rows:,} rows can be used: {reasons}"
     if shortest := accounting.shortest_prompt:
-        message += f". max_seq_len cuts off every answer: the shortest prompt has {shortest} tokens. "
-        message += "Set max_seq_len to a larger value"
+        message += ". max_seq_len cuts off every answer: the shortest prompt, with the first token of its answer, has "
+        message += f"{shortest} tokens. Set max_seq_len to at least {shortest}, and higher for whole answers"
     elif any(reason.startswith(EQUAL_AS_CUT) for reason in accounting.dropped):
         message += f". {SHARED_LIMIT[0].upper()}{SHARED_LIMIT[1:]}"
     return TuneError(message)

@@ -103,6 +103,9 @@ def parse(row: Row, format: Format, columns: Mapping[str, str], ignore: Sequence
 def require_columns(row: Row, columns: Mapping[str, str], known: Sequence[str], place: str) -> None:
     """Raise TuneError if a key of `columns` is not `known`, or if the row does not have its value as a column."""
     for ours, theirs in columns.items():
+        if not theirs and ours.partition(":")[0] in known:
+            name, _, theirs = ours.partition(":")
+            raise TuneError(f"columns.{ours}: YAML needs a blank after the colon: '{{{name}: {theirs}}}'")
         if ours not in known:
             raise TuneError(
                 f"columns.{ours}: no format has such a column.{did_you_mean(ours, known)} "
@@ -123,7 +126,9 @@ def renamed(row: Row, format: Format, columns: Mapping[str, str]) -> Row:
     missing = [columns.get(column, column) for column in format.columns if column not in row]
     if missing:
         raise TuneError(
-            f"no column {' and '.join(missing)}, unlike earlier rows; this row has {', '.join(row) or 'no columns'}"
+            f"no column {' and '.join(missing)}, unlike earlier rows; this row has {', '.join(row) or 'no columns'}. "
+            "The rows of a file have one format: split the file, or convert its rows with a function of yours in "
+            "dataset.format"
         )
     return row
 

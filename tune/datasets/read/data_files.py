@@ -20,6 +20,7 @@ from tune.errors import TuneError, explained
 from tune.lookup import absent, did_you_mean, local_path
 
 KINDS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
+SPREADSHEETS = (".xlsx", ".xls", ".ods", ".numbers")
 SEEKABLE = (".parquet", ".arrow")  # compressed internally
 RUN = "run.json"  # marks the folder of a run
 # Where data may come from. Others of fsspec's file systems run programs, or open further addresses out of files.
@@ -155,7 +156,9 @@ def choose_files(place: File, split: str) -> tuple[list[File], list[str]]:
         require_train(path, split)
         if not _kind(path):
             suffix = "".join(Path(path).suffixes[-2:])
-            raise TuneError(f"{path}: cannot read {suffix or 'such'} files. Supported: {_known()}")
+            is_table = suffix.lower() in SPREADSHEETS
+            advice = ". In the spreadsheet program, save it as .csv" if is_table else ""
+            raise TuneError(f"{path}: cannot read {suffix or 'such'} files. Supported: {_known()}{advice}")
         return [File(filesystem, place.path, os.path.basename(place.path))], []
     is_folder = filesystem.isdir(place.path)
     found = place.below() if is_folder else place.matching()

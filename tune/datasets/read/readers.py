@@ -133,11 +133,11 @@ def _has_lines(file: File) -> bool:
 
 
 def _json_lines(file: File) -> PlacedRows:
+    otherwise = ", or the file one list of them" if file.kind == ".json" else ""
     with file.open() as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                otherwise = ", or the file one list of them" if file.kind == ".json" else ""
-                yield f"{file.name}:{number}", json_row(line, otherwise)
+                yield f"{file.name}:{number}", json_row(line.rstrip(b"\r\n"), otherwise)
 
 
 def json_row(line: str | bytes, otherwise: str = "") -> Any:
@@ -145,7 +145,17 @@ def json_row(line: str | bytes, otherwise: str = "") -> Any:
     try:
         return json.loads(line, object_pairs_hook=_with_unique_keys)
     except (ValueError, RecursionError) as error:
-        return TuneError(f"{_malformed(error)}: {line[:60]!r}... Each line must be one complete row{otherwise}")
+        text = line.decode(errors="replace") if isinstance(line, bytes) else line
+        return TuneError(f"{_malformed(error)}: {_excerpt(text, error)}. Each line must be one complete row{otherwise}")
+
+
+def _excerpt(line: str, error: Exception) -> str:
+    """The part of a malformed line around the error, or its beginning."""
+    position = error.pos if isinstance(error, json.JSONDecodeError) else 0
+    begin, end = max(position - 40, 0), max(position + 20, 60)
+    before = "..." if begin else ""
+    after = "..." if end < len(line) else ""
+    return f"`{before}{line[begin:end]}{after}`"
 
 
 def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -160,7 +170,9 @@ def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _malformed(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
-        return f"malformed JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
+        is_cut = error.pos >= len(error.doc.rstrip())
+        end = " (the text ends inside a list or object)" if is_cut else ""
+        return f"malformed JSON: {error.msg.removesuffix(' at')} at column {error.colno}{end}"
     return _not_text(error) if isinstance(error, UnicodeDecodeError) else f"malformed JSON: {error}"
 
 
