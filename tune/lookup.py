@@ -21,7 +21,8 @@ from tune.types import DottedPath
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """` Did you mean 'lr'?` for the known word closest to `word`; empty if none is as similar as `cutoff` (0 to 1)."""
+    """` Did you mean 'lr'?` for the known word closest to `word`; empty if none is as similar as `cutoff` (0 to 1), or
+    begins with it."""
     near = _closest(word, known, cutoff)
     return f" Did you mean '{near}'?" if near else ""
 
@@ -35,6 +36,8 @@ def did_you_mean_path(path: Path, pattern: str = "*") -> str:
 def _closest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     spelt = {each.lower(): each for each in known}
     near = difflib.get_close_matches(word.lower(), spelt, n=1, cutoff=cutoff)
+    if not near and len(word) > 2:
+        near = sorted((each for each in spelt if each.startswith(word.lower())), key=len)
     return spelt[near[0]] if near else None
 
 

@@ -34,7 +34,9 @@ def device_type(device: str) -> str:
     if device in ("auto", "cuda") and found == ["cpu"] and (reason := why_no_cuda()):
         raise TuneError(f"device: {reason}. Or set device=cpu")
     if device not in ("auto", *found):
-        raise TuneError(f"device: {device} is not available on this machine; available: {', '.join(found)}")
+        raise TuneError(
+            f"device: {device} is not available on this machine; available: {', '.join(found)}. Leave device out"
+        )
     return found[0] if device == "auto" else device
 
 

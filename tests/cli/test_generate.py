@@ -255,6 +255,7 @@ WRONG = {
     "where to write Parquet": (["MODEL", "--prompt", "a", "--out", "notes.md/a.parquet"], "notes.md/a.parquet cannot"),
     "mixed": (["MODEL", "--prompts", "mixed.jsonl", "--max-new-tokens", "2", "--out", "a.parquet"], "mixed types"),
     "launcher": (["MODEL", "--prompt", "a", "--launcher", "slurm"], "invalid choice: 'slurm'"),
+    "a prompt without its option": (["MODEL", "it's", "cold"], "--prompt 'it'\"'\"'s cold'"),
     "without a launcher": (["MODEL", "--prompt", "a", "--nproc-per-node", "2"], "unrecognized arguments: --nproc"),
     "no actors": (["--launcher", "ray", "--nproc-per-node", "0", "MODEL", "--prompt", "a"], "'0' is not a number of"),
     "actors that share": (

@@ -13,7 +13,7 @@ from helpers import run_verbs, save_checkpoint
 from tune import config
 from tune.checkpointers import load_model
 from tune.cli import main
-from tune.cli.plan import BOUNDS
+from tune.cli.plan import BOUNDS, three_digits
 from tune.devices import DEVICES
 from tune.generation import Sampler
 from tune.plan import planning
@@ -166,6 +166,13 @@ def test_the_longest_row_of_what_is_no_number_of_tokens(checkpoint, key, capsys)
     run = ["full_finetune", f"model.path={checkpoint}", "--device", "cpu"]
     assert exit_status("plan", *run, "--longest-row", key) == 2
     assert f"--longest-row {key}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(0, "0"), (0.0001809, "0.000181"), (0.5, "0.5"), (795.94, "796"), (12345.6, "12,346")]
+)
+def test_seconds_have_three_digits(value, shown):
+    assert three_digits(value) == shown
 
 
 @pytest.mark.slow

@@ -56,6 +56,15 @@ def test_unknown_key_gets_a_suggestion(argument: str, finding: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "meant"),
+    [("float32", "fp32"), ("torch.float32", "fp32"), ("half", "fp16"), ("float16", "fp16"), ("bfloat16", "bf16")],
+)
+def test_torchs_name_of_a_number_format_gets_a_suggestion(given: str, meant: str) -> None:
+    (finding,) = full_finetune(f"dtype={given}")
+    assert finding.startswith(f"dtype: '{given}' ") and finding.endswith(f"'{meant}'?")
+
+
+@pytest.mark.parametrize(
     ("argument", "keys"),
     [
         ("batch_size=8", ["global_batch_size", "micro_batch_size"]),

@@ -38,6 +38,17 @@ def test_override_on_the_command_line(folder: Path, override: str, key: str, val
     assert OmegaConf.select(load("default.yaml", ["name=run", override]), key) == value
 
 
+@pytest.mark.parametrize("arguments", [["part.lr", "=", "0.5"], ["part.lr=", "0.5"], ["part.lr", "=0.5"]], ids=" ".join)
+def test_blanks_around_the_equals_sign_are_one_problem(folder: Path, arguments: list[str]) -> None:
+    (problem,) = failure("name=run", *arguments).splitlines()[1:]
+    assert problem.strip().startswith("part.lr: ") and problem.endswith("part.lr=0.5")
+
+
+def test_empty_value_does_not_take_the_next_argument(folder: Path) -> None:
+    (problem,) = failure("name=", "part.lr=0.5").splitlines()[1:]
+    assert problem.strip().startswith("part.name: null")
+
+
 def test_overrides_beat_files_and_later_files_beat_earlier_ones(folder: Path) -> None:
     (folder / "one.yaml").write_text("name: one\nepochs: 1\nmemory: {loss_chunk_tokens: 1}\n")
     (folder / "two.yaml").write_text("name: two\nepochs: 2\n")

@@ -20,6 +20,10 @@ VERBS = [
     "prepare", "generate", "chat", "download", "eval", "merge", "export", "quantize", "verify", "push", "add-tokens",
     "migrate", "convert",
 ]  # fmt: skip
+# Names that other tools have for verbs.
+OTHER_VERBS = {
+    **dict.fromkeys(("train", "finetune", "fine-tune"), "run"), "list": "ls", "copy": "cp", "infer": "generate",
+}  # fmt: skip
 
 
 class Parser(argparse.ArgumentParser):
@@ -44,8 +48,12 @@ def main(arguments: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=__version__)
-    parser.add_argument("verb", choices=VERBS, metavar="VERB", help=argparse.SUPPRESS)
+    parser.add_argument("verb", metavar="VERB", help=argparse.SUPPRESS)
     verb = parser.parse_args(arguments[:1] or ["--help"]).verb
+    if verb not in VERBS:
+        usual = OTHER_VERBS.get(verb)
+        hint = f" Did you mean '{usual}'?" if usual else did_you_mean(verb, VERBS)
+        parser.error(f"there is no verb '{verb}'.{hint} The verbs are {', '.join(VERBS)}")
 
     module = importlib.import_module(f"tune.cli.{verb.replace('-', '_')}")
     try:

@@ -12,6 +12,7 @@ to standard error. With torchrun or Ray, processes share the prompts.
 import json
 import math
 import os
+import shlex
 import sys
 import time
 from argparse import ArgumentParser, Namespace
@@ -56,7 +57,11 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     actors = None
     if launcher == "ray":
         actors, arguments = ray.parser("tune generate --launcher ray").parse_known_args(others)
-    options = parser.parse_args(arguments)
+    options, rest = parser.parse_known_args(arguments)
+    if rest and not rest[0].startswith("-"):
+        parser.error(f"{rest[0]}: begin the prompt with its option: --prompt {shlex.quote(' '.join(rest))}")
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if actors and options.tp > 1:
         parser.error("--tp: each Ray actor holds the whole model. Use torchrun to share it")
     if options.prompt is None and options.prompts is None and sys.stdin.isatty():

@@ -208,12 +208,12 @@ def show(found: dict[str, Any], plans: list[Any]) -> None:
     sizes.add_section()
     sizes.add_row("total", f"{found['memory_gib']['total']:,.2f} of {best.device.memory:,.0f}")
     if best.host:
-        sizes.add_row("and host memory", f"{found['host_gib']:,.2f} of {best.device.host_memory:,.0f}")
+        sizes.add_row("and host memory", f"{found['host_gib']:,.2f} of an assumed {best.device.host_memory:,.0f}")
     times = Table("seconds of a step", "", title="time", title_justify="left")
     for name, value in best.seconds.items():
-        times.add_row(BOUNDS[name][0], f"{value:,.4g}")
+        times.add_row(BOUNDS[name][0], three_digits(value))
     times.add_section()
-    times.add_row("total", f"{best.step_seconds:,.4g}")
+    times.add_row("total", three_digits(best.step_seconds))
     what = f"the run ({found['steps']:,} steps)" if found["steps"] else "a billion tokens"
     cost = "" if found["cost"] is None else f", cost {found['cost']:,.2f}"
     duration = f"{found['hours']:,.2f} hours" if found["hours"] >= 1 else f"{60 * found['hours']:,.2f} minutes"
@@ -236,6 +236,10 @@ def show(found: dict[str, Any], plans: list[Any]) -> None:
         console.print("and why others are not:")
         for other in (*plans[1:4], *[each for each in plans if not each.fits][:3]):
             console.print(f"  {' '.join(other.overrides)}: {_why(other, best)}")
+
+
+def three_digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def show_longest(key: str, rows: list[Any], job: Any, kept: list[str], as_json: bool) -> None:

@@ -45,6 +45,7 @@ OTHER_NAMES = {
     **dict.fromkeys(("wandb", "wandb_project", "use_wandb", "report_to"), "logger.wandb.project"),
     "num_generations": "group_size", "max_completion_length": "max_new_tokens", "max_prompt_length": "max_prompt_len",
 }  # fmt: skip
+OTHER_VALUES = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
 # Arguments that choose an optimizer's kernels: other optimizers lack them for shards, or have better defaults.
 KERNELS = ("fused", "foreach")
 
@@ -249,7 +250,11 @@ class _Combination:
         if COMPONENT in node:
             problem = self._argument_problem(str(node[COMPONENT]), str(name), value, default, prefix)
             return problem or mismatch(value, self.types.get(key, Any)) or unusable(value)
-        return mismatch(value, self._plain_kind(key, place)) or unusable(value)
+        kind = self._plain_kind(key, place)
+        usual_value = OTHER_VALUES.get(str(value).removeprefix("torch."))
+        hint = f" Did you mean '{usual_value}'?" if usual_value and fits(usual_value, kind) else ""
+        problem = mismatch(value, kind)
+        return problem + hint if problem else unusable(value)
 
     def _argument_problem(self, component: str, name: str, value: Any, default: Values, prefix: str) -> str:
         parameters = self.signature(component).parameters

@@ -3,6 +3,7 @@
 import argparse
 import functools
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -159,10 +160,29 @@ def _whole(settings: Sequence[str]) -> Iterator[str]:
     yield from parts
 
 
+def _without_blanks(settings: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments, with `key = value` as one; and the problems of these."""
+    joined, findings, rest = [], [], [*settings]
+    while rest:
+        setting = rest.pop(0)
+        is_name = re.fullmatch(r"[\w.]+", setting)
+        if is_name and rest and rest[0].startswith("="):  # key =value, key = value
+            setting += rest.pop(0)
+        is_empty = re.fullmatch(r"[\w.]+=", setting)
+        if is_empty and rest and "=" not in rest[0] and not rest[0].startswith("-"):  # key= value
+            setting += rest.pop(0)
+            is_name = is_empty
+        if is_name and "=" in setting:
+            key, _, value = setting.partition("=")
+            findings.append(f"{key}: has blanks around its =. Write {key}={value}")
+        joined.append(setting)
+    return joined, findings
+
+
 def _overrides(settings: Sequence[str]) -> tuple[text.Layer, list[str]]:
     """Return the settings of `key=value` arguments, and the problems of all other arguments."""
     layer = text.Layer({})
-    findings = []
+    settings, findings = _without_blanks(settings)
     for setting in _whole(settings):
         key, equals, given = setting.partition("=")
         if key.startswith("-"):
