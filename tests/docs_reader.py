@@ -224,7 +224,7 @@ class Reader:
     def pip(self, arguments: list[str], line: str) -> None:
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
         assert arguments[0] == "install"
-        for argument in arguments[1:]:
+        for argument in [argument for argument in arguments[1:] if argument != "--editable"]:
             wanted = Requirement(argument.replace(".", "tune-recipes") if argument.startswith(".") else argument)
             assert wanted.name != "tune-recipes" or wanted.extras <= extras.keys(), line
 

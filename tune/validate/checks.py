@@ -70,8 +70,7 @@ class Findings:
         elif isinstance(error, TuneError):
             self.add(str(error))
         elif isinstance(error, Unfinished):
-            text = "this loop was not checked to its end, since that takes too long"
-            self.add(f"{place_of(error, file)}: {text}", level=Level.WARNING)
+            self.add(f"{place_of(error, file)}: {error}", level=Level.WARNING)
         elif isinstance(error, NotRehearsed):
             self.add(f"{described(error.error, file)} ({error.why})", level=Level.INFO)
         elif is_limit(error):

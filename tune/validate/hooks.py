@@ -25,6 +25,9 @@ CATCHING = {"CHECK_EXC_MATCH", "CHECK_EG_MATCH", "WITH_EXCEPT_START"}  # bytecod
 class Unfinished(Exception):
     """A loop takes too long to rehearse it to its end."""
 
+    def __init__(self) -> None:
+        super().__init__("this loop was not checked to its end, since that takes too long")
+
 
 class Unknown(BaseException):
     """Raised where the result of a failed statement is needed. `except Exception` does not catch it."""
@@ -87,7 +90,7 @@ class Hooks:
         self.items: dict[int, Any] = {}
         self.contexts: dict[int, Any] = {}
         self.swallowing: set[int] = set()  # the entered contexts that may end an error of their body
-        self.begun: dict[int, Clock] = {}  # `while` loops
+        self.begun: dict[int, TimeLimit] = {}  # `while` loops
 
     def failed(self, error: BaseException | None = None) -> None:
         """Report `error`, by default the one that is handled now."""
@@ -120,7 +123,7 @@ class Hooks:
 
     def goes_on(self, number: int) -> bool:
         """Return whether a `while` loop may go on."""
-        if not self.begun.setdefault(number, Clock()).is_over:
+        if not self.begun.setdefault(number, TimeLimit()).is_over:
             return True
         self.report(_raised_by_caller(Unfinished()), False)
         return False
@@ -138,8 +141,8 @@ class Hooks:
         return not isinstance(sys.exc_info()[1], Unknown) and not self.swallowing.isdisjoint(numbers)
 
 
-class Clock:
-    """The time of a loop, from now on."""
+class TimeLimit:
+    """The time that a loop has, from now on."""
 
     def __init__(self) -> None:
         self.processor, self.clock = time.thread_time(), time.monotonic()
@@ -156,7 +159,7 @@ class Items:
     def __init__(self, hooks: Hooks, iterable: Any):
         self.hooks, self.iterable = hooks, iterable
         self.iterator: Any = None
-        self.clock, self.has_failed = Clock(), False
+        self.limit, self.has_failed = TimeLimit(), False
         self.is_limited = not isinstance(iterable, list | tuple | range)
 
     def __iter__(self) -> "Items":
@@ -168,7 +171,7 @@ class Items:
         try:
             if self.iterator is None:
                 self.iterator = iter(self.iterable)
-            if self.is_limited and self.clock.is_over:
+            if self.is_limited and self.limit.is_over:
                 raise Unfinished
             return next(self.iterator)
         except StopIteration:
