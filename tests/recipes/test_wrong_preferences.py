@@ -102,7 +102,7 @@ def test_loss_that_is_not_one_number_per_pair_is_refused(settings, loss, shape, 
         (["loss.gamma=1"], "loss.gamma: is not a setting"),
         (["quantization.weights=nf4"], "quantization.weights: quantized weights are frozen"),
         (["dataset.train_on=all"], "preferences rows train on whole answers: remove train_on"),
-        (["max_seq_len=24"], "Set max_seq_len to a larger value"),
+        (["max_seq_len=24"], "Set max_seq_len to at least 40,"),
     ],
 )
 def test_wrong_settings(overrides, message, by, settings, checkpoint, pairs, run_recipe, capsys, told, monkeypatch):
