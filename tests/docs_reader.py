@@ -34,7 +34,7 @@ from tune.rules import Facts, judge
 ROOT = Path(__file__).parents[1]
 VALIDATED = Path(__file__).with_name("validate_command_lines.py")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
-COMMAND = re.compile(r"(tune|torchrun|python|pip|make|git|pytest|echo|srun|sbatch|\.) ")
+COMMAND = re.compile(r"(tune|torchrun|python|pip|make|git|pytest|cat|echo|srun|sbatch|\.) ")
 FILE = re.compile(r'(?:"""|# )([\w/]+\.\w+)\b')
 SCRIPT = re.compile(r"(import|from) ")
 ON_EIGHT: set[tuple[str, ...]] = set()  # recipes and setting names already validated for eight processes
@@ -231,6 +231,10 @@ class Reader:
     def echo(self, arguments: list[str], line: str) -> None:
         subprocess.run(line, shell=True, check=True, cwd=self.folder)
 
+    def cat(self, arguments: list[str], line: str) -> None:
+        self.stand_in(arguments[0].partition("/")[0])
+        self.echo(arguments, line)
+
     def completed(self, arguments: list[str], is_run: bool = True) -> list[str]:
         """Return a tiny run: values for `...`, and settings that the command leaves open."""
         given = dict(argument.split("=", 1) for argument in arguments if "=" in argument and argument[0] != "-")
@@ -246,6 +250,9 @@ class Reader:
             tiny["teacher.path"] = "TEACHER"
         for argument in (*arguments, given.get("model.path", "")):
             self.stand_in(argument.removeprefix("./"))
+        scripts = [Path(argument) for argument in arguments if argument.endswith(".py")]
+        if any(default_config(script) is None for script in scripts):  # it has no settings
+            return arguments
         one_process = [re.sub(r"^(parallel\.(tp|ep|cp|pp))=\d+$", r"\1=1", argument) for argument in arguments]
         kept = [argument for argument in one_process if "..." not in argument]
         return [*kept, *(f"{key}={value}" for key, value in tiny.items() if given.get(key, "...") == "...")]

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import slow_but
+from helpers import weekly_but
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
 MODULES = ("bench", "layouts", "page", "parts")
@@ -48,8 +48,7 @@ PARTS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("only", slow_but(["nf4 sample-1b"], PARTS))
+@pytest.mark.parametrize("only", weekly_but([], PARTS))
 def test_selected_parts_give_their_rows(only, tmp_path):
     rows = run(tmp_path, "--only", *only.split())
     assert set(PARTS[only]) <= rows.keys()
