@@ -20,7 +20,7 @@ from tune.migrate.leaves import NOTHING
 from tune.migrate.migration import OFF, each_name
 
 PEER_DEFAULTS = yaml.safe_load(Path(__file__).with_name("peer_defaults.yaml").read_text())
-DEFAULTS = {name: config.read_file(config.find_config(name)) for name in config.list_recipes()}
+DEFAULTS = {name: config.read_file(config.find_config(name)) for name in config.list_recipes_with_settings()}
 RECIPES = {name: dict(leaves(values)) for name, values in DEFAULTS.items()}
 TRAINING_ARGUMENTS = PEER_DEFAULTS["transformers"]["TrainingArguments"]
 TRL = {

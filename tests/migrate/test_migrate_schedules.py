@@ -18,7 +18,9 @@ pytestmark = pytest.mark.slow
 
 STEPS, RATE = 40, 2e-4
 OPTIMS = ("optim", "optimizer")
-RECIPES = {name: dict(leaves(config.read_file(config.find_config(name)))) for name in config.list_recipes()}
+RECIPES = {
+    name: dict(leaves(config.read_file(config.find_config(name)))) for name in config.list_recipes_with_settings()
+}
 NAMES = [name.replace("*", "torchtune.training.") for name in each_name(SCHEDULERS)]
 KEYS = {
     "trl": ("lr_scheduler_type", {"model_name_or_path": "a/b", "dataset_name": "c/d"}),
