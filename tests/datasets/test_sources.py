@@ -379,6 +379,14 @@ def test_columns_that_datasets_saved_as_json(tmp_path, arrow, with_json, kind):
     assert rows[1]["messages"] == MIXED[1]["messages"] and rows[2]["messages"] is None
 
 
+@pytest.mark.parametrize("kind", ["list_", "large_list", "list_of_two"])
+def test_json_in_each_kind_of_list(tmp_path, arrow, kind):
+    kinds = {"list_": arrow.list_, "large_list": arrow.large_list, "list_of_two": lambda each: arrow.list_(each, 2)}
+    stored = arrow.array([['"a"', "[2.5]"]], kinds[kind](arrow.string())).cast(kinds[kind](arrow.json_()))
+    arrow.parquet.write_table(arrow.table({"texts": stored}), tmp_path / "rows.parquet")
+    assert rows_of(tmp_path / "rows.parquet") == [{"texts": ["a", [2.5]]}]
+
+
 def test_json_that_is_damaged_names_its_row(tmp_path, arrow):
     table = arrow.table({"text": arrow.array(['"a"', '{"a'], arrow.json_())})
     arrow.parquet.write_table(table, tmp_path / "rows.parquet")

@@ -189,13 +189,22 @@ def test_saved_folder_reads_the_same(tmp_path: Path) -> None:
     assert Tokenizer(saved).vocabulary == tokenizer.vocabulary
 
 
-def test_cleaned_texts(tmp_path: Path) -> None:
+BYTE_PAIRS = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+
+
+@pytest.mark.parametrize(
+    ("of_byte_pairs", "more", "expected"),
+    [(False, {}, "don't. it's?"), (True, {}, "do n't . it 's ?"), (True, {BYTE_PAIRS: True}, "don't. it's?")],
+)
+def test_cleaned_texts(tmp_path: Path, of_byte_pairs: bool, more: dict[str, Any], expected: str) -> None:
+    """Byte pairs keep their spaces, unless the config insists."""
     vocabulary = {word: index for index, word in enumerate(["[UNK]", "do", "n't", ".", "?", "it", "'s", "it's"])}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    write(tmp_path, {"tokenizer_config": {"clean_up_tokenization_spaces": True}})
+    words = tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]")
+    model = tokenizers.models.BPE(vocabulary, [], unk_token="[UNK]") if of_byte_pairs else words
+    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path, {"tokenizer_config": {"clean_up_tokenization_spaces": True, **more}})
     theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), Tokenizer(tmp_path)
-    assert ours.decode([1, 2, 3, 5, 6, 4]) == theirs.decode([1, 2, 3, 5, 6, 4]) == "don't. it's?"
+    assert ours.decode([1, 2, 3, 5, 6, 4]) == theirs.decode([1, 2, 3, 5, 6, 4]) == expected
 
 
 def test_split_special_tokens_is_refused(tmp_path: Path) -> None:
