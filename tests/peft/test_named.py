@@ -88,6 +88,8 @@ def test_adapters_that_set_the_same_parameters_are_not_combined(checkpoint, adap
             with pytest.raises(TuneError, match=facts) as error:
                 combine()
             assert str(first) in str(error.value) or str(second) in str(error.value)
+    with pytest.raises(TuneError, match="token 5"):  # of the first and the third
+        open_model(checkpoint, [rows, others, rows]).load()
     tokens = torch.arange(5, 13)[None]
     theirs = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     for folder in (rows, others):  # PEFT merges one after the other, but cannot activate both
