@@ -400,6 +400,12 @@ def test_validation_accuracy_has_one_name_and_must_be_enabled(facts):
     assert BY_ID["best-of-nothing"].judge(facts(FULL, own)) is None  # a copy may measure it
 
 
+@pytest.mark.parametrize("name", ["gate.weight", "mlp.router.weight"])
+def test_weight_of_a_router_is_known_by_each_of_its_names(name, facts):
+    run = facts(LORA, [f"adapter.target_parameters=[{name}]"])
+    assert BY_ID["adapted-router-weight"].judge(run) is not None
+
+
 def test_validation_rows_from_a_component_without_a_path():
     """As from a function in a copied recipe; a null path gives no rows."""
     rule, dataset = BY_ID["rows-held-out-for-nothing"], {"path": "d", "validation_fraction": 0.1}

@@ -6,6 +6,7 @@ from contextlib import closing
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tune.validate.fake_tensors import LARGE, FakeWeights
@@ -45,6 +46,26 @@ def test_tensors_are_copied_with_what_is_known_of_them(weights, weight):
     assert isinstance(copy.deepcopy(weight), FakeTensor)
     module = copy.deepcopy(torch.nn.BatchNorm1d(3))
     assert module.running_var.tolist() == [1, 1, 1]
+
+
+ROW = torch.tensor([2])
+TYPED = {  # an operation with a tensor of a type, the type that it takes, and one that it refuses
+    "mm": (lambda x, kind: x @ torch.ones(3, 2, dtype=kind), torch.float32, torch.bfloat16),
+    "addmm": (lambda x, kind: torch.addmm(torch.ones(2), x, torch.ones(3, 2, dtype=kind)), torch.float32, torch.double),
+    "index_put": (lambda x, kind: x.index_put((ROW,), torch.ones(1, 3, dtype=kind)), torch.float32, torch.bfloat16),
+    "index_add": (lambda x, kind: x.index_add(0, ROW, torch.ones(1, 3, dtype=kind)), torch.float32, torch.bfloat16),
+    "index_copy": (lambda x, kind: x.index_copy(0, ROW, torch.ones(1, 3, dtype=kind)), torch.float32, torch.bfloat16),
+    "labels": (lambda x, kind: F.cross_entropy(x, torch.zeros(4, dtype=kind)), torch.long, torch.int32),
+}
+
+
+@pytest.mark.parametrize("name", TYPED)
+def test_types_are_compared_as_for_real_tensors(weight, name):
+    operation, right, wrong = TYPED[name]
+    for tensor in (torch.ones(4, 3), weight):
+        operation(tensor, right)
+        with pytest.raises(RuntimeError):
+            operation(tensor, wrong)
 
 
 def test_unknown_numbers_have_stand_ins(weight):
