@@ -108,10 +108,10 @@ def refused():
     def calls_block(hidden, weight, batch):
         return model.blocks[1](hidden, None)
 
-    errors = []
-    for head in (calls_block, Outside()):
+    batch, errors = rows_of(torch.arange(ROWS))[0], []
+    for args, keywords in (([calls_block], {}), ([Outside()], {}), ([], {"head": Outside()})):
         try:
-            model(rows_of(torch.arange(ROWS))[0], head)
+            model(batch, *args, **keywords)
         except TuneError as error:
             errors.append(str(error))
     return errors

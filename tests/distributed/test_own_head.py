@@ -21,6 +21,6 @@ def test_gradients_and_norm_match_one_process(layouts, tied, tmp_path):
     processes = 2 if layouts is ON_TWO else 4
     apart, errors = result_of(run_processes(SCRIPT, processes, str(folder), json.dumps(layouts)))
     assert max(most for most, _ in apart) < 1e-5, [*zip(layouts, apart, strict=True)]
-    of_block, outside = errors
+    of_block, outside, by_name = errors
     assert "parallel.cp" in of_block and "blocks.1" in of_block
-    assert "Outside" in outside and "temperature" in outside
+    assert "Outside" in outside and "temperature" in outside and by_name == outside
