@@ -621,3 +621,13 @@ def test_accepted_answers_that_differ_are_reported(monkeypatch: pytest.MonkeyPat
 
     assert "1 of 2" in printed(0.04) and "0.0100 nats" in printed(0.04)
     assert printed(0.0) == ""
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_same"), [([5, 6, 7], True), ([5, 2], True), ([5, 6], False), ([5, 2, 7], False)]
+)
+def test_answers_must_end_where_the_run_ends_them(answer: list[int], is_same: bool) -> None:
+    """At a stop token, or at the longest length."""
+    found = Observed([], [], {}, set(), [answer], 3, [])
+    tokenizer: Any = SimpleNamespace(stop_ids={2}, decode=str)
+    assert _answers(found, [torch.zeros(len(answer))], tokenizer, tolerance=0.02).is_same == is_same

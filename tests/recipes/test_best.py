@@ -294,6 +294,7 @@ UNKNOWN = ["validation_error_rate", "validation_wer", "validation_accuracy", "va
 @pytest.mark.parametrize("metric", UNKNOWN)
 def test_direction_of_a_metric_is_stated_and_never_guessed(metric):
     assert more_is_better(metric, {"own/": None}) is None
+    assert more_is_better("reward/mine", {"reward/": None}) is None  # a task with the name of a metric
     with pytest.raises(TuneError, match=rf"keep_best: .*{metric}.*checkpointer\.higher_is_better"):
         Best(metric, None, {})
     for stated in (True, False):
