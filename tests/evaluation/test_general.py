@@ -93,6 +93,16 @@ def test_resumed_run_compares_with_the_same_base(common, tmp_path, capsys):
     assert "evaluate.general" in capsys.readouterr().err + (parts / "log.txt").read_text()
 
 
+@pytest.mark.slow
+def test_start_over_computes_the_base_again(common, checkpoint, tied_checkpoint, tmp_path):
+    """The folder may have predictions of another model, of a start without a checkpoint."""
+    same = [*common, "max_steps=1", f"output_dir={tmp_path / 'run'}"]
+    full_finetune.main(config.load("full_finetune", [*same, f"model.path={tied_checkpoint}"]))
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    full_finetune.main(config.load("full_finetune", [*same, f"model.path={checkpoint}"]))
+    assert logged(tmp_path / "run")[0]["general_kl"] == pytest.approx(0, abs=1e-6)
+
+
 @pytest.mark.parametrize("case", ["set later", "other rows"])
 def test_missing_predictions_of_the_base_are_reported_before_a_step(case, common, rows, told, tmp_path):
     """RUN/general may have files, but of other rows."""

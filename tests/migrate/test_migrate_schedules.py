@@ -151,6 +151,14 @@ def test_lowest_rate_of_axolotl(name: str, warmup: int) -> None:
     assert status["cosine_min_lr_ratio"] == ("converted" if cosine else "same by default")
 
 
+@pytest.mark.parametrize(("last", "ratio", "expected"), [(1000, None, 30), (10_000, None, 100), (10_000, 0.03, 300)])
+def test_default_warmup_of_axolotl_has_at_most_100_steps(last: int, ratio: float | None, expected: int) -> None:
+    """min(int(0.03 * total_steps), 100) in its `_configure_warmup`; a ratio that is set has no limit."""
+    more = {"warmup_ratio": ratio} if ratio else {}
+    run, _ = converted("axolotl", {**KEYS["axolotl"][1], "learning_rate": RATE, "max_steps": last, **more})
+    assert run.settings["schedule.warmup"].value == expected
+
+
 def test_every_peer_has_these_names() -> None:
     assert {*KEYS, "torchtune"} == {*PEERS}
 
