@@ -207,3 +207,15 @@ def test_way_back_names_the_setting_of_the_run_folder(settings, folder, run, tmp
     world = SimpleNamespace(**vars(run.world))
     again = Run("test", world, path, settings=OmegaConf.create(settings)).again
     assert again.split(" with ")[1].split(" resume")[0] == folder.replace("PATH", path)
+
+
+def test_measurements_after_the_last_step_are_left_to_finish():
+    """A finished run that is started again would otherwise make them twice."""
+    made = []
+    evaluator = SimpleNamespace(due=lambda step: made.append(step) or {"validation_loss": 1.0})
+    checkpointer = SimpleNamespace(unmeasured=True, step=lambda *_: None)
+    run = object.__new__(Run)
+    run.info = run.record = lambda *_: None
+    for run.step, run.total in ((2, 4), (4, 4)):
+        run.begin(checkpointer, evaluator)
+    assert made == [2]
