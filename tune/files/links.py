@@ -10,7 +10,7 @@ def require_inside(file: Path) -> Path:
     of this machine. Links of huggingface_hub's cache, from snapshots/ to blobs/, are allowed."""
     folder, target = file.parent.resolve(), file.resolve()
     blobs = folder.parent.parent / "blobs"
-    is_of_cache = target.parent == blobs and folder.parent.name == "snapshots" and not blobs.is_symlink()
+    is_of_cache = target.parent == blobs and folder.parent.name == "snapshots"
     if file.is_symlink() and not target.is_relative_to(folder) and not is_of_cache:
         raise TuneError(
             f"{file} is a link to {target}, outside of its folder. Replace it by a copy if it belongs there"
