@@ -281,6 +281,14 @@ def test_added_tokens_json(tmp_path):
     }
 
 
+def test_added_tokens_json_without_ids(tmp_path):
+    train_sentencepiece(tmp_path / "tokenizer.model")
+    (tmp_path / "added_tokens.json").write_text('{"<b>": 1001, "secret": "1002"}')
+    with pytest.raises(TuneError, match=r"added_tokens\.json must map each token to its id") as refused:
+        Tokenizer(str(tmp_path))
+    assert "secret" not in str(refused.value)  # the file may be a link to another one
+
+
 def test_config_sets_bos_and_eos(tmp_path):
     train_sentencepiece(tmp_path / "tokenizer.model")
     for config, expected in (

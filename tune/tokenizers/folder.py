@@ -166,7 +166,10 @@ def _as_special(token: Any) -> Any:
 def _configured(folder: Path, config: Mapping[str, Any], special: set[str]) -> dict[int, AddedToken]:
     """The added tokens in the config, else in added_tokens.json, in the order of their ids."""
     if "added_tokens_decoder" not in config:
-        listed = sorted((index, token) for token, index in mapping_in(folder / "added_tokens.json").items())
+        ids = mapping_in(folder / "added_tokens.json")
+        if not all(isinstance(index, int) for index in ids.values()):
+            raise TuneError(f"{folder / 'added_tokens.json'} must map each token to its id, a whole number")
+        listed = sorted((index, token) for token, index in ids.items())
         return {
             index: AddedToken(token, special=token in special, normalized=token not in special)
             for index, token in listed
