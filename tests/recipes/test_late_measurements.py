@@ -13,14 +13,13 @@ import lora_finetune
 import pytest
 import torch
 from docs_reader import ROOT, change
-from helpers import run_processes, weekly_but
+from helpers import run_processes
 from recipes.test_grpo import requests  # noqa: F401
 from safetensors.torch import load_file
 
 from tune import checkpointers
 
 LAST = 8
-pytestmark = pytest.mark.slow
 SECTION = "A schedule that reads the validation loss"
 
 
@@ -89,6 +88,7 @@ def require_same(parts, whole, *prefixes):
     assert all(torch.equal(tensor, expected[name]) for name, tensor in exported(parts).items())
 
 
+@pytest.mark.slow
 def test_schedule_and_best_see_the_same_values(common, tmp_path, monkeypatch, stopped_at):
     """A schedule that reads the validation loss, in a copy, and keep_best."""
     page = (ROOT / "docs" / "changes.md").read_text().split(f"## {SECTION}\n")[1].split("\n## ")[0]
@@ -110,7 +110,8 @@ def test_schedule_and_best_see_the_same_values(common, tmp_path, monkeypatch, st
     require_same(parts, whole, "validation_", "lr", "loss", "grad_norm")
 
 
-@pytest.mark.parametrize("recipe", weekly_but([full_finetune], [full_finetune, lora_finetune]))
+@pytest.mark.weekly
+@pytest.mark.parametrize("recipe", [full_finetune, lora_finetune])
 def test_every_measurement_is_made_up_for(recipe, common, tmp_path, stopped_at):
     """Prompts, general data and patience too. The run ends early at the same step."""
     (tmp_path / "prompts.txt").write_text("the cat\nit was\n")
@@ -130,6 +131,7 @@ def test_every_measurement_is_made_up_for(recipe, common, tmp_path, stopped_at):
         assert samples[0] == samples[1] and len(samples[0]) > 4
 
 
+@pytest.mark.weekly
 def test_two_processes_of_which_one_gets_the_signal(common, tmp_path):
     script = Path(__file__).with_name("run_stopped.py")
     settings = [*common, "max_steps=6", "checkpointer.patience=9"]
@@ -139,6 +141,7 @@ def test_two_processes_of_which_one_gets_the_signal(common, tmp_path):
     require_same(tmp_path / "parts", tmp_path / "whole", "validation_", "loss")
 
 
+@pytest.mark.weekly
 def test_from_another_folder(common, tmp_path, run_recipe, stop, stopped_at):
     whole = stopped_at(full_finetune, [*common, f"output_dir={tmp_path / 'whole'}"])
     stop(full_finetune, [*common, f"output_dir={tmp_path / 'first'}"], 4)
@@ -151,6 +154,7 @@ def test_from_another_folder(common, tmp_path, run_recipe, stop, stopped_at):
     assert "state.json" not in (again / "log.txt").read_text()  # no warning about the other folder's checkpoint
 
 
+@pytest.mark.weekly
 def test_extended_run_counts_its_last_value_once(common, tmp_path, run_recipe):
     """The last step of a run is measured at its end, and again when the run is extended: once for patience."""
     constant = [*common, "schedule._component_=tune.optimizers.constant", "checkpointer.every=2"]
@@ -160,6 +164,7 @@ def test_extended_run_counts_its_last_value_once(common, tmp_path, run_recipe):
     require_same(tmp_path / "parts", tmp_path / "whole", "validation_", "loss")
 
 
+@pytest.mark.slow
 def test_rewards_of_a_validation(checkpoint, requests, tmp_path, stopped_at):  # noqa: F811
     settings = [
         f"model.path={checkpoint}", "device=cpu", "dtype=fp32", f"dataset.path={requests}", "validate_every=2",

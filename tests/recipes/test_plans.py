@@ -79,7 +79,7 @@ def test_families(own, common, tmp_path):  # noqa: F811
             assert_same_export(tmp_path, name, layout)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_adapters(own, common, tmp_path):  # noqa: F811
     """Adapt joined projections, biases and latents; the other families differ in norms, which adapters leave alone."""
     own_lora = [*OWN, f"model.path={own}", *LORA]

@@ -75,7 +75,7 @@ PLACES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("added", [None, *itertools.product((False, True), repeat=5)])
 def test_flags_of_two_files(tmp_path: Path, place: str, added: tuple[bool, ...] | None) -> None:
