@@ -152,7 +152,7 @@ def test_families(common, checkpoint, tmp_path):
     assert_one_curve("full_finetune", common, variants, LAYOUTS, 4, tmp_path / "runs", names)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_adapters(wide, common, tmp_path):
     common = [*common, f"model.path={wide}"]
     variants = {

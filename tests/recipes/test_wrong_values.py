@@ -206,6 +206,6 @@ def test_text_that_is_too_long_for_a_file_name(recipe, here):
             require_agreement(recipe, wrong)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_many_random_wrong_values(here):
     assert draw_and_check(seconds=600, most=60) == 60

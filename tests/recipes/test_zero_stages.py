@@ -39,7 +39,7 @@ def test_invalid_stages_are_refused(told, checkpoint, chats):
         distributed.init("cpu", pp=2, zero_stage=3)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_all_parameters(checkpoint, tied_checkpoint, common, tmp_path):  # noqa: F811
     variants = {
         "tied": [f"model.path={tied_checkpoint}", "packed=false", "validate_every=2"],
