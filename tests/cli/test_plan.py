@@ -93,6 +93,7 @@ def test_more_processes_than_key_heads(checkpoint):
     assert 0 < two < four  # more processes exchange as much
 
 
+@pytest.mark.slow
 def test_search_prints_overrides_that_the_recipe_takes(checkpoint, capsys):
     run = ["lora_finetune", f"model.path={checkpoint}", "max_seq_len=128", "--device", "a100"]
     found = json.loads(plan(capsys, *run, "--search", "--json"))

@@ -113,6 +113,7 @@ def test_push_uploads_the_adapter_of_a_run(hub: str, run: Path) -> None:
     assert TOKEN not in result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_token_from_a_file(hub: str, run: Path, tmp_path: Path) -> None:
     (tmp_path / "token").write_text(f"{TOKEN[::-1]}\n")
     assert push(hub, run / "adapter", "someone/mine", "--token-file", tmp_path / "token").returncode == 0

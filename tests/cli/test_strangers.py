@@ -370,6 +370,7 @@ def test_refused_settings_are_named(stranger: Stranger, capsys: pytest.CaptureFi
         assert "config.yaml: tokenizer._component_" in message and "os.system" in message
 
 
+@pytest.mark.slow
 def test_run_with_own_components_calibrates_if_they_are_named_again(
     stranger: Stranger, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

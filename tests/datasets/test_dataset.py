@@ -22,7 +22,7 @@ def test_accounting_counts_the_outcomes_of_samples(make):
         "cut_tokens": 5,
         "clipped": 1,  # the first
         "split": 0,
-        "shortest_prompt": 7,
+        "shortest_prompt": 8,
         "endless": 0,
         "remarks": {},
         "samples": 2,
@@ -87,7 +87,7 @@ def test_error_when_all_answers_are_cut_off(make):
     samples = [make.sample(40, 5), make.sample(30, 5)]
     with pytest.raises(
         TuneError,
-        match=r"none of the 2 rows .*: fully masked \(2\)\. max_seq_len cuts .* prompt has 25 tokens",
+        match=r"none of the 2 rows .*: fully masked \(2\)\. max_seq_len cuts .* has 26 tokens",
     ):
         Dataset.from_samples(samples, max_seq_len=16)
     assert Dataset.from_samples(samples, max_seq_len=26).accounting.supervised_tokens == 1

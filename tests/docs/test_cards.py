@@ -49,6 +49,7 @@ def test_tables_are_complete(cards_page):
         assert {len(cells) for cells in table.values()} == {len(cards_page.CARDS)}
 
 
+@pytest.mark.slow
 def test_each_cell_has_a_command(cards_page, tmp_path, monkeypatch):
     """Its settings are read without an error."""
     monkeypatch.chdir(tmp_path)

@@ -233,6 +233,7 @@ def test_layouts_give_the_same_general_metrics(recipe, common, tmp_path):
                 assert steps[step][metric] == pytest.approx(expected[step][metric], abs=2e-5), (name, step)
 
 
+@pytest.mark.slow
 def test_two_processes_measure_the_same_as_one(common, tmp_path):
     common = [*common, "max_steps=1"]
     full_finetune.main(config.load("full_finetune", [*common, f"output_dir={tmp_path / 'one'}"]))

@@ -58,6 +58,7 @@ def test_transformers_loads_quantized_folders(kind: str, family: str, tmp_path: 
     assert Tokenizer(str(tmp_path / "out")).vocabulary == Tokenizer(str(folder)).vocabulary
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_output_of_libraries_is_not_shown(kind: str, checkpoint: Path, tmp_path: Path) -> None:
     """In a new process, in which libraries have not printed their warnings yet."""

@@ -79,6 +79,7 @@ def test_training_matches_the_plain_base(family, chats, tmp_path):
     assert losses(tmp_path / "qlora") == losses(tmp_path / "qlora of plain") != losses(run)
 
 
+@pytest.mark.slow
 def test_validate_and_plan(checkpoint, chats, told, tmp_path, capsys):
     """On disk, the width of these weights is a tensor."""
     base = made.compressed(Path(shutil.copytree(checkpoint, tmp_path / "base")), FORMS["int8"][0], **FORMS["int8"][1])
