@@ -3,7 +3,7 @@
     python recipes/plain.py ./SmolLM2-135M-Instruct ./chats.jsonl ./trained
     torchrun --nproc-per-node 8 recipes/plain.py ./SmolLM2-135M-Instruct ./chats.jsonl ./trained
 
-Losses and weights equal those of recipes/full_finetune.py, on any number of devices.
+Losses and weights equal those of recipes/full_finetune.py with the settings below, on any number of devices.
 """
 
 import sys

@@ -80,6 +80,7 @@ class Rehearsal:
     stand_ins: Mapping[type[Any], type[Any]]  # class -> its replacement
     cut: set[str] = field(default_factory=set)  # names of the datasets that were not read to the end
     folders: dict[Path, Path] = field(default_factory=dict)  # temporary folder of a run -> the folder that was named
+    exported: set[Path] = field(default_factory=set)  # folders that exports would have created
     planning: Planning | None = None  # records it for a plan
 
 

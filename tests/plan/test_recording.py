@@ -246,6 +246,19 @@ def test_steps_that_a_plan_cannot_repeat_are_refused(planned):
         )
 
 
+def test_batches_that_no_loader_makes_are_refused(planned):
+    own = """tokens = torch.ones(4, 64, dtype=torch.long)
+        batch = datasets.GlobalBatch([], [Batch.of(tokens, tokens)], world.device, 256, 256, 0)
+        steps = run.steps([(1, batch), (2, batch)], start, checkpointer, seed=cfg.seed)"""
+    with pytest.raises(TuneError, match=r"mine\.py .*DataLoader"):
+        planned(
+            "full_finetune",
+            ("import torch\n", "import torch\nfrom tune.collators import Batch\n"),
+            ("steps = run.steps(data, start, checkpointer, seed=cfg.seed, profiler=cfg.profiler)", own),
+            more=SFT,
+        )
+
+
 def test_prompts_that_are_read_together():
     assert read_together(4, PREFILL_TOKENS // 8) == 4
     assert read_together(16, PREFILL_TOKENS // 8) == 8

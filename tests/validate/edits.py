@@ -1133,6 +1133,10 @@ RIGHT = {
         before(IMPORT, "import copy"),
         before(LOG, "kept = copy.deepcopy({'loss': total_loss, 'batch': batch.rows, 'sums': torch.zeros(3)})"),
     ],
+    "file next to an export of another name": [
+        ('run.path / "model", world', 'run.path / "policy", world'),
+        before(DONE, "torch.save({'loss': total_loss}, run.path / 'policy' / 'head.pt')"),
+    ],
     "folder of its own in the run folder": [
         before(
             LOG,

@@ -100,7 +100,8 @@ def export(
         raise TuneError(f"{folder} is the source model and would be overwritten. Choose another folder")
     world.of_main(lambda: require_replaceable(folder))
     _require_same_tensors(Names.of(model), there, origin)
-    if rehearsal.current():
+    if rehearsed := rehearsal.current():
+        rehearsed.exported.add(folder)
         return
     misfits: list[str] = []  # descriptions of tensors that have another shape in `source`
     broken: list[str] = []  # names of tensors that are not finite; all processes must see all tensors first

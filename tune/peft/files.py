@@ -409,7 +409,8 @@ def export_adapter(
     base = str(base) or _name_of_base(model)
     world.of_main(lambda: _require_other_folder(folder, base))
     config = _config(model, base, task_type)
-    if rehearsal.current():
+    if rehearsed := rehearsal.current():
+        rehearsed.exported.add(folder)
         return
     tensors: dict[str, torch.Tensor] = {}
     broken: list[str] = []

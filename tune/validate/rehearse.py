@@ -49,7 +49,6 @@ LIMITS_IN_WORDS = (
     "Trying to resize storage that is not resizable",  # .numpy() of unknown memory
     "'WeakValueDictionary.__init__",  # of pickle
 )
-EXPORTED = ("model", "adapter", "value_model")  # folders of a run that an export creates
 MADE_UP = "depends on a number that a rehearsal makes up"
 
 
@@ -134,7 +133,8 @@ def rehearsed(begun: rehearsal.Rehearsal, file: Path, saved: "NotSaved") -> Iter
 
     Nothing is saved or compiled: saving would replace files by tensors without values. `saved` notes the files.
     """
-    saved.folders, not_compiled = begun.folders, torch.compiler.set_stance("force_eager")
+    saved.folders, saved.exported = begun.folders, begun.exported
+    not_compiled = torch.compiler.set_stance("force_eager")
     not_logged = mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)  # tracebacks
     not_saved = saved.replaced(torch, safetensors.torch, sys.modules[MODULE])
     # Numbers of fake tensors can be made up without gradients, but not in inference mode.
@@ -152,10 +152,11 @@ def rehearsed(begun: rehearsal.Rehearsal, file: Path, saved: "NotSaved") -> Iter
 
 
 class NotSaved:
-    """What a recipe would have saved. `folders` are the temporary folders of runs."""
+    """What a recipe would have saved. `folders` are the temporary folders of runs, `exported` those of exports."""
 
     def __init__(self) -> None:
         self.folders: Collection[Path] = ()
+        self.exported: Collection[Path] = ()
         self.targets = list[Any]()
 
     @contextmanager
@@ -188,8 +189,7 @@ class NotSaved:
     def _note(self, target: Any) -> None:
         if isinstance(target, str | os.PathLike):
             folder = Path(target).parent
-            is_exported = any(folder.is_relative_to(run / name) for run in self.folders for name in EXPORTED)
-            if not folder.is_dir() and not is_exported:
+            if not folder.is_dir() and folder not in self.exported:
                 raise RuntimeError(f"there is no folder {folder}")
         self.targets.append(target)
 
