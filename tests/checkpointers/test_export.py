@@ -16,13 +16,14 @@ import pytest
 import torch
 from helpers import HANGS, make_adapter, save_checkpoint
 from rich.console import Console
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from stacked_experts import NoTokenizer
 from torch.testing import assert_close
 
 from tune import distributed
 from tune.checkpointers import export, load_model, model_card
-from tune.checkpointers.writing import write_tensors
+from tune.checkpointers.writing import save_tensors, write_tensors
 from tune.cli import main
 from tune.errors import TuneError
 from tune.peft import LoRA, add_adapters, export_adapter, load_adapter, read_adapter
@@ -422,3 +423,14 @@ def test_auto_map_names_only_code_that_is_there(verb, checkpoint, tmp_path):
             load = transformers.AutoModelForCausalLM.from_pretrained
             assert load(tmp_path / "out", trust_remote_code=True).config.model_type == "llama"
         shutil.rmtree(tmp_path / "out")
+
+
+def test_equal_tensors_are_equal_files(tmp_path):
+    """safetensors writes metadata in the order of a hash table, which differs from one call to the next."""
+    for number in range(8):
+        metadata = {name: name for name in ("base_xxh3", "first", "second")}
+        save_tensors({"weight": torch.ones(2)}, tmp_path / f"{number}.safetensors", "model", **metadata)
+    assert len({file.read_bytes() for file in tmp_path.iterdir()}) == 1
+    with safe_open(tmp_path / "0.safetensors", "pt") as opened:
+        assert opened.metadata() == {"format": "pt"} | metadata
+        assert opened.get_tensor("weight").tolist() == [1, 1]

@@ -447,6 +447,18 @@ def save_tensors(tensors: dict[str, Tensor], file: Path, what: str, **metadata: 
         save_file(tensors, file, metadata={"format": "pt"} | metadata)
     except SafetensorError as error:
         raise _not_written(what, file.parents[1], error) from error
+    _sort_metadata(file)
+
+
+def _sort_metadata(file: Path) -> None:
+    """Sort the metadata in a file's header, in place: safetensors writes them in the order of a hash table, which
+    differs each time, and equal exports are equal files."""
+    with file.open("r+b") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        opened.seek(8)
+        opened.write(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size))
 
 
 def _not_written(what: str, run: Path, error: Exception) -> TuneError:
