@@ -20,25 +20,15 @@ over the supervised tokens of the global batch. D is one of
    stored with the data. The remaining probability mass is one extra bucket; without it the result is no divergence.
 5. Both models have the same tokenizer. Heads that are padded to different sizes are cut to its ids.
 
-Every setting is in configs/distill.yaml. Copy this file (`tune cp distill my.py`) and change it.
+The settings are in configs/distill.yaml. Copy this file (`tune cp distill my.py`) and change it.
 """
 
 import gc
 
 import torch
 
-from tune import (
-    checkpointers,
-    config,
-    datasets,
-    distributed,
-    evaluation,
-    losses,
-    optimizers,
-    peft,
-    quantization,
-)
-from tune.config import instantiate, instantiate_data
+from tune import checkpointers, config, datasets, distributed, losses, optimizers, peft
+from tune.config import instantiate
 from tune.errors import explained
 from tune.generation import Sampler, own_answers
 from tune.run import Run
@@ -55,7 +45,7 @@ def store_predictions(cfg, world, tokenizer, *parts):
     """Add the teacher's most probable tokens as a column of the data. `tune prepare` also calls this."""
     with explained("teacher.top_k"):
         most_probable = losses.MostProbable(
-            cfg.teacher.top_k, cfg.loss.temperature, cfg.memory.loss_chunk_tokens, tokenizer.vocab_size
+            cfg.teacher.top_k, cfg.loss.temperature, cfg.loss.chunk_tokens, tokenizer.vocab_size
         )
     datasets.require_kept("teacher", *parts)
     teacher, opened = load_teacher(cfg, world, *parts)
@@ -70,24 +60,22 @@ def store_predictions(cfg, world, tokenizer, *parts):
 
 @config.entrypoint("distill")
 def main(cfg):
-    world = distributed.init(cfg.device, deterministic=cfg.deterministic, max_seq_len=cfg.max_seq_len, **cfg.parallel)
-    run = Run("distill", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
+    # From cheap to expensive: the layout, names and shapes, the data, weights. Nothing is written before run.steps.
+    world = distributed.init(cfg.device, **cfg.parallel)
+    run = Run("distill", world, cfg.output_dir, cfg.resume, settings=cfg, trackers=cfg.trackers)
 
+    # On the meta device, the model has shapes and no memory. parallelize shards, casts and compiles it in place.
     with torch.device("meta"):
-        model = instantiate(cfg.model)  # shapes only: no memory yet
+        model = instantiate(cfg.model)
     weights = checkpointers.Pretrained(cfg.model.path, model)
-    if cfg.quantization.weights:
-        quantization.quantize_linears(model, cfg.quantization.weights, double=cfg.quantization.double)
-    lora = instantiate(cfg.adapter) if cfg.adapter else None
-    adapted = peft.add_adapters(model, lora) if lora else None
-    execution = {  # how the model is stored and computed
-        "dtype": cfg.dtype, "master_dtype": cfg.master_dtype, "compile": cfg.compile,
-        "activation_checkpointing": cfg.memory.activation_checkpointing,
-        "activation_offload": cfg.memory.activation_offload, "cpu_offload": cfg.memory.cpu_offload,
-    }  # fmt: skip
-    distributed.require_layout(model, world, cfg.dtype, cfg.master_dtype)  # fails before the data are prepared
-    datasets.require_batches(cfg.global_batch_size, cfg.micro_batch_size, world.data_size)
 
+    # Without an adapter, all parameters are trained.
+    lora = instantiate(cfg.adapter) if cfg.adapter else None
+    if lora:
+        run.info(peft.add_adapters(model, lora).table())  # in place; freezes the rest
+    distributed.parallelize(model, world, **cfg.compute)
+
+    # The rows are tokenized, or streamed. The loader iterates over optimizer steps.
     tokenizer = instantiate(cfg.tokenizer)
     opened = peft.open_model(cfg.teacher.path, setting="teacher.path")  # its problems are reported now
     tokenizer.require_same_ids(opened.tokenizer(), "teacher.path")
@@ -95,32 +83,25 @@ def main(cfg):
     if cfg.on_policy.share:
         with explained("on_policy"):  # fails if no prompt has room for an answer
             sampler.check(model, [[0]], ["of a token"])
-    dataset, validation = instantiate_data(
-        cfg.dataset, cfg.validation_dataset, tokenizer, vocab_size=model.config.vocab_size,
-        max_seq_len=cfg.max_seq_len, packed=cfg.packed,
-    )  # fmt: skip
-    pad_to = cfg.max_seq_len if cfg.packed and cfg.compile else None  # one shape, for compiled blocks
+    dataset = instantiate(cfg.dataset, tokenizer, max_seq_len=cfg.max_seq_len, packed=cfg.packed)
     data = datasets.DataLoader(
-        dataset, world, cfg.global_batch_size, cfg.micro_batch_size, epochs=cfg.epochs, max_steps=cfg.max_steps,
-        seed=cfg.seed, pad_to=pad_to,
-    )  # fmt: skip
-    evaluator = instantiate(cfg.evaluate, run, model, tokenizer, world)
-    run.describe(
-        model, data, tokenizer, validation, base=cfg.model.path,
-        merged=cfg.model.path if cfg.export.merge else None, keep=cfg.checkpointer.get("keep"), **execution,
-    )  # fmt: skip
-    if adapted:
-        run.info(adapted.table())
+        dataset,
+        global_batch_size=cfg.global_batch_size,
+        micro_batch_size=cfg.micro_batch_size,
+        epochs=cfg.epochs,
+        max_steps=cfg.max_steps,
+        seed=cfg.seed,
+        pad_packed=bool(cfg.compute.compile),  # compiled blocks want one shape
+    )
 
     if cfg.teacher.top_k:
-        store_predictions(cfg, world, tokenizer, dataset, validation)
+        store_predictions(cfg, world, tokenizer, dataset, dataset.validation)
         gc.collect()  # frees the teacher, whose wrappers and shards form reference cycles
     else:
-        teacher, _ = load_teacher(cfg, world, dataset, validation)
-    distributed.parallelize(model, world, **execution)
-    weights.load(model)
-    peft.start(model, lora, cfg.seed)
-    checkpointers.check_forward(model)
+        teacher, _ = load_teacher(cfg, world, dataset, dataset.validation)
+
+    weights.load(model)  # each process reads its own slices
+    peft.start(model, lora, cfg.seed)  # reads adapter.path, or makes a new adapter with B = 0, which changes nothing
 
     divergence = instantiate(cfg.loss, vocab_size=tokenizer.vocab_size)
 
@@ -134,64 +115,59 @@ def main(cfg):
                 target = teacher(batch, losses.Teacher.head)
         return divergence(hidden, weight, batch, teacher=target, **softcap)
 
-    def validate():
-        """The loss on the validation data."""
-        batches = datasets.validation_batches(validation, world, cfg.micro_batch_size, pad_to)
-        return evaluation.evaluate(model, batches, loss_fn, world)
+    evaluator = instantiate(cfg.evaluate, run, model, tokenizer, data, loss_fn)
 
-    if validation:
-        evaluator.add(validate, every=cfg.validate_every, first=cfg.validate_first)
-    groups = optimizers.parameter_groups(model, cfg.optimizer.lr, **cfg.parameter_groups)
-    optimizer = instantiate(cfg.optimizer, groups)
+    optimizer = instantiate(cfg.optimizer, optimizers.parameter_groups(model, cfg.optimizer.lr, **cfg.parameter_groups))
     schedule = instantiate(cfg.schedule, optimizer, total_steps=len(data))
+    # Frozen weights are not saved: resuming refuses another base, or other settings of the adapter.
     checkpointer = instantiate(
-        cfg.checkpointer, run.path / "checkpoints", world, model=model, optimizer=optimizer, schedule=schedule,
-        data=data, tell=run.info, base=weights if lora else None, adapter=lora, tasks=evaluator.tasks,
-    )  # fmt: skip
-    start = checkpointer.resume(run.resume)  # cfg.resume, or "auto" after a restart by the launcher
+        cfg.checkpointer,
+        run,
+        model=model,
+        optimizer=optimizer,
+        schedule=schedule,
+        data=data,
+        base=weights,
+        adapter=lora,
+    )
 
-    with run:  # closes its files, loggers and process group, however the training ends
-        steps = run.steps(data, start, checkpointer, seed=cfg.seed, profiler=cfg.profiler)
-        run.begin(checkpointer, evaluator)  # measurements before the first step
-        for step, batch in steps:  # after Ctrl-C, ends once a checkpoint is saved
+    with run:  # closes its files and the process group, however the training ends
+        # Resumes after the last checkpoint, seeds each step, and ends early at Ctrl-C or by checkpointer.patience.
+        for step, batch in run.steps(data, checkpointer, evaluator, seed=cfg.seed):
             if cfg.on_policy.share:
                 batch = own_answers(
-                    batch, model, sampler, world, step=step, share=cfg.on_policy.share,
-                    vocab_size=tokenizer.vocab_size, pad_to=pad_to,
-                )  # fmt: skip
+                    batch,
+                    model,
+                    sampler,
+                    world,
+                    step=step,
+                    share=cfg.on_policy.share,
+                    vocab_size=tokenizer.vocab_size,
+                    pad_to=data.pad_to,
+                )
             total_loss = torch.zeros((), device=world.device)
             for micro_batch, is_last in batch:
-                distributed.set_gradient_sync(model, is_last)
-                # The model calls loss_fn with its hidden states and head weight; loss_fn sums over supervised tokens.
-                # Gradients are summed over ranks, so divide by the supervised tokens of the step on all ranks.
+                distributed.set_gradient_sync(model, is_last)  # processes exchange gradients when they must
+                # The model calls loss_fn, which sums over the supervised tokens of this process. Gradients are summed
+                # over processes, so divide by the supervised tokens of all of them.
                 loss = model(micro_batch, loss_fn) / max(1, batch.num_supervised)
                 loss.backward()
                 total_loss += loss.detach()
 
             grad_norm = distributed.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
-            metrics = world.fetch(  # the only wait for the device in a step
-                loss=world.sum(total_loss),
-                grad_norm=grad_norm,  # already over all ranks
-                **evaluation.routing(model, world),
-            )
-            metrics |= optimizers.learning_rates(optimizer)
-            # If a value is not finite, on_nan decides: stop, skip this update, or go back to the last checkpoint.
-            if checkpointer.accepts(step, batch.rows, loss=metrics["loss"], grad_norm=metrics["grad_norm"]):
+            metrics = run.fetch(loss=world.sum(total_loss), grad_norm=grad_norm)  # waits for the device, once a step
+            if checkpointer.accepts(step, metrics, batch.rows):  # else a value is not finite: see checkpointer.on_nan
                 optimizer.step()
             schedule.step()
             optimizer.zero_grad()
 
-            metrics |= evaluator(step)
+            metrics |= evaluator(step)  # the measurements that are due
             run.log(step, batch, metrics | {"without_room": batch.num_without_room})
-            checkpointer.step(step, metrics, now=run.is_end(step))
+            checkpointer.step(step, metrics)
 
-        # Run the final evaluation. With keep_best, then load the weights of the best checkpoint.
-        run.finish(checkpointer, evaluator)
-        card = checkpointers.model_card("distill", cfg.model.path, dataset.name)
-        where = peft.export_trained(
-            model, lora, run.path, world, base=weights, tokenizer=tokenizer, card=card, merge=cfg.export.merge
-        )
-        run.info(f"done: {where}")
+        run.finish()  # last measurements; with keep_best, the best weights; after Ctrl-C the process exits here
+        card = run.model_card(cfg.model.path)
+        peft.export_trained(model, lora, run.path, base=weights, tokenizer=tokenizer, card=card, merge=cfg.export.merge)
 
 
 if __name__ == "__main__":

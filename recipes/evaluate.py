@@ -62,7 +62,7 @@ def main(cfg):
         data = instantiate(source, tokenizer, max_seq_len=longest)
         data.require_vocabulary(model.config.vocab_size)
         tell(data.accounting.table())
-    model = opened.load(world.device, cfg.dtype, quantization=cfg.quantization.weights, peers=world.mesh["tp"])
+    model = opened.load(world.device, cfg.dtype, quantization=cfg.quantization, peers=world.mesh["tp"])
 
     def measure_loss():
         """Return the loss, perplexity and accuracy over all learned tokens of the data, and no answers."""
@@ -76,7 +76,7 @@ def main(cfg):
         """Return the mean scores and the answers."""
         prompts = [replace(prompt, position=prompt.index) for prompt in questions.prompts]
         groups = generation.rollout(model, sampler, tokenizer, prompts, scores, world, samples=1, step=0)
-        means = world.fetch(**evaluation.means(generation.statistics(groups, scores), world))
+        means = world.fetch(**world.means(generation.statistics(groups, scores)))
         metrics = {name.removeprefix("reward/"): value for name, value in means.items() if name != "reward"}
         shares = world.all_gather([episode.record(0) for (episode,) in groups])
         return metrics, sorted((answer for share in shares for answer in share), key=lambda answer: answer["prompt"])

@@ -2,115 +2,78 @@
 
     python recipes/full_finetune.py model.path=./SmolLM2-135M dataset.path=./chats.jsonl
     torchrun --nproc-per-node 8 recipes/full_finetune.py --config my.yaml global_batch_size=128
-    tune run --nproc-per-node 8 full_finetune --config my.yaml global_batch_size=128
 
-Every setting is in configs/full_finetune.yaml. Copy this file (`tune cp full_finetune my.py`) and change it.
+The settings are in configs/full_finetune.yaml. Copy this file (`tune cp full_finetune my.py`) and change it.
 """
 
 import torch
 
-from tune import checkpointers, config, datasets, distributed, evaluation, optimizers, quantization
-from tune.config import instantiate, instantiate_data
+from tune import checkpointers, config, datasets, distributed, optimizers
+from tune.config import instantiate
 from tune.run import Run
 
 
 @config.entrypoint("full_finetune")
 def main(cfg):
-    world = distributed.init(cfg.device, deterministic=cfg.deterministic, **cfg.parallel)
-    run = Run("full_finetune", world, cfg.output_dir, cfg.resume, settings=cfg, **cfg.logger)
+    # From cheap to expensive: the layout, names and shapes, the data, weights. Nothing is written before run.steps.
+    world = distributed.init(cfg.device, **cfg.parallel)
+    run = Run("full_finetune", world, cfg.output_dir, cfg.resume, settings=cfg, trackers=cfg.trackers)
 
+    # On the meta device, the model has shapes and no memory. parallelize shards, casts and compiles it in place.
     with torch.device("meta"):
-        model = instantiate(cfg.model)  # shapes only: no memory yet
-    weights = checkpointers.Random(cfg.seed) if cfg.from_scratch else checkpointers.Pretrained(cfg.model.path, model)
-    if cfg.quantization.float8:
-        quantization.compute_in_float8(model, cfg.quantization.float8, world.device)
-    if cfg.quantization.qat:
-        types = checkpointers.exported_types(model, cfg.model.path, cfg.export.dtype)
-        quantization.round_linears(model, cfg.quantization.qat, types, cfg.dtype)
-    execution = {  # how the model is stored and computed
-        "dtype": cfg.dtype, "master_dtype": cfg.master_dtype, "compile": cfg.compile,
-        "activation_checkpointing": cfg.memory.activation_checkpointing,
-        "activation_offload": cfg.memory.activation_offload, "cpu_offload": cfg.memory.cpu_offload,
-    }  # fmt: skip
-    distributed.require_layout(model, world, cfg.dtype, cfg.master_dtype)  # fails before the data are prepared
-    datasets.require_batches(cfg.global_batch_size, cfg.micro_batch_size, world.data_size)
+        model = instantiate(cfg.model)
+    weights = checkpointers.Pretrained(cfg.model.path, model)
+    distributed.parallelize(model, world, **cfg.compute)
 
+    # The rows are tokenized, or streamed. The loader iterates over optimizer steps.
     tokenizer = instantiate(cfg.tokenizer)
-    dataset, validation = instantiate_data(
-        cfg.dataset, cfg.validation_dataset, tokenizer, vocab_size=model.config.vocab_size,
-        max_seq_len=cfg.max_seq_len, packed=cfg.packed,
-    )  # fmt: skip
-    pad_to = cfg.max_seq_len if cfg.packed and cfg.compile else None  # one shape, for compiled blocks
+    dataset = instantiate(cfg.dataset, tokenizer, max_seq_len=cfg.max_seq_len, packed=cfg.packed)
     data = datasets.DataLoader(
-        dataset, world, cfg.global_batch_size, cfg.micro_batch_size, epochs=cfg.epochs, max_steps=cfg.max_steps,
-        seed=cfg.seed, pad_to=pad_to,
-    )  # fmt: skip
-    evaluator = instantiate(cfg.evaluate, run, model, tokenizer, world)
-    run.describe(
-        model, data, tokenizer, validation, base=cfg.model.path,
-        keep=cfg.checkpointer.get("keep"), **execution,
-    )  # fmt: skip
+        dataset,
+        global_batch_size=cfg.global_batch_size,
+        micro_batch_size=cfg.micro_batch_size,
+        epochs=cfg.epochs,
+        max_steps=cfg.max_steps,
+        seed=cfg.seed,
+        pad_packed=bool(cfg.compute.compile),  # compiled blocks want one shape
+    )
+    weights.load(model)  # each process reads its own slices
 
-    distributed.parallelize(model, world, **execution)
-    weights.load(model)
-    checkpointers.check_forward(model)
-
+    # The evaluator computes the loss on dataset.validation. The checkpointer saves and restores all that changes.
     loss_fn = instantiate(cfg.loss)
-
-    def validate():
-        """The loss on the validation data."""
-        batches = datasets.validation_batches(validation, world, cfg.micro_batch_size, pad_to)
-        return evaluation.evaluate(model, batches, loss_fn, world)
-
-    if validation:
-        evaluator.add(validate, every=cfg.validate_every, first=cfg.validate_first)
-    groups = optimizers.parameter_groups(model, cfg.optimizer.lr, **cfg.parameter_groups)
-    optimizer = instantiate(cfg.optimizer, groups)
+    evaluator = instantiate(cfg.evaluate, run, model, tokenizer, data, loss_fn)
+    optimizer = instantiate(cfg.optimizer, optimizers.parameter_groups(model, cfg.optimizer.lr, **cfg.parameter_groups))
     schedule = instantiate(cfg.schedule, optimizer, total_steps=len(data))
     checkpointer = instantiate(
-        cfg.checkpointer, run.path / "checkpoints", world, model=model, optimizer=optimizer, schedule=schedule,
-        data=data, tell=run.info, tasks=evaluator.tasks,
-    )  # fmt: skip
-    start = checkpointer.resume(run.resume)  # cfg.resume, or "auto" after a restart by the launcher
+        cfg.checkpointer, run, model=model, optimizer=optimizer, schedule=schedule, data=data, base=weights
+    )
 
-    with run:  # closes its files, loggers and process group, however the training ends
-        steps = run.steps(data, start, checkpointer, seed=cfg.seed, profiler=cfg.profiler)
-        run.begin(checkpointer, evaluator)  # measurements before the first step
-        for step, batch in steps:  # after Ctrl-C, ends once a checkpoint is saved
+    with run:  # closes its files and the process group, however the training ends
+        # Resumes after the last checkpoint, seeds each step, and ends early at Ctrl-C or by checkpointer.patience.
+        for step, batch in run.steps(data, checkpointer, evaluator, seed=cfg.seed):
             total_loss = torch.zeros((), device=world.device)
-            for micro_batch, is_last in batch:  # this rank's share, on its device
-                distributed.set_gradient_sync(model, is_last)
-                # The model calls loss_fn with its hidden states and head weight; loss_fn sums over supervised tokens.
-                # Gradients are summed over ranks, so divide by the supervised tokens of the step on all ranks.
+            for micro_batch, is_last in batch:  # this process's share of the rows, on its device
+                distributed.set_gradient_sync(model, is_last)  # processes exchange gradients when they must
+                # The model calls loss_fn, which sums over the supervised tokens of this process. Gradients are summed
+                # over processes, so divide by the supervised tokens of all of them.
                 loss = model(micro_batch, loss_fn) / max(1, batch.num_supervised)
                 loss.backward()
                 total_loss += loss.detach()
 
             grad_norm = distributed.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
-            metrics = world.fetch(  # the only wait for the device in a step
-                loss=world.sum(total_loss),
-                grad_norm=grad_norm,  # already over all ranks
-                **evaluation.routing(model, world),
-                **evaluation.accuracy(loss_fn, world),
-            )
-            metrics |= optimizers.learning_rates(optimizer)
-            # If a value is not finite, on_nan decides: stop, skip this update, or go back to the last checkpoint.
-            if checkpointer.accepts(step, batch.rows, loss=metrics["loss"], grad_norm=metrics["grad_norm"]):
+            metrics = run.fetch(loss=world.sum(total_loss), grad_norm=grad_norm)  # waits for the device, once a step
+            if checkpointer.accepts(step, metrics, batch.rows):  # else a value is not finite: see checkpointer.on_nan
                 optimizer.step()
             schedule.step()
             optimizer.zero_grad()
 
-            metrics |= evaluator(step)
+            metrics |= evaluator(step)  # the measurements that are due
             run.log(step, batch, metrics)
-            checkpointer.step(step, metrics, now=run.is_end(step))
+            checkpointer.step(step, metrics)
 
-        # Run the final evaluation. With keep_best, then load the weights of the best checkpoint.
-        run.finish(checkpointer, evaluator)
-        card = checkpointers.model_card("full_finetune", cfg.model.path, dataset.name)
-        checkpointers.export(
-            model, tokenizer, run.path / "model", world, source=cfg.model.path, dtype=cfg.export.dtype, card=card
-        )
-        run.info(f"done: the model is in {run.path / 'model'}")
+        run.finish()  # last measurements; with keep_best, the best weights; after Ctrl-C the process exits here
+        card = run.model_card(cfg.model.path)
+        checkpointers.export(model, tokenizer, run.path / "model", source=cfg.model.path, card=card)
 
 
 if __name__ == "__main__":

@@ -17,12 +17,12 @@ from safetensors.torch import load_file
 from tune import cli
 
 TINY = [
-    "device=cpu", "dtype=fp32", "master_dtype=fp32", "max_seq_len=128", "global_batch_size=8", "micro_batch_size=2",
-    "max_steps=4", "optimizer.lr=1e-3", "checkpointer.every=2", "checkpointer.keep=null",
+    "device=cpu", "compute.dtype=fp32", "compute.master_dtype=fp32", "max_seq_len=128", "global_batch_size=8",
+    "micro_batch_size=2", "max_steps=4", "optimizer.lr=1e-3", "checkpointer.every=2", "checkpointer.keep=null",
 ]  # fmt: skip
 SAMPLED = [
-    "device=cpu", "dtype=fp32", "master_dtype=fp32", "max_prompt_len=64", "prompts_per_step=4", "group_size=4",
-    "sampling.max_new_tokens=6", "max_steps=4", "epochs=9", "optimizer.lr=1e-3", "checkpointer.every=2",
+    "device=cpu", "compute.dtype=fp32", "compute.master_dtype=fp32", "max_prompt_len=64", "prompts_per_step=4",
+    "group_size=4", "sampling.max_new_tokens=6", "max_steps=4", "epochs=9", "optimizer.lr=1e-3", "checkpointer.every=2",
     "checkpointer.keep=null",
 ]  # fmt: skip
 

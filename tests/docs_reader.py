@@ -22,11 +22,12 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from helpers import result_of, run_processes, save_checkpoint
 from packaging.requirements import Requirement
 
-from tune import cli, config
+from tune import checkpointers, cli, config
 from tune.cli.recipes import default_config, recipe_of, split
 from tune.models import families
 from tune.rules import Facts, judge
@@ -39,7 +40,7 @@ FILE = re.compile(r'(?:"""|# )([\w/]+\.\w+)\b')
 SCRIPT = re.compile(r"(import|from) ")
 ON_EIGHT: set[tuple[str, ...]] = set()  # recipes and setting names already validated for eight processes
 TINY = {
-    "model.path": "SmolLM2-135M-Instruct", "dataset.path": "chats.jsonl", "device": "cpu", "dtype": "fp32",
+    "model.path": "SmolLM2-135M-Instruct", "dataset.path": "chats.jsonl", "device": "cpu", "compute.dtype": "fp32",
     "max_seq_len": "256", "max_steps": "1", "global_batch_size": "8",
 }  # fmt: skip
 EIGHT = {"max_seq_len": 256, "global_batch_size": 64}  # rows for eight processes
@@ -187,7 +188,7 @@ class Reader:
         validated for eight, unless another page has one with the same settings."""
         if default_config(Path(recipe)) is None:
             return
-        settings = [*settings, "master_dtype=fp32"]  # dtype is the one of `TINY`
+        settings = [*settings, "compute.master_dtype=fp32"]  # compute.dtype is the one of `TINY`
         cfg, problems = config.read(*recipe_of(recipe, settings))
         assert not problems and not judge(Facts(cfg)), recipe
         more = [f"{key}={value}" for key, value in EIGHT.items() if any(each.startswith(key) for each in settings)]
@@ -242,8 +243,6 @@ class Reader:
             data = (yaml.safe_load(file.read_text()).get("dataset") or {}).get("path", "")
             given |= {"dataset.path": data} if (self.folder / data).is_file() else {}
         tiny = TINY | ({"output_dir": f"runs/{next(self.numbers)}"} if is_run else {})
-        if given.get("model._component_") == "my_family.build":
-            tiny["from_scratch"] = "true"
         if {"grpo", "ppo_finetune"} & {*arguments}:
             tiny = {key: value for key, value in tiny.items() if key not in ("max_seq_len", "global_batch_size")}
         if "teacher.path" in given:
@@ -275,8 +274,20 @@ class Reader:
             case "mamba-130m-hf":
                 save_checkpoint(path, "MambaConfig")
             case "Nimbus-1B":
-                shutil.copytree(self.checkpoint, path, ignore=shutil.ignore_patterns("*.safetensors"))
-                (path / "config.json").write_text(json.dumps(NIMBUS))
+                self.save_nimbus(path)
+
+    def save_nimbus(self, path: Path) -> None:
+        """Save random weights of the page's own family."""
+        from my_family import build
+
+        shutil.copytree(self.checkpoint, path, ignore=shutil.ignore_patterns("*.safetensors"))
+        (path / "config.json").write_text(json.dumps(NIMBUS))
+        with torch.device("meta"):
+            model = build(str(path))
+        model.to_empty(device="cpu")
+        checkpointers.Random(0).load(model)
+        checkpointers.export(model, None, path.with_name("random"), source=path)
+        shutil.copytree(path.with_name("random"), path, dirs_exist_ok=True)
 
     def trained_adapter(self) -> Path:
         run = self.folder / "runs" / "adapter"

@@ -29,7 +29,7 @@ TOKEN = "abcdefghij" * 4
         ("https://host/a?x=1&token=abc&y=2#end", "https://host/a?x=1&token=***&y=2#end"),
         ("https://host/a?X-Amz-Security-Token=a&X-Amz-Signature=b", None),
         ("https://host/a?sv=2024&sig=ab%2B", "https://host/a?sv=2024&sig=***"),
-        ("'logger.wandb.api_key=abc' is no setting", "'logger.wandb.api_key=***' is no setting"),
+        ("'mine.api_key=abc' is no setting", "'mine.api_key=***' is no setting"),
         (f"invalid user token hf_{TOKEN}.", "invalid user token ***."),
         ("Authorization: Bearer a.b.c", "Authorization: Bearer ***"),
         ("the key is 0123456789", "the key is ***"),  # from the environment
@@ -109,7 +109,7 @@ def test_values_of_the_environment_are_removed_from_any_setting(name, monkeypatc
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        ("logger.trackers=[{_component_: my.Sink, bot_token: sesame}]", "[{_component_: my.Sink, bot_token: ***}]"),
+        ("trackers=[{_component_: my.Sink, bot_token: sesame}]", "[{_component_: my.Sink, bot_token: ***}]"),
         ('{"api_key": "sesame"}', '{"api_key": "***"}'),
         ("dataset.path=https://host/a?token=sesame&x=1", "dataset.path=https://host/a?token=***&x=1"),
         ("a={b: {token: s3same-x7}}", "a={b: {token: ***}}"),
@@ -172,9 +172,9 @@ def test_run_reveals_no_secrets(url, checkpoint, tmp_path, monkeypatch, capfd):
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, __spec__=object()))
     settings = [
-        f"model.path={checkpoint}", f"dataset.path={url}", "device=cpu", "dtype=fp32", "max_seq_len=128", "max_steps=1",
-        "logger.wandb.project=tests", f"output_dir={tmp_path}", "optimizer._component_=test_secrets.sgd",
-        "optimizer.api_key=sesame",
+        f"model.path={checkpoint}", f"dataset.path={url}", "device=cpu", "compute.dtype=fp32", "max_seq_len=128",
+        "max_steps=1", "trackers=[{_component_: tune.loggers.WeightsAndBiases, project: tests}]",
+        f"output_dir={tmp_path}", "optimizer._component_=test_secrets.sgd", "optimizer.api_key=sesame",
     ]  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["full_finetune.py", *settings])
     full_finetune.main(config.load("full_finetune", settings))

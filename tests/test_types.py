@@ -92,6 +92,11 @@ def scaled(values: torch.Tensor, factor: types.PositiveFloat = 1.0, *others: int
     return values * factor
 
 
+@types.checked
+def unchanged(value: Any) -> Any:
+    return value
+
+
 @pytest.mark.parametrize(
     ("call", "argument", "value"),
     [
@@ -117,6 +122,7 @@ def test_checked_arguments_are_passed_on() -> None:
     assert Settings(np.int64(3), np.float32(0.5), names=("a",)) == Settings(3, 0.5, "one", ("a",))
     assert scaled(torch.ones(2), 3, 4, five=5).tolist() == [3, 3]
     assert fits(Path("a"), Path) and not fits(Path("a"), str)
+    assert [unchanged(value) for value in ("a/folder", 1, [2.0])] == ["a/folder", 1, [2.0]]
     assert [*inspect.signature(Settings).parameters] == ["size", "share", "kind", "names"]
     assert inspect.signature(scaled).parameters["factor"].annotation == types.PositiveFloat
     with pytest.raises(TypeError, match="Settings"):

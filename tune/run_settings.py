@@ -25,7 +25,7 @@ LISTED = {
     "tune.datasets": ("load", "load_prompts", "mix"),
     "tune.evaluation": ("Evaluator",),
     "tune.generation": ("Sampler",),
-    "tune.loggers": ("MLflow", "TensorBoard", "Trackio", "WeightsAndBiases"),
+    "tune.loggers": ("Console", "MLflow", "TensorBoard", "Trackio", "WeightsAndBiases"),
     "tune.losses": (
         "BradleyTerry", "ClippedPolicy", "CPO", "DPO", "ForwardKL", "GSPO", "IPO", "JensenShannon", "KTO",
         "LinearCrossEntropy", "ORPO", "PolicyGradient", "ReverseKL", "SimPO",

@@ -88,7 +88,7 @@ def _no_object(value: Any, kind: Any) -> str:
     """A sentence that says that `value`, such as the name of a folder, is not an object of a class `kind`, such as a
     model; empty if it may be one."""
     kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else [kind]
-    classes = [each for each in kinds if isinstance(each, type)]
+    classes = [each for each in kinds if isinstance(each, type) and each is not Any]  # which is a class since 3.11
     if not isinstance(value, str | int | float | list | dict) or is_plain(kind) or len(classes) < len(kinds):
         return ""
     if any(getattr(each, "_is_protocol", False) or isinstance(value, each) for each in classes):

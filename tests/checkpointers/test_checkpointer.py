@@ -412,14 +412,14 @@ def test_rollback_skips_damaged_checkpoints(tmp_path):
             weights = first.model.weight.detach().clone()
     file = next((tmp_path / "step-00000003").glob("*.distcp"))
     file.write_bytes(file.read_bytes()[:-1] + b"x")
-    assert not first.accepts(4, [0], loss=math.nan)
+    assert not first.accepts(4, {"loss": math.nan}, [0])
     assert torch.equal(first.model.weight, weights)
     assert "step-00000003 is damaged" in messages[0] and "restored from step 2" in messages[-1]
     for step in (1, 2):
         file = next((tmp_path / f"step-{step:08d}").glob("*.distcp"))
         file.write_bytes(file.read_bytes()[:-1] + b"x")
     with pytest.raises(TuneError, match="no intact checkpoint to roll back to"):
-        first.accepts(5, [0], loss=math.nan)
+        first.accepts(5, {"loss": math.nan}, [0])
 
 
 def test_rollback_to_the_folder_that_training_resumed_from(tmp_path):
@@ -430,7 +430,7 @@ def test_rollback_to_the_folder_that_training_resumed_from(tmp_path):
     again = make(tmp_path / "again", on_nan="rollback")
     assert again.resume(str(tmp_path / "first")) == 2
     train(again, 3)
-    assert not again.accepts(4, [0], loss=math.nan)
+    assert not again.accepts(4, {"loss": math.nan}, [0])
     assert torch.equal(again.model.weight, first.model.weight)
 
 
@@ -653,9 +653,9 @@ def test_checkpoint_keeps_changed_group_values_but_not_settings(tmp_path):
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_nonfinite_value_stops_training(tmp_path, value):
     checkpointer = make(tmp_path)
-    assert checkpointer.accepts(1, [3, 4], loss=1.0, grad_norm=2.0)
+    assert checkpointer.accepts(1, {"loss": 1.0, "grad_norm": 2.0}, [3, 4])
     with pytest.raises(TuneError, match=r"grad_norm is (nan|inf) at step 7, .* rows 3, 4.*on_nan=skip"):
-        checkpointer.accepts(7, [3, 4], loss=1.0, grad_norm=value)
+        checkpointer.accepts(7, {"loss": 1.0, "grad_norm": value}, [3, 4])
 
 
 @pytest.mark.parametrize("async_", [False, True])
@@ -664,7 +664,7 @@ def test_rollback_to_the_last_checkpoint(tmp_path, async_):
     messages = []
     checkpointer = make(tmp_path, every=2, async_=async_, on_nan="rollback", tell=messages.append)
     with pytest.raises(TuneError, match=r"at step 1, .* no checkpoint to roll back to yet") as stopped:
-        checkpointer.accepts(1, [0], loss=math.nan)
+        checkpointer.accepts(1, {"loss": math.nan}, [0])
     assert "on_nan" not in str(stopped.value)  # it is set already
     for step in (1, 2, 3):
         train(checkpointer, step)
@@ -674,7 +674,7 @@ def test_rollback_to_the_last_checkpoint(tmp_path, async_):
             state = checkpointer.optimizer.state[checkpointer.model.weight]
             moments = {name: value.clone() for name, value in state.items()}
     checkpointer.optimizer.param_groups[0]["lr"] = 7.0
-    assert not checkpointer.accepts(4, [5, 6], loss=math.nan)
+    assert not checkpointer.accepts(4, {"loss": math.nan}, [5, 6])
     assert (
         "loss is nan at step 4, in a batch of dataset rows 5, 6. The weights are restored from step 2" in messages[-1]
     )
@@ -688,9 +688,57 @@ def test_ten_consecutive_nonfinite_steps_stop_training(tmp_path):
     checkpointer = make(tmp_path, on_nan="skip")
     train(checkpointer, 1)
     before = checkpointer.model.weight.detach().clone()
-    assert not any(checkpointer.accepts(step, [0], loss=math.inf) for step in range(1, 10))
-    assert checkpointer.accepts(10, [0], loss=1.0)
-    assert not any(checkpointer.accepts(step, [0], loss=math.inf) for step in range(11, 20))
+    assert not any(checkpointer.accepts(step, {"loss": math.inf}, [0]) for step in range(1, 10))
+    assert checkpointer.accepts(10, {"loss": 1.0}, [0])
+    assert not any(checkpointer.accepts(step, {"loss": math.inf}, [0]) for step in range(11, 20))
     assert torch.equal(checkpointer.model.weight, before)
     with pytest.raises(TuneError, match=r"loss is inf at step 20, .* the tenth such step in a row"):
-        checkpointer.accepts(20, [0], loss=math.inf)
+        checkpointer.accepts(20, {"loss": math.inf}, [0])
+
+
+class OfARun:
+    """What a checkpointer needs of a run; its last step is 5."""
+
+    def __init__(self, path):
+        self.path, self.world, self.messages = path, distributed.init("cpu"), []
+        self.higher_is_better = {}
+
+    def info(self, message):
+        self.messages.append(message)
+
+    def is_end(self, step):
+        return step == 5
+
+
+def parts(**options):
+    model = torch.nn.Linear(3, 3)
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "data": Position(), **options}
+
+
+def test_checkpointer_of_a_run_saves_in_its_folder_and_its_last_step(tmp_path):
+    run = OfARun(tmp_path / "run")
+    ours = Checkpointer(run, **parts(every=2, keep=None, keep_best="validation_loss", async_=False))
+    assert ours.folder == run.path / "checkpoints" and ours.world is run.world
+    assert any("validation_loss" in message for message in run.messages)
+    for step in range(1, 6):
+        ours.step(step)
+    assert [path.name for path in sorted(ours.folder.glob("step-*"))] == [f"step-0000000{step}" for step in (2, 4, 5)]
+    again = Checkpointer(run, **parts(every=2, keep_best="validation_loss", async_=False))
+    assert again.resume() == 5 and again.unmeasured  # of the last step nothing is measured before it is saved
+    ours.step(5, {"validation_loss": 1.0}, now=True)
+    state = json.loads((ours.folder / "step-00000005" / "state.json").read_text())
+    assert state["best"]["step"] == 5
+
+
+@pytest.mark.parametrize("kind", [str, pathlib.Path])
+def test_checkpointer_of_a_path_saves_there_and_knows_no_end(kind, tmp_path):
+    messages = []
+    ours = Checkpointer(
+        kind(tmp_path / "states"), distributed.init("cpu"), tell=messages.append,
+        **parts(every=2, keep=None, keep_best="validation_loss", async_=False),
+    )  # fmt: skip
+    assert ours.folder == tmp_path / "states" and len(messages) == 1
+    for step in range(1, 6):
+        ours.step(step)
+    ours.step(7, now=True)
+    assert [path.name for path in sorted(ours.folder.glob("step-*"))] == [f"step-0000000{step}" for step in (2, 4, 7)]

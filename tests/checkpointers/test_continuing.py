@@ -153,7 +153,7 @@ def test_checkpoint_without_states_records_its_optimizer(tmp_path):
 
 def test_export_fails_when_every_step_was_skipped(tmp_path):
     training = Training(tmp_path, torch.optim.AdamW, on_nan="skip")
-    assert not training.checkpointer.accepts(1, [0], loss=float("nan"))
+    assert not training.checkpointer.accepts(1, {"loss": float("nan")}, [0])
     with pytest.raises(TuneError, match="on_nan"):
         training.checkpointer.finish()
 

@@ -1,7 +1,6 @@
 """A Checkpointer in your own training loop: any scheduler, no World, states of any kind."""
 
 import random
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -164,7 +163,7 @@ def test_generator_can_be_a_state(tmp_path):
 
 def test_unsupported_state_is_rejected(tmp_path):
     with pytest.raises(TuneError, match=r"extra\.counts.*state_dict"):
-        checkpointer(tmp_path, counts=Counter("ab"))
+        checkpointer(tmp_path, counts=["a", "b"])
     with pytest.raises(TuneError, match=r"mine.*a: object"):
         checkpointer(tmp_path, mine=Anything({"a": object()})).save(1, wait=True)
 
@@ -265,3 +264,16 @@ world.finish()
 def test_unsharded_state_is_restored_from_rank_0(tmp_path):
     (tmp_path / "script.py").write_text(OWN_TO_EACH_RANK)
     run_processes(tmp_path / "script.py", 2, str(tmp_path / "checkpoints"))
+
+
+def test_tensors_and_dicts_are_saved_and_restored_in_place(tmp_path):
+    def made(value, counts):
+        model = torch.nn.Linear(2, 2)
+        ours = Checkpointer(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), async_=False)
+        ours.add(mean=value, counts=counts)
+        return ours
+
+    made(torch.tensor([1.0, 2.0], dtype=torch.float64), {"seen": 3, ("a", 1): {4, 5}}).save(1)
+    mean, counts = torch.zeros(2, dtype=torch.float64), {"other": 0}
+    assert made(mean, counts).resume("auto") == 1
+    assert mean.tolist() == [1, 2] and counts == {"seen": 3, ("a", 1): {4, 5}}

@@ -88,7 +88,7 @@ def test_adapters_that_differ_in_one_field(field, tmp_path):
 # Arguments of a loader -> another value of each.
 LOADERS = {
     DataLoader: ({"dataset": [4, 5, 7], "global_batch_size": 3, "seed": 7},
-                 {"world", "micro_batch_size", "epochs", "max_steps", "pad_to"}),
+                 {"world", "micro_batch_size", "epochs", "max_steps", "pad_packed"}),
     PromptLoader: ({"dataset": [4, 5, 7], "prompts_per_step": 3, "seed": 7}, {"epochs", "max_steps"}),
 }  # fmt: skip
 
@@ -178,8 +178,18 @@ TRAININGS = {
     "no adapter": {"adapter": None},
     "no part of its own": {"extra": {}},
     "another part of its own": {"extra": {"other": Position()}},
-    "one more part": {"base": Position()},
+    "one more part": {"schedule": Position()},
 }
+
+
+def test_base_is_compared_where_weights_are_frozen(tmp_path):
+    """Where all of them are trained, they are in the checkpoint."""
+    for is_frozen in (False, True):
+        model = nn.Linear(4, 4)
+        model.bias.requires_grad_(not is_frozen)
+        optimizer = torch.optim.AdamW([model.weight])
+        made = Checkpointer(tmp_path, distributed.init("cpu"), model=model, optimizer=optimizer, base=Position())
+        assert ("base" in made.small) == is_frozen
 
 
 @pytest.mark.parametrize("difference", TRAININGS)

@@ -231,7 +231,7 @@ def test_model_card_describes_the_export(checkpoint: Path, runs: dict[str, Path]
 
 def settings(model: Path, chats: Path, run: Path, *others: str) -> list[str]:
     return [
-        f"model.path={model}", f"dataset.path={chats}", f"output_dir={run}", "device=cpu", "dtype=fp32",
+        f"model.path={model}", f"dataset.path={chats}", f"output_dir={run}", "device=cpu", "compute.dtype=fp32",
         "optimizer.lr=0.01", "global_batch_size=4", "max_seq_len=128", "max_steps=3", "checkpointer.every=1",
         "checkpointer.keep=null", *others,
     ]  # fmt: skip
@@ -516,14 +516,14 @@ def spoiled(how: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.skipif(not REAL.exists(), reason="needs the real model: make model")
 def test_fine_tuned_demo_model_in_llama_cpp(tmp_path: Path) -> None:
     """After a few steps of the demo, the perplexity of held-out conversations matches ours. Answers are greedy by our
     logits, up to near-ties."""
     root, run = Path(__file__).parents[2], tmp_path / "run"
     command = ["run", "lora_finetune", "--config", "examples/home_commands/demo.yaml", "export.merge=true"]
-    command += [f"model.path={REAL}", f"output_dir={run}", "max_steps=3", "validate_every=null"]
+    command += [f"model.path={REAL}", f"output_dir={run}", "max_steps=3", "evaluate.every=null"]
     environment = os.environ | {"PYTHONPATH": str(root)}
     subprocess.run([sys.executable, "-m", "tune.cli", *command], cwd=root, env=environment, check=True)
     model, tokenizer = load_model(str(run / "model")), Tokenizer(str(run / "model"))

@@ -80,7 +80,7 @@ def test_models_and_outputs(names: list[str], checkpoint: Path, chats: Path, her
 def test_runs_in_folders_with_any_name(checkpoint: Path, chats: Path, here: Path) -> None:
     """A run in a folder with a number sign does not continue another run."""
     (here / "home").mkdir()
-    common = [f"model.path={checkpoint}", f"dataset.path={chats}", "max_seq_len=64", "device=cpu", "dtype=fp32",
+    common = [f"model.path={checkpoint}", f"dataset.path={chats}", "max_seq_len=64", "device=cpu", "compute.dtype=fp32",
               "max_steps=1", "global_batch_size=2", "checkpointer.every=1"]  # fmt: skip
     names = ["run", "run #2", "2024", "~/mine", "a, {b}: c=d"]
     (here / "mine.yaml").write_text("output_dir: ~/mine\n")

@@ -70,12 +70,20 @@ def test_experts_in_any_type(tmp_path, capsys):
     """torch's product of groups takes bf16 alone where tensors are fake."""
     save_checkpoint(tmp_path, "Qwen3MoeConfig", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
     run = ["full_finetune", f"model.path={tmp_path}", "max_seq_len=128", "--device", "cpu", "--world-size", "1"]
-    assert json.loads(plan(capsys, *run, "dtype=fp32", "--json"))["fits"]
+    assert json.loads(plan(capsys, *run, "compute.dtype=fp32", "--json"))["fits"]
 
 
 def test_utilisation_is_of_the_higher_peak(checkpoint, capsys):
     """A CPU computes in fp32 faster than in bf16: of the peak in bf16 a share would be above 1."""
-    run = ["full_finetune", f"model.path={checkpoint}", "max_seq_len=128", "--device", "cpu", "dtype=fp32", "--json"]
+    run = [
+        "full_finetune",
+        f"model.path={checkpoint}",
+        "max_seq_len=128",
+        "--device",
+        "cpu",
+        "compute.dtype=fp32",
+        "--json",
+    ]
     found, device = json.loads(plan(capsys, *run)), DEVICES["cpu"]
     flops = flops_per_token(load_model(str(checkpoint)), 128)
     assert device.tflops_fp32 > device.tflops
@@ -111,8 +119,8 @@ def test_half_precision_of_a_gpu_without_bf16(checkpoint, capsys):
     run = ["full_finetune", f"model.path={checkpoint}", "max_seq_len=128", "--device", "t4", "--json"]
     main(["plan", *run])
     warned = capsys.readouterr()
-    assert "warning: dtype: bf16 " in warned.err and "dtype=fp16" in warned.err
-    main(["plan", *run, "dtype=fp16"])
+    assert "warning: compute.dtype: bf16 " in warned.err and "compute.dtype=fp16" in warned.err
+    main(["plan", *run, "compute.dtype=fp16"])
     half = capsys.readouterr()
     assert half.err == ""
     seconds = [json.loads(shown.out)["step_seconds"] for shown in (warned, half)]
@@ -127,29 +135,29 @@ def small(tmp_path):
     return str(file)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_savings_are_those_of_plans_with_the_changes(checkpoint, small, capsys):
     run = ["full_finetune", f"model.path={checkpoint}", "micro_batch_size=8", "max_seq_len=1024", "--device", small]
     found = json.loads(plan(capsys, *run, "--json"))
     assert not found["fits"]
     savings = found["less_memory_gib"]
     devices = savings.pop("2 devices")
-    assert {"micro_batch_size=1", "memory.activation_checkpointing=full", "max_seq_len=512"} <= {*savings}
+    assert {"micro_batch_size=1", "compute.activation_checkpointing=full", "max_seq_len=512"} <= {*savings}
     assert not any("offload" in change for change in savings)  # a CPU's memory is the host's
-    for change in ("memory.activation_checkpointing=full", "max_seq_len=512"):
+    for change in ("compute.activation_checkpointing=full", "max_seq_len=512"):
         size = savings[change]
         other = json.loads(plan(capsys, *run, change, "--json"))
         assert other["memory_gib"]["total"] == pytest.approx(size) and size < found["memory_gib"]["total"]
     other = json.loads(plan(capsys, *run, "--world-size", "2", "--json"))
     assert devices == pytest.approx(other["memory_gib"]["total"])
-    run += ["micro_batch_size=1", "memory.activation_checkpointing=full"]
+    run += ["micro_batch_size=1", "compute.activation_checkpointing=full"]
     fits = json.loads(plan(capsys, *run, "--json"))
     assert fits["fits"] and "less_memory_gib" not in fits
     asked = json.loads(plan(capsys, *run, "--less-memory", "--json"))["less_memory_gib"]
     assert "max_seq_len=512" in asked and "micro_batch_size=1" not in asked
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_longest_row_fits_and_a_longer_one_does_not(checkpoint, small, capsys):
     run = ["lora_finetune", f"model.path={checkpoint}", "--device", small, "--json"]
     longest = json.loads(plan(capsys, *run, "--longest-row", "max_seq_len"))["longest"]
@@ -159,7 +167,7 @@ def test_the_longest_row_fits_and_a_longer_one_does_not(checkpoint, small, capsy
     for length, fits in ((row["max_seq_len"], True), (int(1.03 * row["max_seq_len"]) + 128, False)):
         assert json.loads(plan(capsys, *run, *row["overrides"], f"max_seq_len={length}"))["fits"] is fits
     whole = {tuple(row["overrides"]) for row in longest}
-    assert any("memory.activation_checkpointing=full" in overrides for overrides in whole)
+    assert any("compute.activation_checkpointing=full" in overrides for overrides in whole)
 
 
 @pytest.mark.parametrize("key", ["max_len", "dataset", "packed"])
@@ -182,13 +190,13 @@ def test_host_memory_must_suffice(tmp_path, checkpoint, capsys):
     run = ["full_finetune", f"model.path={checkpoint}", "max_seq_len=128", "--device"]
     run += [str(tmp_path / "small.json"), "checkpointer.async=false"]  # else a checkpoint is copied there
     assert "it fits" in plan(capsys, *run)
-    assert "it DOES NOT FIT" in plan(capsys, *run, "memory.cpu_offload=true")
-    assert "memory.cpu_offload=false" in " ".join(json.loads(plan(capsys, *run, "--search", "--json"))["overrides"])
+    assert "it DOES NOT FIT" in plan(capsys, *run, "compute.cpu_offload=true")
+    assert "compute.cpu_offload=false" in " ".join(json.loads(plan(capsys, *run, "--search", "--json"))["overrides"])
 
 
 @pytest.mark.slow
 def test_calibration_gives_the_run_that_it_learned_from(tmp_path, checkpoint, capsys):
-    settings = [f"model.path={checkpoint}", "max_seq_len=96", "global_batch_size=4", "dtype=fp32", "device=cpu"]
+    settings = [f"model.path={checkpoint}", "max_seq_len=96", "global_batch_size=4", "compute.dtype=fp32", "device=cpu"]
     cfg = config.load("full_finetune", [*settings, "dataset.path=none"])
     config.save(cfg, tmp_path)
     step = {"step_seconds": 3.0, "data_seconds": 0.5, "tokens": 4 * 96, "peak_memory_gib": 1.5}
@@ -204,7 +212,7 @@ def test_calibration_gives_the_run_that_it_learned_from(tmp_path, checkpoint, ca
 def test_calibration_with_steps_that_wait_for_their_input(tmp_path, checkpoint, capsys, monkeypatch):
     """The wait is in data_seconds, and not in what the device computes."""
     monkeypatch.setattr(planning, "INPUT", 1.0)
-    settings = [f"model.path={checkpoint}", "max_seq_len=96", "global_batch_size=4", "dtype=fp32", "device=cpu"]
+    settings = [f"model.path={checkpoint}", "max_seq_len=96", "global_batch_size=4", "compute.dtype=fp32", "device=cpu"]
     config.save(config.load("full_finetune", [*settings, "dataset.path=none"]), tmp_path)
     step = {"step_seconds": 400.0, "data_seconds": 384.0, "tokens": 4 * 96, "peak_memory_gib": 1.5}
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step | {"step": n}) + "\n" for n in range(4)))
@@ -337,7 +345,7 @@ class Other(Sampler):
 
 NOT_PLANNED = {
     "evaluate": ([], "evaluate"),
-    "full_finetune": (["quantization.float8=rowwise"], "a100 does not support float8"),
+    "full_finetune": (["model.float8=rowwise"], "a100 does not support float8"),
 }
 
 
@@ -358,9 +366,9 @@ def test_garbage_is_collected_after_a_verb(checkpoint, chats, capsys):
 
 
 def test_advice_is_what_was_measured() -> None:
-    """compile=true is not advised as long as the benchmarks are slower with it."""
+    """compute.compile=true is not advised as long as the benchmarks are slower with it."""
     measured = re.findall(
-        r"`compile=true` † \(without it ([\d,]+) at that time\) \| ([\d,]+) \|",
+        r"`(?:compute\.)?compile=true` † \(without it ([\d,]+) at that time\) \| ([\d,]+) \|",
         (ROOT / "docs" / "benchmarks.md").read_text(),
     )
     rates = [[int(rate.replace(",", "")) for rate in pair] for pair in measured]

@@ -15,14 +15,14 @@ def arguments(checkpoint, chats, tmp_path, monkeypatch):
 
 
 def test_run_uses_prepared_data(arguments, chats, tmp_path, monkeypatch, capsys):
-    arguments.append(f"validation_dataset.path={chats}")
+    arguments.append(f"dataset.validation={chats}")
     main(["prepare", "full_finetune", *arguments])
     shown = capsys.readouterr().out
     assert shown.count("packed rows") == 2
     assert "warnings\n  48 of the 48 validation samples are also training samples" in shown
     assert not (tmp_path / "runs").exists()
     monkeypatch.delattr(Tokenizer, "encode_with_offsets")
-    run = [*arguments, "max_steps=1", "device=cpu", "dtype=fp32", f"output_dir={tmp_path / 'run'}"]
+    run = [*arguments, "max_steps=1", "device=cpu", "compute.dtype=fp32", f"output_dir={tmp_path / 'run'}"]
     full_finetune.main(config.load("full_finetune", run))
     assert (tmp_path / "run" / "model").exists()
 

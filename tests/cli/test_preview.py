@@ -43,7 +43,7 @@ def first(chats):
 
 
 def test_plain_text_outside_a_terminal(preview, first, chats):
-    shown = preview("packed=true", "--rows", "2", f"validation_dataset.path={chats}")
+    shown = preview("packed=true", "--rows", "2", f"dataset.validation={chats}")
     assert "\x1b" not in shown
     assert f"<|im_start|>assistant\n⟦{first}<|im_end|>⟧\n" in shown
     assert len(re.findall(r"training, row \d: \d documents?, \d+ of 128 tokens \(\d\d\.\d% full\)", shown)) == 2
@@ -90,7 +90,7 @@ def test_html_page_is_self_contained(preview, first, tmp_path):
 def test_validation_prompts_have_the_columns_of_training_prompts(arguments, tmp_path, capsys):
     for name in ("train", "held_out"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"question": f"the {name}"}))
-    data = [f"dataset.path={tmp_path / 'train.jsonl'}", f"validation_dataset.path={tmp_path / 'held_out.jsonl'}"]
+    data = [f"dataset.path={tmp_path / 'train.jsonl'}", f"dataset.validation={tmp_path / 'held_out.jsonl'}"]
     columns = "dataset.columns={instruction: question}"
     main(["preview", "grpo", arguments[0], *data, columns, "reward=tests.rewarding"])
     assert "the held_out" in capsys.readouterr().out

@@ -41,7 +41,7 @@ def trained(checkpoint: Path, chats: Path, tmp_path_factory: pytest.TempPathFact
     shutil.copytree(checkpoint, folder / "base")
     settings = [
         f"model.path={folder / 'base'}", f"dataset.path={chats}", f"output_dir={folder / 'run'}", "device=cpu",
-        "dtype=fp32", "global_batch_size=4", "max_seq_len=128", "max_steps=3", "checkpointer.every=2",
+        "compute.dtype=fp32", "global_batch_size=4", "max_seq_len=128", "max_steps=3", "checkpointer.every=2",
     ]  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["lora_finetune", *settings])
@@ -152,7 +152,7 @@ def path_of_a_function(theirs: Stranger) -> None:
 
 
 def tracker(theirs: Stranger) -> None:
-    theirs.set("logger.trackers", [{"_component_": "os.system", **theirs.touches()}])
+    theirs.set("trackers", [{"_component_": "os.system", **theirs.touches()}])
 
 
 def recipe(theirs: Stranger) -> None:

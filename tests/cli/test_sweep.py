@@ -111,7 +111,7 @@ def test_failed_sweep_has_no_best_run(tmp_path: Path, capsys: pytest.CaptureFixt
     assert not (tmp_path / "none" / "report.html").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_asha_ends_weak_runs_early_and_ranks_the_best_first(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(RECIPE)
     (tmp_path / "defaults.yaml").write_text("lr: 1\nrank: 1\noutput_dir: null\n")
@@ -151,7 +151,7 @@ def test_direction_of_a_metric_in_a_sweep() -> None:
     """As in keep_best: it is stated, known, or refused."""
     kept = [
         config.load("full_finetune", [
-            "model.path=m", "dataset.path=d", "validation_dataset.path=v", "validate_every=1",
+            "model.path=m", "dataset.path=d", "dataset.validation=v", "evaluate.every=1",
             "checkpointer.keep_best=validation_wer", f"checkpointer.higher_is_better={stated}",
         ]) for stated in ("false", "true")
     ]  # fmt: skip
@@ -225,9 +225,9 @@ def test_invalid_values_are_rejected(over: list[str], message: str) -> None:
 
 
 def test_settings_after_the_values_go_to_the_recipe() -> None:
-    values, settings = swept(["lr=1,2", "tasks=[a,b],[c]", "model.path=x", "seed=1"], ["dtype=fp32"])
+    values, settings = swept(["lr=1,2", "tasks=[a,b],[c]", "model.path=x", "seed=1"], ["compute.dtype=fp32"])
     assert values == {"lr": ["1", "2"], "tasks": ["[a,b]", "[c]"]}
-    assert settings == ["model.path=x", "seed=1", "dtype=fp32"]
+    assert settings == ["model.path=x", "seed=1", "compute.dtype=fp32"]
 
 
 def test_run_that_wrote_nothing(tmp_path: Path) -> None:

@@ -69,6 +69,16 @@ def test_ls_of_a_recipe_lists_optional_component_arguments(recipe: str, capsys: 
     assert not {note for note in config.read(recipe, unwritten)[1] if not note.startswith("checkpointer.keep")} - before
 
 
+def test_ls_of_a_recipe_lists_arguments_of_the_functions_that_take_a_group(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without those that the recipe gives itself, or that another recipe lists."""
+    main(["ls", "lora_finetune"])
+    shown = capsys.readouterr().out
+    keys = {key for key, _ in re.findall(r"^#   ([\w.]+)=(.*)$", shown, flags=re.MULTILINE)}
+    assert keys >= {"parallel.timeout", "parallel.deterministic", "parallel.plan", "parameter_groups.decay_vectors"}
+    assert keys >= {"dataset.turns", "loss.accuracy", "evaluate.limit", "model.float8"}
+    assert not keys & {"parallel.pp", "parallel.device", "compute.model", "compute.world", "parameter_groups.lr"}
+
+
 def test_ls_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     main(["ls", "--json"])
     assert json.loads(capsys.readouterr().out)["recipes"].keys() == {*config.list_recipes()}

@@ -52,7 +52,7 @@ def run(checkpoint: Path, chats: Path, tmp_path_factory: pytest.TempPathFactory)
     file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [2, 40]}))
     settings = [
         f"model.path={folder / 'base'}", f"dataset.path={chats}", f"output_dir={folder / 'run'}", "device=cpu",
-        "dtype=fp32", "optimizer.lr=0.01", "global_batch_size=4", "max_seq_len=128", "max_steps=3",
+        "compute.dtype=fp32", "optimizer.lr=0.01", "global_batch_size=4", "max_seq_len=128", "max_steps=3",
     ]  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["lora_finetune", *settings])

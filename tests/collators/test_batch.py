@@ -120,3 +120,10 @@ def test_invalid_inputs_are_refused(inputs, facts):
     with pytest.raises(TuneError) as error:
         Batch.of(**{"tokens": [[1, 2, 3]], **inputs})
     assert all(fact in str(error.value) for fact in facts)
+
+
+def test_a_column_that_is_missing_is_named():
+    batch = Batch.of(torch.ones(1, 4, dtype=torch.long), columns={"weight": torch.ones(1)})
+    assert "noise" not in batch.columns and batch.columns.get("noise") is None
+    with pytest.raises(TuneError, match=r"'noise'.* weight\..*dataset\.extra_columns=\[noise\]"):
+        batch.to("cpu").columns["noise"]

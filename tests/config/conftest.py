@@ -49,8 +49,8 @@ writer:
   _component_: parts.Writer
   every: 10
   async: true
-memory:
-  loss_chunk_tokens: 1024
+compute:
+  chunk_tokens: 1024
   cpu_offload: false
 """
 

@@ -1,10 +1,13 @@
 import re
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+from helpers import slow_but
 from omegaconf import OmegaConf
 
+from tune.cli.ls import settings_of
 from tune.config import find_config, list_recipes_with_settings, load, read
 from tune.config.check import OTHER_NAMES, walk
 from tune.errors import TuneError
@@ -22,12 +25,12 @@ def full_finetune(*arguments: str) -> list[str]:
 
 def test_all_problems_are_reported_at_once() -> None:
     with pytest.raises(TuneError) as caught:
-        load("full_finetune", ["model.path=m", "optimizer.lrr=1", "dtype=fp8"])
+        load("full_finetune", ["model.path=m", "optimizer.lrr=1", "compute.dtype=fp8"])
     assert str(caught.value) == (
         "3 problems in the configuration:\n"
         "  dataset.path: is missing. Give it on the command line: dataset.path=...\n"
         "  optimizer.lrr: is not a setting. Did you mean 'optimizer.lr'?\n"
-        "  dtype: 'fp8' is not one of bf16, fp16, fp32."
+        "  compute.dtype: 'fp8' is not one of bf16, fp16, fp32."
     )
 
 
@@ -36,8 +39,8 @@ def test_all_problems_are_reported_at_once() -> None:
     [
         ("lr=1", "lr: is not a setting. Did you mean 'optimizer.lr'?"),
         ("packd=true", "packd: is not a setting. Did you mean 'packed'?"),
-        ("memory.cpu_ofload=true", "memory.cpu_ofload: is not a setting. Did you mean 'memory.cpu_offload'?"),
-        ("logger.wandb.projekt=x", "logger.wandb.projekt: is not a setting. Did you mean 'logger.wandb.project'?"),
+        ("compute.cpu_ofload=true", "compute.cpu_ofload: is not a setting. Did you mean 'compute.cpu_offload'?"),
+        ("adapter_rank=x", "adapter_rank: is not a setting. --help lists all of them."),
         ("zzz.yyy=1", "zzz: is not a setting. --help lists all of them."),
         (
             "group_size=4",
@@ -60,8 +63,8 @@ def test_unknown_key_gets_a_suggestion(argument: str, finding: str) -> None:
     [("float32", "fp32"), ("torch.float32", "fp32"), ("half", "fp16"), ("float16", "fp16"), ("bfloat16", "bf16")],
 )
 def test_torchs_name_of_a_number_format_gets_a_suggestion(given: str, meant: str) -> None:
-    (finding,) = full_finetune(f"dtype={given}")
-    assert finding.startswith(f"dtype: '{given}' ") and finding.endswith(f"'{meant}'?")
+    (finding,) = full_finetune(f"compute.dtype={given}")
+    assert finding.startswith(f"compute.dtype: '{given}' ") and finding.endswith(f"'{meant}'?")
 
 
 @pytest.mark.parametrize(
@@ -69,8 +72,8 @@ def test_torchs_name_of_a_number_format_gets_a_suggestion(given: str, meant: str
     [
         ("batch_size=8", ["global_batch_size", "micro_batch_size"]),
         ("save_steps=8", ["checkpointer.every"]),
-        ("bf16=true", ["dtype"]),
-        ("wandb.project=mine", ["logger.wandb.project"]),
+        ("bf16=true", ["compute.dtype"]),
+        ("wandb.project=mine", ["trackers"]),
         ("lr_scheduler_type=cosine", ["schedule._component_"]),
     ],
 )
@@ -79,9 +82,11 @@ def test_setting_of_another_library_gets_ours(argument: str, keys: list[str]) ->
     assert re.findall("'(.*?)'", problem) == keys
 
 
+ARGUMENT = "adapter.dora"  # of the default component of a setting that is null
+
+
 def test_names_of_other_libraries_stand_for_settings_of_recipes() -> None:
-    recipes = [OmegaConf.to_container(OmegaConf.load(find_config(name))) for name in list_recipes_with_settings()]
-    keys = [f".{key}" for values in recipes for key, _ in walk(values)]
+    keys = [f".{key}" for name in list_recipes_with_settings() for key in [*settings_of(find_config(name)), ARGUMENT]]
     for names in OTHER_NAMES.values():
         for name in names.split():
             assert any(key.endswith(f".{name}") for key in keys), name
@@ -130,7 +135,7 @@ def test_names_of_other_libraries_stand_for_settings_of_recipes() -> None:
             "optimizer.1: is not a setting. optimizer has: lr, betas, eps, weight_decay, amsgrad",
         ),
         ("optimizer._component_=null", "optimizer._component_: null is not a string."),
-        ("dtype=???", "dtype: is missing. Give it on the command line: dtype=..."),
+        ("compute.dtype=???", "compute.dtype: is missing. Give it on the command line: compute.dtype=..."),
         ("optimizer.lr=${oc.env:NOT_SET}", "optimizer.lr: KeyError raised while resolving interpolation"),
         ("optimizer.fused=1", "optimizer.fused: 1 is not true or false or null."),
         ("device=gpu", "device: 'gpu' is not one of auto, cpu, cuda, mps."),
@@ -140,8 +145,11 @@ def test_names_of_other_libraries_stand_for_settings_of_recipes() -> None:
         ("checkpointer.async=later", "checkpointer.async: 'later' is not true or false."),
         ("checkpointer.keep=0", "checkpointer.keep: 0 is not a positive integer or null."),
         ("loss.chunk_tokens=0", "loss.chunk_tokens: 0 is not a positive integer or null."),
-        ("memory=full", "memory: is a group of keys, not the single value 'full'. Its keys:"),
-        ("memory=null", "memory: is a group of keys, not the single value null. Leave it out to use its defaults. Its"),
+        ("compute=full", "compute: is a group of keys, not the single value 'full'. Its keys:"),
+        (
+            "compute=null",
+            "compute: is a group of keys, not the single value null. Leave it out to use its defaults. Its",
+        ),
         ("optimizer=adam", "optimizer: is a group of keys, not the single value 'adam'. Its keys:"),
         ("seed.x=1", "seed: {'x': 1} is not a non-negative integer."),
         ("seed._component_=torch.optim.SGD", "seed: {'_component_': 'torch.optim.SGD'} is not a non-negative integer."),
@@ -158,9 +166,11 @@ def test_component_given_in_place_of_its_group() -> None:
     assert "loss._component_=tune.losses.linearCrossEntropy" in problem and "'LinearCrossEntropy'?" in problem
 
 
-def test_value_interpolated_from_another_setting_is_checked() -> None:
-    problems = full_finetune("memory.loss_chunk_tokens=0")
-    assert [problem.partition(":")[0] for problem in problems] == ["loss.chunk_tokens", "memory.loss_chunk_tokens"]
+def test_value_interpolated_from_another_setting_is_checked(folder: Path) -> None:
+    problems = findings("name=run", "epochs=many", "writer.every=${epochs}")
+    assert [problem.partition(":")[0] for problem in problems] == ["epochs"]
+    problems = findings("name=run", "epochs=0", "writer.every=${epochs}")
+    assert [problem.partition(":")[0] for problem in problems] == ["writer.every"]
 
 
 @pytest.mark.parametrize(
@@ -215,10 +225,10 @@ def test_missing_value_is_reported_once_despite_references(folder: Path) -> None
 
 
 def test_problems_name_their_file(folder: Path) -> None:
-    (folder / "mine.yaml").write_text("name: run\nepochs: many\nepoch: 2\nmemory.cpu_offload: true\npart: {lrr: 1}\n")
+    (folder / "mine.yaml").write_text("name: run\nepochs: many\nepoch: 2\ncompute.cpu_offload: true\npart: {lrr: 1}\n")
     assert findings("--config", "mine.yaml") == [
         "epoch: is not a setting. Did you mean 'epochs'? (mine.yaml)",
-        "memory.cpu_offload: is not a setting. In a file, nest it: memory: {cpu_offload: ...} (mine.yaml)",
+        "compute.cpu_offload: is not a setting. In a file, nest it: compute: {cpu_offload: ...} (mine.yaml)",
         "epochs: 'many' is not an integer. (mine.yaml)",
         "part.lrr: is not a setting. Did you mean 'part.lr'? (mine.yaml)",
     ]
@@ -273,11 +283,11 @@ def test_optimizers_can_be_exchanged_by_name(recipe: str, component: str, inheri
             "loss._component_: torch.nn.CrossEntropyLoss ",
         ),
         (["optimizer.lr=20", "optimizer.weight_decay=0.1"], "optimizer.weight_decay: optimizer.lr=20 times 0.1 is"),
-        (["validate_every=10"], "validate_every: "),
-        (["dtype=fp16", "master_dtype=bf16"], "master_dtype: dtype=fp16 "),
+        (["checkpointer.keep_best=validation_loss"], "checkpointer.keep_best: "),
+        (["compute.dtype=fp16", "compute.master_dtype=bf16"], "compute.master_dtype: compute.dtype=fp16 "),
         (
-            ["memory.activation_offload=true", "memory.activation_checkpointing=selective"],
-            "memory.activation_offload: with activation_checkpointing=selective",
+            ["compute.activation_offload=true", "compute.activation_checkpointing=selective"],
+            "compute.activation_offload: with activation_checkpointing=selective",
         ),
     ],
 )
@@ -299,7 +309,7 @@ def test_conflicting_settings_are_reported(arguments: list[str], finding: str) -
             "parallel.pp_schedule: 'dualpipe' is not one of gpipe, 1f1b, interleaved, zero_bubble",
         ),
         (["parallel.pp_virtual=0"], "parallel.pp_virtual: 0 is not a positive integer"),
-        (["quantization.weights=nf4"], "quantization.weights: "),
+        (["model.quantization=nf4"], "model.quantization: "),
     ],
 )
 def test_settings_that_conflict_with_pipeline_stages(arguments: list[str], finding: str) -> None:
@@ -310,7 +320,7 @@ def test_settings_that_conflict_with_pipeline_stages(arguments: list[str], findi
 def test_invalid_settings_cause_no_conflict_messages() -> None:
     counts = "parallel.tp", "max_grad_norm", "evaluate.every", "checkpointer.patience"
     others = [
-        "quantization.float8=rowwise",
+        "model.float8=rowwise",
         "evaluate.tasks=[]",
         "loss._component_=no.no",
     ]
@@ -327,7 +337,7 @@ def test_environment_must_be_a_dotted_path() -> None:
     (message,) = findings(
         *required, "reward=tune.evaluation.exact_match", "environment._component_=my.Game", default="grpo"
     )
-    assert message.startswith("environment: {'_component_': 'my.Game'} is not a string.")
+    assert message.startswith("environment: {'_component_': 'my.Game'} is not a string")
     (message,) = findings(*required, "reward=null", default="grpo")
     assert message.startswith("reward: null ") and "environment" in message
     problems = findings(*required, "reward=null", default="ppo_finetune")
@@ -351,18 +361,18 @@ def test_pipeline_settings_of_other_recipes_and_recomputed_dropout() -> None:
         assert problems == [
             f"parallel.{key}: is not a setting. {others}" for key in ("pp", "pp_schedule", "pp_virtual")
         ]
-    recomputed = ["adapter.dropout=0.1", "memory.activation_checkpointing=selective"]
+    recomputed = ["adapter.dropout=0.1", "compute.activation_checkpointing=selective"]
     assert load("pipeline_finetune", [*paths, *recomputed]).adapter.dropout == 0.1
-    (problem,) = findings(*paths, *recomputed, "compile=true", default="pipeline_finetune")
+    (problem,) = findings(*paths, *recomputed, "compute.compile=true", default="pipeline_finetune")
     assert problem.startswith("adapter.dropout: with parallel.pp=2")
-    twice = ["parallel.pp_schedule=zero_bubble", "memory.activation_checkpointing=selective", "compile=true"]
+    twice = ["parallel.pp_schedule=zero_bubble", "compute.activation_checkpointing=selective", "compute.compile=true"]
     problems = findings(*paths, *twice, default="pipeline_finetune")
     assert ["parallel.pp_schedule=zero_bubble" in problem for problem in problems] == [True, True]
 
 
 def test_selective_checkpointing_can_offload_from_compiled_blocks() -> None:
-    memory = ["memory.activation_offload=true", "memory.activation_checkpointing=selective"]
-    assert load("full_finetune", ["model.path=m", "dataset.path=d", *memory, "compile=true"]).compile
+    memory = ["compute.activation_offload=true", "compute.activation_checkpointing=selective"]
+    assert load("full_finetune", ["model.path=m", "dataset.path=d", *memory, "compute.compile=true"]).compute.compile
 
 
 MIX = "dataset._component_=tune.datasets.mix"
@@ -370,39 +380,149 @@ HELD_OUT = "{chats: {path: c, validation_fraction: 0.1}, code: {path: d}}"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "key"),
-    [
-        (["dataset.path=d", "dataset.validation_fraction=0.1", "validation_dataset.path=v"], "dataset"),
-        ([MIX, f"dataset.sources={HELD_OUT}", "validation_dataset.path=v"], "dataset.sources.chats"),
-        (
-            [
-                *("dataset.path=d", "dataset.validation_fraction=0.1"),
-                *("validation_dataset._component_=tune.datasets.mix", "validation_dataset.sources={chats: {path: v}}"),
-            ],
-            "dataset",
-        ),
-        (
-            ["dataset.path=d", "validation_dataset.path=v", "validation_dataset.validation_fraction=0.1"],
-            "validation_dataset",
-        ),
-    ],
-)
-@pytest.mark.parametrize("recipe", ["full_finetune", "lora_finetune"])
-def test_held_out_rows_conflict_with_a_validation_dataset(recipe: str, arguments: list[str], key: str) -> None:
-    (problem,) = findings("model.path=m", *arguments, default=recipe)
-    assert problem.startswith(f"{key}.validation_fraction: ")
-
-
-@pytest.mark.parametrize(
     "arguments",
     [
         ["dataset.path=d", "dataset.validation_fraction=0.1"],
-        ["dataset.path=d", "dataset.validation_fraction=0", "validation_dataset.path=v"],
+        ["dataset.path=d", "dataset.validation_fraction=0", "dataset.validation=v"],
+        ["dataset.path=d", "dataset.validation.path=v", "dataset.validation.take=5"],
+        ["dataset.path=d", "dataset.validation={split: test}"],
         [MIX, f"dataset.sources={HELD_OUT}"],
     ],
 )
-def test_rows_held_out_or_a_validation_dataset(arguments: list[str]) -> None:
+def test_rows_held_out_or_validation_data(arguments: list[str]) -> None:
     assert load("full_finetune", ["model.path=m", *arguments]).dataset
+
+
+@pytest.mark.parametrize(
+    ("arguments", "finding"),
+    [
+        (
+            ["dataset.path=d", "dataset.validation=v", "dataset.validation.take=5"],
+            "dataset.validation: is given as 'v'",
+        ),
+        ([MIX, f"dataset.sources={HELD_OUT}", "dataset.validation=v"], "dataset.validation: mix has no argument"),
+    ],
+)
+def test_validation_data_are_an_argument_of_the_dataset(arguments: list[str], finding: str) -> None:
+    """Of a mixture, an argument of each source."""
+    (problem,) = findings("model.path=m", *arguments, default="full_finetune")
+    assert problem.startswith(finding)
+
+
+# Settings of earlier versions, what names them now, and an example of their value.
+MOVED = {
+    "dtype=bf16": "compute.dtype=bf16", "master_dtype=bf16": "compute.master_dtype=bf16",
+    "compile=true": "compute.compile=true", "deterministic=true": "parallel.deterministic=true",
+    "memory.activation_checkpointing=full": "compute.activation_checkpointing=full",
+    "memory.activation_offload=true": "compute.activation_offload=true",
+    "memory.cpu_offload=true": "compute.cpu_offload=true", "validate_every=5": "evaluate.every=5",
+    "memory.loss_chunk_tokens=9": {
+        "full_finetune": "loss.chunk_tokens=9", "lora_finetune": "loss.chunk_tokens=9",
+        "pipeline_finetune": "loss.chunk_tokens=9", "distill": "loss.chunk_tokens=9",
+        "preference_finetune": "loss_chunk_tokens=9", "grpo": "loss_chunk_tokens=9",
+        "ppo_finetune": "loss_chunk_tokens=9", "reward_finetune": "",
+    },
+    "validate_first=true": "evaluate.first=true", "validation_dataset.path=v": "dataset.validation=v",
+    "validation_dataset._component_=tune.datasets.load": "dataset.validation=v",
+    "quantization.weights=nf4": "model.quantization=nf4",
+    "quantization.double=false": "model.double_quantization=false",
+    "quantization.float8=rowwise": "model.float8=rowwise", "logger.trackers=[a.B]": "trackers=[a.B]",
+    "logger.tensorboard=true": "trackers=[tune.loggers.TensorBoard]",
+    "logger.wandb.project=x": "trackers=[{_component_: tune.loggers.WeightsAndBiases, project: ...}]",
+    "logger.wandb.name=x": "trackers=[{_component_: tune.loggers.WeightsAndBiases, project: ...}]",
+    "logger.console_every=10": "trackers=[{_component_: tune.loggers.Console, every: ...}]",
+}  # fmt: skip
+EDITED = {
+    "quantization.qat=int4": "Weights rounded in training", "from_scratch=true": "Random initial weights",
+    "profiler.start=3": "A trace of some steps", "profiler.steps=3": "A trace of some steps",
+    "export.dtype=bf16": "Another type of the exported weights",
+}  # fmt: skip
+TRAINING = [name for name in list_recipes_with_settings() if name != "evaluate"]
+MOVES = [(recipe, old, new) for recipe in TRAINING for old, new in MOVED.items()]
+
+
+def told(recipe: str, *arguments: str, imports: bool = True) -> list[str]:
+    """Return the problems of a run with these settings and all that the recipe needs."""
+    needed = ["model.path=m", "dataset.path=d", "teacher.path=t", "reward=tune.evaluation.exact_match", "value.path=v"]
+    known = settings_of(find_config(recipe))
+    needed = [each for each in needed if each.partition("=")[0] in known]
+    return read(recipe, [*needed, *arguments], imports=imports)[1]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "old", "new"), slow_but([each for each in MOVES if each[0] in ("full_finetune", "grpo")], MOVES)
+)
+def test_setting_with_another_name_now_is_an_error_that_gives_it(recipe: str, old: str, new: Any) -> None:
+    new = new[recipe] if isinstance(new, dict) else new
+    (problem,), (unimported,) = told(recipe, old), told(recipe, old, imports=False)
+    assert (problem == unimported or not new) and " is not a setting. It is " in problem
+    name = new if "..." in new or "TensorBoard" in new else new.partition("=")[0]
+    assert f"It is {name} now." in problem or not new
+    if new and "..." not in new:
+        assert not [each for each in told(recipe, new) if "is not a setting" in each]
+
+
+@pytest.mark.parametrize("old", EDITED)
+@pytest.mark.parametrize("recipe", slow_but(["lora_finetune"], TRAINING))
+def test_setting_that_is_an_edit_now_is_an_error_that_names_its_section(recipe: str, old: str) -> None:
+    for imports in (True, False):
+        (problem,) = told(recipe, old, imports=imports)
+        assert " is not a setting. " in problem and f"docs/changes.md, '{EDITED[old]}'." in problem
+
+
+def test_group_of_an_earlier_version_names_all_of_its_settings(folder: Path) -> None:
+    """As in the config.yaml of an earlier run, or with a misspelled setting."""
+    (folder / "mine.yaml").write_text(
+        "quantization: {qat: null, weights: nf4, double: true}\nprofiler: {start: null}\n"
+    )
+    one, two = findings("model.path=m", "dataset.path=d", "--config", "mine.yaml", default="lora_finetune")
+    assert one.startswith("quantization: ") and "model.quantization and model.double_quantization" in one
+    assert "quantization.qat is an edit" in one and "'Weights rounded in training'" in one
+    assert two.startswith("profiler: ") and "'A trace of some steps'" in two
+    for given in ("memory.cpu_ofload=true", "memory=full"):
+        (problem,) = full_finetune(given)
+        assert "compute.cpu_offload" in problem and "loss.chunk_tokens" in problem
+
+
+UNLISTED = {  # settings that no YAML lists, with a right and a wrong value
+    "parallel.timeout": ("30", "x"), "parallel.deterministic": ("true", "often"),
+    "parallel.loss_parallel": ("false", "3"), "parallel.reduce_every_micro_batch": ("false", "3"),
+    "parallel.plan": ("{'blocks.*.mlp': rows}", "5"), "parameter_groups.decay_vectors": ("true", "x"),
+    "adapter.dora": ("true", "x"), "adapter.init": ("pissa", "x"), "dataset.on_bad_row": ("skip", "x"),
+    "dataset.turns": ("as_seen", "5"), "dataset.split": ("test", "null"), "dataset.too_long": ("drop", "x"),
+    "evaluate.limit": ("5", "x"), "evaluate.general_limit": ("0.5", "x"), "loss.accuracy": ("true", "x"),
+    "model.double_quantization": ("false", "x"), "model.float8": ("rowwise", "x"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", UNLISTED)
+def test_settings_that_are_not_listed_are_known_by_their_function(key: str) -> None:
+    right, wrong = UNLISTED[key]
+    listed = dict(walk(cast(Any, OmegaConf.to_container(OmegaConf.load(find_config("lora_finetune"))))))
+    assert key not in listed and key in settings_of(find_config("lora_finetune"))
+    assert not [
+        each for each in told("lora_finetune", f"{key}={right}") if each.startswith(key) and "effect" not in each
+    ]
+    (problem,) = [each for each in told("lora_finetune", f"{key}={wrong}") if "effect" not in each]
+    assert problem.startswith(f"{key}: ") and "is not a setting" not in problem
+    (problem,) = told("lora_finetune", f"{key}s={right}")
+    assert problem.startswith(f"{key}s: is not a setting.") and f"'{key}'?" in problem
+
+
+def test_settings_that_another_recipe_lists_are_refused_in_plain_groups() -> None:
+    """The function has them, but the loop of this recipe has no stages."""
+    assert "parallel.pp" in settings_of(find_config("pipeline_finetune"))
+    assert "parallel.pp" not in settings_of(find_config("lora_finetune"))
+    for key in ("parallel.pp", "parallel.pp_virtual"):
+        (problem,) = told("lora_finetune", f"{key}=2")
+        assert problem.startswith(f"{key}: is not a setting. It is one of pipeline_finetune")
+        assert told("pipeline_finetune", "parallel.pp=2", f"{key}=2") == []
+
+
+def test_arguments_that_the_recipe_gives_itself_are_no_settings() -> None:
+    for key in ("parallel.device", "compute.model", "compute.world", "parameter_groups.lr"):
+        (problem,) = told("full_finetune", f"{key}=5")
+        assert problem.startswith(f"{key}: is not a setting.")
 
 
 def test_arguments_of_the_recipe_are_recognized_by_name() -> None:
@@ -444,8 +564,8 @@ def test_component_may_replace_a_null_default(folder: Path) -> None:
 
 
 def test_null_default_may_be_repeated() -> None:
-    arguments = ["model.path=m", "dataset.path=d", "validation_dataset.path=null", "max_steps=null"]
-    assert load("full_finetune", arguments).validation_dataset.path is None
+    arguments = ["model.path=m", "dataset.path=d", "dataset.validation=null", "max_steps=null"]
+    assert load("full_finetune", arguments).dataset.validation is None
 
 
 def test_without_imports_keys_are_checked_but_not_values() -> None:
@@ -453,7 +573,7 @@ def test_without_imports_keys_are_checked_but_not_values() -> None:
         "lr=1",
         "seed=many",
         "max_grad_norm=null",
-        "compile=[blocks.0]",
+        "compute.compile=[blocks.0]",
         "optimizer.lrr=1",
         "optimizer.lr=-1",
         "dataset._component_=nowhere.mix",
@@ -469,10 +589,10 @@ def test_checks_without_imports_accept_valid_settings(recipe: str) -> None:
     """Arguments that another component may not take stay in place, so they may be missing or null."""
     sources = "{a: {path: a, validation_fraction: 0.1}}"
     mixes = [
-        *("dataset._component_=tune.datasets.mix", f"dataset.sources={sources}", "validate_every=1"),
-        *("validation_dataset._component_=tune.datasets.mix", "validation_dataset.sources={b: {path: b}}"),
+        *("dataset._component_=tune.datasets.mix", f"dataset.sources={sources}", "evaluate.every=1"),
     ]
-    for arguments in (["dataset.path=d"], mixes[:2], [*mixes[3:], "dataset.path=d", "validate_first=true"]):
+    validated = ["dataset.path=d", "dataset.validation.path=v", "evaluate.first=true"]
+    for arguments in (["dataset.path=d"], mixes, validated):
         assert not read(recipe, ["model.path=m", *arguments])[1]
         assert not read(recipe, ["model.path=m", *arguments], imports=False)[1]
 
@@ -498,13 +618,19 @@ def test_epochs_may_be_fractions(value: str) -> None:
 
 
 def test_invalid_settings_are_returned_as_their_defaults() -> None:
-    wrong = ["max_steps=-1", "optimizer._component_=no.no", "optimizer.lr=1", "parallel.cp=${nope}", "compile={a: 1}"]
+    wrong = [
+        "max_steps=-1",
+        "optimizer._component_=no.no",
+        "optimizer.lr=1",
+        "parallel.cp=${nope}",
+        "compute.compile={a: 1}",
+    ]
     cfg, problems = read("full_finetune", ["model.path=null", "dataset.path=d", *wrong])
     assert {problem.partition(":")[0] for problem in problems} == {
-        "max_steps", "optimizer._component_", "parallel.cp", "compile", "model.path",
+        "max_steps", "optimizer._component_", "parallel.cp", "compute.compile", "model.path",
     }  # fmt: skip
     default = load("full_finetune", ["model.path=m", "dataset.path=d"])
-    for key in ("max_steps", "optimizer", "parallel", "compile"):
+    for key in ("max_steps", "optimizer", "parallel", "compute"):
         assert cfg[key] == default[key]
     assert cfg.model.path is None and cfg.dataset.path == "d"
     cfg, _ = read("full_finetune", ["dataset.path=d"])

@@ -33,7 +33,9 @@ def passed_on(recipe: str) -> Iterator[tuple[str, Any, Any]]:
         function = called(call, module) if isinstance(call, ast.Call) else None
         if function is None:
             continue
-        for keyword in call.keywords:
+        names = [*inspect.signature(function).parameters]
+        places = [ast.keyword(name, value) for name, value in zip(names, call.args, strict=False)]
+        for keyword in [*places, *call.keywords]:
             key = ast.unparse(keyword.value).removeprefix("cfg.")
             value = at(settings, key) if ast.unparse(keyword.value).startswith("cfg.") else MISSING
             named = value if keyword.arg is None and isinstance(value, dict) else {keyword.arg: value}
@@ -89,6 +91,8 @@ def test_values_of_the_yaml_are_the_defaults_of_the_functions() -> None:
     assert {key: found for key, found in compared.items() if found} == {}
 
 
-@pytest.mark.parametrize("key", ["parallel.reduce_every_micro_batch", "quantization.double", "parallel.zero_stage"])
+@pytest.mark.parametrize(
+    "key", ["compute.activation_offload", "model.quantization", "parallel.zero_stage", "global_batch_size"]
+)
 def test_groups_and_single_settings_are_compared(key: str) -> None:
     assert key in {name for name, _, default in passed_on("lora_finetune") if default is not MISSING}

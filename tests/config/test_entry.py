@@ -66,7 +66,7 @@ def test_help_is_the_docstring_and_the_settings(recipe: Path) -> None:
     done = run(recipe, "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("imports\nWhat this recipe does.\n")
-    assert "loss_chunk_tokens: 1024" in done.stdout
+    assert "chunk_tokens: 1024" in done.stdout
 
 
 def test_a_mistake_found_while_running(recipe: Path) -> None:
@@ -88,7 +88,7 @@ def test_main_with_settings_just_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def failing(error: BaseException) -> int:
-    cfg = OmegaConf.create({"micro_batch_size": 4, "memory": {"loss_chunk_tokens": 1024}})
+    cfg = OmegaConf.create({"micro_batch_size": 4, "loss": {"chunk_tokens": 1024}})
     with pytest.raises(SystemExit) as caught, explained_errors(cfg):
         raise error
     return int(str(caught.value.code))
@@ -120,7 +120,7 @@ def test_out_of_memory_says_what_to_lower(device: str, capsys: pytest.CaptureFix
     assert failing(error) == 2
     message = capsys.readouterr().err
     assert message.startswith("error: out of memory: ")
-    assert "micro_batch_size=1, memory.loss_chunk_tokens=256, " in message
+    assert "micro_batch_size=1, loss.chunk_tokens=256, " in message
     assert "max_seq_len" not in message  # it is not one of the settings
 
 

@@ -50,10 +50,10 @@ def test_empty_value_does_not_take_the_next_argument(folder: Path) -> None:
 
 
 def test_overrides_beat_files_and_later_files_beat_earlier_ones(folder: Path) -> None:
-    (folder / "one.yaml").write_text("name: one\nepochs: 1\nmemory: {loss_chunk_tokens: 1}\n")
+    (folder / "one.yaml").write_text("name: one\nepochs: 1\ncompute: {chunk_tokens: 1}\n")
     (folder / "two.yaml").write_text("name: two\nepochs: 2\n")
     cfg = load("default.yaml", ["epochs=3", "--config", "one.yaml", "--config=two.yaml"])
-    assert (cfg.name, cfg.epochs, cfg.memory.loss_chunk_tokens, cfg.memory.cpu_offload) == ("two", 3, 1, False)
+    assert (cfg.name, cfg.epochs, cfg.compute.chunk_tokens, cfg.compute.cpu_offload) == ("two", 3, 1, False)
 
 
 @pytest.mark.parametrize(
@@ -186,6 +186,6 @@ def test_defaults_of_full_finetune(tmp_path: Path) -> None:
         "full_finetune", ["model.path=model", "dataset.path=data.jsonl", "optimizer._component_=torch.optim.SGD"]
     )
     assert cfg.tokenizer.path == "model"
-    assert cfg.loss.chunk_tokens == cfg.memory.loss_chunk_tokens
+    assert cfg.loss.chunk_tokens is None and cfg.compute.dtype == "bf16"
     save(cfg, tmp_path)
     assert load("full_finetune", ["--config", str(tmp_path / "config.yaml")]) == cfg

@@ -63,7 +63,9 @@ def test_groups_stay_together_and_columns_follow_their_documents(size, packed, p
     data = Dataset.from_samples(samples, 40, packed=packed)
     seen = []
     for world in ranks(size):
-        for _, step in DataLoader(data, world, 2 * size, 2, seed=seed, pad_to=pad_to):
+        loader = DataLoader(data, world, 2 * size, 2, seed=seed)
+        loader.pad_to = pad_to
+        for _, step in loader:
             for batch in step.micro_batches:
                 seen += [(batch, document) for document in documents_of(batch)]
     by_tokens = {tuple(sample.tokens.tolist()): sample for sample in samples}

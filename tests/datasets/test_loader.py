@@ -37,10 +37,9 @@ def test_all_layouts_read_the_same_rows(make, lengths, ranks, micro, accumulatio
     size = ranks * micro * accumulation
 
     def run(ranks, micro):
-        loaders = [
-            DataLoader(data, make.world(r, ranks), size, micro, epochs=2, seed=seed, pad_to=pad_to)
-            for r in range(ranks)
-        ]
+        loaders = [DataLoader(data, make.world(r, ranks), size, micro, epochs=2, seed=seed) for r in range(ranks)]
+        for loader in loaders:
+            loader.pad_to = pad_to
         return [[batch for _, batch in loader] for loader in loaders]
 
     (alone,) = run(1, 1)
@@ -179,3 +178,37 @@ def test_order_may_be_a_list_and_repeat_rows(make):
     data = make.dataset([2] * 30)
     data.order = lambda seed, epoch: [3] * 30
     assert [batch.rows for _, batch in DataLoader(data, make.world(), 15, 1)] == [[3] * 15] * 2
+
+
+def test_packed_rows_may_be_padded_to_their_capacity(make):
+    """Compiled blocks then see one shape, in training and validation; rows that are not packed keep their lengths."""
+    packed, plain = make.dataset([20, 9, 30, 5, 17], packed=True), make.dataset([20, 9, 30, 5, 17])
+    for data, pad_packed, padded in ((packed, True, True), (packed, False, False), (plain, True, False)):
+        data.validation = make.dataset([7, 40, 12], packed=data is packed)
+        loader = DataLoader(data, make.world(), 2, 1, pad_packed=pad_packed)
+        trained = [part.tokens.shape[1] for _, batch in loader for part in batch.micro_batches]
+        validated = [batch.tokens.shape[1] for _, batch in loader.validation_batches()]
+        assert trained and validated
+        for lengths in (trained, validated):
+            assert (set(lengths) == {64}) == padded
+
+
+def test_validation_batches_have_each_row_once_in_the_sizes_of_the_loader(make):
+    data = make.dataset([8] * 12)
+    data.validation = make.dataset([5, 9, 7, 3, 8])
+    loaders = [DataLoader(data, make.world(rank, 2), 4, 2) for rank in range(2)]
+    parts = [[batch for _, batch in loader.validation_batches()] for loader in loaders]
+    assert [len(part) for part in parts] == [2, 2] and max(
+        len(documents([batch])) for part in parts for batch in part
+    ) == 2
+    assert sorted(document for part in parts for document in documents(part)) == [0, 1, 2, 3, 4]
+
+
+def test_a_step_has_a_micro_batch_for_each_stage(make):
+    """Else some stages of a pipeline would always wait."""
+    world = make.world(0, 2)
+    world.num_stages = 4
+    data = make.dataset([5] * 16)
+    assert len(DataLoader(data, world, 16, 2)) == 1
+    with pytest.raises(TuneError, match=r"^parallel\.pp: .* 2 .* 4 .* 16"):
+        DataLoader(data, world, 8, 2)

@@ -31,7 +31,8 @@ def write_rows(file: Path, first: int, count: int) -> dict[str, str]:
 def count_right_places(data: Any, places: dict[str, str], tokenizer: Tokenizer, steps: int, pad_to: int | None) -> int:
     """Iterate over the loader and compare each document's text with the row that its place names."""
     world: Any = SimpleNamespace(data_rank=0, data_size=1, device="cpu")
-    loader = DataLoader(data, world, 8, 2, max_steps=steps, seed=3, pad_to=pad_to)
+    loader = DataLoader(data, world, 8, 2, max_steps=steps, seed=3)
+    loader.pad_to = pad_to
     seen = set()
     for _, step in loader:
         for batch in step.micro_batches:

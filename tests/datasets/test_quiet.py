@@ -7,7 +7,7 @@ import pytest
 from helpers import save_checkpoint
 
 from tune import config
-from tune.config import instantiate_data
+from tune.config import instantiate
 from tune.datasets import load, load_prompts
 from tune.errors import TuneError
 from tune.tokenizers import Tokenizer
@@ -153,17 +153,17 @@ def test_run_folders_are_not_data(folder, read, tmp_path):
 
 def test_validation_rows_are_read_like_training_rows(checkpoint, write):
     rows = [{"talk": chat(f"yes {index}")["messages"], "weight": index} for index in range(3)]
-    paths = [f"dataset.path={write(*rows)}", f"validation_dataset.path={write(rows[0], name='held_out.jsonl')}"]
+    paths = [f"dataset.path={write(*rows)}", f"dataset.validation={write(rows[0], name='held_out.jsonl')}"]
     columns = ["dataset.columns={messages: talk}", "dataset.extra_columns=[weight]"]
     cfg = config.load("full_finetune", [f"model.path={checkpoint}", *paths, *columns])
     tokenizer = Tokenizer(str(checkpoint))
-    training, validation = instantiate_data(cfg.dataset, cfg.validation_dataset, tokenizer, max_seq_len=128)
-    assert list(training.columns) == list(validation.columns) == ["weight"]
+    training = instantiate(cfg.dataset, tokenizer, max_seq_len=128)
+    assert list(training.columns) == list(training.validation.columns) == ["weight"]
     other = write({"words": chat()["messages"], "weight": 1}, name="held_out.jsonl")
-    own = [f"validation_dataset.path={other}", "validation_dataset.columns={messages: words}"]
+    own = [f"dataset.validation={{path: {other}, columns: {{messages: words}}}}"]
     cfg = config.load("full_finetune", [f"model.path={checkpoint}", paths[0], *columns, *own])
-    _, validation = instantiate_data(cfg.dataset, cfg.validation_dataset, tokenizer, max_seq_len=128)
-    assert len(validation.lengths) == 1
+    training = instantiate(cfg.dataset, tokenizer, max_seq_len=128)
+    assert len(training.validation.lengths) == 1
 
 
 def test_keys_of_messages_that_nothing_reads_are_counted(read, folder):

@@ -28,7 +28,8 @@ def bytes_of(tensors):
 def alive():
     """Return the bytes of all tensors of this process."""
     gc.collect()
-    return bytes_of(item for item in gc.get_objects() if type(item) in (torch.Tensor, torch.nn.Parameter))
+    tensors = (item for item in gc.get_objects() if type(item) in (torch.Tensor, torch.nn.Parameter))
+    return bytes_of(tensor for tensor in tensors if not tensor.is_meta)  # which has a size and no memory
 
 
 def measure(path, stage):

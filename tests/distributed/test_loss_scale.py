@@ -109,9 +109,9 @@ class TestDynamics:
             return model, Checkpointer(tmp_path, model=model, optimizer=optimizer, tell=messages.append)
 
         model, checkpointer = made()
-        assert not checkpointer.accepts(1, [0], loss=2.0, grad_norm=math.inf) and checkpointer.refused == 1
+        assert not checkpointer.accepts(1, {"loss": 2.0, "grad_norm": math.inf}, [0]) and checkpointer.refused == 1
         assert "step 1" in messages[-1] and "32768" in messages[-1] and "1 such" in messages[-1]
-        assert checkpointer.accepts(2, [0], loss=2.0, grad_norm=1.0) and not checkpointer.refused
+        assert checkpointer.accepts(2, {"loss": 2.0, "grad_norm": 1.0}, [0]) and not checkpointer.refused
         gradients(model, SMALL)
         checkpointer.optimizer.step()
         checkpointer.step(2, now=True)
@@ -120,10 +120,10 @@ class TestDynamics:
         assert again.parallelism.loss_scale.state_dict() == {"value": 2.0**15, "steps": 1, "skipped": 1}
         # on_nan decides about nonfinite losses and gradients that are too large at any scale.
         with pytest.raises(TuneError, match="loss is nan at step 3"):
-            resumed.accepts(3, [0], loss=math.nan, grad_norm=math.nan)
+            resumed.accepts(3, {"loss": math.nan, "grad_norm": math.nan}, [0])
         again.parallelism.loss_scale.value = 1.0
         with pytest.raises(TuneError, match="grad_norm is inf at step 4"):
-            resumed.accepts(4, [0], loss=1.0, grad_norm=math.inf)
+            resumed.accepts(4, {"loss": 1.0, "grad_norm": math.inf}, [0])
 
     def test_gradients_are_divided_by_the_new_scale(self, checkpoint, expected):
         model = model_of(str(checkpoint), distributed.init("cpu"))

@@ -1,9 +1,10 @@
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import run_processes, save_checkpoint
+from helpers import result_of, run_processes, save_checkpoint
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -347,3 +348,57 @@ def test_custom_head_next_to_a_tied_head_does_not_change_the_loss(tmp_path):
     (tmp_path / "script.py").write_text(AUXILIARY)
     one, two = (float(run_processes(tmp_path / "script.py", n, str(folder)).split("loss ")[1]) for n in (1, 2))
     assert two == pytest.approx(one, rel=1e-5)
+
+
+WHOLE = """
+import json
+import sys
+
+import torch
+
+from tune import distributed
+from tune.distributed import Parallelism
+from tune.models import build
+from tune.peft import LoRA, add_adapters
+
+found = {}
+for axis in ("dp_shard", "tp", "pp"):
+    for adapted in (False, True):
+        world = distributed.init("cpu", **{axis: 2})
+        with torch.device("meta"):
+            model = build(sys.argv[1])
+        if adapted:
+            add_adapters(model, LoRA(rank=4))
+        expected = {name: [*each.shape] for name, each in model.named_parameters()}
+        trained = [name for name, each in model.named_parameters() if each.requires_grad]
+        distributed.parallelize(model, world, dtype="fp32")
+        whole = Parallelism.of(model).whole
+        assert {name: [*each.shape] for name, each in whole.named_parameters()} == expected
+        assert [name for name, each in whole.named_parameters() if each.requires_grad] == trained
+        assert all(each.is_meta for each in whole.parameters())
+        here = [getattr(each, "_local_tensor", each) for each in model.parameters()]
+        assert not any(each.is_meta for each in here)
+        found[f"{axis} {adapted}"] = [
+            sum(each.numel() for each in whole.parameters()), world.from_all_ranks(sum(each.numel() for each in here))
+        ]
+print(json.dumps(found))
+world.finish()
+"""
+
+
+def test_whole_model_is_kept_on_meta(checkpoint, tmp_path):
+    """Its parameters are counted before processes cut it; each process has only a part."""
+    (tmp_path / "script.py").write_text(WHOLE)
+    found = result_of(run_processes(tmp_path / "script.py", 2, str(checkpoint)))
+    plain = sum(each.numel() for each in load_model(str(checkpoint)).parameters())
+    for name, (count, parts) in found.items():
+        assert count == plain if "False" in name else count > plain, name
+        assert all(part < 0.7 * count for part in parts), name
+
+
+def test_model_that_cannot_be_copied_has_no_whole(checkpoint):
+    model = load_model(str(checkpoint))
+    model.lock = threading.Lock()
+    distributed.parallelize(model, distributed.init("cpu"), dtype="fp32")
+    assert distributed.Parallelism.of(model).whole is None
+    assert not any(parameter.is_meta for parameter in model.parameters())

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from distributed.test_tensor_parallel import Mesh, line_of
+from edited_recipes import with_edits
 from helpers import run_processes, save_checkpoint
 from planned_module import PLAN, build
 
@@ -67,8 +68,10 @@ def test_invalid_plans_are_reported_before_the_run(checkpoint, chats, tmp_path, 
         message = message.replace("style 2", "style '2'")  # a number in a text setting is read as text
         file = tmp_path / f"{number}.yaml"
         file.write_text(json.dumps({"parallel": {"tp": processes, "plan": plan}}))
-        module = "model._component_=planned_module.build", "model.heads=4", "from_scratch=true"
-        lines[processes].append((line_of(checkpoint, chats, "--config", str(file), *module), message))
+        module = "model._component_=planned_module.build", "model.heads=4", "edit=random"
+        recipe, *settings = line_of(checkpoint, chats, "--config", str(file), *module)
+        recipe, settings = with_edits(recipe, settings)
+        lines[processes].append(([recipe, *settings], message))
     for processes, cases in lines.items():
         messages = told_to(processes, *(line for line, _ in cases))
         assert not [

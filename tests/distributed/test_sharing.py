@@ -26,7 +26,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_layouts_of_four_and_eight_processes(tmp_path):
     models = {"llama": LLAMA, "moe": EXPERTS}
     for name, config in models.items():

@@ -86,7 +86,7 @@ def line_of(folder, chats, *settings):
         f"output_dir={folder / 'run'}",
         "max_seq_len=64",
     ]
-    return ["full_finetune", *common, "device=cpu", "dtype=fp32", *settings]
+    return ["full_finetune", *common, "device=cpu", "compute.dtype=fp32", *settings]
 
 
 def share(model, processes):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -213,3 +214,30 @@ def test_gpu_segments_are_expandable_unless_configured(theirs, monkeypatch):
         distributed.init("cuda")
     changed = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if theirs is None else {}
     assert {name: os.environ.get(name) for name in processor.ALLOCATOR_SETTINGS} == before | changed
+
+
+MEANS = """
+import json
+import sys
+
+import torch
+
+from tune import distributed
+
+world = distributed.init("cpu")
+rows = torch.tensor(json.loads(sys.argv[1]), dtype=torch.float32)[world.rank]  # [metrics, 2]
+means = world.means({name: row for name, row in zip(("loss", "kl", "nothing"), rows, strict=True)})
+print(json.dumps({name: value for name, value in world.fetch(**means).items()}))
+assert world.means({}) == {}
+world.finish()
+"""
+
+
+def test_means_divide_the_sums_of_all_processes(tmp_path):
+    """They are not means of the means of processes, which may have very different counts."""
+    totals = np.array([[[3.0, 4.0], [1e8, 7.0], [0.0, 0.0]], [[5.0, 1.0], [1.0, 93.0], [0.0, 0.0]]])
+    (tmp_path / "script.py").write_text(MEANS)
+    found = result_of(run_processes(tmp_path / "script.py", 2, json.dumps(totals.tolist())))
+    sums = totals.sum(axis=0)
+    assert [found["loss"], found["kl"]] == pytest.approx((sums[:2, 0] / sums[:2, 1]).tolist(), rel=1e-12)
+    assert math.isnan(found["nothing"])

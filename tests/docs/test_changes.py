@@ -32,8 +32,8 @@ def reader(checkpoint, chats, tmp_path):
 def run(reader):
     """Return a function that runs a reader's mine.py with extra settings and returns the run folder."""
     common = [
-        "model.path=SmolLM2-135M-Instruct", "dataset.path=chats.jsonl", "validation_dataset.path=chats.jsonl",
-        "device=cpu", "dtype=fp32", "max_seq_len=128", "global_batch_size=8", "micro_batch_size=4",
+        "model.path=SmolLM2-135M-Instruct", "dataset.path=chats.jsonl", "dataset.validation=chats.jsonl",
+        "device=cpu", "compute.dtype=fp32", "max_seq_len=128", "global_batch_size=8", "micro_batch_size=4",
         "optimizer.lr=1e-2", "max_steps=4", "checkpointer.every=1", "checkpointer.keep=null",
     ]  # fmt: skip
 
@@ -66,23 +66,23 @@ def saved_weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", slow_but(["fp32"], ["fp32", "bf16"]))  # without and with FSDP
 def test_average(reader, run, checkpoint, dtype):
     follow(reader, "An average of the weights")
-    whole = run("ema_decay=0.5", f"dtype={dtype}", folder="whole")
+    whole = run("ema_decay=0.5", f"compute.dtype={dtype}", folder="whole")
     average = {name: weight.detach() for name, weight in load_model(str(checkpoint)).named_parameters()}
     for step in (1, 2, 3, 4):
         weights = saved_weights(whole, step)
         average = {name: 0.5 * average[name] + 0.5 * weight for name, weight in weights.items()}
     ours = dict(load_model(str(whole / "model")).named_parameters())
     torch.testing.assert_close({name: weight.detach() for name, weight in ours.items()}, average, rtol=1e-6, atol=1e-7)
-    resumed = run("ema_decay=0.5", f"dtype={dtype}", f"resume={whole / 'checkpoints' / 'step-00000002'}")
+    resumed = run("ema_decay=0.5", f"compute.dtype={dtype}", f"resume={whole / 'checkpoints' / 'step-00000002'}")
     torch.testing.assert_close(exported(resumed), exported(whole), rtol=0, atol=0)
 
 
 def test_stop(reader, run):
     follow(reader, "A stop of your own")
-    folder = run("good_enough=100", "validate_every=2")
+    folder = run("good_enough=100", "evaluate.every=2")
     assert [step["step"] for step in logged(folder)] == [1, 2]
     before = exported(folder)
-    assert [step["step"] for step in logged(run("good_enough=100", "validate_every=2"))] == [1, 2]
+    assert [step["step"] for step in logged(run("good_enough=100", "evaluate.every=2"))] == [1, 2]
     torch.testing.assert_close(exported(folder), before, rtol=0, atol=0)
 
 
@@ -90,7 +90,7 @@ def test_stop(reader, run):
 def test_schedule_that_reads_the_validation_loss(reader, run):
     """Almost nothing is learned at this rate, so that the rate is halved at each validation."""
     follow(reader, "A schedule that reads the validation loss")
-    settings = ["optimizer.lr=1e-7", "schedule.patience=0", "validate_every=1"]
+    settings = ["optimizer.lr=1e-7", "schedule.patience=0", "evaluate.every=1"]
     whole = logged(run(*settings, folder="whole"))
     assert [step["lr"] for step in whole] == [1e-7, 1e-7, 0.5e-7, 0.25e-7]
     resumed = logged(run(*settings, f"resume={reader.folder}/whole/checkpoints/step-00000002", folder="resumed"))
@@ -128,7 +128,9 @@ def test_learning_rate_per_layer(reader, run):
 @pytest.mark.parametrize("dtype", slow_but(["fp32"], ["fp32", "bf16"]))
 def test_samples_do_not_change_training(reader, run, dtype):
     follow(reader, "Samples on the way")
-    sampled, plain = (run(f"sample_every={every}", f"dtype={dtype}", folder=f"every_{every}") for every in (2, 100))
+    sampled, plain = (
+        run(f"sample_every={every}", f"compute.dtype={dtype}", folder=f"every_{every}") for every in (2, 100)
+    )
     log = (sampled / "log.txt").read_text()
     assert re.findall(r"^step (\d): ", log, re.MULTILINE) == ["2", "4"], log
     assert [line["loss"] for line in logged(sampled)] == [line["loss"] for line in logged(plain)]
@@ -172,7 +174,7 @@ def with_z(logits, labels):
 )
 def test_losses(reader, run, settings, reference):
     follow(reader, "Another loss")
-    assert len(logged(run(*settings, "max_steps=2", "memory.loss_chunk_tokens=5"))) == 2
+    assert len(logged(run(*settings, "max_steps=2", "loss.chunk_tokens=5"))) == 2
     kind, value = settings[0].rpartition(".")[2], float(settings[1].partition("=")[2])
     loss_fn = runpy.run_path(str(reader.folder / "my_losses.py"))[kind](value, chunk_tokens=5)
     hidden, weight = torch.randn(2, 8, 16, requires_grad=True), torch.randn(30, 16, requires_grad=True)
@@ -193,8 +195,9 @@ def test_another_preference_loss(reader):
         tune(
             [
                 "run", "preference_finetune", "model.path=SmolLM2-135M-Instruct", "dataset.path=pairs.jsonl",
-                "device=cpu", "dtype=fp32", "max_seq_len=128", "global_batch_size=8", "optimizer.lr=1e-3", "epochs=3",
+                "device=cpu", "compute.dtype=fp32", "max_seq_len=128", "global_batch_size=8", "optimizer.lr=1e-3",
                 "loss._component_=my_preferences.Hinge", "loss.beta=0.05", "schedule.warmup=0", "output_dir=run",
+                "epochs=3",
             ]
         )  # fmt: skip
     first, *_, last = logged(reader.folder / "run")
@@ -212,7 +215,7 @@ def test_feed_forwards_in_chunks(reader, run):
     follow(reader, "Feed-forwards in chunks")
     text = (reader.folder / "mine.py").read_text()
     (reader.folder / "mine.py").write_text(text.replace("split(2048", "split(24"))
-    for settings in ([], ["memory.activation_checkpointing=full"]):
+    for settings in ([], ["compute.activation_checkpointing=full"]):
         chunked = run("max_steps=2", *settings, folder=f"chunked {len(settings)}")
         for step, expected in zip(logged(chunked), logged(plain), strict=True):
             assert step["loss"] == pytest.approx(expected["loss"], rel=1e-6)

@@ -29,7 +29,7 @@ NOT_RUN = {
     "tune merge RUN OUT --method average [--steps 100 200 300]": "tests/cli/test_export.py has runs with checkpoints",
     "tune push RUN_OR_FOLDER OWNER/NAME [--private] [--token-file FILE]": "tests/cli/test_push.py has a hub of its own",
     "tune run full_finetune model.path=... dataset.path=... "
-    "'logger.trackers=[{_component_: tune.loggers.MLflow, experiment: chats}]'": "tests/loggers/test_trackers.py logs",
+    "'trackers=[{_component_: tune.loggers.MLflow, experiment: chats}]'": "tests/loggers/test_trackers.py logs",
     "tune chat BASE": TERMINAL,
     "tune chat ADAPTER --compare BASE": TERMINAL,
     'tune chat runs/start --system "Answer with one JSON command."': TERMINAL,
@@ -39,7 +39,7 @@ NOT_RUN = {
     "tune run --launcher ray --nproc-per-node 2 full_finetune model.path=... dataset.path=...": LAUNCHERS,
     "tune run --launcher slurm --nodes 4 --gpus-per-node 8 --time 24:00:00 full_finetune model.path=... "
     "dataset.path=...": LAUNCHERS,
-    "tune run full_finetune model.path=... dataset.path=... quantization.float8=rowwise compile=true "
+    "tune run full_finetune model.path=... dataset.path=... model.float8=rowwise compute.compile=true "
     "packed=true": "for a GPU: elsewhere a rule says so; tests/quantization/test_float8.py trains with it",
     "tune plan lora_finetune model.path=./SmolLM2-135M-Instruct --world-size 1 --device rtx4090 "
     "--longest-row max_seq_len": "tests/cli/test_plan.py plans for a device with less memory than a tiny model fills",

@@ -12,8 +12,9 @@ PAGE = (ROOT / "docs" / "contracts.md").read_text(encoding="utf-8")
 OWN, AFTER = PAGE.split("## Reward\n")
 
 
-def losses(folder: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def values(name: str, folder: Path) -> list[float]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line[name] for line in lines if name in line]
 
 
 @pytest.mark.slow
@@ -28,8 +29,10 @@ def test_one_script_replaces_every_component(processes: int, tmp_path: Path, mon
         monkeypatch.chdir(tmp_path / folder)
         for name in scripts:
             run_processes(tmp_path / name, processes)
-    whole, again, parts = (losses(tmp_path / folder / "runs" / "own") for folder in ("whole", "again", "parts"))
-    assert len(whole) == 4 and whole == again == parts
+    for name, number in (("output_norm", 2), ("lr", 4), ("loss", 4)):
+        runs = [tmp_path / folder / "runs" / "own" for folder in ("whole", "again", "parts")]
+        whole, again, parts = (values(name, run) for run in runs)
+        assert len(whole) == number and whole == again == parts, name
     table = [line.split() for line in (tmp_path / "parts" / "losses.txt").read_text().splitlines()]
     assert [(int(step), float(loss)) for step, loss in table] == [*enumerate(whole, 1)]
 

@@ -9,6 +9,7 @@ import lora_finetune
 import numpy as np
 import pytest
 import torch
+from edited_recipes import run_edited
 from helpers import make_adapter, run_processes, slow_but
 
 from tune import config
@@ -29,7 +30,7 @@ def rows(tmp_path):
 @pytest.fixture
 def common(checkpoint, chats, rows):
     return [
-        f"model.path={checkpoint}", f"dataset.path={chats}", "device=cpu", "dtype=fp32", "max_seq_len=128",
+        f"model.path={checkpoint}", f"dataset.path={chats}", "device=cpu", "compute.dtype=fp32", "max_seq_len=128",
         "global_batch_size=4", "max_steps=3", "optimizer.lr=0.01", f"evaluate.general={rows}",
     ]  # fmt: skip
 
@@ -126,8 +127,8 @@ def test_predictions_come_from_the_run_that_training_continues_from(common, chec
     first, again, other = (tmp_path / name for name in ("first", "again", "other"))
     settings = [*common, "schedule._component_=tune.optimizers.constant", "checkpointer.every=1"]
     full_finetune.main(config.load("full_finetune", [*settings, "max_steps=2", f"output_dir={first}"]))
-    theirs = ["from_scratch=true", "max_steps=1", f"output_dir={other}"]
-    full_finetune.main(config.load("full_finetune", [*settings, *theirs]))
+    theirs = ["edit=random", "max_steps=1", f"output_dir={other}"]
+    run_edited("full_finetune", [*settings, *theirs])
     shutil.copytree(other / "general", again / "general")
     resumed = [*settings, f"resume={first}", f"output_dir={again}"]
     full_finetune.main(config.load("full_finetune", resumed))
@@ -205,7 +206,7 @@ def test_continued_adapter_with_whole_modules_has_no_base(common, checkpoint, to
 
 
 def test_general_data_is_measured_with_each_validation(common, chats, tmp_path):
-    settings = [f"validation_dataset.path={chats}", "validation_dataset.take=4", "validate_every=2"]
+    settings = [f"dataset.validation={{path: {chats}, take: 4}}", "evaluate.every=2"]
     full_finetune.main(config.load("full_finetune", [*common, *settings, f"output_dir={tmp_path / 'run'}"]))
     steps = logged(tmp_path / "run")
     with_loss = {step for step, line in steps.items() if "validation_loss" in line}

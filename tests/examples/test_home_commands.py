@@ -71,7 +71,7 @@ def test_ctrl_c_saves_a_checkpoint_that_the_printed_command_continues(checkpoint
     assert "step 20/88" not in output
     command = lines[-1].split()
     assert command[:4] == ["$", "tune", "run", "lora_finetune"]
-    assert f"output_dir={tmp_path / 'run'}" in command and "validation_dataset.take=2" in command
+    assert f"output_dir={tmp_path / 'run'}" in command and "dataset.validation.take=2" in command
     step = int(saved.name.removeprefix("step-"))
     command = [sys.executable, "-m", "tune.cli", *command[2:], f"max_steps={step + 1}"]
     subprocess.run(command, cwd=ROOT, env=environment, check=True)

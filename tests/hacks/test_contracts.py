@@ -35,7 +35,7 @@ def test_draws_repeat_in_another_run_and_after_a_resume(mine: Copied) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_custom_stop_is_kept(processes: int, mine: Copied) -> None:
-    step = "            checkpointer.step(step, metrics, now=run.is_end(step))\n"
+    step = "            checkpointer.step(step, metrics)\n"
     change(mine, step, f"            if step == 2:\n                checkpointer.stop()\n{step}")
     assert len(mine.train("run", *SETTINGS, processes=processes)) == 2
     before = mine.exported("run")

@@ -16,6 +16,7 @@ from copied_recipe import CHANGES, EDITS, EXTENDING, SAMPLED, TINY, Copied, asse
 from torch.nn.functional import cross_entropy, kl_div, nll_loss, softplus
 
 from tune import datasets
+from tune.quantization.compressed import dequantize, group_size, quantize
 from tune.tokenizers import Tokenizer
 
 
@@ -37,35 +38,46 @@ PAIRS = ("dataset.path=margins.jsonl", "dataset.ignore=[margin]")
 MARGINS = ("dataset.path=margins.jsonl", "dataset.extra_columns=[margin]")
 DROPPED = (CHATS, "adapter.dropout=0.1")
 FOLLOWED = (*PAIRS, "reference_every=2", "epochs=2")
+MIXED = (
+    "dataset._component_=tune.datasets.mix", "dataset.sources={own: {path: chats.jsonl}, other: {path: other.jsonl}}",
+    "share_at_end=0.5", "epochs=4",
+)  # fmt: skip
+HELD_OUT = (CHATS, "dataset.validation=held_out.jsonl", "evaluate.every=2")
+ASKED = (CHATS, "evaluate.every=2", "good_enough=2")
+ROUNDED = (CHATS, "rounding=int8")
 PROMPTS = ("dataset.path=prompts.jsonl", "reward=rewarding.length")
 
 TABLE = {
-    "3 average": Edit("full_finetune", "An average of the weights", 8, 26, (CHATS, "ema_decay=0.5")),
+    "3 average": Edit("full_finetune", "An average of the weights", 8, 10, (CHATS, "ema_decay=0.5")),
     "4 two losses": Edit("full_finetune", "Two losses, each logged", 10, 12),
-    "5 frozen": Edit("full_finetune", "The first layers frozen", 4, 3),
+    "5 frozen": Edit("full_finetune", "The first layers frozen", 4, 2),
     "6 rates": Edit("full_finetune", "A learning rate for each layer", 6, 5),
     "7 memory": Edit("full_finetune", "Rows in memory", 5, 4, ()),
     "8 weights": Edit("full_finetune", "A weight for each row, or token", 8, 4, WEIGHTED),
-    "9 exact match": Edit("lora_finetune", "An exact-match metric", 12, 14, (CHATS, "ask_every=2", "good_enough=2")),
+    "9 exact match": Edit("lora_finetune", "An exact-match metric", 12, 13, ASKED),
     "10 tracker": Edit("full_finetune", "A logger", 8, 11),
     "11 module": Edit("full_finetune", "A module and weights of your own", 10, 30),
-    "12 two optimizers": Edit("full_finetune", "Two optimizers", 7, 6),
+    "12 two optimizers": Edit("full_finetune", "Two optimizers", 7, 5),
     "13 noise": Edit("full_finetune", "Noise on the embeddings", 6, 5),
     "14 curriculum": Edit("full_finetune", "Short rows first", 6, 2),
-    "15 two loaders": Edit("full_finetune", "Two data loaders in turn", 10, 13, REPLAY),
-    "16 no checkpointer": Edit("full_finetune", "No checkpointer", 6, 9),
+    "15 two loaders": Edit("full_finetune", "Two data loaders in turn", 10, 12, REPLAY),
+    "16 no checkpointer": Edit("full_finetune", "No checkpointer", 6, 6),
     "17 mixed objective": Edit("preference_finetune", "A supervised loss beside that of preferences", 6, 3, PAIRS),
-    "18 ranks": Edit("grpo", "Advantages by rank", 8, 10, PROMPTS),
-    "19 judge": Edit("grpo", "A second reward that is trained along", 20, 31, PROMPTS),
-    "20 tokens": Edit("full_finetune", "Steps of a number of tokens", 12, 18, (CHATS, "tokens_per_step=300")),
+    "18 ranks": Edit("grpo", "Advantages by rank", 8, 8, PROMPTS),
+    "19 judge": Edit("grpo", "A second reward that is trained along", 20, 29, PROMPTS),
+    "20 tokens": Edit("full_finetune", "Steps of a number of tokens", 12, 16, (CHATS, "tokens_per_step=300")),
     "21 sam": Edit("full_finetune", "Sharpness-aware minimization", 14, 14),
     "22 noise and norms": Edit("full_finetune", "Noise on gradients, and norms of blocks", 6, 6),
-    "23 moving mixture": Edit("full_finetune", "A mixture that changes", 25, 23, (CHATS, "share_at_end=1")),
+    "23 moving mixture": Edit("full_finetune", "A mixture that changes", 25, 8, MIXED),
     "25 margin": Edit("preference_finetune", "A margin for each pair", 4, 2, MARGINS),
     "a head": Edit("full_finetune", "A head of your own", 20, 23, TOPICS),
-    "two forwards": Edit("lora_finetune", "Two forwards with their own masks", 12, 19, DROPPED),
+    "two forwards": Edit("lora_finetune", "Two forwards with their own masks", 12, 18, DROPPED),
+    "random": Edit("full_finetune", "Random initial weights", 1, 1),
+    "rounded": Edit("full_finetune", "Weights rounded in training", 4, 4, ROUNDED),
+    "trace": Edit("full_finetune", "A trace of some steps", 3, 3, (CHATS, "epochs=2", "max_steps=8")),
+    "type": Edit("full_finetune", "Another type of the exported weights", 1, 1),
     "following": Edit("preference_finetune", "A reference that follows", 20, 31, FOLLOWED),
-    "second validation": Edit("full_finetune", "A second validation set", 8, 6),
+    "second validation": Edit("full_finetune", "A second validation set", 8, 3, HELD_OUT),
 }  # fmt: skip
 
 
@@ -181,6 +193,9 @@ def test_two_loaders(copied: Copied) -> None:
     others = datasets.load(Tokenizer(str(copied.checkpoint)), str(copied.folder / "replay.jsonl"), max_seq_len=128)
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
     assert [step["tokens"] == others.accounting.tokens for step in steps] == [False, True, False, True]
+    run = copied.folder / "run"  # the first loader is described, although the steps are a generator
+    assert json.loads((run / "data.json").read_text())["rows"] == 48
+    assert "chats.jsonl" in (run / "model" / "README.md").read_text() and (run / "first_row.txt").read_text()
 
 
 @pytest.mark.weekly
@@ -252,11 +267,16 @@ def test_sam(copied: Copied, pretrained: torch.nn.Module) -> None:
 
 @pytest.mark.weekly
 def test_moving_mixture(copied: Copied) -> None:
+    """Twice the share of the last row: from the half of the epoch on, all rows are of the second source."""
     (copied.folder / "other.jsonl").write_text(json.dumps({"text": "the cat sat on the mat"}) + "\n")
-    steps = train(copied, "23 moving mixture")
+    steps = train(copied, "23 moving mixture", "epochs=1", "max_steps=null", "share_at_end=2")
     other = datasets.load(Tokenizer(str(copied.checkpoint)), str(copied.folder / "other.jsonl"), max_seq_len=128)
     is_other = [step["tokens"] == 8 * other.accounting.tokens for step in steps]
-    assert is_other == [False, False, False, True]
+    half = math.ceil(len(steps) / 2)
+    assert len(steps) > 4 and is_other[half:-1] == [True] * (len(steps) - half - 1)  # the last step has fewer rows
+    assert not any(is_other[: half - 1])
+    record = json.loads((copied.folder / "run" / "data.json").read_text())
+    assert record["steps_per_epoch"] == len(steps)
 
 
 @pytest.mark.weekly
@@ -299,9 +319,16 @@ def test_custom_head_in_packed_rows_and_layouts(copied: Copied) -> None:
 
 @pytest.mark.weekly
 def test_second_validation(copied: Copied) -> None:
-    steps = train(copied, "second validation", "validation_dataset.path=held_out.jsonl", "validate_every=2")
-    losses = [(step["validation_loss"], step["second_validation_loss"]) for step in steps if "validation_loss" in step]
-    assert len(losses) == 2 and all(one == other for one, other in losses)
+    """The same rows twice have the same loss; other rows have another."""
+    names = ("validation_loss", "validation_loss/first", "validation_loss/second")
+    steps = train(copied, "second validation")
+    losses = [[step[name] for name in names] for step in steps if "validation_loss" in step]
+    assert len(losses) == 2
+    for both, first, second in losses:
+        assert first == second == pytest.approx(both, rel=1e-6)
+    copied.remove("run")
+    (step, *_) = train(copied, "second validation", "dataset.validation=other.jsonl", "max_steps=1")[-1:]
+    assert step["validation_loss/first"] != step["validation_loss/second"]
 
 
 @pytest.mark.weekly
@@ -317,6 +344,65 @@ def test_two_forwards(copied: Copied, pretrained: torch.nn.Module) -> None:
     mine.write_text(mine.read_text().replace("in_step(cfg.seed + 1,", "in_step(cfg.seed,"))
     same = copied.train("same", *TINY, "model.path=SmolLM2-135M-Instruct", *DROPPED, *whole)
     assert {step["kl"] for step in same} == {0.0}
+
+
+@pytest.mark.weekly
+def test_random_weights(copied: Copied, pretrained: torch.nn.Module) -> None:
+    """Weights are those of the seed, and not of the checkpoint."""
+    train(copied, "random", "optimizer.lr=1e-12", "max_steps=1")
+    before = {name: weight.detach() for name, weight in pretrained.named_parameters()}
+    first = copied.exported("run")
+    matrices = [name for name in first if first[name].ndim > 1]
+    assert matrices and not [name for name in matrices if torch.equal(first[name], before[name])]
+    copied.remove("run")
+    train(copied, "random", "optimizer.lr=1e-12", "max_steps=1", "seed=1")
+    other = copied.exported("run")
+    assert not [name for name in matrices if torch.allclose(first[name], other[name])]
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize("recipe", ["full_finetune", "lora_finetune"])
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp8", "mxfp4"])
+@torch.no_grad()
+def test_rounded_weights(kind: str, recipe: str, copied: Copied, pretrained: torch.nn.Module) -> None:
+    """The first loss is that of the rounded model. In `lora_finetune` the lines stand after the adapters, which begin
+    as zero."""
+    text = section("rounded")
+    if recipe == "lora_finetune":
+        text = (
+            text.replace("--- full_finetune.py", "--- lora_finetune.py")
+            .replace("optimizers\n", "optimizers, peft\n")
+            .replace("optimizers, quantization\n", "optimizers, peft, quantization\n")
+        )
+        text = text.replace("     weights = checkpointers.Pretrained(cfg.model.path, model)\n",
+                            "     run.info(adapted.table())\n")  # fmt: skip
+    copied.copy(recipe, text)
+    settings = [*TINY, CHATS, "model.path=SmolLM2-135M-Instruct", "global_batch_size=48", "max_steps=1"]
+    assert copied.validate(*settings, f"rounding={kind}") == 0
+    (step,) = copied.train("run", *settings, f"rounding={kind}")
+    linears = {name: each for name, each in pretrained.model.layers.named_modules() if hasattr(each, "in_features")}
+    group = group_size(kind, {name: each.in_features for name, each in linears.items()})
+    for linear in linears.values():
+        size = group or linear.in_features
+        linear.weight.copy_(dequantize(*quantize(linear.weight, kind, size, torch.float32)))
+    assert step["loss"] == pytest.approx(losses_of(copied, pretrained, "chats.jsonl"), rel=1e-5)
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize("processes", [1, 2])
+def test_trace(processes: int, copied: Copied) -> None:
+    settings = prepare(copied, "trace")
+    steps = copied.train("run", *settings, processes=processes)
+    assert len(steps) == 8
+    trace = json.loads((copied.folder / "run" / "profile" / "steps-5-to-7.json").read_text())
+    assert {event["pid"] for event in trace["traceEvents"]} == {*range(processes)}
+
+
+@pytest.mark.weekly
+def test_exported_type(copied: Copied, pretrained: torch.nn.Module) -> None:
+    assert {weight.dtype for weight in pretrained.parameters()} == {torch.float32}
+    train(copied, "type")
+    assert {tensor.dtype for tensor in copied.exported("run").values()} == {torch.bfloat16}
 
 
 def losses_of(copied: Copied, model: torch.nn.Module, file: str) -> float:

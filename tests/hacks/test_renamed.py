@@ -38,11 +38,11 @@ def values(recipe: str) -> dict[str, object]:
         "model.path": "model",
         "dataset.path": "chats.jsonl",
         "device": "cpu",
-        "dtype": "fp32",
     }
     if recipe == "evaluate":
-        return overrides
-    overrides |= {"max_steps": 1, "master_dtype": "fp32", "output_dir": "run", "micro_batch_size": 2}
+        return overrides | {"dtype": "fp32"}
+    overrides |= {"compute.dtype": "fp32", "compute.master_dtype": "fp32"}
+    overrides |= {"max_steps": 1, "output_dir": "run", "micro_batch_size": 2}
     if recipe in ("grpo", "ppo_finetune"):
         overrides |= {"dataset.path": "prompts.jsonl", "reward": "rewarding.length", "prompts_per_step": 2}
         return overrides | {"sampling.max_new_tokens": 4, "max_prompt_len": 32}
@@ -107,22 +107,28 @@ def test_each_setting_renamed(recipe: str, here: Path, capsys: pytest.CaptureFix
 
 
 DELETED = {  # by group: its lines in the script, and their replacements
-    "profiler": [(", profiler=cfg.profiler", "")],
-    "evaluate": [("instantiate(cfg.evaluate, run,", "evaluation.Evaluator(run,")],
-    "memory": [
-        ('        "activation_checkpointing": cfg.memory.activation_checkpointing,\n', ""),
-        ('        "activation_offload": cfg.memory.activation_offload, "cpu_offload": cfg.memory.cpu_offload,\n', ""),
+    "evaluate": [
+        ("distributed, optimizers\n", "distributed, evaluation, optimizers\n"),
+        ("instantiate(cfg.evaluate, run,", "evaluation.Evaluator(run,"),
     ],
-    "logger": [(", **cfg.logger)", ")")],
+    "compute": [
+        ("model, world, **cfg.compute)", "model, world)"),
+        ("        pad_packed=bool(cfg.compute.compile),  # compiled blocks want one shape\n", ""),
+    ],
+    "parallel": [("(cfg.device, **cfg.parallel)", "(cfg.device)")],
+    "trackers": [(", trackers=cfg.trackers)", ")")],
     "parameter_groups": [(", **cfg.parameter_groups)", ")")],
-    "quantization": [],
-    "export": [(", dtype=cfg.export.dtype", "")],
+    "loss": [
+        ("distributed, evaluation, optimizers\n", "distributed, evaluation, losses, optimizers\n"),
+        ("instantiate(cfg.loss)", "losses.LinearCrossEntropy()"),
+    ],
+    "checkpointer": [("instantiate(\n        cfg.checkpointer, run,", "checkpointers.Checkpointer(\n        run,")],
 }
 
 
 @pytest.mark.weekly
 def test_groups_deleted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Delete all groups that a copy does not read from both files."""
+    """Delete groups from both files: the functions and classes that they went to have the same defaults."""
     cli.main(["cp", "full_finetune", "mine.py"])
     script, text = (Path(f"mine.{suffix}").read_text() for suffix in ("py", "yaml"))
     for group, lines in DELETED.items():
@@ -130,12 +136,29 @@ def test_groups_deleted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
             assert script.count(before) == 1, before
             script = script.replace(before, after)
         text = re.sub(rf"^{group}:.*\n(?:[ #].*\n)*?(?=\S|\n|\Z)", "", text, flags=re.MULTILINE)
-    script = re.sub(r"    if cfg\.quantization\.\w+:\n(?:        .*\n)+", "", script)
-    text = re.sub(r"  chunk_tokens: \$\{memory.*\n", "", text)
     Path("mine.py").write_text(script)
     Path("mine.yaml").write_text(text)
     assert not [group for group in DELETED if f"cfg.{group}" in script or re.search(rf"^{group}:", text, re.MULTILINE)]
-    assert exit_status("validate", "mine.py", *settings("full_finetune", [])) == 0, capsys.readouterr().out
-    own = planned(capsys, "mine.py", *settings("full_finetune", []))
-    assert own["memory_gib"] == planned(capsys, "full_finetune", *settings("full_finetune", []))["memory_gib"]
-    assert exit_status("run", "mine.py", *settings("full_finetune", [])) == 0, capsys.readouterr().err
+    own = [
+        each for each in settings("full_finetune", []) if not each.startswith(tuple(f"{group}." for group in DELETED))
+    ]
+    assert exit_status("validate", "mine.py", *own) == 0, capsys.readouterr().out
+    assert planned(capsys, "mine.py", *own)["memory_gib"] == planned(capsys, "full_finetune", *own)["memory_gib"]
+    assert exit_status("run", "mine.py", *own) == 0, capsys.readouterr().err
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize(
+    "group", ["parallel", "compute", "parameter_groups", "evaluate", "checkpointer", "loss", "schedule"]
+)
+def test_settings_of_a_group_deleted(group: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A group without its settings uses the defaults of its function or class."""
+    cli.main(["cp", "full_finetune", "mine.py"])
+    text = Path("mine.yaml").read_text()
+    whole = re.search(rf"^{group}:\n((?:  .*\n)+)", text, flags=re.MULTILINE)
+    assert whole
+    kept = [line for line in whole[1].splitlines() if line.startswith(("  _component_:", "  compile:"))]
+    short = f"{group}:\n" + "".join(f"{line}\n" for line in kept) if kept else f"{group}: {{}}\n"
+    Path("mine.yaml").write_text(text.replace(whole[0], short))
+    own = [each for each in settings("full_finetune", []) if not each.startswith(f"{group}.")]
+    assert exit_status("validate", "mine.py", *own) == 0, capsys.readouterr().out

@@ -184,8 +184,8 @@ def start(checkpoint: Path, chats: Path, tmp_path: Path):
     ) -> subprocess.Popen[str]:
         command = [
             sys.executable, "-m", "tune.cli", "run", *options, "full_finetune", f"model.path={checkpoint}",
-            f"dataset.path={chats}", f"output_dir={tmp_path / name}", "max_seq_len=64", "device=cpu", "dtype=fp32",
-            "global_batch_size=4", "max_steps=12", "epochs=9", "checkpointer.every=4", *settings,
+            f"dataset.path={chats}", f"output_dir={tmp_path / name}", "max_seq_len=64", "device=cpu",
+            "compute.dtype=fp32", "global_batch_size=4", "max_steps=12", "epochs=9", "checkpointer.every=4", *settings,
         ]  # fmt: skip
         with (tmp_path / f"{name}.txt").open("a") as output:
             started.append(

@@ -1,4 +1,4 @@
-"""MLflow and Trackio, run locally, and the common behavior of all trackers in `logger.trackers`."""
+"""MLflow and Trackio, run locally, and the common behavior of all trackers in `trackers`."""
 
 import json
 import sys
@@ -128,14 +128,14 @@ class Kept(Sink):
 
 def settings(checkpoint, chats, *more):
     return [
-        f"model.path={checkpoint}", f"dataset.path={chats}", "device=cpu", "dtype=fp32", "max_seq_len=128",
+        f"model.path={checkpoint}", f"dataset.path={chats}", "device=cpu", "compute.dtype=fp32", "max_seq_len=128",
         "max_steps=1", "checkpointer.every=null", *more,
     ]  # fmt: skip
 
 
 def test_run_opens_its_trackers_without_sending_secrets(checkpoint, chats, tmp_path, monkeypatch):
     monkeypatch.setattr(Kept, "kept", [])
-    trackers = f"logger.trackers=[{__name__}.Kept,{{_component_: {__name__}.Kept, label: second}}]"
+    trackers = f"trackers=[{__name__}.Kept,{{_component_: {__name__}.Kept, label: second}}]"
     overrides = settings(
         checkpoint, chats, trackers, f"output_dir={tmp_path / 'run'}", "optimizer._component_=test_secrets.sgd",
         "optimizer.api_key=sesame",
@@ -160,7 +160,7 @@ class Unclosable(Kept):
 def test_tracker_that_cannot_be_closed_ends_no_run(checkpoint, chats, tmp_path, monkeypatch):
     """log.txt is still open for its warning, and the other trackers are closed."""
     monkeypatch.setattr(Kept, "kept", [])
-    trackers = f"logger.trackers=[{__name__}.Kept,{__name__}.Unclosable]"
+    trackers = f"trackers=[{__name__}.Kept,{__name__}.Unclosable]"
     overrides = settings(checkpoint, chats, trackers, f"output_dir={tmp_path / 'run'}")
     with pytest.warns(UserWarning, match="Unclosable.*no network"):
         full_finetune.main(config.load("full_finetune", overrides))
@@ -184,14 +184,14 @@ def no_sink():
         (f"[{__name__}.no_sink]", "str"),
         ("[3]", "3"),
         ("[{experiment: a}]", "_component_"),
-        ("mlflow", "logger.trackers"),
-        ("{a: b}", "logger.trackers"),
+        ("mlflow", "trackers"),
+        ("{a: b}", "trackers"),
     ],
 )
 def test_invalid_trackers_end_a_run_before_it_starts(trackers, message, checkpoint, chats, tmp_path, monkeypatch):
     monkeypatch.setattr("tune.loggers.sinks.find_spec", lambda name: object())
-    with pytest.raises(TuneError, match=r"(?s)logger\.trackers.*") as error:
-        overrides = settings(checkpoint, chats, f"logger.trackers={trackers}", f"output_dir={tmp_path / 'run'}")
+    with pytest.raises(TuneError, match=r"(?s)trackers.*") as error:
+        overrides = settings(checkpoint, chats, f"trackers={trackers}", f"output_dir={tmp_path / 'run'}")
         full_finetune.main(config.load("full_finetune", overrides))
     assert message in str(error.value) and not (tmp_path / "run" / "log.txt").exists()
 
@@ -199,6 +199,23 @@ def test_invalid_trackers_end_a_run_before_it_starts(trackers, message, checkpoi
 @pytest.mark.parametrize(("tracker", "package"), [("MLflow, experiment", "mlflow"), ("Trackio, project", "trackio")])
 def test_missing_tracker_is_reported(tracker, package, checkpoint, chats, tmp_path, monkeypatch):
     monkeypatch.setattr("tune.loggers.sinks.find_spec", lambda name: None)
-    with pytest.raises(TuneError, match=rf"logger\.trackers\[0\]: {package} is not installed.*\[{package}\]"):
-        setting = f"logger.trackers=[{{_component_: tune.loggers.{tracker}: mine}}]"
+    with pytest.raises(TuneError, match=rf"trackers\[0\]: {package} is not installed.*\[{package}\]"):
+        setting = f"trackers=[{{_component_: tune.loggers.{tracker}: mine}}]"
         full_finetune.main(config.load("full_finetune", settings(checkpoint, chats, setting)))
+
+
+def test_console_among_the_trackers_replaces_the_usual_one(checkpoint, chats, tmp_path, capsys):
+    def lines_of(name, *more):
+        overrides = settings(checkpoint, chats, "max_steps=4", "epochs=2", *more, f"output_dir={tmp_path / name}")
+        full_finetune.main(config.load("full_finetune", overrides))
+        return [line.split("/")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+
+    assert lines_of("usual") == ["step 1", "step 2", "step 3", "step 4"]
+    every = "{_component_: tune.loggers.Console, every: 3}"
+    assert lines_of("fewer", f"trackers=[{every}]") == ["step 3"]
+    assert lines_of("both", f"trackers=[{every},{{_component_: tune.loggers.Console, every: 2}}]") == [
+        "step 2",
+        "step 4",
+    ]
+    for name in ("usual", "fewer", "both"):  # each step is in the file
+        assert len((tmp_path / name / "metrics.jsonl").read_text().splitlines()) == 4

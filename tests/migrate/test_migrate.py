@@ -123,12 +123,12 @@ def test_axolotl(tmp_path):
     settings = ours(run)
     assert run.recipe == "lora_finetune"
     expected = {
-        "model.path": "./Llama-3.2-1B", "quantization.weights": "nf4", "adapter.rank": 8, "adapter.alpha": 16,
+        "model.path": "./Llama-3.2-1B", "model.quantization": "nf4", "adapter.rank": 8, "adapter.alpha": 16,
         "adapter.dropout": 0.05, "dataset.path": "teknium/GPT4-LLM-Cleaned", "dataset.take": 200,
         "dataset.validation_fraction": 0.1, "dataset.too_long": "drop", "max_seq_len": 1024, "packed": True,
         "global_batch_size": 8, "micro_batch_size": 2, "epochs": 3, "schedule.warmup": 0.1, "schedule.min_ratio": 0.0,
         "optimizer.betas": [0.9, 0.999], "optimizer.weight_decay": 0.01, "seed": 42,
-        "memory.activation_checkpointing": "full", "tokenizer.chat_template": "plain",
+        "compute.activation_checkpointing": "full", "tokenizer.chat_template": "plain",
     }  # fmt: skip
     assert {key: settings.get(key) for key in expected} == expected
     assert settings["output_dir"] == "./outputs/lora-out" and "optimizer.lr" not in settings  # our default is the same
@@ -144,8 +144,8 @@ def test_llama_factory(tmp_path):
     expected = {
         "loss._component_": "tune.losses.SimPO", "loss.beta": 0.2, "loss.gamma": 0.5, "adapter.rank": 8,
         "adapter.alpha": 16, "adapter.target_modules": ["q_proj", "v_proj"], "dataset.path": "data/dpo_en_demo.json",
-        "dataset.take": 500, "global_batch_size": 8, "memory.cpu_offload": True,
-        "memory.activation_checkpointing": "full", "tokenizer.chat_template": "llama3", "epochs": 3,
+        "dataset.take": 500, "global_batch_size": 8, "compute.cpu_offload": True,
+        "compute.activation_checkpointing": "full", "tokenizer.chat_template": "llama3", "epochs": 3,
     }  # fmt: skip
     assert {key: settings.get(key) for key in expected} == expected
     assert run.settings["max_seq_len"].value == 2048  # of both answers; cutoff_len=1024 is for each
@@ -159,7 +159,7 @@ def test_torchtune(tmp_path):
         "model.path": "/tmp/llama", "dataset.path": "tatsu-lab/alpaca", "dataset.train_on": "all", "max_seq_len": 4096,
         "global_batch_size": 64, "micro_batch_size": 4, "optimizer.betas": [0.9, 0.999], "optimizer.weight_decay": 0.01,
         "schedule._component_": "tune.optimizers.constant", "schedule.warmup": 0, "max_grad_norm": None,
-        "master_dtype": "bf16", "memory.activation_checkpointing": "full", "tokenizer.chat_template": "llama3",
+        "compute.master_dtype": "bf16", "compute.activation_checkpointing": "full", "tokenizer.chat_template": "llama3",
     }  # fmt: skip
     assert {key: settings.get(key, "absent") for key in expected} == expected
 
@@ -401,12 +401,12 @@ def test_trl_scripts_validate_on_a_split_of_the_same_data(tmp_path):
     text = "model_name_or_path: a/b\ndataset_name: c/d\neval_steps: 50\n"
     for more, split in (("eval_strategy: steps", "test"), ("eval_strategy: steps\ndataset_test_split: dev", "dev")):
         settings = ours(converted(f"{text}{more}", tmp_path, "trl"))
-        held_out = settings["validation_dataset.path"], settings["validation_dataset.split"], settings["validate_every"]
-        assert held_out == ("c/d", split, 50) and settings["dataset.path"] == "c/d"
+        assert settings["dataset.validation"] == {"split": split} and settings["dataset.path"] == "c/d"
+        assert settings["evaluate.every"] == 50
     for more in ("dataset_test_split: dev", "eval_strategy: 'no'", "eval_strategy: no"):
-        assert not any(
-            key.startswith("validation_dataset") for key in ours(converted(f"{text}{more}", tmp_path, "trl"))
-        )
+        run = converted(f"{text}{more}", tmp_path, "trl")
+        assert not {"dataset.validation", "evaluate.every"} & ours(run).keys()
+        assert status(run)["eval_steps"] == "no counterpart"  # it would be a clock of nothing
 
 
 def test_conversations_mixed_with_instructions_keep_their_template(tmp_path):
@@ -472,23 +472,102 @@ def test_single_ratio_bound_sets_both_bounds(tmp_path):
         assert settings["loss._component_"] == "tune.losses.ClippedPolicy" and settings["loss.high"] == high
 
 
+QAT = "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer"
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "section"),
+    [
+        (TORCHTUNE + f"quantizer: {{_component_: {QAT}}}", "quantizer._component_", "weights-rounded-in-training"),
+        (A + "qat: {weight_dtype: int8, activation_dtype: int8}", "qat.weight_dtype", "weights-rounded-in-training"),
+        (A + "qat: {weight_dtype: nvfp4}", "qat.weight_dtype", "weights-rounded-in-training"),
+        (A + "profiler_steps: 3", "profiler_steps", "a-trace-of-some-steps"),
+        (TORCHTUNE + "profiler: {enabled: true, active_steps: 2}", "profiler.enabled", "a-trace-of-some-steps"),
+        (L + "enable_torch_profiler: true", "enable_torch_profiler", "a-trace-of-some-steps"),
+        (L + "train_from_scratch: true", "train_from_scratch", "random-initial-weights"),
+    ],
+)
+def test_what_is_an_edit_of_a_copied_recipe_is_named(text, key, section, tmp_path):
+    run = converted(text, tmp_path)
+    (entry,) = [entry for entry in run.entries() if entry.key == key]
+    assert entry.status == "no counterpart" and f"docs/changes.md#{section}" in entry.note
+    loaded(run, tmp_path, "dataset.path=d")
+    off = converted(re.sub(r"(enabled|_profiler|_scratch): true", r"\1: false", text), tmp_path)
+    assert off.theirs == run.theirs or status(off)[key] == "same by default"
+
+
+def test_default_of_a_key_that_is_an_edit_is_named(tmp_path):
+    """axolotl rounds to int8 if `qat` names no type."""
+    run = converted(A + "qat: {activation_dtype: int8}\n", tmp_path)
+    (entry,) = [entry for entry in run.lost() if entry.key == "qat.weight_dtype"]
+    assert entry.value == "int8" and "weights-rounded-in-training" in entry.note
+
+
+WANDB, BOARD = "tune.loggers.WeightsAndBiases", "tune.loggers.TensorBoard"
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (
-            TORCHTUNE + "quantizer: {_component_: torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer}",
-            "int4",
-        ),
-        (A + "qat: {weight_dtype: int8, activation_dtype: int8}", "int8"),
-        (A + "qat: {weight_dtype: nvfp4}", None),
+        (T + "report_to: tensorboard", [BOARD]),
+        (T + "report_to: [wandb, tensorboard]\nrun_name: mine",
+         [BOARD, {"_component_": WANDB, "project": "huggingface", "name": "mine"}]),
+        (T + "wandb_project: ours\nreport_to: wandb", [{"_component_": WANDB, "project": "ours"}]),
+        (T + "report_to: mlflow", [{"_component_": "tune.loggers.MLflow", "experiment": "huggingface"}]),
+        (T + "report_to: trackio", [{"_component_": "tune.loggers.Trackio", "project": "huggingface"}]),
+        (T + "report_to: none\nlogging_steps: 1", None),
+        (T + "logging_steps: 10", [{"_component_": "tune.loggers.Console", "every": 10}]),
+        (A + "use_tensorboard: true\nwandb_project: ours\nwandb_name: mine\nlogging_steps: 5",
+         [BOARD, {"_component_": WANDB, "project": "ours", "name": "mine"},
+          {"_component_": "tune.loggers.Console", "every": 5}]),
+        (A + "use_tensorboard: false", None),
+        (TORCHTUNE.replace("DiskLogger", "WandBLogger\n  project: ours"),
+         [{"_component_": WANDB, "project": "ours"}]),
     ],
-)
-def test_quantization_aware_training(text, expected, tmp_path):
+)  # fmt: skip
+def test_trackers_are_one_list(text, expected, tmp_path):
     run = converted(text, tmp_path)
-    assert ours(run).get("quantization.qat") == expected
-    assert {"differs", "no counterpart"} & {
-        outcome for key, outcome in status(run).items() if key.startswith(("qat", "quant"))
-    }
+    assert ours(run).get("trackers") == expected
+    assert loaded(run, tmp_path, "dataset.path=d").trackers == (expected or [])
+    assert "unknown" not in status(run).values()
+
+
+@pytest.mark.parametrize(("line", "key"), [("run_name: mine", "run_name"), ("logging_steps: 0.1", "logging_steps")])
+def test_what_no_tracker_takes_is_named(line, key, tmp_path):
+    run = converted(T + line, tmp_path)
+    assert status(run)[key] == "no counterpart" and "trackers" not in ours(run)
+
+
+def test_trackers_that_are_not_supported_are_named_beside_others(tmp_path):
+    run = converted(T + "report_to: [wandb, comet_ml]", tmp_path)
+    assert ours(run)["trackers"] == [{"_component_": WANDB, "project": "huggingface"}]
+    assert status(run)["report_to"] == "differs"
+
+
+@pytest.mark.parametrize(
+    ("text", "validations"),
+    [
+        (L + "stage: sft\ndataset: a,b\neval_dataset: c", ["data/c.json", None]),
+        (L + "stage: sft\ndataset: a,b\neval_dataset: c,d", ["data/c.json", "data/d.json"]),
+        (A + "datasets: [{path: c/a, type: chat_template}, {path: c/b, split: s, type: chat_template}]\n"
+         "test_datasets: [{path: c/b, split: t}]", [None, {"split": "t"}]),
+        (A + "datasets: [{path: c/a, name: n, split: s, type: chat_template}, {path: c/b, type: chat_template}]\n"
+         "test_datasets: [{path: c/e}]", [{"path": "c/e", "split": "train", "subset": None}, None]),
+    ],
+)  # fmt: skip
+def test_validation_data_go_to_the_sources_of_a_mixture(text, validations, tmp_path):
+    """To the source with the same path, else to the first without; a source's own split and subset are not taken."""
+    run = converted(text + "\neval_steps: 5", tmp_path)
+    cfg = loaded(run, tmp_path)
+    assert [source.get("validation") for source in cfg.dataset.sources.values()] == validations
+    assert cfg.evaluate.every == 5
+
+
+def test_validation_data_beyond_the_sources_are_named(tmp_path):
+    run = converted(L + "stage: sft\ndataset: a\neval_dataset: c,d\nval_size: 0.1", tmp_path)
+    assert ours(run)["dataset.validation"] == "data/c.json"
+    assert status(run)["eval_dataset"] == status(run)["val_size"] == "no counterpart"
+    loaded(run, tmp_path)
 
 
 TT = "checkpointer: {checkpoint_dir: '${base}/m'}\nbase: /tmp\ntokenizer: {_component_: torchtune.models.x.tokenizer}\n"
@@ -498,25 +577,25 @@ TT = "checkpointer: {checkpoint_dir: '${base}/m'}\nbase: /tmp\ntokenizer: {_comp
     ("text", "expected"),
     [
         (L + "stage: ppo\nreward_model: ./r\nreward_model_type: full", {"model.path": "./b", "reward": JUDGE}),
-        (L + "pure_bf16: true\nfinetuning_type: full", {"dtype": None, "master_dtype": "bf16"}),
+        (L + "pure_bf16: true\nfinetuning_type: full", {"compute.dtype": None, "compute.master_dtype": "bf16"}),
         (L + "dataset_dir: ONLINE\ndataset: c4", {"dataset.path": "c4"}),
         (A + "datasets: [{path: c/d, field_messages: talk}]", {"dataset.columns": {"messages": "talk"}}),
         (A + "datasets: [{path: c/d, type: chatml.intel}]\nrl: dpo", {"dataset.columns": {"prompt": "question"}}),
         (A + "datasets: [{path: c/d, train_on_eos: none}]", {"dataset.train_on_end_of_turn": False}),
         (T + "dataset_mixture: {datasets: [{id: c/e, config: f, split: g}]}", {"dataset.path": "c/e"}),
-        ("trl grpo --dataset_name c/d --no_gradient_checkpointing", {"memory.activation_checkpointing": None}),
+        ("trl grpo --dataset_name c/d --no_gradient_checkpointing", {"compute.activation_checkpointing": None}),
         (TT + "dataset: [{source: c/d, train_on_input: true, column_map: {input: q}}]",
          {"dataset.train_on": "all", "dataset.columns": {"instruction": "q"}, "model.path": "/tmp/m"}),
-        (TT + "dataset_val: {source: json, data_files: v.json}", {"validation_dataset.path": "v.json"}),
-        (TT + "enable_fp8_training: true\nfp8_recipe_name: tensorwise", {"quantization.float8": "tensorwise"}),
-        (TT + "enable_fp8_training: false\nfp8_recipe_name: rowwise", {"quantization.float8": None}),
+        (TT + "dataset_val: {source: json, data_files: v.json}", {"dataset.validation": "v.json"}),
+        (TT + "enable_fp8_training: true\nfp8_recipe_name: tensorwise", {"model.float8": "tensorwise"}),
+        (TT + "enable_fp8_training: false\nfp8_recipe_name: rowwise", {"model.float8": None}),
         (TT + "compile: {model: true, loss: false}\nenable_async_checkpointing: false",
-         {"compile": True, "checkpointer.async": False}),
+         {"compute.compile": True, "checkpointer.async": False}),
         (A + "loraplus_lr_ratio: 16\nembedding_lr_scale: 0.5\nadapter: lora",
          {"parameter_groups.lr_ratios": {"lora_b": 16, "embedding": 0.5}}),
         (A + "gradient_checkpointing: offload",
-         {"memory.activation_checkpointing": "full", "memory.activation_offload": True}),
-        (L + "freeze_vision_tower: true\ngradient_checkpointing: true", {"memory.activation_checkpointing": "full"}),
+         {"compute.activation_checkpointing": "full", "compute.activation_offload": True}),
+        (L + "freeze_vision_tower: true\ngradient_checkpointing: true", {"compute.activation_checkpointing": "full"}),
         (TT + "ppo_epochs: 2\nvalue_checkpointer: {checkpoint_dir: rm}\nreward_checkpointer: {checkpoint_dir: ./r}\n"
          "dataset: {source: c/d, column: query}",
          {"value.path": "rm", "reward": JUDGE, "dataset.columns": {"prompt": "query"}}),
@@ -583,9 +662,9 @@ def test_compute_dtypes(tmp_path):
         ("bf16: true", None), ("fp16: true", "fp16"), (full, "fp32"), (full + "bf16: false", "fp32"),
         ("", None), ("bf16: false", None), (on_cpu + "bf16: false", "fp32"),  # the LoRA base keeps its own dtype
     ):  # fmt: skip
-        assert ours(converted(L + text, tmp_path)).get("dtype") == kind, text
+        assert ours(converted(L + text, tmp_path)).get("compute.dtype") == kind, text
     run = converted(T + "fp16: true", tmp_path)  # in TRL, bf16 is the default
-    assert ours(run)["dtype"] == "fp16"
+    assert ours(run)["compute.dtype"] == "fp16"
     run = converted(A + "bf16: false\nfp16: true", tmp_path)
     assert "bf16 needs none" in {entry.key: entry.note for entry in run.entries()}["fp16"]
 
@@ -596,7 +675,7 @@ def test_rest_of_a_split_is_held_out(tmp_path):
     )
     settings = ours(converted(text, tmp_path))
     assert settings["dataset.validation_fraction"] == 0.05
-    assert not [key for key in settings if key.startswith("validation_dataset")]
+    assert "dataset.validation" not in settings
 
 
 def test_rejected_setting_is_named_and_left_out(tmp_path):
@@ -706,10 +785,12 @@ def test_config_of_accelerate_launch_is_read(command, devices, tmp_path):
     (tmp_path / "acc.yaml").write_text(ACCELERATE.replace("MIXED", "fp16"))
     run = converted(command, tmp_path)
     assert run.world_size == devices and ours(run)["global_batch_size"] == 3 * devices
-    assert ours(run)["memory.cpu_offload"] is True and ours(run).get("dtype", "bf16") == "bf16"  # TRL's bf16 decides
+    assert (
+        ours(run)["compute.cpu_offload"] is True and ours(run).get("compute.dtype", "bf16") == "bf16"
+    )  # TRL's bf16 decides
     assert {status(run)[key] for key in OF_LAUNCH} == {"same by default"} and "unknown" not in status(run).values()
     off = converted(f"{command} --bf16 false", tmp_path)
-    assert ours(off)["dtype"] == "fp16"
+    assert ours(off)["compute.dtype"] == "fp16"
     loaded(off, tmp_path, "model.path=m")
 
 
@@ -894,7 +975,6 @@ dataset: {_component_: torchtune.datasets.alpaca_dataset}
          {"adapter.rank": 64, "adapter.alpha": 16}),
         ("torchtune", None, TORCHTUNE_RECIPE + "optimizer: {_component_: torch.optim.AdamW}\n",
          {"optimizer.lr": 0.001}),
-        ("axolotl", None, A + "qat: {activation_dtype: int8}\n", {"quantization.qat": "int8"}),
         ("axolotl", None, A + "pretraining_dataset: [{path: c/d}]\nmax_steps: 9\nexcess_length_strategy: null\n",
          {"dataset.streaming": True, "dataset.too_long": "split"}),
         ("llama_factory", None, L + "stage: ppo\n", {"kl": 0.2, "value_weight": 0.1, "sampling.top_p": 0.7}),
@@ -906,7 +986,7 @@ dataset: {_component_: torchtune.datasets.alpaca_dataset}
          {"dataset.too_long": "truncate"}),
         ("torchtune", None, TORCHTUNE_RECIPE + "optimizer: {_component_: torch.optim.RMSprop, eps: 0.1}\n",
          {"optimizer.eps": 0.1, "optimizer.lr": 0.01}),
-        ("llama_factory", None, L + "stage: sft\nproject: mine\n", {"logger.wandb.project": None}),  # for Trackio
+        ("llama_factory", None, L + "stage: sft\nproject: mine\n", {"trackers": None}),  # for Trackio
     ],
 )  # fmt: skip
 def test_defaults_of_peers_apply_when_the_file_is_silent(peer, method, text, expected, tmp_path):

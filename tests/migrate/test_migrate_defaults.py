@@ -50,8 +50,7 @@ GROUPS = {  # torchtune: the part of the config that names such a component
 }
 SHOWN = {  # our settings that do not change training results
     "output_dir",  # the location of the output
-    "logger.console_every",  # the printed steps; the log has all
-    "profiler.steps",  # the number of traced steps
+    "trackers",  # the printed steps; the log has all
     "evaluate.max_new_tokens",  # the length of displayed answers
     "checkpointer.async",  # when checkpoints are written
     "optimizer.fused",  # another kernel for the same update
@@ -88,7 +87,7 @@ def ours(run):
         for name, parameter in signature_of(str(resolved[key])).parameters.items():
             if parameter.default is not parameter.empty:
                 resolved.setdefault(f"{key.removesuffix('_component_')}{name}", parameter.default)
-    return {key: value for key, value in resolved.items() if key not in SHOWN}
+    return {key: value for key, value in resolved.items() if key.partition("[")[0] not in SHOWN}
 
 
 def differences(base, defaults, peer, method):

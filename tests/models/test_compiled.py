@@ -65,7 +65,7 @@ def test_all_layers_share_one_graph_despite_different_dropout_masks(tmp_path):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_inductor_gives_the_same_gradients(tmp_path):
     """The block has features that are hard to compile: dropout, recomputation, offloaded parts of projections."""
     config_class, changes = VARIANTS["phi3"]

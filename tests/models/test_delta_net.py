@@ -90,7 +90,7 @@ def test_heads_may_share_keys():
     assert_close(actual, gated_delta_rule(*repeated, value, log_decay, strength, documents))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_compiled_rule_has_few_graphs_for_all_lengths():
     """The graph does not unroll the chunks and is not recompiled for each number of chunks."""
     torch.compiler.reset()

@@ -288,7 +288,7 @@ def test_adapter_skips_fused_experts(tmp_path):
 
 def test_random_weights_are_refused(tmp_path):
     model = load(save(tmp_path, "GPTNeoXConfig", **SHAPE))
-    with pytest.raises(TuneError, match=r"from_scratch: .*save_pretrained"):
+    with pytest.raises(TuneError, match=r"weights: .*save_pretrained"):
         Random(0).load(model)
 
 

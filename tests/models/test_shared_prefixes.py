@@ -82,7 +82,7 @@ def test_checkpointing_computes_the_same(tmp_path):
     assert_close(log_probs_and_gradients(model, batch), alone, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_compiled_blocks_compute_the_same(tmp_path):
     """They use one mask for all documents, like the boundaries of a GPU kernel."""
     model = model_of("qwen3_moe-window", tmp_path)

@@ -88,7 +88,7 @@ def settings(base, out, chats, *more):
     return config.load(
         "lora_finetune",
         [f"model.path={base}", f"dataset.path={chats}", f"output_dir={out}", "max_seq_len=128", "device=cpu",
-         "dtype=fp32", "max_steps=1", "global_batch_size=2", "checkpointer.every=1", *more],
+         "compute.dtype=fp32", "max_steps=1", "global_batch_size=2", "checkpointer.every=1", *more],
     )  # fmt: skip
 
 

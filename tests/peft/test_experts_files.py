@@ -175,7 +175,7 @@ def test_two_processes_train_expert_adapters_like_one(family, targets, chats, tm
     """Dropout masks follow the tokens to their experts, and each process reads its own part of an adapter."""
     folder = checkpoint_of(family, tmp_path / "base")
     common = [
-        f"model.path={folder}", f"dataset.path={chats}", "max_seq_len=128", "global_batch_size=8", "dtype=fp32",
+        f"model.path={folder}", f"dataset.path={chats}", "max_seq_len=128", "global_batch_size=8", "compute.dtype=fp32",
         "device=cpu", "optimizer.lr=5e-3", "max_steps=5", "epochs=12", "adapter.rank=4", "checkpointer.every=null",
         f"adapter.target_modules={targets}", "adapter.dropout=0.2",
     ]  # fmt: skip

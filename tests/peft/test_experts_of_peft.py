@@ -162,7 +162,7 @@ def test_two_adapters_with_parameters_add_up_as_in_peft(tmp_path):
     assert_close(both(TOKENS), theirs(TOKENS).logits, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("layout", ["dp_shard=2", "ep=2", "tp=2", "pp=2", "resumed"])
 def test_layouts_train_it_like_one_process(layout, chats, tmp_path):
     """Plain gradient descent, whose steps show the size of each gradient."""
@@ -170,7 +170,7 @@ def test_layouts_train_it_like_one_process(layout, chats, tmp_path):
     of_peft(base, tmp_path / "adapter", target_modules="all-linear")
     recipe = "pipeline_finetune" if layout.startswith("pp") else "lora_finetune"
     common = [
-        f"model.path={base}", f"dataset.path={chats}", "max_seq_len=128", "global_batch_size=8", "dtype=fp32",
+        f"model.path={base}", f"dataset.path={chats}", "max_seq_len=128", "global_batch_size=8", "compute.dtype=fp32",
         "device=cpu", "optimizer={_component_: torch.optim.SGD, lr: 0.5}", "max_steps=4", "epochs=12",
         "checkpointer.every=2", f"adapter.path={tmp_path / 'adapter'}",
     ]  # fmt: skip

@@ -40,7 +40,7 @@ def runs(checkpoint, chats, tmp_path_factory):
     """Runs of three steps each, with all checkpoints."""
     folder = tmp_path_factory.mktemp("runs")
     common = [
-        f"model.path={checkpoint}", f"dataset.path={chats}", "max_seq_len=128", "device=cpu", "dtype=fp32",
+        f"model.path={checkpoint}", f"dataset.path={chats}", "max_seq_len=128", "device=cpu", "compute.dtype=fp32",
         "max_steps=3", "checkpointer.every=1", "checkpointer.keep=9", "optimizer.lr=1e-2", "global_batch_size=4",
     ]  # fmt: skip
     for name, recipe, more in (("full", full_finetune, []), ("lora", lora_finetune, ["adapter.rank=4"])):

@@ -100,13 +100,15 @@ def test_one_curve(checkpoint, common, tmp_path):  # noqa: F811
     assert again.parallel.dp_shard == found["parallel.dp_shard"]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("name", ["try/continue around backward", "loop in a helper", "main() without a guard"])
 def test_a_layout_is_chosen_for_an_edited_copy(name, checkpoint, chats, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(applied(RIGHT[name]))
     given = [f"model.path={checkpoint}", f"dataset.path={chats}", "max_seq_len=64", "global_batch_size=8", "device=cpu"]
-    (done,) = run_verbs(["run", "mine.py", *given, "parallel=auto", "dtype=fp32", "max_steps=1", "output_dir=run"])
+    (done,) = run_verbs(
+        ["run", "mine.py", *given, "parallel=auto", "compute.dtype=fp32", "max_steps=1", "output_dir=run"]
+    )
     assert done.returncode == 0, done.stderr
     assert config.saved(Path("run"))["parallel.auto"] is False
     assert Path("run/model/model.safetensors").exists()

@@ -27,8 +27,13 @@ def job(
 ) -> Job:  # fmt: skip
     recipe, given = ("lora_finetune", ["adapter.rank=4"]) if lora else ("full_finetune", [])
     recipe = "pipeline_finetune" if any("parallel.pp" in each for each in more) else recipe
-    given += ["quantization.weights=nf4"] if nf4 else []
-    sizes = [f"max_seq_len={length}", f"global_batch_size={rows}", f"dtype={dtype}", f"master_dtype={master}"]
+    given += ["model.quantization=nf4"] if nf4 else []
+    sizes = [
+        f"max_seq_len={length}",
+        f"global_batch_size={rows}",
+        f"compute.dtype={dtype}",
+        f"compute.master_dtype={master}",
+    ]
     cfg = config.load(recipe, [f"model.path={path}", "dataset.path=none", *sizes, *given, *more])
     return Job(cfg, DEVICES[device], processes, config.find_recipe(recipe))
 
@@ -261,7 +266,7 @@ def test_products_in_eight_bits_take_half_the_time(checkpoint):
         slow, fast = (
             planned.plan(planned.layout()).seconds
             for kind in ("null", "rowwise")
-            for more in [[f"compile={compiled}", f"quantization.float8={kind}"]]
+            for more in [[f"compute.compile={compiled}", f"model.float8={kind}"]]
             for planned in [again(job(checkpoint, dtype="bf16", more=more), gpu, 1)]
         )
         saved = slow["products"] - fast["products"]
@@ -317,8 +322,8 @@ DENSE = [
     (4, 1, 512, "none", {"cp": 2}, 0.01), (4, 1, 512, "none", {"pp": 2}, 0.05),
     (8, 1, 512, "full", {"pp": 2, "cp": 2, "tp": 2}, 0.05), (4, 1, 64, "full", {"zero_stage": 0}, 0.05),
     (4, 1, 512, "none", {"zero_stage": 1}, 0.02), (4, 1, 512, "none", {"zero_stage": 2}, 0.01),
-    (4, 1, 512, "none", {"quantization.float8": "rowwise"}, 0.01),
-    (4, 1, 512, "none", {"quantization.qat": "int4", "export.dtype": "bf16"}, 0.01),
+    (4, 1, 512, "none", {"model.float8": "rowwise"}, 0.01),
+    (4, 1, 512, "none", {"rounded": "int4"}, 0.01),
 ]  # fmt: skip
 EXPERTS = [(4, 1, 512, "none", {"ep": 2}, 0.05), (4, 1, 512, "full", {"ep": 4}, 0.05)]
 
@@ -328,7 +333,7 @@ def tracked(path, cases) -> None:
     subprocess.run([sys.executable, "-c", TRACKED, str(path), repr(cases)], check=True)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_moments_of_layouts_against_the_tracker_of_torch(checkpoint, tied_checkpoint):
     tracked(checkpoint, DENSE)
     tracked(tied_checkpoint, [(4, 1, 512, "none", {"pp": 2}, 0.05)])

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import transformers
-from helpers import WORDS, save_checkpoint, slow_but
+from helpers import WORDS, save_checkpoint, weekly_but
 from models.test_families import SMALL, VARIANTS
 from validate.edits import RIGHT, applied
 
@@ -79,7 +79,7 @@ def of_family(request, checkpoint, tmp_path):
     return save_checkpoint(tmp_path / "model", config_class, **SMALL | changes | {"vocab_size": 300})
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("name", SAMPLED)
 def test_peak_of_completions(name, checkpoint, tmp_path, monkeypatch):
     more = SAMPLED[name]
@@ -88,7 +88,7 @@ def test_peak_of_completions(name, checkpoint, tmp_path, monkeypatch):
     compare_completions(checkpoint, tmp_path, monkeypatch, more, is_rollout=more[0] == "micro_batch_size=1")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_peak_of_a_policy_and_its_values(checkpoint, tmp_path, monkeypatch):
     more = ["micro_batch_size=8", "prompts_per_step=2", "samples_per_prompt=8"]
     compare_completions(checkpoint, tmp_path, monkeypatch, more, recipe="ppo_finetune")
@@ -103,7 +103,7 @@ def test_peak_beside_a_reward_model(checkpoint, tmp_path, monkeypatch):
     compare_completions(checkpoint, tmp_path, monkeypatch, more)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("of_family", "more"),
     [*((each, TRAINING) for each in FAMILIES), *((each, ROLLOUT) for each in ("gpt_oss", "qwen3_5_text"))],
@@ -138,8 +138,9 @@ def compare_completions(folder, tmp_path, monkeypatch, more, is_rollout=None, re
     monkeypatch.setattr(Tokenizer, "stop_ids", frozenset())
     cfg = config.load(recipe, [
         f"model.path={folder}", f"dataset.path={tmp_path / 'prompts.jsonl'}", f"output_dir={tmp_path / 'run'}",
-        f"max_prompt_len={length}", "sampling.max_new_tokens=40", "max_steps=2", "device=cpu", "dtype=fp32",
-        "reward=plan.test_recording.length_modulo", "checkpointer.async=false", *more,
+        f"max_prompt_len={length}", "sampling.max_new_tokens=40", "max_steps=2", "device=cpu", "compute.dtype=fp32",
+        "reward=plan.test_recording.length_modulo", "checkpointer.async=false",
+        *more,
     ])  # fmt: skip
     job = Job(cfg, EXACT, 1, config.find_recipe(recipe))
     plan, recorder = job.plan(job.layout()), Recorder(EXACT, "fp32", False)
@@ -152,7 +153,7 @@ def compare_completions(folder, tmp_path, monkeypatch, more, is_rollout=None, re
     assert is_rollout is None or (plan.moment == "rollout") == is_rollout
 
 
-@pytest.mark.parametrize("name", slow_but([*CASES][:1], CASES))
+@pytest.mark.parametrize("name", weekly_but([*CASES][:1], CASES))
 def test_peak_of_counted_storages(name, checkpoint, texts, tmp_path):
     recipe, rows, more = CASES[name]
     if any("{other}" in each for each in more):
@@ -160,7 +161,8 @@ def test_peak_of_counted_storages(name, checkpoint, texts, tmp_path):
     cfg = config.load(recipe, [
         f"model.path={checkpoint}", f"dataset.path={texts / rows}.jsonl", f"output_dir={tmp_path / 'run'}",
         f"max_seq_len={LENGTH}", f"micro_batch_size={ROWS}", f"global_batch_size={ROWS}", "max_steps=2", "device=cpu",
-        "dtype=fp32", "dataset.too_long=truncate", f"dataset.cache_dir={tmp_path}", "checkpointer.async=false", *more,
+        "compute.dtype=fp32", "dataset.too_long=truncate", f"dataset.cache_dir={tmp_path}", "checkpointer.async=false",
+        *more,
     ])  # fmt: skip
     job = Job(cfg, EXACT, 1, config.find_recipe(recipe))
     plan, recorder = job.plan(job.layout()), Recorder(EXACT, "fp32", False)
@@ -180,7 +182,7 @@ def planned(checkpoint, tmp_path):
             assert text.count(old) == 1, old
             text = text.replace(old, new)
         (tmp_path / "mine.py").write_text(text)
-        given = [f"model.path={checkpoint}", "dataset.path=none", "dtype=fp32", *more]
+        given = [f"model.path={checkpoint}", "dataset.path=none", "compute.dtype=fp32", *more]
         job = Job(config.load(recipe, given), device, 1, tmp_path / "mine.py")
         return job.plan(job.layout())
 
@@ -208,8 +210,9 @@ def test_an_edited_step_is_what_is_planned(planned):
 def test_a_second_optimizer_is_no_second_update(planned):
     """As with one optimizer for each parameter."""
     one = planned("full_finetune", more=SFT)
-    halves = "groups[:1])\n    other = instantiate(cfg.optimizer, groups[1:])"
-    made = ("instantiate(cfg.optimizer, groups)", f"instantiate(cfg.optimizer, {halves}")
+    groups = "optimizers.parameter_groups(model, cfg.optimizer.lr, **cfg.parameter_groups)"
+    halves = f"{groups}[:1])\n    other = instantiate(cfg.optimizer, {groups}[1:])"
+    made = (f"instantiate(cfg.optimizer, {groups})", f"instantiate(cfg.optimizer, {halves}")
     stepped = ("                optimizer.step()", "                optimizer.step()\n                other.step()")
     two = planned("full_finetune", made, stepped, more=SFT)
     assert two.seconds["products"] == one.seconds["products"]
@@ -226,10 +229,10 @@ PLANNED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", slow_but(["try/continue around backward", "loop in a helper"], PLANNED))
+@pytest.mark.parametrize("name", weekly_but(["try/continue around backward", "loop in a helper"], PLANNED))
 def test_edits_without_an_effect_on_memory_or_time_are_planned(name, planned, checkpoint, tmp_path):
     (tmp_path / "mine.py").write_text(applied(RIGHT[name]))
-    given = [f"model.path={checkpoint}", "dataset.path=none", "dtype=fp32", *SFT]
+    given = [f"model.path={checkpoint}", "dataset.path=none", "compute.dtype=fp32", *SFT]
     job = Job(config.load("full_finetune", given), EXACT, 1, tmp_path / "mine.py")
     edited, plain = job.plan(job.layout()), planned("full_finetune", more=SFT)
     assert edited.peak == plain.peak
@@ -237,11 +240,13 @@ def test_edits_without_an_effect_on_memory_or_time_are_planned(name, planned, ch
 
 
 def test_steps_that_a_plan_cannot_repeat_are_refused(planned):
-    loop = "for step, batch in steps:  # after Ctrl-C, ends once a checkpoint is saved"
+    steps = "run.steps(data, checkpointer, evaluator, seed=cfg.seed)"
+    loop = f"for step, batch in {steps}:"
+    edited = f"steps = {steps}\n        while (item := next(steps, None)) is not None:\n            step, batch = item"
     with pytest.raises(TuneError, match=r"run\.steps"):
         planned(
             "full_finetune",
-            (loop, "while (item := next(steps, None)) is not None:\n            step, batch = item"),
+            (loop, edited),
             more=SFT,
         )
 
@@ -249,12 +254,12 @@ def test_steps_that_a_plan_cannot_repeat_are_refused(planned):
 def test_batches_that_no_loader_makes_are_refused(planned):
     own = """tokens = torch.ones(4, 64, dtype=torch.long)
         batch = datasets.GlobalBatch([], [Batch.of(tokens, tokens)], world.device, 256, 256, 0)
-        steps = run.steps([(1, batch), (2, batch)], start, checkpointer, seed=cfg.seed)"""
+        for step, batch in run.steps([(1, batch), (2, batch)], checkpointer, evaluator, seed=cfg.seed):"""
     with pytest.raises(TuneError, match=r"mine\.py .*DataLoader"):
         planned(
             "full_finetune",
             ("import torch\n", "import torch\nfrom tune.collators import Batch\n"),
-            ("steps = run.steps(data, start, checkpointer, seed=cfg.seed, profiler=cfg.profiler)", own),
+            ("for step, batch in run.steps(data, checkpointer, evaluator, seed=cfg.seed):", own),
             more=SFT,
         )
 

@@ -306,7 +306,7 @@ def test_invalid_inputs_are_refused(
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.skipif(not REAL.exists(), reason="needs the real model: make model")
 def test_sizes_and_perplexities_of_a_real_model(tmp_path: Path) -> None:
     """The figures are in the table of docs/cli.md."""

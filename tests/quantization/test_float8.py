@@ -47,15 +47,15 @@ def test_each_layer_matches_torchao(scaling: str, lora: bool) -> None:
         assert_close(weights.grad, theirs[0].weight.grad, rtol=0, atol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("recipe", ["full_finetune", pytest.param("lora_finetune", marks=pytest.mark.slow)])
 def test_float8_learns_like_full_precision(recipe: str, checkpoint: Path, chats: Path, tmp_path: Path) -> None:
     losses = {}
     for scaling in ("null", "rowwise", "tensorwise"):
         settings = [
             f"model.path={checkpoint}", f"dataset.path={chats}", f"output_dir={tmp_path / scaling}", "max_seq_len=128",
-            "device=cpu", "dtype=fp32", "global_batch_size=4", "max_steps=8", "optimizer.lr=3e-3", "schedule.warmup=0",
-            f"quantization.float8={scaling}",
+            "device=cpu", "compute.dtype=fp32", "global_batch_size=4", "max_steps=8", "optimizer.lr=3e-3",
+            "schedule.warmup=0", f"model.float8={scaling}",
         ]  # fmt: skip
         importlib.import_module(recipe).main(config.load(recipe, settings))
         lines = (tmp_path / scaling / "metrics.jsonl").read_text().splitlines()

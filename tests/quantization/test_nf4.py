@@ -61,7 +61,7 @@ def test_table_is_copied_to_a_device_once(checkpoint):
     assert not [name for name in model.state_dict() if "pairs" in name]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("double", [False, True])
 def test_compiled_dequantization_is_one_kernel(double):
     """The kernel reads codes and scales and writes the weight, without intermediate tensors in memory."""
@@ -137,7 +137,7 @@ def test_quantizing_keeps_the_parameter_count(checkpoint, chats, tmp_path, doubl
             "max_seq_len=128",
             "adapter.rank=4",
         ]
-        settings += ["quantization.weights=nf4", f"output_dir={tmp_path / 'run'}", "device=cpu", "dtype=fp32"]
+        settings += ["model.quantization=nf4", f"output_dir={tmp_path / 'run'}", "device=cpu", "compute.dtype=fp32"]
         main(["run", "lora_finetune", *settings])
         log = (tmp_path / "run" / "log.txt").read_text()
         assert f"model: {base + adapter:,} parameters, {adapter:,} trainable" in log

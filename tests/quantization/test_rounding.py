@@ -1,6 +1,5 @@
 """Quantization-aware training uses the exported weights, bit by bit as compressed-tensors reads them."""
 
-import importlib
 import json
 import shutil
 from pathlib import Path
@@ -8,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from edited_recipes import run_edited, with_edits
 from helpers import save_checkpoint, slow_but
-from recipes.run_variants import main_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.testing import assert_close
 from update_in_backward import in_backward
 
-from tune import config, quantization
+from tune import quantization
 from tune.checkpointers import exported_types, load_model
 from tune.cli import main
 from tune.errors import TuneError
@@ -58,13 +57,13 @@ WAYS = {
     "full_finetune": {
         "int4": [],
         "int8": ["micro_batch_size=4"],  # updates in the backward
-        "fp8": ["dtype=bf16", "export.dtype=bf16"],
+        "fp8": ["compute.dtype=bf16", "edit=bf16"],
     },
     "lora_finetune": {
         "int4": ["adapter.target_modules=[q_proj,down_proj]"],
         "mxfp4": ["adapter.target_modules=[q_proj,down_proj]"],
         "int8": ["adapter.dora=true"],
-        "fp8": ["dtype=bf16"],
+        "fp8": ["compute.dtype=bf16"],
     },
 }
 
@@ -89,15 +88,14 @@ def test_exported_weights_equal_those_seen_in_training(
     monkeypatch.setattr(
         quantization, "round_linears", lambda model, *others: models.append(model) or round_linears(model, *others)
     )
-    base = in_bf16 if "dtype=bf16" in WAYS[recipe][kind] else checkpoint
+    base = in_bf16 if "compute.dtype=bf16" in WAYS[recipe][kind] else checkpoint
     settings = [
-        f"model.path={base}", f"dataset.path={chats}", f"validation_dataset.path={chats}", f"quantization.qat={kind}",
-        f"output_dir={tmp_path / 'run'}", "max_seq_len=128", "device=cpu", "dtype=fp32", "global_batch_size=4",
+        f"model.path={base}", f"dataset.path={chats}", f"dataset.validation={chats}", f"edit={kind}",
+        f"output_dir={tmp_path / 'run'}", "max_seq_len=128", "device=cpu", "compute.dtype=fp32", "global_batch_size=4",
         "max_steps=2", "optimizer.lr=1e-2", "schedule.warmup=0", *WAYS[recipe][kind],
     ]  # fmt: skip
     script = in_backward(recipe, tmp_path) if (recipe, kind) == ("full_finetune", "int8") else recipe
-    train, default = main_of(script)
-    train(config.load(default, settings))  # the run ends with a validation
+    run_edited(script, settings)  # the run ends with a validation
     main(["quantize", str(tmp_path / "run"), "--to", kind, "--out", str(tmp_path / "out")])
     shipped, before = decompressed(tmp_path / "out"), load_file(base / "model.safetensors")
     names = Names.of(models[0])
@@ -113,10 +111,11 @@ def test_product_and_gradient() -> None:
     weight = torch.randn(48, 128, requires_grad=True)
     layer = torch.nn.Linear(128, 48)
     layer.weight = torch.nn.Parameter(weight.detach())
-    model = torch.nn.Sequential(torch.nn.Sequential(layer))
-    quantization.round_linears(model, "int4", {"0.0.weight": torch.float32}, "fp32")
+    model: Any = torch.nn.Module()
+    model.blocks = torch.nn.ModuleList([layer])
+    quantization.round_linears(model, "int4", {"blocks.0.weight": torch.float32}, "fp32")
     input = torch.randn(5, 128, requires_grad=True)
-    output = model(input)
+    output = layer(input)
     rounded = dequantize(*quantize(weight.detach(), "int4", 128))
     assert_close(output, input @ rounded.T + layer.bias)
     output.square().sum().backward()
@@ -133,22 +132,26 @@ def test_compiled_rounding_gives_the_same_bits() -> None:
     assert torch.equal(compiled(weight), rounding(weight * 2) + 1)
 
 
-ROWS = ["quantization.float8=rowwise"]
+ROWS = ["model.float8=rowwise"]
 WRONG = {
-    "unknown kind": ("full_finetune", ["quantization.qat=int3"], "quantization.qat: 'int3' is not one of"),
-    "nf4": ("lora_finetune", ["quantization.qat=int4", "quantization.weights=nf4"], "quantization.weights=null"),
-    "dropout": ("lora_finetune", ["quantization.qat=int4", "adapter.dropout=0.1"], "adapter.dropout: quantization.qat"),
-    "tensor parallel": ("full_finetune", ["quantization.qat=int8", "parallel.tp=2"], "parallel.tp: with quant"),
-    "transformers": ("full_finetune", ["quantization.qat=int8", "model._component_=tune.models.hf"], "model: quant"),
-    "cast twice": (
-        "lora_finetune", ["quantization.qat=int8", "adapter.modules_to_save=[norm]", "dtype=bf16"], "Set dtype and",
+    "unknown kind": ("full_finetune", ["edit=int3"], "kind: 'int3' is not one of"),
+    "nf4": ("lora_finetune", ["edit=int4", "model.quantization=nf4"], "model.quantization=null"),
+    "dropout": ("lora_finetune", ["edit=int4", "adapter.dropout=0.1"], "adapter.dropout: blocks.0"),
+    "transformers": (
+        "full_finetune", ["edit=int8", "model._component_=tune.models.hf"],
+        "model: only models of tune.models.build",
     ),
-    "fp32 in bf16": ("full_finetune", ["quantization.qat=int8", "dtype=bf16"], "exported as float32"),
-    "odd rows": ("full_finetune", ["quantization.qat=int4", "model.path=ODD"], "do not divide into groups of"),
-    "experts": ("full_finetune", ["quantization.qat=int4", "model.path=EXPERTS"], "only dense models can be quantized"),
-    "float8": ("full_finetune", ["quantization.float8=mx"], "quantization.float8: 'mx' is not one of"),
-    "float8, rounded": ("full_finetune", [*ROWS, "quantization.qat=int8"], "quantization.qat: it cannot be"),
-    "float8, nf4": ("lora_finetune", [*ROWS, "quantization.weights=nf4"], "quantization.weights: it cannot be"),
+    "cast twice": (
+        "lora_finetune",
+        ["edit=int8", "adapter.modules_to_save=[input_layernorm]", "compute.dtype=bf16", "model.path=BF16"],
+        "adapter.modules_to_save: FSDP",
+    ),
+    "fp32 in bf16": ("full_finetune", ["edit=int8", "compute.dtype=bf16"], "exported as float32"),
+    "odd rows": ("full_finetune", ["edit=int4", "model.path=ODD"], "do not divide into groups of"),
+    "experts": ("full_finetune", ["edit=int4", "model.path=EXPERTS"], "only dense models can be quantized"),
+    "float8": ("full_finetune", ["model.float8=mx"], "model.float8: 'mx' is not one of"),
+    "float8, rounded": ("full_finetune", [*ROWS, "edit=int8"], "Set model.float8=null"),
+    "float8, nf4": ("lora_finetune", [*ROWS, "model.quantization=nf4"], "model.quantization: it cannot be"),
     "float8, tensor parallel": ("full_finetune", [*ROWS, "parallel.tp=2"], "parallel.tp: it cannot be"),
     "float8, odd rows": ("full_finetune", [*ROWS, "model.path=ODD"], "must be multiples of 16"),
     "float8, experts": ("full_finetune", [*ROWS, "model.path=EXPERTS"], "models with experts"),
@@ -157,17 +160,21 @@ WRONG = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong", slow_but([*WRONG][::5], WRONG))
-def test_invalid_inputs_are_refused(wrong: str, checkpoint: Path, chats: Path, tmp_path: Path, told: Any) -> None:
+def test_invalid_inputs_are_refused(
+    wrong: str, checkpoint: Path, in_bf16: Path, chats: Path, tmp_path: Path, told: Any
+) -> None:
     recipe, settings, message = WRONG[wrong]
+    settings = [setting.replace("BF16", str(in_bf16)) for setting in settings]
     places = {"ODD": {"intermediate_size": 100}, "EXPERTS": {"config_class": "MixtralConfig", "num_local_experts": 4}}
     for name, changes in places.items():
         if f"model.path={name}" in settings:
             folder = save_checkpoint(tmp_path / name, **changes)
             settings = [setting.replace(name, str(folder)) for setting in settings]
     common = [f"model.path={checkpoint}", f"dataset.path={chats}", f"output_dir={tmp_path / 'run'}", "device=cpu"]
-    assert message in told(recipe, [*common, "dtype=fp32", *settings])
+    settings = [*common, "compute.dtype=fp32", *settings]
+    assert message in told(*with_edits(recipe, settings))
     with pytest.raises(TuneError, match=message):
-        importlib.import_module(recipe).main(config.load(recipe, [*common, "dtype=fp32", *settings]))
+        run_edited(recipe, settings)
 
 
 def test_exported_types_match_the_files(checkpoint: Path, in_bf16: Path) -> None:
@@ -175,3 +182,11 @@ def test_exported_types_match_the_files(checkpoint: Path, in_bf16: Path) -> None
     assert set(exported_types(model, str(in_bf16)).values()) == {torch.bfloat16}
     assert set(exported_types(model, str(checkpoint)).values()) == {torch.float32}
     assert set(exported_types(model, str(checkpoint), "bf16").values()) == {torch.bfloat16}
+
+
+@pytest.mark.slow
+def test_rows_cut_by_tensor_parallelism_are_refused(checkpoint: Path, chats: Path, told_to: Any) -> None:
+    settings = [f"model.path={checkpoint}", f"dataset.path={chats}", "device=cpu", "compute.dtype=fp32", "edit=int8"]
+    recipe, settings = with_edits("full_finetune", [*settings, "parallel.tp=2"])
+    (told,) = told_to(2, [recipe, *settings])
+    assert "parallel.tp: it cuts rows" in told

@@ -40,7 +40,8 @@ class Inputs:
     def settings(self, *overrides: str) -> list[str]:
         return [
             f"model.path={self.model}", f"dataset.path={self.rows}", f"output_dir={self.run}", "max_seq_len=128",
-            "device=cpu", "dtype=fp32", "global_batch_size=4", "max_steps=2", "checkpointer.every=1", *overrides,
+            "device=cpu", "compute.dtype=fp32", "global_batch_size=4", "max_steps=2", "checkpointer.every=1",
+            *overrides,
         ]  # fmt: skip
 
     def change_json(self, name: str, **changes) -> None:

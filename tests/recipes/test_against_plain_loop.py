@@ -3,7 +3,6 @@
 It covers learned tokens, losses, clipping, AdamW, learning rates, dropout and validation. The row order is ours.
 """
 
-import importlib
 import json
 import math
 import zlib
@@ -12,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from edited_recipes import run_edited
 from helpers import CHATML, save_checkpoint
 
-from tune import config
 from tune.datasets import DataLoader, load
 from tune.tokenizers import Tokenizer
 
@@ -40,20 +39,20 @@ def held_out(chats, tmp_path_factory):
 @pytest.fixture
 def settings(chats, held_out):
     return [
-        f"dataset.path={chats}", f"validation_dataset.path={held_out}", "max_seq_len=128", "device=cpu", "dtype=fp32",
-        f"seed={SEED}", f"max_steps={STEPS}", f"global_batch_size={ROWS}", "micro_batch_size=2", "validate_every=2",
-        f"optimizer.lr={LR}", f"optimizer.weight_decay={DECAY}", f"max_grad_norm={CLIP}", "optimizer.eps=1e-6",
-        f"schedule.warmup={WARMUP / STEPS}", f"schedule.min_ratio={MIN_RATIO}", "checkpointer.every=null",
+        f"dataset.path={chats}", f"dataset.validation={held_out}", "max_seq_len=128", "device=cpu",
+        "compute.dtype=fp32", f"seed={SEED}", f"max_steps={STEPS}", f"global_batch_size={ROWS}", "micro_batch_size=2",
+        "evaluate.every=2", f"optimizer.lr={LR}", f"optimizer.weight_decay={DECAY}", f"max_grad_norm={CLIP}",
+        "optimizer.eps=1e-6", f"schedule.warmup={WARMUP / STEPS}", f"schedule.min_ratio={MIN_RATIO}",
+        "checkpointer.every=null",
     ]  # fmt: skip
 
 
 def run(recipe, folder, *overrides):
-    main = importlib.import_module(recipe).main
-    main(config.load(recipe, [*overrides, f"output_dir={folder}"]))
+    run_edited(recipe, [*overrides, f"output_dir={folder}"])
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(("recipe", "random"), [("full_finetune", ["from_scratch=true"]), ("lora_finetune", [])])
+@pytest.mark.parametrize(("recipe", "random"), [("full_finetune", ["edit=random"]), ("lora_finetune", [])])
 def test_seed_determines_initial_weights(recipe, random, checkpoint, held_out, settings, tmp_path):
     """Each step has all rows, so their order does not matter."""
     settings = [*settings, *random, f"dataset.path={held_out}", "global_batch_size=5", "micro_batch_size=5"]

@@ -70,8 +70,9 @@ def settings(base, tmp_path):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return [
         f"model.path={base[1]}", f"dataset.path={file}", f"tokenizer.chat_template={TEMPLATES[base[0]]}",
-        "max_seq_len=64", "dtype=fp32", "device=cpu", "global_batch_size=11", "micro_batch_size=11", "epochs=20",
-        "optimizer.lr=1e-2", "schedule.warmup=0", "checkpointer.every=null", f"output_dir={tmp_path / 'run'}",
+        "max_seq_len=64", "compute.dtype=fp32", "device=cpu", "global_batch_size=11", "micro_batch_size=11",
+        "epochs=20", "optimizer.lr=1e-2", "schedule.warmup=0", "checkpointer.every=null",
+        f"output_dir={tmp_path / 'run'}",
     ]  # fmt: skip
 
 
@@ -130,7 +131,7 @@ def test_custom_eos_token_is_exported(settings, tmp_path, base):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantized", [[], ["quantization.weights=nf4"]], ids=["", "nf4"])
+@pytest.mark.parametrize("quantized", [[], ["model.quantization=nf4"]], ids=["", "nf4"])
 def test_never_trained_rows_are_named(base, settings, tmp_path, quantized):
     """They are zero (Llama 3) or alike (tied weights). Rows that this run trains are not named."""
     from safetensors.torch import load_file, save_file
@@ -183,7 +184,7 @@ def test_real_model(tmp_path):
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = [
         f"model.path={folder}", f"dataset.path={tmp_path / 'chats.jsonl'}", "tokenizer.chat_template=chatml",
-        "max_seq_len=64", "dtype=fp32", "device=cpu", "global_batch_size=7", "micro_batch_size=7", "epochs=6",
+        "max_seq_len=64", "compute.dtype=fp32", "device=cpu", "global_batch_size=7", "micro_batch_size=7", "epochs=6",
         "optimizer.lr=1e-3", "checkpointer.every=null", "export.merge=true", f"output_dir={tmp_path / 'run'}",
     ]  # fmt: skip
     lora_finetune.main(config.load("lora_finetune", settings))

@@ -20,7 +20,7 @@ from recipes.test_grpo import requests  # noqa: F401
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tune import evaluation, records
+from tune import records
 from tune.checkpointers import load_model
 from tune.checkpointers.best import HIGHER, LOWER, Best, more_is_better
 from tune.errors import TuneError
@@ -40,8 +40,8 @@ def recipe(request):
 def run(checkpoint, chats, tmp_path, run_recipe, recipe):
     def run(*settings: str, folder: str = "run") -> Path:
         common = [
-            f"model.path={checkpoint}", f"dataset.path={chats}", f"validation_dataset.path={chats}", "device=cpu",
-            "dtype=fp32", "max_seq_len=128", "global_batch_size=8", "micro_batch_size=4", "validate_every=1",
+            f"model.path={checkpoint}", f"dataset.path={chats}", f"dataset.validation={chats}", "device=cpu",
+            "compute.dtype=fp32", "max_seq_len=128", "global_batch_size=8", "micro_batch_size=4", "evaluate.every=1",
             "checkpointer.keep_best=validation_loss", "schedule._component_=tune.optimizers.constant",
             "schedule.warmup=0", f"output_dir={tmp_path / folder}", *settings,
         ]  # fmt: skip
@@ -100,9 +100,9 @@ def test_best_checkpoint_is_kept_and_exported(run, recipe, checkpoint):
     assert any(not torch.equal(tensor, exported(plain)[name]) for name, tensor in exported(folder).items())
 
 
-SAMPLED = ["dataset.path={requests}", "validation_dataset.path={requests}", "max_prompt_len=64", "optimizer.lr=3e-2"]
+SAMPLED = ["dataset.path={requests}", "dataset.validation={requests}", "max_prompt_len=64", "optimizer.lr=3e-2"]
 SAMPLED += ["reward=recipes.test_grpo.share_of_a", "sampling.max_new_tokens=6", "prompts_per_step=4", "epochs=2"]
-PAIRS = ["dataset.path={pairs}", "validation_dataset.path={pairs}", "max_seq_len=256", "epochs=3"]
+PAIRS = ["dataset.path={pairs}", "dataset.validation={pairs}", "max_seq_len=256", "epochs=3"]
 METHODS = {
     preference_finetune: ("validation_loss", [*PAIRS, "optimizer.lr=0.3", "loss._component_=tune.losses.ORPO"]),
     reward_finetune: ("validation_loss", [*PAIRS, "optimizer.lr=0.3"]),
@@ -110,7 +110,7 @@ METHODS = {
         "validation_loss",
         [
             "dataset.path={chats}",
-            "validation_dataset.path={chats}",
+            "dataset.validation={chats}",
             "max_seq_len=128",
             "teacher.path={tied}",
             "max_steps=2",
@@ -128,9 +128,9 @@ def test_best_of_every_method(recipe, checkpoint, tied_checkpoint, pairs, chats,
     data = {"pairs": pairs, "chats": chats, "requests": requests, "tied": tied_checkpoint}
     folder = tmp_path / "run"
     common = [
-        f"model.path={checkpoint}", "device=cpu", "dtype=fp32", "optimizer.lr=0.03", "schedule.warmup=0", "max_steps=4",
-        "validate_every=1", f"checkpointer.keep_best={metric}", "checkpointer.every=1", "checkpointer.keep=null",
-        *(["global_batch_size=8"] if "reward=" not in str(settings) else []),
+        f"model.path={checkpoint}", "device=cpu", "compute.dtype=fp32", "optimizer.lr=0.03", "schedule.warmup=0",
+        "max_steps=4", "evaluate.every=1", f"checkpointer.keep_best={metric}", "checkpointer.every=1",
+        "checkpointer.keep=null", *(["global_batch_size=8"] if "reward=" not in str(settings) else []),
         *(setting.format(**data) for setting in settings), f"output_dir={folder}",
     ]  # fmt: skip
     assert run_recipe(common, recipe) == 0
@@ -184,8 +184,8 @@ def test_best_is_resumed_bitwise(run, recipe):
 @pytest.mark.slow
 def test_failed_final_validation_loses_no_step(checkpoint, chats, tmp_path, run_recipe, recipe, monkeypatch):
     settings = [
-        f"model.path={checkpoint}", f"dataset.path={chats}", f"validation_dataset.path={chats}", "device=cpu",
-        "dtype=fp32", "max_seq_len=128", "global_batch_size=8", "max_steps=2", "checkpointer.every=null",
+        f"model.path={checkpoint}", f"dataset.path={chats}", f"dataset.validation={chats}", "device=cpu",
+        "compute.dtype=fp32", "max_seq_len=128", "global_batch_size=8", "max_steps=2", "checkpointer.every=null",
         "checkpointer.keep_best=validation_loss", f"output_dir={tmp_path / 'run'}",
     ]  # fmt: skip
 
@@ -193,7 +193,7 @@ def test_failed_final_validation_loses_no_step(checkpoint, chats, tmp_path, run_
         raise TuneError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(evaluation, "evaluate", fails)
+        patch.setattr("tune.evaluation.evaluator.evaluate", fails)
         assert run_recipe(settings, recipe) == 2
         shutil.copytree(tmp_path / "run", tmp_path / "failed")
         assert steps(tmp_path / "failed") == [2]
@@ -226,11 +226,11 @@ def test_answers_to_fixed_prompts(run, recipe, checkpoint, tmp_path):
 def test_two_processes(checkpoint, chats, tmp_path):
     (tmp_path / "prompts.txt").write_text("the cat\na very big dog and\nit was\n")
     common = [
-        f"model.path={checkpoint}", f"dataset.path={chats}", f"validation_dataset.path={chats}", "device=cpu",
-        "dtype=fp32", "max_seq_len=128", "global_batch_size=8", "micro_batch_size=2", "max_steps=6", "validate_every=1",
-        "checkpointer.keep_best=validation_loss", "checkpointer.patience=1", "checkpointer.keep=1", "optimizer.lr=0.05",
-        f"evaluate.prompts={tmp_path}/prompts.txt", "evaluate.max_new_tokens=5", "schedule.warmup=0",
-        "schedule._component_=tune.optimizers.constant",
+        f"model.path={checkpoint}", f"dataset.path={chats}", f"dataset.validation={chats}", "device=cpu",
+        "compute.dtype=fp32", "max_seq_len=128", "global_batch_size=8", "micro_batch_size=2", "max_steps=6",
+        "evaluate.every=1", "checkpointer.keep_best=validation_loss", "checkpointer.patience=1", "checkpointer.keep=1",
+        "optimizer.lr=0.05", f"evaluate.prompts={tmp_path}/prompts.txt", "evaluate.max_new_tokens=5",
+        "schedule.warmup=0", "schedule._component_=tune.optimizers.constant",
     ]  # fmt: skip
     script = Path(full_finetune.__file__)
     for count in (1, 2):
@@ -251,7 +251,6 @@ WRONG = {
         "checkpointer.keep_best: the run has no validation data",
     ),
     "no patience": (["checkpointer.patience=0", "checkpointer.keep_best=a/b"], "checkpointer.patience: 0 is not"),
-    "no prompts": (["evaluate.every=2"], "evaluate.every: the run has nothing to evaluate"),
     "no file": (["evaluate.prompts=none.txt"], "evaluate.prompts: none.txt: there is no such file"),
     "no tokens": (["evaluate.max_new_tokens=0"], "evaluate.max_new_tokens: 0 is not a positive integer"),
 }
@@ -318,8 +317,8 @@ def test_values_of_the_other_direction_are_not_continued():
 
 
 OWN_METRIC = """
-        return evaluation.evaluate(model, batches, loss_fn, world) | {"validation_wer": next(errors)}
     errors = iter([0.5, 0.2, 0.4, 0.3])
+    evaluator.add(lambda: {"validation_wer": next(errors)})
 """
 
 
@@ -329,13 +328,13 @@ def test_run_keeps_the_lowest_value_of_a_metric_of_its_own(
 ):
     monkeypatch.chdir(tmp_path)
     script = Path(full_finetune.__file__).read_text()
-    measured = "\n        return evaluation.evaluate(model, batches, loss_fn, world)\n"
-    assert measured in script
-    (tmp_path / "mine.py").write_text(script.replace(measured, OWN_METRIC).replace('("full_finetune"', '("mine"'))
+    made = "    evaluator = instantiate(cfg.evaluate, run, model, tokenizer, data, loss_fn)\n"
+    assert made in script
+    (tmp_path / "mine.py").write_text(script.replace(made, made + OWN_METRIC).replace('("full_finetune"', '("mine"'))
     shutil.copy(Path(full_finetune.__file__).parents[1] / "configs" / "full_finetune.yaml", tmp_path / "mine.yaml")
     settings = [
-        f"model.path={checkpoint}", f"dataset.path={chats}", f"validation_dataset.path={chats}", "device=cpu",
-        "dtype=fp32", "max_seq_len=128", "global_batch_size=8", "max_steps=4", "validate_every=1",
+        f"model.path={checkpoint}", f"dataset.path={chats}", f"dataset.validation={chats}", "device=cpu",
+        "compute.dtype=fp32", "max_seq_len=128", "global_batch_size=8", "max_steps=4", "evaluate.every=1",
         "checkpointer.keep_best=validation_wer", f"output_dir={tmp_path / 'run'}",
     ]  # fmt: skip
     assert "checkpointer.higher_is_better" in told("mine.py", settings)

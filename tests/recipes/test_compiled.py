@@ -30,14 +30,21 @@ def test_compiled_run_follows_the_curve(name, run_recipe, checkpoint, pairs, req
     """Sampling is not compiled, as every length would need its own compilation."""
     recipe, settings = RECIPES[name]
     data = pairs if recipe is reward_finetune else requests
-    common = [f"model.path={checkpoint}", f"dataset.path={data}", *settings, "max_steps=2", "device=cpu", "dtype=fp32"]
+    common = [
+        f"model.path={checkpoint}",
+        f"dataset.path={data}",
+        *settings,
+        "max_steps=2",
+        "device=cpu",
+        "compute.dtype=fp32",
+    ]
     counter, compile = CompileCounterWithBackend("aot_eager"), torch.compile
     monkeypatch.setattr(torch, "compile", lambda *args, **options: compile(*args, **options, backend=counter))
     torch.compiler.reset()
     plain, compiled = tmp_path / "plain", tmp_path / "compiled"
     assert run_recipe([*common, f"output_dir={plain}"], recipe) == 0
     assert counter.frame_count == 0
-    assert run_recipe([*common, "compile=true", f"output_dir={compiled}"], recipe) == 0
+    assert run_recipe([*common, "compute.compile=true", f"output_dir={compiled}"], recipe) == 0
     assert counter.frame_count == 1 if name == "grpo" else counter.frame_count > 0  # padded to one shape
     expected, steps = ([json.loads(line) for line in (run / "metrics.jsonl").open()] for run in (plain, compiled))
     for one, other in zip(steps, expected, strict=True):

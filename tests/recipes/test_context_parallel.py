@@ -24,7 +24,7 @@ LAYOUTS = {
 def test_two_processes_share_each_row(wide, chats, common, tmp_path):  # noqa: F811
     variants = {
         "packed": [f"model.path={wide}", "loss.accuracy=true", f"evaluate.general={chats}"],
-        "plain": [f"model.path={wide}", "packed=false", "memory.activation_checkpointing=full"],
+        "plain": [f"model.path={wide}", "packed=false", "compute.activation_checkpointing=full"],
         "odd lengths": [f"model.path={wide}", "max_seq_len=93"],
     }
     assert_one_curve("full_finetune", common, variants, {"cp": ["parallel.cp=2", "micro_batch_size=2"]}, 2, tmp_path)
@@ -42,7 +42,7 @@ def test_all_parameters(checkpoint, common, tmp_path):  # noqa: F811
     }
     variants = {
         "packed": [],
-        "recomputed": ["memory.activation_checkpointing=selective"],
+        "recomputed": ["compute.activation_checkpointing=selective"],
     }
     for name in names.keys() - variants:
         kind, changes = VARIANTS[name]

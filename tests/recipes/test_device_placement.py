@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from edited_recipes import run_edited
 from evaluation.task_files import write_tasks
 from flash_on_cpu import flash_path
 from helpers import save_checkpoint, weekly_but
 from models.test_attention import SCORINGS, make
 from models.test_families import VARIANTS
-from recipes.run_variants import main_of
 from update_in_backward import in_backward
 
 from tune import checkpointers, config, distributed
+from tune.distributed.world import LATEST
 from tune.models.attention import attend_cached, attend_masked
 from tune.run import Run
 
@@ -26,12 +27,12 @@ FAMILIES = {name.partition("-")[0]: variant for name, variant in reversed(VARIAN
 META = torch.device("meta")
 SETTINGS = {
     "full_finetune": {
-        "bf16": ["dtype=bf16", "master_dtype=bf16"],
-        "recomputed": ["memory.activation_checkpointing=selective"],
+        "bf16": ["compute.dtype=bf16", "compute.master_dtype=bf16"],
+        "recomputed": ["compute.activation_checkpointing=selective"],
         "packed": ["packed=true"],
-        "random": ["from_scratch=true"],
-        "rounded": ["quantization.qat=int4"],
-        "float8": ["quantization.float8=tensorwise"],
+        "random": ["edit=random"],
+        "rounded": ["edit=int4"],
+        "float8": ["model.float8=tensorwise"],
         "transformers": ["model._component_=tune.models.hf"],
         "SGD": ["optimizer._component_=torch.optim.SGD"],
         "Adafactor": ["optimizer._component_=tune.optimizers.Adafactor"],
@@ -45,22 +46,22 @@ SETTINGS = {
     },
     "lora_finetune": {
         "dropout": ["adapter.dropout=0.1"],
-        "dropout, recomputed": ["adapter.dropout=0.1", "memory.activation_checkpointing=full"],
+        "dropout, recomputed": ["adapter.dropout=0.1", "compute.activation_checkpointing=full"],
         "DoRA": ["adapter.dora=true", "adapter.dropout=0.1"],
         "PiSSA": ["adapter.init=pissa"],
         "tokens": ["adapter.trainable_tokens=[2,30,7]"],
         "head and embedding": ["adapter.target_modules=[lm_head,embed_tokens]", "adapter.dropout=0.1"],
         "trained whole": ["adapter.modules_to_save=[norm,embed_tokens,lm_head]"],
-        "NF4": ["quantization.weights=nf4", "adapter.dropout=0.1"],
-        "NF4, one scale": ["quantization.weights=nf4", "quantization.double=false"],
+        "NF4": ["model.quantization=nf4", "adapter.dropout=0.1"],
+        "NF4, one scale": ["model.quantization=nf4", "model.double_quantization=false"],
         "transformers": ["model._component_=tune.models.hf", "adapter.dropout=0.1"],
-        "float8, DoRA": ["quantization.float8=rowwise", "adapter.dora=true"],
-        "rounded, DoRA": ["quantization.qat=fp8", "adapter.dora=true"],
-        "NF4, DoRA": ["quantization.weights=nf4", "adapter.dora=true", "adapter.dropout=0.1"],
+        "float8, DoRA": ["model.float8=rowwise", "adapter.dora=true"],
+        "rounded, DoRA": ["edit=fp8", "adapter.dora=true"],
+        "NF4, DoRA": ["model.quantization=nf4", "adapter.dora=true", "adapter.dropout=0.1"],
     },
     "pipeline_finetune": {
         "one stage": [],
-        "one stage, an adapter": ["adapter={_component_: tune.peft.adapter, dropout: 0.1}", "quantization.weights=nf4"],
+        "one stage, an adapter": ["adapter={_component_: tune.peft.adapter, dropout: 0.1}", "model.quantization=nf4"],
     },
     "distill": {
         "forward KL": ["teacher.path=${model.path}"],
@@ -91,9 +92,9 @@ SETTINGS = {
     },
     "reward_finetune": {
         "all parameters": [],
-        "bf16, packed": ["dtype=bf16", "master_dtype=bf16", "packed=true"],
+        "bf16, packed": ["compute.dtype=bf16", "compute.master_dtype=bf16", "packed=true"],
         "Muon": ["optimizer._component_=tune.optimizers.Muon"],
-        "an adapter": ["adapter={_component_: tune.peft.adapter, dropout: 0.1}", "quantization.weights=nf4"],
+        "an adapter": ["adapter={_component_: tune.peft.adapter, dropout: 0.1}", "model.quantization=nf4"],
     },
 }
 
@@ -110,7 +111,12 @@ def step(chats, tmp_path, monkeypatch):
     def stepped(*arguments, **keywords):
         raise SteppedError
 
-    monkeypatch.setattr(distributed, "init", lambda *_, **__: replace(init("cpu"), device=META))
+    def on_meta(*_, **__):
+        world = replace(init("cpu"), device=META)
+        monkeypatch.setitem(LATEST, torch.distributed.group.WORLD, world)  # as `current_world` returns it
+        return world
+
+    monkeypatch.setattr(distributed, "init", on_meta)
     monkeypatch.setattr(Run, "log", stepped)
     monkeypatch.setattr(distributed.World, "finish", stepped)  # for recipes without steps
     monkeypatch.setattr(checkpointers.Checkpointer, "save", lambda *_, **__: None)  # meta tensors have no values
@@ -128,27 +134,26 @@ def step(chats, tmp_path, monkeypatch):
     pairs.write_text("".join(json.dumps({**pair, "instruction": f"Hi {number}?"}) + "\n" for number in range(4)))
 
     def run(recipe, folder, *settings):
-        main, default = main_of(recipe)
         places = {"TASKS": write_tasks(tmp_path), "ROWS": rows} if recipe in ("evaluate", "full_finetune") else {}
         for name, place in places.items():
             settings = [setting.replace(f"={name}", f"={place}") for setting in settings]
         if recipe == "evaluate":
             with pytest.raises(SteppedError):
-                main(config.load(default, [f"model.path={folder}", *settings]))
+                run_edited(recipe, [f"model.path={folder}", *settings])
             return
         data = pairs if recipe in ("preference_finetune", "reward_finetune") else rows
         batches = ["max_seq_len=128", "global_batch_size=4"]
         if recipe in ("grpo", "ppo_finetune"):
             batches = ["reward=recipes.test_grpo.different", "sampling.max_new_tokens=3", "prompts_per_step=2"]
         overrides = [
-            f"model.path={folder}", f"dataset.path={data}", f"validation_dataset.path={data}", *batches,
-            "micro_batch_size=4", "dtype=fp32", "validate_every=1", *settings,
+            f"model.path={folder}", f"dataset.path={data}", f"dataset.validation={data}", *batches,
+            "micro_batch_size=4", "compute.dtype=fp32", "evaluate.every=1", *settings,
             f"output_dir={tmp_path / 'run' / Path(recipe).stem}",
         ]  # fmt: skip
         if not any("tune.optimizers" in setting for setting in settings):
             overrides.append("optimizer.fused=false")
         with pytest.raises(SteppedError):
-            main(config.load(default, overrides))
+            run_edited(recipe, overrides)
 
     return run
 

@@ -34,7 +34,7 @@ def teacher(tmp_path_factory):
 def common(checkpoint, teacher, chats):
     return [
         f"model.path={checkpoint}", f"teacher.path={teacher}", f"dataset.path={chats}", "max_seq_len=128", "device=cpu",
-        "dtype=fp32", "teacher.dtype=fp32", "global_batch_size=8", "micro_batch_size=4", "optimizer.lr=1e-3",
+        "compute.dtype=fp32", "teacher.dtype=fp32", "global_batch_size=8", "micro_batch_size=4", "optimizer.lr=1e-3",
         "epochs=10", "checkpointer.every=null",
     ]  # fmt: skip
 
@@ -120,9 +120,9 @@ WAYS = {
     "micro-batches of 1": ["micro_batch_size=1"],
     "micro-batches of 2": ["micro_batch_size=2"],
     "packed": ["packed=true"],
-    "chunks": ["memory.loss_chunk_tokens=5"],
-    "recomputed": ["memory.activation_checkpointing=full"],
-    "on the host": ["memory.cpu_offload=true"],
+    "chunks": ["loss.chunk_tokens=5"],
+    "recomputed": ["compute.activation_checkpointing=full"],
+    "on the host": ["compute.cpu_offload=true"],
     "reduced once": ["parallel.reduce_every_micro_batch=false", "micro_batch_size=2"],
 }
 METHODS = {
@@ -131,7 +131,7 @@ METHODS = {
     "Jensen-Shannon": ["loss._component_=tune.losses.JensenShannon"],
     "mixed": ["loss.cross_entropy=0.5", "loss.temperature=3"],
     "adapter": ["adapter.rank=4"],
-    "adapter on NF4": ["adapter.rank=4", "quantization.weights=nf4"],
+    "adapter on NF4": ["adapter.rank=4", "model.quantization=nf4"],
     "NF4 teacher": ["teacher.quantization=nf4"],
     "top 20": ["teacher.top_k=20", "loss.temperature=2"],
 }
@@ -197,7 +197,7 @@ def test_adapter_resume_is_bitwise_exact(common, tmp_path):
 
 
 def test_student_as_its_own_teacher_has_zero_loss(common, checkpoint, chats, tmp_path):
-    settings = [*common, f"teacher.path={checkpoint}", f"validation_dataset.path={chats}", "max_steps=1"]
+    settings = [*common, f"teacher.path={checkpoint}", f"dataset.validation={chats}", "max_steps=1"]
     (loss,) = run(tmp_path, settings)
     (metrics,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert loss == pytest.approx(0, abs=1e-6) and 0 < metrics["validation_loss"] < 1e-2
@@ -263,7 +263,7 @@ def test_teacher_with_another_tokenizer_is_refused(common, teacher, tmp_path):
             ["loss._component_=tune.losses.Divergence"],
             "loss._component_: tune.losses.Divergence is an abstract class. Use one of ForwardKL, Jensen",
         ),
-        (["quantization.weights=nf4"], "quantization.weights"),
+        (["model.quantization=nf4"], "model.quantization"),
     ],
 )
 def test_wrong_settings(settings, message, by, common, told, tmp_path, monkeypatch):
@@ -335,7 +335,7 @@ def test_on_policy_resume_is_bitwise_exact(common, tmp_path):
 
 @pytest.mark.slow
 def test_storing_the_whole_distribution_changes_nothing(common, reference_curves, chats, tmp_path):
-    validated = [f"validation_dataset.path={chats}", f"dataset.cache_dir={tmp_path / 'kept'}"]
+    validated = [f"dataset.validation={chats}", f"dataset.cache_dir={tmp_path / 'kept'}"]
     settings = [*common, *validated, "teacher.top_k=300", f"max_steps={curve_steps()}"]
     assert run(tmp_path / "stored", settings) == pytest.approx(reference_curves["forward"], rel=1e-5)
     last = json.loads((tmp_path / "stored" / "metrics.jsonl").read_text().splitlines()[-1])
@@ -366,7 +366,7 @@ def test_teacher_is_freed_once_its_predictions_are_stored(common, frozen_in_step
 @pytest.mark.slow
 def test_prepare_stores_predictions_for_the_run(common, reference_curves, chats, tmp_path, capsys):
     """The run does not compute them again."""
-    more = [f"validation_dataset.path={chats}", "dataset.take=20", f"dataset.cache_dir={tmp_path / 'kept'}"]
+    more = [f"dataset.validation={chats}", "dataset.take=20", f"dataset.cache_dir={tmp_path / 'kept'}"]
     settings = [*common, *METHODS["top 20"], *more, "max_steps=1"]
     tune(["prepare", "distill", *settings])
     assert "the teacher's 20 most probable tokens are stored" in capsys.readouterr().out

@@ -9,11 +9,13 @@ from unittest import mock
 import pytest
 import torch
 
-from tune import checkpointers, config, evaluation, loggers
+from tune import config, evaluation, loggers
 from tune.checkpointers import checkpointer
 from tune.errors import TuneError
 from tune.losses import LinearCrossEntropy
 from tune.run import Run, training_run
+
+EVALUATE = "tune.evaluation.evaluator.evaluate"
 
 pytestmark = pytest.mark.parametrize("recipe", ["full_finetune", "lora_finetune"])
 
@@ -23,7 +25,7 @@ def train(checkpoint, chats, tmp_path):
     def train(recipe, *overrides):
         settings = [
             f"model.path={checkpoint}", f"dataset.path={chats}", f"output_dir={tmp_path}", "max_seq_len=128",
-            "device=cpu", "dtype=fp32", "global_batch_size=2", "max_steps=4", *overrides,
+            "device=cpu", "compute.dtype=fp32", "global_batch_size=2", "max_steps=4", *overrides,
         ]  # fmt: skip
         recipe.main(config.load(recipe.__name__, settings))
 
@@ -50,7 +52,7 @@ def checkpoints(folder):
 @pytest.mark.parametrize("clip", ["1.0", "null"])
 def test_infinite_gradient_of_a_finite_loss_stops_the_run(recipe, clip, train, closed, monkeypatch, tmp_path):
     recipe, calls, models = importlib.import_module(recipe), [], []
-    loss_of, check = LinearCrossEntropy.__call__, checkpointers.check_forward
+    loss_of, check = LinearCrossEntropy.__call__, training_run.check_forward
 
     def overflowing(loss_fn, hidden, *others, **softcap):
         calls.append(hidden)
@@ -59,7 +61,7 @@ def test_infinite_gradient_of_a_finite_loss_stops_the_run(recipe, clip, train, c
         return loss_of(loss_fn, hidden, *others, **softcap)
 
     monkeypatch.setattr(LinearCrossEntropy, "__call__", overflowing)
-    monkeypatch.setattr(checkpointers, "check_forward", lambda model: models.append(model) or check(model))
+    monkeypatch.setattr(training_run, "check_forward", lambda model: models.append(model) or check(model))
     with pytest.raises(TuneError, match=r"grad_norm is (inf|nan) at step 3"):
         train(recipe, "checkpointer.every=1", "checkpointer.async=false", f"max_grad_norm={clip}")
     assert closed == ["closed"]
@@ -90,7 +92,7 @@ def test_interrupted_run_reports_a_step_only_once_saved(recipe, train, closed, c
     monkeypatch.setattr(Run, "log", interrupting)
     monkeypatch.setattr(Run, "info", record_checkpoints)
     with pytest.raises(SystemExit) as end:
-        train(recipe, "checkpointer.every=null", f"validation_dataset.path={chats}", "validate_every=1")
+        train(recipe, "checkpointer.every=null", f"dataset.validation={chats}", "evaluate.every=1")
     assert end.value.code == 130
     assert closed == ["closed"]
     assert [saved for message, saved in messages if "step 2 is saved" in message] == [["step-00000002"]]
@@ -103,16 +105,16 @@ def test_interrupted_run_reports_a_step_only_once_saved(recipe, train, closed, c
 
 @pytest.mark.slow
 def test_failed_final_validation_is_repeated_at_the_next_start(recipe, train, monkeypatch, tmp_path, chats):
-    recipe, validated = importlib.import_module(recipe), [f"validation_dataset.path={chats}", "validate_every=null"]
+    recipe, validated = importlib.import_module(recipe), [f"dataset.validation={chats}", "evaluate.every=null"]
     train(recipe, f"output_dir={tmp_path / 'whole'}", *validated)
     evaluate = evaluation.evaluate
     with monkeypatch.context() as failing:
-        failing.setattr(evaluation, "evaluate", mock.Mock(side_effect=OSError("a disk of the network")))
+        failing.setattr(EVALUATE, mock.Mock(side_effect=OSError("a disk of the network")))
         with pytest.raises(OSError, match="network"):
             train(recipe, *validated)
     assert checkpoints(tmp_path) == ["step-00000004"]
     count = mock.Mock(side_effect=evaluate)
-    monkeypatch.setattr(evaluation, "evaluate", count)
+    monkeypatch.setattr(EVALUATE, count)
     for _ in range(2):
         train(recipe, *validated)
         lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

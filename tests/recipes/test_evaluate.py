@@ -126,8 +126,8 @@ def test_loss_matches_validation_loss(checkpoint, chats, tmp_path, run_recipe):
     out, run = tmp_path / "out.json", tmp_path / "run"
     main(["eval", str(checkpoint), "--data", str(chats), "--out", str(out), "--batch-size", "5"])
     settings = [
-        f"model.path={checkpoint}", f"dataset.path={chats}", f"validation_dataset.path={chats}", "validate_first=true",
-        f"output_dir={run}", "max_steps=1", "device=cpu", "dtype=fp32", "max_seq_len=512",
+        f"model.path={checkpoint}", f"dataset.path={chats}", f"dataset.validation={chats}", "evaluate.first=true",
+        f"output_dir={run}", "max_steps=1", "device=cpu", "compute.dtype=fp32", "max_seq_len=512",
     ]  # fmt: skip
     assert run_recipe(settings) == 0
     first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
@@ -174,7 +174,7 @@ def test_adapter_and_run_folder(checkpoint, chats, folder, tmp_path, run_recipe)
     run = tmp_path / "run"
     settings = [
         f"model.path={checkpoint}", f"dataset.path={chats}", f"output_dir={run}", "max_steps=2", "device=cpu",
-        "dtype=fp32", "max_seq_len=512", "optimizer.lr=0.1", "evaluate.tasks=[choice,rolling]",
+        "compute.dtype=fp32", "max_seq_len=512", "optimizer.lr=0.1", "evaluate.tasks=[choice,rolling]",
         f"evaluate.include_path={folder}",
     ]  # fmt: skip
     assert run_recipe(settings, recipe=lora_finetune) == 0
@@ -229,7 +229,7 @@ def test_several_processes(count, tp, checkpoint, chats, folder, prompts, tmp_pa
 def test_evaluation_during_training(checkpoint, chats, folder, tmp_path, run_recipe, monkeypatch):
     """Evaluation does not change training, and its last numbers match the exported model."""
     common = [
-        f"model.path={checkpoint}", f"dataset.path={chats}", "max_steps=3", "device=cpu", "dtype=fp32",
+        f"model.path={checkpoint}", f"dataset.path={chats}", "max_steps=3", "device=cpu", "compute.dtype=fp32",
         "max_seq_len=128", "optimizer.lr=1e-2",
     ]  # fmt: skip
     middle = (folder / "letters.yaml").read_text().replace("letters\n", "middle\n")
@@ -264,7 +264,7 @@ def test_best_checkpoint_by_a_metric_to_minimize(checkpoint, chats, folder, tmp_
     (tmp_path / "choice.yaml").write_text(body)
     run = tmp_path / "run"
     settings = [
-        f"model.path={checkpoint}", f"dataset.path={chats}", f"output_dir={run}", "device=cpu", "dtype=fp32",
+        f"model.path={checkpoint}", f"dataset.path={chats}", f"output_dir={run}", "device=cpu", "compute.dtype=fp32",
         "max_seq_len=128", "optimizer.lr=0.3", "schedule._component_=tune.optimizers.constant", "schedule.warmup=0",
         "evaluate.tasks=[choice]", f"evaluate.include_path={tmp_path}", "evaluate.every=1", "max_steps=9",
         "global_batch_size=4", "packed=false",
@@ -304,7 +304,7 @@ METHODS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("recipe", METHODS, ids=lambda recipe: recipe.__name__)
 def test_evaluation_during_training_of_every_method(
     recipe, checkpoint, chats, pairs, requests, folder, prompts, tmp_path, run_recipe, told  # noqa: F811
@@ -312,7 +312,7 @@ def test_evaluation_during_training_of_every_method(
     """As in supervised fine-tuning, the last numbers and answers match the exported model."""
     names = {"model": checkpoint, "chats": chats, "pairs": pairs, "requests": requests}
     settings = [
-        f"model.path={checkpoint}", f"output_dir={tmp_path / 'run'}", "max_steps=2", "device=cpu", "dtype=fp32",
+        f"model.path={checkpoint}", f"output_dir={tmp_path / 'run'}", "max_steps=2", "device=cpu", "compute.dtype=fp32",
         "optimizer.lr=1e-3", "evaluate.tasks=[choice]", f"evaluate.include_path={folder}", "evaluate.every=1",
         f"evaluate.prompts={prompts}", "evaluate.max_new_tokens=6",
         *(setting.format(**names) if "{" in setting else setting for setting in METHODS[recipe]),
@@ -419,7 +419,8 @@ def test_errors_come_before_training(body, setting, message, checkpoint, chats, 
     write_task(tmp_path, "mine", [{"q": "the cat"}], body)
     settings = [
         f"model.path={checkpoint}", f"dataset.path={chats}", f"output_dir={tmp_path / 'run'}", "max_steps=1",
-        "device=cpu", "dtype=fp32", "max_seq_len=128", "evaluate.tasks=[mine]", f"evaluate.include_path={tmp_path}",
+        "device=cpu", "compute.dtype=fp32", "max_seq_len=128", "evaluate.tasks=[mine]",
+        f"evaluate.include_path={tmp_path}",
     ]  # fmt: skip
     assert run_recipe([*settings, "evaluate.include_path=nowhere"]) == 2
     assert "evaluate.include_path: nowhere is not a folder" in capsys.readouterr().err
@@ -483,10 +484,8 @@ def test_model_with_non_finite_outputs(value, way, names, checkpoint, chats, fol
     assert out.exists() == (way == "loss")  # finite results are kept
 
 
-def test_nothing_to_evaluate_during_training(checkpoint, chats, tmp_path, run_recipe, capsys):
+def test_wrong_limit_during_training(checkpoint, chats, tmp_path, run_recipe, capsys):
     common = [f"model.path={checkpoint}", f"dataset.path={chats}", f"output_dir={tmp_path / 'run'}"]
-    assert run_recipe([*common, "evaluate.every=5"]) == 2
-    assert "evaluate.every: the run has nothing to evaluate. Set evaluate.prompts" in capsys.readouterr().err
     assert run_recipe([*common, "evaluate.limit=-2", "evaluate.tasks=choice"]) == 2
     shown = capsys.readouterr().err
     assert "evaluate.limit: -2 is not" in shown and "evaluate.tasks: 'choice' is not a list" in shown

@@ -34,10 +34,10 @@ def test_every_family(recipe, settings, checkpoints, chats, tmp_path):
     ]  # fmt: skip
     families = [*checkpoints] if recipe == "full_finetune" else [*checkpoints][::4]
     variants = {family: [f"model.path={checkpoints[family]}"] for family in families}
-    run_variants(recipe, tmp_path / "1", [*common, "dtype=fp32"], variants)
+    run_variants(recipe, tmp_path / "1", [*common, "compute.dtype=fp32"], variants)
     if recipe == "full_finetune":  # CPUs are several times slower in bf16
-        run_variants(recipe, tmp_path / "bf16", [*common, "dtype=bf16", "epochs=2"], variants)
-    exact = json.dumps([*common, "dtype=fp32"])
+        run_variants(recipe, tmp_path / "bf16", [*common, "compute.dtype=bf16", "epochs=2"], variants)
+    exact = json.dumps([*common, "compute.dtype=fp32"])
     run_processes(RUN_VARIANTS, 2, recipe, str(tmp_path / "2"), exact, json.dumps(variants))
     for family in variants:
         curve = losses(tmp_path / "1" / family)

@@ -54,8 +54,13 @@ def test_two_processes_share_the_experts(chats, common, tmp_path):  # noqa: F811
     }
     layouts = {
         "ep": ["parallel.ep=2", "micro_batch_size=2"],
-        "recomputed": ["parallel.ep=2", "micro_batch_size=1", "memory.activation_checkpointing=selective"],
-        "compiled": ["parallel.ep=2", "micro_batch_size=2", "compile=true", "memory.activation_checkpointing=full"],
+        "recomputed": ["parallel.ep=2", "micro_batch_size=1", "compute.activation_checkpointing=selective"],
+        "compiled": [
+            "parallel.ep=2",
+            "micro_batch_size=2",
+            "compute.compile=true",
+            "compute.activation_checkpointing=full",
+        ],
     }
     assert_one_curve("full_finetune", common, variants, layouts, 2, tmp_path)
     ours, alone = (tmp_path / run for run in ("all, ep", "alone/all"))
@@ -75,14 +80,14 @@ def test_families(name, common, tmp_path):  # noqa: F811
     assert_one_curve("full_finetune", common, variants, layouts, 4, tmp_path / "runs")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_training_settings(common, tmp_path):  # noqa: F811
     model = of_family("qwen3_moe", tmp_path)
     variants = {
         "plain": ["packed=false"],
-        "from random weights": ["from_scratch=true"],
-        "recomputed": ["memory.activation_checkpointing=full"],
-        "on the host": ["memory.cpu_offload=true"],
+        "from random weights": ["edit=random"],
+        "recomputed": ["compute.activation_checkpointing=full"],
+        "on the host": ["compute.cpu_offload=true"],
         "reduced once": ["parallel.reduce_every_micro_batch=false"],
         "Adafactor": ADAFACTOR,
         "Muon": ["optimizer._component_=tune.optimizers.Muon", "optimizer.lr=2e-5"],  # Muon multiplies in bf16
@@ -97,7 +102,7 @@ def test_training_settings(common, tmp_path):  # noqa: F811
     assert_curve_in_backward(common, variants, layouts, 4, tmp_path / "in backward")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_adapters(common, tmp_path):  # noqa: F811
     model = of_family("qwen3_moe", tmp_path, head_dim=16)
     variants = {

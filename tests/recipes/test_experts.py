@@ -15,9 +15,9 @@ WAYS = {
     "unpacked": [],
     "packed": ["packed=true"],
     "packed, micro-batches of 4": ["packed=true", "micro_batch_size=4"],
-    "full recomputation": ["memory.activation_checkpointing=full"],
-    "selective recomputation": ["memory.activation_checkpointing=selective"],
-    "parameters on the host": ["memory.cpu_offload=true"],
+    "full recomputation": ["compute.activation_checkpointing=full"],
+    "selective recomputation": ["compute.activation_checkpointing=selective"],
+    "parameters on the host": ["compute.cpu_offload=true"],
     "gradients reduced once": ["parallel.reduce_every_micro_batch=false"],
 }
 KEYS = ("loss", "grad_norm", "expert_load", "router_entropy", "router_loss")
@@ -31,8 +31,8 @@ def common(chats, tmp_path_factory):
     )  # fmt: skip
     return [
         f"model.path={folder}", "model.router_loss=0.1", f"dataset.path={chats}", "max_seq_len=128",
-        "global_batch_size=8", "micro_batch_size=2", "dtype=fp32", "device=cpu", "optimizer.lr=1e-3", "epochs=6",
-        f"max_steps={curve_steps()}", "checkpointer.every=null",
+        "global_batch_size=8", "micro_batch_size=2", "compute.dtype=fp32", "device=cpu", "optimizer.lr=1e-3",
+        "epochs=6", f"max_steps={curve_steps()}", "checkpointer.every=null",
     ]  # fmt: skip
 
 
@@ -67,7 +67,7 @@ def test_one_process(way, alone):
 
 @pytest.mark.slow
 def test_half_precision(alone, common, tmp_path):
-    full_finetune.main(config.load("full_finetune", [*common, "dtype=bf16", f"output_dir={tmp_path}"]))
+    full_finetune.main(config.load("full_finetune", [*common, "compute.dtype=bf16", f"output_dir={tmp_path}"]))
     rounded = curves(tmp_path)
     exact = {name: value for name, value in alone("unpacked").items() if name.endswith(KEYS)}
     assert {name: rounded[name] for name in exact} == pytest.approx(exact, rel=0.03)

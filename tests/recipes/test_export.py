@@ -6,6 +6,7 @@ import full_finetune
 import pytest
 import torch
 import torch.nn.functional as F
+from edited_recipes import run_edited
 from torch.testing import assert_close
 
 from tune import config
@@ -25,8 +26,8 @@ def source(request):
 def run(source, chats, tmp_path_factory):
     folder = tmp_path_factory.mktemp("export") / "run"
     overrides = [
-        f"model.path={source}", f"dataset.path={chats}", f"validation_dataset.path={chats}", "dtype=fp32", "device=cpu",
-        "optimizer.lr=1e-2", "max_steps=3", f"output_dir={folder}", "max_seq_len=128",
+        f"model.path={source}", f"dataset.path={chats}", f"dataset.validation={chats}", "compute.dtype=fp32",
+        "device=cpu", "optimizer.lr=1e-2", "max_steps=3", f"output_dir={folder}", "max_seq_len=128",
     ]  # fmt: skip
     full_finetune.main(config.load("full_finetune", overrides))
     return folder
@@ -66,13 +67,14 @@ def test_tokenizer_and_template(run, source):
 
 
 @pytest.mark.slow
-def test_trace_events_and_another_dtype(checkpoint, chats, tmp_path):
+def test_trace_tensorboard_and_another_dtype(checkpoint, chats, tmp_path):
     overrides = [
         f"model.path={checkpoint}", f"dataset.path={chats}", "device=cpu", "max_steps=3", f"output_dir={tmp_path}",
-        "dtype=bf16", "export.dtype=bf16", "profiler.start=2", "profiler.steps=1", "logger.tensorboard=true",
+        "compute.dtype=bf16", "edit=bf16", "edit=trace",
+        "trackers=[tune.loggers.TensorBoard]",
     ]  # fmt: skip
-    full_finetune.main(config.load("full_finetune", overrides))
-    trace = json.loads((tmp_path / "profile" / "steps-2-to-2.json").read_text())
+    run_edited("full_finetune", overrides)
+    trace = json.loads((tmp_path / "profile" / "steps-1-to-1.json").read_text())
     assert any("SumOfChunksBackward" in event["name"] for event in trace["traceEvents"])
     assert list((tmp_path / "tensorboard").glob("events.*"))
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")

@@ -36,7 +36,7 @@ def test_run_starts_with_warnings_about_its_data(inputs, run_recipe):
     (inputs.folder / "doubtful.jsonl").write_text("\n".join([*rows, rows[0]]))
     settings = [
         f"dataset.path={inputs.folder / 'doubtful.jsonl'}",
-        f"validation_dataset.path={inputs.rows}",
+        f"dataset.validation={inputs.rows}",
         "max_steps=1",
     ]
     assert run_recipe([*inputs.settings(*settings), f"output_dir={run}"]) == 0

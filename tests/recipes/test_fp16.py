@@ -26,7 +26,7 @@ def common(checkpoint, chats):
 @pytest.mark.parametrize("recipe", slow_but([full_finetune], [full_finetune, lora_finetune]))
 def test_curve_follows_fp32(recipe, common, run_recipe, tmp_path):
     for dtype in ("fp16", "fp32"):
-        assert run_recipe([*common, f"dtype={dtype}", f"output_dir={tmp_path / dtype}"], recipe) == 0
+        assert run_recipe([*common, f"compute.dtype={dtype}", f"output_dir={tmp_path / dtype}"], recipe) == 0
     for name, within in (("loss", 1e-3), ("grad_norm", 1e-2)):
         values, expected = (steps(tmp_path / dtype, name) for dtype in ("fp16", "fp32"))
         assert values == pytest.approx(expected, rel=within) and values != expected
@@ -34,7 +34,7 @@ def test_curve_follows_fp32(recipe, common, run_recipe, tmp_path):
 
 def test_run_whose_steps_all_overflow_exports_nothing(common, run_recipe, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(LossScale, "INITIAL", 2.0**40)
-    assert run_recipe([*common, "dtype=fp16", f"output_dir={tmp_path / 'run'}"]) == 2
+    assert run_recipe([*common, "compute.dtype=fp16", f"output_dir={tmp_path / 'run'}"]) == 2
     shown = capsys.readouterr().err
     assert "no step changed the weights" in shown and f"{2**36:g}" in shown and not (tmp_path / "run/model").exists()
 
@@ -44,7 +44,7 @@ def test_overflowing_step_is_skipped(common, run_recipe, tmp_path, monkeypatch):
     """The loss scale starts too high; a checkpoint restores it."""
     monkeypatch.setattr(LossScale, "INITIAL", 2.0**24)
     run = tmp_path / "run"
-    settings = [*common, "dtype=fp16", "checkpointer.every=1", "checkpointer.keep=null", "max_steps=8"]
+    settings = [*common, "compute.dtype=fp16", "checkpointer.every=1", "checkpointer.keep=null", "max_steps=8"]
     assert run_recipe([*settings, f"output_dir={run}"]) == 0
     log, norms = (run / "log.txt").read_text(), steps(run, "grad_norm")
     lost = [step for step, norm in enumerate(norms, 1) if norm is None]

@@ -58,7 +58,7 @@ def architecture(request, tmp_path_factory):
 def common(architecture, chats):
     return [
         f"model.path={architecture[1]}", f"dataset.path={chats}", "max_seq_len=128",
-        "global_batch_size=8", "dtype=fp32", "device=cpu", "optimizer.lr=1e-3", "optimizer.weight_decay=0.0",
+        "global_batch_size=8", "compute.dtype=fp32", "device=cpu", "optimizer.lr=1e-3", "optimizer.weight_decay=0.0",
         f"max_steps={curve_steps()}", "epochs=6", "schedule._component_=tune.optimizers.constant", "schedule.warmup=0",
         "max_grad_norm=null", "checkpointer.every=null",
     ]  # fmt: skip
@@ -94,14 +94,14 @@ def train(recipe, *overrides):
 VARIANTS = {"one row": [], "four rows": ["micro_batch_size=4"]}
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_full_finetuning(architecture, common, chats, tmp_path):
     _, folder = architecture
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     expected = plain_loop(theirs, folder, chats)
     (tmp_path / "prompts.txt").write_text("the cat\na very big dog and\nit was\n")
     common += [f"evaluate.prompts={tmp_path}/prompts.txt", "evaluate.max_new_tokens=5"]
-    recomputed = ["micro_batch_size=4", "memory.activation_checkpointing=full"]
+    recomputed = ["micro_batch_size=4", "compute.activation_checkpointing=full"]
     for name, overrides in {"one row": [], "four rows, recomputed": recomputed}.items():
         train("full_finetune", *common, *overrides, f"output_dir={tmp_path / name}")
         assert losses(tmp_path / name) == pytest.approx(expected, rel=1e-5), name
@@ -114,7 +114,7 @@ def test_full_finetuning(architecture, common, chats, tmp_path):
     )
     packed = {"packed": ["packed=true", "max_seq_len=256"]}
     train("full_finetune", *common, *packed["packed"], f"output_dir={tmp_path / 'packed alone'}")
-    variants = {"one row": [], "four rows": ["micro_batch_size=4", "memory.activation_checkpointing=selective"]}
+    variants = {"one row": [], "four rows": ["micro_batch_size=4", "compute.activation_checkpointing=selective"]}
     arguments = json.dumps(common), json.dumps(variants | packed)
     run_processes(RUN_VARIANTS, 2, "full_finetune", str(tmp_path / "2"), *arguments)
     for name in variants:

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from edited_recipes import edited
 from helpers import HANGS
 
 from tune import checkpointers, config
@@ -25,14 +26,14 @@ CONSTANT = "schedule._component_=tune.optimizers.constant"  # does not depend on
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sends signals and sets limits as on Linux")
 
 
-def limited(settings, **limits):
-    """Run the recipe in a process with limits, in bytes, on its files or memory."""
+def limited(settings, recipe="full_finetune", **limits):
+    """Run a recipe in a process with limits, in bytes, on its files or memory."""
 
     def limit():
         for name, size in limits.items():
             resource.setrlimit(LIMITS[name], (size, size))
 
-    command = [sys.executable, str(config.find_recipe("full_finetune")), *settings]
+    command = [sys.executable, str(config.find_recipe(recipe)), *settings]
     return subprocess.run(command, preexec_fn=limit, capture_output=True, text=True, timeout=HANGS)
 
 
@@ -244,7 +245,7 @@ def test_run_that_starts_while_another_one_prepares(inputs, run_recipe, capfd, m
 def test_out_of_memory(inputs):
     inputs.change_json("config.json", hidden_size=65536, intermediate_size=65536, head_dim=16)
     new = f"output_dir={inputs.folder / 'new'}"
-    message = explained(limited(inputs.settings("from_scratch=true", new), memory=8 << 30))
+    message = explained(limited(inputs.settings(new), edited("full_finetune", "random"), memory=8 << 30))
     assert message.startswith("error: out of memory: can't allocate memory: you tried to allocate 17179869184 bytes")
     assert "max_seq_len=64, " in message and "micro_batch_size" not in message  # it is 1
     assert float(re.search(r"max_seq_len=64: ([\d,.]+) GiB", message)[1].replace(",", "")) > 8  # by `tune plan`

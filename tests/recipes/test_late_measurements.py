@@ -26,8 +26,8 @@ SECTION = "A schedule that reads the validation loss"
 @pytest.fixture
 def common(checkpoint, chats):
     return [
-        f"model.path={checkpoint}", f"dataset.path={chats}", f"validation_dataset.path={chats}", "device=cpu",
-        "dtype=fp32", "max_seq_len=128", "global_batch_size=4", f"max_steps={LAST}", "validate_every=2",
+        f"model.path={checkpoint}", f"dataset.path={chats}", f"dataset.validation={chats}", "device=cpu",
+        "compute.dtype=fp32", "max_seq_len=128", "global_batch_size=4", f"max_steps={LAST}", "evaluate.every=2",
         "optimizer.lr=0.03", "checkpointer.keep_best=validation_loss",
     ]  # fmt: skip
 
@@ -167,8 +167,8 @@ def test_extended_run_counts_its_last_value_once(common, tmp_path, run_recipe):
 @pytest.mark.slow
 def test_rewards_of_a_validation(checkpoint, requests, tmp_path, stopped_at):  # noqa: F811
     settings = [
-        f"model.path={checkpoint}", "device=cpu", "dtype=fp32", f"dataset.path={requests}", "validate_every=2",
-        f"validation_dataset.path={requests}", "max_prompt_len=64", "optimizer.lr=3e-2", "max_steps=6", "epochs=9",
+        f"model.path={checkpoint}", "device=cpu", "compute.dtype=fp32", f"dataset.path={requests}", "evaluate.every=2",
+        f"dataset.validation={requests}", "max_prompt_len=64", "optimizer.lr=3e-2", "max_steps=6", "epochs=9",
         "reward=recipes.test_grpo.share_of_a", "sampling.max_new_tokens=6", "prompts_per_step=4", "group_size=4",
         "checkpointer.keep_best=validation_reward",
     ]  # fmt: skip

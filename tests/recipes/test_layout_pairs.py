@@ -57,8 +57,8 @@ def test_two_processes_match_one(chats, pairs, tmp_path):
         moe_intermediate_size=128,
     )  # fmt: skip
     common = [
-        "max_seq_len=128", "device=cpu", "dtype=fp32", "global_batch_size=8", f"max_steps={curve_steps()}", "epochs=6",
-        "optimizer.lr=1e-3", "schedule.warmup=0", "checkpointer.every=null",
+        "max_seq_len=128", "device=cpu", "compute.dtype=fp32", "global_batch_size=8", f"max_steps={curve_steps()}",
+        "epochs=6", "optimizer.lr=1e-3", "schedule.warmup=0", "checkpointer.every=null",
     ]  # fmt: skip
     alone, shared, expected = defaultdict(dict), defaultdict(dict), {}
     for row in covering(random.Random(2), WHAT | HOW, REFUSED):

@@ -3,11 +3,9 @@
 import json
 from pathlib import Path
 
-import full_finetune
 import pytest
+from edited_recipes import run_edited
 from helpers import curve_steps, run_processes
-
-from tune import config
 
 pytestmark = pytest.mark.slow
 
@@ -28,15 +26,15 @@ def layouts(processes):
 
 WAYS = {  # each computes the same result in another way
     "qwen3, tied": ["model.path={tied}"],
-    "full recomputation": ["memory.activation_checkpointing=full"],
-    "selective recomputation": ["memory.activation_checkpointing=selective"],
-    "parameters on the host": ["memory.cpu_offload=true"],
+    "full recomputation": ["compute.activation_checkpointing=full"],
+    "selective recomputation": ["compute.activation_checkpointing=selective"],
+    "parameters on the host": ["compute.cpu_offload=true"],
     "gradients reduced once": ["parallel.reduce_every_micro_batch=false"],
-    "small loss chunks": ["memory.loss_chunk_tokens=5"],
+    "small loss chunks": ["loss.chunk_tokens=5"],
     "not fused": ["optimizer.fused=false"],
-    "from random weights": ["from_scratch=true"],
-    "rounded weights": ["quantization.qat=int8"],
-    "float8": ["quantization.float8=rowwise_with_gw_hp"],
+    "from random weights": ["edit=random"],
+    "rounded weights": ["edit=int8"],
+    "float8": ["model.float8=rowwise_with_gw_hp"],
 }
 ROUNDED = {"rounded weights", "float8"}
 
@@ -56,8 +54,8 @@ def losses(run):
 @pytest.fixture(scope="module")
 def common(checkpoint, chats):
     return [
-        f"model.path={checkpoint}", f"dataset.path={chats}", f"validation_dataset.path={chats}",
-        "validation_dataset.take=16", "max_seq_len=128", "global_batch_size=16", "micro_batch_size=2", "dtype=fp32",
+        f"model.path={checkpoint}", f"dataset.path={chats}", f"dataset.validation={{path: {chats}, take: 16}}",
+        "max_seq_len=128", "global_batch_size=16", "micro_batch_size=2", "compute.dtype=fp32",
         "device=cpu", "optimizer.lr=1e-3", f"max_steps={curve_steps()}", "epochs=6", "checkpointer.every=null",
     ]  # fmt: skip
 
@@ -68,7 +66,7 @@ def alone(common, tied_checkpoint, tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
     variants = layouts(1) | ways(tied_checkpoint)
     for name, overrides in variants.items():
-        full_finetune.main(config.load("full_finetune", [*common, *overrides, f"output_dir={folder / name}"]))
+        run_edited("full_finetune", [*common, *overrides, f"output_dir={folder / name}"])
     return {name: losses(folder / name) for name in variants}
 
 

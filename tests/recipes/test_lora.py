@@ -7,13 +7,14 @@ import lora_finetune
 import pytest
 import torch
 import torch.nn.functional as F
+from edited_recipes import run_edited
 from helpers import curve_steps, run_processes, slow_but
 from safetensors.torch import load_file
 
-from tune import config
 from tune.checkpointers import load_model
 from tune.datasets import DataLoader, load
 from tune.errors import TuneError
+from tune.run import Run
 from tune.tokenizers import Tokenizer
 
 peft = pytest.importorskip("peft")
@@ -31,7 +32,7 @@ VARIANTS = {
     "packed": ["packed=true"],
     "dropout": ["adapter.dropout=0.3"],
     "dropout, micro-batches of 1, recomputed": [
-        "adapter.dropout=0.3", "micro_batch_size=1", "memory.activation_checkpointing=full"
+        "adapter.dropout=0.3", "micro_batch_size=1", "compute.activation_checkpointing=full"
     ],
     "dora with dropout": ["adapter.dropout=0.2", "adapter.dora=true"],
     "head, embedding": ["adapter.target_modules=[lm_head,embed_tokens]", "adapter.dropout=0.2"],
@@ -39,7 +40,7 @@ VARIANTS = {
     "trained whole": ["adapter.modules_to_save=[norm,embed_tokens,lm_head]"],
     "some tokens": ["adapter.trainable_tokens=[2,30,7]"],
     "pissa": ["adapter.init=pissa"],
-    "rounded, recomputed": ["quantization.qat=int8", "memory.activation_checkpointing=full"],
+    "rounded, recomputed": ["edit=int8", "compute.activation_checkpointing=full"],
 }  # fmt: skip
 
 
@@ -52,15 +53,16 @@ def losses(run):
 
 
 def train(folder, *overrides):
-    lora_finetune.main(config.load("lora_finetune", [*overrides, f"output_dir={folder}"]))
+    run_edited("lora_finetune", [*overrides, f"output_dir={folder}"])
     return losses(folder)
 
 
 @pytest.fixture
 def common(checkpoint, chats):
     return [
-        f"model.path={checkpoint}", f"dataset.path={chats}", "max_seq_len=128", "global_batch_size=8", "dtype=fp32",
-        "device=cpu", "optimizer.lr=5e-3", "max_steps=12", "epochs=12", "adapter.rank=8", "checkpointer.every=null",
+        f"model.path={checkpoint}", f"dataset.path={chats}", "max_seq_len=128", "global_batch_size=8",
+        "compute.dtype=fp32", "device=cpu", "optimizer.lr=5e-3", "max_steps=12", "epochs=12", "adapter.rank=8",
+        "checkpointer.every=null",
     ]  # fmt: skip
 
 
@@ -121,13 +123,8 @@ def test_layouts(checkpoint, common, tmp_path):
 def test_base_and_checkpoint(checkpoint, common, tmp_path, monkeypatch):
     """The base is bitwise unchanged; a checkpoint holds only adapters and their optimizer states."""
     run, models = tmp_path / "run", []
-    export = lora_finetune.peft.export_adapter
-
-    def keep_model(model, *args, **kwargs):
-        models.append(model)
-        export(model, *args, **kwargs)
-
-    monkeypatch.setattr(lora_finetune.peft, "export_adapter", keep_model)
+    finish = Run.finish
+    monkeypatch.setattr(Run, "finish", lambda run: models.append(run.checkpointer.model) or finish(run))
     train(run, *common, "export.merge=true")
     for name, parameter in load_model(str(checkpoint)).named_parameters():
         assert torch.equal(models[0].get_parameter(name), parameter)
@@ -146,9 +143,7 @@ def test_base_and_checkpoint(checkpoint, common, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_validation_uses_no_dropout(checkpoint, chats, common, tmp_path):
     """The validation loss is the trained adapter's loss in PEFT's evaluation mode."""
-    train(
-        tmp_path, *common, "adapter.dropout=0.3", "max_steps=3", "validate_every=1", f"validation_dataset.path={chats}"
-    )
+    train(tmp_path, *common, "adapter.dropout=0.3", "max_steps=3", "evaluate.every=1", f"dataset.validation={chats}")
     reported = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["validation_loss"]
     base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
@@ -174,13 +169,13 @@ def test_resume_is_exact(common, tmp_path):
 @pytest.mark.parametrize(
     ("then", "now"),
     [
-        ("weights=nf4 quantization.double=true", "weights=null"),
-        ("weights=null", "weights=nf4 quantization.double=false"),
-        ("weights=nf4 quantization.double=true", "weights=nf4 quantization.double=false"),
+        ("nf4 model.double_quantization=true", "null"),
+        ("null", "nf4 model.double_quantization=false"),
+        ("nf4 model.double_quantization=true", "nf4 model.double_quantization=false"),
     ],
 )
 def test_resume_with_another_quantization_is_refused(common, tmp_path, then, now):
-    then, now = (f"quantization.{setting}" for setting in (then, now))
+    then, now = (f"model.quantization={setting}" for setting in (then, now))
     train(tmp_path, *common, *then.split(), "max_steps=1")
     with pytest.raises(TuneError, match=rf"with {then}; .* with {now} has other weights"):
         train(tmp_path, *common, *now.split(), "max_steps=2")
@@ -190,7 +185,7 @@ def test_resume_with_another_quantization_is_refused(common, tmp_path, then, now
 @pytest.mark.parametrize("double", ["true", "false"])
 def test_qlora(checkpoint, common, tmp_path, double):
     """The quantized base has one curve on 1 and 2 processes, close to the curve of the plain base."""
-    overrides = ["quantization.weights=nf4", f"quantization.double={double}", "export.merge=true"]
+    overrides = ["model.quantization=nf4", f"model.double_quantization={double}", "export.merge=true"]
     alone = train(tmp_path / "alone", *common, *overrides)
     variants = {"quantized": overrides}
     run_processes(RUN_VARIANTS, 2, "lora_finetune", str(tmp_path), json.dumps(common), json.dumps(variants))

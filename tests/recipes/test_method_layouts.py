@@ -21,7 +21,7 @@ def loss(name, *overrides):
 
 SAMPLED = [
     "dataset.path={requests}",
-    "validation_dataset.path={requests}",
+    "dataset.validation={requests}",
     "max_prompt_len=64",
     "reward=recipes.test_grpo.share_of_a",
     "epochs=20",
@@ -29,7 +29,7 @@ SAMPLED = [
 # Per recipe: its settings, with which a step has all rows, and its methods.
 RECIPES = {
     "preference_finetune": (
-        ["dataset.path={pairs}", "validation_dataset.path={pairs}", "max_seq_len=256", "global_batch_size=40"],
+        ["dataset.path={pairs}", "dataset.validation={pairs}", "max_seq_len=256", "global_batch_size=40"],
         {
             "DPO": [],
             **{name: loss(name) for name in ("SimPO", "ORPO", "KTO")},
@@ -38,13 +38,13 @@ RECIPES = {
         },
     ),
     "reward_finetune": (
-        ["dataset.path={pairs}", "validation_dataset.path={pairs}", "max_seq_len=256", "global_batch_size=40"],
+        ["dataset.path={pairs}", "dataset.validation={pairs}", "max_seq_len=256", "global_batch_size=40"],
         {"reward": ["loss.center=0.01"], "reward, adapter": [ADAPTER]},
     ),
     "distill": (
         [
             "dataset.path={chats}",
-            "validation_dataset.path={chats}",
+            "dataset.validation={chats}",
             "max_seq_len=128",
             "global_batch_size=48",
             "teacher.path={tied}",
@@ -99,8 +99,8 @@ def test_one_curve(recipe, checkpoint, tied_checkpoint, pairs, chats, requests, 
     settings, methods = RECIPES[recipe]
     data = {"pairs": pairs, "chats": chats, "requests": requests, "tied": tied_checkpoint}
     unformatted = [
-        f"model.path={checkpoint}", "device=cpu", "dtype=fp32", "micro_batch_size=1", "optimizer.lr=1e-4", "epochs=6",
-        f"max_steps={curve_steps(2)}", "checkpointer.every=null", *settings,
+        f"model.path={checkpoint}", "device=cpu", "compute.dtype=fp32", "micro_batch_size=1", "optimizer.lr=1e-4",
+        "epochs=6", f"max_steps={curve_steps(2)}", "checkpointer.every=null", *settings,
     ]  # fmt: skip
     unformatted += ["teacher.dtype=fp32"] * (recipe == "distill")
     common = [setting.format(**data) if "{" in setting else setting for setting in unformatted]

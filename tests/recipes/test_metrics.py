@@ -41,9 +41,9 @@ def predicted(source, chats):
 def test_optional_metrics_are_logged(recipe, checkpoint, chats, tmp_path):
     begin = time.time()
     settings = [
-        f"model.path={checkpoint}", f"dataset.path={chats}", f"validation_dataset.path={chats}", "device=cpu",
-        "dtype=fp32", "max_seq_len=128", "global_batch_size=48", "micro_batch_size=8", "epochs=3", "optimizer.lr=1e-2",
-        "loss.accuracy=true", "validate_first=true", "schedule.warmup=1", f"output_dir={tmp_path}",
+        f"model.path={checkpoint}", f"dataset.path={chats}", f"dataset.validation={chats}", "device=cpu",
+        "compute.dtype=fp32", "max_seq_len=128", "global_batch_size=48", "micro_batch_size=8", "epochs=3",
+        "optimizer.lr=1e-2", "loss.accuracy=true", "evaluate.first=true", "schedule.warmup=1", f"output_dir={tmp_path}",
     ]  # fmt: skip
     patterns = {"embedding": 0.5} if recipe is full_finetune else {"lora_b": 0.5}
     settings.append(f"parameter_groups.lr_ratios={json.dumps(patterns)}")
@@ -72,7 +72,7 @@ def test_optional_metrics_are_logged(recipe, checkpoint, chats, tmp_path):
 
 
 def test_optional_metrics_are_off_by_default(checkpoint, chats, tmp_path):
-    settings = [f"model.path={checkpoint}", f"dataset.path={chats}", "device=cpu", "dtype=fp32", "max_steps=1"]
+    settings = [f"model.path={checkpoint}", f"dataset.path={chats}", "device=cpu", "compute.dtype=fp32", "max_steps=1"]
     full_finetune.main(config.load("full_finetune", [*settings, f"output_dir={tmp_path}"]))
     (line,) = logged(tmp_path)
     assert not {name for name in line if "accuracy" in name or "/" in name}

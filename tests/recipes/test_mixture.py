@@ -19,12 +19,11 @@ def test_mixture_of_sources_logs_the_loss_of_each(checkpoint, chats, tmp_path):
     files = {"few": tmp_path / "few.jsonl", "many": tmp_path / "many.jsonl"}
     files["few"].write_text("".join(lines[:8]))
     files["many"].write_text("".join(lines[8:]))
-    sources = "{" + ", ".join(f"{name}: {{path: {file}, weight: 1}}" for name, file in files.items()) + "}"
+    each = (f"{name}: {{path: {file}, validation: {file}, weight: 1}}" for name, file in files.items())
     run = tmp_path / "run"
     overrides = [
-        f"model.path={checkpoint}", "dataset._component_=tune.datasets.mix", f"dataset.sources={sources}",
-        "validation_dataset._component_=tune.datasets.mix", f"validation_dataset.sources={sources}",
-        "dtype=fp32", "device=cpu", "optimizer.lr=1e-2", "max_steps=2", f"output_dir={run}", "max_seq_len=128",
+        f"model.path={checkpoint}", "dataset._component_=tune.datasets.mix", f"dataset.sources={{{', '.join(each)}}}",
+        "compute.dtype=fp32", "device=cpu", "optimizer.lr=1e-2", "max_steps=2", f"output_dir={run}", "max_seq_len=128",
     ]  # fmt: skip
     full_finetune.main(config.load("full_finetune", overrides))
 

@@ -34,7 +34,7 @@ def test_weight_per_document(checkpoint, tmp_path, packed):
     settings = [
         f"model.path={checkpoint}", f"dataset.path={tmp_path / 'rows.jsonl'}", f"output_dir={tmp_path / 'run'}",
         "dataset.extra_columns=[weight]", f"loss._component_={__name__}.make_weighted", "max_seq_len=64", "device=cpu",
-        "dtype=fp32", "global_batch_size=8", "micro_batch_size=2", "max_steps=1", f"packed={packed}",
+        "compute.dtype=fp32", "global_batch_size=8", "micro_batch_size=2", "max_steps=1", f"packed={packed}",
     ]  # fmt: skip
     full_finetune.main(config.load("full_finetune", settings))
     (metrics,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())

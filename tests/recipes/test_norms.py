@@ -47,7 +47,7 @@ def assert_norms(mixture, checkpoint, chats, pairs, tmp_path):
         data = pairs if recipe in ("preference_finetune", "reward_finetune") else chats
         common = [
             f"model.path={mixture}", "model.router_loss=0.5", f"dataset.path={data}", "max_seq_len=128",
-            "device=cpu", "dtype=fp32", f"global_batch_size={ROWS}", "max_steps=2",
+            "device=cpu", "compute.dtype=fp32", f"global_batch_size={ROWS}", "max_steps=2",
             "optimizer.lr=1e-3", "schedule.warmup=0", "checkpointer.every=null",
         ]  # fmt: skip
         common += [f"teacher.path={checkpoint}", "teacher.dtype=fp32"] * (recipe == "distill")
@@ -77,7 +77,7 @@ def test_norms_in_backward(assert_norms):
     assert_norms("full_finetune", ["cp, ZeRO 0", "ep, ZeRO 0"], ["in"])
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("recipe", METHODS)
 def test_norms(recipe, assert_norms):
     if recipe == "full_finetune":

@@ -47,8 +47,9 @@ def test_nan_ends_the_updates_on_its_completions(recipe, counts, way, run_recipe
     """Otherwise each update would fail or, after a rollback, learn from samples of other weights."""
     settings = [
         f"model.path={checkpoint}", f"dataset.path={requests}", "max_prompt_len=64", *counts, "updates=3", "epochs=3",
-        "reward=recipes.test_grpo.share_of_a", "sampling.max_new_tokens=6", "device=cpu", "dtype=fp32", "max_steps=3",
-        "checkpointer.every=1", f"checkpointer.on_nan={way}", "loss._component_=recipes.test_not_finite.SpoiledPolicy",
+        "reward=recipes.test_grpo.share_of_a", "sampling.max_new_tokens=6", "device=cpu", "compute.dtype=fp32",
+        "max_steps=3", "checkpointer.every=1", f"checkpointer.on_nan={way}",
+        "loss._component_=recipes.test_not_finite.SpoiledPolicy",
     ]  # fmt: skip
     run = tmp_path / "run"
     assert run_recipe([*settings, f"output_dir={run}"], recipe) == 0
@@ -71,7 +72,7 @@ def test_nan_gradients_of_every_method(
 ):
     """A step with NaN gradients keeps the weights, and the run goes on as if it had not happened."""
     common = [setting.format(pairs=pairs, chats=chats, tied=tied_checkpoint) for setting in METHODS[recipe]] + [
-        f"model.path={checkpoint}", "device=cpu", "dtype=fp32", "global_batch_size=8", "micro_batch_size=4",
+        f"model.path={checkpoint}", "device=cpu", "compute.dtype=fp32", "global_batch_size=8", "micro_batch_size=4",
         "checkpointer.every=1", "checkpointer.keep=null", f"checkpointer.on_nan={way}", "max_steps=3",
         "schedule.warmup=0", "optimizer.lr=1e-2", "epochs=3",
     ]  # fmt: skip
@@ -101,7 +102,7 @@ def test_nan_gradients_of_every_method(
 @pytest.fixture
 def common(checkpoint, chats):
     return [
-        f"model.path={checkpoint}", f"dataset.path={chats}", "max_seq_len=128", "dtype=fp32", "device=cpu",
+        f"model.path={checkpoint}", f"dataset.path={chats}", "max_seq_len=128", "compute.dtype=fp32", "device=cpu",
         "loss._component_=recipes.test_not_finite.Spoiled", "global_batch_size=8", "micro_batch_size=4",
         "checkpointer.every=2", "checkpointer.keep=null", "optimizer.lr=1e-2", "seed=1",
     ]  # fmt: skip

@@ -185,7 +185,7 @@ PROMPTS = [
 RECIPES = {
     "full": ("full_finetune", "chats", ROWS),
     "lora": ("lora_finetune", "chats", [*ROWS, "adapter.rank=4", "export.merge=true"]),
-    "qlora": ("lora_finetune", "chats", [*ROWS, "quantization.weights=nf4", "export.merge=true"]),
+    "qlora": ("lora_finetune", "chats", [*ROWS, "model.quantization=nf4", "export.merge=true"]),
     "pipeline": ("pipeline_finetune", "chats", ROWS),
     "preference": ("preference_finetune", "pairs", [*ROWS, "reference=BASE"]),
     "reward": ("reward_finetune", "pairs", ROWS),
@@ -198,7 +198,13 @@ RECIPES = {
 
 def arguments(case, base, data):
     recipe, rows, settings = RECIPES[case]
-    common = [f"model.path={base}", f"dataset.path={data / rows}.jsonl", "device=cpu", "dtype=fp32", "max_steps=2"]
+    common = [
+        f"model.path={base}",
+        f"dataset.path={data / rows}.jsonl",
+        "device=cpu",
+        "compute.dtype=fp32",
+        "max_steps=2",
+    ]
     return recipe, [*common, *(setting.replace("BASE", str(base)) for setting in settings)]
 
 

@@ -10,14 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from edited_recipes import run_edited
 from helpers import HANGS, run_processes, save_checkpoint, slow_but
-from recipes.run_variants import main_of
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from update_in_backward import in_backward
 
-from tune import checkpointers, config
+from tune import config
 from tune.errors import TuneError
 from tune.losses import LinearCrossEntropy
+from tune.run import training_run
 
 RUN_VARIANTS = Path(__file__).with_name("run_variants.py")
 
@@ -64,7 +65,7 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture
 def common(checkpoint, chats):
     return [
-        f"model.path={checkpoint}", f"dataset.path={chats}", "max_seq_len=128", "device=cpu", "dtype=fp32",
+        f"model.path={checkpoint}", f"dataset.path={chats}", "max_seq_len=128", "device=cpu", "compute.dtype=fp32",
         "global_batch_size=8", "max_steps=4", "schedule.warmup=2", "checkpointer.every=2", "checkpointer.keep=null",
     ]  # fmt: skip
 
@@ -80,8 +81,7 @@ def losses(run):
 
 
 def train(recipe, folder, *overrides):
-    main, default = main_of(recipe)
-    main(config.load(default, [*overrides, f"output_dir={folder}"]))
+    run_edited(recipe, [*overrides, f"output_dir={folder}"])
     return curve(folder)
 
 
@@ -95,7 +95,7 @@ def state(checkpoint, folder):
     return torch.load(folder / "state.pt", weights_only=True)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", slow_but(["AdamW", "AdamW8bit"], OPTIMIZERS))
 def test_resumed_run_equals_the_uninterrupted_one(name, recipe, common, told, tmp_path):
@@ -110,7 +110,7 @@ def test_resumed_run_equals_the_uninterrupted_one(name, recipe, common, told, tm
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("recipe", ["full_finetune"])
 def test_two_processes(recipe, common, told_to, tmp_path):
     """They match one process, which can resume their runs. Resumed and in-backward runs match bitwise."""
@@ -182,14 +182,14 @@ def test_update_in_backward_requires_one_micro_batch(common, tmp_path):
 
 def test_no_update_in_backward_on_a_non_finite_loss(common, tmp_path, monkeypatch):
     models, weights = [], []
-    loss_of, check = LinearCrossEntropy.__call__, checkpointers.check_forward
+    loss_of, check = LinearCrossEntropy.__call__, training_run.check_forward
 
     def spoiled(*operands, **softcap):
         weights.append({name: tensor.clone() for name, tensor in models[-1].state_dict().items()})
         return loss_of(*operands, **softcap) * (torch.nan if len(weights) == 3 else 1)
 
     monkeypatch.setattr(LinearCrossEntropy, "__call__", spoiled)
-    monkeypatch.setattr(checkpointers, "check_forward", lambda model: models.append(model) or check(model))
+    monkeypatch.setattr(training_run, "check_forward", lambda model: models.append(model) or check(model))
     changed = in_backward("full_finetune", tmp_path / "changed")
     with pytest.raises(TuneError, match="loss is nan at step 3"):
         train(changed, tmp_path / "run", *common, "micro_batch_size=8")

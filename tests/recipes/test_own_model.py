@@ -47,7 +47,7 @@ def losses(run):
 def test_custom_model_trains_and_is_exported(recipe, folder, chats, tmp_path):
     common = [
         "model._component_=mine.build", f"model.path={folder}", f"dataset.path={chats}", "max_seq_len=128",
-        "global_batch_size=8", "micro_batch_size=2", "dtype=fp32", "device=cpu", "optimizer.lr=1e-2",
+        "global_batch_size=8", "micro_batch_size=2", "compute.dtype=fp32", "device=cpu", "optimizer.lr=1e-2",
         f"max_steps={curve_steps()}", "checkpointer.every=2",
     ]  # fmt: skip
     run = tmp_path / "run"

@@ -4,7 +4,6 @@ If the settings only say how a step is computed, its numbers must match the plai
 """
 
 import functools
-import importlib
 import itertools
 import json
 import random
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from edited_recipes import run_edited, separated, with_edits
 from helpers import save_checkpoint, weekly_but
 from recipes.test_grpo import requests  # noqa: F401
 
@@ -26,9 +26,9 @@ from tune.errors import TuneError
 WHAT = {
     "trained": {
         "all": [],
-        "all, int8": ["quantization.qat=int8", "export.dtype=bf16"],
-        "lora, int8": ["adapter.rank=4", "quantization.qat=int8"],
-        "lora, float8": ["adapter.rank=4", "quantization.float8=rowwise_with_gw_hp"],
+        "all, int8": ["edit=int8", "edit=bf16"],
+        "lora, int8": ["adapter.rank=4", "edit=int8"],
+        "lora, float8": ["adapter.rank=4", "model.float8=rowwise_with_gw_hp"],
         "lora": ["adapter.rank=4"],
         "dora": ["adapter.dora=true"],
         "head": ["adapter.target_modules=[q_proj,lm_head,embed_tokens]"],
@@ -41,8 +41,8 @@ WHAT = {
     "dropout": {"0": [], "0.2": ["adapter.dropout=0.2"]},
     "quantization": {
         "null": [],
-        "nf4": ["quantization.weights=nf4", "quantization.double=false"],
-        "double": ["quantization.weights=nf4"],
+        "nf4": ["model.quantization=nf4", "model.double_quantization=false"],
+        "double": ["model.quantization=nf4"],
     },
     "optimizer": {
         "AdamW": [],
@@ -52,25 +52,25 @@ WHAT = {
     },
     "dtype": {
         "fp32": [],
-        "bf16/fp32": ["dtype=bf16"],
-        "bf16": ["dtype=bf16", "master_dtype=bf16"],
-        "fp16": ["dtype=fp16"],
+        "bf16/fp32": ["compute.dtype=bf16"],
+        "bf16": ["compute.dtype=bf16", "compute.master_dtype=bf16"],
+        "fp16": ["compute.dtype=fp16"],
     },
     "packed": {"false": [], "true": ["packed=true"]},
 }
 # Settings that do not change the numbers; the first value of each is the plain way.
 HOW = {
-    "compile": {"false": [], "true": ["compile=true"], "one": ["compile=['*.1']"]},
-    "checkpointing": {mode: [f"memory.activation_checkpointing={mode}"] for mode in ("none", "selective", "full")},
-    "activation_offload": {"false": [], "true": ["memory.activation_offload=true"]},
-    "cpu_offload": {"false": [], "true": ["memory.cpu_offload=true"]},
+    "compile": {"false": [], "true": ["compute.compile=true"], "one": ["compute.compile=['*.1']"]},
+    "checkpointing": {mode: [f"compute.activation_checkpointing={mode}"] for mode in ("none", "selective", "full")},
+    "activation_offload": {"false": [], "true": ["compute.activation_offload=true"]},
+    "cpu_offload": {"false": [], "true": ["compute.cpu_offload=true"]},
     "micro_batch": {"4": ["micro_batch_size=4"], "8": []},
 }
 # Other settings of a run, and its rows.
 OTHERS = {
     "model": {"build": [], "hf": ["model._component_=tune.models.hf"]},
-    "start": {"weights": [], "random": ["from_scratch=true"]},
-    "export": {"plain": [], "bf16": ["export.dtype=bf16"], "merged": ["export.merge=true"]},
+    "start": {"weights": [], "random": ["edit=random"]},
+    "export": {"plain": [], "bf16": ["edit=bf16"], "merged": ["export.merge=true"]},
     "scale": {"alpha / r": [], "rsLoRA": ["adapter.rank_stabilized=true"]},
     "decay": {"matrices": [], "all": ["parameter_groups.decay_vectors=true", "optimizer.weight_decay=0.1"]},
     "schedule": {
@@ -80,7 +80,7 @@ OTHERS = {
     },
     "warmup": {"0": [], "1": ["schedule.warmup=1"], "0.5": ["schedule.warmup=0.5"]},
     "clipping": {"null": [], "1.0": ["max_grad_norm=1.0"]},
-    "chunk": {"null": [], "16": ["memory.loss_chunk_tokens=16"]},
+    "chunk": {"null": [], "16": ["{chunk}=16"]},
     "accuracy": {"false": [], "true": ["loss.accuracy=true"]},
     "train_on": {
         value: [f"dataset.train_on={value}"] * (value != "assistant") for value in ("assistant", "all", "last")
@@ -96,7 +96,7 @@ OTHERS = {
     "validation": {
         "none": [],
         "fraction": ["dataset.validation_fraction=0.2"],
-        "path": ["validation_dataset.path={data}", "validate_every=1", "validate_first=true"],
+        "path": ["dataset.validation={data}", "evaluate.every=1", "evaluate.first=true"],
     },
     "evaluate": {
         "none": [],
@@ -111,9 +111,9 @@ OTHERS = {
     "zero_stage": {"null": [], "1": ["parallel.zero_stage=1"], "0": ["parallel.zero_stage=0"]},
     "reduce": {"true": [], "false": ["parallel.reduce_every_micro_batch=false"]},
     "loss_parallel": {"true": [], "false": ["parallel.loss_parallel=false"]},
-    "profiler": {"null": [], "1": ["profiler.start=1", "profiler.steps=1"]},
+    "trace": {"null": [], "1": ["edit=trace"]},
     "resume": {"auto": [], "never": ["resume=never"]},
-    "deterministic": {"false": [], "true": ["deterministic=true"]},
+    "deterministic": {"false": [], "true": ["parallel.deterministic=true"]},
 }
 FACTORS = WHAT | HOW | OTHERS
 PLAIN = {name: next(iter(values)) for name, values in HOW.items()}
@@ -129,13 +129,8 @@ OF_ADAPTERS = [
 # Incompatible values, and the error of `tune validate` and the run for the first of each.
 REFUSED = [
     ({"trained": NOT_ADAPTED, "dropout": ["0.2"]}, "adapter: is not a setting. It is one of"),
-    ({"trained": NOT_ADAPTED, "quantization": ["nf4", "double"]}, "quantization.weights: is not a setting"),
     ({"trained": NOT_ADAPTED, "scale": ["rsLoRA"]}, "adapter: is not a setting. It is one of"),
-    ({"trained": NOT_ADAPTED, "export": ["merged"]}, "export.merge: is not a setting"),
-    ({"trained": ADAPTED, "export": ["bf16"]}, "export.dtype: is not a setting"),
-    ({"trained": ADAPTED, "start": ["random"]}, "from_scratch: is not a setting"),
-    *(({"start": ["random"], **values}, "from_scratch: is not a setting") for values in OF_ADAPTERS),
-    *(({"export": ["bf16"], **values}, "export.dtype: is not a setting") for values in OF_ADAPTERS[:-1]),
+    ({"trained": NOT_ADAPTED, "export": ["merged"]}, "export: is not a setting"),
     ({"trained": ["distilled", *ANSWERS], "accuracy": ["true"]}, "loss.accuracy: "),
     (
         {"trained": ANSWERS, "train_on": ["all", "last"]},
@@ -147,24 +142,35 @@ REFUSED = [
         {"trained": ["KTO"], "rows": ["streamed"]},
         "streaming: labelled rows are compared with answers to other prompts",
     ),
-    ({"trained": ["all, int8", "lora, int8"], "model": ["hf"]}, "model: quantization.qat"),
-    ({"trained": ["lora, int8"], "dropout": ["0.2"]}, "adapter.dropout: quantization.qat"),
+    ({"trained": ["all, int8", "lora, int8"], "model": ["hf"]}, "model: only models of tune.models.build"),
+    ({"trained": ["lora, int8"], "dropout": ["0.2"]}, "adapter.dropout: blocks.0"),
     (
         {"trained": ["lora, float8"], "quantization": ["nf4", "double"]},
-        "quantization.weights: it cannot be combined with quantization.float8",
+        "model.quantization: it cannot be combined with model.float8",
     ),
     ({"trained": ["lora, int8"], "quantization": ["nf4", "double"]}, "already quantized"),
     ({"trained": ["lora, int8"], "dtype": ["bf16/fp32", "bf16", "fp16"]}, "is exported as float32"),
     ({"trained": ["all, int8"], "dtype": ["fp16"]}, "is exported as bfloat16"),
     (
         {"activation_offload": ["true"], "checkpointing": ["selective"], "compile": ["false", "one"]},
-        "memory.activation_offload: with activation_checkpointing=selective",
+        "compute.activation_offload: with activation_checkpointing=selective",
     ),
-    ({"start": ["random"], "model": ["hf"]}, "from_scratch: "),
+    ({"start": ["random"], "model": ["hf"]}, "weights: tune.models.hf needs existing weights"),
     ({"trained": ["head"], "model": ["hf"], "dropout": ["0.2"]}, "does not support dropout. Set adapter.dropout=0"),
     ({"optimizer": ["AdamW8bit"], "cpu_offload": ["true"], "dtype": ["bf16"]}, "cannot update bf16 shards"),
     ({"keep_best": ["loss"], "validation": ["none"]}, "checkpointer.keep_best: the run has no validation data"),
     ({"rows": ["streamed"], "validation": ["fraction"]}, "validation_fraction: a stream cannot hold out rows"),
+]
+
+
+# What no user wants: adapters on random weights, another type of weights that are not exported whole, and quantized
+# weights without an adapter, of which a rule warns.
+POINTLESS = [
+    {"trained": NOT_ADAPTED, "quantization": ["nf4", "double"]},
+    {"trained": ADAPTED, "export": ["bf16"]},
+    {"trained": ADAPTED, "start": ["random"]},
+    *({"start": ["random"], **values} for values in OF_ADAPTERS),
+    *({"export": ["bf16"], **values} for values in OF_ADAPTERS[:-1]),
 ]
 
 
@@ -210,6 +216,11 @@ def covering(draw, factors, refused, tries=30, left_out=()):
         yield candidates[pairs]
 
 
+def chunk_of(recipe):
+    """Return the setting for the tokens whose logits exist at one time."""
+    return "loss.chunk_tokens" if recipe in ("full_finetune", "lora_finetune", "distill") else "loss_chunk_tokens"
+
+
 @pytest.fixture(scope="module")
 def settings_of(chats, pairs, checkpoint, tmp_path_factory):
     """Function that returns the recipe and the settings of a row."""
@@ -228,15 +239,14 @@ def settings_of(chats, pairs, checkpoint, tmp_path_factory):
         data = pairs if trained in ANSWERS else chats
         settings = [
             f"model.path={experts if trained == 'experts' else checkpoint}", f"dataset.path={data}", "max_seq_len=128",
-            "device=cpu", "dtype=fp32", "global_batch_size=8", "micro_batch_size=8", "max_steps=2",
+            "device=cpu", "compute.dtype=fp32", "global_batch_size=8", "micro_batch_size=8", "max_steps=2",
             "max_grad_norm=null", "optimizer.lr=1e-3", "schedule.warmup=0", "checkpointer.every=null",
             *(setting for name, value in row.items() for setting in FACTORS[name][value]),
             *[f"teacher.path={teacher}"] * (recipe == "distill"),
             f"output_dir={tmp_path_factory.mktemp('run')}",
         ]  # fmt: skip
-        return recipe, [
-            setting.format(data=data, prompts=prompts) if "{" in setting else setting for setting in settings
-        ]
+        names = {"data": data, "prompts": prompts, "chunk": chunk_of(recipe)}
+        return recipe, [setting.format(**names) if "{" in setting else setting for setting in settings]
 
     return settings_of
 
@@ -247,9 +257,9 @@ def run(settings_of):
 
     def run(row):
         recipe, settings = settings_of(row)
-        cfg = config.load(recipe, settings)
-        importlib.import_module(recipe).main(cfg)
-        lines = [json.loads(line) for line in (Path(cfg.output_dir) / "metrics.jsonl").read_text().splitlines()]
+        run_edited(recipe, settings)
+        folder = Path(settings[-1].removeprefix("output_dir="))
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         return [(line["loss"], line["grad_norm"]) for line in lines if line["step"]]
 
     return run
@@ -257,7 +267,7 @@ def run(settings_of):
 
 @functools.cache
 def rows():
-    refused = [row for values, _ in REFUSED for row in each_of(values)]
+    refused = [row for values in (*(each for each, _ in REFUSED), *POINTLESS) for row in each_of(values)]
     # Compiling all blocks is slow, and compiling one shows as much.
     drawn = [*covering(random.Random(2), FACTORS, refused, tries=4, left_out=[("compile", "true")])]
     compiled = {"compile": "true", "activation_offload": "true"}
@@ -276,7 +286,7 @@ def test_accepted_pairs_run_and_match_the_plain_way(share, run, settings_of, tol
         backend = "aot_eager" if row["compile"] == "true" else "eager"
         monkeypatch.setattr(torch, "compile", functools.partial(compile, backend=backend))
         recipe, settings = settings_of(row | {"activation_offload": "false"})
-        assert number % 24 or told(recipe, settings) == "", settings
+        assert number % 24 or told(*with_edits(recipe, settings)) == "", settings
         torch.compiler.reset()
         with monkeypatch.context() as patch:
             if row["activation_offload"] == "true":  # a CPU has nowhere to offload to, and the setting is refused
@@ -296,7 +306,7 @@ def test_accepted_pairs_run_and_match_the_plain_way(share, run, settings_of, tol
 # The other recipes, with their settings from above (schedules are called alike) and their own.
 SHARED = (
     *("dropout", "quantization", "optimizer", "dtype", "compile", "checkpointing", "cpu_offload", "model"),
-    *("clipping", "every", "async", "on_nan", "zero_stage", "reduce", "loss_parallel", "profiler"),
+    *("clipping", "every", "async", "on_nan", "zero_stage", "reduce", "loss_parallel", "trace"),
 )
 METHODS = {name: {factor: FACTORS[factor] for factor in SHARED} for name in ("grpo", "ppo_finetune", "reward_finetune")}
 for name, factors in METHODS.items():
@@ -310,7 +320,7 @@ for name, factors in METHODS.items():
         factors |= {factor: FACTORS[factor] for factor in ("packed", "micro_batch")}
         factors["center"] = {"0": [], "0.1": ["loss.center=0.1"]}
     else:
-        del factors["profiler"]  # a trace of sampling has a GiB
+        del factors["trace"]  # a trace of sampling has a GiB
         factors |= {factor: FACTORS[factor] for factor in ("chunk", "evaluate")}
         factors["kl"] = {"0": ["kl=0"], "0.1": ["kl=0.1"], "base": ["kl=0.1", "reference=adapter_off"]}
         factors["updates"] = {"1": ["updates=1"], "2": ["updates=2", "loss._component_=tune.losses.ClippedPolicy"]}
@@ -352,17 +362,17 @@ def test_accepted_pairs_of_other_methods_run(
         monkeypatch.setattr(torch, "compile", functools.partial(compile, backend="eager"))
         torch.compiler.reset()
         settings = [
-            experts if row["trained"] == "experts" else f"model.path={checkpoint}", "device=cpu", "dtype=fp32",
+            experts if row["trained"] == "experts" else f"model.path={checkpoint}", "device=cpu", "compute.dtype=fp32",
             "micro_batch_size=8", "max_steps=2", "max_grad_norm=null", "optimizer.lr=1e-3", "schedule.warmup=0",
             "checkpointer.every=null", f"output_dir={tmp_path / str(number)}", *OF_A_STEP[recipe],
             *(setting for name, value in row.items() for setting in factors[name][value]),
         ]  # fmt: skip
         names = {"data": pairs if recipe == "reward_finetune" else requests, "pairs": pairs, "requests": requests}
-        names["prompts"] = requests
+        names |= {"prompts": requests, "chunk": chunk_of(recipe)}
         settings = [setting.format(**names) if "{" in setting else setting for setting in settings]
-        assert number % 24 or told(recipe, settings) == "", settings
+        assert number % 24 or told(*with_edits(recipe, settings)) == "", settings
         with torch.compiler.set_stance("default" if row["compile"] != "false" else "force_eager"):
-            importlib.import_module(recipe).main(config.load(recipe, settings))
+            run_edited(recipe, settings)
         lines = [json.loads(line) for line in (tmp_path / str(number) / "metrics.jsonl").read_text().splitlines()]
         steps = [line for line in lines if line["step"]]
         assert [line["step"] for line in steps] == [1, 2], settings
@@ -383,7 +393,7 @@ def test_run_refuses(values, message, run):
 def wrong_on_any_machine(recipe, settings):
     """Return the errors in the settings alone, which is quick. `tune validate` finds them, too."""
     try:
-        config.load(recipe, settings)
+        config.load(recipe, separated(settings)[1])
     except TuneError as error:
         return str(error)
     return ""
@@ -394,4 +404,6 @@ def wrong_on_any_machine(recipe, settings):
 def test_tune_validate_refuses(values, message, settings_of, told):
     for number, row in enumerate(each_of(values)):
         recipe, settings = settings_of(USUAL | row)
-        assert (number and message in wrong_on_any_machine(recipe, settings)) or message in told(recipe, settings)
+        assert (number and message in wrong_on_any_machine(recipe, settings)) or message in told(
+            *with_edits(recipe, settings)
+        )

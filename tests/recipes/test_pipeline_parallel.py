@@ -33,7 +33,7 @@ FAMILIES = {"qwen3": ["pp"], "gemma3_text-scaled": ["pp x FSDP"], "qwen3_moe": [
 
 def test_two_stages(checkpoint, tied_checkpoint, common, tmp_path):  # noqa: F811
     variants = {
-        "packed": [f"model.path={checkpoint}", "loss.accuracy=true", "validate_every=2"],
+        "packed": [f"model.path={checkpoint}", "loss.accuracy=true", "evaluate.every=2"],
         "tied": [f"model.path={tied_checkpoint}", "packed=false"],
     }
     alike = [{"prompt": f"the cat and the dog went {number % 3} ", "completion": f"{number}"} for number in range(24)]
@@ -56,7 +56,7 @@ def test_all_parameters(common, tmp_path):  # noqa: F811
     variants = {
         "packed": [f"model.path={plain}"],
         "tied": [f"model.path={tied}", "packed=false"],
-        "little memory": [f"model.path={tied}", "memory.activation_checkpointing=full", "memory.cpu_offload=true"],
+        "little memory": [f"model.path={tied}", "compute.activation_checkpointing=full", "compute.cpu_offload=true"],
     }
     names = {name: ["pp x FSDP"] for name in variants}
     names |= {
@@ -94,9 +94,9 @@ def test_several_stages_per_process(schedule, common, tmp_path):  # noqa: F811
     save_checkpoint(tmp_path / "experts", kind, **SMALL | changes | deep)
     save_checkpoint(tmp_path / "tied", num_hidden_layers=8, hidden_size=32, tie_word_embeddings=True)
     variants = {
-        "tied": [f"model.path={tmp_path / 'tied'}", "validate_every=2", "packed=false"],
+        "tied": [f"model.path={tmp_path / 'tied'}", "evaluate.every=2", "packed=false"],
         "experts": [f"model.path={tmp_path / 'experts'}", "model.router_loss=0.1"],
-        "recomputed": [f"model.path={tmp_path / 'tied'}", "memory.activation_checkpointing=full"],
+        "recomputed": [f"model.path={tmp_path / 'tied'}", "compute.activation_checkpointing=full"],
     }
     names = {"tied": ["pp", "pp x FSDP", "pp x tp"], "experts": ["pp x ep"], "recomputed": ["pp"]}
     if schedule == "zero_bubble":  # splits the backward pass in two
@@ -126,7 +126,7 @@ def test_resume(common, told_to, tmp_path):  # noqa: F811
     common = [*common, f"model.path={model}", "max_steps=7", "checkpointer.every=1", "checkpointer.keep=null"]
     common.append("optimizer.lr=5e-4")  # rules warn about higher rates
     starts = {name: (before, step) for step, (before, name) in enumerate(itertools.pairwise(ways), 1)}
-    ways |= {"stages": stages, "alone": fsdp, "compiled": [*schedules["interleaved"], "compile=true"]}
+    ways |= {"stages": stages, "alone": fsdp, "compiled": [*schedules["interleaved"], "compute.compile=true"]}
     starts |= {"stages": ("whole", 3), "alone": ("zero_bubble", 4), "compiled": ("whole", 5)}
     resumed = {
         name: f"resume={tmp_path / before / 'checkpoints' / f'step-{step:08d}'}"
@@ -149,11 +149,11 @@ def test_resume(common, told_to, tmp_path):  # noqa: F811
 
 @pytest.mark.weekly
 def test_dropout_is_recomputed_with_the_keys_of_its_micro_batch(tied_checkpoint, common, tmp_path):  # noqa: F811
-    full = "memory.activation_checkpointing=full"
+    full = "compute.activation_checkpointing=full"
     layouts = {
         "full": [full],
-        "selective": ["memory.activation_checkpointing=selective"],
-        "compiled": [full, "compile=['*.1']"],
+        "selective": ["compute.activation_checkpointing=selective"],
+        "compiled": [full, "compute.compile=['*.1']"],
         "zero bubble": [full, "parallel.pp_schedule=zero_bubble"],
     }
     layouts = {name: ["parallel.pp=2", "micro_batch_size=1", *how] for name, how in layouts.items()}

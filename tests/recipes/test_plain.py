@@ -28,7 +28,7 @@ def recipe(checkpoint: Path, chats: Path, tmp_path_factory: pytest.TempPathFacto
         f"dataset.path={chats}",
         f"output_dir={run}",
         "device=cpu",
-        "dtype=fp32",
+        "compute.dtype=fp32",
         "optimizer.fused=false",
         "max_seq_len=1024",
         "micro_batch_size=2",

@@ -69,7 +69,7 @@ def assert_same_export(folder, name, layout, file="model/model.safetensors"):
         torch.testing.assert_close(exported[key], tensor, rtol=1e-3, atol=2e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_families(own, common, tmp_path):  # noqa: F811
     variants = families(tmp_path / "models") | {"own": [*OWN, f"model.path={own}"]}
     names = {name: ["tp", "tp x FSDP"] if name in ("qwen3", "own") else ["tp x FSDP"] for name in variants}
@@ -96,7 +96,7 @@ def test_adapters(own, common, tmp_path):  # noqa: F811
 @pytest.mark.slow
 def test_resume_without_the_plan(own, common, tmp_path):  # noqa: F811
     """Train two steps on two processes, and two more on one."""
-    settings = ["schedule._component_=tune.optimizers.constant", "schedule.warmup=0", "validation_dataset.path=null"]
+    settings = ["schedule._component_=tune.optimizers.constant", "schedule.warmup=0", "dataset.validation=null"]
     common = [*common, "max_steps=4", *OWN, f"model.path={own}", *settings]
     full_finetune.main(config.load("full_finetune", [*common, f"output_dir={tmp_path / 'alone'}"]))
     first = json.dumps({"moved": ["parallel.tp=2", "max_steps=2"]})

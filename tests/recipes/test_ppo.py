@@ -25,7 +25,7 @@ RUN_VARIANTS = Path(__file__).with_name("run_variants.py")
 WAYS = {
     "as it is": [],
     "micro-batches of 3": ["micro_batch_size=3"],
-    "few rows at a time": ["sampling.max_rows=5", "memory.activation_checkpointing=full"],
+    "few rows at a time": ["sampling.max_rows=5", "compute.activation_checkpointing=full"],
 }
 
 WITH_ADAPTER = ["adapter.rank=4", "reference=adapter_off"]
@@ -40,7 +40,7 @@ def common(checkpoint, requests):  # noqa: F811
     return [
         f"model.path={checkpoint}", f"dataset.path={requests}", "max_prompt_len=64",
         "reward=recipes.test_grpo.share_of_a", "sampling.max_new_tokens=12", "prompts_per_step=16",
-        "device=cpu", "dtype=fp32", "optimizer.lr=3e-3", "max_steps=3", "epochs=20",
+        "device=cpu", "compute.dtype=fp32", "optimizer.lr=3e-3", "max_steps=3", "epochs=20",
     ]  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def run(run_recipe, common, tmp_path):
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_reward_rises_and_values_learn(run):
     steps = run("max_steps=30", "epochs=60", "samples_per_prompt=2", "kl=0.01")
     # Rounding decides which tokens are sampled, and how far a run gets: six runs ended between 0.19 and 0.37.
@@ -271,7 +271,14 @@ def test_resume_is_bitwise_exact(adapter, run, common, told, tmp_path):
 @pytest.mark.slow
 def test_from_a_base_to_ppo(run, run_recipe, checkpoint, chats, pairs, tmp_path):  # noqa: F811
     """Run the classical pipeline: each recipe starts from the previous recipe's export."""
-    common = ["device=cpu", "dtype=fp32", "optimizer.lr=1e-3", "global_batch_size=4", "max_seq_len=256", "max_steps=4"]
+    common = [
+        "device=cpu",
+        "compute.dtype=fp32",
+        "optimizer.lr=1e-3",
+        "global_batch_size=4",
+        "max_seq_len=256",
+        "max_steps=4",
+    ]
 
     def train(recipe, model, data, name):
         settings = [f"model.path={model}", f"dataset.path={data}", f"output_dir={tmp_path / name}"]

@@ -32,7 +32,8 @@ NO_REFERENCE = ("SimPO", "CPO", "ORPO")
 def settings(checkpoint, pairs, tmp_path):
     return [
         f"model.path={checkpoint}", f"dataset.path={pairs}", f"output_dir={tmp_path / 'run'}", "max_seq_len=256",
-        "device=cpu", "dtype=fp32", "global_batch_size=40", "epochs=3", "optimizer.lr=1e-3", "schedule.warmup=0",
+        "device=cpu", "compute.dtype=fp32", "global_batch_size=40", "epochs=3", "optimizer.lr=1e-3",
+        "schedule.warmup=0",
     ]  # fmt: skip
 
 
@@ -136,7 +137,7 @@ def test_reference_has_no_dropout(run, pairs, tmp_path):
     """The reference of a continued adapter is the policy without dropout, before the first step."""
     run(*LORA, "epochs=1", folder=tmp_path / "first")
     adapter = f"adapter={{_component_: tune.peft.adapter, path: {tmp_path / 'first' / 'adapter'}, dropout: 0.5}}"
-    validated = [f"validation_dataset.path={pairs}", "validate_first=true"]
+    validated = [f"dataset.validation={pairs}", "evaluate.first=true"]
     before, first, *_ = run(adapter, *validated, "epochs=1", folder=tmp_path / "second")
     assert before["validation_loss"] == pytest.approx(log(2), abs=1e-6) and before["validation_rewards/margins"] == 0
     assert abs(first["rewards/margins"]) > 1e-6  # the policy has dropout in training
@@ -178,8 +179,8 @@ WAYS = {
     "micro-batches of 8": ["micro_batch_size=8"],
     "packed": ["packed=true", "micro_batch_size=2"],
     "packed, micro-batches of 1": ["packed=true"],
-    "recomputed": ["memory.activation_checkpointing=full", "micro_batch_size=8"],
-    "small chunks": ["memory.loss_chunk_tokens=3", "micro_batch_size=8"],
+    "recomputed": ["compute.activation_checkpointing=full", "micro_batch_size=8"],
+    "small chunks": ["loss_chunk_tokens=3", "micro_batch_size=8"],
 }
 METHODS = {
     "DPO": [],
@@ -199,7 +200,7 @@ def assert_one_curve(steps, plain):
             assert one.get(name, 0) == pytest.approx(other.get(name, 0), rel=1e-4, abs=1e-5), name
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("method", slow_but(["DPO"], METHODS))
 def test_curve_does_not_depend_on_micro_batches(method, run, tmp_path):
     curves = {way: run(*METHODS[method], *WAYS[way], folder=tmp_path / way) for way in WAYS}
@@ -221,10 +222,10 @@ def test_one_curve_on_two_processes(run, settings, pairs, tmp_path):
     }
     layouts = {method: ways if method == "DPO" else ["heads shared"] for method in METHODS}
     variants = {f"{method} {way}": [*METHODS[method], *ways[way]] for method in METHODS for way in layouts[method]}
-    common = [*settings, f"validation_dataset.path={pairs}"]
+    common = [*settings, f"dataset.validation={pairs}"]
     run_processes(RUN_VARIANTS, 2, "preference_finetune", str(tmp_path), json.dumps(common), json.dumps(variants))
     for method in METHODS:
-        plain = run(*METHODS[method], f"validation_dataset.path={pairs}", folder=tmp_path / "alone" / method)
+        plain = run(*METHODS[method], f"dataset.validation={pairs}", folder=tmp_path / "alone" / method)
         for way in layouts[method]:
             lines = (tmp_path / f"{method} {way}" / "metrics.jsonl").read_text().splitlines()
             curve = [json.loads(line) for line in lines]
@@ -237,7 +238,7 @@ def test_validation(run, pairs, tmp_path):
     """Validation on the training rows before the first step matches the first step."""
     for method in ("DPO", "KTO"):
         steps = run(
-            *METHODS[method], f"validation_dataset.path={pairs}", "validate_first=true", "micro_batch_size=4",
+            *METHODS[method], f"dataset.validation={pairs}", "evaluate.first=true", "micro_batch_size=4",
             folder=tmp_path / method,
         )  # fmt: skip
         before, first, *_, last = steps
@@ -257,13 +258,10 @@ def test_rows_held_out_and_mixtures(method, run, pairs, tmp_path):
     files = {"few": tmp_path / "few.jsonl", "many": tmp_path / "many.jsonl"}
     files["few"].write_text("".join(lines[:4]))
     files["many"].write_text("".join(lines[4:]))
-    sources = "{" + ", ".join(f"{name}: {{path: {file}, weight: 1}}" for name, file in files.items()) + "}"
-    mixed = [f"dataset._component_={MIXED}", f"dataset.sources={sources}"]
+    each = (f"{name}: {{path: {file}, validation: {file}, weight: 1}}" for name, file in files.items())
+    mixed = [f"dataset._component_={MIXED}", f"dataset.sources={{{', '.join(each)}}}"]
     folder = tmp_path / "mixed"
-    steps = run(
-        *METHODS[method], *mixed, *(entry.replace("dataset", "validation_dataset", 1) for entry in mixed), "epochs=1",
-        "validate_first=true", folder=folder,
-    )  # fmt: skip
+    steps = run(*METHODS[method], *mixed, "epochs=1", "evaluate.first=true", folder=folder)
     if method == "DPO":
         first = [steps[0]["validation_loss/few"], steps[0]["validation_loss"], steps[1]["loss"]]
         assert first == pytest.approx([log(2)] * 3, abs=1e-6)
@@ -274,7 +272,7 @@ def test_rows_held_out_and_mixtures(method, run, pairs, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("reference", ["precomputed", "adapter_off"])
 def test_adapters_on_a_quantized_base(reference, run, tmp_path):
-    steps = run(*LORA, "quantization.weights=nf4", f"reference={reference}", "micro_batch_size=4")
+    steps = run(*LORA, "model.quantization=nf4", f"reference={reference}", "micro_batch_size=4")
     assert steps[0]["loss"] == pytest.approx(log(2), abs=1e-6)
     assert steps[-1]["loss"] < steps[0]["loss"] - 1e-4
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").exists()

@@ -33,8 +33,8 @@ def losses(run):
 def settings_of(path, chats):
     return [
         f"model.path={path}", f"dataset.path={chats}", "max_seq_len=128", "global_batch_size=8", "micro_batch_size=2",
-        "dtype=fp32", "device=cpu", "optimizer.lr=5e-3", "max_steps=3", "adapter.rank=8", "checkpointer.every=null",
-        "export.merge=true", "adapter.target_modules='.*(q_proj|q_b_proj|o_proj)'",
+        "compute.dtype=fp32", "device=cpu", "optimizer.lr=5e-3", "max_steps=3", "adapter.rank=8",
+        "checkpointer.every=null", "export.merge=true", "adapter.target_modules='.*(q_proj|q_b_proj|o_proj)'",
     ]  # fmt: skip
 
 
@@ -70,8 +70,8 @@ def test_training_matches_the_plain_base(family, chats, tmp_path):
     # Each of two processes reads its own slices, for NF4 too.
     variants = {
         "shared": layout,
-        "qlora": ["quantization.weights=nf4"],
-        "qlora of plain": [f"model.path={plain}", "quantization.weights=nf4"],
+        "qlora": ["model.quantization=nf4"],
+        "qlora of plain": [f"model.path={plain}", "model.quantization=nf4"],
     }
     common = settings_of(base, chats)
     run_processes(RUN_VARIANTS, 2, "lora_finetune", str(tmp_path), json.dumps(common), json.dumps(variants))

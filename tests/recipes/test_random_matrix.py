@@ -18,6 +18,7 @@ import torch
 from helpers import results_of, run_processes, save_checkpoint, seed_of_run
 from models.test_families import SMALL, VARIANTS
 from recipes.test_grpo import requests  # noqa: F401
+from recipes.test_pairs_of_settings import chunk_of
 from safetensors.torch import load_file
 
 SCRIPT = Path(__file__).with_name("run_combinations.py")
@@ -99,33 +100,32 @@ SETTINGS = [
         ["optimizer.eps=1e-6"], ["optimizer._component_=torch.optim.SGD"],
         ["optimizer._component_=tune.optimizers.Adafactor"], ["optimizer._component_=tune.optimizers.Muon"],
     ],
-    [[], *([f"memory.activation_checkpointing={mode}"] for mode in ("selective", "full"))],
-    [[], ["memory.cpu_offload=true"]],
-    [[], ["memory.loss_chunk_tokens=16"]],
+    [[], *([f"compute.activation_checkpointing={mode}"] for mode in ("selective", "full"))],
+    [[], ["compute.cpu_offload=true"]],
+    [[], ["{chunk}=16"]],
     [[], ["parameter_groups.decay_vectors=true", "optimizer.weight_decay=0.1"]],
     [["checkpointer.every=null"], ["checkpointer.every=1"]],
 ]  # fmt: skip
 OF_ADAPTERS = [
     [[], ["adapter.dropout=0.2"]],
-    [[], ["quantization.weights=nf4"], ["quantization.weights=nf4", "quantization.double=false"]],
+    [[], ["model.quantization=nf4"], ["model.quantization=nf4", "model.double_quantization=false"]],
     [[], ["export.merge=true"]],
 ]
 OF_ROWS = [
     [["max_seq_len=128"], ["max_seq_len=93", "dataset.too_long=truncate"]],
     [[], ["packed=true"]],
     [["max_grad_norm=null"], ["max_grad_norm=0.3"]],
-    [[], ["validation_dataset.path={validated}", "validate_every=1"]],
+    [[], ["dataset.validation={validated}", "evaluate.every=1"]],
 ]
 # Combinations that are always refused, and would be half of the draws.
 NOT_TOGETHER = [
     ("parallel.pp=2", "parallel.zero_stage=3"),
-    ("parallel.pp_schedule=zero_bubble", "memory.activation_checkpointing=selective"),
-    ("parallel.pp_schedule=zero_bubble", "memory.activation_checkpointing=full"),
+    ("parallel.pp_schedule=zero_bubble", "compute.activation_checkpointing=selective"),
+    ("parallel.pp_schedule=zero_bubble", "compute.activation_checkpointing=full"),
     ("parallel.tp=2", "optimizer._component_=tune.optimizers.Muon"),
 ]
 # Errors that only two processes may give: about a layout's setting, or a documented limit.
 REFUSALS = re.compile(r"parallel\.\w+|Muon needs whole matrices")
-# Metrics of speed and memory, which differ between runs.
 
 
 def draw_combination(seed, number):
@@ -152,6 +152,8 @@ def draw_settings(draw):
     settings += one_of_each([] if recipe in SAMPLING else OF_ROWS)
     if trained == "all" and OFF in settings:
         settings.remove(OFF)
+    if recipe == "reward_finetune":  # it has no logits
+        settings = [setting for setting in settings if not setting.startswith("{chunk}")]
     rows = ROWS if layout.startswith(("cp", "tp")) else ROWS // 2  # per process, at most
     rows = draw.choice([count for count in (1, 2, 4, 8) if count <= rows])
     shared = [*LAYOUTS[layout], *(draw.choice(SCHEDULES) if layout == "pp" else []), *one_of_each(OF_LAYOUTS)]
@@ -212,9 +214,10 @@ class Combination:
         self.model, self.has_experts = model_of(name, folder), name in EXPERTS
         self.clips = self.recipes[0] in SAMPLING
         data = data | {"teacher": model_of(TEACHER, folder)}
+        data["chunk"] = chunk_of(self.recipes[0])
         data["validated"] = data["pairs"] if "{pairs}" in str(settings) else data["chats"]
         common = [f"model.path={self.model}", *["model._component_=tune.models.hf"] * (name == HF)]
-        common += ["device=cpu", "dtype=fp32", "optimizer.lr=1e-3", "schedule.warmup=0", *["seed=1"] * again]
+        common += ["device=cpu", "compute.dtype=fp32", "optimizer.lr=1e-3", "schedule.warmup=0", *["seed=1"] * again]
         common += [setting.format(**data) if "{" in setting else setting for setting in settings]
         self.folders = [folder / f"{number}-{processes}{'-again' * again}" for processes in (1, 2)]
         self.runs = [[*common, *alone], [*common, *shared]]

@@ -39,7 +39,7 @@ def test_continued_run(inputs, run_recipe):
 def test_shown_figures_match_the_run_files(inputs, run_recipe, capsys):
     """Check the console, `tune preview`, `watch` and `runs`, and the report."""
     run = inputs.folder / "new"
-    more = ["max_steps=3", "validate_every=2", f"validation_dataset.path={inputs.rows}", f"output_dir={run}"]
+    more = ["max_steps=3", "evaluate.every=2", f"dataset.validation={inputs.rows}", f"output_dir={run}"]
     assert run_recipe(inputs.settings(*more)) == 0
     console = capsys.readouterr().out
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -78,13 +78,16 @@ def test_shown_figures_match_the_run_files(inputs, run_recipe, capsys):
 PLANNED = {
     "AdamW": (full_finetune, []),
     "Muon": (full_finetune, ["optimizer._component_=tune.optimizers.Muon", "packed=true"]),
-    "SGD": (full_finetune, ["optimizer._component_=torch.optim.SGD", "optimizer.momentum=0.9", "master_dtype=bf16"]),
-    "adapters on NF4": (lora_finetune, ["quantization.weights=nf4", "dtype=bf16", "adapter.dora=true"]),
+    "SGD": (
+        full_finetune,
+        ["optimizer._component_=torch.optim.SGD", "optimizer.momentum=0.9", "compute.master_dtype=bf16"],
+    ),
+    "adapters on NF4": (lora_finetune, ["model.quantization=nf4", "compute.dtype=bf16", "adapter.dora=true"]),
     "labelled answers": (preference_finetune, ["loss._component_=tune.losses.KTO", "dataset.kind=labelled"]),
 }
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("name", PLANNED)
 def test_plan_figures_match_the_run(name, inputs, run_recipe, capsys):
     """All rows have the maximum length, as a plan assumes."""
@@ -198,12 +201,12 @@ def test_pages_of_real_runs_in_a_browser(checkpoint, chats, pairs, tmp_path, run
     """Show a supervised run, a preference run, and both on one page. The pages fit on a phone, too."""
     (tmp_path / "prompts.txt").write_text("the cat\nit was\n")
     common = [
-        f"model.path={checkpoint}", "device=cpu", "dtype=fp32", "max_seq_len=128", "global_batch_size=8", "max_steps=3",
-        "validate_every=2", f"evaluate.prompts={tmp_path}/prompts.txt", "evaluate.max_new_tokens=5",
+        f"model.path={checkpoint}", "device=cpu", "compute.dtype=fp32", "max_seq_len=128", "global_batch_size=8",
+        "max_steps=3", "evaluate.every=2", f"evaluate.prompts={tmp_path}/prompts.txt", "evaluate.max_new_tokens=5",
     ]  # fmt: skip
     runs = {"supervised": (full_finetune, chats), "preferences": (preference_finetune, pairs)}
     for name, (recipe, data) in runs.items():
-        of_data = [f"dataset.path={data}", f"validation_dataset.path={data}", f"output_dir={tmp_path / name}"]
+        of_data = [f"dataset.path={data}", f"dataset.validation={data}", f"output_dir={tmp_path / name}"]
         assert run_recipe([*common, *of_data], recipe) == 0
         steps = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         for width in (1400, 400):

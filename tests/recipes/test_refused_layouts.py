@@ -45,5 +45,8 @@ def test_refused_before_the_data_are_read(checkpoint, told_to, tmp_path):
 def test_every_recipe_checks_the_layout_before_the_data():
     recipes = [path.read_text() for path in Path(full_finetune.__file__).parent.glob("*.py")]
     recipes = [text for text in recipes if "cfg" in text and "backward" in text]
-    placed = [text.index("require_layout(") - text.index("tokenizer = inst") for text in recipes]
-    assert len(placed) == 8 and max(placed) < 0
+    placed = [
+        (text.rindex("distributed.parallelize("), text.index("instantiate(cfg.dataset"), text.index("weights.load("))
+        for text in recipes
+    ]
+    assert len(placed) == 8 and all(list(places) == sorted(places) for places in placed)

@@ -67,7 +67,8 @@ def settings(finished, pairs, method):
     rows = [] if method == "GRPO" else ["max_seq_len=128", "global_batch_size=16"]
     return [
         f"model.path={finished / 'model'}", f"dataset.path={finished / 'chats.jsonl' if method in RECIPES else pairs}",
-        "device=cpu", "dtype=fp32", "epochs=2", "optimizer.lr=1e-3", "checkpointer.every=1", *rows, *METHODS[method],
+        "device=cpu", "compute.dtype=fp32", "epochs=2", "optimizer.lr=1e-3", "checkpointer.every=1", *rows,
+        *METHODS[method],
     ]  # fmt: skip
 
 

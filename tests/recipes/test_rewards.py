@@ -68,7 +68,7 @@ def pairs(rows, tmp_path_factory):
 @pytest.fixture(scope="session")
 def common(checkpoint, pairs):
     return [
-        f"model.path={checkpoint}", f"dataset.path={pairs}", "max_seq_len=256", "device=cpu", "dtype=fp32",
+        f"model.path={checkpoint}", f"dataset.path={pairs}", "max_seq_len=256", "device=cpu", "compute.dtype=fp32",
         "global_batch_size=6", "micro_batch_size=2", "epochs=3", "optimizer.lr=1e-3", "schedule.warmup=0",
         "checkpointer.every=null",
     ]  # fmt: skip
@@ -255,7 +255,7 @@ WAYS = {  # ways to compute each of four curves
     "4 rows": {
         "as it is": [],
         "micro-batches of 1": ["micro_batch_size=1"],
-        "recomputed": ["memory.activation_checkpointing=full"],
+        "recomputed": ["compute.activation_checkpointing=full"],
         "HSDP": ["parallel.dp_replicate={processes}"],
         "heads shared": ["parallel.tp={processes}"],
         "tokens shared": ["parallel.cp={processes}"],
@@ -282,7 +282,7 @@ def curves(common, pairs, checkpoint, tmp_path_factory):
 
     def curves(processes):
         folder = tmp_path_factory.mktemp("curves")
-        settings = [*common, f"validation_dataset.path={pairs}", "validate_every=2", "global_batch_size=4"]
+        settings = [*common, f"dataset.validation={pairs}", "evaluate.every=2", "global_batch_size=4"]
         variants = {
             f"{curve} - {way}": [override.format(processes=processes, packed=packed) for override in overrides]
             for curve, ways in WAYS.items()

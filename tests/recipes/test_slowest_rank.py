@@ -38,7 +38,7 @@ def test_one_slow_rank_is_named(count, checkpoint, chats, tmp_path):
         save_checkpoint(mixture, "MixtralConfig", **EXPERTS)
     common = [
         f"dataset.path={chats}", "max_seq_len=64", "packed=true", "global_batch_size=12", "max_steps=4", "epochs=9",
-        "device=cpu", "dtype=fp32", "checkpointer.every=null",
+        "device=cpu", "compute.dtype=fp32", "checkpointer.every=null",
     ]  # fmt: skip
     variants = {
         name: [*layout, f"model.path={mixture if name == 'ep' else checkpoint}"]

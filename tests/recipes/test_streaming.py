@@ -16,7 +16,7 @@ def test_stream_resumes_at_the_row_where_it_stopped(inputs, run_recipe):
     inputs.rows.write_text(chats * 3)  # 144 rows: three windows
     settings = [
         *inputs.settings("dataset.streaming=true", "dataset.shuffle_buffer=64", "packed=true", "global_batch_size=2"),
-        f"validation_dataset.path={inputs.rows}", "validation_dataset.streaming=true",
+        f"dataset.validation={{path: {inputs.rows}, streaming: true}}",
         "schedule._component_=tune.optimizers.constant", "optimizer.lr=1e-3", "checkpointer.every=null",
     ]  # fmt: skip
     whole, stopped = inputs.folder / "whole", inputs.folder / "stopped"

@@ -50,9 +50,9 @@ class Waits(TorchDispatchMode):
 CASES = [
     (full_finetune, ["packed=true"], {}),
     (full_finetune, ["max_grad_norm=null", "micro_batch_size=2"], {}),
-    (full_finetune, ["dtype=bf16"], {"config_class": "MixtralConfig", **EXPERTS}),
-    (lora_finetune, ["adapter.dropout=0.1", "quantization.weights=nf4", "adapter.trainable_tokens=[5,7]"], {}),
-    (lora_finetune, ["adapter.dora=true", "dtype=bf16"], {}),
+    (full_finetune, ["compute.dtype=bf16"], {"config_class": "MixtralConfig", **EXPERTS}),
+    (lora_finetune, ["adapter.dropout=0.1", "model.quantization=nf4", "adapter.trainable_tokens=[5,7]"], {}),
+    (lora_finetune, ["adapter.dora=true", "compute.dtype=bf16"], {}),
     (distill, ["teacher.path=${model.path}", "packed=true", "loss.cross_entropy=0.5"], {}),
     (distill, ["teacher.path=${model.path}", "teacher.top_k=9", "loss._component_=tune.losses.ReverseKL"], {}),
     (full_finetune, EXCHANGED, {"config_class": "MixtralConfig", **EXPERTS}),
@@ -90,7 +90,7 @@ def test_one_wait_per_step(recipe, settings, model, chats, pairs, run_recipe, tm
         code = run_recipe(
             [
                 f"model.path={folder}", f"dataset.path={rows}", f"output_dir={tmp_path / 'run'}", "max_seq_len=128",
-                "device=cpu", "dtype=fp32", "global_batch_size=4", "max_steps=3", "epochs=2",
+                "device=cpu", "compute.dtype=fp32", "global_batch_size=4", "max_steps=3", "epochs=2",
                 "checkpointer.every=null", *settings,
             ],
             recipe,

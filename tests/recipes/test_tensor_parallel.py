@@ -1,24 +1,22 @@
 """The loss curve is the same when processes share the heads and widths of each block (tensor parallelism)."""
 
-import importlib
 import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from edited_recipes import run_edited
 from helpers import curve_steps, figures_of, run_processes, save_checkpoint
 from models.test_families import SMALL, VARIANTS
 from safetensors.torch import load_file
 from update_in_backward import in_backward
 
-from tune import config
-
 RUN_VARIANTS = Path(__file__).with_name("run_variants.py")
 LORA = ["adapter.rank=4", "adapter.dropout=0.2", "adapter.target_modules=all-linear"]
 HEAD = ["adapter.rank=4", "adapter.target_modules=[q_proj,lm_head,embed_tokens]"]
-NF4 = ["quantization.weights=nf4"]
-FULL = ["memory.activation_checkpointing=full"]
+NF4 = ["model.quantization=nf4"]
+FULL = ["compute.activation_checkpointing=full"]
 ADAFACTOR = ["optimizer._component_=tune.optimizers.Adafactor", "optimizer.eps=[null,1e-3]"]
 WHOLE_HEAD = ["parallel.loss_parallel=false"]
 
@@ -36,8 +34,8 @@ def common(chats):
     With this `eps`, rounding stays within the tolerance.
     """
     return [
-        f"dataset.path={chats}", f"validation_dataset.path={chats}", "validation_dataset.take=16", "max_seq_len=128",
-        "global_batch_size=8", "micro_batch_size=8", "dtype=fp32", "device=cpu", "optimizer.lr=1e-3",
+        f"dataset.path={chats}", f"dataset.validation={{path: {chats}, take: 16}}", "max_seq_len=128",
+        "global_batch_size=8", "micro_batch_size=8", "compute.dtype=fp32", "device=cpu", "optimizer.lr=1e-3",
         "optimizer.eps=1e-6", f"max_steps={curve_steps()}", "epochs=6", "checkpointer.every=null", "packed=true",
     ]  # fmt: skip
 
@@ -48,10 +46,8 @@ def assert_one_curve(recipe, common, variants, layouts, count, folder, names=Non
     One process runs the recipe `alone`, if given, with the additional settings `of_alone`.
     """
     pairs = [(name, layout) for name in variants for layout in (names[name] if names else layouts)]
-    alone = alone or recipe
-    main = importlib.import_module(alone).main
     for name, overrides in variants.items():
-        main(config.load(alone, [*common, *overrides, *of_alone, f"output_dir={folder / 'alone' / name}"]))
+        run_edited(alone or recipe, [*common, *overrides, *of_alone, f"output_dir={folder / 'alone' / name}"])
     shared = {f"{name}, {layout}": [*variants[name], *layouts[layout]] for name, layout in pairs}
     run_processes(RUN_VARIANTS, count, recipe, str(folder), json.dumps(common), json.dumps(shared))
     expected = {name: figures_of(folder / "alone" / name) for name in variants}
@@ -81,7 +77,7 @@ def test_two_processes_share_each_block(wide, chats, common, tmp_path, monkeypat
     deep = save_checkpoint(tmp_path / "deep", hidden_size=32, num_hidden_layers=10, vocab_size=301)
     general = [f"evaluate.general={chats}", "loss.accuracy=true"]
     variants = {"all": [f"model.path={wide}", *general], "deep": [f"model.path={deep}"]}
-    compiled = ["parallel.tp=2", "micro_batch_size=8", "compile=true", *FULL]
+    compiled = ["parallel.tp=2", "micro_batch_size=8", "compute.compile=true", *FULL]
     shared = ["parallel.tp=2", "micro_batch_size=2"]
     layouts = {"tp": shared, "whole head": [*shared, *WHOLE_HEAD], "compiled": compiled}
     names = {"all": ["tp", "whole head"], "deep": ["compiled"]}
@@ -103,9 +99,9 @@ def test_all_parameters(checkpoint, tied_checkpoint, wide, common, tmp_path):
         "plain": [f"model.path={checkpoint}", "packed=false"],
         "whole head": [f"model.path={checkpoint}", *WHOLE_HEAD],
         "whole tied head": [f"model.path={tied_checkpoint}", *WHOLE_HEAD],
-        "from random weights": [f"model.path={checkpoint}", "from_scratch=true"],
-        "recomputed": [f"model.path={checkpoint}", "memory.activation_checkpointing=selective"],
-        "on the host": [f"model.path={checkpoint}", "memory.cpu_offload=true"],
+        "from random weights": [f"model.path={checkpoint}", "edit=random"],
+        "recomputed": [f"model.path={checkpoint}", "compute.activation_checkpointing=selective"],
+        "on the host": [f"model.path={checkpoint}", "compute.cpu_offload=true"],
         "Adafactor": [f"model.path={checkpoint}", *ADAFACTOR],
     }
     names = {
@@ -132,8 +128,8 @@ def test_in_backward(checkpoint, common, tmp_path):
 def test_compiled(checkpoint, common, tmp_path):
     variants = {"all": [f"model.path={checkpoint}"], "recomputed": [f"model.path={checkpoint}", *FULL]}
     layouts = {
-        "all blocks": [*LAYOUTS["tp x FSDP"], "compile=true"],
-        "one block": [*LAYOUTS["tp x FSDP"], "compile=['*.1']"],
+        "all blocks": [*LAYOUTS["tp x FSDP"], "compute.compile=true"],
+        "one block": [*LAYOUTS["tp x FSDP"], "compute.compile=['*.1']"],
     }
     names = {"all": ["all blocks", "one block"], "recomputed": ["one block"]}
     assert_one_curve("full_finetune", common, variants, layouts, 4, tmp_path, names)

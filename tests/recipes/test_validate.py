@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import full_finetune
 import pytest
 import torch
+from edited_recipes import with_edits
 from helpers import run_verbs
 
 from tune import config
@@ -20,7 +21,7 @@ from tune.cli import main
 from tune.devices import DEVICES
 from tune.files import lock
 
-GOOD = ["dtype=fp32", "device=cpu", "max_seq_len=128"]
+GOOD = ["compute.dtype=fp32", "device=cpu", "max_seq_len=128"]
 
 
 def test_run_that_works_has_no_findings(inputs, told):
@@ -75,9 +76,7 @@ def test_optimizer_states_of_a_group_with_vectors_and_matrices(inputs, told):
 
 @pytest.mark.slow
 def test_warning_names_training_and_validation_data(inputs, told):
-    warnings = told(
-        "full_finetune", inputs.settings(f"validation_dataset.path={inputs.rows}", "max_seq_len=32"), "warning"
-    )
+    warnings = told("full_finetune", inputs.settings(f"dataset.validation={inputs.rows}", "max_seq_len=32"), "warning")
     cut_off = [line for line in warnings.splitlines() if "tokens" in line and "are cut off" in line]
     assert [line.partition(":")[0] for line in cut_off] == ["training", "validation"]
 
@@ -90,20 +89,20 @@ def test_all_errors_in_one_pass_sorted_by_place(inputs, told):
         inputs.settings(
             "epochs=0",
             "seed=-1",
-            "logger.console_every=0",
+            "trackers=[{_component_: tune.loggers.Console, every: 0}]",
             "dataset.path=no/such.jsonl",
-            "memory.activation_offload=true",
+            "compute.activation_offload=true",
         ),
     )
     places = [line.partition(":")[0] for line in errors.splitlines()]
     assert places == [
+        "compute.activation_offload",
         "dataset.path",
         "epochs",
-        "logger.console_every",
-        "memory.activation_offload",
         "model",
         "seed",
         "tokenizer",
+        "trackers[0]",
     ]
 
 
@@ -123,11 +122,11 @@ def test_optimizer_that_cannot_step_with_these_groups(name, inputs, told):
 @pytest.mark.parametrize(
     ("settings", "level", "message"),
     [
-        (["dtype=bf16", "--device", "t4"], "warning", "dtype: bf16 is slow on this GPU"),
-        (["dtype=bf16", "--device", "a100"], "warning", ""),
-        (["quantization.float8=rowwise", "dtype=bf16", "--device", "a100"], "error", "this GPU does not multiply in"),
-        (["quantization.float8=rowwise", "dtype=bf16", "--device", "h100"], "error", ""),
-        (["dtype=bf16", "--device", "OLD"], "warning", "dtype: bf16 is slow on this GPU"),
+        (["compute.dtype=bf16", "--device", "t4"], "warning", "dtype: bf16 is slow on this GPU"),
+        (["compute.dtype=bf16", "--device", "a100"], "warning", ""),
+        (["model.float8=rowwise", "compute.dtype=bf16", "--device", "a100"], "error", "this GPU does not multiply in"),
+        (["model.float8=rowwise", "compute.dtype=bf16", "--device", "h100"], "error", ""),
+        (["compute.dtype=bf16", "--device", "OLD"], "warning", "dtype: bf16 is slow on this GPU"),
         (
             ["--device", "t4-nonsense"],
             "error",
@@ -149,28 +148,37 @@ def test_target_device(settings, level, message, inputs, told):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["quantization.qat=int8", "export.dtype=fp32", "dtype=bf16"], "quantization.qat: blocks.0.attention.query is"),
-        (["compile=[blocks.99]"], "compile: blocks.99 "),
+        (["edit=int8", "compute.dtype=bf16"], "kind: blocks.0.attention.query is exported as float32"),
+        (["compute.compile=[blocks.99]"], "compile: blocks.99 "),
     ],
 )
 def test_errors_from_building_the_model(settings, message, inputs, told):
-    assert message in told("full_finetune", inputs.settings(*settings))
+    assert message in told(*with_edits("full_finetune", inputs.settings(*settings)))
+
+
+@pytest.mark.parametrize("setting", ["evaluate.every=1", "evaluate.first=true"])
+def test_measuring_nothing_is_a_warning(setting, inputs, told):
+    """A copied recipe may add a measurement of its own."""
+    settings = inputs.settings(setting)
+    assert told("full_finetune", settings) == ""
+    (key, _), message = setting.split("="), "the run has nothing to evaluate. Set dataset.validation"
+    assert f"{key}: {message}" in told("full_finetune", settings, "warning")
+    assert message not in told("full_finetune", [*settings, f"dataset.validation={inputs.rows}"], "warning")
 
 
 @pytest.mark.slow
 def test_optimizer_that_does_not_support_shards(inputs, told_to):
     muon = "optimizer._component_=tune.optimizers.Muon"
-    line = ["full_finetune", *inputs.settings("dtype=fp32", muon, "parallel.tp=2")]
+    line = ["full_finetune", *inputs.settings("compute.dtype=fp32", muon, "parallel.tp=2")]
     assert told_to(2, line) == ["optimizer._component_: Muon needs whole matrices: set parallel.tp=1"]
 
 
 @pytest.mark.slow
-def test_disk_space_for_checkpoints_and_the_merged_model(inputs, told, monkeypatch):
+def test_disk_space_for_checkpoints_and_the_export(inputs, told, monkeypatch):
     free = SimpleNamespace(free=(inputs.model / "model.safetensors").stat().st_size)
     monkeypatch.setattr("shutil.disk_usage", lambda _: free)
     settings = inputs.settings(f"output_dir={inputs.folder / 'new'}", "adapter.rank=1")
     assert "the checkpoints and the export take" not in told("lora_finetune", settings, "warning")
-    assert "the checkpoints and the export take" in told("lora_finetune", [*settings, "export.merge=true"], "warning")
     assert "the checkpoints and the export take" in told("full_finetune", settings[:-1], "warning")
 
 
@@ -186,21 +194,23 @@ def test_more_processes_than_this_machine_has(inputs):
         "batch": ["--world-size", "3"],
         "tp": ["parallel.tp=8", "--world-size", "8"],
         "dp": ["parallel.dp_replicate=3", "--world-size", "8"],
-        "rows": ["--world-size", "512", "--device", "h100", "dtype=bf16"],
+        "sizes": ["--world-size", "512", "--device", "h100", "compute.dtype=bf16"],
+        "rows": ["--world-size", "512", "--device", "h100", "compute.dtype=bf16", "global_batch_size=512"],
         "ep": ["parallel.ep=3", "--world-size", "4"],
     }
     run = ["validate", "full_finetune", *inputs.settings()]
     done = run_verbs(*([*run, *more] for more in command_lines.values()))
-    assert [(result.returncode, result.stderr) for result in done] == [(1, "")] * 5
+    assert [(result.returncode, result.stderr) for result in done] == [(1, "")] * 6
     texts = ([line for line in result.stdout.splitlines() if line.startswith("error ")] for result in done)
     errors = dict(zip(command_lines, texts, strict=True))
     assert sum("is not a multiple of 3" in line for line in errors["batch"]) == 1
     assert "parallel.tp: 8 does not divide num_heads=4" in errors["tp"][0] and len(errors["tp"]) == 1
     assert errors["dp"][0].split()[:3] == ["error", "parallel:", "dp_replicate=3"]
     assert " 8 processes" in errors["dp"][0]
-    of_sizes, of_rows = errors["rows"]
-    assert of_rows.endswith("chats.jsonl has 48 rows, too few for 512 data-parallel processes. Use at most 48")
-    assert "global_batch_size=4 is not a multiple of 512" in of_sizes
+    too_few = "chats.jsonl has 48 rows, too few for 512 data-parallel processes. Use at most 48"
+    assert errors["rows"][0].endswith(too_few)
+    assert "global_batch_size=4 is not a multiple of 512" in errors["sizes"][0]
+    assert len(errors["rows"]) == len(errors["sizes"]) == 1
     assert "parallel.ep: 3 does not divide" in errors["ep"][0] and len(errors["ep"]) == 1
 
 
@@ -214,12 +224,12 @@ def test_missing_device_is_reported_with_other_errors(inputs, run_recipe, capsys
 @pytest.mark.slow
 def test_changed_setting_is_in_the_config_of_the_run(inputs, run_recipe, told, monkeypatch, capsys):
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
-    settings = inputs.settings("compile=true", f"output_dir={inputs.folder / 'new'}")
+    settings = inputs.settings("compute.compile=true", f"output_dir={inputs.folder / 'new'}")
     assert "compile: TORCH_COMPILE_DISABLE" in told("full_finetune", settings, "changed")
     assert "compile: TORCH_COMPILE_DISABLE" in told("full_finetune", [*settings, "--strict"])
     assert run_recipe(settings) == 0
-    assert "changed: compile: TORCH_COMPILE_DISABLE" in capsys.readouterr().out
-    assert "\ncompile: false\n" in (inputs.folder / "new" / "config.yaml").read_text()
+    assert "changed: compute.compile: TORCH_COMPILE_DISABLE" in capsys.readouterr().out
+    assert "\n  compile: false\n" in (inputs.folder / "new" / "config.yaml").read_text()
 
 
 def test_misspelled_option_gets_a_suggestion(inputs, told):

@@ -71,7 +71,7 @@ def test_samples_do_not_depend_on_the_process(vllm, checkpoint):
 def test_training_on_samples_of_vllm(vllm, adapter, run_recipe, checkpoint, requests, tmp_path):  # noqa: F811
     own = [f"output_dir={tmp_path / 'run'}", f"sampling.path={checkpoint}", "sampling._component_=tune.generation.VLLM"]
     settings = [*settings_of(checkpoint, requests), *own, *adapter, "sampling.dtype=fp32", "sampling.temperature=0.8"]
-    assert run_recipe([*settings, f"validation_dataset.path={requests}", "validate_first=true"], grpo) == 0
+    assert run_recipe([*settings, f"dataset.validation={requests}", "evaluate.first=true"], grpo) == 0
     first, *steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert "validation_reward" in first and len(steps) == 3
     assert all(step["mismatch_kl"] < 1e-8 for step in steps)  # sampling and training use the same weights
@@ -79,7 +79,7 @@ def test_training_on_samples_of_vllm(vllm, adapter, run_recipe, checkpoint, requ
 
 
 def test_offloaded_weights_are_used_on_their_device(monkeypatch):
-    """With memory.cpu_offload they are in host memory when a rollout starts."""
+    """With compute.cpu_offload they are in host memory when a rollout starts."""
     distributed.init("cpu")
     mesh = DeviceMesh("cpu", [0], _init_backend=False)
     model = torch.nn.Module()

@@ -111,7 +111,13 @@ def test_trained_models_are_served(method, run_recipe, chats, tmp_path):
     folder = save_checkpoint(tmp_path / "base", "LlamaConfig", tie_word_embeddings=True, **HEADS)
     settings = {}
     if method == "an export":
-        overrides = [f"model.path={folder}", f"dataset.path={chats}", "max_seq_len=128", "device=cpu", "dtype=fp32"]
+        overrides = [
+            f"model.path={folder}",
+            f"dataset.path={chats}",
+            "max_seq_len=128",
+            "device=cpu",
+            "compute.dtype=fp32",
+        ]
         overrides += ["optimizer.lr=1e-2", "schedule.warmup=0", "max_steps=3", f"output_dir={tmp_path / 'run'}"]
         assert run_recipe(overrides) == 0
         trained, folder = tmp_path / "run", tmp_path / "served"

@@ -56,10 +56,10 @@ def by_hand(talks):
 @pytest.fixture(scope="module")
 def common(thinking_checkpoint, talks):
     return [
-        f"model.path={thinking_checkpoint}", f"dataset.path={talks}", f"validation_dataset.path={talks}",
+        f"model.path={thinking_checkpoint}", f"dataset.path={talks}", f"dataset.validation={talks}",
         "max_seq_len=256",
-        "global_batch_size=4", "micro_batch_size=2", "dtype=fp32", "device=cpu", "optimizer.lr=1e-3", "max_steps=3",
-        "dataset.turns=as_seen", "validation_dataset.turns=as_seen", "checkpointer.every=null",
+        "global_batch_size=4", "micro_batch_size=2", "compute.dtype=fp32", "device=cpu", "optimizer.lr=1e-3",
+        "max_steps=3", "dataset.turns=as_seen", "checkpointer.every=null",
     ]  # fmt: skip
 
 
@@ -104,8 +104,8 @@ def test_loss_is_the_weighted_mean_of_turns(alone, common, thinking_checkpoint, 
     expected = weighted_mean(thinking_checkpoint, map(json.loads, by_hand.read_text().splitlines()))
     assert curve(tmp_path / "all")[0][0] == pytest.approx(expected, rel=1e-5)
     grouped = [
-        *common, "dataset.turns=together", "validation_dataset.turns=together", f"dataset.path={by_hand}",
-        f"validation_dataset.path={by_hand}", "dataset.extra_columns=[group]", f"output_dir={tmp_path / 'by hand'}",
+        *common, "dataset.turns=together", f"dataset.path={by_hand}",
+        f"dataset.validation={by_hand}", "dataset.extra_columns=[group]", f"output_dir={tmp_path / 'by hand'}",
     ]  # fmt: skip
     full_finetune.main(config.load("full_finetune", grouped))
     assert_one_curve(curve(tmp_path / "by hand"), alone["full_finetune"])
@@ -115,7 +115,7 @@ LAYOUTS = {
     "FSDP": [],
     "one row at a time": ["micro_batch_size=1"],
     "cp": ["parallel.cp=2"],
-    "tp": ["parallel.tp=2", "memory.loss_chunk_tokens=5"],
+    "tp": ["parallel.tp=2", "loss.chunk_tokens=5"],
 }
 
 

@@ -2,8 +2,8 @@
 
 import json
 
-import full_finetune
 import lora_finetune
+import pipeline_finetune
 import pytest
 import torch
 from helpers import REFUSED_BY, save_checkpoint
@@ -30,10 +30,10 @@ SETTINGS = {
     "adapter.init=pisa": "adapter.init: 'pisa' is not one of default, pissa, olora",
     "adapter.modules_to_save=[embed_token]": "Did you mean 'embed_tokens'?",
     "adapter.trainable_tokens=[9999]": "adapter.trainable_tokens: 9999 is not a row of the embedding",
-    "quantization.weights=int4": "quantization.weights: 'int4' is not nf4 or null",
+    "model.quantization=int4": "model.quantization: 'int4' is not nf4 or null",
     "parameter_groups.lr_ratios={lora_c: 16}": "parameter_groups.lr_ratios: 'lora_c' matches no trained",
     "adapter.path=nowhere": "adapter.path: nowhere has no adapter_config.json",
-    "from_scratch=true": "from_scratch: is not a setting. It is one of",
+    "from_scratch=true": "from_scratch: is not a setting. It is an edit",
 }
 
 
@@ -51,15 +51,16 @@ def test_wrong_setting(setting, by, inputs, run_recipe, capfd, told):
 
 
 def test_quantization_of_trained_weights_is_refused(inputs, run_recipe, capfd, told):
-    message = "quantization.weights: is not a setting. It is one of distill, evaluate, grpo"
-    assert message in told("full_finetune", inputs.settings("quantization.weights=nf4"))
-    assert run_recipe([*inputs.settings(), "quantization.weights=nf4"], full_finetune) == 2
+    message = "model.quantization: quantized weights are frozen, and the run has no adapter to train. Set adapter.rank"
+    settings = inputs.settings("model.quantization=nf4", f"output_dir={inputs.folder / 'new'}")
+    assert message in told("pipeline_finetune", settings)
+    assert run_recipe(settings, pipeline_finetune) == 2
     assert message in capfd.readouterr().err
 
 
 @pytest.mark.slow
 def test_quantized_modules_are_not_trained_whole(inputs, run_recipe, capfd, told):
-    settings = ["quantization.weights=nf4", "adapter.modules_to_save=[q_proj]", "adapter.target_modules=[v_proj]"]
+    settings = ["model.quantization=nf4", "adapter.modules_to_save=[q_proj]", "adapter.target_modules=[v_proj]"]
     settings = inputs.settings(*settings, f"output_dir={inputs.folder / 'new'}")
     assert "blocks.0.attention.query is quantized and cannot be trained" in told("lora_finetune", settings)
     assert run_recipe(settings, lora_finetune) == 2

@@ -98,9 +98,9 @@ def replicas_that_do_not_divide_the_processes(inputs):
     return ["parallel.dp_replicate=2"]
 
 
-@wrong("memory.activation_offload", "Set it to false")
+@wrong("compute.activation_offload", "Set it to false")
 def offload_from_host_to_host(inputs):
-    return ["memory.activation_offload=true"]
+    return ["compute.activation_offload=true"]
 
 
 @wrong("global_batch_size=4 is not a multiple of 3", "Set global_batch_size to 3 or 6", "micro_batch_size to 1, 2")
@@ -124,11 +124,6 @@ def model_path_of_the_hub(inputs):
 @wrong("schedule.warmup: 1.5 is not a non-negative integer or a number from 0 to below 1")
 def warmup_of_one_and_a_half(inputs):
     return ["schedule.warmup=1.5"]
-
-
-@wrong("validate_every: the run has no validation data", "dataset.validation_fraction")
-def validation_without_rows(inputs):
-    return ["validate_every=1"]
 
 
 @wrong("model.path", "is a file", "must be a folder")
@@ -177,7 +172,7 @@ def quantized_checkpoint(inputs):
     inputs.change_json("config.json", quantization_config={"quant_method": "hqq", "bits": 4})
 
 
-@wrong("model.path", "no *.safetensors", "from_scratch=true")
+@wrong("model.path", "no *.safetensors")
 def no_weights(inputs):
     (inputs.model / "model.safetensors").unlink()
 
@@ -271,9 +266,9 @@ def wrong_dataset_path(inputs):
     return [f"dataset.path={inputs.rows.with_name('chat.jsonl')}"]
 
 
-@wrong("validation_dataset.path: ", "held_out.jsonl does not exist")
+@wrong("dataset.validation.path: ", "held_out.jsonl does not exist")
 def wrong_validation_path(inputs):
-    return [f"validation_dataset.path={inputs.folder / 'held_out.jsonl'}"]
+    return [f"dataset.validation={inputs.folder / 'held_out.jsonl'}"]
 
 
 @wrong("rows.jsonl has no rows")
@@ -446,19 +441,35 @@ def resume_with_another_batch_size(inputs):
 @wrong("resume", "step-00000002 has a different model", "missing: blocks.3.", "Restore the settings")
 def resume_with_more_layers(inputs):
     inputs.change_json("config.json", num_hidden_layers=4)
-    return ["from_scratch=true"]
+
+    def one_more(tensors):
+        third = {name: tensor for name, tensor in tensors.items() if ".layers.2." in name}
+        tensors.update({name.replace(".2.", ".3."): tensor.clone() for name, tensor in third.items()})
+
+    inputs.change_tensors(one_more)
 
 
 @wrong("resume", "step-00000002 has a different model", "not known: blocks.2.", "Restore the settings")
 def resume_with_fewer_layers(inputs):
     inputs.change_json("config.json", num_hidden_layers=2)
-    return ["from_scratch=true"]
+
+    def one_less(tensors):
+        for name in [name for name in tensors if ".layers.2." in name]:
+            del tensors[name]
+
+    inputs.change_tensors(one_less)
 
 
 @wrong("resume", "step-00000002 has a different model", "blocks.0.mlp.gate.weight has shape [128, 64], here [160, 64]")
 def resume_with_a_wider_model(inputs):
     inputs.change_json("config.json", intermediate_size=160)
-    return ["from_scratch=true"]
+
+    def widen(tensors):
+        for name in [name for name in tensors if ".mlp." in name]:
+            rows, columns = tensors[name].shape
+            tensors[name] = torch.zeros(160, columns) if rows == 128 else torch.zeros(rows, 160)
+
+    inputs.change_tensors(widen)
 
 
 @wrong("resume", "step-00000002 has a different optimizer", "has exp_avg, exp_avg_sq, step", "this run momentum_buffer")

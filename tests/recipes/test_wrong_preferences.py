@@ -18,7 +18,7 @@ LABELLED = {"prompt": "the cat", "completion": " sat", "label": True}
 def settings(checkpoint, pairs, tmp_path):
     return [
         f"model.path={checkpoint}", f"dataset.path={pairs}", f"output_dir={tmp_path / 'run'}", "max_seq_len=256",
-        "device=cpu", "dtype=fp32", "global_batch_size=4", "max_steps=1", "checkpointer.every=null",
+        "device=cpu", "compute.dtype=fp32", "global_batch_size=4", "max_steps=1", "checkpointer.every=null",
     ]  # fmt: skip
 
 
@@ -100,7 +100,7 @@ def test_loss_that_is_not_one_number_per_pair_is_refused(settings, loss, shape, 
         (["loss.beta=0"], "loss.beta: 0 is not a positive number"),
         (["loss.label_smoothing=1"], "loss.label_smoothing: 1 is not a number from 0 to below 1"),
         (["loss.gamma=1"], "loss.gamma: is not a setting"),
-        (["quantization.weights=nf4"], "quantization.weights: quantized weights are frozen"),
+        (["model.quantization=nf4"], "model.quantization: quantized weights are frozen"),
         (["dataset.train_on=all"], "preferences rows train on whole answers: remove train_on"),
         (["max_seq_len=24"], "Set max_seq_len to at least 40,"),
     ],
@@ -158,7 +158,7 @@ def test_reference_with_another_tokenizer_or_vocabulary(settings, checkpoint, ru
 
 def test_labeled_answers_that_are_all_good_log_no_rejected_metrics(settings, write, run_recipe, tmp_path):
     rows = [{**LABELLED, "prompt": prompt} for prompt in ("a", "the", "cat", "it was", "on", "under", "then")]
-    overrides = ["dataset.validation_fraction=0.4", "validate_first=true", *KTO, write(*rows)]
+    overrides = ["dataset.validation_fraction=0.4", "evaluate.first=true", *KTO, write(*rows)]
     assert run_recipe([*settings, *overrides], preference_finetune) == 0
     lines = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert "NaN" not in lines and "validation_rewards/chosen" in lines and "rewards/rejected" not in lines

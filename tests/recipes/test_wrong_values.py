@@ -86,7 +86,14 @@ def here(folder, monkeypatch):
 
 
 def settings(recipe: str, *overrides: str) -> list[str]:
-    usual = ["dtype=fp32", "device=cpu", "output_dir=run", "max_steps=2", "max_seq_len=64", "micro_batch_size=1"]
+    usual = [
+        "compute.dtype=fp32",
+        "device=cpu",
+        "output_dir=run",
+        "max_steps=2",
+        "max_seq_len=64",
+        "micro_batch_size=1",
+    ]
     if recipe in ("grpo", "ppo_finetune"):
         usual = [*usual[:4]]
     return ["model.path=model", *RECIPES[recipe], *(usual if recipe != "evaluate" else []), *overrides]

@@ -24,7 +24,7 @@ COMBINED = {
 
 @pytest.mark.slow
 def test_two_processes(checkpoint, common, tmp_path):  # noqa: F811
-    variants = {"all": [f"model.path={checkpoint}", "validate_every=2"]}
+    variants = {"all": [f"model.path={checkpoint}", "evaluate.every=2"]}
     assert_one_curve(
         "full_finetune", common, variants, {name: STAGES[name] for name in ("ZeRO 0", "ZeRO 1")}, 2, tmp_path
     )
@@ -42,9 +42,9 @@ def test_invalid_stages_are_refused(told, checkpoint, chats):
 @pytest.mark.weekly
 def test_all_parameters(checkpoint, tied_checkpoint, common, tmp_path):  # noqa: F811
     variants = {
-        "tied": [f"model.path={tied_checkpoint}", "packed=false", "validate_every=2"],
+        "tied": [f"model.path={tied_checkpoint}", "packed=false", "evaluate.every=2"],
         "little memory": [
-            f"model.path={checkpoint}", "memory.activation_checkpointing=full", "memory.cpu_offload=true"
+            f"model.path={checkpoint}", "compute.activation_checkpointing=full", "compute.cpu_offload=true"
         ],
         "reduced once": [f"model.path={checkpoint}", "parallel.reduce_every_micro_batch=false"],
     }  # fmt: skip
@@ -65,6 +65,6 @@ def test_in_backward(checkpoint, common, tmp_path):  # noqa: F811
 @pytest.mark.slow
 def test_adapters(wide, common, tmp_path):  # noqa: F811
     variants = {"LoRA": LORA, "QLoRA": [*LORA, *NF4], "DoRA": ["adapter.rank=4", "adapter.dora=true"]}
-    common = [*common, f"model.path={wide}", "validate_every=2"]
+    common = [*common, f"model.path={wide}", "evaluate.every=2"]
     names = {"LoRA": [*STAGES], "QLoRA": ["ZeRO 0"], "DoRA": ["ZeRO 2"]}
     assert_one_curve("lora_finetune", common, variants, STAGES, 4, tmp_path, names)

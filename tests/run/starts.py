@@ -55,7 +55,7 @@ if world.rank:
 messages.append(refusal(model={"path": "model"}))
 if world.rank:
     Path("rows.jsonl").unlink()
-messages.append(refusal(validation_dataset={"path": "rows.jsonl"}))
+messages.append(refusal(dataset={"validation": "rows.jsonl"}))
 assert not [*Path("runs").glob("apart/.*")]
 try:
     run._require_same_data(SimpleNamespace(fingerprint=world.rank), None)

@@ -34,7 +34,7 @@ def test_torchrun_restarts_keep_the_folder_and_all_processes_must_see_it(tmp_pat
         f"dataset.path: the files of rows.jsonl on {node} differ from those on {node}, so that each would train on its",
         f"model.path: the files of model on {node} differ from those on {node}, so that each would train on its own.",
         f"dataset: the rows on {node} differ from those on {node}, so that each would train on its own.",
-        f"validation_dataset.path: rows.jsonl is missing on {node}, but exists on other nodes",
+        f"dataset.validation: rows.jsonl is missing on {node}, but exists on other nodes",
     ]
     for rank in range(2):
         messages = (tmp_path / f"told-{rank}.txt").read_text().splitlines()

@@ -393,7 +393,7 @@ def test_killed_run_resumes_on_an_empty_machine(
     url = request.getfixturevalue("s3") if kind == "s3" else f"file://{tmp_path}/store/run"
     options = [
         "full_finetune", f"model.path={checkpoint}", f"dataset.path={chats}", "max_seq_len=64", "device=cpu",
-        "dtype=fp32", "global_batch_size=4", "epochs=90", "checkpointer.every=4", "max_steps=200",
+        "compute.dtype=fp32", "global_batch_size=4", "epochs=90", "checkpointer.every=4", "max_steps=200",
     ]  # fmt: skip
 
     def start(output_dir: str, machine: str, *changes: str) -> subprocess.Popen[bytes]:

@@ -51,13 +51,17 @@ def run(clock, monkeypatch, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("setting", ["wandb.project=mine", "tensorboard=true"])
-def test_missing_logger_is_reported_first(setting, run, monkeypatch):
-    package = setting.split(".")[0].split("=")[0]
+@pytest.mark.parametrize(
+    ("tracker", "package"),
+    [
+        ({"_component_": "tune.loggers.WeightsAndBiases", "project": "mine"}, "wandb"),
+        ("tune.loggers.TensorBoard", "tensorboard"),
+    ],
+)
+def test_missing_logger_is_reported_first(tracker, package, run, monkeypatch):
     monkeypatch.setattr("tune.loggers.sinks.find_spec", lambda name: None if name == package else object())
-    logger = OmegaConf.from_dotlist([setting])
     with pytest.raises(TuneError, match=rf"{package} is not installed. pip install 'tune-recipes\[{package}\]'"):
-        Run("test", run.world, settings=OmegaConf.create(), **logger)
+        Run("test", run.world, settings=OmegaConf.create(), trackers=[tracker])
 
 
 def test_messages_contain_no_secrets(run):
@@ -162,10 +166,10 @@ def test_last_step_is_saved_when_data_ends_early(run):
         saved.append(number)
 
     waits, ends = (lambda: max([2, *saved])), (lambda: None)
-    checkpointer = SimpleNamespace(wait=waits, save=save, finish=ends, unwritten="")
+    run.checkpointer = SimpleNamespace(wait=waits, save=save, finish=ends, unwritten="", updates=3)
     run.step, run.total = 3, 5
-    run.finish(checkpointer)
-    run.finish(checkpointer)
+    run.finish()
+    run.finish()
     assert saved == [3]
 
 
@@ -184,9 +188,11 @@ def test_step_that_skipped_its_save_is_saved_on_interrupt(run, monkeypatch):
         saved.append(number)
 
     waits = lambda: max([0, *saved])  # noqa: E731
-    checkpointer = SimpleNamespace(wait=waits, save=save, is_over=lambda: False, keep=None)
+    checkpointer = SimpleNamespace(
+        resume=lambda how: 0, unmeasured=False, wait=waits, save=save, is_over=lambda: False, keep=None
+    )
     with pytest.raises(SystemExit) as end:
-        for number, _ in run.steps([(1, "a"), (2, "b"), (3, "c")], 0, checkpointer):
+        for number, _ in run.steps([(1, "a"), (2, "b"), (3, "c")], checkpointer):
             if number == 2:
                 run.interrupt = SimpleNamespace(requested=True)
             continue
@@ -212,10 +218,10 @@ def test_way_back_names_the_setting_of_the_run_folder(settings, folder, run, tmp
 def test_measurements_after_the_last_step_are_left_to_finish():
     """A finished run that is started again would otherwise make them twice."""
     made = []
-    evaluator = SimpleNamespace(due=lambda step: made.append(step) or {"validation_loss": 1.0})
-    checkpointer = SimpleNamespace(unmeasured=True, step=lambda *_: None)
     run = object.__new__(Run)
+    run.evaluator = SimpleNamespace(due=lambda step: made.append(step) or {"validation_loss": 1.0})
+    run.checkpointer = SimpleNamespace(unmeasured=True, step=lambda *_: None)
     run.info = run.record = lambda *_: None
     for run.step, run.total in ((2, 4), (4, 4)):
-        run.begin(checkpointer, evaluator)
+        run._measure_before()
     assert made == [2]

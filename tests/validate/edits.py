@@ -14,15 +14,19 @@ Edit = tuple[str, str]
 IMPORT = "import torch\n"
 ENTRYPOINT = '@config.entrypoint("full_finetune")\n'
 LOSS = "    loss_fn = instantiate(cfg.loss)\n"
-WITH_RUN = "    with run:  # closes its files, loggers and process group, however the training ends\n"
-LOOP = "        for step, batch in steps:  # after Ctrl-C, ends once a checkpoint is saved\n"
+WITH_RUN = "    with run:  # closes its files and the process group, however the training ends\n"
+STEPS = "run.steps(data, checkpointer, evaluator, seed=cfg.seed)"
+LOOP = f"        for step, batch in {STEPS}:\n"
 BACKWARD = "                loss.backward()\n"
 CLIP = "            grad_norm = distributed.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)\n"
 ACCEPTS = "            if checkpointer.accepts("
 SCHEDULE_STEP = "            schedule.step()\n"
 ZERO_GRAD = "            optimizer.zero_grad()\n"
 LOG = "            run.log(step, batch, metrics)\n"
-DONE = "        run.info(f\"done: the model is in {run.path / 'model'}\")\n"
+FINISH = (
+    "        run.finish()  # last measurements; with keep_best, the best weights; after Ctrl-C the process exits here\n"
+)
+DONE = '        checkpointers.export(model, tokenizer, run.path / "model", source=cfg.model.path, card=card)\n'
 END = 'if __name__ == "__main__":\n    main()\n'
 
 
@@ -59,13 +63,13 @@ def applied(edit) -> str:
 def loop_in_a_helper(text: str) -> str:
     """Move the loop into a function `train`."""
     head, rest = text.split("    with run:  # closes")
-    body, tail = rest.split("        # Run the final evaluation.")
+    body, tail = rest.split(FINISH)
     lines = ("    with run:  # closes" + body).splitlines(keepends=True)
-    start = next(number for number, line in enumerate(lines) if "steps = run.steps(" in line)
+    start = next(number for number, line in enumerate(lines) if STEPS in line)
     moved = textwrap.indent(textwrap.dedent("".join(lines[start:])), "    ")
-    names = "cfg, world, run, model, data, start, checkpointer, evaluator, loss_fn, optimizer, schedule"
+    names = "cfg, world, run, model, data, checkpointer, evaluator, loss_fn, optimizer, schedule"
     function = f"def train({names}):\n{moved}\n\n"
-    text = head + "".join(lines[:start]) + f"        train({names})\n\n        # Run the final evaluation." + tail
+    text = head + "".join(lines[:start]) + f"        train({names})\n\n{FINISH}" + tail
     return text.replace(ENTRYPOINT, function + ENTRYPOINT)
 
 
@@ -520,6 +524,7 @@ RIGHT = {
         instead(
             LOOP,
             """
+                steps = iter(run.steps(data, checkpointer, evaluator, seed=cfg.seed))
                 while (item := next(steps, None)) is not None:
                     step, batch = item
             """,
@@ -729,22 +734,22 @@ RIGHT = {
     ],
     "two step loops": [
         before(
-            "        # Run the final evaluation.",
+            FINISH,
             """
-                for step, batch in run.steps(data, step, checkpointer, total=step):
+                for step, batch in run.steps(data, checkpointer, total=step):
                     pass
             """,
         ),
     ],
     "return of a value": [
-        (DONE, "        run.info(f\"done: the model is in {run.path / 'model'}\")\n    return run.path\n"),
+        (DONE, f"{DONE}    return run.path\n"),
     ],
     "locals and frames": [
         after(
             LOSS,
             """
                 import inspect
-                assert inspect.currentframe().f_code.co_name == 'main' and inspect.currentframe().f_lineno > 50
+                assert inspect.currentframe().f_code.co_name == 'main' and inspect.currentframe().f_lineno > 40
                 assert not [n for n in locals() if n.startswith('__')] and 'cfg' in vars()
                 assert eval('cfg.seed', globals(), locals()) == 0
             """,
@@ -1079,9 +1084,9 @@ RIGHT = {
         ),
     ],
     "metrics read back": [after(LOG, "lines = (run.path / 'metrics.jsonl').read_text().splitlines()")],
-    "enumerated steps": [instead(LOOP, "for count, (step, batch) in enumerate(steps, 1):")],
+    "enumerated steps": [instead(LOOP, f"for count, (step, batch) in enumerate({STEPS}, 1):")],
     "steps of a progress bar": [
-        instead(LOOP, "for step, batch in Progress(steps):"),
+        instead(LOOP, f"for step, batch in Progress({STEPS}):"),
         before(
             ENTRYPOINT,
             """
@@ -1096,9 +1101,16 @@ RIGHT = {
             """,
         ),
     ],
-    "steps next to other items": [instead(LOOP, "for (step, batch), name in zip(steps, iter('abcdefgh')):")],
+    "steps next to other items": [instead(LOOP, f"for (step, batch), name in zip({STEPS}, iter('abcdefgh')):")],
     "a table of losses": [
-        before(LOOP, "file = stack.enter_context((run.path / 'losses.csv').open('w'))"),
+        instead(
+            LOOP,
+            f"""
+                steps = {STEPS}
+                file = stack.enter_context((run.path / 'losses.csv').open('w'))
+                for step, batch in steps:
+            """,
+        ),
         after(LOG, "file.write(f'{step},{metrics[\"loss\"]}')\nfile.flush()"),
         instead(
             WITH_RUN,
@@ -1134,8 +1146,8 @@ RIGHT = {
         before(LOG, "kept = copy.deepcopy({'loss': total_loss, 'batch': batch.rows, 'sums': torch.zeros(3)})"),
     ],
     "file next to an export of another name": [
-        ('run.path / "model", world', 'run.path / "policy", world'),
-        before(DONE, "torch.save({'loss': total_loss}, run.path / 'policy' / 'head.pt')"),
+        after(DONE, "torch.save({'loss': total_loss}, run.path / 'policy' / 'head.pt')"),
+        ('run.path / "model", source', 'run.path / "policy", source'),
     ],
     "folder of its own in the run folder": [
         before(
@@ -1206,9 +1218,9 @@ WRONG = {
     ),
     "use of None": (
         [
-            ("run.begin(checkpointer, evaluator)", "run.begin(checkpointer, evaluator)[0]['a']"),
+            ("weights.load(model)", "weights.load(model)[0]['a']"),
         ],
-        ["run.begin(checkpointer, evaluator)[0]"],
+        ["weights.load(model)[0]"],
     ),
     "local before assignment: schedule": (
         [

@@ -6,14 +6,14 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -102,9 +102,23 @@ class SavePlanner(dcp.DefaultSavePlanner):
         return super().create_global_plan(plans)
 
 
+class OwnRun(Protocol):
+    """The part of a `tune.run.Run` that a checkpointer needs."""
+
+    path: Path
+    world: World
+    higher_is_better: Mapping[str, bool | None]  # by metric of a task
+
+    def info(self, message: str) -> None: ...
+    def is_end(self, step: int) -> bool: ...
+
+
 @checked
 class Checkpointer:
     """Save and restore model, optimizer, schedule and position in the data under `folder`/step-00000500/.
+
+    `folder` is a `tune.run.Run`, or for a loop of your own a path. With a run, the folder is its `checkpoints`, world
+    and `tell` are the run's, and its last step is saved.
 
     A checkpoint is written under a temporary name and renamed when all processes have written their parts, so a folder
     with the final name is complete. A checkpoint is saved every `every` optimizer steps; the newest `keep` are kept.
@@ -118,16 +132,17 @@ class Checkpointer:
     Only values of the optimizer's parameter groups that training changed are saved. This includes the learning rate,
     which tune's schedules recompute. Other hyperparameters come from the current config. Frozen parameters are not
     saved: when resuming, `base` checks that they come from the same weights, and `adapter` that its settings match.
+    Without frozen parameters, `base` is not compared.
 
     With `keep_best`, the name of a metric, the checkpoint with the best value is also kept. `higher_is_better` states
     whether that is the highest or the lowest value; it may be None for the metrics of docs/runs.md, and for a task's
     metric, for which `tasks.higher_is_better` has it. After `patience` values in a row without improvement, training
     `is_over`.
 
-    `extra` is your own state by name: averaged weights, counters, a second optimizer, a torch.Generator. Numbers,
-    strings, lists, tuples, sets, bytes, arrays, and dicts of these with any keys are restored as rank 0 had them.
-    Tensors, also sharded ones, are loaded in place if the object already has them before it is restored; optimizer
-    states are created first. An object without tensors gets whole ones.
+    `extra` is your own state by name: averaged weights, a tensor, a dict of counters, a second optimizer, a
+    torch.Generator. Numbers, strings, lists, tuples, sets, bytes, arrays, and dicts of these with any keys are restored
+    as rank 0 had them. Tensors, also sharded ones, are loaded in place if the object already has them before it is
+    restored; optimizer states are created first. An object without tensors gets whole ones.
 
     `schedule` is any scheduler of torch or transformers, created before `resume`. `world=None` uses
     `tune.distributed.current_world()`.
@@ -139,7 +154,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        folder: Path | str,
+        folder: Any,
         world: World | None = None,
         *,
         model: nn.Module,
@@ -148,7 +163,7 @@ class Checkpointer:
         data: Stateful | None = None,
         base: Stateful | None = None,
         adapter: Stateful | None = None,
-        extra: Mapping[str, Stateful | torch.Generator] | None = None,
+        extra: Mapping[str, Any] | None = None,
         every: PositiveInt | None = 500,
         keep: PositiveInt | None = 2,
         async_: bool = True,
@@ -161,6 +176,9 @@ class Checkpointer:
         tell: Callable[[str], None] = print,
     ):
         self.__class__ = rehearsal.stand_in(type(self))
+        self.run: OwnRun | None = None if isinstance(folder, Path | str) else folder
+        if self.run:
+            folder, world, tell = self.run.path / "checkpoints", self.run.world, self.run.info
         folder, world = Path(folder), current_world(world)
         if folder.exists() and not folder.is_dir():
             raise TuneError(f"folder: {folder} is a file. Name a folder for the checkpoints")
@@ -170,13 +188,18 @@ class Checkpointer:
         self.folder, self.world = folder, world
         self.model, self.optimizer = model, optimizer
         self.settings = [dict(group) for group in optimizer.param_groups]
-        small = {"schedule": schedule, "data": data, "base": base, "adapter": adapter, **_stateful(extra or {})}
+        if all(parameter.requires_grad for parameter in model.parameters()):
+            base = None  # all weights are in the checkpoints
+        small = {"schedule": schedule, "data": data, "base": base, "adapter": adapter}
         self.small: dict[str, Stateful] = {name: part for name, part in small.items() if part is not None}
+        self.add(**extra or {})
         self.every, self.keep, self.asynchronous = every, keep, async_
         self.on_error, self.on_nan, self.refused = on_error, on_nan, 0
         self.updates = 0  # accepted steps, over all attempts at this training
         self.tell = tell if world.is_main else lambda message: None
-        self.best = Best(keep_best, patience, tasks.higher_is_better if tasks else {}, higher_is_better)
+        knows = self.run or tasks  # which values of a task's metrics are better
+        of_tasks = knows.higher_is_better if knows else {}
+        self.best = Best(keep_best, patience, of_tasks, higher_is_better)
         if keep_best:
             self.tell(f"checkpointer.keep_best: the {self.best.direction} {keep_best} is best")
         self.saved, self.reported, self.writing = 0, 0, 0
@@ -197,6 +220,10 @@ class Checkpointer:
         self.stopped = False  # the recipe called stop()
         self.unmeasured = False  # the state is from before the measurements of its step
         self.metrics: dict[int, dict[str, float]] = {}  # of steps that are not reported to Ray yet
+
+    def add(self, **extra: Any) -> None:
+        """Also save and restore your own state, by name, as with `extra`: before `resume`."""
+        self.small |= _stateful(extra)
 
     def resume(self, resume: str | Path = "auto") -> int:
         """Restore the newest complete checkpoint (`auto`), the one at a path, or none (`never`). Returns its step.
@@ -313,8 +340,9 @@ class Checkpointer:
                 )
             self.small[name].load_state_dict(_from_json(small[name], tensors))
 
-    def accepts(self, step: int, rows: list[int], **values: float) -> bool:
-        """Whether the gradients of a step may change the weights: all `values`, equal on all processes, are finite.
+    def accepts(self, step: int, metrics: Mapping[str, float], rows: Sequence[int] = ()) -> bool:
+        """Whether the gradients of a step may change the weights: `loss` and `grad_norm` of its `metrics`, equal on all
+        processes, are finite.
 
         If not, `on_nan` decides: raise, skip the step, or restore model and optimizer from the last checkpoint and skip
         the step. Step, data and schedule advance in either case. The tenth such step in a row stops training.
@@ -328,6 +356,7 @@ class Checkpointer:
             TuneError: training stops, or there is no checkpoint to restore; names the step and dataset `rows`.
         """
         scales = loss_scales(self.model)
+        values = {name: metrics[name] for name in ("loss", "grad_norm") if name in metrics}
         if not (found := not_finite(step, rows, values)):
             self.refused = 0
             self.updates += 1
@@ -398,13 +427,15 @@ class Checkpointer:
         """Return the newest complete checkpoint in the folder, or None."""
         return self.world.broadcast(max(self.folder.glob(CHECKPOINT), default=None, key=lambda path: path.name))
 
-    def step(self, step: int, metrics: Mapping[str, Any] = MappingProxyType({}), now: bool = False) -> None:
+    def step(self, step: int, metrics: Mapping[str, Any] = MappingProxyType({}), now: bool | None = None) -> None:
         """Call this after each optimizer step, with its metrics. Saves if a checkpoint is due, is the best, or is the
         last one since training `is_over`; with `now`, saves and waits. With `on_error="stop"`, raises TuneError if a
         checkpoint could not be written; earlier ones are intact.
 
-        `now` is for the end of training: nothing was measured after this step, so the checkpoint is `unmeasured`, and
-        `tune.run.Run.begin` makes the measurements if training continues from it."""
+        `now` is for the end of training, which a run knows: nothing was measured after this step, so the checkpoint is
+        `unmeasured`, and a run that continues from it makes the measurements."""
+        if now is None:
+            now = self.run.is_end(step) if self.run else False
         if self.pending is not None and self.pending.done():
             self._collect()
         try:
@@ -549,7 +580,8 @@ class Checkpointer:
         if self.refused and not self.updates and (scales := loss_scales(self.model)) and scales[0].skipped:
             raise TuneError(
                 "no step changed the weights: in every step a gradient was too large for fp16. Nothing is exported. "
-                f"Train longer (each step halves the loss scale, now {scales[0].value:g}), or set dtype=bf16 or fp32"
+                f"Train longer (each step halves the loss scale, now {scales[0].value:g}), or set compute.dtype to "
+                "bf16 or fp32"
             )
         if self.refused and not self.updates:
             raise TuneError(
@@ -691,6 +723,34 @@ class OfGenerator:
         self.generator.set_state(state["state"].cpu())
 
 
+class OfTensor:
+    """A tensor, also a sharded one, as a part of a checkpoint. It is restored in place."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tensor": self.tensor.detach()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        with torch.no_grad():
+            self.tensor.copy_(state["tensor"])
+
+
+class OfDict:
+    """A dict as a part of a checkpoint. It is restored in place."""
+
+    def __init__(self, values: dict[Any, Any]) -> None:
+        self.values = values
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": dict(self.values)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values.clear()
+        self.values.update(state["values"])
+
+
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names)) or "nothing else"
 
@@ -700,6 +760,10 @@ def _stateful(extra: Mapping[str, Any]) -> dict[str, Stateful]:
     for name, part in extra.items():
         if isinstance(part, torch.Generator):
             parts[name] = OfGenerator(part)
+        elif isinstance(part, Tensor):
+            parts[name] = OfTensor(part)
+        elif isinstance(part, dict):
+            parts[name] = OfDict(part)
         elif hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
             parts[name] = part
         else:

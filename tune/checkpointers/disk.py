@@ -65,7 +65,7 @@ def disk_tensors(folder: Path) -> dict[str, DiskTensor]:
         return _disjoint(files)
     others = sorted(child.name for child in folder.glob("*") if child.suffix in (".pt", ".pth", ".gguf"))
     hint = f"; found {', '.join(others)}: see `tune convert --help`" if others else ""
-    raise TuneError(f"no *.safetensors or pytorch_model*.bin in {folder}{hint}; or set from_scratch=true")
+    raise TuneError(f"no *.safetensors or pytorch_model*.bin in {folder}{hint}")
 
 
 def unread_weights(folder: Path, tensors: Mapping[str, DiskTensor]) -> list[str]:

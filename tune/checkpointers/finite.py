@@ -1,14 +1,15 @@
 """Detect losses and gradients that are not finite, before they change the weights."""
 
 import math
+from collections.abc import Sequence
 
 from tune.errors import TuneError
 
 STOPPED = "training stopped; this step is not saved, earlier checkpoints are intact"
-CAUSES = "Usual causes: learning rate too high, damaged weights, or a model that overflows in dtype=bf16 or fp16"
+CAUSES = "Usual causes: learning rate too high, damaged weights, or a model that overflows in bf16 or fp16"
 
 
-def require_finite(step: int, rows: list[int], **values: float) -> None:
+def require_finite(step: int, rows: Sequence[int], **values: float) -> None:
     """Stop before ruined weights are saved.
 
     Raises:
@@ -20,7 +21,7 @@ def require_finite(step: int, rows: list[int], **values: float) -> None:
         )
 
 
-def not_finite(step: int, rows: list[int], values: dict[str, float]) -> str:
+def not_finite(step: int, rows: Sequence[int], values: dict[str, float]) -> str:
     """Describe the first value that is NaN or infinite, with its step and dataset rows; "" if all are finite."""
     listing = ", ".join(map(str, rows[:16])) + (", ..." if len(rows) > 16 else "")
     bad = [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]

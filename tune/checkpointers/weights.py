@@ -96,10 +96,10 @@ class Pretrained:
     def digest(self) -> dict[str, Any]:
         """Return a digest of config.json and of all bytes of the weights, and the settings of quantization."""
         digest = model_digest(Path(self.path), self.tensors.values())
-        settings = "quantization.weights=null"
+        settings = "model.quantization=null"
         if quantized := next((module for module in self.model.modules() if isinstance(module, NF4Weight)), None):
             double = str(quantized.ranges is not None).lower()
-            settings = f"quantization.weights=nf4 quantization.double={double}"
+            settings = f"model.quantization=nf4 model.double_quantization={double}"
         return {"xxh3": digest, "quantization": settings}
 
     def state_dict(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class Pretrained:
             raise TuneError(
                 f"resume: the checkpoint was trained on {state.get('path', 'a base')} with {state['quantization']}; "
                 f"{self.path} with {now['quantization']} has other weights or another config.json. Restore model.path "
-                "and quantization, or start over with resume=never and another output_dir"
+                "and model.quantization, or start over with resume=never and another output_dir"
             )
 
     def read(self, name: str) -> Tensor:
@@ -226,7 +226,7 @@ class Random:
         """Initialize `model`. Raises TuneError for models of transformers, each of which has its own initialization."""
         if isinstance(model, HuggingFaceModel):
             raise TuneError(
-                "from_scratch: tune.models.hf needs existing weights. To start from random ones, save them with "
+                "weights: tune.models.hf needs existing weights. To start from random ones, save them with "
                 "transformers (AutoModelForCausalLM.from_config(config).save_pretrained(folder)) and train that folder"
             )
         initialize(model, stored_tensors(model), self.seed)

@@ -33,6 +33,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
             f'"{source.stem}"': f'"{target.stem}"',
             f"configs/{source.stem}.yaml": str(settings),
             f" {source.stem} --config": f" {target} --config",
+            f"`tune ls {source.stem}`": f"`tune ls {target}`",
         }
     if not options.force and (there := [copy for copy in copies if copy.exists()]):
         raise TuneError(f"{there[0]} already exists. Name another file, or overwrite it with --force.")

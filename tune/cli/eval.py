@@ -23,7 +23,7 @@ from tune.cli.recipes import parse_options, run_recipe
 from tune.lookup import assignment
 
 NESTED = {
-    "data": "dataset.path", "quantization": "quantization.weights", "max_new_tokens": "generation.max_new_tokens",
+    "data": "dataset.path", "quantization": "quantization", "max_new_tokens": "generation.max_new_tokens",
     "tp": "parallel.tp",
 }  # fmt: skip
 METAVARS = {"data": "FILE", "quantization": "KIND", "max_new_tokens": "N", "tp": "N", "adapters": "A"}

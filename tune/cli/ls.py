@@ -1,5 +1,5 @@
 """List the recipes and configs, each with a one-line description. With RECIPE, list all its settings: its YAML, and the
-other arguments of its components.
+other arguments of its components, and of the functions that it passes a group to.
 
     tune ls
     tune ls full_finetune
@@ -9,7 +9,6 @@ import ast
 import inspect
 import json
 from argparse import ArgumentParser
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -47,9 +46,9 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
 
 
 def show_settings(default: Path) -> None:
-    """Print a recipe's YAML, then the arguments of each component that the YAML leaves out."""
+    """Print a recipe's YAML, then the arguments of components and functions that the YAML leaves out."""
     print(default.read_text(encoding="utf-8"))
-    for key, (path, arguments) in others(config.read_file(default)).items():
+    for key, (path, arguments) in others(default).items():
         print(f"# {key}: {path} also takes")
         print("\n".join(f"#   {key}.{name}={show(value)}" for name, value in arguments.items()))
 
@@ -57,23 +56,33 @@ def show_settings(default: Path) -> None:
 def settings_of(default: Path) -> dict[str, Any]:
     """Return all settings of a recipe with their defaults, by dotted keys."""
     values = config.read_file(default)
-    more = {f"{key}.{name}": value for key, (_, found) in others(values).items() for name, value in found.items()}
+    more = {f"{key}.{name}": value for key, (_, found) in others(default).items() for name, value in found.items()}
     return config.flat(values) | more
 
 
-def others(values: Mapping[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return, for each component in `values`, its dotted path and its other optional arguments with their defaults.
+def others(default: Path) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return, for each group of settings in the YAML `default`, its component or function, and the other optional
+    arguments of that with their defaults.
 
-    Arguments whose type YAML cannot express are left out.
+    Arguments whose type YAML cannot express are left out, and so are those that another recipe lists in its YAML.
     """
-    components = {key: group for key, group in values.items() if isinstance(group, dict) and "_component_" in group}
+    values = config.read_file(default)
+    script = config.find_script(default)
+    groups: dict[str, Any] = dict(config.groups_of(script, values)) if script else {}
+    for key, group in values.items():
+        if isinstance(group, dict) and "_component_" in group:
+            path = str(group["_component_"])
+            groups[key] = (path, config.signature_of(path).parameters)
+    files = map(config.find_config, config.list_recipes_with_settings())
+    of_others = {key for file in files for key in config.flat(config.read_file(file))}
     found = {}
-    for key, group in components.items():
-        path = str(group["_component_"])
+    for key in filter(groups.__contains__, values):
+        path, parameters = groups[key]
         arguments = {
             name: _default(parameter)
-            for name, parameter in config.signature_of(path).parameters.items()
-            if name not in {*group, *values}
+            for name, parameter in parameters.items()
+            if name not in {*values[key], *values}
+            and ("_component_" in values[key] or f"{key}.{name}" not in of_others)
             and parameter.default is not inspect.Parameter.empty
             and is_plain(parameter.annotation)
         }

@@ -51,7 +51,10 @@ BOUNDS = {
         "a larger sampling.max_rows, a smaller sampling.max_new_tokens, more devices, or vLLM as the engine",
     ),
     "input": ("assembling batches", "a larger model: assembling a batch takes longer than a step"),
-    "offload": ("transfers to the host", "memory.activation_offload=false, memory.cpu_offload=false, or more devices"),
+    "offload": (
+        "transfers to the host",
+        "compute.activation_offload=false, compute.cpu_offload=false, or more devices",
+    ),
 }
 
 

@@ -196,18 +196,13 @@ def recipe_of(name: str, arguments: list[str]) -> tuple[str, list[str]]:
 
 def data_of(cfg: DictConfig, tokenizer: Any, vocab_size: int | None = None) -> tuple[Any, Any]:
     """Return the training and validation datasets of a recipe's settings."""
-    return config.instantiate_data(
-        cfg.dataset, cfg.validation_dataset, tokenizer, vocab_size=vocab_size, max_seq_len=cfg.max_seq_len,
-        packed=cfg.packed,
-    )  # fmt: skip
+    dataset = config.instantiate(cfg.dataset, tokenizer, max_seq_len=cfg.max_seq_len, packed=cfg.packed)
+    for part in filter(None, (dataset, dataset.validation)) if vocab_size else ():
+        part.require_vocabulary(vocab_size)
+    return dataset, dataset.validation
 
 
 def prompts_of(cfg: DictConfig, tokenizer: Any) -> dict[str, Any]:
     """Return the training and validation prompts of a recipe that samples."""
-    reading = config.inherited(cfg.validation_dataset, cfg.dataset)
-    parts = {"training": (cfg.dataset, {}), "validation": (cfg.validation_dataset, reading)}
-    return {
-        name: config.instantiate(part, tokenizer, max_prompt_len=cfg.max_prompt_len, **more)
-        for name, (part, more) in parts.items()
-        if part.get("path", True)
-    }
+    prompts = config.instantiate(cfg.dataset, tokenizer, max_prompt_len=cfg.max_prompt_len)
+    return {"training": prompts} | ({"validation": prompts.validation} if prompts.validation else {})

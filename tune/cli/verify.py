@@ -196,9 +196,12 @@ def data_of_run(run: Path) -> tuple[str, str, dict[str, Any]]:
     if file is None:
         raise TuneError(f"{run} has no config.yaml, which names its training data")
     settings: Any = read_settings(file)
-    groups: list[Any] = [settings.get(name) for name in ("validation_dataset", "dataset")]
-    groups = [group for group in groups if isinstance(group, dict)]
-    training = groups[-1] if groups else {}
+    training: Any = settings.get("dataset")
+    training = training if isinstance(training, dict) else {}
+    validation = training.get("validation")
+    validation = {"path": validation} if isinstance(validation, str) else validation
+    groups: list[Any] = [{**training, **validation}] if isinstance(validation, dict) else []
+    groups.append(training)
     if (sources := training.get("sources")) and isinstance(sources, dict):  # of a mixture
         groups += [{**training, **source} for source in sources.values() if isinstance(source, dict)]
     group = next((group for group in groups if isinstance(group.get("path"), str)), None)

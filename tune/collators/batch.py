@@ -122,6 +122,17 @@ class Shared:
         return self.documents.part.attended(values)[0]
 
 
+class Columns(dict[str, Tensor]):
+    """Columns of a batch by name."""
+
+    def __missing__(self, name: str) -> Tensor:
+        known = ", ".join(self) or "none"
+        raise TuneError(
+            f"batch.columns: there is no column {name!r}; there are: {known}. If the rows of the data have it, set "
+            f"dataset.extra_columns=[{name}]"
+        )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     """The input of a forward and a loss, computed on the host so that neither synchronizes with the device."""
@@ -142,6 +153,9 @@ class Batch:
     supervised_in_step: int | None = None
     weights: Tensor | None = None  # fp32 [rows, seq]: how much the loss of each token counts; None: 1
     places: tuple[str, ...] = ()  # for each document, "chats.jsonl:12" in the source; "" if it has none
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "columns", Columns(self.columns))
 
     @classmethod
     def of(

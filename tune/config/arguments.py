@@ -64,6 +64,25 @@ def types_of_settings(recipe: Path, default: Values, values: Values | None = Non
     return found
 
 
+def groups_of(recipe: Path, default: Values) -> dict[str, tuple[str, dict[str, inspect.Parameter]]]:
+    """Return, for each group that the file `recipe` passes as `**cfg.group`, the function's path and its arguments by
+    name, without those that the call gives itself."""
+    script = Script(ast.parse(recipe.read_bytes()))
+    reader = _Reader(default, default, script)
+    found = {}
+    for call in script.calls:
+        groups = [each.value for each in call.node.keywords if each.arg is None]
+        for _, key, _ in (passed_on for group in groups for passed_on in reader._passed("**", group, call)):
+            function = reader._object(call.node.func, call.scope)
+            known = signature(function) if isinstance(_get(default, key), dict) and callable(function) else Signature()
+            given = {each.arg for each in call.node.keywords}
+            given |= {each.name for each in known.positional[: len(call.node.args)]}
+            arguments = {name: each for name, each in known.parameters.items() if name not in given}
+            if arguments:
+                found[key] = (f"{function.__module__}.{function.__qualname__}", arguments)
+    return found
+
+
 # The type of a setting that is off, for calls under `if cfg.key:`.
 OFF = Annotated[Any, Range("off (false, 0 or null)", lambda value: not value)]
 
@@ -74,6 +93,7 @@ class _Arguments:
 
     positional: list[Any] = field(default_factory=list)
     named: dict[str, Any] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)  # names of the positional ones
 
 
 class _Reader:
@@ -113,6 +133,9 @@ class _Reader:
             of_component = _arguments_of(self.component(path)) if path else _Arguments()
             known.positional += of_component.positional
             known.named = of_component.named | known.named
+            known.order += of_component.order
+        for name in known.order[: len(node.args)]:  # given already, so `**group` cannot give them too
+            known.named.pop(name, None)
         for kind, value in zip(known.positional, node.args, strict=False):
             if isinstance(value, ast.Starred):
                 break
@@ -202,7 +225,7 @@ class _Reader:
                 if method := getattr(kind, function.attr, None):
                     known = _arguments_of(signature(method))
                     if inspect.isfunction(inspect.getattr_static(kind, function.attr)):  # drop `self`
-                        del known.positional[:1]
+                        del known.positional[:1], known.order[:1]
                     return known
         found = self._object(function, scope)
         return _arguments_of(signature(found)) if callable(found) else _Arguments()
@@ -216,7 +239,11 @@ class _Reader:
             if (kind := self._evaluated(each.annotation, scope)) is not None
         }
         named = [*arguments.args, *arguments.kwonlyargs]
-        return _Arguments([kinds.get(each.arg) for each in places], {each.arg: kinds.get(each.arg) for each in named})
+        return _Arguments(
+            [kinds.get(each.arg) for each in places],
+            {each.arg: kinds.get(each.arg) for each in named},
+            [each.arg for each in places],
+        )
 
     def _class_of(self, variable: str, scope: Scope) -> type[Any] | None:
         """Return the class of a variable's value, if a call of the class or of an annotated function made it."""
@@ -297,7 +324,9 @@ def _get(values: Any, key: str) -> Any:
 
 def _arguments_of(found: Signature) -> _Arguments:
     named = {name: _known(each.annotation) for name, each in found.parameters.items()}
-    return _Arguments([_known(each.annotation) for each in found.positional], named)
+    return _Arguments(
+        [_known(each.annotation) for each in found.positional], named, [each.name for each in found.positional]
+    )
 
 
 def _known(annotation: Any) -> Any:

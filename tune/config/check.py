@@ -27,23 +27,40 @@ OTHER_NAMES = {
     **dict.fromkeys(("grad_clip", "gradient_clip_val", "max_norm"), "max_grad_norm"),
     **dict.fromkeys(("lora", "peft", "r", "lora_r", "lora_rank"), "rank"), "lora_alpha": "alpha", "use_dora": "dora",
     **dict.fromkeys(("lora_target", "lora_target_modules"), "target_modules"), "lora_dropout": "dropout",
-    "adapter_path": "adapter.path", "load_in_4bit": "quantization.weights",
+    "adapter_path": "adapter.path", "load_in_4bit": "model.quantization",
     **dict.fromkeys(("batch_size", "train_batch_size"), "global_batch_size micro_batch_size"),
     "gradient_accumulation_steps": "global_batch_size", "per_device_train_batch_size": "micro_batch_size",
     **dict.fromkeys(("num_train_epochs", "num_epochs"), "epochs"),
-    **dict.fromkeys(("eval_steps", "eval_strategy"), "validate_every"),
+    **dict.fromkeys(("eval_steps", "eval_strategy"), "evaluate.every"),
     "save_steps": "checkpointer.every", "save_total_limit": "checkpointer.keep", "resume_from_checkpoint": "resume",
-    **dict.fromkeys(("logging_steps", "log_every_n_steps"), "console_every"),
     **dict.fromkeys(("max_length", "max_seq_length", "sequence_len", "cutoff_len"), "max_seq_len"),
-    **dict.fromkeys(("bf16", "fp16", "precision", "torch_dtype"), "dtype"), "sample_packing": "packed",
+    **dict.fromkeys(("bf16", "fp16", "precision", "torch_dtype"), "compute.dtype"), "sample_packing": "packed",
     **dict.fromkeys(("gradient_checkpointing", "enable_activation_checkpointing"), "activation_checkpointing"),
     "enable_activation_offloading": "activation_offload", "torch_compile": "compile",
     **dict.fromkeys(("model_name_or_path", "model_name", "model_id", "base_model"), "model.path"),
     **dict.fromkeys(("dataset_name", "data_path", "train_file"), "dataset.path"), "train_on_inputs": "train_on",
     **dict.fromkeys(("test_split_size", "val_set_size"), "validation_fraction"), "template": "chat_template",
-    "eval_dataset": "validation_dataset.path", "wandb_name": "logger.wandb.name",
-    **dict.fromkeys(("wandb", "wandb_project", "use_wandb", "report_to"), "logger.wandb.project"),
+    "eval_dataset": "dataset.validation",
+    **dict.fromkeys(("wandb", "wandb_project", "use_wandb", "report_to"), "trackers"),
     "num_generations": "group_size", "max_completion_length": "max_new_tokens", "max_prompt_length": "max_prompt_len",
+}  # fmt: skip
+# Settings that had another name, or are an edit of a copied recipe now.
+EDITS = " is an edit of a copied recipe now: see docs/changes.md, "
+MOVED: dict[str, str | tuple[str, ...]] = {
+    **{name: f"compute.{name}" for name in ("dtype", "master_dtype", "compile")},
+    "memory.activation_checkpointing": "compute.activation_checkpointing",
+    "memory.activation_offload": "compute.activation_offload", "memory.cpu_offload": "compute.cpu_offload",
+    "memory.loss_chunk_tokens": ("loss.chunk_tokens", "loss_chunk_tokens"), "validate_every": "evaluate.every",
+    "validate_first": "evaluate.first", "validation_dataset": "dataset.validation", "quantization.weights":
+    "model.quantization", "quantization.double": "model.double_quantization", "quantization.float8": "model.float8",
+    "deterministic": "parallel.deterministic", "logger.trackers": "trackers",
+    "logger.tensorboard": "trackers=[tune.loggers.TensorBoard]",
+    "logger.wandb": "trackers=[{_component_: tune.loggers.WeightsAndBiases, project: ...}]",
+    "logger.console_every": "trackers=[{_component_: tune.loggers.Console, every: ...}]",
+}  # fmt: skip
+EDITED = {
+    "quantization.qat": "Weights rounded in training", "from_scratch": "Random initial weights",
+    "profiler": "A trace of some steps", "export.dtype": "Another type of the exported weights",
 }  # fmt: skip
 OTHER_VALUES = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
 # Arguments that choose an optimizer's kernels: other optimizers lack them for shards, or have better defaults.
@@ -138,14 +155,19 @@ class _Combination:
     wrong: list[str] = field(default_factory=list)  # keys of settings that were reported
     missing: set[str] = field(default_factory=set)  # reported keys without a value, which stay missing
 
+    def __post_init__(self) -> None:
+        self.listed = dict(walk(self.default))  # all settings and groups of the YAML
+
     def known_keys(self, values: Values, default: Values, origin: str, prefix: str = "") -> Values:
         """Return the part of a layer whose keys are in the default, and report the rest."""
         known: Values = {}
         for name, value in values.items():
             key, place = f"{prefix}{name}", cast(Any, default.get(name))
-            if name not in default:
-                hint = self._place_of(str(name), default, prefix) or _elsewhere(key, self.copy)
-                hint = hint or " --help lists all of them."
+            if name not in default and self._is_argument(key, prefix):
+                known[name] = value
+            elif name not in default:
+                hint = self._moved(key, value) or self._place_of(str(name), self._siblings(default, prefix), prefix)
+                hint = hint or _elsewhere(key, self.copy) or " --help lists all of them."
                 self.findings.append(f"{key}: is not a setting.{hint}{origin}")
             elif _is_group(place) and not isinstance(value, dict):
                 defaults = " Leave it out to use its defaults." if value is None else ""
@@ -158,6 +180,44 @@ class _Combination:
                 descend = _is_group(place) and COMPONENT not in place
                 known[name] = self.known_keys(value, place, origin, f"{key}.") if descend else value
         return known
+
+    def _is_argument(self, key: str, prefix: str) -> bool:
+        """Whether a setting that the YAML does not list is an argument of the function that its group goes to. Without
+        imports that is not known, so that no setting within a group is refused."""
+        if not isinstance(self.listed.get(prefix.removesuffix(".")), dict):
+            return False
+        if self.imports:
+            return key in self.types and not _is_of_another(key)
+        return not self._moved(key, None)
+
+    def _siblings(self, default: Values, prefix: str) -> list[str]:
+        """Return the settings of the group `prefix`: those of the YAML, then other arguments of its function."""
+        arguments = [key.removeprefix(prefix) for key in self.types if prefix and key.startswith(prefix)]
+        others = [name for name in arguments if name not in default and "." not in name]
+        return [*default, *(name for name in others if not _is_of_another(prefix + name))]
+
+    def _moved(self, key: str, value: Any) -> str:
+        """Return where a setting went that had this key, or a group with one of its keys, or ""."""
+        keys = [key, *(f"{key}.{name}" for name in value)] if isinstance(value, dict) else [key]
+        edits = {title: each for each in keys if (title := EDITED.get(each) or EDITED.get(each.partition(".")[0]))}
+        moved = [each for each in keys if each in MOVED]
+        moved = moved or [each for each in (key.rpartition(".")[0], key.partition(".")[0]) if each in MOVED]
+        if not (moved or edits):  # of a group with another name, its misspelled setting or its single value
+            moved = [each for each in MOVED if each.startswith(f"{key}.")]
+        names, listed = list[str](), dict(walk(self.default))
+        for each in moved:
+            new = MOVED[each]
+            names += [new] if isinstance(new, str) else ([name for name in new if name in listed] or new)
+        known = [name for name in names if "=" in name or self._has(name)]
+        told = f" It is {' and '.join(known or names)} now." if names else ""
+        return told + "".join(f" {'It' if each == key else each}{EDITS}{title!r}." for title, each in edits.items())
+
+    def _has(self, key: str) -> bool:
+        """Whether a setting is in the recipe's YAML, or is an argument of a component there."""
+        group, _, name = key.rpartition(".")
+        component = (self.listed.get(group) or {}).get(COMPONENT)
+        takes = component and (not self.imports or name in self.signature(component).parameters)
+        return key in self.listed or bool(takes)
 
     def drop_inherited(self, values: Values) -> None:
         """Where a layer names another component, remove earlier arguments that this one does not take."""
@@ -204,8 +264,9 @@ class _Combination:
             return dict[str, Any] | None
         if not self.imports:  # an argument may take other types than that of the default: null, a list
             return Any
-        kind = self.types.get(key, Any if place is None or _is_open(place) else type(place))
-        return kind | None if place is None else kind
+        if key not in self.types:
+            return Any if place is None or _is_open(place) else type(place)
+        return self.types[key] | None if place is None and key in self.listed else self.types[key]
 
     def check(self, node: DictConfig, default: Values, prefix: str = "") -> None:
         """Report every missing value, unknown argument, wrong type and interpolation that leads nowhere."""
@@ -297,12 +358,24 @@ class _Combination:
         return f" Did you mean {listed}?" if same else near
 
 
+@functools.cache
+def _keys_of_recipes() -> dict[str, set[str]]:
+    """Return the settings and groups in the YAML of each recipe."""
+    files = {name: find_config(name) for name in list_recipes_with_settings()}
+    settings = {name: OmegaConf.to_container(OmegaConf.load(file)) for name, file in files.items()}
+    return {name: {key for key, _ in walk(cast(Values, values))} for name, values in settings.items()}
+
+
+def _is_of_another(key: str) -> bool:
+    """Whether only some of the recipes with this setting's group list it: it is for their loops, as `parallel.pp`."""
+    group = key.rpartition(".")[0]
+    listed = [key in keys for keys in _keys_of_recipes().values() if group in keys]
+    return any(listed) and not all(listed)
+
+
 def _elsewhere(key: str, copy: str) -> str:
     """Which recipes have this setting, and what to do; `copy` is the file name of a copy's defaults."""
-    settings = {
-        name: OmegaConf.to_container(OmegaConf.load(find_config(name))) for name in list_recipes_with_settings()
-    }
-    recipes = [name for name, values in settings.items() if key in dict(walk(cast(Values, values)))]
+    recipes = [name for name, keys in _keys_of_recipes().items() if key in keys]
     if recipes and copy:
         others = ", ".join(recipes)
         return f" {copy} does not have it, only {others}. Add it to {copy} and to its recipe, or leave it out."

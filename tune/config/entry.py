@@ -34,8 +34,8 @@ PLANNING = 60.0  # seconds
 OF_LAUNCHERS = ("RANK", "WORLD_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NO_COMPILER = (
-    "torch.compile found no C++ compiler, which compile=true and torchao's optimizers need. Install g++ (or set the "
-    "environment variable CXX to a compiler), or set compile=false and use one of torch's optimizers"
+    "torch.compile found no C++ compiler, which compute.compile=true and torchao's optimizers need. Install g++ (or "
+    "set the environment variable CXX to a compiler), or set compute.compile=false and use one of torch's optimizers"
 )
 LOST = (
     "lost the connection to another process of this run: it exited or was killed (often out of memory). See the output "
@@ -200,7 +200,7 @@ def _explanation(error: Exception, cfg: DictConfig) -> str | None:
     if "torchinductor" in text and "file too short" in text:
         return f"{CUT_SHORT} {text}"
     if "does not have a deterministic implementation" in text:
-        return f"deterministic: {text.split()[0]} has no deterministic kernel on this device. Set deterministic=false"
+        return f"parallel.deterministic: {text.split()[0]} has no deterministic kernel on this device. Set it to false"
     if "No working C++ compiler" in text or "Failed to find C compiler" in text:
         return NO_COMPILER
     if _is_out_of_memory(error):

@@ -13,7 +13,6 @@ from tune.lookup import locate
 from tune.types import mismatch
 
 COMPONENT = "_component_"
-READING = ("kind", "format", "columns", "extra_columns", "ignore")  # settings that decide how columns are read
 
 
 def instantiate(node: DictConfig | Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -53,34 +52,6 @@ def instantiate(node: DictConfig | Mapping[str, Any], *args: Any, **kwargs: Any)
             raise  # may be a bug in our code or the user's
         raise TuneError(f"{path} refuses these arguments: {error}") from error
     return made
-
-
-def instantiate_data(
-    training: DictConfig, held_out: DictConfig, tokenizer: Any, *, vocab_size: int | None = None, **rows: Any
-) -> tuple[Any, Any]:
-    """Build the training dataset from `training` and the validation dataset from `held_out`.
-
-    If `held_out.path` is null, the validation dataset is the part that `training` holds out, or None. `rows` are
-    further arguments of both, such as `max_seq_len`. `held_out` inherits how columns are read, see `inherited`.
-    Raises TuneError if a token id is not below `vocab_size`.
-    """
-    dataset = instantiate(training, tokenizer, **rows)
-    validation = dataset.validation
-    if held_out.get("path", True):  # another component than `load` may have no path
-        validation = instantiate(held_out, tokenizer, **rows, **inherited(held_out, training))
-    for part in filter(None, (dataset, validation)) if vocab_size else ():
-        part.require_vocabulary(vocab_size)
-    return dataset, validation
-
-
-def inherited(validation: DictConfig, training: DictConfig) -> dict[str, Any]:
-    """Return the training data's settings for reading columns that validation data inherit.
-
-    Settings that `validation` has itself, or that its component does not take, are left out.
-    """
-    known = inspect.signature(locate(validation[COMPONENT])).parameters
-    names = [name for name in READING if training.get(name) and name in known and name not in validation]
-    return {name: OmegaConf.to_container(training, resolve=True)[name] for name in names}  # type: ignore[index, call-overload]
 
 
 def instantiate_weighted(

@@ -8,17 +8,18 @@ HALF, MISSING = object(), object()
 # For each setting, the values that need less memory than the others. The first settings cost the least.
 LOWER: dict[str, tuple[Any, ...]] = {
     "micro_batch_size": (1,),
-    "memory.loss_chunk_tokens": (256,),
+    "loss.chunk_tokens": (256,),
+    "loss_chunk_tokens": (256,),
     "optimizer._component_": ("torchao.optim.AdamW8bit",),
-    "memory.activation_checkpointing": ("selective", "full"),
-    "memory.activation_offload": (True,),
-    "quantization.weights": ("nf4",),
+    "compute.activation_checkpointing": ("selective", "full"),
+    "compute.activation_offload": (True,),
+    "model.quantization": ("nf4",),
     "teacher.quantization": ("nf4",),
     "sampling.max_rows": (HALF,),
     "sampling.max_new_tokens": (HALF,),
     "max_seq_len": (HALF,),
-    "memory.cpu_offload": (True,),
-    "master_dtype": ("bf16",),
+    "compute.cpu_offload": (True,),
+    "compute.master_dtype": ("bf16",),
 }
 
 

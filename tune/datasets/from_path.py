@@ -13,6 +13,7 @@ from tune.datasets.cache import content_of, hash_of, key_of, prepared
 from tune.datasets.dataset import Dataset
 from tune.datasets.fit import TooLong
 from tune.datasets.full_rows import full_rows
+from tune.datasets.held_out import with_validation
 from tune.datasets.mismatched import with_mismatched
 from tune.datasets.parse.formats import FORMATS, Format, Kind
 from tune.datasets.pipe import announced, chunks_of
@@ -57,6 +58,7 @@ def load(
     extra_columns: Sequence[str] = (),
     on_bad_row: Literal["error", "skip"] = "error",
     max_bad_share: Fraction = 0.05,
+    validation: str | Mapping[str, Any] | None = None,
     validation_fraction: Fraction = 0.0,
     validation_seed: NonNegativeInt = 0,
     cache_dir: str | None = None,
@@ -90,6 +92,8 @@ def load(
             number per token.
         on_bad_row: `error` raises TuneError with the places of invalid rows. `skip` drops and counts them, unless
             their share exceeds `max_bad_share`.
+        validation: the data in `.validation`: a path, or the arguments that differ from those of the training data, as
+            {"split": "test", "take": 500}. `take` and `streaming` are of the training data alone.
         validation_fraction: the share of rows that goes into `.validation` instead.
         cache_dir: folder for the prepared samples (default: $TUNE_CACHE or ~/.cache/tune). They are reused for the same
             content, tokenizer and options.
@@ -102,6 +106,8 @@ def load(
     """
     if rehearsal.planning():
         return full_rows(kind, max_seq_len, packed, extra_columns)
+    if validation:
+        return with_validation(load, locals())  # nothing but the arguments is defined yet
     path, train_on = os.fspath(path), _plain(train_on)
     with explained("path"):
         source = read(path, split, subset, take)
@@ -189,7 +195,7 @@ def _stream(
     source: Source, reader: RowReader, pack_to: int | None, workers: int | None, window: int, by_ray: bool
 ) -> Stream:
     if reader.validation_fraction:
-        raise TuneError("validation_fraction: a stream cannot hold out rows; set validation_dataset.path instead")
+        raise TuneError("validation_fraction: a stream cannot hold out rows; name other rows in validation")
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # processes on this machine that read the same rows
     workers = workers if workers or by_ray else max(1, available_cores() // here)
     names = [file.name for file in source.files]

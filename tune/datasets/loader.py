@@ -52,21 +52,23 @@ class DataLoader:
     fewer rows, but every rank gets the same number of micro-batches. A fraction of an epoch is its first steps. A
     stream has no epochs and needs `max_steps`.
 
-    `pad_to` goes to `collate`. A thread makes the next batch while the current one is used. `world` needs `data_rank`,
-    `data_size` and `device`; None is `tune.distributed.current_world()`.
+    With `pad_packed`, packed rows are padded to their capacity, as compiled blocks need it. A thread makes the next
+    batch while the current one is used. `world` needs `data_rank`, `data_size` and `device`; None is
+    `tune.distributed.current_world()`.
     """
 
     def __init__(
         self, dataset: Dataset | Mixture | Stream, world: "World | None" = None, global_batch_size: PositiveInt = 16,
-        micro_batch_size: PositiveInt = 1, *, epochs: Epochs = 1, max_steps: PositiveInt | None = None,
-        seed: NonNegativeInt = 0,
-        pad_to: int | None = None,
+        micro_batch_size: PositiveInt = 1, epochs: Epochs = 1, max_steps: PositiveInt | None = None,
+        seed: NonNegativeInt = 0, pad_packed: bool = False,
     ) -> None:  # fmt: skip
         world = _world(world)
-        self.dataset, self.world, self.seed, self.pad_to = dataset, world, seed, pad_to
+        self.dataset, self.world, self.seed = dataset, world, seed
+        self.pad_to = dataset.accounting.row_capacity if pad_packed else None
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self.epochs, self.max_steps = epochs, max_steps
         self.steps_per_epoch: int | None = None
+        require_batches(global_batch_size, micro_batch_size, world.data_size, getattr(world, "num_stages", 1))
         if isinstance(dataset, Stream):
             if max_steps is None or epochs != 1:
                 missing = "max_steps must be set" if max_steps is None else f"epochs={epochs} must be removed"
@@ -83,7 +85,6 @@ class DataLoader:
             self.steps_per_epoch = -(-len(dataset) // global_batch_size)
             whole = steps_of(epochs, self.steps_per_epoch) if not rehearsal.is_cut() else rehearsal.UNKNOWN
             self._steps = whole if max_steps is None else min(whole, max_steps)
-        require_batches(global_batch_size, micro_batch_size, world.data_size)
         self._step, self._position = 0, Position()
 
     def __len__(self) -> int:
@@ -114,6 +115,11 @@ class DataLoader:
         for step, (rows, position) in enumerate(drawn, self._step):
             names = (step * self.global_batch_size + indices).tolist()
             yield self._batch(rows, indices, names, step + 1), position
+
+    def validation_batches(self) -> Iterator[tuple[tuple[str, ...], Batch]]:
+        """See `tune.datasets.validation_batches`: the batches of `dataset.validation`, with this loader's sizes."""
+        assert self.dataset.validation is not None
+        return validation_batches(self.dataset.validation, self.world, self.micro_batch_size, self.pad_to)
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last step that was yielded."""

@@ -47,7 +47,7 @@ def mix(
         try:
             part = load(tokenizer, max_seq_len=max_seq_len, packed=packed, kind=kind, **arguments)
         except TuneError as error:
-            is_of_argument = str(error).partition(":")[0] in arguments
+            is_of_argument = str(error).partition(":")[0].partition(".")[0] in arguments
             raise TuneError(f"sources.{name}{'.' if is_of_argument else ': '}{error}") from error
         assert isinstance(part, Dataset)
         datasets[name] = part
@@ -112,9 +112,9 @@ class Mixture:
             columns[name] = value.astype(np.result_type(value, *alike))
         return columns
 
-    @property
+    @cached_property
     def validation(self) -> "Mixture | None":
-        """The rows held out of the sources."""
+        """The validation data of the sources."""
         held_out = {name: part.validation for name, part in self.parts.items() if part.validation}
         return Mixture(held_out) if held_out else None
 

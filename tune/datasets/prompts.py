@@ -12,12 +12,14 @@ from tune import rehearsal
 from tune.datasets.cache import hash_of
 from tune.datasets.dataset import drawn_places
 from tune.datasets.fit import LEFT_OUT, TOO_LONG
+from tune.datasets.held_out import with_validation
 from tune.datasets.loader import require_continuable, steps_of
 from tune.datasets.parse.columns import QUESTIONS, WEIGHTS, require_columns, require_meaning
 from tune.datasets.parse.content import Chat, Plain, Row, shown
 from tune.datasets.parse.messages import checked_tools, conversation, question_of
 from tune.datasets.read.opening import read
 from tune.datasets.read.readers import json_row
+from tune.datasets.rows import exact_text
 from tune.datasets.user_functions import applied
 from tune.errors import TuneError, explained
 from tune.tokenizers import Message, Tokenizer
@@ -46,12 +48,15 @@ class Prompt:
 
 
 class Prompts:
-    """The prompts of a dataset; `dropped` counts the other rows by reason."""
+    """The prompts of a dataset; `dropped` counts the other rows by reason. `validation` are other prompts, to validate
+    on."""
+
+    validation: "Prompts | None" = None
 
     def __init__(self, name: str, prompts: list[Prompt], dropped: Mapping[str, int]) -> None:
         self.name, self.prompts, self.dropped = name, prompts, dict(dropped)
         self.lengths = [len(prompt.tokens) for prompt in prompts]
-        self.fingerprint = hash_of([prompt.tokens for prompt in prompts])
+        self.fingerprint = hash_of([(prompt.tokens, exact_text(prompt.row)) for prompt in prompts])
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -73,7 +78,7 @@ class Prompts:
 def load_prompts(
     tokenizer: Tokenizer, path: str, split: str = "train", *, max_prompt_len: PositiveInt,
     columns: Mapping[str, str] | None = None, filter: str | None = None, ignore: Sequence[str] = (),
-    subset: str | None = None, take: PositiveInt | None = None,
+    subset: str | None = None, take: PositiveInt | None = None, validation: str | Mapping[str, Any] | None = None,
 ) -> Prompts:  # fmt: skip
     """Read the prompts of a dataset, which is opened as in `tune.datasets.load`.
 
@@ -86,7 +91,7 @@ def load_prompts(
     `system` and `tools` are optional. `columns` maps these names to the names in the data. A right answer (`answer`,
     `completion` or `output` in `columns`) is added to the row under this name, for rewards and scores. `filter` is the
     dotted path of a function that returns whether to keep a row. Prompts of more than `max_prompt_len` tokens are
-    dropped and counted.
+    dropped and counted. `validation` names the prompts in `.validation`, as in `tune.datasets.load`.
 
     Raises:
         TuneError: a row has none of these columns, or an invalid value; a row has images or `<image>`, which a text
@@ -94,6 +99,8 @@ def load_prompts(
     """
     if rehearsal.planning():
         return full_prompts(tokenizer.vocab_size, max_prompt_len)
+    if validation:
+        return with_validation(load_prompts, locals())  # nothing but the arguments is defined yet
     prompts: list[Prompt] = []
     dropped: Counter[str] = Counter()
     with explained("path"):
@@ -242,7 +249,7 @@ class PromptLoader:
     """
 
     def __init__(
-        self, dataset: Prompts, prompts_per_step: PositiveInt, epochs: Epochs = 1, *,
+        self, dataset: Prompts, prompts_per_step: PositiveInt, epochs: Epochs = 1,
         max_steps: PositiveInt | None = None, seed: NonNegativeInt = 0,
     ) -> None:  # fmt: skip
         self.dataset, self.prompts_per_step, self.seed = dataset, prompts_per_step, seed

@@ -51,7 +51,7 @@ class Stream:
     alone. Every process reads all rows. `accounting` counts the first window; `seen` counts all rows read so far.
     """
 
-    validation = None  # nothing is held out
+    validation: Dataset | None = None
 
     def __init__(
         self, chunks: Callable[[int], Iterator[Samples]], name: str, max_seq_len: int, pack_to: int | None, window: int,

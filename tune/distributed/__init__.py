@@ -12,6 +12,7 @@ from tune.distributed.pace import PACE
 from tune.distributed.parallelize import (
     DTYPES,
     Dtype,
+    Parallelism,
     StoredDtype,
     allocate,
     as_dtype,

@@ -47,8 +47,16 @@ def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Parallelism:
-    """Properties that `parallelize` stores as the model's attribute `parallelism`, for functions that run its steps."""
+    """How a model is stored, computed and shared by processes. `parallelize` stores this as the model's attribute
+    `parallelism`, for functions that run its steps or describe it."""
 
+    whole: nn.Module | None = None  # the model before it was cut, on the meta device; None if it cannot be copied
+    dtype: torch.dtype = torch.float32
+    master_dtype: torch.dtype = torch.float32
+    activation_checkpointing: str = "none"
+    activation_offload: bool = False
+    cpu_offload: bool = False
+    compiles: bool = False
     loss_scale: LossScale | None = None  # only in fp16
     units_stay_gathered: bool = False  # from the first forward of a step to its last backward
     reduces_every_micro_batch: bool = False  # else only after the last one of a step
@@ -112,6 +120,7 @@ def parallelize(
     if isinstance(compile, bool):
         compile = ["*"] if compile else []
     compiled = _named(blocks, model, compile)
+    whole = on_meta(model)
     if world.num_stages > 1:
         cut(model, world, dtype)
         blocks = repeated_blocks(model)
@@ -120,6 +129,10 @@ def parallelize(
         share_experts(model, world.experts["ep"])
     plan = world.plan if any(parameter.requires_grad for parameter in model.parameters()) else None
     if world.mesh["tp"].size() > 1:
+        if rounded := [name for name, module in model.named_modules() if getattr(module, "rounding", None)]:
+            raise TuneError(
+                f"parallel.tp: it cuts rows of {rounded[0]}, which share the scale of a rounding. Set it to 1"
+            )
         on_both = world.experts and world.experts["ep", "tp"]
         share(model, blocks, units, world.mesh["tp"], plan, on_both, world.loss_parallel)
     elif plan:  # check the plan even with one process
@@ -139,18 +152,46 @@ def parallelize(
     allocate(model, torch.device("cpu") if cpu_offload else world.device, world.device)
     if world.size > 1:
         model.register_forward_pre_hook(_require_parameters_of_head, with_kwargs=True)
-    scale = LossScale(model) if scales else None
-    parallelism: Any = Parallelism(scale, world.units_stay_gathered, world.reduce_every_micro_batch)
+    parallelism: Any = Parallelism(
+        whole,
+        dtype,
+        master_dtype,
+        activation_checkpointing,
+        activation_offload,
+        cpu_offload,
+        compiles=bool(compiled),
+        loss_scale=LossScale(model) if scales else None,
+        units_stay_gathered=world.units_stay_gathered,
+        reduces_every_micro_batch=world.reduce_every_micro_batch,
+    )
     model.parallelism = parallelism
+
+
+def on_meta(model: nn.Module) -> nn.Module | None:
+    """Return a copy of `model` with its parameters on the meta device, where they have shapes and no values.
+
+    None if a part of the model, such as a lock or an open file, cannot be copied.
+    """
+    shapes = {
+        id(parameter): nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        for parameter in model.parameters()
+        if not parameter.is_meta
+    }
+    try:
+        return copy.deepcopy(model, shapes)
+    except (TypeError, RuntimeError, AttributeError):
+        return None
 
 
 def _require_scalable(world: World, master_dtype: torch.dtype) -> None:
     """Raise TuneError if loss scaling does not support this layout."""
     axis = "pp" if world.num_stages > 1 else "ep"
     if world.num_stages > 1 or world.experts is not None:
-        raise TuneError(f"dtype: fp16 does not support parallel.{axis}. Set parallel.{axis}=1, or dtype=bf16")
+        raise TuneError(
+            f"compute.dtype: fp16 does not support parallel.{axis}. Set parallel.{axis}=1, or compute.dtype=bf16"
+        )
     if master_dtype != torch.float32:
-        raise TuneError(f"master_dtype: dtype=fp16 needs fp32, got {master_dtype}. Set master_dtype=fp32")
+        raise TuneError(f"compute.master_dtype: fp16 needs fp32, got {master_dtype}. Set compute.master_dtype=fp32")
 
 
 def _require_parameters_of_head(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -296,14 +337,20 @@ def units_of(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
 
 def _require_one_type(unit: nn.Module, parameters: set[nn.Parameter], cast: torch.dtype | None) -> None:
     """Raise TuneError if a unit mixes dtypes: FSDP casts all parameters of a unit or none, and reduces one dtype."""
+    adapted = (each for each in unit.modules() if getattr(each, "rounding", None) and hasattr(each, "lora_a"))
+    if cast and any(parameters & {*each.parameters(recurse=False)} for each in adapted):
+        raise TuneError(
+            "adapter.modules_to_save: FSDP would cast the adapters of a block before they are merged and rounded. Set "
+            "compute.dtype and compute.master_dtype to one type"
+        )
     in_fp32 = [module for module in unit.modules() if getattr(module, "trains_in_fp32", False)]
     kept = {each for module in in_fp32 for each in module.parameters(recurse=False) if each.requires_grad} & parameters
     trained = {parameter.dtype for parameter in parameters if parameter.requires_grad}
     if kept and (cast or torch.float32, *trained) != (torch.float32, torch.float32):
         raise TuneError(
             "dtype: adapter.dora trains in fp32, adapter.modules_to_save in another dtype. FSDP needs one dtype per "
-            "block: remove modules of blocks from adapter.modules_to_save, set adapter.dora=false, or set dtype=fp32 "
-            "with master_dtype=fp32"
+            "block: remove modules of blocks from adapter.modules_to_save, set adapter.dora=false, or set "
+            "compute.dtype=fp32 with compute.master_dtype=fp32"
         )
 
 

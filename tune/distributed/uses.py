@@ -90,7 +90,7 @@ def rows_of(layer: Any, name: str, mesh: DeviceMesh) -> Uses:
         if layer.in_features % (getattr(owner, "block", 1) * mesh.size()):
             raise TuneError(
                 f"parallel.tp: {mesh.size()} does not divide the {layer.in_features} inputs of the quantized {name} "
-                f"into whole blocks of {owner.block}. Lower it, or set quantization.weights=null"
+                f"into whole blocks of {owner.block}. Lower it, or set model.quantization=null"
             )
         if kind in INPUTS:
             transposed = kind == "weight" and getattr(layer, "transposed", False)

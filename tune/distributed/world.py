@@ -110,6 +110,13 @@ class World:
             dist.all_reduce(total, group=self.mesh.get_group("cp"))
         return total
 
+    def means(self, totals: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the means of metrics over all processes; each metric of `totals` is (sum, count) `[2]`."""
+        if not totals:
+            return {}
+        sums = self.sum(torch.stack([*totals.values()]))
+        return {name: total / count for name, (total, count) in zip(totals, sums, strict=True)}
+
     def _over_stages(self, total: torch.Tensor) -> torch.Tensor:
         """Sum over the data ranks and the stages, in place."""
         dist.all_reduce(total, group=self.data.get_group())

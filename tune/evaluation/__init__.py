@@ -5,7 +5,7 @@ during training. `validate`, `accuracy` and `routing` compute metrics from the m
 from tune.evaluation.evaluator import Evaluator
 from tune.evaluation.likelihoods import log_likelihoods
 from tune.evaluation.tasks import Tasks, exact_match, metrics, require_numbers
-from tune.evaluation.validation import accuracy, add, evaluate, means, routing, validate
+from tune.evaluation.validation import accuracy, add, evaluate, routing, validate
 from tune.evaluation.work import require_work
 
 # Other names are internal to `tune`.
@@ -17,7 +17,6 @@ __all__ = [
     "evaluate",
     "exact_match",
     "log_likelihoods",
-    "means",
     "metrics",
     "require_numbers",
     "require_work",

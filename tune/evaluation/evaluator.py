@@ -12,6 +12,7 @@ from tune.distributed import World
 from tune.errors import TuneError
 from tune.evaluation.general import GeneralData
 from tune.evaluation.tasks import Tasks, metrics
+from tune.evaluation.validation import evaluate
 from tune.generation import Sampler, answer
 from tune.tokenizers import Tokenizer
 from tune.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -19,20 +20,21 @@ from tune.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, Positive
 
 @dataclass
 class Measurement:
-    measure: Callable[[], dict[str, float]]
+    measure: Callable[[], dict[str, float] | None]
     every: int | None
     first: bool
     measured_at: int = -1
 
 
 class Evaluator:
-    """Run measurements when they are due: `tasks` (see `Tasks`), answers to `prompts`, `general` data (see
-    `GeneralData`), and measurements added with `add`, such as a validation.
+    """Run measurements every `every` optimizer steps and at the end: the `loss_fn` on the validation data of `data` (a
+    `tune.datasets.DataLoader`), `tasks` (see `Tasks`), answers to `prompts`, and measurements added with `add`.
 
-    `prompts` is a `.txt` file with one prompt per line, or a file of rows as for `tune generate`. Tasks and prompts run
-    every `every` optimizer steps and at the end; prompts also run before the first step. General data is measured
+    With `first`, validation and tasks also run before the first step; prompts always do. `prompts` is a `.txt` file
+    with one prompt per line, or a file of rows as for `tune generate`. `general` data (see `GeneralData`) is measured
     before the first step, together with any other measurement, and at the end; a `general_kl` above `general_limit`
-    prints a warning. `run` is a `tune.run.Run`: it excludes the time, and writes the answers to samples.jsonl.
+    prints a warning. `run` is a `tune.run.Run`: it excludes the time, and writes the answers to samples.jsonl. Without
+    a `loss_fn`, add a validation of your own.
 
     Raises:
         TuneError: as `Tasks` does; or the file cannot be read.
@@ -43,9 +45,11 @@ class Evaluator:
         run: Any,
         model: nn.Module,
         tokenizer: Tokenizer,
-        world: World,
+        data: Any = None,
+        loss_fn: Callable[..., Any] | None = None,
         *,
         every: PositiveInt | None = None,
+        first: bool = False,
         tasks: list[str] | None = None,
         include_path: str | None = None,
         limit: PositiveFloat | None = None,
@@ -57,6 +61,9 @@ class Evaluator:
         general: str | None = None,
         general_limit: PositiveFloat = 0.3,
     ):
+        self.run, self.model, self.tokenizer, self.loss_fn, self.data = run, model, tokenizer, loss_fn, data
+        self.world: World = run.world
+        self.every, self.first = every, first
         how = {"limit": limit, "num_fewshot": num_fewshot, "apply_chat_template": apply_chat_template}
         if rehearsal.planning():  # a plan measures only the step; files of tasks may have code
             tasks = include_path = prompts = general = None
@@ -67,11 +74,13 @@ class Evaluator:
                 raise
             rehearsed.report(error)  # the prompts may be wrong too
             self.tasks = Tasks([], tokenizer)
+        if self.tasks:  # for checkpointer.keep_best
+            run.higher_is_better = self.tasks.higher_is_better
         self.prompts = open_prompts(tokenizer, placed_rows(prompts, "evaluate.prompts")) if prompts else []
         self.general = None
         if general:
             before = run.continues()
-            self.general = GeneralData(general, model, tokenizer, world, run.path / "general", before)
+            self.general = GeneralData(general, model, tokenizer, self.world, run.path / "general", before)
             try:
                 self.general.require_base()
             except TuneError as error:
@@ -79,32 +88,43 @@ class Evaluator:
                     raise
                 rehearsed.report(error)
         self.general_limit = general_limit
-        self.run, self.model, self.tokenizer, self.world = run, model, tokenizer, world
         self.sampler = Sampler(
             max_new_tokens=max_new_tokens, temperature=temperature, stop_ids=tokenizer.stop_ids
         )  # the same draws at each step, so that only the model changes
         self.step = 0  # the step that is being measured
+        self.metrics: dict[str, float] = {}  # of this step, by the measurements before the current one
         self.added: list[Measurement] = []
         self.own: list[Measurement] = []
+        if loss_fn and self.validation:
+            self.add(self._loss)
         if self.tasks:
-            self.own.append(Measurement(self._of_tasks, every, first=False))
+            self.own.append(Measurement(self._of_tasks, every, first))
         if self.prompts:
             self.own.append(Measurement(self._answers, every, first=True))
         self.of_general = Measurement(self._of_general, every, first=True)
 
+    @property
+    def validation(self) -> Any:
+        """The validation data, or None."""
+        return None if self.data is None else self.data.dataset.validation
+
     def add(
-        self, measure: Callable[[], dict[str, float]], every: PositiveInt | None = None, first: bool = False
+        self,
+        measure: Callable[[], dict[str, float] | None],
+        every: PositiveInt | None = None,
+        first: bool | None = None,
     ) -> None:
         """Call `measure` for metrics every `every` optimizer steps and at the end; with `first`, also before the first
-        step. All processes must call this."""
-        self.added.append(Measurement(measure, every, first))
+        step. None takes the evaluator's own `every` and `first`. `measure` may read the attribute `metrics`, the
+        results of the validation and of measurements added before, and return None. All processes must call this."""
+        self.added.append(Measurement(measure, every or self.every, self.first if first is None else first))
 
     def __call__(self, step: int) -> dict[str, float]:
         """Return the metrics that are due after a step. Metrics of step 0, before the first step, are also recorded.
         All processes must call this.
 
         After the last step nothing is measured: `tune.run.Run.finish` does that once the last checkpoint is saved.
-        After an interrupted step `tune.run.Run.begin` of the continued run does it.
+        After an interrupted step the continued run does it before its first step.
         """
         if step == 0:
             if self.general:
@@ -135,15 +155,17 @@ class Evaluator:
         return [*self.added, *self.own, *([self.of_general] if self.general else [])]
 
     def _measure(self, step: int, due: list[Measurement]) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        self.step = step
+        self.step, self.metrics = step, {}
         if rehearsal.planning():  # a plan measures only the step
-            return metrics
+            return self.metrics
         for part in due:
             with self.run.pause():
-                metrics |= part.measure()
+                self.metrics |= part.measure() or {}
             part.measured_at = step
-        return metrics
+        return self.metrics
+
+    def _loss(self) -> dict[str, float]:
+        return evaluate(self.model, self.data.validation_batches(), self.loss_fn, self.world)  # type: ignore[arg-type]
 
     def _of_tasks(self) -> dict[str, float]:
         """Return metrics by `task/metric`."""

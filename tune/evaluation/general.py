@@ -14,7 +14,7 @@ from tune.collators import Batch
 from tune.datasets import Stream, add_scores, is_stored, load, scores_file, validation_batches
 from tune.distributed import World
 from tune.errors import TuneError, explained
-from tune.evaluation.validation import means, validate
+from tune.evaluation.validation import validate
 from tune.files import written_aside
 from tune.losses import ForwardKL, LinearCrossEntropy, MostProbable, TopK, takes_shares
 from tune.peft import LowRank, adapted_modules, switched_off, trained_in_full
@@ -136,7 +136,7 @@ class GeneralData:
         if not self.has_base:
             self._add_base()
         batches = ((("general_loss",), batch) for _, batch in validation_batches(self.data, self.world))
-        return self.world.fetch(**means(validate(self.model, batches, self._measured), self.world))
+        return self.world.fetch(**self.world.means(validate(self.model, batches, self._measured)))
 
     def _measured(self, batch: Batch) -> dict[str, Tensor]:
         loss, divergence = self.model(batch, _loss_and_divergence)

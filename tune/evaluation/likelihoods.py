@@ -69,7 +69,7 @@ def log_likelihoods(
     if broken := [index for index, (value, _) in together.items() if math.isnan(value)]:
         raise TuneError(
             f"the log-probs of {len(broken)} of {len(requests)} texts are NaN, so weights or activations are too. Use "
-            "an earlier checkpoint, or dtype=fp32"
+            "an earlier checkpoint, or dtype fp32"
         )
     return [together.get(index, (0.0, True)) for index in range(len(requests))]  # an empty continuation has no tokens
 

@@ -197,7 +197,7 @@ def require_numbers(found: Mapping[str, float]) -> None:
     if broken := [f"{name} is {value}" for name, value in found.items() if not math.isfinite(value)]:
         raise TuneError(
             f"{', '.join(broken)}. Weights or activations are not finite, or the metric is undefined for these "
-            "answers: use an earlier checkpoint, dtype=fp32 or more data"
+            "answers: use an earlier checkpoint, dtype fp32 or more data"
         )
 
 

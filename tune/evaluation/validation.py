@@ -28,7 +28,7 @@ def evaluate(
         loss = model(batch.to(device), loss_fn)
         return {"loss": torch.stack([loss, torch.full_like(loss, batch.num_supervised)])}
 
-    return world.fetch(**means(validate(model, batches, measure), world), **accuracy(loss_fn, world, "validation_"))
+    return world.fetch(**world.means(validate(model, batches, measure)), **accuracy(loss_fn, world, "validation_"))
 
 
 def device_of(model: nn.Module, world: World | None) -> torch.device:
@@ -63,14 +63,6 @@ def add(totals: dict[str, Tensor], measured: Mapping[str, Tensor]) -> None:
         totals[name] = totals.get(name, 0) + value.detach()
 
 
-def means(totals: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Return the means of metrics over all processes; each metric is (sum, count) `[2]`."""
-    if not totals:
-        return {}
-    sums = world.sum(torch.stack([*totals.values()]))
-    return {name: total / count for name, (total, count) in zip(totals, sums, strict=True)}
-
-
 def accuracy(loss_fn: Any, world: World, prefix: str = "") -> dict[str, Tensor]:
     """Return the metric `token_accuracy` since the last call, if `loss_fn` counts it. `evaluate` also calls this."""
     if not getattr(loss_fn, "accuracy", False):
@@ -81,10 +73,10 @@ def accuracy(loss_fn: Any, world: World, prefix: str = "") -> dict[str, Tensor]:
 
 
 def routing(model: nn.Module, world: World) -> dict[str, Tensor]:
-    """Return metrics of experts in training forwards since the last call; empty for models without experts, NaN if
-    nothing was supervised."""
+    """Return metrics of experts in training forwards since the last call; empty for models without experts, and without
+    such a forward, NaN if nothing was supervised."""
     sums = getattr(model, "routing", None)
-    if sums is None:
+    if sums is None or sums.rows is None:
         return {}
     # Each stage has rows for its own layers, and the tokens of all. Each rank of cp has the sums of the whole batch:
     # they are counted `cp` times in all columns, of which only ratios are used.

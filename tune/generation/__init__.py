@@ -1,6 +1,6 @@
 """Sample from a model. `Sampler` samples batches of prompts, `Continuation` yields tokens one by one, `choose` picks a
-token per row of logits, `answer` splits prompts over processes, `rollout` adds rewards, `own_answers` puts samples into
-the batches of a dataset. `VLLM` samples with vLLM."""
+token per row of logits, `answer` splits prompts over processes, `Rollouts` adds rewards, `own_answers` puts samples
+into the batches of a dataset. `VLLM` samples with vLLM."""
 
 from tune.generation.continuation import Continuation
 from tune.generation.own_answers import own_answers
@@ -17,6 +17,7 @@ from tune.generation.rollout import (
     rollout,
     statistics,
 )
+from tune.generation.rollouts import Rollouts
 from tune.generation.sampler import PREFILL_TOKENS, Completion, Sampler, answer, choose
 from tune.generation.vllm_engine import VLLM
 
@@ -29,6 +30,7 @@ __all__ = [
     "Episode",
     "Reward",
     "RewardModel",
+    "Rollouts",
     "Sampler",
     "answer",
     "check_prompts",

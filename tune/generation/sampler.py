@@ -162,7 +162,7 @@ class Sampler:
                 if math.isnan(log_prob):
                     raise TuneError(
                         f"the logits after {len(completion.tokens)} new tokens are NaN or infinite, so weights or "
-                        "activations are too. Use an earlier checkpoint, or dtype=fp32"
+                        "activations are too. Use an earlier checkpoint, or dtype fp32"
                     )
                 completion.tokens.append(token)
                 completion.log_probs.append(log_prob)

@@ -82,7 +82,7 @@ class VLLM(Sampler):
 
 
 def _device_type(model: nn.Module) -> str:
-    """Return the device type that `model` computes on; with memory.cpu_offload its weights are on the host."""
+    """Return the device type that `model` computes on; with compute.cpu_offload its weights are on the host."""
     weight = next(model.parameters())
     return weight.device_mesh.device_type if isinstance(weight, DTensor) else weight.device.type
 

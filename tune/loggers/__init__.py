@@ -1,14 +1,12 @@
-"""Sinks for metrics and messages. Every run has `Files` and `Console`; `logger.trackers` adds others."""
+"""Sinks for metrics and messages. Every run has `Files` and `Console`; `trackers` adds others."""
 
 from tune.loggers.sinks import (
-    WANDB_OFF,
     Console,
     Files,
     MLflow,
     Sink,
     TensorBoard,
     Trackio,
-    WandbOptions,
     WeightsAndBiases,
     lines_after,
     open_sinks,
@@ -16,6 +14,7 @@ from tune.loggers.sinks import (
 
 # Other names are internal to `tune`.
 __all__ = [
+    "Console",
     "MLflow",
     "Sink",
     "TensorBoard",

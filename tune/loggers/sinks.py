@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 from unittest import mock
 
 from omegaconf import DictConfig, OmegaConf
@@ -24,20 +24,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tune import records
 from tune.errors import TuneError
 from tune.secrets import without_secrets
-from tune.types import checked
+from tune.types import PositiveInt, checked
 
 MLFLOW_BATCH = 100  # parameters that MLflow accepts per call
 MLFLOW_VALUE = 500  # characters per parameter that every server accepts
-
-
-class WandbOptions(TypedDict):
-    """`project`: None turns W&B off. `name`: None uses the name of the run folder."""
-
-    project: str | None
-    name: str | None
-
-
-WANDB_OFF: WandbOptions = {"project": None, "name": None}
 
 
 class Sink:
@@ -199,10 +189,11 @@ SHOWN = {
 }
 
 
+@checked
 class Console(Sink):
-    """A progress bar on a terminal, plain lines elsewhere."""
+    """A progress bar on a terminal, plain lines elsewhere: one for each `every` optimizer steps."""
 
-    def __init__(self, every: int):
+    def __init__(self, every: PositiveInt = 1):
         columns = TextColumn("{task.description}"), TimeRemainingColumn()
         self.progress = Progress(BarColumn(16), MofNCompleteColumn(), *columns, disable=not sys.stdout.isatty())
         self.every = every

@@ -18,7 +18,8 @@ from tune.types import PositiveFloat, PositiveInt, checked
 
 
 class TokenLogProbs(NamedTuple):
-    """Values per supervised token, row by row, `[tokens]`."""
+    """Values per supervised token, row by row, `[tokens]`. Only `log_probs` have a gradient: a loss of `entropies`
+    would change nothing."""
 
     log_probs: Tensor  # fp32: log-probs of the labels
     entropies: Tensor  # fp32: entropies of the predicted distributions, in nats, without gradient

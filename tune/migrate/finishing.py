@@ -17,7 +17,10 @@ READERS = ("json", "csv", "parquet", "text", "arrow")  # formats of the `dataset
 TEXTS = [f"torchtune.datasets.{name}_dataset" for name in ("text_completion", "wikitext", "cnn_dailymail_articles")]
 COMPARE = ("preference_finetune", "reward_finetune")
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
-ROUNDED = "as in the original, updates below 1/256 of a weight are lost; master_dtype=fp32 keeps them but needs memory"
+ROUNDED = (
+    "as in the original, updates below 1/256 of a weight are lost; compute.master_dtype=fp32 keeps them, but needs "
+    "memory"
+)
 
 Arguments = dict[str, Setting]  # the arguments of tune.datasets.load for one source
 
@@ -69,6 +72,7 @@ def precision(run: Migration) -> None:
     bf16, fp16, weights = run.part("bf16"), run.part("fp16"), run.part("dtype_of_weights")
     words = {name: str(part.value).lower() for name, part in (("bf16", bf16), ("fp16", fp16), ("weights", weights))}
     computed = bf16 if bf16.value is not None else weights
+    dtype = "compute.dtype" if run.takes("compute.dtype") else "dtype"
     is_bf16 = words["bf16"] in ("true", "auto", "full") or (computed is weights and "bf" in words["weights"])
     is_fp16 = words["fp16"] == "true" or (not is_bf16 and words["weights"] in ("fp16", "float16"))
     is_off = not (is_bf16 or is_fp16 or weights.sources)
@@ -77,12 +81,12 @@ def precision(run: Migration) -> None:
         run.same(why, *bf16.sources, *fp16.sources)
     elif is_fp16:
         note = "with a loss scale; bf16 needs none, if the GPU supports it"
-        run.set("dtype", "fp16", *computed.sources, *fp16.sources, note=note)
+        run.set(dtype, "fp16", *computed.sources, *fp16.sources, note=note)
     elif computed.value is not None:
-        run.set("dtype", "bf16" if is_bf16 else "fp32", *computed.sources, *fp16.sources)
+        run.set(dtype, "bf16" if is_bf16 else "fp32", *computed.sources, *fp16.sources)
     in_bf16 = "bf" in words["weights"] or (run.peer == "axolotl" and is_bf16)
-    if in_bf16 and not run.has_adapter and run.takes("master_dtype"):
-        run.set("master_dtype", "bf16", *(weights.sources or bf16.sources), note=ROUNDED)
+    if in_bf16 and not run.has_adapter and run.takes("compute.master_dtype"):
+        run.set("compute.master_dtype", "bf16", *(weights.sources or bf16.sources), note=ROUNDED)
     elif computed is not weights:
         run.same("trained parameters are kept in fp32", *weights.sources)
 
@@ -161,8 +165,9 @@ def adapter(run: Migration) -> None:
     dropout = run.settings.get("adapter.dropout")
     if dropout and dropout.value and run.library.has_no_dropout(run.usual | run.theirs, run.method):
         run.set("adapter.dropout", 0.0, note="the original trainer disables all dropout, including adapter dropout")
-    if not run.settings.get("quantization.weights", Setting(None, [])).value:
-        run.same("no weights are quantized", *run.pop("quantization.double").sources)
+    quantized = [run.settings.get(key) for key in ("model.quantization", "quantization")]
+    if not any(setting and setting.value for setting in quantized):
+        run.same("no weights are quantized", *run.pop("model.double_quantization").sources)
     if "adapter.path" in run.settings:
         continued_adapter(run)
 
@@ -225,7 +230,7 @@ def preferences(run: Migration) -> None:
 
 
 def data(run: Migration) -> None:
-    """Set `dataset` (one source or a mixture of several) and `validation_dataset`; translate slices of splits."""
+    """Set `dataset`: one source or a mixture of several, with their validation data; translate slices of splits."""
     what_is_learned(run)
     sources = sources_of(run, "data")
     held_out = held_out_of(run, sources)
@@ -233,17 +238,16 @@ def data(run: Migration) -> None:
     if sources and held_out and is_rest(sources[0], held_out[0]):
         fraction_held_out(run, sources[0], held_out[0])
         held_out = []
-    for source in (*sources, *held_out[:1]):
+    for source in (*sources, *held_out):
         settle(source)
         rename_prompts(run, source)
     for source in sources if take.value else []:
         source["take"] = Setting(take.value, take.sources, ["takes the first rows"])
-    for source in held_out[:1]:
-        set_arguments(run, "validation_dataset", source)
+    left_out = validation(run, sources, held_out)
     epoch_ends = {"interleave_over": "all_exhausted", "interleave_under": "first_exhausted"}.get(str(way.value))
     asks = "prompts_per_step" in run.defaults
     if len(sources) == 1:
-        set_arguments(run, "dataset", sources[0])
+        set_arguments(run, sources[0])
     elif sources and not asks:
         if epoch_ends:
             weights = re.findall(r"[\d.]+", str(shares.value)) or [1] * len(sources)  # without weights: equal shares
@@ -255,9 +259,53 @@ def data(run: Migration) -> None:
     if len(sources) < 2 or not epoch_ends:
         run.same("", *way.sources, *shares.sources)
     stream(run)
-    left_out = [*(sources if len(sources) > 1 and asks else []), *held_out[1:]]
-    for setting in [setting for source in left_out for setting in source.values()]:
+    for source in sources if len(sources) > 1 and asks else []:
+        left_out += source.values()
+    for setting in left_out:
         run.missing("the recipe reads one dataset: join the files", *setting.sources)
+
+
+def validation(run: Migration, sources: list[Arguments], held_out: list[Arguments]) -> list[Setting]:
+    """Give each of the `held_out` data to one of the training `sources`: to that with the same path, or the next one.
+
+    Returns the arguments of data that no source is left for. Without any, drops the clock of the validation.
+    """
+    places, left_out = [*sources] or [Arguments()], list[Setting]()
+    if "prompts_per_step" in run.defaults:
+        places = places[:1]  # all that a recipe of prompts reads
+    fraction, every = run.settings.get("dataset.validation_fraction"), run.settings.get("evaluate.every")
+    if not run.takes("evaluate.every"):
+        places = []  # the recipe does not train
+    for rows in held_out:
+        same = [place for place in places if "path" in place and differing(run, place, rows).keys() & {"path"} == set()]
+        place = next(iter(same or places), None)
+        if place is None:
+            left_out += rows.values()
+            continue
+        places = [each for each in places if each is not place]
+        arguments = accepted(run, differing(run, place, rows))
+        value: Any = {name: setting.value for name, setting in arguments.items()}
+        used = list(dict.fromkeys(key for setting in rows.values() for key in setting.sources))
+        notes = list(dict.fromkeys(note for setting in rows.values() for note in setting.notes))
+        value = value["path"] if value.keys() == {"path"} else value
+        place["validation"] = Setting(value, [key for key in used if key not in run.said], notes)
+        if not sources:
+            set_arguments(run, place)
+    if fraction and fraction.value and len(left_out) < len(held_out):
+        run.refuse("dataset.validation_fraction", "other keys name the validation data")
+    elif every and every.value and not held_out and not (fraction and fraction.value):
+        run.refuse("evaluate.every", "the run has no validation data: set dataset.validation")
+    return left_out
+
+
+def differing(run: Migration, training: Arguments, rows: Arguments) -> Arguments:
+    """Return the arguments of validation `rows` that differ from those of the `training` data, which they inherit."""
+    shared = {key.removeprefix("dataset."): each for key, each in run.settings.items() if key.startswith("dataset.")}
+    known = shared | training
+    if "path" in rows and (known.get("path", Setting(None, [])).value != rows["path"].value):
+        usual = {"split": "train", "subset": None}
+        rows = {name: Setting(value, []) for name, value in usual.items() if name in known} | rows
+    return {name: each for name, each in rows.items() if name not in known or known[name].value != each.value}
 
 
 def what_is_learned(run: Migration) -> None:
@@ -373,11 +421,54 @@ def settle(source: Arguments) -> None:
         source["columns"] = Setting(known.value | {key: column.value for key, column in columns.items()}, used)
 
 
-def set_arguments(run: Migration, group: str, source: Arguments) -> None:
+def set_arguments(run: Migration, source: Arguments) -> None:
+    for name, setting in accepted(run, source).items():
+        run.set(f"dataset.{name}", setting.value, *setting.sources, note="; ".join(setting.notes))
+
+
+def accepted(run: Migration, source: Arguments) -> Arguments:
+    """Return the arguments that the recipe's dataset takes, and report the others."""
+    taken: Arguments = {}
     for name, setting in source.items():
-        if run.takes(f"{group}.{name}"):
-            run.set(f"{group}.{name}", setting.value, *setting.sources, note="; ".join(setting.notes))
+        if run.takes(f"dataset.{name}"):
+            taken[name] = setting
         elif (name, setting.value) == ("train_on", "assistant"):
             run.same("only answers are supervised", *setting.sources)
         else:
-            run.missing(f"{run.recipe} has no {group}.{name}", *setting.sources)
+            run.missing(f"{run.recipe} has no dataset.{name}", *setting.sources)
+    return taken
+
+
+# The trackers, with the argument that names their project.
+TRACKERS = {"TensorBoard": None, "WeightsAndBiases": "project", "MLflow": "experiment", "Trackio": "project"}
+
+
+def trackers(run: Migration) -> None:
+    """Set the list of trackers, and among them a console that prints fewer steps."""
+    every, run_name = run.part("console_every", 1), run.part("run_name")
+    made, used = list[Any](), list[str]()
+    for name, argument in TRACKERS.items():
+        project = run.part(f"trackers.{name}")
+        path = f"tune.loggers.{name}"
+        if not project.value or not run.takes("trackers"):
+            run.missing(f"{run.recipe} has no trackers", *(project.sources if project.value else ()))
+            run.same("also off in the original", *(() if project.value else project.sources))
+            continue
+        arguments = {argument: project.value} if argument else {}
+        used += project.sources
+        if argument and run_name.value:
+            arguments["name"] = run_name.value
+            used += run_name.sources
+        made.append({"_component_": path, **arguments} if arguments else path)
+    if run_name.value and not set(run_name.sources) & {*used}:
+        run.missing("no tracker of the run has names of runs; output_dir names the folder", *run_name.sources)
+    if every.value == 1:
+        run.same("every step is printed", *every.sources)
+    elif not isinstance(every.value, int) or every.value < 1 or not run.takes("trackers"):
+        run.missing("every step is printed: a tune.loggers.Console in trackers prints every Nth", *every.sources)
+    else:
+        made.append({"_component_": "tune.loggers.Console", "every": every.value})
+        used += every.sources
+        run.differs("metrics.jsonl records every step", *every.sources)
+    if made:
+        run.set("trackers", made, *used)

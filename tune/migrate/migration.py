@@ -110,6 +110,10 @@ class Migration:
         component = self.defaults.get(f"{group}._component_")
         if group == "adapter":
             return self.has_adapter
+        if key == "model.double_quantization":  # an argument of every model, but only frozen weights are quantized
+            key = "model.quantization"
+        if key == "model.quantization":
+            return key in self.defaults
         if component and group.endswith("dataset"):  # a migration never swaps the dataset's component for another
             return name in signature_of(component).parameters
         return key.startswith("parts.") or key == "recipe" or key in self.defaults or component is not None

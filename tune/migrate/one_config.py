@@ -61,6 +61,7 @@ def migrate(
     finishing.data(run)
     finishing.length(run)
     finishing.preferences(run)
+    finishing.trackers(run)
     return run
 
 

@@ -22,6 +22,8 @@ from tune.models.decoder import Decoder, DecoderConfig
 from tune.models.families import family, supported
 from tune.models.hf import HuggingFaceModel, hf
 from tune.models.names import Names, own_name
+from tune.models.quantized import quantized
+from tune.quantization import Scaling
 from tune.tokenizers import Tokenizer, mapping_in
 from tune.types import NonNegativeFloat
 
@@ -30,7 +32,13 @@ UNREADABLE = (SafetensorError, TuneError, OSError, RuntimeError, EOFError, Value
 
 
 def build(
-    path: str, router_loss: NonNegativeFloat | None = None, head: Literal["tokens", "score"] = "tokens"
+    path: str,
+    router_loss: NonNegativeFloat | None = None,
+    head: Literal["tokens", "score"] = "tokens",
+    *,
+    quantization: Literal["nf4"] | None = None,
+    double_quantization: bool = True,
+    float8: Scaling | None = None,
 ) -> Decoder | HuggingFaceModel:
     """Build the model that `path`/config.json describes.
 
@@ -41,11 +49,20 @@ def build(
     `router_aux_loss_coef` from the file if its `output_router_logits` is true, else 0. With `head="score"`, one output
     replaces the vocabulary: a reward model (transformers' `...ForSequenceClassification` with one label).
 
+    `quantization` stores the frozen weights of the blocks in 4 bits, and with `double_quantization` their scales in 8
+    (see `tune.quantization.quantize_linears`). `float8` computes the matrix products of the blocks in 8 bits (see
+    `tune.quantization.compute_in_float8`).
+
     Raises:
         TuneError: the folder does not exist; config.json is unreadable or has an unsupported architecture or field;
             `router_loss` is set for a model without experts; or the model scores several labels. If the family is not
             native: transformers is not installed or cannot build it, or `router_loss` is set.
     """
+    model = _build(path, router_loss, head)
+    return quantized(model, quantization, double_quantization, float8)
+
+
+def _build(path: str, router_loss: float | None, head: Literal["tokens", "score"]) -> Decoder | HuggingFaceModel:
     file = ConfigFile(Path(path))
     model_type = file.get("model_type", "(none)")
     if isinstance(model_type, str) and "model_type" in file.fields and model_type not in supported():

@@ -22,6 +22,8 @@ from tune.lookup import needs
 from tune.models.config_file import ConfigFile
 from tune.models.decoder import Decoder, Head, head_operands
 from tune.models.names import Names, OnDisk, own_name
+from tune.models.quantized import quantized
+from tune.quantization import Scaling
 
 # If padding all documents to the longest multiplies the tokens by at most this factor, each gets its own row: plain
 # causal attention has faster kernels.
@@ -32,7 +34,13 @@ STATES = ("past_key_values", "cache_params", "state")
 
 
 def hf(
-    path: str | Path | nn.Module, trust_remote_code: bool = False, head: Literal["tokens", "score"] = "tokens"
+    path: str | Path | nn.Module,
+    trust_remote_code: bool = False,
+    head: Literal["tokens", "score"] = "tokens",
+    *,
+    quantization: Literal["nf4"] | None = None,
+    double_quantization: bool = True,
+    float8: Scaling | None = None,
 ) -> "HuggingFaceModel":
     """Wrap a causal language model of transformers, for architectures that `tune.models.build` does not have.
 
@@ -41,8 +49,7 @@ def hf(
     changed; it keeps its own dropout. If it was made on the meta device, buffers that are in no checkpoint get their
     values.
 
-    Code in the folder only runs with `trust_remote_code`. With `head="score"`, one output replaces the vocabulary, as
-    in `tune.models.build`.
+    Code in the folder only runs with `trust_remote_code`. The other arguments are as in `tune.models.build`.
 
     Raises:
         TuneError: transformers cannot build the folder as a causal language model, or the model cannot be trained here,
@@ -52,8 +59,13 @@ def hf(
     if isinstance(path, nn.Module):
         if head == "score":
             raise TuneError("head: a model in memory keeps its own head. Give the folder of a model instead")
-        return _in_memory(path)
-    path = str(path)
+        model = _in_memory(path)
+    else:
+        model = _of_folder(str(path), trust_remote_code, head)
+    return quantized(model, quantization, double_quantization, float8)
+
+
+def _of_folder(path: str, trust_remote_code: bool, head: Literal["tokens", "score"]) -> "HuggingFaceModel":
     file = ConfigFile(Path(path))
     if head == "score":
         file.require_one_label()

@@ -5,7 +5,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from tune.quantization import NF4Weight
 
 # The name on disk of one of our tensors. If ours is a stack along a new first dimension, the names of its members. If
 # each member is a concatenation of equal parts along its own first dimension, the names of the parts.
@@ -111,12 +114,17 @@ class Names:
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of `model` in a checkpoint: parameters (tied ones once) and persistent buffers.
 
-    Tensors that adapters have added to a module, listed in its `added`, are left out.
+    Tensors that adapters have added to a module, listed in its `added`, are left out. A quantized weight is a tensor of
+    its shape on the meta device.
     """
     persistent = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     added = {f"{name}.{each}" for name, module in model.named_modules() for each in getattr(module, "added", ())}
     tensors = dict(model.named_parameters()) | buffers
+    for name, module in model.named_modules():
+        if isinstance(module, NF4Weight):
+            added |= {f"{name}.{part}" for part, _ in module.named_parameters()}
+            tensors[name] = torch.empty(module.shape, device="meta")
     return {name: tensor for name, tensor in tensors.items() if name not in added}
 
 

@@ -159,7 +159,7 @@ class InBackward:
             for parameter in group["params"]:
                 if isinstance(parameter, DTensor) and _is_offloaded(parameter):
                     raise TuneError(
-                        "memory.cpu_offload: must be false with InBackward, which would read gradients before they "
+                        "compute.cpu_offload: must be false with InBackward, which would read gradients before they "
                         "reach the host. Set it to false, or update in optimizer.step()"
                     )
                 parameter.register_post_accumulate_grad_hook(functools.partial(self._update, index))

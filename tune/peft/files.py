@@ -464,21 +464,15 @@ def digest(lora: LoRA | None) -> str:
 
 
 def export_trained(
-    model: nn.Module, lora: LoRA | None, folder: Path, world: World, *, base: Pretrained, tokenizer: Tokenizer,
-    card: str = "", merge: bool = False,
-) -> str:  # fmt: skip
-    """Write the adapter to `folder`/adapter, and with `merge`, or without an adapter, the model to `folder`/model.
-
-    Returns a sentence with the folders. All processes must call this.
-    """
-    written = []
+    model: nn.Module, lora: LoRA | None, folder: Path, *, base: Pretrained, tokenizer: Tokenizer,
+    card: str = "", merge: bool = False, world: World | None = None,
+) -> None:  # fmt: skip
+    """Write the adapter to `folder`/adapter, and with `merge`, or without an adapter, the model to `folder`/model. All
+    processes must call this."""
     if lora:
         export_adapter(model, folder / "adapter", world=world, base=base.path, tokenizer=tokenizer, card=card)
-        written.append(f"the adapter is in {folder / 'adapter'}")
     if merge or not lora:
         export(model, tokenizer, folder / "model", world, source=base.path, card=card, base=base if lora else None)
-        written.append(f"the {'base with the adapter merged in' if lora else 'model'} is in {folder / 'model'}")
-    return ", ".join(written)
 
 
 def _config(model: nn.Module, base: str, task_type: str | None) -> dict[str, Any]:

@@ -36,7 +36,7 @@ T = TypeVar("T")
 CHOSEN = (
     *(f"parallel.{axis}" for axis in ("dp_replicate", "dp_shard", "cp", "tp", "ep", "pp", "zero_stage")),
     "micro_batch_size",
-    *("memory.activation_checkpointing", "memory.activation_offload", "memory.cpu_offload"),
+    *("compute.activation_checkpointing", "compute.activation_offload", "compute.cpu_offload"),
 )
 INPUT = 7e-8  # seconds of a core for a token of a batch: 60 to 90 ns, in rows of 1,000 tokens and in packed ones
 LEAST_TOKENS = 4096  # tokens of a row per device of cp; below, gathering keys costs more time than cp saves
@@ -180,7 +180,7 @@ class Job:
 
     def _given(self, names: Iterable[str]) -> Layout:
         """Return the layout in the recipe's settings."""
-        given: dict[str, Any] = {"reduce_every_micro_batch": False, "micro_batch_size": self.recorded.micro_batch_size}
+        given: dict[str, Any] = {"micro_batch_size": self.recorded.micro_batch_size}
         given |= self.axes | self.how
         return Layout(**{name: given[name] for name in names if given.get(name) is not None})
 

@@ -31,7 +31,8 @@ from tune.checkpointers import Checkpointer
 from tune.collators import Batch
 from tune.datasets import GlobalBatch
 from tune.devices import Device
-from tune.distributed import DTYPES, World, repeated_blocks
+from tune.distributed import DTYPES, World, current_world, repeated_blocks
+from tune.distributed import require_layout as require_fitting
 from tune.errors import TuneError
 from tune.generation import Sampler
 from tune.plan.trace import Recorder, Subject, kernels, shorten
@@ -182,22 +183,17 @@ class PlannedRun(RehearsedRun):
         self._rehearsal.folders[self.path] = self.path
         weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
-    def describe(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def describe_prompts(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def describe_model(self, *_: Any, **__: Any) -> None:
+    def describe_rollouts(self, *_: Any) -> None:
         pass
 
     def info(self, message: str) -> None:
         pass
 
-    def steps(self, data: Any, start: int = 0, *_: Any, total: int | None = None, **__: Any) -> Any:
+    def steps(self, data: Any, checkpointer: Any = None, *_: Any, total: int | None = None, **__: Any) -> Any:
         self.step, self.total = 1, total or rehearsal.UNKNOWN
         planning = rehearsal.planning()
         assert isinstance(planning, Recording)
+        planning.checkpointer = checkpointer
         return Steps(data, self.world, planning.loop.reach)
 
     def __exit__(self, *_: object) -> None:
@@ -205,12 +201,9 @@ class PlannedRun(RehearsedRun):
 
 
 class PlannedCheckpointer(RehearsedCheckpointer):
-    """A `Checkpointer` that is recorded."""
+    """A `Checkpointer` that finds no checkpoint."""
 
     def resume(self, resume: Any = "auto") -> int:
-        note = rehearsal.planning()
-        assert isinstance(note, Recording)
-        note.checkpointer = self
         return 0
 
 
@@ -306,7 +299,7 @@ class Recording:
     def take_model(self, model: Any, how: Mapping[str, Any]) -> None:
         has_float8 = any("Float8" in type(module).__name__ for module in model.modules())
         if has_float8 and not (self.device.is_host or self.device.float8):
-            raise TuneError(f"quantization.float8: {self.device.name} does not support float8 products. Leave it out")
+            raise TuneError(f"model.float8: {self.device.name} does not support float8 products. Leave it out")
         self.models.append(copy.copy(model))
         dtype, master_dtype = (NAMES.get(how[name], how[name]) for name in ("dtype", "master_dtype"))
         self.how.append({**how, "dtype": dtype, "master_dtype": master_dtype})
@@ -495,6 +488,7 @@ class LayoutOnly(Recording):
         return False
 
     def take_model(self, model: Any, how: Mapping[str, Any]) -> None:
+        require_fitting(model, current_world(), how["dtype"], how["master_dtype"])
         raise RehearsalEnded
 
 

@@ -1,7 +1,7 @@
 """Quantize weights: NF4 under adapters, formats of vLLM and transformers, quantization-aware training, and float8."""
 
 from tune.quantization.compressed import FP4, Compressor
-from tune.quantization.float8 import compute_in_float8
+from tune.quantization.float8 import Scaling, compute_in_float8
 from tune.quantization.nf4 import (
     NF4Linear,
     NF4Weight,

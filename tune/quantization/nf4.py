@@ -51,6 +51,12 @@ class NF4Weight(nn.Module):
         self.ranges = _frozen(torch.empty(rows, 8, dtype=torch.uint8, device=device)) if double else None
         self.register_buffer("pairs", PAIRS, persistent=False)  # shared by all weights
 
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the weight on this process."""
+        rows, pairs = self.codes.shape
+        return torch.Size((rows, 2 * pairs))
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The dequantized weight `[rows, columns]` in `dtype`."""
         return dequantize(self.codes, self.scales, self.ranges, dtype, self.pairs)

@@ -15,6 +15,7 @@ from tune.distributed import Dtype, as_dtype
 from tune.errors import TuneError
 from tune.quantization.compressed import dequantize, group_size, quantize
 from tune.quantization.nf4 import block_linears
+from tune.types import checked
 
 
 @torch.library.custom_op("tune::rounded", mutates_args=())
@@ -48,6 +49,7 @@ class RoundedLinear(nn.Linear):
         return F.linear(input, self.rounding(self.weight), self.bias)
 
 
+@checked
 def round_linears(
     model: nn.Module, kind: Literal["int8", "int4", "fp8", "mxfp4"], exported: Mapping[str, torch.dtype], dtype: Dtype
 ) -> None:
@@ -55,18 +57,28 @@ def round_linears(
 
     `exported` maps names of weights to the dtypes of the export; `dtype` is the dtype of the computation. Call it after
     adding adapters and before sharding the model: weights are rounded when they are gathered.
+
+    Raises:
+        TuneError: the model is not native, or has experts; a weight is already quantized, or multiplied in float8; an
+            adapter has dropout, which would give each token another merged weight; or `dtype` is not precise enough.
     """
     linears = quantized_linears(model)
+    if not isinstance(getattr(model, "blocks", None), nn.ModuleList):
+        raise TuneError("model: only models of tune.models.build can be rounded, because names of others differ")
     group = group_size(kind, {name: linear.in_features for name, linear in linears.items()})
     for name, linear in linears.items():
         if not isinstance(linear.weight, Tensor):
-            raise TuneError(f"quantization.qat: {name} is already quantized. Set quantization.weights=null")
+            raise TuneError(f"kind: {name} is already quantized. Set model.quantization=null")
+        if (base := getattr(linear, "base", type(linear))) not in (nn.Linear, RoundedLinear):
+            raise TuneError(f"kind: {name} is a {base.__name__}, which cannot be rounded. Set model.float8=null")
+        if getattr(getattr(linear, "settings", None), "dropout", 0):
+            raise TuneError(f"adapter.dropout: {name} cannot be rounded under dropout. Set it to 0")
         stored = exported[f"{name}.weight"]
         if torch.promote_types(stored, as_dtype(dtype)) != as_dtype(dtype):
             kept = str(stored).removeprefix("torch.")
             raise TuneError(
-                f"quantization.qat: {name} is exported as {kept}, but dtype={dtype} is not precise enough to round it "
-                "as `tune quantize` does. Set dtype=fp32, or export.dtype=bf16 if all parameters are trained"
+                f"kind: {name} is exported as {kept}, but a computation in {dtype} is not precise enough to round it "
+                "as `tune quantize` does. Set compute.dtype=fp32, or export in bf16 if all parameters are trained"
             )
         if type(linear) is nn.Linear:
             linear.__class__ = RoundedLinear

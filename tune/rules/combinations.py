@@ -5,8 +5,7 @@ import os
 from functools import partial
 from typing import Any
 
-from omegaconf import OmegaConf
-
+from tune.errors import TuneError
 from tune.lookup import did_you_mean, locate
 from tune.rules.rule import Facts, Level, Rule
 from tune.types import show
@@ -16,7 +15,7 @@ UNSUPPORTED = {
     "torch.optim.Muon": "only takes matrices. Use tune.optimizers.Muon: torch's, with AdamW for all other parameters",
     "torch.optim.Adafactor": "does not take sharded parameters. Use tune.optimizers.Adafactor: torch's, for shards too",
     "torchao.optim.CPUOffloadOptimizer": "keeps no states by parameter, so its runs cannot be resumed. "
-    "Set memory.cpu_offload=true, which keeps the states of any optimizer in host memory",
+    "Set compute.cpu_offload=true, which keeps the states of any optimizer in host memory",
     **dict.fromkeys(
         [f"schedulefree.{name}ScheduleFree" for name in ("AdamW", "SGD", "RAdam")],
         "keeps other weights in training than those to evaluate and save, and refuses to step without a call of its "
@@ -39,9 +38,8 @@ NEEDS = {
     "on_policy.max_new_tokens": ("on_policy.share", "0.5"),
     "evaluate.limit": ("evaluate.tasks", "[arc_easy]"),
     "evaluate.general_limit": ("evaluate.general", "shipped"),
-    "profiler.steps": ("profiler.start", "10"),
-    "logger.wandb.name": ("logger.wandb.project", "mine"),
 }
+EVALUATED = "prompts", "tasks", "general"
 LOADED = ("tune.datasets.load", "tune.datasets.load_prompts", "tune.datasets.ray")
 
 
@@ -60,15 +58,11 @@ def _stages(run: Facts) -> float:
 
 
 def _is_selective(run: Facts) -> bool:
-    return bool(run("memory.activation_checkpointing") == "selective")
+    return bool(run("compute.activation_checkpointing") == "selective")
 
 
 def _has_two_backwards(run: Facts) -> bool:
     return bool(run("parallel.pp_schedule") == "zero_bubble" and _stages(run) > 1)
-
-
-def _is_of_transformers(run: Facts) -> bool:
-    return bool(run("model._component_") == "tune.models.hf")
 
 
 def _references(run: Facts) -> list[str]:
@@ -98,46 +92,32 @@ def _environment(run: Facts) -> str:
     path = run("environment")
     if not path:
         return ""
-    if lacking := {"start", "step"} - {*dir(locate(path))}:
+    try:
+        found = locate(path)
+    except TuneError as error:
+        return str(error)
+    if lacking := {"start", "step"} - {*dir(found)}:
         return f"{path} has no {' and no '.join(sorted(lacking))}: it must be a class with start(row) and step(message)"
     try:
-        inspect.signature(locate(path)).bind()
+        inspect.signature(found).bind()
     except TypeError as error:
         return f"{path} is called without arguments: {error}. Add a default"
     return ""
 
 
-def _has_own_validation(run: Facts) -> bool:
-    path = OmegaConf.select(run.cfg, "validation_dataset.path", default=True, throw_on_resolution_failure=False)
-    return bool(run("validation_dataset") and path)
-
-
 def _validates_on_nothing(run: Facts) -> bool:
-    is_loaded = run("dataset._component_") in LOADED and not run("dataset.validation_fraction")
-    path = OmegaConf.select(run.cfg, "validation_dataset.path", default=True, throw_on_resolution_failure=False)
-    return is_loaded and path is None
+    return run("dataset._component_") in LOADED and not (
+        run("dataset.validation_fraction") or run("dataset.validation")
+    )
+
+
+def _evaluates_nothing(run: Facts, key: str) -> bool:
+    return bool(run(key) and _validates_on_nothing(run) and not any(run(f"evaluate.{each}") for each in EVALUATED))
 
 
 def _give_validation(run: Facts) -> str:
-    choices = "validation_dataset.path" + ("" if "reward" in run.cfg else " or dataset.validation_fraction")
+    choices = "dataset.validation" + ("" if "reward" in run.cfg else " or dataset.validation_fraction")
     return f"the run has no validation data. Set {choices}, or leave it out"
-
-
-def _held_out(run: Facts) -> list[str]:
-    """Return the keys of all validation fractions, including those of a mixture's sources."""
-
-    def below(value: Any, key: str) -> list[str]:
-        inside = value.items() if isinstance(value, dict) else ()
-        here = [f"{key}.validation_fraction"] if isinstance(value, dict) and value.get("validation_fraction") else []
-        return [*here, *(found for name, each in inside for found in below(each, f"{key}.{name}"))]
-
-    values = OmegaConf.to_container(run.cfg, throw_on_missing=False)
-    assert isinstance(values, dict)
-    return [key for name in ("dataset", "validation_dataset") for key in below(values.get(name), name)]
-
-
-def _whole_modules_are_cast(run: Facts) -> bool:
-    return bool(run("adapter.modules_to_save") and run("dtype") != run("master_dtype"))
 
 
 def _compares_with_nothing(run: Facts) -> bool:
@@ -205,10 +185,9 @@ def rule(id: str, key: Any, says: Any, why: str, when: Any) -> Rule:
     return Rule(id, Level.ERROR, key, "", "always", says, why, when)
 
 
-NOT_WITH_FLOAT8 = "it cannot be combined with quantization.float8. Leave one of them out"
+NOT_WITH_FLOAT8 = "it cannot be combined with model.float8. Leave one of them out"
 ONE_BACKWARD = "it does not work with parallel.pp_schedule=zero_bubble, which splits the backward. Leave one out"
 ALL_BLOCKS = "pipeline stages keep the blocks in several processes"
-EVALUATED = "prompts", "tasks", "general"
 
 # fmt: off
 COMBINATIONS = [
@@ -240,55 +219,37 @@ COMBINATIONS = [
          "step would remove more than a whole weight. Lower one of them",
          "weights would change sign in each step",
          lambda run: run.number("optimizer.lr") * run.number("optimizer.weight_decay") > 1),
-    rule("fp16-of-weights-in-bf16", "master_dtype",
-         "dtype=fp16 needs trained parameters in fp32. Leave it out, or set dtype=bf16",
+    rule("fp16-of-weights-in-bf16", "compute.master_dtype",
+         "compute.dtype=fp16 needs trained parameters in fp32. Leave it out, or set compute.dtype=bf16",
          "gradients are scaled in fp16 and must be unscaled in fp32",
-         lambda run: run("dtype") == "fp16" and run("master_dtype") == "bf16"),
-    *(rule(f"fp16-beside-{axis}", "dtype",
-           f"fp16 gradients are not scaled with parallel.{axis} above 1. Set parallel.{axis}=1 or dtype=bf16",
+         lambda run: run("compute.dtype") == "fp16" and run("compute.master_dtype") == "bf16"),
+    *(rule(f"fp16-beside-{axis}", "compute.dtype",
+           f"fp16 gradients are not scaled with parallel.{axis} above 1. Set parallel.{axis}=1 or compute.dtype=bf16",
            "gradients would underflow to zero or overflow",
-           lambda run, axis=axis: run("dtype") == "fp16" and run.number(f"parallel.{axis}", 1) > 1)
+           lambda run, axis=axis: run("compute.dtype") == "fp16" and run.number(f"parallel.{axis}", 1) > 1)
       for axis in ("pp", "ep")),
-    rule("selective-offload-of-eager-blocks", "memory.activation_offload",
+    rule("selective-offload-of-eager-blocks", "compute.activation_offload",
          "with activation_checkpointing=selective, activations are only offloaded from compiled blocks. Set "
-         "memory.activation_checkpointing to full or none, or compile=true",
+         "compute.activation_checkpointing to full or none, or compute.compile=true",
          "the hooks that offload do not see the tensors that selective checkpointing saves",
-         lambda run: run("memory.activation_offload") and _is_selective(run) and run("compile") is not True),
-    rule("random-weights-of-transformers", "from_scratch",
-         "tune.models.hf needs existing weights. Save some with transformers "
-         "(AutoModelForCausalLM.from_config(config).save_pretrained(folder)) and train that folder",
-         "each model of transformers has its own initialization",
-         lambda run: run("from_scratch") and _is_of_transformers(run)),
-    rule("two-backwards-of-compiled-blocks", "compile", ONE_BACKWARD,
+         lambda run: run("compute.activation_offload") and _is_selective(run) and run("compute.compile") is not True),
+    rule("two-backwards-of-compiled-blocks", "compute.compile", ONE_BACKWARD,
          "a compiled block has a single backward",
-         lambda run: _has_two_backwards(run) and run("compile")),
-    rule("two-backwards-of-recomputed-blocks", "memory.activation_checkpointing", ONE_BACKWARD,
+         lambda run: _has_two_backwards(run) and run("compute.compile")),
+    rule("two-backwards-of-recomputed-blocks", "compute.activation_checkpointing", ONE_BACKWARD,
          "selective checkpointing recomputes only once",
          lambda run: _has_two_backwards(run) and _is_selective(run)),
-    rule("quantized-weights-alone", "quantization.weights",
+    rule("quantized-weights-alone", "model.quantization",
          "quantized weights are frozen, and the run has no adapter to train. Set adapter.rank=16",
          "there would be nothing to train",
-         lambda run: run("quantization.weights") and "adapter" in run.cfg and not run("adapter")),
-    rule("rounding-beside-dropout", "adapter.dropout",
-         "quantization.qat cannot round weights under dropout. Set it to 0, or leave quantization.qat out",
-         "dropout gives each token another merged weight",
-         lambda run: run("quantization.qat") and run("adapter.dropout")),
-    rule("rounding-of-two-types", "adapter.modules_to_save",
-         "with quantization.qat, adapters would be cast before merging. Set dtype and master_dtype to one type, or "
-         "leave quantization.qat out",
-         "the weights rounded in training would differ from the exported weights",
-         lambda run: run("quantization.qat") and _whole_modules_are_cast(run)),
-    rule("rounding-of-shared-rows", "parallel.tp",
-         "with quantization.qat it would cut rows that share a scale. Set it to 1, or leave quantization.qat out",
-         "a scale belongs to a whole row",
-         lambda run: run("quantization.qat") and run.number("parallel.tp", 1) > 1),
-    rule("rounding-of-transformers", "model",
-         "quantization.qat does not support this model. Use tune.models.build, or leave quantization.qat out",
-         "layers of transformers models are not replaced",
-         lambda run: run("quantization.qat") and _is_of_transformers(run)),
+         lambda run: run("model.quantization") and "adapter" in run.cfg and not run("adapter")),
+    Rule("quantized-weights-of-no-adapter", Level.WARNING, "model.quantization", "", "always",
+         "quantized weights are frozen, and this recipe adds no adapter. Use lora_finetune, or leave it out",
+         "only the embedding, the norms and the head would be trained",
+         lambda run: run("model.quantization") and "adapter" not in run.cfg),
     *(rule(f"float8-beside-{name}", key, NOT_WITH_FLOAT8, "both replace the matrix products of the same layers",
-           lambda run, key=key: run("quantization.float8") and run(key) not in (None, 1))
-      for name, key in (("rounding", "quantization.qat"), ("nf4", "quantization.weights"), ("tp", "parallel.tp"))),
+           lambda run, key=key: run("model.float8") and run(key) not in (None, 1))
+      for name, key in (("nf4", "model.quantization"), ("tp", "parallel.tp"))),
     rule("tasks-of-stages", "evaluate.tasks",
          lambda run: f"it needs all blocks in one process (got parallel.pp={_stages(run):g}). Evaluate the "
          "exported model, or set parallel.pp=1", ALL_BLOCKS,
@@ -303,9 +264,9 @@ COMBINATIONS = [
          lambda run: _stages(run) > 1 and run("evaluate.general")),
     rule("dropout-drawn-anew", "adapter.dropout",
          lambda run: f"with parallel.pp={_stages(run):g}, compiled blocks draw new dropout masks when they "
-         "recompute. Set compile=false or parallel.pp=1",
+         "recompute. Set compute.compile=false or parallel.pp=1",
          "the gradient would belong to a different forward",
-         lambda run: _stages(run) > 1 and run("adapter.dropout") and _is_selective(run) and run("compile")),
+         lambda run: _stages(run) > 1 and run("adapter.dropout") and _is_selective(run) and run("compute.compile")),
     rule("value-of-many-outputs", "value.head",
          "a value model needs a head with one output. Set value.head=score",
          "a value is one number per token",
@@ -334,11 +295,6 @@ COMBINATIONS = [
     rule("environment-that-is-none", "environment", _environment,
          "each completion gets its own object, which is called with its messages",
          _environment),
-    rule("rows-held-out-for-nothing", lambda run: _held_out(run)[0],
-         "its rows would not be used, because validation_dataset already sets the validation data. Set it to 0, or "
-         "leave validation_dataset out",
-         "these rows would be used neither for training nor for validation",
-         lambda run: _has_own_validation(run) and _held_out(run)),
     rule("patience-without-a-metric", "checkpointer.patience",
          "it counts values of a metric. Name one, such as checkpointer.keep_best=validation_loss",
          "patience would never end the run",
@@ -349,13 +305,11 @@ COMBINATIONS = [
          "a training metric depends on how easy the rows of a step are",
          lambda run: _best(run) and not _best(run).startswith("validation_")
          and not ("/" in _best(run) and run("evaluate.tasks"))),
-    rule("evaluating-nothing", "evaluate.every",
-         "the run has nothing to evaluate. Set evaluate.prompts, .tasks or .general, or leave it out",
-         "it would have no effect",
-         lambda run: run("evaluate.every") and not any(run(f"evaluate.{each}") for each in EVALUATED)),
-    *(rule(f"{name}-of-nothing", key, _give_validation, "it would have no effect",
-           lambda run, key=key: _validates_on_nothing(run) and run(key))
-      for name, key in (("validation", "validate_every"), ("first-validation", "validate_first"))),
+    *(Rule(f"{name}-nothing", Level.WARNING, key, "", "always",
+           "the run has nothing to evaluate. Set dataset.validation, or evaluate.prompts, .tasks or .general",
+           "it has no effect, unless the recipe adds a measurement of its own",
+           partial(_evaluates_nothing, key=key))
+      for name, key in (("evaluating", "evaluate.every"), ("evaluating-first", "evaluate.first"))),
     rule("best-validation-of-nothing", "checkpointer.keep_best", _give_validation,
          "the metric is never measured",
          lambda run: _validates_on_nothing(run) and _best(run).startswith("validation_")),
@@ -365,7 +319,7 @@ COMBINATIONS = [
            partial(_has_no_effect, key=key, needed=needed))
       for key, (needed, example) in NEEDS.items()),
     Rule("layout-that-is-planned", Level.CHANGED, "parallel.auto", "", "always",
-         "the layout is planned, with micro_batch_size and memory.*",
+         "the layout is planned, with micro_batch_size and parts of compute",
          "`tune plan --search` chooses the fastest layout that fits",
          lambda run: run.device and run("parallel.auto"), _layout),
 ]

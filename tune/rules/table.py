@@ -51,7 +51,7 @@ TABLE = [
     Rule("rate-of-all-parameters", WARNING, "optimizer.lr", "karpathy/nanoGPT#136", "always",
          lambda run: f"{run.lr:g} is far above the usual rate for {_usual_rate(run)}. Lower it",
          "a pretrained model forgets in its first steps, and the loss on the new data does not show it",
-         lambda run: run.lr > (1e-2 if run("adapter") else 5e-4) and not run("from_scratch")),
+         lambda run: run.lr > (1e-2 if run("adapter") else 5e-4)),
     Rule("rate-of-an-adapter", WARNING, "optimizer.lr", "huggingface/diffusers#6288", "always",
          "{} is a rate for all parameters. Raise it tenfold for an adapter, to about 1e-4 to 3e-4",
          "an adapter starts at zero, and at this rate stays near zero",
@@ -87,101 +87,107 @@ TABLE = [
          "the learning rate would never reach optimizer.lr",
          lambda run: run.number("schedule.warmup") > max(1, run.number("max_steps", GREAT))),
     # Number formats
-    Rule("updates-lost-in-bf16", WARNING, "master_dtype", "pytorch/ao#1124", "always",
-         "{} has three digits, so most updates at rates below 2e-5 are rounded away. Set master_dtype=fp32. In one "
+    Rule("updates-lost-in-bf16", WARNING, "compute.master_dtype", "pytorch/ao#1124", "always",
+         "{} has three digits, so most updates at rates below 2e-5 are rounded away. Set "
+         "compute.master_dtype=fp32. In one "
          "process you can also use torchao.optim.AdamW8bit with optimizer.bf16_stochastic_round=true",
          "the loss falls slowly or not at all",
-         lambda run: run("master_dtype") == "bf16" and 0 < run.lr < 2e-5 and not run("adapter")
+         lambda run: run("compute.master_dtype") == "bf16" and 0 < run.lr < 2e-5 and not run("adapter")
          and not run("optimizer.bf16_stochastic_round")),
     Rule("moments-stuck-in-bf16", WARNING, "optimizer.betas", "Nerogar/OneTrainer#1005", "always",
-         "with master_dtype=bf16 the second moment cannot follow a beta above 0.996 (got {}). Lower it to 0.99",
+         "with compute.master_dtype=bf16 the second moment cannot follow a beta above 0.996 (got {}). Lower it to 0.99",
          "the change in a step is below its precision and is rounded away",
-         lambda run: run("master_dtype") == "bf16" and run.lr and max([0, *run("optimizer.betas", [])][-1:]) > 0.996
-         and not run.asks("optimizer._component_", "torchao")),
+         lambda run: run("compute.master_dtype") == "bf16" and run.lr
+         and max([0, *run("optimizer.betas", [])][-1:]) > 0.996 and not run.asks("optimizer._component_", "torchao")),
     Rule("low-bit-states-of-bf16-shards", ERROR, "optimizer._component_", "pytorch/ao#4216", "torchao 0.17",
-         "{} cannot update bf16 shards (several processes, or memory.cpu_offload). Set master_dtype=fp32, or use "
+         "{} cannot update bf16 shards (several processes, or compute.cpu_offload). Set "
+         "compute.master_dtype=fp32, or use "
          "torch.optim.AdamW",
          "the run would end in its first step, because torchao's code for their states does not compile",
-         lambda run: run("master_dtype") == "bf16" and run.asks("optimizer._component_", "torchao")
-         and (run.processes > 1 or run("memory.cpu_offload"))),
-    Rule("computing-finer-than-the-weights", WARNING, "dtype", "meta-pytorch/torchtune#2254", "always",
-         "computing in {} takes twice the time, and master_dtype=bf16 rounds its results. Swap the two",
+         lambda run: run("compute.master_dtype") == "bf16" and run.asks("optimizer._component_", "torchao")
+         and (run.processes > 1 or run("compute.cpu_offload"))),
+    Rule("computing-finer-than-the-weights", WARNING, "compute.dtype", "meta-pytorch/torchtune#2254", "always",
+         "computing in {} takes twice the time, and compute.master_dtype=bf16 rounds its results. Swap the two",
          "weights and optimizer states need the precision",
-         lambda run: (run("dtype"), run("master_dtype")) == ("fp32", "bf16")),
-    Rule("fp32-on-a-gpu", WARNING, "dtype", "pytorch/pytorch#153195", "torch 1.12",
-         "{} is about eight times slower than bf16 on this GPU, as TF32 is off. Set dtype=bf16 and keep master_dtype",
+         lambda run: (run("compute.dtype"), run("compute.master_dtype")) == ("fp32", "bf16")),
+    Rule("fp32-on-a-gpu", WARNING, "compute.dtype", "pytorch/pytorch#153195", "torch 1.12",
+         "{} is about eight times slower than bf16 on this GPU, as TF32 is off. Set compute.dtype=bf16 and keep "
+         "compute.master_dtype",
          "weights and optimizer states still stay in fp32",
-         lambda run: run.device == "cuda" and run("dtype") == "fp32" and (run.capability or (9, 0)) >= (8, 0)),
-    Rule("bf16-on-a-cpu", WARNING, "dtype", "pytorch/pytorch#146508", "always",
-         "{} is slow on this CPU, without AVX512-BF16 or AMX. Set dtype=fp32, which is several times faster and exact",
+         lambda run: run.device == "cuda" and run("compute.dtype") == "fp32" and (run.capability or (9, 0)) >= (8, 0)),
+    Rule("bf16-on-a-cpu", WARNING, "compute.dtype", "pytorch/pytorch#146508", "always",
+         "{} is slow on this CPU, without AVX512-BF16 or AMX. Set compute.dtype=fp32, which is several times "
+         "faster and exact",
          "each product is converted back and forth",
-         lambda run: run.device == "cpu" and run("dtype") == "bf16" and not _multiplies_in_bf16()),
-    Rule("bf16-on-an-old-gpu", WARNING, "dtype", "vllm-project/vllm#1157", "always",
-         "{} is slow on this GPU: bf16 units and flash kernels need compute capability 8.0. Set dtype=fp16 or fp32",
+         lambda run: run.device == "cpu" and run("compute.dtype") == "bf16" and not _multiplies_in_bf16()),
+    Rule("bf16-on-an-old-gpu", WARNING, "compute.dtype", "vllm-project/vllm#1157", "always",
+         "{} is slow on this GPU: bf16 units and flash kernels need compute capability 8.0. Set "
+         "compute.dtype=fp16 or fp32",
          "bf16 is emulated: computed in fp32 and rounded",
-         lambda run: run.device == "cuda" and run("dtype") == "bf16" and (run.capability or (9, 0)) < (8, 0)),
-    Rule("fp16-that-overflows", WARNING, "dtype", "huggingface/transformers#36822", "always",
-         "hidden states of Gemma exceed 65,504, the largest number in {}. Set dtype=bf16 or fp32",
+         lambda run: run.device == "cuda" and run("compute.dtype") == "bf16" and (run.capability or (9, 0)) < (8, 0)),
+    Rule("fp16-that-overflows", WARNING, "compute.dtype", "huggingface/transformers#36822", "always",
+         "hidden states of Gemma exceed 65,504, the largest number in {}. Set compute.dtype=bf16 or fp32",
          "the loss is not finite in the first step, and no loss scale helps",
-         lambda run: run("dtype") == "fp16" and str(run.model.get("model_type", "")).startswith("gemma")),
-    Rule("float8-on-an-old-gpu", ERROR, "quantization.float8", "pytorch/ao#2566", "torch 2.5",
+         lambda run: run("compute.dtype") == "fp16" and str(run.model.get("model_type", "")).startswith("gemma")),
+    Rule("float8-on-an-old-gpu", ERROR, "model.float8", "pytorch/ao#2566", "torch 2.5",
          "this GPU does not multiply in {}: tensorwise needs compute capability 8.9, rowwise 9.0. Leave it out",
          "the first product fails",
-         lambda run: run("quantization.float8") and (run.device == "mps" or (run.device == "cuda"
-         and (run.capability or (9, 0)) < ((8, 9) if run("quantization.float8") == "tensorwise" else (9, 0))))),
-    Rule("float8-by-rows-in-fp32", ERROR, "quantization.float8", "pytorch/ao#2566", "torch 2.5",
-         "{} only returns products in bf16. Set dtype=bf16 and keep master_dtype",
+         lambda run: run("model.float8") and (run.device == "mps" or (run.device == "cuda"
+         and (run.capability or (9, 0)) < ((8, 9) if run("model.float8") == "tensorwise" else (9, 0))))),
+    Rule("float8-by-rows-in-fp32", ERROR, "model.float8", "pytorch/ao#2566", "torch 2.5",
+         "{} only returns products in bf16. Set compute.dtype=bf16 and keep compute.master_dtype",
          "the first product fails",
-         lambda run: run.device == "cuda" and run.asks("quantization.float8", "rowwise") and run("dtype") == "fp32"),
-    Rule("float8-that-is-slower", WARNING, "quantization.float8", "pytorch/ao#1199", "torch 2.5",
-         "{} is faster than bf16 only on a GPU with compile=true. Set compile=true, or leave it out",
+         lambda run: run.device == "cuda" and run.asks("model.float8", "rowwise") and run("compute.dtype") == "fp32"),
+    Rule("float8-that-is-slower", WARNING, "model.float8", "pytorch/ao#1199", "torch 2.5",
+         "{} is faster than bf16 only on a GPU with compute.compile=true. Set compute.compile=true, or leave it out",
          "without compilation, casts take longer than the products save; other devices emulate float8",
-         lambda run: run("quantization.float8") and not (run.device == "cuda" and run("compile"))),
-    Rule("two-types-on-mps", CHANGED, "dtype", "huggingface/transformers#40458", "torch 2.3",
-         "on mps, weights and computation have the same type: {} becomes fp32, like master_dtype",
+         lambda run: run("model.float8") and not (run.device == "cuda" and run("compute.compile"))),
+    Rule("two-types-on-mps", CHANGED, "compute.dtype", "huggingface/transformers#40458", "torch 2.3",
+         "on mps, weights and computation have the same type: {} becomes fp32, like compute.master_dtype",
          "FSDP, which casts between two types, does not run on mps, and M1 and M2 only emulate bf16",
-         lambda run: run.device == "mps" and run("dtype") in ("bf16", "fp16") and run("master_dtype") == "fp32"
-         and (not run("adapter") or run("adapter.modules_to_save")), lambda run: {"dtype": "fp32"}),
-    Rule("two-types-on-mps-reversed", ERROR, "master_dtype", "huggingface/transformers#40458", "torch 2.3",
-         "on mps, weights and computation have the same type. Set it to fp32, or dtype=bf16",
+         lambda run: run.device == "mps" and run("compute.dtype") in ("bf16", "fp16")
+         and run("compute.master_dtype") == "fp32" and (not run("adapter") or run("adapter.modules_to_save")),
+         lambda run: {"compute.dtype": "fp32"}),
+    Rule("two-types-on-mps-reversed", ERROR, "compute.master_dtype", "huggingface/transformers#40458", "torch 2.3",
+         "on mps, weights and computation have the same type. Set it to fp32, or compute.dtype=bf16",
          "FSDP, which casts between two types, does not run on mps",
-         lambda run: run.device == "mps" and (run("dtype"), run("master_dtype")) == ("fp32", "bf16")),
+         lambda run: run.device == "mps" and (run("compute.dtype"), run("compute.master_dtype")) == ("fp32", "bf16")),
     # Memory
-    Rule("offload-on-mps", ERROR, "memory.cpu_offload", "huggingface/transformers#47601", "always",
+    Rule("offload-on-mps", ERROR, "compute.cpu_offload", "huggingface/transformers#47601", "always",
          "it does not work on mps. Set it to false",
          "FSDP moves the parameters and does not run on mps; host and device share one memory anyway",
-         lambda run: run.device == "mps" and run("memory.cpu_offload")),
-    Rule("offload-from-host-to-host", ERROR, "memory.activation_offload", "modelscope/ms-swift#7201", "always",
+         lambda run: run.device == "mps" and run("compute.cpu_offload")),
+    Rule("offload-from-host-to-host", ERROR, "compute.activation_offload", "modelscope/ms-swift#7201", "always",
          "with device=cpu, activations are already in host memory. Set it to false",
          "activations would be copied for nothing",
-         lambda run: run.device == "cpu" and run("memory.activation_offload")),
+         lambda run: run.device == "cpu" and run("compute.activation_offload")),
     # Compilers, processes and the environment
-    Rule("recomputing-compiled-shares", ERROR, "compile", "meta-pytorch/torchtune#2684", "torch 2.4",
-         "with parallel.tp or parallel.ep above 1, compiled blocks are recomputed as a whole. Set compile=false, or "
-         "memory.activation_checkpointing=full or none",
+    Rule("recomputing-compiled-shares", ERROR, "compute.compile", "meta-pytorch/torchtune#2684", "torch 2.4",
+         "with parallel.tp or parallel.ep above 1, compiled blocks are recomputed as a whole. Set "
+         "compute.compile=false, or compute.activation_checkpointing=full or none",
          "selective checkpointing chooses operations, which a compiled block does not expose",
-         lambda run: run("compile") and max(run.number("parallel.tp", 1), run.number("parallel.ep", 1)) > 1
-         and run("memory.activation_checkpointing", "none") == "selective"),
-    Rule("compiling-without-a-compiler", CHANGED, "compile", "pytorch/pytorch#92745", "torch 2.0",
+         lambda run: run("compute.compile") and max(run.number("parallel.tp", 1), run.number("parallel.ep", 1)) > 1
+         and run("compute.activation_checkpointing", "none") == "selective"),
+    Rule("compiling-without-a-compiler", CHANGED, "compute.compile", "pytorch/pytorch#92745", "torch 2.0",
          "this machine has no C++ compiler (g++, or the one that CXX names), so blocks are not compiled",
          "the run would end in its first step",
-         lambda run: run.device == "cpu" and run("compile") and not run.has_compiler,
-         lambda run: {"compile": False}),
-    Rule("compiling-without-a-c-compiler", ERROR, "compile", "unslothai/unsloth#1772", "torch 2.0",
+         lambda run: run.device == "cpu" and run("compute.compile") and not run.has_compiler,
+         lambda run: {"compute.compile": False}),
+    Rule("compiling-without-a-c-compiler", ERROR, "compute.compile", "unslothai/unsloth#1772", "torch 2.0",
          lambda run: f"Triton, which compiles for GPUs, needs {run.triton_lacks}: apt install gcc python3-dev (or the "
-         "equivalent packages; CC names another compiler), or set compile=false",
+         "equivalent packages; CC names another compiler), or set compute.compile=false",
          "the run would end in its first step",
-         lambda run: run.device == "cuda" and run("compile") and run.triton_lacks),
+         lambda run: run.device == "cuda" and run("compute.compile") and run.triton_lacks),
     Rule("optimizer-without-a-compiler", ERROR, "optimizer._component_", "urchade/GLiNER#148", "torchao 0.4",
          "{} needs a C++ compiler, and this machine has none. Install g++, or use torch.optim.AdamW",
          "the run would end in its first step, after all weights are loaded",
          lambda run: run.device == "cpu" and run.asks("optimizer._component_", "torchao") and not run.has_compiler),
-    Rule("compiling-switched-off", CHANGED, "compile", "vllm-project/vllm#40715", "torch 2.12",
+    Rule("compiling-switched-off", CHANGED, "compute.compile", "vllm-project/vllm#40715", "torch 2.12",
          "TORCH_COMPILE_DISABLE or TORCHDYNAMO_DISABLE is set in the environment, so blocks are not compiled",
          "torch would end the run in its first step, because nothing was compiled",
-         lambda run: run.device and run("compile")
+         lambda run: run.device and run("compute.compile")
          and {run.environ.get(f"TORCH{name}_DISABLE") for name in ("_COMPILE", "DYNAMO")}
-         - {None, "", "0"}, lambda run: {"compile": False}),
+         - {None, "", "0"}, lambda run: {"compute.compile": False}),
     Rule("waiting-for-each-kernel", WARNING, "device", "ByteDance-Seed/VeOmni#115", "always",
          "CUDA_LAUNCH_BLOCKING is set in the environment. Unset it unless you are debugging",
          "the host waits for each kernel, so host and GPU never work at the same time",
@@ -194,23 +200,20 @@ TABLE = [
          "saving or exporting a large model may take longer than {} minutes. Set it to 30 or more",
          "the other processes give up and end the run while its last checkpoint is written",
          lambda run: run.processes > 1 and run.number("parallel.timeout", 60) < 10),
-    # Checkpoints and traces
+    # Checkpoints
     Rule("best-of-one", WARNING, "checkpointer.keep_best", "huggingface/transformers#12786", "always",
-         "{} is only measured after the last step. Set validate_every",
+         "{} is only measured after the last step. Set evaluate.every",
          "the best checkpoint is always the last one, and patience never ends a run",
-         lambda run: run.asks("checkpointer.keep_best", "validation_") and not run("validate_every")),
+         lambda run: run.asks("checkpointer.keep_best", "validation_") and not run("evaluate.every")),
     Rule("best-of-nothing", ERROR, "checkpointer.keep_best", "huggingface/transformers#31450", "always",
          "validation does not measure {}. Use validation_loss, or validation_token_accuracy with loss.accuracy=true. "
          "For a metric of your own, also set checkpointer.higher_is_better",
          "the run would end at its first validation",
-         lambda run: run("loss.accuracy") is not None and run.asks("checkpointer.keep_best", "validation_")
+         lambda run: run.asks("loss._component_", "LinearCrossEntropy")
+         and run.asks("checkpointer.keep_best", "validation_")
          and run("checkpointer.keep_best").partition("/")[0] != "validation_loss"
          and run("checkpointer.higher_is_better") is None
          and not (run("loss.accuracy") and run("checkpointer.keep_best") == "validation_token_accuracy")),
-    Rule("trace-of-no-step", WARNING, "profiler.start", "pytorch/pytorch#91682", "always",
-         "step {} comes after max_steps, so no trace is written. Lower it",
-         "a run made for its trace would have to be repeated",
-         lambda run: run.number("profiler.start") > run.number("max_steps", GREAT)),
     # Adapters, preferences and policies
     Rule("adapter-that-hardly-counts", WARNING, "adapter.alpha", "jondurbin/airoboros#36", "always",
          "with {} the adapter's scaling factor is below 1/4. Raise it to twice the rank",
@@ -245,9 +248,9 @@ TABLE = [
     Rule("teacher-that-is-the-student", WARNING, "teacher.path", "huggingface/trl#2217", "trl 0.11",
          "{} is the student itself, so the loss is 0. Use another model",
          "the run ends normally, with an unchanged model",
-         lambda run: run("teacher.path") and not run("loss.cross_entropy") and not run("from_scratch")
+         lambda run: run("teacher.path") and not run("loss.cross_entropy")
          and Path(str(run("teacher.path"))).resolve() == Path(str(run("model.path"))).resolve()
-         and not any(map(run, ("quantization.weights", "quantization.qat", "teacher.quantization", "adapter.path")))),
+         and not any(map(run, ("model.quantization", "teacher.quantization", "adapter.path")))),
     Rule("a-beta-that-holds", WARNING, "loss.beta", "huggingface/trl#2382", "trl 0.5",
          "{} is outside the range for DPO, 0.01 to 1. Set it to 0.1 to 0.5",
          "above it, the policy stays at the reference; below it, nothing prevents degeneration",
@@ -266,12 +269,12 @@ TABLE = [
     Rule("merged-into-other-weights", WARNING, "export.merge", "unslothai/unsloth-zoo#810", "peft 0.4",
          "the adapter is trained on NF4 weights and merged into the exact weights. Evaluate the merged model",
          "it has learned to compensate quantization errors that the merged model does not have",
-         lambda run: run("export.merge") and run("quantization.weights")),
-    Rule("experts-that-stay", WARNING, "quantization.weights", "bitsandbytes-foundation/bitsandbytes#1849",
+         lambda run: run("export.merge") and run("model.quantization")),
+    Rule("experts-that-stay", WARNING, "model.quantization", "bitsandbytes-foundation/bitsandbytes#1849",
          "transformers 5.0",
          "{} only quantizes linear layers: the experts of this model stay in dtype",
          "experts are most of its weights, so hardly any memory is saved",
-         lambda run: run("quantization.weights") and _has_experts(run)),
+         lambda run: run("model.quantization") and _has_experts(run)),
     Rule("adapted-router", WARNING, "adapter.target_modules", "AI-Hypercomputer/maxtext#3969", "always",
          "{} names the router of the experts. Leave gate or router out",
          "a small change sends tokens to experts that have not learned them",

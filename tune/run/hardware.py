@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tune.distributed import DTYPES, repeated_blocks, stored_dtype, undivided
+from tune.distributed import repeated_blocks, stored_dtype, undivided
 from tune.models import Choice, Decoder, capability
 
 
@@ -28,7 +28,12 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def planned_memory(
-    model: nn.Module, dtype: str, master_dtype: str, shards: int, tp: int = 1, loss_parallel: bool = True
+    model: nn.Module,
+    dtype: str | torch.dtype,
+    master_dtype: str | torch.dtype,
+    shards: int,
+    tp: int = 1,
+    loss_parallel: bool = True,
 ) -> dict[str, float]:
     """Return the GiB that each of `shards` processes holds throughout training. `model` may be on the meta device.
 
@@ -47,16 +52,15 @@ def planned_memory(
     return {name: size / shards / 2**30 for name, size in sizes.items()}
 
 
-def disk_note(folder: Path, model: nn.Module, master_dtype: str, keep: int | None, merged: str | None = None) -> str:
+def disk_note(folder: Path, model: nn.Module, master_dtype: torch.dtype, keep: int | None) -> str:
     """Return a warning if the disk of `folder` is too small for the run, else "".
 
     It counts `keep` checkpoints and one being written, each with two optimizer states for each trained parameter, and
-    the export. With the folder of a base, `merged`, it also counts the merged model.
+    the export of these parameters.
     """
     there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    needed = trained * DTYPES[master_dtype].itemsize * (3 * (keep or 1) + 4)
-    needed += sum(file.stat().st_size for file in Path(merged).glob("*.safetensors")) if merged else 0
+    needed = trained * master_dtype.itemsize * (3 * (keep or 1) + 4)
     if needed <= (free := shutil.disk_usage(there).free):
         return ""
     return (
@@ -75,7 +79,7 @@ def size_in_words(size: float) -> str:
 
 
 def attention_notes(
-    model: nn.Module, device: torch.device, dtype: str, shape: tuple[int, int], longest: int, compile: bool,
+    model: nn.Module, device: torch.device, dtype: torch.dtype, shape: tuple[int, int], longest: int, compile: bool,
     activation_checkpointing: str,
 ) -> list[str]:  # fmt: skip
     """Return a line for each slow path of attention on a GPU: the reason, and what to do.
@@ -84,7 +88,7 @@ def attention_notes(
     """
     if device.type in ("cpu", "meta") or not isinstance(model, Decoder):
         return []
-    choices = model.config.attention_paths(capability(device), DTYPES[dtype])
+    choices = model.config.attention_paths(capability(device), dtype)
     layers: dict[Choice, list[Any]] = defaultdict(list)
     for choice, layer in zip(choices, model.config.layers, strict=True):
         if choice is not None and choice.because and choice.path in ("efficient", "math"):
@@ -95,16 +99,21 @@ def attention_notes(
         if scores := score_bytes(slow, dtype, shape, longest, compile, activation_checkpointing):
             note += (
                 f". Scores take up to {scores / 2**30:.1f} GiB between forward and backward. Less: "
-                "memory.activation_checkpointing=full, a smaller max_seq_len or micro_batch_size"
+                "compute.activation_checkpointing=full, a smaller max_seq_len or micro_batch_size"
             )
-        elif dtype == "fp32":
-            note += ". dtype=bf16 is faster"
+        elif dtype == torch.float32:
+            note += ". compute.dtype=bf16 is faster"
         notes.append(note)
     return notes
 
 
 def score_bytes(
-    parts: Sequence[Any], dtype: str, shape: tuple[int, int], longest: int, compile: bool, activation_checkpointing: str
+    parts: Sequence[Any],
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    longest: int,
+    compile: bool,
+    activation_checkpointing: str,
 ) -> int:
     """Return the bytes of attention scores that backward needs for a micro-batch, for layers with these configs.
 
@@ -117,7 +126,7 @@ def score_bytes(
         softcap, sinks = (getattr(attention, name, None) for name in ("softcap", "sinks"))
         if softcap or sinks:
             keys = row if compile else min(longest, 2 * (attention.window or longest) - 1)
-            softmax, capped = (4, 4) if dtype == "fp32" else (6, 2)
+            softmax, capped = (4, 4) if dtype == torch.float32 else (6, 2)
             size = softmax + capped if softcap else softmax
             sizes.append(rows * attention.num_heads * row * keys * size)
     is_kept = activation_checkpointing == "none"

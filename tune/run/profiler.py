@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,13 +25,6 @@ class Clock(NamedTuple):
     host: str
     behind: float = 0.0
     doubt: float = 0.0
-
-
-class ProfilerOptions(TypedDict):
-    """Arguments of `profile`."""
-
-    start: PositiveInt | None
-    steps: PositiveInt
 
 
 def profile(

@@ -172,7 +172,11 @@ def _paths(settings: Any, key: str = "") -> Iterator[tuple[str, str]]:
     if isinstance(settings, dict):
         for name, value in settings.items():
             yield from _paths(value, f"{key}.{name}" if key else name)
-    elif isinstance(settings, str) and key.endswith((".path", "reference")) and not key.startswith("sampling."):
+    elif (
+        isinstance(settings, str)
+        and key.endswith((".path", ".validation", "reference"))
+        and not key.startswith("sampling.")
+    ):
         yield key, settings
 
 

@@ -13,15 +13,15 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from tune import config, records, rehearsal
-from tune.checkpointers import Checkpointer
+from tune import config, evaluation, optimizers, records, rehearsal
+from tune.checkpointers import Checkpointer, check_forward, model_card
 from tune.datasets import (
     MARKS,
     DataLoader,
@@ -35,40 +35,34 @@ from tune.datasets import (
     parts_of,
     warnings_about,
 )
-from tune.distributed import PACE, Interrupt, World, bytes_sent, repeated_blocks, undivided
+from tune.distributed import PACE, Interrupt, Parallelism, World, bytes_sent, repeated_blocks, undivided
 from tune.errors import TuneError, explained
 from tune.evaluation import Evaluator
 from tune.files import CHECKPOINT, lock
-from tune.generation import Sampler
+from tune.generation import Rollouts
 from tune.loggers import (
-    WANDB_OFF,
     Console,
     Files,
     Sink,
-    TensorBoard,
-    WandbOptions,
-    WeightsAndBiases,
     lines_after,
     open_sinks,
 )
 from tune.lookup import in_shell
 from tune.models import HuggingFaceModel, without_names
-from tune.peft import untrained_tokens
+from tune.peft import adapted_modules, untrained_tokens
 from tune.quantization import count_parameters
 from tune.run import run_folder
 from tune.run.flops import flops_per_token, peak_flops
 from tune.run.hardware import attention_notes, disk_note, peak_memory_gib, planned_memory
-from tune.run.profiler import ProfilerOptions, profile
 from tune.run.store import Store
 from tune.run.watchdog import Watchdog
 from tune.secrets import without_secrets
 from tune.terminal import visible
 from tune.tokenizers import Tokenizer
-from tune.types import NonNegativeInt, PositiveInt
+from tune.types import NonNegativeInt
 
 T = TypeVar("T")
 FEW_STEPS = 10  # too few steps to learn much
-DType: TypeAlias = Literal["bf16", "fp16", "fp32"]
 
 
 class Counted(Protocol):
@@ -118,28 +112,29 @@ class Run:
         resume: str = "auto",
         *,
         settings: DictConfig,
-        console_every: PositiveInt = 1,
-        tensorboard: bool = False,
-        wandb: WandbOptions = WANDB_OFF,
         trackers: Sequence[Any] = (),
     ):
         """Create a run.
 
         `settings` are all settings of the recipe, recorded in config.yaml and by trackers. `trackers` are components
-        that return a `tune.loggers.Sink`, or their dotted paths; `tensorboard` and `wandb` are shortcuts for two.
+        that return a `tune.loggers.Sink`, or their dotted paths. A `tune.loggers.Console` among them replaces the usual
+        one.
         """
         self.__class__ = rehearsal.stand_in(type(self))
         self.recipe, self.world, self.settings = recipe, world, settings
-        self.trackers = _trackers(tensorboard, wandb, trackers)
+        made = _trackers(trackers)
+        self.trackers = [sink for sink in made if not isinstance(sink, Console)]
         self._open_folder(run_folder.choose(output_dir, recipe, world), resume)
 
         # Output. Messages of the setup are kept until training begins.
-        self.sinks: list[Sink] = [Console(console_every)] if world.is_main else []
+        consoles = [sink for sink in made if isinstance(sink, Console)] or [Console()]
+        self.sinks: list[Sink] = [*consoles[-1:]] if world.is_main else []
         self.messages: list[str] = []
         self.files: Files | None = None  # on the first process, once training has begun
         self.unwritten: list[str] = []  # outputs that could not be written
         self.waits = False  # whether lines currently wait for disk space
         # The data, for data.json and first_row.txt.
+        self.dataset_name = ""
         self.data: dict[str, Any] = {}
         self.first_row = ""
         self.stream: Stream | None = None
@@ -155,6 +150,11 @@ class Run:
         self.data_seconds, self.save_seconds, self.flops_per_token = 0.0, 0.0, 0.0
         self.timings: dict[str, float] = {}
         self.broken = set[str]()  # metrics whose last value was not finite
+        # What `steps` gets.
+        self.checkpointer: Checkpointer | None = None
+        self.evaluator: Evaluator | None = None
+        self.higher_is_better: dict[str, bool | None] = {}  # by metric of a task, from the evaluator
+        self.logged, self.has_learned = 0, False  # steps of this start, and whether one of them supervised a token
 
         if self.store:
             self.info(f"{self.path} is uploaded to {self.store.name} during the run")
@@ -193,6 +193,8 @@ class Run:
             if self.stream:
                 self.info(self.stream.seen.table())
             self.world.finish()
+            if written := [name for name in ("adapter", "model") if (self.path / name).is_dir()]:
+                self.info("done: " + ", ".join(f"the {name} is in {self.path / name}" for name in written))
         try:
             failure = self._conclude(error) if self.has_begun else None
             for sink in reversed(self.sinks):  # log.txt after the trackers, whose closing can fail
@@ -240,31 +242,41 @@ class Run:
         where = f"continues after step {int(saved.name.removeprefix('step-'))}" if saved else "starts over"
         return f"Free some space: {self.again} {where}"
 
-    def begin(self, checkpointer: Checkpointer, evaluator: Evaluator) -> dict[str, float]:
-        """Run and record the measurements that precede the first step, and return their metrics.
+    def _measure_before(self) -> None:
+        """Run and record the measurements that precede the first step.
 
         In a new run they are those of the untrained model. A run that continues makes the measurements that were due at
         the step after which it ended before, so that `keep_best`, `patience` and your own lines in a measurement get
-        the same values as in a run without an end. Call this between `steps` and the loop, on all processes.
+        the same values as in a run without an end.
         """
+        if not self.evaluator:
+            return
         if self.step == 0:
-            return evaluator(0)
-        if not checkpointer.unmeasured or self.step == self.total:  # `finish` measures after the last step
-            return {}
-        metrics = evaluator.due(self.step)
+            self.evaluator(0)
+            return
+        if not (self.checkpointer and self.checkpointer.unmeasured) or self.step == self.total:
+            return  # `finish` measures after the last step
+        metrics = self.evaluator.due(self.step)
         if metrics:
             self.info(f"step {self.step}: the run ended before its measurements, so they are made now")
             self.record(self.step, metrics)
-            checkpointer.step(self.step, metrics)
-        return metrics
+            self.checkpointer.step(self.step, metrics)
 
-    def finish(self, checkpointer: Checkpointer | None = None, evaluator: Evaluator | None = None) -> None:
-        """Run the final measurements of the `evaluator`; with `keep_best`, then load the best checkpoint's weights.
+    def finish(self) -> None:
+        """Run the final measurements of the evaluator; with `keep_best`, then load the best checkpoint's weights.
 
         If a signal has arrived, the process exits here with code 130, and the same command continues it. After this
-        call, a signal ends the process at once, because everything is saved.
+        call, a signal ends the process at once, because everything is saved. Raises TuneError if no step of the run
+        supervised a token.
         """
+        checkpointer, evaluator = self.checkpointer, self.evaluator
         self._end_if_interrupted(checkpointer)
+        if self._has_learned_nothing():
+            raise TuneError(
+                f"nothing to learn in {self.step} steps: no token was supervised. (With rewards: all "
+                "completions of a group had the same reward, or those that differed were cut. Use other prompts or a "
+                "finer reward.) The model is unchanged and not exported"
+            )
         # Data may end before the announced last step, so the last step may not be saved yet.
         if checkpointer and checkpointer.wait() < self.step:
             checkpointer.save(self.step, wait=True)
@@ -282,6 +294,13 @@ class Run:
         if self.interrupt:
             self.interrupt.end()
         self._end_if_interrupted(checkpointer)
+
+    def _has_learned_nothing(self) -> bool:
+        """Return whether no step supervised a token, also if an earlier start made all of them."""
+        if self.has_learned or (self.checkpointer and self.checkpointer.updates):
+            return False
+        counts = self.world.of_main(lambda: _supervised(self.path / "metrics.jsonl"))
+        return bool(counts) and not any(counts)
 
     def _end_if_interrupted(self, checkpointer: Checkpointer | None) -> None:
         if self.world.any(self.interrupt is not None and self.interrupt.requested):
@@ -317,16 +336,9 @@ class Run:
         else:
             self.info(f"{self.path} accepts lines again: nothing is missing")
 
-    def describe_model(
-        self, model: nn.Module, work: StepSize, *, dtype: DType, master_dtype: DType, compile: Any = False,
-        activation_checkpointing: str = "none", activation_offload: bool = False, cpu_offload: bool = False,
-        keep: int | None = None, merged: str | None = None,
-    ) -> None:  # fmt: skip
-        """Report the processes, the model, its memory, and the communication in a step of this `work`.
-
-        Types, `compile`, checkpointing and offloading are the arguments of `tune.distributed.parallelize`. For the
-        check of disk space, `keep` is the number of kept checkpoints, and `merged` the base of merged adapters.
-        """
+    def _describe_model(self, how: Parallelism, model: nn.Module, work: StepSize) -> None:
+        """Report the processes, the whole `model`, its memory, and the communication in a step of this `work`."""
+        dtype, master_dtype = how.dtype, how.master_dtype
         trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self.info(f"{self.path}: {self.world.size} process(es) on {self.world.device.type}, torch {torch.__version__}")
         self.info(f"model: {count_parameters(model):,} parameters, {trainable:,} trainable")
@@ -343,21 +355,22 @@ class Run:
         if self.world.zero_stage in (1, 2):
             planned["gathered in a step"] = planned_memory(model, dtype, dtype, parts, *shared)["weights"]
         held = ", ".join(f"{name} {gib:.2f}" for name, gib in planned.items())
-        where = "host memory" if cpu_offload else "memory"
-        then = "activations in host memory" if activation_offload else "activations"
+        where = "host memory" if how.cpu_offload else "memory"
+        then = "activations in host memory" if how.activation_offload else "activations"
         self.info(f"{where} of each process, GiB: {held} (with AdamW); plus {then}")
         if self.world.size > 1:
             self._describe_mesh(model, work, dtype, master_dtype)
         folder = rehearsal.named(self.path)
-        if self.world.is_main and (note := disk_note(folder, model, master_dtype, keep, merged)):
+        keep = self.checkpointer.keep if self.checkpointer else None
+        if self.world.is_main and (note := disk_note(folder, model, master_dtype, keep)):
             self.info(f"warning: {note}")
         self.flops_per_token = flops_per_token(model, work.mean)
         shape = work.micro_batch_size, work.row
-        how = bool(compile), activation_checkpointing
-        for note in attention_notes(model, self.world.device, dtype, shape, work.longest, *how):
+        blocks = how.compiles, how.activation_checkpointing
+        for note in attention_notes(model, self.world.device, dtype, shape, work.longest, *blocks):
             self.info(note)
 
-    def _describe_mesh(self, model: nn.Module, work: StepSize, dtype: DType, master_dtype: DType) -> None:
+    def _describe_mesh(self, model: nn.Module, work: StepSize, dtype: torch.dtype, master_dtype: torch.dtype) -> None:
         mesh, experts = self.world.mesh, self.world.experts
         rows, tokens = -(-work.rows // self.world.data_size), work.tokens / self.world.data_size
         axes = [f"{axis} {size}" for axis, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True) if size > 1]
@@ -376,22 +389,19 @@ class Run:
         for warning in over_slow_links(sizes, experts["ep"].size() if experts else 1, here):
             self.info(f"warning: {warning}")
 
-    def describe(
-        self,
-        model: nn.Module,
-        data: DataLoader,
-        tokenizer: Tokenizer,
-        validation: Dataset | Mixture | Stream | None = None,
-        *,
-        base: str | None = None,
-        **how: Any,
-    ) -> None:
-        """Report the model, which may be on the meta device, the data, and warnings; data.json and first_row.txt keep
-        the report on the data.
+    def _describe_rows(self, model: nn.Module, data: DataLoader, tokenizer: Tokenizer) -> None:
+        """Report the model, the data and warnings; data.json and first_row.txt keep the report on the data.
 
-        `base` is the folder of the weights, used to find tokens whose frozen rows were never trained. `how` are the
-        arguments of `describe_model`. Raises TuneError if a process has other data.
+        Raises TuneError if a process has other data, or if the model has no row for a token.
         """
+        how = Parallelism.of(model)
+        model = how.whole or model
+        validation = data.dataset.validation
+        vocab_size: int | None = getattr(getattr(model, "config", None), "vocab_size", None)
+        both: list[Dataset | Mixture | Stream] = [data.dataset, *([validation] if validation else [])]
+        if vocab_size is not None:
+            for part in both:
+                part.require_vocabulary(vocab_size)
         self._require_same_data(data.dataset, validation)
         accounting = data.dataset.accounting
         longest = data.dataset.max_seq_len if isinstance(data.dataset, Stream) else accounting.longest
@@ -399,7 +409,7 @@ class Run:
         rows = data.global_batch_size
         tokens = accounting.tokens * rows // accounting.training_rows if accounting.training_rows else longest * rows
         row = accounting.row_capacity or longest
-        self.describe_model(model, StepSize(row, longest, mean, rows, tokens, data.micro_batch_size), **how)
+        self._describe_model(how, model, StepSize(row, longest, mean, rows, tokens, data.micro_batch_size))
         self.info(accounting.table())
         if note := beyond_positions(model, accounting.longest):
             self.info(f"warning: {note}")
@@ -408,14 +418,18 @@ class Run:
         start = marked(first[0], short=True).rstrip()
         self.info(f"the first row ({'learned tokens'.join(MARKS)}; see first_row.txt for all of it):\n{start}")
         special = tokenizer.special_ids.keys() & first[0].sample.tokens.tolist()
+        base = getattr(model, "source", None)
         if self.world.is_main and base and (untrained := untrained_tokens(model, base, special)):
             names = ", ".join(f"{tokenizer.special_ids[each]} ({each})" for each in untrained)
+            advice = "Train the embedding and the head too"
+            if adapted_modules(model):
+                advice = f"Train them with adapter.trainable_tokens={untrained}, or all parameters with full_finetune"
             self.info(
                 f"warning: the data contain {names}, whose rows of the embedding or head were never trained and are "
-                "frozen: the model can hardly read or write these tokens. Train them with "
-                f"adapter.trainable_tokens={untrained}, or train all parameters with full_finetune"
+                f"frozen: the model can hardly read or write these tokens. {advice}"
             )
         self._describe_steps(data, "optimizer steps")
+        self.dataset_name = data.dataset.name
         self.data = accounting.as_dict() | {"steps_per_epoch": data.steps_per_epoch}
         if self.world.is_main:
             parts = parts_of(data.dataset, "training"), parts_of(validation, "validation")
@@ -424,24 +438,23 @@ class Run:
                 self.info(f"warning: {warning}")
         self.stream = data.dataset if isinstance(data.dataset, Stream) else None
 
-    def describe_prompts(
-        self, model: nn.Module, data: PromptLoader, sampler: Sampler, *, longest: int, samples: PositiveInt,
-        micro_batch_size: PositiveInt, **how: Any,
-    ) -> None:  # fmt: skip
+    def describe_rollouts(self, data: PromptLoader, rollouts: Rollouts) -> None:
         """Report the model, the prompts, the number of steps, and a warning if nothing ends completions.
 
-        A prompt gets `samples` completions, and has up to `longest` tokens with each. `how` are the arguments of
-        `describe_model`. Raises TuneError if a process has other prompts.
+        Raises TuneError if a process has other prompts.
         """
         self._require_same_data(data.dataset)
-        rows = data.prompts_per_step * samples
-        self.describe_model(model, StepSize(longest, longest, longest, rows, rows * longest, micro_batch_size), **how)
+        how, longest = Parallelism.of(rollouts.model), rollouts.longest
+        rows = data.prompts_per_step * rollouts.samples
+        work = StepSize(longest, longest, longest, rows, rows * longest, rollouts.micro_batch_size)
+        self._describe_model(how, how.whole or rollouts.model, work)
         self.info(data.dataset.table())
-        if not (sampler.stop_ids or sampler.stop_strings):
+        if not (rollouts.sampler.stop_ids or rollouts.sampler.stop_strings):
             self.info(
                 "warning: the tokenizer has no eos_token, so nothing ends a completion. Set sampling.stop_strings"
             )
         self._describe_steps(data, "steps")
+        self.dataset_name = data.dataset.name
         self.data = data.dataset.as_dict()
 
     def _require_same_data(self, *parts: Any) -> None:
@@ -461,28 +474,47 @@ class Run:
             )
 
     def steps(
-        self, data: Iterable[tuple[int, T]], start: int = 0, checkpointer: Checkpointer | None = None, *,
-        total: int | None = None, seed: NonNegativeInt = 0, profiler: ProfilerOptions | None = None,
+        self, data: Iterable[tuple[int, T]], checkpointer: Checkpointer | None = None,
+        evaluator: Evaluator | None = None, *, total: int | None = None, seed: NonNegativeInt = 0,
     ) -> Iterator[tuple[int, T]]:  # fmt: skip
-        """Start writing to the folder in this call, and iterate over the optimizer steps of `data`.
+        """Restore the last checkpoint, describe the run, start writing to its folder, measure what is due before the
+        first step, and iterate over the optimizer steps of `data`: pairs of a step and its batch.
 
-        `data` yields pairs of a step and its batch. The iteration goes from the step after `start` to `total` (default:
-        the length of `data`), and ends when the `checkpointer` reports that training is over. After a first Ctrl-C or
-        SIGTERM on any rank, `is_end` is true for the running step, in which the recipe saves a checkpoint; then the
-        process exits with code 130. It measures each step and its wait for data. `profiler` are arguments of `profile`.
+        The iteration goes from the step after the restored one to `total` (default: the length of `data`), and ends
+        when the `checkpointer` reports that training is over. After a first Ctrl-C or SIGTERM on any rank, the running
+        step is the last one: the checkpointer saves it, and the process exits with code 130. Each step and its wait for
+        data are timed.
 
         In each step, the generators of torch, NumPy and `random` are seeded by `seed`, step and data rank. A recipe
         thus draws the same numbers when it runs again, also from a checkpoint.
         """
-        self._set_ends(data, start, total)
-        self._begin(start)
+        self.checkpointer, self.evaluator = checkpointer, evaluator
+        if evaluator:
+            check_forward(evaluator.model)
+            if isinstance(evaluator.data, DataLoader):  # the loop may iterate over several, or its own
+                self._describe_rows(evaluator.model, evaluator.data, evaluator.tokenizer)
+        self._set_ends(data, checkpointer.resume(self.resume) if checkpointer else 0, total)
+        self._begin(self.step)
         self.interrupt = Interrupt()
-        return profile(
-            self._steps(data, checkpointer, seed),
-            self.path / "profile",
-            self.world,
-            **(profiler or {"start": None, "steps": 1}),
-        )
+        self._measure_before()
+        return self._steps(data, checkpointer, seed)
+
+    def fetch(self, **values: torch.Tensor | float) -> dict[str, float]:
+        """Return numbers of a step as floats: the only wait for the device.
+
+        `values` are the same on all processes. Added are the learning rates of the checkpointer's optimizer and, if the
+        evaluator's model and loss count them, the metrics of experts and the accuracy.
+        """
+        optimizer = self.checkpointer.optimizer if self.checkpointer else None
+        if self.evaluator:
+            of_experts = evaluation.routing(self.evaluator.model, self.world)
+            of_loss = evaluation.accuracy(self.evaluator.loss_fn, self.world)
+            values = {**values, **of_experts, **of_loss}
+        return self.world.fetch(**values) | (optimizers.learning_rates(optimizer) if optimizer else {})
+
+    def model_card(self, base: str) -> str:
+        """Return README.md for the exported model, which was trained from `base`."""
+        return model_card(self.recipe, base, self.dataset_name)
 
     def _set_ends(self, data: Iterable[Any], start: int, total: int | None) -> None:
         if total is None:
@@ -613,6 +645,7 @@ class Run:
         if peak := peak_flops(self.world.device):
             values["mfu"] = values["tokens_per_second"] * self.flops_per_token / peak
         self.record(step, values)
+        self.logged, self.has_learned = self.logged + 1, self.has_learned or supervised_tokens > 0
         if not supervised_tokens:
             why = "all groups are dead or were cut" if "dead_groups" in metrics else "no token is supervised"
             self.info(f"warning: nothing was learned in step {step}: {why}")
@@ -640,6 +673,12 @@ class Run:
         self._report_disk()
 
 
+def _supervised(metrics: Path) -> list[float]:
+    """Return the supervised tokens of each step in a file of metrics."""
+    lines = metrics.read_bytes().splitlines() if metrics.exists() else []
+    return [line["supervised_tokens"] for line in map(records.json_object, lines) if "supervised_tokens" in line]
+
+
 def require_scalars(metrics: Mapping[str, Any]) -> None:
     """Raise TuneError if one of the metrics is not a number."""
     for name, value in metrics.items():
@@ -647,17 +686,11 @@ def require_scalars(metrics: Mapping[str, Any]) -> None:
             raise TuneError(f"metrics: {name} is a {type(value).__name__}; a metric is a number")
 
 
-def _trackers(tensorboard: bool, wandb: WandbOptions, trackers: Sequence[Any]) -> list[Sink]:
+def _trackers(trackers: Sequence[Any]) -> list[Sink]:
     """Return the sinks that the settings name. Raises TuneError for other components, or a missing package."""
     made: list[Sink] = []
-    if tensorboard:
-        with explained("logger.tensorboard"):
-            made.append(TensorBoard())
-    if wandb["project"]:
-        with explained("logger.wandb"):
-            made.append(WeightsAndBiases(wandb["project"], wandb.get("name")))
     for index, tracker in enumerate(trackers):
-        with explained(f"logger.trackers[{index}]"):
+        with explained(f"trackers[{index}]"):
             node: Any = OmegaConf.to_container(tracker, resolve=True) if isinstance(tracker, DictConfig) else tracker
             node = {config.COMPONENT: node} if isinstance(node, str) else node
             if not isinstance(node, Mapping):

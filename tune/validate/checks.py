@@ -135,9 +135,10 @@ def validate(
 
 
 def _missing(cfg: DictConfig) -> set[str]:
-    """Return the top-level settings that the library's recipe with the most settings in common has, and `cfg` lacks."""
+    """Return the top-level settings that the nearest recipe of the library has, and `cfg` lacks: the recipe with the
+    most settings in common and the fewest others."""
     settings = [read_file(find_config(name)).keys() for name in list_recipes_with_settings()]
-    nearest = max(settings, key=lambda names: len(names & cfg.keys()))
+    nearest = max(settings, key=lambda names: (len(names & cfg.keys()), -len(names)))
     return {str(name) for name in nearest} - {str(name) for name in cfg}
 
 

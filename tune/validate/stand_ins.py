@@ -3,7 +3,7 @@
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,6 @@ from tune.config import local_folder
 from tune.datasets import GlobalBatch
 from tune.distributed import Unconnected, World
 from tune.errors import TuneError, explained
-from tune.evaluation import Evaluator
 from tune.files import CHECKPOINT, lock
 from tune.run import Run, require_scalars, run_folder, seed_generators
 
@@ -75,7 +74,7 @@ class RehearsedRun(Run):
     def __exit__(self, *_: object) -> None:
         self.temporary.cleanup()
 
-    def finish(self, checkpointer: Checkpointer | None = None, evaluator: Evaluator | None = None) -> None:
+    def finish(self) -> None:
         pass
 
     def info(self, message: str) -> None:
@@ -87,13 +86,11 @@ class RehearsedRun(Run):
     def record(self, step: int, values: dict[str, float]) -> None:
         require_scalars(values)
 
-    def steps(
-        self, data: Iterable[tuple[int, T]], start: int = 0, checkpointer: Any = None, *,
-        total: int | None = None, seed: int = 0, profiler: Mapping[str, Any] | None = None,
-    ) -> Iterator[tuple[int, T]]:  # fmt: skip
-        """Return the step after `start`, with its first micro-batches."""
-        self._set_ends(data, start, total)
+    def _begin(self, start: int) -> None:
         self.path.mkdir(exist_ok=True)
+
+    def _steps(self, data: Iterable[tuple[int, T]], checkpointer: Any, seed: int) -> Iterator[tuple[int, T]]:
+        """Return the first step, with its first micro-batches."""
         return FirstStep(self._first(data, seed))
 
     def _first(self, data: Iterable[tuple[int, T]], seed: int) -> Iterator[tuple[int, T]]:
@@ -204,11 +201,11 @@ class RehearsedCheckpointer(Checkpointer):
             )
         return None
 
-    def accepts(self, step: int, rows: list[int], **values: float) -> bool:
+    def accepts(self, step: int, metrics: Mapping[str, float], rows: Sequence[int] = ()) -> bool:
         self.updates += 1
         return True
 
-    def step(self, step: int, metrics: Mapping[str, Any] = MappingProxyType({}), now: bool = False) -> None:
+    def step(self, step: int, metrics: Mapping[str, Any] = MappingProxyType({}), now: bool | None = None) -> None:
         try:
             self.best.is_in(metrics)
         except TuneError as error:

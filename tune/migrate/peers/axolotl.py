@@ -213,7 +213,7 @@ KEYS: dict[KeyNames, Convert] = {
     ),
     "peft_trainable_token_indices": To("adapter.trainable_tokens"),
     "load_in_4bit": common.nf4,
-    "bnb_config_kwargs.bnb_4bit_use_double_quant": To("quantization.double"),
+    "bnb_config_kwargs.bnb_4bit_use_double_quant": To("model.double_quantization"),
     "sequence_len": To("max_seq_len"),
     "excess_length_strategy": Choose("dataset.too_long", {"drop": "drop", "truncate": "truncate", "raise": "error"}),
     "sample_packing": To("packed"),
@@ -275,19 +275,19 @@ KEYS: dict[KeyNames, Convert] = {
     ("bf16", "bfloat16"): To("parts.bf16"),
     ("fp16", "float16"): To("parts.fp16"),
     "gradient_checkpointing": common.activation_checkpointing,
-    "activation_offloading": Choose("memory.activation_offload", {(True, "legacy", "disk"): True, False: False}),
-    "torch_compile": Choose("compile", {(True, "auto"): True, False: False}),
+    "activation_offloading": Choose("compute.activation_offload", {(True, "legacy", "disk"): True, False: False}),
+    "torch_compile": Choose("compute.compile", {(True, "auto"): True, False: False}),
     ("deepspeed", "fsdp", "fsdp_config.fsdp_sharding_strategy", "fsdp_config.sharding_strategy"): common.layout,
-    ("fsdp_config.fsdp_offload_params", "fsdp_config.offload_params"): To("memory.cpu_offload"),
+    ("fsdp_config.fsdp_offload_params", "fsdp_config.offload_params"): To("compute.cpu_offload"),
     ("fsdp_config.fsdp_activation_checkpointing", "fsdp_config.activation_checkpointing"): common.on_off_checkpointing,
     "dp_replicate_size": To("parallel.dp_replicate"),
     "dp_shard_size": To("parallel.dp_shard"),
     "tensor_parallel_size": To("parallel.tp"),
     ("context_parallel_size", "sequence_parallel_degree"): To("parallel.cp"),
     "expert_parallel_size": To("parallel.ep"),
-    "eval_steps": To("validate_every"),
+    "eval_steps": To("evaluate.every"),
     "evals_per_epoch": Differs(
-        "validate_every counts optimizer steps; if unset, validation runs after the last step", unless=(0,)
+        "evaluate.every counts optimizer steps; if unset, validation runs after the last step", unless=(0,)
     ),
     "saves_per_epoch": Differs("checkpointer.every counts optimizer steps; the last step is also saved"),
     "save_steps": To("checkpointer.every"),
@@ -295,16 +295,12 @@ KEYS: dict[KeyNames, Convert] = {
     "save_total_limit": To("checkpointer.keep"),
     "load_best_model_at_end": common.keep_best,
     "early_stopping_patience": To("checkpointer.patience"),
-    "logging_steps": To("logger.console_every", note="metrics.jsonl records every step"),
-    "use_tensorboard": To("logger.tensorboard"),
-    "wandb_project": To("logger.wandb.project"),
-    ("wandb_name", "wandb_run_id"): To("logger.wandb.name"),
+    "logging_steps": To("parts.console_every"),
+    "use_tensorboard": To("parts.trackers.TensorBoard"),
+    "wandb_project": To("parts.trackers.WeightsAndBiases"),
+    ("wandb_name", "wandb_run_id"): To("parts.run_name"),
     "fp8": common.float8,
-    "qat.weight_dtype": Choose(
-        "quantization.qat",
-        {"int4": "int4", "int8": "int8", ("float8*", "fp8"): "fp8"},
-        note="axolotl uses groups of 32 weights or qat.group_size, tune the groups of tune quantize",
-    ),
+    "qat.weight_dtype": common.rounded_weights,
     "seed": To("seed"),
     ("rl_beta", "dpo_beta", "orpo_alpha"): To("kl", "loss.beta"),
     "dpo_label_smoothing": To("loss.label_smoothing"),
@@ -340,7 +336,7 @@ ALWAYS: dict[KeyNames, str] = {
      "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel", "tiled_mlp*", "use_scattermoe",
      "use_sonicmoe", "experts_implementation", "expert_backend", "expert_parallel_*", "moe_*", "torchdistx_path",
      "dense_mixer"):
-        "the loss is computed in chunks of tokens, experts as grouped products; compile=true fuses the rest",
+        "the loss is computed in chunks of tokens, experts as grouped products; compute.compile=true fuses the rest",
     ("tf32", "torch_dtype", "device", "device_map", "ddp", "ddp_*", "local_rank", "world_size", "gc_collect_steps",
      "gc_steps", "torch_empty_cache_steps", "low_cpu_mem_usage", "max_memory", "gpu_memory_limit",
      "experimental_skip_move_to_device", "lora_on_cpu", "qlora_sharded_model_loading", "accelerator_config*",
@@ -361,7 +357,7 @@ ALWAYS: dict[KeyNames, str] = {
      "pretraining_sample_concatenation"):
         "rows are tokenized once, cached, shuffled and packed without a setting",
     ("eval_batch_size", "eval_strategy", "evaluation_strategy"):
-        "validation runs at the end and every validate_every steps",
+        "validation runs at the end and every evaluate.every steps",
     ("save_only_model", "save_safetensors", "save_first_step"):
         "a checkpoint every checkpointer.every=500 steps and at the end; safetensors",
     "special_tokens.pad_token":
@@ -408,13 +404,13 @@ LACKING: dict[KeyNames, str] = {
     ("processor_type", "process_reward_model", "float32", "dpo_generate_during_eval"): "no counterpart",
     ("trl.reward_funcs", "trl.reward_weights"):
         "write a reward function (row, completion) -> number and set reward=my_rewards.is_right",
-    "load_in_8bit": "8-bit bases are not supported: the base stays in 16 bits; quantization.weights=nf4 uses 4 bits",
+    "load_in_8bit": "8-bit bases are not supported: the base stays in 16 bits; model.quantization=nf4 uses 4 bits",
     "quantize_moe_experts": "experts stay in 16 bits: NF4 only covers linear layers",
     ("gptq*", "model_quantization_config*", "nonexpert_quantization", "use_onebitllms", "dsv4_*", "gemma4_fp8_*",
      "gemma4_nf4_*", "nvfp4_*", "use_dsv4_kernels", "use_glm_dsa_kernels"):
         "bases in this format are not supported; use the 16-bit checkpoint",
     ("qat*", "quantization.*", "quantization", "llmcompressor*"):
-        ("quantization.qat rounds the weights from the first step on, in the same groups as tune quantize; "
+        ("docs/changes.md#weights-rounded-in-training rounds the weights in the groups of tune quantize; "
          "activations are not rounded"),
     ("fp8_config*", "fp8_enable_fsdp_float8_all_gather"):
         "float8 is only used for matrix products; FSDP gathers in 16 bits",
@@ -451,14 +447,15 @@ LACKING: dict[KeyNames, str] = {
      "reinit_weights"):
         "add tokens to the base with tune add-tokens",
     "loss_watchdog_*": "checkpointer.on_nan sets the response to a loss that is not finite",
-    ("auto_find_batch_size", "profiler_steps*", "dynamic_checkpoint*", "selective_checkpointing*"):
-        "see profiler.start and memory.activation_checkpointing=selective",
+    ("auto_find_batch_size", "dynamic_checkpoint*", "selective_checkpointing*"):
+        "see compute.activation_checkpointing=selective",
+    "profiler_steps*": "an edit of a copied recipe: docs/changes.md#a-trace-of-some-steps",
     ("do_causal_lm_eval", "do_bench_eval", "eval_causal_lm_metrics", "eval_table_size", "eval_max_new_tokens",
      "bench_*", "lm_eval_*", "generate_samples", "num_generation_*", "generation_*"):
         "evaluate.tasks and evaluate.prompts evaluate during training",
     ("hub_*", "push_dataset_to_hub", "use_mlflow", "use_comet", "use_trackio", "use_swanlab", "use_otel_metrics",
      "mlflow_*", "hf_mlflow_*", "comet_*", "trackio_*", "swanlab_*", "gradio_*", "otel_*"):
-        "use wandb, tensorboard, or logger.trackers for MLflow and Trackio; tune push uploads a model",
+        "use wandb, tensorboard, or trackers for MLflow and Trackio; tune push uploads a model",
     ("ring_attn_func", "heads_k_stride"): "no counterpart",
     ("ebft*", "kd_*", "diffusion*", "trl.*", "use_mora", "mora*", "hatchery*", "nemo_gym_*", "revision_of_model",
      "datasets[]*", "pretraining_dataset[]*", "streaming", "trainer_cls", "image_size", "image_resize_algorithm",

@@ -7,7 +7,7 @@ from typing import Any
 
 from tune.migrate.converters import KEEP, Choose, Differs
 from tune.migrate.leaves import KeyNames
-from tune.migrate.migration import Migration
+from tune.migrate.migration import OFF, Convert, Migration
 
 OWN_TEMPLATE = "the checkpoint's own template is used; a base model has none: set tokenizer.chat_template=plain"
 ROWS = "the columns of a row determine its format; for other rows set dataset.format=my_data.to_messages"
@@ -46,7 +46,7 @@ OPTIMIZERS: Mapping[KeyNames, Any] = {
     ("adam", "torch.optim.adam"): "torch.optim.Adam",
     ("paged_adamw", "paged_adamw_32bit", "bitsandbytes.optim.pagedadamw", "bitsandbytes.optim.pagedadamw32bit"): (
         "torch.optim.AdamW",
-        "optimizer states are not paged; memory.cpu_offload=true keeps them in host memory",
+        "optimizer states are not paged; compute.cpu_offload=true keeps them in host memory",
     ),
     (
         *("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "ao_adamw_8bit"),
@@ -114,13 +114,13 @@ TEMPLATES: Mapping[KeyNames, Any] = {
 }
 
 # Converters for keys that several peers have.
-on_off_checkpointing = Choose("memory.activation_checkpointing", {True: "full", False: "none"})
+on_off_checkpointing = Choose("compute.activation_checkpointing", {True: "full", False: "none"})
 activation_checkpointing = Choose(
     None,
     {
-        True: {"memory.activation_checkpointing": "full"},
-        False: {"memory.activation_checkpointing": "none"},
-        ("unsloth", "offload*"): {"memory.activation_checkpointing": "full", "memory.activation_offload": True},
+        True: {"compute.activation_checkpointing": "full"},
+        False: {"compute.activation_checkpointing": "none"},
+        ("unsloth", "offload*"): {"compute.activation_checkpointing": "full", "compute.activation_offload": True},
     },
 )
 save_strategy = Choose(
@@ -128,12 +128,29 @@ save_strategy = Choose(
     {("steps", "best"): KEEP, ("no", "epoch"): (None, "tune writes one checkpoint, when the run ends")},
 )
 keep_best = Choose("checkpointer.keep_best", {True: "validation_loss", False: KEEP})
-nf4 = Choose("quantization.weights", {True: "nf4", False: KEEP})
-float8 = Choose("quantization.float8", {True: "tensorwise", False: KEEP})
+nf4 = Choose(("model.quantization", "quantization"), {True: "nf4", False: KEEP})
+float8 = Choose("model.float8", {True: "tensorwise", False: KEEP})
 scale_rewards = Differs(
     "advantages are rewards minus the group's mean, not divided by the standard deviation", unless=(False, "none")
 )
 importance_sampling = Choose("loss._component_", {"token": KEEP, "sequence": "tune.losses.GSPO"})
+
+
+def edit(section: str) -> Convert:
+    """Point to a section of docs/changes.md: an edit of a copied recipe does what the peer has a key for."""
+
+    def convert(run: Migration, key: str, value: Any) -> None:
+        if str(value).lower() in OFF:
+            run.same("also off in the original", key)
+        else:
+            run.missing(f"an edit of a copied recipe: {section}", key)
+
+    return convert
+
+
+rounded_weights = edit("docs/changes.md#weights-rounded-in-training")
+random_weights = edit("docs/changes.md#random-initial-weights")
+trace = edit("docs/changes.md#a-trace-of-some-steps")
 
 
 def supervised_term(run: Migration, key: str, value: float) -> None:
@@ -161,7 +178,7 @@ def layout(run: Migration, key: str, value: Any) -> None:
     word = str(value[0] if isinstance(value, list) and len(value) == 1 else value).lower()
     stage = re.search(r"zero[_-]?(\d)", word) or re.search(r"z(\d)(?=_|$|\.json$)", word) or re.fullmatch(r"(\d)", word)
     if "offload" in word:
-        run.put(key, True, "memory.cpu_offload", gives_way=True)
+        run.put(key, True, "compute.cpu_offload", gives_way=True)
     elif (stage and stage[1] in "012") or "shard_grad_op" in word or "no_shard" in word:
         run.differs("parallel.dp_shard=auto also shards the parameters: less memory, same training", key)
     elif "hybrid" in word:

@@ -251,10 +251,10 @@ KEYS: dict[KeyNames, Convert] = {
         },
     ),
     "loraplus_lr_ratio": To("parameter_groups.lr_ratios", value=lambda ratio: {"lora_b": ratio}),
-    ("quant_config.quantization_bit", "quantization_bit"): Choose("quantization.weights", {4: "nf4"}),
-    ("quant_config.double_quantization", "double_quantization"): To("quantization.double"),
+    ("quant_config.quantization_bit", "quantization_bit"): Choose(("model.quantization", "quantization"), {4: "nf4"}),
+    ("quant_config.double_quantization", "double_quantization"): To("model.double_quantization"),
     "pure_bf16": Choose(None, {True: {"parts.bf16": True, "parts.dtype_of_weights": "bf16"}, False: KEEP}),
-    "train_from_scratch": To("from_scratch"),
+    "train_from_scratch": common.random_weights,
     "template": Choose("tokenizer.chat_template", common.TEMPLATES),
     ("eval_dataset", "dataset", "train_dataset"): named_datasets,
     "max_samples": To("parts.take"),
@@ -289,9 +289,9 @@ KEYS: dict[KeyNames, Convert] = {
     "ppo_target": ppo_target,
     "reward_model": reward_model,
     "ref_model": common.model,
-    "disable_gradient_checkpointing": Choose("memory.activation_checkpointing", {False: "full", True: "none"}),
+    "disable_gradient_checkpointing": Choose("compute.activation_checkpointing", {False: "full", True: "none"}),
     "enable_activation_checkpointing": common.on_off_checkpointing,
-    "use_unsloth_gc": Choose("memory.activation_checkpointing", {True: "full", False: KEEP}),
+    "use_unsloth_gc": Choose("compute.activation_checkpointing", {True: "full", False: KEEP}),
     "use_muon": Choose(
         "optimizer._component_",
         {True: ("tune.optimizers.Muon", "torch's Muon, which rounds to bf16 at other points"), False: KEEP},
@@ -312,8 +312,7 @@ KEYS: dict[KeyNames, Convert] = {
     "optim_config.name": Choose("optimizer._component_", common.OPTIMIZERS),
     "lr_scheduler_config.name": Choose("schedule._component_", common.SCHEDULERS),
     "fp8": common.float8,
-    "enable_torch_profiler": Choose("profiler.start", {True: 3, False: KEEP}),
-    "profiler_active_steps": To("profiler.steps"),
+    "enable_torch_profiler": common.trace,
 }
 
 # fmt: off
@@ -328,7 +327,7 @@ ALWAYS: dict[KeyNames, str] = {
      "mixture_of_depths_off", "apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion",
      "masked_softmax_fusion", "gradient_accumulation_fusion", "moe_grouped_gemm", "moe_token_dispatcher_type",
      "attention_backend"):
-        "the hardware decides the kernel; compile=true fuses",
+        "the hardware decides the kernel; compute.compile=true fuses",
     ("use_distributed_optimizer", "sequence_parallel", "overlap_*", "use_mca", "recompute_*", "dist_config.name",
      "dist_config.dcp_path", "dist_config.ep_dispatcher", "dist_config.backend", "dist_config.timeout",
      "dist_config.*mesh*", "dist_config.ep_fsdp_size", "dist_config.enable_*", "dist_config.mixed_precision",
@@ -360,7 +359,7 @@ LACKING: dict[KeyNames, str] = {
     "peft_config.bias": "biases are not trained with an adapter",
     "shift_attn": "tune uses the model's own attention, not S2 attention",
     ("image_*", "video_*", "audio_*", "media_dir", "crop_to_patches", "use_audio_in_video"): "no counterpart",
-    ("swanlab_*", "use_swanlab"): "use wandb, tensorboard or logger.trackers",
+    ("swanlab_*", "use_swanlab"): "use wandb, tensorboard, mlflow or trackio",
     ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules", "peft_config.freeze_*",
      "freeze_language_model", "use_llama_pro"):
         "either all parameters or adapters are trained; docs/changes.md shows how to freeze layers",
@@ -368,11 +367,11 @@ LACKING: dict[KeyNames, str] = {
         "tune has LoRA, DoRA, PiSSA and OLoRA",
     ("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_hyper_parallel", "galore_*", "apollo_*",
      "badam_*", "hyper_parallel_*"):
-        ("tune does not have this optimizer; AdamW replaces it. To save memory, use memory.cpu_offload or update each "
+        ("tune does not have this optimizer; AdamW replaces it. To save memory, use compute.cpu_offload or update each "
          "parameter during the backward pass (docs/changes.md)"),
     "fp8_*": "float8 is only used for matrix products; FSDP gathers in 16 bits",
     ("use_kt", "kt_*", "kt_config*"):
-        "KTransformers is not supported; memory.cpu_offload=true keeps the shards in host memory",
+        "KTransformers is not supported; compute.cpu_offload=true keeps the shards in host memory",
     ("mixture_of_depths", "moe_aux_loss_coef", "use_dft_loss", "use_asft_loss", "use_eaft_loss", "asft_alpha",
      "eaft_alpha", "pref_ftx", "pref_bco_weight", "ld_alpha", "ppo_score_norm", "ppo_whiten_rewards",
      "disable_shuffling", "rope_scaling", "longlora*"):
@@ -384,7 +383,8 @@ LACKING: dict[KeyNames, str] = {
     "default_system": "the rows' own system message is used",
     ("add_tokens", "add_special_tokens", "new_special_tokens", "new_special_tokens_config", "init_special_tokens"):
         "add tokens to the base with tune add-tokens",
-    ("profiler_*", "profile_modules", "loraplus_lr_embedding", "adapter_folder",
+    ("profiler_*", "profile_modules"): "an edit of a copied recipe: docs/changes.md#a-trace-of-some-steps",
+    ("loraplus_lr_embedding", "adapter_folder",
      "virtual_pipeline_model_parallel_size", "optim_config*", "lr_scheduler_config*", "save_epochs", "peft_config*",
      "quant_config*", "dist_config*", "calculate_per_token_loss", "vllm_*", "sglang_*", "export_*", "hf_hub_token",
      "ms_hub_token", "om_hub_token", "module_*", "freeze_*"):

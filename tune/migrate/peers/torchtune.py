@@ -119,6 +119,13 @@ def target_modules(run: Migration, key: str, value: Any) -> None:
     common.target_modules(run, key, value)
 
 
+def of_model(run: Migration, key: str, value: str) -> None:
+    """Quantize the base of a qlora_ builder. Other names only choose the recipe."""
+    run.put(key, True, "recipe")
+    if ".qlora_" in value.lower():
+        run.put(key, "nf4", "model.quantization", "quantization", gives_way=True)
+
+
 def max_seq_len(run: Migration, key: str, value: Any) -> None:
     if value == "none":
         run.differs("torchtune has no limit; tune cuts rows longer than max_seq_len and counts them", key)
@@ -216,10 +223,7 @@ KEYS: dict[KeyNames, Convert] = {
     "value_checkpointer.checkpoint_dir": To(
         "value.path", note="either a reward model of reward_finetune, or a language model with a new value head"
     ),
-    "model._component_": Choose(
-        None,
-        {"*.qlora_*": {"recipe": "sft", "quantization.weights": "nf4"}, "*": {"recipe": "sft"}},
-    ),
+    "model._component_": of_model,
     ("model.lora_attn_modules", "model.apply_lora_to_mlp", "model.apply_lora_to_output"): target_modules,
     "model.lora_rank": To("adapter.rank"),
     "model.lora_alpha": To("adapter.alpha"),
@@ -300,44 +304,34 @@ KEYS: dict[KeyNames, Convert] = {
     "dtype": To("parts.dtype_of_weights"),
     "device": To("device", skip=("cuda",)),
     ("seed", "training.seed"): To("seed"),
-    ("compile.model", "compile", "training.compile"): To("compile"),
+    ("compile.model", "compile", "training.compile"): To("compute.compile"),
     "enable_async_checkpointing": To("checkpointer.async"),
     ("training.enable_activation_checkpointing", "enable_activation_checkpointing"): common.on_off_checkpointing,
-    "ac_mode": Choose("memory.activation_checkpointing", {"full": "full", "selective": "selective", "none": "none"}),
-    ("training.enable_activation_offloading", "enable_activation_offloading"): To("memory.activation_offload"),
-    ("fsdp_cpu_offload", "fsdp.cpu_offload"): To("memory.cpu_offload"),
+    "ac_mode": Choose("compute.activation_checkpointing", {"full": "full", "selective": "selective", "none": "none"}),
+    ("training.enable_activation_offloading", "enable_activation_offloading"): To("compute.activation_offload"),
+    ("fsdp_cpu_offload", "fsdp.cpu_offload"): To("compute.cpu_offload"),
     "tensor_parallel_dim": To("parallel.tp"),
     "context_parallel_dim": To("parallel.cp"),
     "data_parallel_replicate_dim": To("parallel.dp_replicate"),
     "data_parallel_shard_dim": To("parallel.dp_shard", skip=(-1,)),
-    "run_val_every_n_steps": To("validate_every"),
+    "run_val_every_n_steps": To("evaluate.every"),
     ("save_every_n_steps", "training.save_every_n_steps"): To("checkpointer.every"),
-    "log_every_n_steps": To("logger.console_every", note="metrics.jsonl records every step"),
+    "log_every_n_steps": To("parts.console_every"),
     "metric_logger._component_": Choose(
         None,
         {
-            "*wandb*": {"logger.wandb.project": "torchtune"},
-            "*tensorboard*": {"logger.tensorboard": True},
+            "*wandb*": {"parts.trackers.WeightsAndBiases": "torchtune"},
+            "*tensorboard*": {"parts.trackers.TensorBoard": True},
             ("*disk*", "*stdout*"): KEEP,
-            "*": (KEEP, "use wandb, tensorboard or logger.trackers"),
+            "*": (KEEP, "use wandb, tensorboard or another of trackers"),
         },
     ),
-    "metric_logger.project": To("logger.wandb.project"),
-    "metric_logger.name": To("logger.wandb.name"),
-    "profiler.enabled": Choose("profiler.start", {True: 9, False: KEEP}),
-    "profiler.active_steps": To("profiler.steps"),
+    "metric_logger.project": To("parts.trackers.WeightsAndBiases"),
+    "metric_logger.name": To("parts.run_name"),
+    "profiler.enabled": common.trace,
     "enable_fp8_training": common.float8,
-    "fp8_recipe_name": Differs(
-        "with enable_fp8_training, set quantization.float8 to this name", unless=("tensorwise",)
-    ),
-    "quantizer._component_": Choose(
-        "quantization.qat",
-        {
-            "*int4weight*": ("int4", "weights are rounded as in tune quantize; activations are not rounded"),
-            "*int8*weight*": "int8",
-            ("*float8*", "*fp8*"): "fp8",
-        },
-    ),
+    "fp8_recipe_name": Differs("with enable_fp8_training, set model.float8 to this name", unless=("tensorwise",)),
+    "quantizer._component_": common.rounded_weights,
     "tasks": To("tasks"),
     "limit": To("limit"),
     "max_seq_length": To("max_length", "max_seq_len"),
@@ -367,7 +361,7 @@ ALWAYS: dict[KeyNames, str] = {
         "the loss is computed in chunks of tokens",
     ("metric_logger.log_dir", "log_level", "log_peak_memory_stats", "debug_*", "metric_logger.*"):
         "see metrics.jsonl and log.txt in the run folder",
-    ("profiler.*", "_profiler*"): "use profiler.start and profiler.steps",
+    ("profiler.*", "_profiler*"): "read where profiler.enabled is",
     ("compile.loss", "compile.optimizer_step", "compile.scale_grads", "dataset.conversation_style", "enable_kv_cache",
      "chat_format", "apply_chat_template", "save_adapter_weights_only", "save_last_epoch_only", "epochs_to_save",
      "num_warmup_*", "cudnn_deterministic_mode", "activation_offloading_*", "optimizer_in_bwd_*",
@@ -381,7 +375,8 @@ LACKING: dict[KeyNames, str] = {
     "kd_loss.sym_kd_ratio":
         "the Jensen-Shannon divergence replaces the sum of two divergences; its loss.beta is not their ratio",
     ("quantizer*", "fake_quant_after_n_steps"):
-        "weights are rounded from the first step on, in the same groups as tune quantize",
+        ("docs/changes.md#weights-rounded-in-training rounds weights from the first step on, in the groups of tune "
+         "quantize"),
     ("inference.*", "orchestration.*", "postprocessing.*", "training.*"):
         "sampling and training alternate in the same processes",
     "reward_functions[]*": "write a reward function (row, completion) -> number and set reward=my_rewards.is_right",

@@ -1,6 +1,7 @@
 """transformers.TrainingArguments, which LLaMA-Factory and TRL also accept."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from tune.migrate.converters import KEEP, Choose, Differs, To
 from tune.migrate.leaves import KeyNames, Leaves, exceeds
@@ -21,6 +22,25 @@ def mixed_precision(run: Migration, key: str, value: str) -> None:
 def launch_file(run: Migration, key: str, value: str) -> None:
     """Report a config file of `accelerate launch` that could not be read."""
     run.missing("no such file here: pass its num_processes as --world-size, unless it is 1", key)
+
+
+of_tracker = Choose(
+    None,
+    {
+        "wandb": {"parts.trackers.WeightsAndBiases": "huggingface"},
+        "tensorboard": {"parts.trackers.TensorBoard": True},
+        "mlflow": {"parts.trackers.MLflow": "huggingface"},
+        "trackio": {"parts.trackers.Trackio": "huggingface"},
+        ("none", "all"): KEEP,
+        "*": (KEEP, "tune supports wandb, tensorboard, mlflow and trackio"),
+    },
+)
+
+
+def report_to(run: Migration, key: str, value: Any) -> None:
+    """Set the trackers; each has the project or experiment that transformers uses if no variable names one."""
+    for name in value if isinstance(value, list) else [value]:
+        of_tracker(run, key, name)
 
 
 KEYS: dict[KeyNames, Convert] = {
@@ -48,27 +68,17 @@ KEYS: dict[KeyNames, Convert] = {
     "fp16": To("parts.fp16"),
     "seed": To("seed"),
     ("gradient_checkpointing", "activation_checkpointing"): common.activation_checkpointing,
-    "torch_compile": To("compile"),
-    "eval_steps": To("validate_every"),
-    "eval_on_start": To("validate_first"),
+    "torch_compile": To("compute.compile"),
+    "eval_steps": To("evaluate.every"),
+    "eval_on_start": To("evaluate.first"),
     "save_steps": To("checkpointer.every"),
     "save_strategy": common.save_strategy,
     "save_total_limit": To("checkpointer.keep"),
     "load_best_model_at_end": common.keep_best,
     ("early_stopping_patience", "early_stopping_steps"): To("checkpointer.patience"),
-    "logging_steps": To("logger.console_every", note="metrics.jsonl records every step"),
-    "report_to": Choose(
-        None,
-        {
-            "*wandb*": {"logger.wandb.project": "huggingface"},
-            "*tensorboard*": {"logger.tensorboard": True},
-            "*mlflow*": {"logger.trackers": [{"_component_": "tune.loggers.MLflow", "experiment": "huggingface"}]},
-            "*trackio*": {"logger.trackers": [{"_component_": "tune.loggers.Trackio", "project": "huggingface"}]},
-            ("none", "*all*"): KEEP,
-            "*": (KEEP, "tune supports wandb, tensorboard, mlflow and trackio"),
-        },
-    ),
-    "run_name": To("logger.wandb.name"),
+    "logging_steps": To("parts.console_every"),
+    "report_to": report_to,
+    "run_name": To("parts.run_name"),
     (
         "deepspeed",
         "fsdp",
@@ -80,10 +90,10 @@ KEYS: dict[KeyNames, Convert] = {
         "accelerate.*deepspeed_config_file",
     ): common.layout,
     ("fsdp_config.fsdp_offload_params", "fsdp_config.offload_params", "accelerate.*fsdp_offload_params"): To(
-        "memory.cpu_offload"
+        "compute.cpu_offload"
     ),
     ("deepspeed.zero_optimization.offload_*.device", "accelerate.*offload_*_device"): Choose(
-        "memory.cpu_offload", {"none": False, "*": True}
+        "compute.cpu_offload", {"none": False, "*": True}
     ),
     (
         "fsdp_config.fsdp_activation_checkpointing",
@@ -94,7 +104,7 @@ KEYS: dict[KeyNames, Convert] = {
     "neftune_noise_alpha": common.embedding_noise,
     "accelerate.config_file": launch_file,
     "accelerate.mixed_precision": mixed_precision,
-    "accelerate.*dynamo_backend": Choose("compile", {"no": False, "*": True}),
+    "accelerate.*dynamo_backend": Choose("compute.compile", {"no": False, "*": True}),
     "accelerate.parallelism_config*": Differs("see parallel.dp_replicate, .dp_shard and .tp"),
 }
 
@@ -121,13 +131,13 @@ ALWAYS: dict[KeyNames, str] = {
         "metrics.jsonl records every step",
     ("logging_strategy", "eval_strategy", "evaluation_strategy", "do_predict", "batch_eval_metrics",
      "eval_do_concat_batches", "eval_use_gather_object", "include_for_metrics"):
-        "validation runs at the end and every validate_every steps",
+        "validation runs at the end and every evaluate.every steps",
     ("tf32", "use_liger_kernel", "liger_kernel_config*", "use_cache", "torch_empty_cache_steps", "full_determinism",
      "data_seed", "auto_find_batch_size", "save_safetensors", "save_on_each_node", "use_legacy_prediction_loop",
      "optim_target_modules", "accelerator_config*", "ignore_data_skip", "restore_callback_states_from_checkpoint",
      "enable_jit_checkpoint", "bf16_full_eval", "fp16_full_eval"):
         "decided by the library and the hardware",
-    ("torch_compile_backend", "torch_compile_mode"): "compile=true uses torch's defaults",
+    ("torch_compile_backend", "torch_compile_mode"): "compute.compile=true uses torch's defaults",
     ("save_only_model", "hub_strategy", "hub_always_push", "hub_private_repo", "hub_revision"):
         "model files and checkpoints are separate",
     ("greater_is_better", "metric_for_best_model"): "the best checkpoint has the smallest validation_loss",
@@ -141,7 +151,7 @@ LACKING: dict[KeyNames, str] = {
     ("push_to_hub", "hub_model_id", "hub_token"): "a run uploads nothing; use tune push",
     "parallelism_config*": "see parallel.dp_replicate, .dp_shard and .tp",
     "debug": "no counterpart",
-    ("project", "trackio_*"): "with report_to=trackio, set these in logger.trackers",
+    ("project", "trackio_*"): "with report_to=trackio, set these in trackers",
 }
 # fmt: on
 
