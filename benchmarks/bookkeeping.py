@@ -13,6 +13,7 @@ import io
 import json
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,18 +71,21 @@ def attempt(world: distributed.World, folder: Path, options: argparse.Namespace)
     with contextlib.redirect_stdout(io.StringIO()):
         run = Run("simulated", world, str(folder), settings=OmegaConf.create({"seed": 0}))
         checkpointer = checkpointers.Checkpointer(
-            folder / "checkpoints", world, model=model, optimizer=optimizer, data=position, every=50, async_=False,
-            schedule=torch.optim.lr_scheduler.ConstantLR(optimizer), keep=options.keep, tell=run.info,
+            run, model=model, optimizer=optimizer, data=position, every=50, async_=False,
+            schedule=torch.optim.lr_scheduler.ConstantLR(optimizer), keep=options.keep,
         )  # fmt: skip
-        start = checkpointer.resume(run.resume)
-        until = min(start + options.restart_every + 30, options.steps)
         batch = SimpleNamespace(num_tokens=1000, num_supervised=500)
-        data = ((step, batch) for step in range(start + 1, until + 1))
-        steps = run.steps(data, start, total=options.steps)
+
+        def batches() -> Iterator[tuple[int, SimpleNamespace]]:  # asked for once the position is restored
+            yield from ((step, batch) for step in range(start + 1, until + 1))
+
+        steps = run.steps(batches(), checkpointer, total=options.steps)
+        start = run.step
+        until = min(start + options.restart_every + 30, options.steps)
         began = time.perf_counter()
         for position.step, _ in steps:
             run.log(position.step, batch, {"loss": 1.0 / position.step, "grad_norm": 0.5, "lr": 1e-5})
-            checkpointer.step(position.step, now=run.is_end(position.step))
+            checkpointer.step(position.step)
         seconds = (time.perf_counter() - began) / (until - start)
         saved = checkpointer.wait()
         for sink in run.sinks:

@@ -80,8 +80,9 @@ def tune(job: Job) -> list[float]:
     adapter = [f"adapter.rank={job.lora_rank}", f"adapter.alpha={2 * job.lora_rank}"] if job.lora_rank else []
     sys.argv = [
         recipe, *adapter, f"model.path={job.model}", f"dataset.path={job.data}", f"output_dir={job.folder}/run",
-        "device=cpu", "dtype=fp32", f"max_seq_len={job.max_seq_len}", f"packed={job.packed}", f"max_steps={job.steps}",
-        f"global_batch_size={job.rows_per_step}", f"micro_batch_size={job.micro_batch}",
+        "device=cpu", "compute.dtype=fp32", f"max_seq_len={job.max_seq_len}",
+        f"packed={job.packed}", f"max_steps={job.steps}", f"global_batch_size={job.rows_per_step}",
+        f"micro_batch_size={job.micro_batch}",
         f"optimizer.lr={job.learning_rate}", f"optimizer.betas={list(BETAS)}", f"optimizer.eps={EPS}",
         "schedule.warmup=0", "schedule.min_ratio=1", f"max_grad_norm={MAX_GRAD_NORM}", "checkpointer.every=null",
     ]  # fmt: skip

@@ -125,8 +125,8 @@ def make_inputs(folder: Path, recipe: str = "full_finetune") -> list[str]:
     rows = ({"prompt": f"count to {n % 9}: ", better: " ".join(map(str, range(n % 9))), **worse} for n in range(1, 41))
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows if row[better]), encoding="utf-8")
     return [
-        recipe, f"model.path={folder / 'model'}", f"dataset.path={folder / 'rows.jsonl'}", "device=cpu", "dtype=fp32",
-        "epochs=9", f"max_steps={STEPS}", "optimizer.lr=1e-2", "checkpointer.every=1",
+        recipe, f"model.path={folder / 'model'}", f"dataset.path={folder / 'rows.jsonl'}", "device=cpu",
+        "compute.dtype=fp32", "epochs=9", f"max_steps={STEPS}", "optimizer.lr=1e-2", "checkpointer.every=1",
         *(setting.format(folder) for setting in RECIPES.get(recipe, OF_ROWS)),
     ]  # fmt: skip
 

@@ -72,7 +72,13 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("settings", nargs="+", metavar="key=value", help="settings of full_finetune")
     options = parser.parse_args()
-    settings = [*options.settings, f"max_steps={options.steps}", "checkpointer.every=null", "device=cpu", "dtype=fp32"]
+    settings = [
+        *options.settings,
+        f"max_steps={options.steps}",
+        "checkpointer.every=null",
+        "device=cpu",
+        "compute.dtype=fp32",
+    ]
     settings += ["global_batch_size=2"]
     ratios = []
     for turn in range(options.times):

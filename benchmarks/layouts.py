@@ -37,7 +37,7 @@ SHAPE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "
 
 
 def settings(folder: str, *overrides: str) -> Any:
-    sizes = ["max_seq_len=128", "global_batch_size=8", "device=cpu", "dtype=fp32", "checkpointer.async=false"]
+    sizes = ["max_seq_len=128", "global_batch_size=8", "device=cpu", "compute.dtype=fp32", "checkpointer.async=false"]
     return config.load("pipeline_finetune", [f"model.path={folder}", "dataset.path=none", *sizes, *overrides])
 
 
@@ -47,7 +47,7 @@ def step_of(cfg: Any) -> Callable[[], None]:
     with torch.device("meta"):
         model = config.instantiate(cfg.model)
     weights = checkpointers.Pretrained(cfg.model.path, model)
-    distributed.parallelize(model, world, dtype="fp32", activation_checkpointing=cfg.memory.activation_checkpointing)
+    distributed.parallelize(model, world, dtype="fp32", activation_checkpointing=cfg.compute.activation_checkpointing)
     weights.load(model)
     pipeline, loss_fn = distributed.Pipeline(model, world), config.instantiate(cfg.loss)
     optimizer = config.instantiate(cfg.optimizer, optimizers.parameter_groups(model, 1e-6))

@@ -10,6 +10,7 @@ parameter, gradients 4 more. The weights are random.
 import argparse
 import json
 import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -18,6 +19,8 @@ from kill_and_resume import MODEL, Launch, make_inputs
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from update_in_backward import in_backward
+
+from tune import config
 
 SIZE = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16}
 PARAMETERS_A_LAYER = 4 * 1024**2 + 3 * 1024 * 4096
@@ -37,9 +40,13 @@ def main() -> None:
     print(f"{'processes':<12}{'updates':<14}{'peak GiB a process':>20}{'seconds a step':>16}  losses")
     with tempfile.TemporaryDirectory() as folder:
         recipe, *settings = make_inputs(Path(folder))
+        after = Path(folder, "after")
+        after.mkdir()
+        shutil.copyfile(config.find_recipe(recipe), after / "mine.py")
+        shutil.copyfile(config.find_config(recipe), after / "mine.yaml")
         ways = {
-            "after": [recipe, *settings, "max_grad_norm=null"],
-            "in backward": [in_backward(recipe, Path(folder)), *settings],
+            "after": [random(after / "mine.py"), *settings, "max_grad_norm=null"],
+            "in backward": [random(Path(in_backward(recipe, Path(folder)))), *settings],
         }
         shape = MODEL | SIZE | {"num_hidden_layers": options.layers}
         (Path(folder) / "model" / "config.json").write_text(json.dumps(shape), encoding="utf-8")
@@ -56,13 +63,22 @@ def main() -> None:
                 )
 
 
+def random(script: Path) -> str:
+    """Change a copied recipe to random initial weights, as in docs/changes.md. Return its path."""
+    text = script.read_text(encoding="utf-8")
+    read = "checkpointers.Pretrained(cfg.model.path, model)"
+    assert text.count(read) == 1
+    script.write_text(text.replace(read, "checkpointers.Random(cfg.seed)"), encoding="utf-8")
+    return str(script)
+
+
 def measure(run: Path, command: list[str], processes: int, steps: int) -> list[dict]:
     """Return the metrics of each step."""
     launch = Launch(
         [
-            *command, "from_scratch=true", f"output_dir={run}", f"max_steps={steps}", "checkpointer.every=null",
+            *command, f"output_dir={run}", f"max_steps={steps}", "checkpointer.every=null",
             f"global_batch_size={ROWS}", f"micro_batch_size={ROWS // processes}", "optimizer.lr=1e-4",
-            "memory.activation_checkpointing=full",
+            "compute.activation_checkpointing=full",
         ],
         processes,
     )  # fmt: skip

@@ -89,15 +89,15 @@ def tracked(cfg: Any, processes: int, rows: int, checkpointing: Any, more: dict[
     """Return the tracker's bytes of a process at the peak of its forwards and backwards."""
     rank = stage * (processes // more.get("pp", 1))
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=processes)
-    axes = {name: size for name, size in more.items() if "." not in name}
+    axes = {name: size for name, size in more.items() if "." not in name and name != "rounded"}
     world = distributed.init("cpu", **axes, max_seq_len=cfg.max_seq_len, reduce_every_micro_batch=True)
     with torch.device("meta"):
-        model = config.instantiate(cfg.model)
-    if cfg.quantization.get("float8"):
-        quantization.compute_in_float8(model, cfg.quantization.float8, torch.device("cuda"))
-    if cfg.quantization.get("qat"):
-        types = exported_types(model, cfg.model.path, cfg.export.dtype)
-        quantization.round_linears(model, cfg.quantization.qat, types, cfg.dtype)
+        model = config.instantiate({name: value for name, value in cfg.model.items() if name != "float8"})
+    if scaling := cfg.model.get("float8"):  # not emulated, as on the device that is planned
+        quantization.compute_in_float8(model, scaling, torch.device("cuda"))
+    if "rounded" in more:
+        types = exported_types(model, cfg.model.path, "bf16")
+        quantization.round_linears(model, more["rounded"], types, cfg.compute.dtype)
     loss_fn = config.instantiate(cfg.loss)
     ones = np.ones((1, rows * cfg.max_seq_len), dtype=np.int64)
     batch = Batch.of(ones, labels=ones, documents=np.arange(rows).repeat(cfg.max_seq_len)[None])
@@ -163,6 +163,18 @@ class Counter(Recorder):
         pass
 
 
+def with_rounding(recipe: Path, kind: str, folder: Path) -> Path:
+    """Copy a recipe that rounds its weights in training, as in docs/changes.md."""
+    read = "    weights = checkpointers.Pretrained(cfg.model.path, model)\n"
+    types = 'checkpointers.exported_types(model, cfg.model.path, "bf16")'
+    text = recipe.read_text(encoding="utf-8")
+    assert text.count(read) == 1
+    text = text.replace(read, f"{read}    quantization.round_linears(model, {kind!r}, {types}, cfg.compute.dtype)\n")
+    script = folder / "rounded.py"
+    script.write_text(f"from tune import quantization\n{text}", encoding="utf-8")
+    return script
+
+
 def compare(
     folder: str, processes: int, rows: int, length: int, checkpointing: Any, more: dict[str, Any] | None = None
 ) -> tuple[float, float, str]:
@@ -172,12 +184,16 @@ def compare(
     data = processes // (more.get("cp", 1) * more.get("tp", 1) * stages)
     micro_batches = 2 if "zero_stage" in more else stages + (stages > 1)
     sizes = [f"max_seq_len={length}", f"global_batch_size={rows * data * micro_batches}", f"micro_batch_size={rows}"]
-    sizes += [f"{name if '.' in name else f'parallel.{name}'}={value}" for name, value in more.items()]
+    given = {name: value for name, value in more.items() if name != "rounded"}
+    sizes += [f"{name if '.' in name else f'parallel.{name}'}={value}" for name, value in given.items()]
     recipe = "pipeline_finetune" if stages > 1 else "full_finetune"
     cfg = config.load(recipe, [
-        f"model.path={folder}", "dataset.path=none", f"memory.activation_checkpointing={checkpointing}", *sizes
+        f"model.path={folder}", "dataset.path=none", f"compute.activation_checkpointing={checkpointing}", *sizes
     ])  # fmt: skip
-    job = Job(cfg, DEVICES["h100"], processes, config.find_recipe(recipe))
+    script = config.find_recipe(recipe)
+    if "rounded" in more:
+        script = with_rounding(script, more["rounded"], Path(folder))
+    job = Job(cfg, DEVICES["h100"], processes, script)
     plan = job.plan(job.layout())
     planned = plan.peak - plan.memory["optimizer"] - plan.memory["reserve"]
     if dist.is_initialized():  # that of the plan

@@ -30,7 +30,7 @@ STEPS = int(os.environ.get("STEPS", "4"))  # memory peaks in the second step; ti
 
 FULL, LORA, QLORA = "full_finetune", "lora_finetune", "lora_finetune --config qlora"
 PREFERENCE, REWARD, DISTILL = "preference_finetune", "reward_finetune", "distill"
-SELECTIVE, ALL = "memory.activation_checkpointing=selective", "memory.activation_checkpointing=full"
+SELECTIVE, ALL = "compute.activation_checkpointing=selective", "compute.activation_checkpointing=full"
 # (model, processes, recipe, rows of a micro-batch, length, other settings). The machine is calibrated on the first.
 CASES = [
     ("llama", 1, FULL, 1, 1024, ""),
@@ -131,7 +131,7 @@ def measured(case: tuple, folder: Path) -> tuple[str, list[str], list[dict], Pat
     run = folder / "runs" / re.sub(r"\W+", "-", name)
     sizes = f"micro_batch_size={rows} max_seq_len={length}"
     sizes += "" if "global_batch_size" in others else f" global_batch_size={rows}"
-    fixed = "dtype=fp32 device=cpu" + ("" if recipe in (PREFERENCE, REWARD) else " dataset.train_on=all")
+    fixed = "compute.dtype=fp32 device=cpu" + ("" if recipe in (PREFERENCE, REWARD) else " dataset.train_on=all")
     fixed += "" if "packed" in others or recipe in (PREFERENCE, REWARD) else " packed=true"
     fixed += " dataset.too_long=truncate" if recipe == REWARD else ""
     ends = f"max_steps={STEPS} checkpointer.every=null"  # a checkpoint at the end

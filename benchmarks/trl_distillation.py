@@ -56,10 +56,10 @@ def ours(name: str, student: str, options: argparse.Namespace, run: Path) -> lis
             "distill",
             [
                 f"model.path={student}", f"teacher.path={options.model}", f"dataset.path={DATA}", f"output_dir={run}",
-                "teacher.dtype=fp32", *LOSSES[name][0], "device=cpu", "dtype=fp32", f"global_batch_size={ROWS}",
+                "teacher.dtype=fp32", *LOSSES[name][0], "device=cpu", "compute.dtype=fp32", f"global_batch_size={ROWS}",
                 f"micro_batch_size={ROWS}", f"max_steps={options.steps}", "optimizer.lr=1e-3",
                 "schedule._component_=tune.optimizers.constant", "schedule.warmup=0", "checkpointer.every=null",
-                "logger.console_every=1000",
+                "trackers=[{_component_: tune.loggers.Console, every: 1000}]",
             ],
         )
     )  # fmt: skip

@@ -86,7 +86,8 @@ def ours(options: argparse.Namespace, folder: Path) -> None:
                 f"model.path={options.model}", f"dataset.path={folder}/prompts.jsonl", f"output_dir={folder}/run",
                 "reward=trl_grpo.letters", f"group_size={options.group}", f"prompts_per_step={options.prompts}",
                 f"sampling.max_new_tokens={options.new}", f"micro_batch_size={options.micro}", "device=cpu",
-                "dtype=fp32", "optimizer.lr=1e-5", "checkpointer.every=null", "logger.console_every=1000", *adapter,
+                "compute.dtype=fp32", "optimizer.lr=1e-5", "checkpointer.every=null",
+                "trackers=[{_component_: tune.loggers.Console, every: 1000}]", *adapter,
             ],
         )
     )  # fmt: skip

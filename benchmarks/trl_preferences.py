@@ -134,10 +134,10 @@ def ours(name: str, model: str, folder: Path, steps: int, *settings: str) -> lis
             recipe,
             [
                 f"model.path={model}", f"dataset.path={folder / 'rows.jsonl'}", f"output_dir={folder / 'run'}",
-                f"loss._component_=tune.losses.{loss}", *LOSSES[name][0], "device=cpu", "dtype=fp32",
+                f"loss._component_=tune.losses.{loss}", *LOSSES[name][0], "device=cpu", "compute.dtype=fp32",
                 f"global_batch_size={ROWS}", f"micro_batch_size={ROWS}", f"max_steps={steps}", "optimizer.lr=1e-4",
                 "schedule._component_=tune.optimizers.constant", "schedule.warmup=0", "checkpointer.every=null",
-                "logger.console_every=1000", *settings,
+                "trackers=[{_component_: tune.loggers.Console, every: 1000}]", *settings,
             ],
         )
     )  # fmt: skip

@@ -163,13 +163,14 @@ class Bench:
         return [json.loads(line) for line in text.splitlines() if line.startswith(('{"', '["'))]
 
     def recipe(
-        self, name: str, recipe: str, *settings: str, limit: float, steps: int | None = None, processes: int = 1
+        self, name: str, recipe: str | Path, *settings: str, limit: float, steps: int | None = None, processes: int = 1
     ) -> "Run":  # fmt: skip
-        """Run a recipe as from the command line to its end; with `steps`, kill it after it has logged them. torchrun
-        starts several `processes`."""
+        """Run a recipe, or the file of a copy, as from the command line to its end; with `steps`, kill it after it
+        has logged them. torchrun starts several `processes`."""
         run = Run(self.folder / "runs" / name)
+        script = recipe if isinstance(recipe, Path) else ROOT / "recipes" / f"{recipe}.py"
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        command = [sys.executable, *(torchrun if processes > 1 else []), ROOT / "recipes" / f"{recipe}.py"]
+        command = [sys.executable, *(torchrun if processes > 1 else []), script]
         settings = (f"output_dir={run.folder}", f"device={self.device}", *settings)
         self.process(*command, *settings, limit=limit, stop=lambda: run.has_logged(steps))
         return run

@@ -1,10 +1,11 @@
 """The parts for 2 to 8 devices: curves and communication of all layouts."""
 
 import json
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from bench import Bench, Check, Result, Run, Skipped, Traffic
+from bench import ROOT, Bench, Check, Result, Run, Skipped, Traffic
 from parts import Part, apart, packed, timed_run
 
 TRACED = 2  # steps in a trace
@@ -12,7 +13,7 @@ TIMED = slice(3, 8)  # steps before the trace
 ITEM_SIZE = {"Byte": 1, "BFloat16": 2, "Half": 2, "Float": 4, "Int": 4, "Long": 8, "Double": 8}
 TEN_STEPS = (
     "max_seq_len=512", "packed=true", "global_batch_size=8", "micro_batch_size=1", "max_steps=10",
-    "optimizer.lr=1e-3", "dtype=fp32", "checkpointer.every=null",
+    "optimizer.lr=1e-3", "compute.dtype=fp32", "checkpointer.every=null",
 )  # fmt: skip
 
 
@@ -46,10 +47,10 @@ def traffic(title: str, *settings: str, recipe: str = "full_finetune", shape: st
     def measure(bench: Bench, name: str) -> Iterable[Result]:
         count = processes(bench, least)
         data = f"dataset.path={bench.chats}", *packed(bench, 4 * count, 2)
-        traced = f"profiler.start={TIMED.stop + 1}", f"profiler.steps={TRACED}"
+        traced = with_trace(recipe, bench.folder / "recipes", TIMED.stop + 1, TRACED)
         in_words = f"{title}, 1B, {count} devices, 4 rows of 4,096 each"
         yield timed_run(
-            bench, name, in_words, recipe, shape, *data, *settings, *traced, limit=200, timed=TIMED,
+            bench, name, in_words, traced, shape, *data, *settings, limit=200, timed=TIMED,
             steps=TIMED.stop + TRACED + 2, processes=count,
         )  # fmt: skip
         if bench.device == "cuda":  # a CPU's trace has no kernels
@@ -57,6 +58,21 @@ def traffic(title: str, *settings: str, recipe: str = "full_finetune", shape: st
             yield exchanged(in_words, trace, TRACED)
 
     return Part(measure, (shape,), memory=60)
+
+
+def with_trace(recipe: str, folder: Path, start: int, steps: int) -> Path:
+    """Copy a recipe that traces these steps, as in docs/changes.md."""
+    script = folder / f"traced_{recipe}.py"
+    folder.mkdir(parents=True, exist_ok=True)
+    text = (ROOT / "recipes" / f"{recipe}.py").read_text(encoding="utf-8")
+    loop = "run.steps(data, checkpointer, evaluator, seed=cfg.seed)"
+    traced = f'profile({loop}, run.path / "profile", world, start={start}, steps={steps})'
+    for old, new in ((loop, traced), ("from tune.run import Run\n", "from tune.run import Run, profile\n")):
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    script.write_text(text, encoding="utf-8")
+    shutil.copyfile(ROOT / "configs" / f"{recipe}.yaml", script.with_suffix(".yaml"))
+    return script
 
 
 def exchanged(name: str, trace: Path, steps: int) -> Traffic:

@@ -26,14 +26,20 @@ class Part:
 TEN_STEPS = (
     "max_seq_len=512", "global_batch_size=4", "micro_batch_size=2", "max_steps=10", "optimizer.lr=1e-3",
 )  # fmt: skip
-OFFLOAD = "memory.activation_offload=true"
+OFFLOAD = "compute.activation_offload=true"
 
 
 def curve(recipe: str, *settings: str, shape: str = "tiny", on_device: tuple[str, ...] = ()) -> Part:
     """Check that ten fp32 steps on the device, with further settings, have the losses of the CPU."""
 
     def measure(bench: Bench, name: str) -> Iterable[Result]:
-        inputs = f"model.path={bench.model(shape)}", f"dataset.path={bench.chats}", "dtype=fp32", *TEN_STEPS, *settings
+        inputs = (
+            f"model.path={bench.model(shape)}",
+            f"dataset.path={bench.chats}",
+            "compute.dtype=fp32",
+            *TEN_STEPS,
+            *settings,
+        )
         further = () if bench.device == "cpu" and OFFLOAD in on_device else on_device  # no offload on a CPU
         device, cpu = at_once(
             lambda: bench.recipe(f"{name}-device", recipe, *inputs, *further, limit=150),
@@ -56,7 +62,7 @@ def apart(run: Run, reference: Run, name: str = "loss") -> float:
 def bf16_and_resume(bench: Bench, name: str) -> Iterable[Result]:
     """Check that bf16 follows fp32, and that a second run and a killed and continued run follow the first."""
     model = f"model.path={bench.model('tiny')}", f"dataset.path={bench.chats}", "packed=true", *TEN_STEPS
-    settings = *model, "dtype=bf16", "checkpointer.every=2"
+    settings = *model, "compute.dtype=bf16", "checkpointer.every=2"
 
     def killed() -> Run:
         run = bench.recipe(f"{name}-killed", "full_finetune", *settings, limit=100, steps=5)
@@ -65,7 +71,7 @@ def bf16_and_resume(bench: Bench, name: str) -> Iterable[Result]:
         return bench.recipe(f"{name}-killed", "full_finetune", *settings, limit=100)
 
     exact, first, second, continued = at_once(
-        lambda: bench.recipe(f"{name}-fp32", "full_finetune", *model, "dtype=fp32", limit=100),
+        lambda: bench.recipe(f"{name}-fp32", "full_finetune", *model, "compute.dtype=fp32", limit=100),
         lambda: bench.recipe(f"{name}-first", "full_finetune", *settings, limit=100),
         lambda: bench.recipe(f"{name}-second", "full_finetune", *settings, limit=100),
         killed,
@@ -92,12 +98,12 @@ CORRECTNESS = {
     "bf16-and-resume": Part(bf16_and_resume),
     "curve-full": curve("full_finetune"),
     "curve-packed": curve("full_finetune", "packed=true"),
-    "curve-compiled": curve("full_finetune", "packed=true", on_device=("compile=true",)),
+    "curve-compiled": curve("full_finetune", "packed=true", on_device=("compute.compile=true",)),
     "curve-offload": curve("full_finetune", "packed=true", on_device=(OFFLOAD,)),
     "curve-moe": curve("full_finetune", "packed=true", shape="tiny-moe"),
     "curve-lora-dropout": curve("lora_finetune", "packed=true", "adapter.dropout=0.1"),
     "curve-dora": curve("lora_finetune", "packed=true", "adapter.dora=true"),
-    "curve-qlora": curve("lora_finetune", "packed=true", "quantization.weights=nf4"),
+    "curve-qlora": curve("lora_finetune", "packed=true", "model.quantization=nf4"),
 }
 
 # Speed. Each part has the device for itself.
@@ -122,14 +128,14 @@ def training(
 
 
 def timed_run(
-    bench: Bench, name: str, title: str, recipe: str, shape: str, *settings: str, limit: float, timed: slice,
+    bench: Bench, name: str, title: str, recipe: str | Path, shape: str, *settings: str, limit: float, timed: slice,
     steps: int, processes: int = 1,
 ) -> Training:  # fmt: skip
     """Return medians of the `timed` steps among the first `steps` of a recipe. A single process is then killed to save
     the time of the export; several end normally, since torchrun's processes are not in its process group."""
     of_all = [f"model.path={bench.model(shape)}", "checkpointer.every=null", "epochs=100"]
     if bench.tiny:
-        of_all.append("dtype=fp32")
+        of_all.append("compute.dtype=fp32")
     if processes > 1:
         run = bench.recipe(name, recipe, *of_all, *settings, f"max_steps={steps}", limit=limit, processes=processes)
     else:
@@ -185,18 +191,18 @@ SPEED = {
     "full-1b": training(FULL_1B, "full_finetune", "llama-1b", **EIGHT, memory=46),
     "sample-1b": sampling("1B", "llama-1b", 64, memory=8),
     "grpo-1b": Part(grpo, ("llama-1b",), memory=30),
-    "lora-8b-compiled": training(f"{LORA_8B}, compile", "lora_finetune", "llama-8b", "compile=true", memory=55),
+    "lora-8b-compiled": training(f"{LORA_8B}, compile", "lora_finetune", "llama-8b", "compute.compile=true", memory=55),
     "lora-8b-offload": training(f"{LORA_8B}, activations offloaded", "lora_finetune", "llama-8b", OFFLOAD, memory=40),
     "full-1b-compiled": training(
-        f"{FULL_1B}, compile", "full_finetune", "llama-1b", "compile=true", **EIGHT, memory=42
+        f"{FULL_1B}, compile", "full_finetune", "llama-1b", "compute.compile=true", **EIGHT, memory=42
     ),
     "lora-1b": training(LORA_1B, "lora_finetune", "llama-1b", memory=16),
-    "lora-1b-compiled": training(f"{LORA_1B}, compile", "lora_finetune", "llama-1b", "compile=true", memory=16),
+    "lora-1b-compiled": training(f"{LORA_1B}, compile", "lora_finetune", "llama-1b", "compute.compile=true", memory=16),
     "lora-1b-dropout": training(
         f"{LORA_1B}, dropout 0.05", "lora_finetune", "llama-1b", "adapter.dropout=0.05", memory=16
     ),
     "dora-1b": training(f"{LORA_1B}, DoRA", "lora_finetune", "llama-1b", "adapter.dora=true", memory=28),
-    "qlora-8b": training(f"Q{LORA_8B}", "lora_finetune", "llama-8b", "quantization.weights=nf4", memory=50),
+    "qlora-8b": training(f"Q{LORA_8B}", "lora_finetune", "llama-8b", "model.quantization=nf4", memory=50),
     "lora-moe": training(LORA_1B.replace("1B", "MoE"), "lora_finetune", "qwen3-moe", memory=30),
     "sample-1b-one-row": sampling("1B", "llama-1b", 1, memory=6),
     "sample-8b-one-row": sampling("8B", "llama-8b", 1, memory=20),
