@@ -73,7 +73,7 @@ MODELS = (
     model("70B", "Llama-3.1-70B", LLAMA, 8192, 28672, 80, 64, 8, 128256),
 )
 
-IN_BF16 = "master_dtype=bf16"
+IN_BF16 = "compute.master_dtype=bf16"
 METHODS = {
     "full": ("full_finetune",),
     "full, 8-bit": ("full_finetune", "optimizer._component_=torchao.optim.AdamW8bit", IN_BF16),
@@ -99,7 +99,7 @@ CARDS = (
     Card("8 x 80 GiB", "h100", 8),
 )
 
-# What a cell tries, cheapest first: its mark in the table, and its settings of a layout (`memory.` in the command).
+# What a cell tries, cheapest first: its mark in the table, and its settings of a layout (`compute.` in the command).
 STEPS: dict[str, dict[str, object]] = {
     "": {"activation_checkpointing": "none"},
     "s": {"activation_checkpointing": "selective"},
@@ -144,10 +144,10 @@ command. A cell is the memory of one card in GiB; "-" does not fit.
 | mark | settings that make it fit |
 |---|---|
 | none | none: activations are kept |
-| s | `memory.activation_checkpointing=selective` |
-| f | `memory.activation_checkpointing=full`: the backward pass computes blocks again |
-| a | f and `memory.activation_offload=true`: kept activations are in host memory |
-| c | f and `memory.cpu_offload=true`: weights, gradients and states are in host memory. Slow |
+| s | `compute.activation_checkpointing=selective` |
+| f | `compute.activation_checkpointing=full`: the backward pass computes blocks again |
+| a | f and `compute.activation_offload=true`: kept activations are in host memory |
+| c | f and `compute.cpu_offload=true`: weights, gradients and states are in host memory. Slow |
 
 A cell has the first of these that fits, with 200 GiB of host memory for each card. A micro-batch
 is one full row, and a step has 16 rows. All else is the default of the recipe:
@@ -228,7 +228,7 @@ def cell(shapes: Path, name: str, method: str, tokens: int, card: Card) -> Cell:
     # out: torchao's optimizers do not update bf16 weights on the host.
     plans = {}
     for mark, step in STEPS.items():
-        memory = [f"memory.{key}={str(value).lower()}" for key, value in step.items()]
+        memory = [f"compute.{key}={str(value).lower()}" for key, value in step.items()]
         try:
             cfg = without_data(recipe, [*settings, *memory, f"model.path={shapes / name}"])
         except TuneError:
@@ -242,7 +242,7 @@ def cell(shapes: Path, name: str, method: str, tokens: int, card: Card) -> Cell:
         mark = min(plans, key=lambda mark: plans[mark].share)
 
     # The preset of QLoRA recomputes blocks, so a command states all of its step.
-    memory = [f"memory.{key}={str(value).lower()}" for key, value in STEPS[mark].items()]
+    memory = [f"compute.{key}={str(value).lower()}" for key, value in STEPS[mark].items()]
     words = ["tune plan", recipe, *settings, f"model.path={SHAPES / name}", *memory]
     words += [f"--world-size {card.number} --device {card.device}"]
     plan = plans[mark]

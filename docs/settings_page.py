@@ -16,8 +16,8 @@ HEADER = """# Settings
 
 Every setting of every recipe, with its default. Change one on the command line (`key=value`, nested keys with dots) or
 in a file: `--config FILE.yaml`. `tune ls RECIPE` prints the same for one recipe. `???` marks a required setting; `null`
-means off, or chosen for you. A setting that ends in `_component_` names a function or class, which also accepts
-[other arguments](#other-arguments-of-components).
+means off, or chosen for you. A setting that ends in `_component_` names a function or class, and a group without one
+goes to a function. Both also accept [other arguments](#other-arguments).
 
 This page is generated from `configs/` by `python docs/settings_page.py`.
 """
@@ -62,21 +62,22 @@ def table_of(recipes: dict[str, dict[str, tuple[str, str]]]) -> list[str]:
     return text
 
 
-def components() -> list[str]:
-    """For each component that a config names, the arguments that no config lists."""
-    arguments: dict[str, dict[str, str]] = {}
+def other_arguments() -> list[str]:
+    """For each component or function that a group goes to, the arguments that no YAML lists."""
+    arguments: dict[tuple[str, str], dict[str, str]] = {}
     for name in config.list_recipes_with_settings():
-        for path, more in others(config.read_file(config.find_config(name))).values():
-            arguments.setdefault(path, {}).update({key: show(value) for key, value in more.items()})
-    text = ["", "## Other arguments of components", ""]
+        for key, (path, more) in others(config.find_config(name)).items():
+            arguments.setdefault((key, path), {}).update({key: show(value) for key, value in more.items()})
+    text = ["", "## Other arguments", ""]
     text += [
-        "Accepted by every recipe that uses the component. The docstrings in the reference describe them.",
+        "Accepted by every recipe that passes the group to this component or function, as `group.argument=value`. The",
+        "docstrings in the reference describe them.",
         "",
-        "| component | arguments and defaults |",
-        "|---|---|",
+        "| group | goes to | arguments and defaults |",
+        "|---|---|---|",
     ]
-    for path, more in sorted(arguments.items()):
-        text.append(f"| `{path}` | {', '.join(f'`{key}={cell(value)}`' for key, value in more.items())} |")
+    for (key, path), more in sorted(arguments.items()):
+        text.append(f"| `{key}` | `{path}` | {', '.join(f'`{name}={cell(value)}`' for name, value in more.items())} |")
     return text
 
 
@@ -85,7 +86,7 @@ def page() -> str:
         name: settings_of(config.find_config(name).read_text(encoding="utf-8"))
         for name in config.list_recipes_with_settings()
     }
-    return "\n".join([HEADER.rstrip("\n"), *table_of(recipes), *components()]) + "\n"
+    return "\n".join([HEADER.rstrip("\n"), *table_of(recipes), *other_arguments()]) + "\n"
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def main() -> None:
     if options.steps:
         command.append(f"max_steps={options.steps}")
     if options.rows:
-        command.append(f"validation_dataset.take={options.rows}")
+        command.append(f"dataset.validation.take={options.rows}")
     console.print("$ tune", *command, soft_wrap=True)
     start = time.monotonic()
     train(command, console)

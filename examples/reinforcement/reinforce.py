@@ -35,7 +35,7 @@ def main() -> None:
     requests, mixed_up = write_data(options.out)
     tune(
         "lora_finetune", "--config", f"{HOME}/demo.yaml", f"model.path={options.model}", f"dataset.path={mixed_up}",
-        "validation_dataset.path=null", "validate_every=null", "max_steps=24", "dtype=bf16",
+        "dataset.validation=null", "evaluate.every=null", "max_steps=24", "compute.dtype=bf16",
         "export.merge=true", f"output_dir={start}",
     )  # fmt: skip
     began = time.monotonic()
