@@ -307,6 +307,13 @@ def test_table_of_directions_has_the_names_of_the_docs():
     assert documented >= HIGHER | LOWER and not HIGHER & LOWER
 
 
+def test_state_without_later_fields():
+    """Of a checkpoint from before `sign`, `taken` and `values` were stored."""
+    best = Best("validation_loss", 3, {})
+    best.load_state_dict({"metric": "validation_loss", "value": -2.0, "step": 4, "stale": 1})
+    assert (best.step, best.value, best.stale, best.taken, best.values) == (4, -2.0, 1, 0, {4: -2.0})
+
+
 def test_values_of_the_other_direction_are_not_continued():
     first = Best("validation_wer", 3, {}, True)
     first.take(1, 0.5)

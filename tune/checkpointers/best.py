@@ -145,10 +145,10 @@ class Best:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state if it is of the same metric and direction."""
-        if self.metric and state.get("metric") == self.metric and state["sign"] == self.sign:
-            self.stale, self.taken = state["stale"], state["taken"]
+        if self.metric and state.get("metric") == self.metric and state.get("sign", self.sign) == self.sign:
+            self.stale, self.taken = state["stale"], state.get("taken", 0)
             if "step" not in state:  # no value was finite
                 return
             self.value, self.step = state["value"], state["step"]
-            self.values = {self.step: self.value} | dict(state["values"])
+            self.values = {self.step: self.value} | dict(state.get("values", ()))
             self.kept = self.value, self.step
