@@ -34,6 +34,7 @@ def is_named_as_one(node: ast.AST) -> bool:
     return name in ("bool", "isinstance", "any", "all") or name.lstrip("_").startswith(("is_", "has_"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_riddle", [is_nested_choice, is_text_times_condition])
 def test_no_hard_to_read_expressions(is_riddle):
     riddles = [

@@ -53,6 +53,7 @@ def test_importing_torchao_prints_nothing():
     assert "Failed to load" not in done.stderr and "is an Enum subclass" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", slow_but(["tune.tokenizers", "tune.collators"], FORBIDDEN))
 def test_components_import_only_what_they_need(package):
     done = run(f"import sys, {package}; print([name for name in {FORBIDDEN[package]} if name in sys.modules])")

@@ -162,6 +162,7 @@ def sgd(parameters, lr, api_key):
     return torch.optim.SGD(parameters, lr)
 
 
+@pytest.mark.slow
 def test_run_reveals_no_secrets(url, checkpoint, tmp_path, monkeypatch, capfd):
     calls = []  # sent to Weights & Biases: all arguments, and the command line, which it reads
 

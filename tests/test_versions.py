@@ -22,6 +22,7 @@ def test_lock_file_matches_the_constraints():
     assert {name: locked.get(name) for name in tested} == tested
 
 
+@pytest.mark.slow
 def test_extra_is_installed_by_the_name_of_the_installed_package() -> None:
     pytest.importorskip("pip")
     options = ["--no-index", "--no-deps", "--dry-run", "--quiet", "--disable-pip-version-check"]

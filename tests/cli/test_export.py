@@ -175,6 +175,7 @@ def test_gguf_tokens_and_chat_template_match_the_folder(
     assert (tmp_path / "m.gguf.Modelfile").read_text() == ('FROM ./m.gguf\nPARAMETER stop "<|im_end|>"\n')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", [True, False])
 def test_sentencepiece_vocabulary(prefix: bool, tmp_path: Path) -> None:
     """As in Llama 2: the ids match, as equal logits show, and greedy answers are the same."""
@@ -222,6 +223,7 @@ def test_stop_tokens_with_quotes() -> None:
     assert modelfile(ends, "m") == 'FROM ./m\nPARAMETER stop "<end>"\nPARAMETER stop """<"end">"""\n'
 
 
+@pytest.mark.slow
 def test_model_card_describes_the_export(checkpoint: Path, runs: dict[str, Path], tmp_path: Path) -> None:
     card = (export(checkpoint, tmp_path / "plain", "--to", "hf") / "README.md").read_text()
     assert f"`{checkpoint.name}`, written by `tune export`" in card and "Fine-tuned" not in card
@@ -248,6 +250,7 @@ def runs(checkpoint: Path, chats: Path, tmp_path_factory: pytest.TempPathFactory
     return {"full": folder / "full_finetune", "lora": folder / "lora_finetune"}
 
 
+@pytest.mark.slow
 def test_adapter_of_a_run_is_merged_or_exported_separately(
     runs: dict[str, Path], checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -280,6 +283,7 @@ def test_run_with_a_merged_adapter_still_exports_the_adapter(
     assert all(torch.equal(merged[name], expected[name]) for name in expected)
 
 
+@pytest.mark.slow
 def test_export_checkpoint_of_a_reward_model_with_adapters(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -312,6 +316,7 @@ def test_export_checkpoint_of_a_reward_model_with_adapters(
         assert "a score head" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:torch.distributed is disabled")
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_export_checkpoint_of_a_run(kind: str, runs: dict[str, Path], tmp_path: Path) -> None:
@@ -359,6 +364,7 @@ def test_other_commands_accept_checkpoints_of_a_run(
     assert stopped.value.code == 2 and "has no checkpoint of step 9; it has 1, 2, 3" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_average_of_checkpoints(kind: str, runs: dict[str, Path], tmp_path: Path) -> None:
     for steps, options in (([1, 2, 3], []), ([1, 3], ["--steps", "3", "1"])):
@@ -440,6 +446,7 @@ def test_code_in_a_model_folder_does_not_run(runs: dict[str, Path], tmp_path: Pa
     assert "trust_remote_code would run code" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_checkpoint_relative_to_its_start_is_rejected(
     checkpoint: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

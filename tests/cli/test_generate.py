@@ -53,6 +53,7 @@ def files(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_answers_match_transformers(checkpoint, files, capsys):
     expected = [theirs(checkpoint, CHAT.format(prompt), 20) for prompt in PROMPTS]
     out, err = run(capsys, checkpoint, "--prompts", files / "prompts.txt", "--max-new-tokens", 20, "--device", "cpu")
@@ -95,6 +96,7 @@ def test_only_line_feeds_separate_prompts(checkpoint, tmp_path, capsys, monkeypa
         assert "error: standard input:2: malformed JSON: " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_samples_and_their_records(checkpoint, files, tmp_path, capsys):
     sampled = [checkpoint, "--prompts", files / "prompts.jsonl", "--max-new-tokens", 12, "--temperature", 0.9]
     sampled += ["--samples", 3, "--top-k", 50, "--top-p", 0.95, "--min-p", 0.001, "--out", tmp_path / "out.jsonl"]
@@ -111,6 +113,7 @@ def test_samples_and_their_records(checkpoint, files, tmp_path, capsys):
     assert run(capsys, *sampled, "--seed", 5)[0] != out
 
 
+@pytest.mark.slow
 def test_records_keep_all_fields_of_the_row(checkpoint, tmp_path, capsys):
     """Including other fields of the row, such as its id and answer."""
     row = {"instruction": "the cat", "input": "on a mat", "system": "be brief"}
@@ -134,6 +137,7 @@ def test_slow_prompts_are_answered_in_smaller_turns(monkeypatch):
     assert [*turns(40, 16, world)] == [range(0, 16), range(16, 32), range(32, 40)]
 
 
+@pytest.mark.slow
 def test_adapters_and_runs_as_models(checkpoint, files, tmp_path, capsys):
     adapter = make_adapter(checkpoint, tmp_path / "run" / "adapter", 1)
     (tmp_path / "run" / "config.yaml").touch()
@@ -390,6 +394,7 @@ def scores(tmp_path, monkeypatch):
     sys.modules.pop("scores_here", None)
 
 
+@pytest.mark.slow
 def test_scored_answers_become_training_rows(checkpoint, files, scores, capsys):
     asked = [checkpoint, "--prompts", files / "prompts.jsonl", "--max-new-tokens", 100, "--temperature", 1.5]
     asked += ["--samples", 6, "--system", "be brief", "--score", "scores_here:length"]
@@ -424,6 +429,7 @@ def test_scored_answers_become_training_rows(checkpoint, files, scores, capsys):
         assert Tokenizer(str(checkpoint)).decode(learned) == row["messages"][-1]["content"] + "<|im_end|>"
 
 
+@pytest.mark.slow
 def test_only_the_scored_answer_of_a_kept_row_is_learned(checkpoint, scores, capsys):
     talk = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat", "weight": 0.4}]
     talk.append({"role": "user", "content": "and the dog"})
@@ -463,6 +469,7 @@ def test_invalid_generation_config_is_named(fields, tmp_path, capsys):
     assert ended.value.code == 2 and str(file) in error and next(iter(fields)) in error
 
 
+@pytest.mark.slow
 def test_raw_continuations_are_kept_as_prompt_and_completion(checkpoint, scores, capsys):
     asked = [checkpoint, "--prompt", "the cat", "--raw", "--temperature", 2, "--samples", 20, "--seed", 3]
     run(capsys, *asked, "--keep", "all", "--out", "rows.jsonl")
@@ -499,6 +506,7 @@ def test_invalid_scores_are_rejected(name, checkpoint, scores, capsys):
     assert "float32 on cpu" not in shown.err or name == "it fails"  # before the model is loaded
 
 
+@pytest.mark.slow
 def test_long_prompt_does_not_shorten_other_answers(tmp_path, capsys):
     """The long prompt leaves room for a few tokens; the other answers are the same as without it."""
     checkpoint = save_checkpoint(tmp_path / "model", max_position_embeddings=96)

@@ -101,6 +101,7 @@ def test_runs_in_folders_with_any_name(checkpoint: Path, chats: Path, here: Path
     assert (here / "x #.html").exists() and (here / "step #1" / "config.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["runs", "diff", "report", "checkpoints", "watch"])
 def test_commands_that_read_runs(verb: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from tune.cli import main

@@ -66,6 +66,7 @@ def test_rows_beyond_the_positions_of_the_model_are_told(checkpoint, capsys):
     assert short == "" and long.startswith("warning: the longest row has 600 tokens, but the model supports")
 
 
+@pytest.mark.slow
 def test_experts_in_any_type(tmp_path, capsys):
     """torch's product of groups takes bf16 alone where tensors are fake."""
     save_checkpoint(tmp_path, "Qwen3MoeConfig", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
@@ -73,6 +74,7 @@ def test_experts_in_any_type(tmp_path, capsys):
     assert json.loads(plan(capsys, *run, "compute.dtype=fp32", "--json"))["fits"]
 
 
+@pytest.mark.slow
 def test_utilisation_is_of_the_higher_peak(checkpoint, capsys):
     """A CPU computes in fp32 faster than in bf16: of the peak in bf16 a share would be above 1."""
     run = [
@@ -112,6 +114,7 @@ def test_search_prints_overrides_that_the_recipe_takes(checkpoint, capsys):
     assert "micro_batch_size=" in text and "slower (" in text
 
 
+@pytest.mark.slow
 def test_half_precision_of_a_gpu_without_bf16(checkpoint, capsys):
     """A T4 computes fp16 in its tensor cores and emulates bf16, about which `tune run` warns too."""
     t4 = DEVICES["t4"]
@@ -170,6 +173,7 @@ def test_the_longest_row_fits_and_a_longer_one_does_not(checkpoint, small, capsy
     assert any("compute.activation_checkpointing=full" in overrides for overrides in whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["max_len", "dataset", "packed"])
 def test_the_longest_row_of_what_is_no_number_of_tokens(checkpoint, key, capsys):
     run = ["full_finetune", f"model.path={checkpoint}", "--device", "cpu"]
@@ -323,12 +327,14 @@ def test_completions(checkpoint, capsys):
     assert found["fits"] and "parallel.pp" not in " ".join(found["overrides"])
 
 
+@pytest.mark.slow
 def test_the_shortest_rows_of_pairs(checkpoint, capsys):
     assert "it fits" in plan(
         capsys, "preference_finetune", f"model.path={checkpoint}", "max_seq_len=1", "--device", "h100"
     )
 
 
+@pytest.mark.slow
 def test_another_engine_is_not_planned(checkpoint, capsys):
     with pytest.raises(SystemExit):
         engine = "sampling._component_=cli.test_plan.Other"
@@ -357,6 +363,7 @@ def test_what_is_not_planned(recipe, checkpoint, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_garbage_is_collected_after_a_verb(checkpoint, chats, capsys):
     """A process that runs several verbs would keep the files of all their data open."""
     run = ["full_finetune", f"model.path={checkpoint}", f"dataset.path={chats}", "max_steps=1"]

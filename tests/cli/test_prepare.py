@@ -14,6 +14,7 @@ def arguments(checkpoint, chats, tmp_path, monkeypatch):
     return [f"model.path={checkpoint}", f"dataset.path={chats}", "max_seq_len=128", "packed=true"]
 
 
+@pytest.mark.slow
 def test_run_uses_prepared_data(arguments, chats, tmp_path, monkeypatch, capsys):
     arguments.append(f"dataset.validation={chats}")
     main(["prepare", "full_finetune", *arguments])
@@ -41,6 +42,7 @@ def test_prepare_needs_no_weights(arguments, checkpoint, tmp_path, capsys):
     assert capsys.readouterr().out.endswith("\nno warnings\n")
 
 
+@pytest.mark.slow
 def test_config_finds_its_recipe(arguments, tmp_path):
     (tmp_path / "mine.yaml").write_text("adapter: {rank: 4}\n")
     cfg = settings(str(tmp_path / "mine.yaml"), arguments)

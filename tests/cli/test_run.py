@@ -65,6 +65,7 @@ def run(
     )
 
 
+@pytest.mark.slow
 def test_recipe_runs_as_with_python(recipe: Path) -> None:
     ours = run(recipe, "greeting.name=a=b")
     theirs = run(recipe, "greeting.name=a=b", module=())
@@ -72,6 +73,7 @@ def test_recipe_runs_as_with_python(recipe: Path) -> None:
     assert ours.returncode == theirs.returncode == 0
 
 
+@pytest.mark.slow
 def test_setting_that_the_recipe_reads_and_its_yaml_lacks(recipe: Path) -> None:
     (recipe.parent / "defaults.yaml").write_text(DEFAULTS.replace("fail_on", "fial_on"))
     result = run(recipe, "greeting.name=x")

@@ -367,6 +367,7 @@ def test_watch_follows_a_run_to_its_end(running_run):
     assert process.poll() is None
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_watching_alone(running_run):
     folder, process = running_run
     terminal = Terminal(folder)

@@ -163,6 +163,7 @@ def test_direction_of_a_metric_in_a_sweep() -> None:
             direction("validation_wer", None, found)
 
 
+@pytest.mark.slow
 def test_best_run_of_a_sweep_is_first(checkpoint: Path, tmp_path: Path) -> None:
     """Tasks define whether higher is better, whatever the metric's name."""
     pytest.importorskip("lm_eval")

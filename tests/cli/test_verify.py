@@ -105,6 +105,7 @@ def differing(checks: dict[str, str]) -> set[str]:
 KINDS = ("merged", "adapter", "f16.gguf", "int4", "q8_0.gguf", "q4_0.gguf", "int8", "fp8", "mxfp4", "nf4")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but({"f16.gguf"}, KINDS))
 def test_correct_artifacts_pass(kind: str, run: Path, artifact: Callable, capsys: pytest.CaptureFixture) -> None:
     for package in {"adapter": ["peft"], "nf4": ["bitsandbytes"]}.get(kind, ["xllamacpp", "compressed_tensors"]):
@@ -286,6 +287,7 @@ PLANTED = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but({"a rope scale", "two special tokens", "all settings"}, PLANTED))
 def test_planted_errors_are_found(
     name: str, run: Path, artifact: Callable, tmp_path: Path, capsys: pytest.CaptureFixture
@@ -353,6 +355,7 @@ def test_values_that_llama_cpp_reports_as_null_are_nan(monkeypatch: pytest.Monke
     assert (first, third) == (-1.0, None) and second is not None and math.isnan(second)
 
 
+@pytest.mark.slow
 def test_settings_of_the_same_meaning_pass(
     run: Path, artifact: Callable, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -443,6 +446,7 @@ def test_verify_one_model_against_another_with_texts_from_a_file(
     assert differing(checks) == {"stop tokens"}  # the run has one more than the checkpoint
 
 
+@pytest.mark.slow
 def test_stop_tokens_beyond_the_limit_of_gguf(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """GGUF has room for three."""
     pytest.importorskip("xllamacpp")
@@ -564,6 +568,7 @@ def gemma3(folder: Path, **changes: Any) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_lost_image_tower_is_a_difference(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     whole = gemma3(tmp_path / "whole")
     assert verified(capsys, whole, "--against", whole)[0] == 0
@@ -576,6 +581,7 @@ def test_lost_image_tower_is_a_difference(tmp_path: Path, capsys: pytest.Capture
     assert code == 1 and differing(checks) == {"weights"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outer", [False, True])
 def test_class_that_the_config_names_decides_whether_weights_are_tied(
     outer: bool, tmp_path: Path, capsys: pytest.CaptureFixture

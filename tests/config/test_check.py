@@ -85,6 +85,7 @@ def test_setting_of_another_library_gets_ours(argument: str, keys: list[str]) ->
 ARGUMENT = "adapter.dora"  # of the default component of a setting that is null
 
 
+@pytest.mark.slow
 def test_names_of_other_libraries_stand_for_settings_of_recipes() -> None:
     keys = [f".{key}" for name in list_recipes_with_settings() for key in [*settings_of(find_config(name)), ARGUMENT]]
     for names in OTHER_NAMES.values():
@@ -353,6 +354,7 @@ def test_invalid_setting_with_references_is_reported_once() -> None:
     assert findings("model.path=", "dataset.path=d", default="full_finetune") == ["model.path: null is not a string."]
 
 
+@pytest.mark.slow
 def test_pipeline_settings_of_other_recipes_and_recomputed_dropout() -> None:
     paths = ["model.path=m", "dataset.path=d", "parallel.pp=2"]
     others = "It is one of pipeline_finetune: use that recipe, or leave it out."
@@ -449,6 +451,7 @@ def told(recipe: str, *arguments: str, imports: bool = True) -> list[str]:
     return read(recipe, [*needed, *arguments], imports=imports)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "old", "new"), slow_but([each for each in MOVES if each[0] in ("full_finetune", "grpo")], MOVES)
 )
@@ -495,6 +498,7 @@ UNLISTED = {  # settings that no YAML lists, with a right and a wrong value
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", UNLISTED)
 def test_settings_that_are_not_listed_are_known_by_their_function(key: str) -> None:
     right, wrong = UNLISTED[key]
@@ -509,6 +513,7 @@ def test_settings_that_are_not_listed_are_known_by_their_function(key: str) -> N
     assert problem.startswith(f"{key}s: is not a setting.") and f"'{key}'?" in problem
 
 
+@pytest.mark.slow
 def test_settings_that_another_recipe_lists_are_refused_in_plain_groups() -> None:
     """The function has them, but the loop of this recipe has no stages."""
     assert "parallel.pp" in settings_of(find_config("pipeline_finetune"))
@@ -519,6 +524,7 @@ def test_settings_that_another_recipe_lists_are_refused_in_plain_groups() -> Non
         assert told("pipeline_finetune", "parallel.pp=2", f"{key}=2") == []
 
 
+@pytest.mark.slow
 def test_arguments_that_the_recipe_gives_itself_are_no_settings() -> None:
     for key in ("parallel.device", "compute.model", "compute.world", "parameter_groups.lr"):
         (problem,) = told("full_finetune", f"{key}=5")

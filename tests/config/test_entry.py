@@ -53,6 +53,7 @@ def test_a_recipe_as_a_script(recipe: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "imports\ntrained run\n", "")
 
 
+@pytest.mark.slow
 def test_wrong_settings_are_explained_before_main_begins(recipe: Path) -> None:
     done = run(recipe, "name=run", "part.lrr=1")
     expected = "a problem in the configuration:\n  part.lrr: is not a setting. Did you mean 'part.lr'?\n"
@@ -69,6 +70,7 @@ def test_help_is_the_docstring_and_the_settings(recipe: Path) -> None:
     assert "chunk_tokens: 1024" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_mistake_found_while_running(recipe: Path) -> None:
     done = run(recipe, "name=run", "epochs=2")
     assert (done.returncode, done.stderr) == (2, "error: the data is wrong\nin line 3\n")

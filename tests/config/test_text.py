@@ -42,6 +42,7 @@ def text_settings(recipe: str) -> list[str]:
     return [key for key, kind in kinds.items() if fits("any text", kind) and not fits(object(), kind)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe", slow_but(config.list_recipes_with_settings()[::4], config.list_recipes_with_settings())
 )

@@ -56,6 +56,7 @@ def documents_of(batch):
             yield tuple(tokens), columns["weight"], tuple(scores), columns["group"]
 
 
+@pytest.mark.slow
 @given(st.integers(1, 4), st.booleans(), st.sampled_from([None, 40]), st.integers(0, 5))
 @settings(deadline=None, max_examples=30)
 def test_groups_stay_together_and_columns_follow_their_documents(size, packed, pad_to, seed):

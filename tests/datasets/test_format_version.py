@@ -185,6 +185,7 @@ def digest_of(dataset):
     return digest.hexdigest()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_outputs_match_the_digests_of_this_format_version(template, byte_checkpoint, tmp_path):
     tokenizer = Tokenizer(str(byte_checkpoint(tmp_path / "checkpoint", SPECIAL, TEMPLATES[template])))

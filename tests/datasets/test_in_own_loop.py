@@ -51,6 +51,7 @@ def test_dataset_is_map_style(dataset):
             dataset[index]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_torch_dataloader_gives_batches(workers, dataset, checkpoint, theirs):
     model, loss_fn = load_model(str(checkpoint)), LinearCrossEntropy()
@@ -60,6 +61,7 @@ def test_torch_dataloader_gives_batches(workers, dataset, checkpoint, theirs):
     assert losses == pytest.approx(losses_of(theirs, dataset), abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_torch_dataloader_gives_transformers_inputs(workers, dataset, theirs):
     loader = TorchLoader(dataset, batch_size=2, collate_fn=collate_inputs, num_workers=workers)
@@ -68,6 +70,7 @@ def test_torch_dataloader_gives_transformers_inputs(workers, dataset, theirs):
     assert losses == pytest.approx(losses_of(theirs, dataset), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_packed_rows_as_transformers_inputs(checkpoint, chats, dataset, theirs):
     packed = load(Tokenizer(str(checkpoint)), str(chats), max_seq_len=128, packed=True)
     inputs = collate_inputs([packed[index] for index in range(len(packed))])

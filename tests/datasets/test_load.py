@@ -64,6 +64,7 @@ def test_labels_are_the_transformers_assistant_mask_shifted_by_one(folder, token
     assert sample.labels.tolist() == [*(token if is_assistant else -100 for token, is_assistant in targets), -100]
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.text(), st.text(min_size=1)), min_size=1, max_size=4))
 def test_all_answers_are_learned_and_nothing_else(tokenizer, write, turns):

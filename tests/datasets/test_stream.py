@@ -164,6 +164,7 @@ def rows(tmp_path):
     return file
 
 
+@pytest.mark.slow
 def test_streamed_file(folder, rows):
     tokenizer = Tokenizer(str(folder))
     data = load(tokenizer, str(rows), max_seq_len=64, packed=True, streaming=True, shuffle_buffer=1000, workers=2)
@@ -175,6 +176,7 @@ def test_streamed_file(folder, rows):
     )  # ten documents of six tokens per row, except in the last row of a window
 
 
+@pytest.mark.slow
 def test_truncated_streamed_file_is_reported(folder, rows, make):
     with rows.open("a") as file:
         file.write('{"text": "a\n')

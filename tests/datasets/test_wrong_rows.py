@@ -258,6 +258,7 @@ MESSAGE = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(row=st.dictionaries(st.sampled_from(COLUMNS), JSON | st.lists(MESSAGE, max_size=3), max_size=4) | JSON)
 def test_any_row_is_either_used_or_dropped(tokenizer, row):

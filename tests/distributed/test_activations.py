@@ -130,6 +130,7 @@ def test_two_forwards_with_their_own_dropout_share_a_backward(
     assert_close(gradients_of(checkpointing, compile), gradients_of("none"), rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", ["selective", "full"])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_two_forwards_keep_their_own_routing(sharded, checkpointing, sparse_checkpoint):

@@ -118,6 +118,7 @@ def test_parts_have_about_the_same_work(rows, most):
     assert max(work) <= most * sum(work) / 4
 
 
+@pytest.mark.slow
 def test_sent_and_held_sizes(checkpoint):
     """The figures of docs/layouts.md and of its formulas."""
     measured = result_of(run_processes(Path(__file__).with_name("count_collectives.py"), 1, str(checkpoint), "cp", "2"))

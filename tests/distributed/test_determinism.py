@@ -10,6 +10,7 @@ import torch
 from tune.distributed import determinism
 
 
+@pytest.mark.slow
 def test_deterministic_kernels():
     """In a separate process, because the settings persist. Settings of the user are kept, too."""
     code = (

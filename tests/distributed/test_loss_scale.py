@@ -100,6 +100,7 @@ class TestDynamics:
             assert scale.value == theirs.get_scale()
         assert scale.skipped == 3
 
+    @pytest.mark.slow
     def test_overflowing_step_is_skipped_and_the_scale_saved(self, checkpoint, tmp_path):
         messages = []
 

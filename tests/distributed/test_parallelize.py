@@ -83,6 +83,7 @@ def test_head_gets_the_values_of_a_batch_unchanged(checkpoint, cpu_offload):
     assert_close(received[1:], [columns, batch.weights], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_compiled_blocks(checkpoint):
     """Run the captured graphs: generating code for them takes minutes on a CPU."""
     torch.compiler.reset()
@@ -257,6 +258,7 @@ def test_clipping_accepts_parameters_on_several_meshes(max_norm):
         assert_close(distributed.full_tensor(parameter.grad), reference.grad)
 
 
+@pytest.mark.slow
 def test_norm_of_many_elements_matches_fp64():
     """torch sums sequentially on a CPU: its norm of a small embedding is 0.15% too low."""
     parameter = nn.Parameter(torch.empty(28_000_000 // 64, 64))
@@ -386,6 +388,7 @@ world.finish()
 """
 
 
+@pytest.mark.slow
 def test_whole_model_is_kept_on_meta(checkpoint, tmp_path):
     """Its parameters are counted before processes cut it; each process has only a part."""
     (tmp_path / "script.py").write_text(WHOLE)

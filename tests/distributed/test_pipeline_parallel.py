@@ -183,6 +183,7 @@ def test_idle_time_of_schedules(processes):
             assert share == pytest.approx(idle / (count + idle)), (schedule, virtual, count)
 
 
+@pytest.mark.slow
 def test_sent_sizes_match_the_docs(checkpoint):
     """The figures of docs/layouts.md and of its formulas, for the middle stage."""
     sent = result_of(run_processes(Path(__file__).with_name("count_collectives.py"), 1, str(checkpoint), "pp", "3"))

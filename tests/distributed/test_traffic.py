@@ -10,6 +10,7 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 AXES = ("dp_shard", "HSDP", "cp", "tp", "whole head", "pp")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", slow_but(["cp"], AXES))
 def test_expected_bytes_of_an_axis(axis, checkpoint):
     measured = result_of(run_processes(COUNT, 1, str(checkpoint), axis, {"pp": "3", "HSDP": "4"}.get(axis, "2")))

@@ -233,6 +233,7 @@ world.finish()
 """
 
 
+@pytest.mark.slow
 def test_means_divide_the_sums_of_all_processes(tmp_path):
     """They are not means of the means of processes, which may have very different counts."""
     totals = np.array([[[3.0, 4.0], [1e8, 7.0], [0.0, 0.0]], [[5.0, 1.0], [1.0, 93.0], [0.0, 0.0]]])

@@ -47,6 +47,7 @@ def replaced(tree: ast.AST) -> list[int]:
     return lines
 
 
+@pytest.mark.slow
 def test_one_file_replaces_forwards() -> None:
     lines = {str(file.relative_to(HOUSE)): replaced(ast.parse(file.read_text())) for file in HOUSE.rglob("*.py")}
     assert {file: len(numbers) for file, numbers in lines.items() if numbers} == {"distributed/wrapping.py": 1}

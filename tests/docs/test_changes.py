@@ -77,6 +77,7 @@ def test_average(reader, run, checkpoint, dtype):
     torch.testing.assert_close(exported(resumed), exported(whole), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_stop(reader, run):
     follow(reader, "A stop of your own")
     folder = run("good_enough=100", "evaluate.every=2")
@@ -117,6 +118,7 @@ def test_frozen_layers(reader, run, checkpoint):
     torch.testing.assert_close(exported(resumed), after, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_learning_rate_per_layer(reader, run):
     follow(reader, "A learning rate for each layer")
     for line in logged(run("layer_decay=0.5")):
@@ -205,6 +207,7 @@ def test_another_preference_loss(reader):
     assert math.isclose(last["loss"], 1 - last["rewards/margins"], rel_tol=1e-5) and last["rewards/margins"] > 0
 
 
+@pytest.mark.slow
 def test_feed_forwards_in_chunks(reader, run):
     """The same losses and gradients, also with recomputed blocks."""
     with reader.at_work():

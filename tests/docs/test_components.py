@@ -17,6 +17,7 @@ def script(heading):
     return re.search(rf"\n## {heading}\n\n```python\n(.*?)```", PAGE, re.DOTALL)[1]
 
 
+@pytest.mark.slow
 def test_data_checkpoint_and_evaluation_scripts_run(checkpoint, chats, tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)

@@ -55,6 +55,7 @@ def measured(base, trained, rows, tokenizer):
     return np.mean(losses), np.mean(divergences)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [full_finetune, lora_finetune])
 def test_loss_and_kl_to_the_base_are_reported(recipe, common, checkpoint, rows, tmp_path):
     run, name = tmp_path / "run", recipe.__name__
@@ -77,6 +78,7 @@ def test_loss_and_kl_to_the_base_are_reported(recipe, common, checkpoint, rows, 
     assert "general_kl" in report and "evaluate.general_limit=0.01" in report
 
 
+@pytest.mark.slow
 def test_resumed_run_compares_with_the_same_base(common, tmp_path, capsys):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     common = [*common, "checkpointer.every=1", "evaluate.general_limit=1e-9"]
@@ -104,6 +106,7 @@ def test_start_over_computes_the_base_again(common, checkpoint, tied_checkpoint,
     assert logged(tmp_path / "run")[0]["general_kl"] == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["set later", "other rows"])
 def test_missing_predictions_of_the_base_are_reported_before_a_step(case, common, rows, told, tmp_path):
     """RUN/general may have files, but of other rows."""
@@ -154,6 +157,7 @@ def test_damaged_predictions_are_not_computed_by_the_trained_model(common, tmp_p
 TOKENS = "adapter.trainable_tokens=[5,6,7,40,41]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but(["adapter"], ["adapter", "tokens", "continued"]))
 def test_base_is_the_model_without_its_adapter(kind, common, checkpoint, rows, tmp_path):
     """Also after a resume with other general data, when the adapter is trained; the reference is transformers."""
@@ -205,6 +209,7 @@ def test_continued_adapter_with_whole_modules_has_no_base(common, checkpoint, to
     assert "evaluate.general" not in told("lora_finetune", settings[:-2] + settings[-1:])
 
 
+@pytest.mark.slow
 def test_general_data_is_measured_with_each_validation(common, chats, tmp_path):
     settings = [f"dataset.validation={{path: {chats}, take: 4}}", "evaluate.every=2"]
     full_finetune.main(config.load("full_finetune", [*common, *settings, f"output_dir={tmp_path / 'run'}"]))
@@ -244,6 +249,7 @@ def test_two_processes_measure_the_same_as_one(common, tmp_path):
         assert two[step][metric] == pytest.approx(one[step][metric], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_shipped_rows(common, tmp_path):
     settings = [*common, "evaluate.general=shipped", "max_steps=1", f"output_dir={tmp_path / 'run'}"]
     full_finetune.main(config.load("full_finetune", settings))
@@ -259,6 +265,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 def test_invalid_inputs_are_refused(name, common, told, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -218,6 +218,7 @@ def test_whole_tasks_match_the_harness(name, chat, models, folder, world):
     assert results["chat_template"] == (ours.tokenizer.chat_template if chat else None)
 
 
+@pytest.mark.slow
 def test_git_is_silent_outside_a_repository(models, folder, world, tmp_path, monkeypatch, capfd):
     ours, _ = both(models["llama"], world)
     tasks = Tasks(["letters"], ours.tokenizer, str(folder), limit=1)

@@ -76,6 +76,7 @@ def test_top_p_stops_where_probabilities_add_up_to_it_exactly(top_p, count):
 DRAWN = [{"temperature": 0.7}, {"temperature": 1.5}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", slow_but(DRAWN[2:3], DRAWN))
 def test_10_000_draws_follow_the_distribution(settings):
     """Pearson's chi-square against the distribution of transformers; the seed determines each draw."""

@@ -44,6 +44,7 @@ def replayed(monkeypatch):
     return seen
 
 
+@pytest.mark.slow
 def test_several_steps_at_once_give_the_same_tokens(model, replayed, monkeypatch):
     """Rows end at any time, others join, and lengths exceed windows and buckets."""
     monkeypatch.setattr(decoding, "FEWEST_SLOTS", 16)

@@ -59,6 +59,7 @@ def by_definition(model, prompt, count, temperature, *keys):
     return tokens[len(prompt) :]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_samples_and_log_probs_match_the_definition(model):
     prompts = make_prompts()[:4]
@@ -78,6 +79,7 @@ def test_samples_and_log_probs_match_the_definition(model):
         assert_close(torch.tensor(completion.log_probs), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_rows", slow_but([3], [1, 3, 5]))
 def test_max_rows_does_not_change_the_samples(model, max_rows):
     prompts = make_prompts()
@@ -139,6 +141,7 @@ def test_last_token_may_be_a_stop(llama):
     assert stopped.finish == "stop" and stopped.tokens == free.tokens[: free.tokens.index(free.tokens[4]) + 1]
 
 
+@pytest.mark.slow
 def test_stop_strings_may_span_tokens(checkpoint):
     tokenizer, model = Tokenizer(str(checkpoint)), load_model(str(checkpoint))
     prompts = [tokenizer.encode(text) for text in ("the cat", "a red dog ran")]
@@ -183,6 +186,7 @@ def test_sampling_with_adapters_disables_dropout(model, adapter):
     check_adapted(model, LoRA(rank=4, dropout=0.5, **adapter))
 
 
+@pytest.mark.slow
 def test_sampling_with_a_quantized_base(tmp_path):
     """Latent attention also reads weights without calling the layer."""
     widths = {"intermediate_size": 64, "moe_intermediate_size": 64, "q_lora_rank": 64, "kv_lora_rank": 64}

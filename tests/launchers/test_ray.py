@@ -153,6 +153,7 @@ def test_address_of_another_service_is_reported_at_once() -> None:
         ray_cluster.require_answer(f"ray://{address}", 0)
 
 
+@pytest.mark.slow
 def test_losing_the_cluster_ends_the_command_with_an_error(tmp_path: Path) -> None:
     """Ray would keep waiting in a thread and silently end the process a minute later."""
     program = f"""

@@ -26,6 +26,7 @@ def tracking(tmp_path, monkeypatch):
     return uri, mlflow.MlflowClient(uri)
 
 
+@pytest.mark.slow
 def test_mlflow(tracking, tmp_path):
     uri, client = tracking
     folder = tmp_path / "run"
@@ -133,6 +134,7 @@ def settings(checkpoint, chats, *more):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_run_opens_its_trackers_without_sending_secrets(checkpoint, chats, tmp_path, monkeypatch):
     monkeypatch.setattr(Kept, "kept", [])
     trackers = f"trackers=[{__name__}.Kept,{{_component_: {__name__}.Kept, label: second}}]"
@@ -157,6 +159,7 @@ class Unclosable(Kept):
         raise ConnectionError("no network")
 
 
+@pytest.mark.slow
 def test_tracker_that_cannot_be_closed_ends_no_run(checkpoint, chats, tmp_path, monkeypatch):
     """log.txt is still open for its warning, and the other trackers are closed."""
     monkeypatch.setattr(Kept, "kept", [])
@@ -204,6 +207,7 @@ def test_missing_tracker_is_reported(tracker, package, checkpoint, chats, tmp_pa
         full_finetune.main(config.load("full_finetune", settings(checkpoint, chats, setting)))
 
 
+@pytest.mark.slow
 def test_console_among_the_trackers_replaces_the_usual_one(checkpoint, chats, tmp_path, capsys):
     def lines_of(name, *more):
         overrides = settings(checkpoint, chats, "max_steps=4", "epochs=2", *more, f"output_dir={tmp_path / name}")

@@ -83,6 +83,7 @@ def test_gradient_of_a_single_operand(trained):
     assert_close(*(torch.autograd.grad(value, inputs[trained])[0] for value in (ours, exact)), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_full_logits_are_never_materialized():
     hidden, weight, labels = make(tokens=2000)
     with Largest() as largest:

@@ -426,6 +426,7 @@ def test_several_sources_become_a_mixture(tmp_path):
     assert cfg.dataset.sources == {"one": one, "two": {"path": "two.jsonl", "train_on": "all", "too_long": "drop"}}
 
 
+@pytest.mark.slow
 def test_conversation_before_compared_answers_is_their_prompt(tmp_path):
     for name, columns in (("prompt", {}), ("conversation", {"prompt": "conversation"}), ("messages", {})):
         text = A + f"rl: dpo\ndatasets: [{{path: c/d, type: chat_template.default, field_messages: {name}}}]"
@@ -697,6 +698,7 @@ def test_misspelled_keys_are_named(tmp_path, capsys):
     assert (tmp_path / "ours.yaml").exists()
 
 
+@pytest.mark.slow
 def test_file_names_the_origin_of_each_line(tmp_path, capsys):
     (tmp_path / "theirs.yaml").write_text(AXOLOTL)
     main(["migrate", str(tmp_path / "theirs.yaml")])

@@ -110,6 +110,7 @@ def differences(base, defaults, peer, method):
 QUICK = [("sft", True), *((method, False) for method in ("cpo", "gkd", "grpo", "ppo"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "has_adapter"), slow_but(QUICK, [*QUICK[:1], *((name, False) for name in TRL)]))
 def test_explicit_defaults_of_trl_change_nothing(method, has_adapter):
     base = {"model_name_or_path": "a/b", "dataset_name": "c/d", "use_peft": has_adapter, "load_in_4bit": has_adapter}
@@ -118,6 +119,7 @@ def test_explicit_defaults_of_trl_change_nothing(method, has_adapter):
     assert differences(base, TRL[method], "trl", method) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", slow_but(["dpo", "ppo"], ["sft", "dpo", "kto", "rm", "ppo", "pt"]))
 def test_explicit_defaults_of_llama_factory_change_nothing(stage):
     base = {"model_name_or_path": "a/b", "dataset": "c", "stage": stage, "template": "qwen", "do_train": True}
@@ -126,6 +128,7 @@ def test_explicit_defaults_of_llama_factory_change_nothing(stage):
     assert differences(base, LLAMA_FACTORY["hparams"], "llama_factory", None) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pref_loss", slow_but(["simpo"], ["simpo", "ipo", "orpo"]))
 def test_explicit_defaults_of_llama_factory_losses_change_nothing(pref_loss):
     base = {"model_name_or_path": "a/b", "dataset": "c", "stage": "dpo", "template": "qwen", "pref_loss": pref_loss}
@@ -151,6 +154,7 @@ OF_AXOLOTL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", slow_but(["sft", "grpo"], OF_AXOLOTL))
 def test_explicit_defaults_of_axolotl_change_nothing(form):
     """Defaults that its schema leaves open come from TRL."""

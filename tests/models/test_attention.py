@@ -118,6 +118,7 @@ def test_flash_with_shared_prefixes(kind):
         assert_close(attend(query, key, value, documents, SCORINGS[kind]), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "window", "sinks"])
 def test_flash_in_compiled_blocks(kind):
     """Blocks compile whole; from the second batch on, one graph serves all documents up to a length."""

@@ -385,6 +385,7 @@ def write_config(folder, outer, inner):
     (folder / "config.json").write_text(json.dumps(config))
 
 
+@pytest.mark.slow
 @COMPOSITE
 @pytest.mark.parametrize("lm_head", ["with", "without"])
 @pytest.mark.filterwarnings("ignore:.*stay two weights")

@@ -87,6 +87,7 @@ def test_too_little_memory_is_not_a_kernel_that_is_missing(error, on_cpu, monkey
         assert [*flex.RUNS.values()] == [False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["softcap", "sinks", "all"])
 def test_flex_matches_masked_attention(kind, on_cpu):
     heads, documents = make()
@@ -98,6 +99,7 @@ def test_flex_matches_masked_attention(kind, on_cpu):
     assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_sinks_learn(on_cpu):
     heads, documents = make()
     sinks = torch.zeros(4, requires_grad=True)
@@ -110,6 +112,7 @@ def test_sinks_learn(on_cpu):
     assert_close(*gradients, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["softcap", "all"])
 def test_flex_with_shared_prefixes(kind, on_cpu):
     heads, documents = parts()
@@ -142,6 +145,7 @@ def config(**changes):
     )
 
 
+@pytest.mark.slow
 def test_layers_share_masks(on_cpu):
     _, documents = make()
     masks = Masks(documents, torch.Size([3, 32]), CPU, torch.float32)
@@ -170,6 +174,7 @@ def test_device_without_flex_support_falls_back_with_one_warning(on_cpu, monkeyp
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("checkpointing", "compile"),
     slow_but([("selective", False)], [("none", False), ("selective", False), ("full", False), ("selective", True)]),

@@ -219,6 +219,7 @@ def join_experts(folder):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config_class", "fields", "joined"),
     [

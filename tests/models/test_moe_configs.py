@@ -127,6 +127,7 @@ def test_invalid_configs_are_refused(tmp_path, fields, message):
         build_from(tmp_path, fields)
 
 
+@pytest.mark.slow
 def test_kimi_k2_is_read_as_deepseek_v3(tmp_path):
     """transformers has no such type; the published folder contains a copy of DeepSeek's code."""
     models = []

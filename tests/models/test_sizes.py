@@ -132,6 +132,7 @@ def test_flops_match_the_torch_counter(tmp_path, tied):
         assert flops_per_token(model, length) - 6 * norms == counter.get_total_flops() / length
 
 
+@pytest.mark.slow
 def test_flops_with_adapters_and_quantized_weights(on_meta):
     config, published = SIZES["Qwen3 0.6B"]
     full = flops_per_token(on_meta(config), 512)
@@ -156,6 +157,7 @@ def test_flops_with_heads_of_several_sizes(on_meta):
     assert flops_per_token(model, 500) - flops_per_token(model, 0) == 12 * 4 * (2 * 64 * 100 + 128 * 500)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["mixtral", "mamba"])
 def test_flops_of_models_loaded_through_transformers(model_type, on_meta):
     transformers = pytest.importorskip("transformers")

@@ -103,6 +103,7 @@ def warned(call, *arguments):
     return [str(each.message) for each in found if "xxh3" in str(each.message)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [same, other_weights, other_config])
 def test_another_base_is_reported_in_every_way_to_use_an_adapter(change, checkpoint, adapters, tmp_path):
     base = Path(shutil.copytree(checkpoint, tmp_path / "base"))

@@ -39,6 +39,7 @@ def checkpoint_of(family, folder):
     return save_checkpoint(folder, config_class, **{"pad_token_id": None} | changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", SETTINGS)
 def test_expert_adapters_in_peft_and_merged(family, tmp_path):
     folder = checkpoint_of(family, tmp_path / "base")

@@ -102,6 +102,7 @@ def require_as_in_peft(base, adapter, tmp_path):
     assert_close(ours(TOKENS), logits, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", slow_but(["qwen3_moe", "qwen2_moe"], FAMILIES))
 def test_all_linear_is_read_continued_merged_and_written(family, tmp_path):
     base = checkpoint_of(family, tmp_path / "base")
@@ -109,6 +110,7 @@ def test_all_linear_is_read_continued_merged_and_written(family, tmp_path):
     require_as_in_peft(base, tmp_path / "adapter", tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
@@ -150,6 +152,7 @@ def test_new_adapter_of_parameters_is_the_one_of_peft(family, tmp_path):
     assert_close(open_model(base, [tmp_path / "ours"]).load()(TOKENS), logits, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_two_adapters_with_parameters_add_up_as_in_peft(tmp_path):
     base = checkpoint_of("qwen3_moe", tmp_path / "base")
     names = {"target_modules": ["q_proj"], "target_parameters": [GATE_UP, DOWN, ROUTER]}

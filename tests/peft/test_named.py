@@ -60,6 +60,7 @@ def test_two_dora_adapters_add_up_as_in_peft(checkpoint, adapters, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_adapters_that_set_the_same_parameters_are_not_combined(checkpoint, adapters, tmp_path):
     """Only one of them could have an effect. PEFT refuses two heads and two rows of a token, too."""
     head = make_adapter(checkpoint, tmp_path / "head", 3, modules_to_save=["lm_head"])

@@ -49,12 +49,14 @@ def runs(checkpoint, chats, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_opening_a_model_reads_no_weights(checkpoint, adapter, runs, monkeypatch):
     monkeypatch.setattr(DiskTensor, "read", lambda *_: pytest.fail("weights were read"))
     for opened in (open_model(checkpoint), open_model(adapter), open_model(runs / "full", step=2)):
         assert all(parameter.is_meta for parameter in opened.model.parameters())
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_adapter_on_a_device_sharded_and_on_disk(checkpoint, adapter, merged, tmp_path):
     expected = load_model(merged)(TOKENS)
@@ -98,6 +100,7 @@ def test_checkpoint_in_two_processes(runs, tmp_path):
             assert "2 processes agree" in run_processes(SHARDED, 2, layout, checkpoint, str(tmp_path / kind))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_checkpoint_of_a_run(kind, runs, tmp_path):

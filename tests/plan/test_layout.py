@@ -26,6 +26,7 @@ def settings(path, *more: str, recipe="full_finetune"):
     return config.load(recipe, [f"model.path={path}", *GIVEN, *more])
 
 
+@pytest.mark.slow
 def test_it_is_asked_for(checkpoint, tmp_path):
     assert not settings(checkpoint).parallel.auto
     (tmp_path / "mine.yaml").write_text("parallel: auto\n")
@@ -37,6 +38,7 @@ def test_it_is_asked_for(checkpoint, tmp_path):
         settings(checkpoint, "parallel=fast")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_chosen(checkpoint, monkeypatch):
     small = replace(DEVICES["cpu"], memory=0.1)
     with pytest.raises(TuneError, match=r"no layout of 1 processes fits 0.1 GiB: the smallest needs .* Start more"):

@@ -61,6 +61,7 @@ def saved_by_torch(path, lora: bool) -> int:
     return sum(each.untyped_storage().nbytes() for place, each in kept.items() if place not in weights)
 
 
+@pytest.mark.slow
 def test_what_is_kept_for_backward(checkpoint, tied_checkpoint):
     for path in (checkpoint, tied_checkpoint):
         for lora in (False, True):
@@ -69,6 +70,7 @@ def test_what_is_kept_for_backward(checkpoint, tied_checkpoint):
             assert abs(ours / saved_by_torch(path, lora) - 1) < 0.05, (path, lora)
 
 
+@pytest.mark.slow
 def test_checkpointing_keeps_less_and_computes_more(checkpoint):
     planned = job(checkpoint)
     kinds = ("none", "selective", "full")
@@ -79,6 +81,7 @@ def test_checkpointing_keeps_less_and_computes_more(checkpoint):
     assert kept[-1] == ROWS * LENGTH * 64 * 4  # of a block only its result: hidden_size 64 in fp32
 
 
+@pytest.mark.slow
 def test_blocks_with_adapters_are_not_taken_for_the_first_one(checkpoint):
     """Which computes no gradients of its input: a product less for each frozen weight."""
     (blocks,) = job(checkpoint, lora=True).trace(ROWS, (1, 1, 1), "none", True, False).trained.blocks
@@ -98,6 +101,7 @@ def test_weights_gradients_and_states_of_a_process(checkpoint):
     assert adapted.plan(Layout()).memory["weights"] < numbers * 2.5
 
 
+@pytest.mark.slow
 def test_gradients_are_there_before_a_backward_from_the_second_micro_batch_on(checkpoint):
     numbers = sum(each.numel() for each in build(str(checkpoint)).parameters())
     for rows, gradients in ((ROWS, 0), (2 * ROWS, numbers * 4)):
@@ -146,6 +150,7 @@ def test_a_checkpoint_is_written_of_a_copy_in_host_memory(checkpoint):
     assert elsewhere.memory["checkpoint"] == 0 and elsewhere.host == pytest.approx(numbers * 12, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_offload(checkpoint):
     one, offloaded = (
         job(checkpoint, dtype="bf16", rows=4).plan(Layout(1, 1, 1, 1, cpu_offload=offload)) for offload in (False, True)
@@ -154,6 +159,7 @@ def test_offload(checkpoint):
     assert offloaded.memory["optimizer"] == 0
 
 
+@pytest.mark.slow
 def test_offloaded_activations_of_two_blocks_are_on_the_device(checkpoint):
     trace = job(checkpoint).trace(ROWS, (1, 1, 1), "none", True, False).trained
     (blocks,) = trace.blocks
@@ -168,6 +174,7 @@ def test_offloaded_activations_of_two_blocks_are_on_the_device(checkpoint):
     assert stayed["head and loss"] - offloaded["head and loss"] == pytest.approx(of_others, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_line_through_one_and_two_rows_gives_four(checkpoint):
     layout = Layout(micro_batch_size=4)
     exact, line = (job(checkpoint, rows=4).plan(layout, line) for line in (False, True))

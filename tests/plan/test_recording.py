@@ -153,6 +153,7 @@ def compare_completions(folder, tmp_path, monkeypatch, more, is_rollout=None, re
     assert is_rollout is None or (plan.moment == "rollout") == is_rollout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", weekly_but([*CASES][:1], CASES))
 def test_peak_of_counted_storages(name, checkpoint, texts, tmp_path):
     recipe, rows, more = CASES[name]
@@ -207,6 +208,7 @@ def test_an_edited_step_is_what_is_planned(planned):
     assert twice.memory["weights"] == one.memory["weights"]
 
 
+@pytest.mark.slow
 def test_a_second_optimizer_is_no_second_update(planned):
     """As with one optimizer for each parameter."""
     one = planned("full_finetune", more=SFT)
@@ -229,6 +231,7 @@ PLANNED = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", weekly_but(["try/continue around backward", "loop in a helper"], PLANNED))
 def test_edits_without_an_effect_on_memory_or_time_are_planned(name, planned, checkpoint, tmp_path):
     (tmp_path / "mine.py").write_text(applied(RIGHT[name]))
@@ -251,6 +254,7 @@ def test_steps_that_a_plan_cannot_repeat_are_refused(planned):
         )
 
 
+@pytest.mark.slow
 def test_batches_that_no_loader_makes_are_refused(planned):
     own = """tokens = torch.ones(4, 64, dtype=torch.long)
         batch = datasets.GlobalBatch([], [Batch.of(tokens, tokens)], world.device, 256, 256, 0)
@@ -270,6 +274,7 @@ def test_prompts_that_are_read_together():
     assert read_together(4, PREFILL_TOKENS + 1) == 1  # one that is too long, alone
 
 
+@pytest.mark.slow
 def test_what_a_copy_raises_is_what_the_plan_says(planned):
     with pytest.raises(TuneError, match=r"mine\.py:\d+: AttributeError: .*backwards"):
         planned("full_finetune", ("loss.backward()", "loss.backwards()"), more=SFT)

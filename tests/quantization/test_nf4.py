@@ -116,6 +116,7 @@ def test_columns_that_do_not_divide_into_blocks_are_refused():
         quantize_linears(nn.Sequential(nn.Sequential(nn.Linear(64, 4), nn.Linear(48, 4))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("double", [False, True])
 def test_quantizing_keeps_the_parameter_count(checkpoint, chats, tmp_path, double, capsys):
     """They are counted like in transformers: neither the bytes of the codes nor the scales."""

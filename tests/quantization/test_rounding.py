@@ -71,6 +71,7 @@ WAYS = {
 ALL_WAYS = [(recipe, kind) for recipe in WAYS for kind in WAYS[recipe]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "kind"), slow_but(ALL_WAYS[::4], ALL_WAYS))
 def test_exported_weights_equal_those_seen_in_training(
     recipe: str, kind: str, checkpoint: Path, in_bf16: Path, chats: Path, tmp_path: Path, monkeypatch: Any

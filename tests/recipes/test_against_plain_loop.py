@@ -52,6 +52,7 @@ def run(recipe, folder, *overrides):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "random"), [("full_finetune", ["edit=random"]), ("lora_finetune", [])])
 def test_seed_determines_initial_weights(recipe, random, checkpoint, held_out, settings, tmp_path):
     """Each step has all rows, so their order does not matter."""

@@ -122,6 +122,7 @@ def test_adapter_and_merged_model(base, settings, tmp_path):
     assert "merged in" in (tmp_path / "merged" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_custom_eos_token_is_exported(settings, tmp_path, base):
     if base[0] != "qwen":
         pytest.skip("one model is enough")

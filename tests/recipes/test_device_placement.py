@@ -183,6 +183,7 @@ def test_every_family(family, step, tmp_path):
 QUICK = [(recipe, next(iter(SETTINGS[recipe]))) for recipe in RECIPES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "name"), weekly_but(QUICK, [(recipe, name) for recipe in RECIPES for name in SETTINGS[recipe]])
 )
@@ -190,10 +191,12 @@ def test_settings(recipe, name, checkpoint, step):
     step(recipe, checkpoint, *SETTINGS[recipe][name])
 
 
+@pytest.mark.slow
 def test_in_backward(checkpoint, step, tmp_path):
     step(in_backward("full_finetune", tmp_path / "changed"), checkpoint)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_adapted_experts(family, step, tmp_path):
     config_class, changes = FAMILIES[family]

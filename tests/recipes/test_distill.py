@@ -66,6 +66,7 @@ FORMULAS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["mixed"], FORMULAS))
 def test_losses_match_a_transformers_loop(name, common, checkpoint, teacher, chats, tmp_path):
     settings, divergence, temperature, share = FORMULAS[name]
@@ -103,6 +104,7 @@ def test_losses_match_a_transformers_loop(name, common, checkpoint, teacher, cha
     assert ours == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_bf16_teacher_is_close_to_fp32(common, tmp_path):
     """bf16 is the default; the student keeps its own dtype."""
     exact, rounded = (
@@ -145,6 +147,7 @@ def reference_curves(common, tmp_path_factory):
     return {name: run(folder / name, [*common, *settings, steps]) for name, settings in METHODS.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", slow_but([*WAYS][1:2], [*WAYS][1:]))
 def test_one_curve_in_one_process(way, common, reference_curves, tmp_path):
     settings = [*common, *WAYS[way], f"max_steps={curve_steps()}"]
@@ -203,6 +206,7 @@ def test_student_as_its_own_teacher_has_zero_loss(common, checkpoint, chats, tmp
     assert loss == pytest.approx(0, abs=1e-6) and 0 < metrics["validation_loss"] < 1e-2
 
 
+@pytest.mark.slow
 def test_padded_teacher_vocabulary_changes_nothing(common, teacher, tmp_path):
     """The embedding gets extra rows, as some members of a family have."""
     model = transformers.AutoModelForCausalLM.from_pretrained(teacher)
@@ -297,6 +301,7 @@ def test_on_policy_curve_is_the_same_in_every_layout(common, reference_curves, t
         assert curve(tmp_path / name) == pytest.approx(whole, rel=1e-5), name
 
 
+@pytest.mark.slow
 def test_on_policy_loss_matches_computation_by_hand(common, checkpoint, teacher, chats, tmp_path):
     """Recompute the first step: the student's samples and the exact divergence at each sampled token."""
     (ours,) = run(tmp_path, [*common, *ON_POLICY, "on_policy.share=1", "max_steps=1"])
@@ -321,6 +326,7 @@ def test_on_policy_loss_matches_computation_by_hand(common, checkpoint, teacher,
     assert ours == pytest.approx(total / count, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_prompts_without_room_for_an_answer_are_counted(common, tmp_path):
     short = save_checkpoint(tmp_path / "short", max_position_embeddings=80)
     run(tmp_path, [*common, f"model.path={short}", *ON_POLICY, "on_policy.max_new_tokens=40", "max_steps=2"])

@@ -49,6 +49,7 @@ def checkpoints(folder):
     return sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", ["1.0", "null"])
 def test_infinite_gradient_of_a_finite_loss_stops_the_run(recipe, clip, train, closed, monkeypatch, tmp_path):
     recipe, calls, models = importlib.import_module(recipe), [], []

@@ -121,6 +121,7 @@ def test_results_as_json(checkpoint, chats, capfd):
     assert metrics["loss,none"] > 0
 
 
+@pytest.mark.slow
 def test_loss_matches_validation_loss(checkpoint, chats, tmp_path, run_recipe):
     """`tune eval` uses the masks and the template of training."""
     out, run = tmp_path / "out.json", tmp_path / "run"
@@ -134,6 +135,7 @@ def test_loss_matches_validation_loss(checkpoint, chats, tmp_path, run_recipe):
     assert metrics_of(evaluated(out), "chats")["loss,none"] == pytest.approx(first["validation_loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_answers_are_scored(checkpoint, prompts, tmp_path, capsys):
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
@@ -226,6 +228,7 @@ def test_several_processes(count, tp, checkpoint, chats, folder, prompts, tmp_pa
     same(f"dataset.path={prompts}", "score=my_scores.length", "generation.max_new_tokens=5")
 
 
+@pytest.mark.slow
 def test_evaluation_during_training(checkpoint, chats, folder, tmp_path, run_recipe, monkeypatch):
     """Evaluation does not change training, and its last numbers match the exported model."""
     common = [

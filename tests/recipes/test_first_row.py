@@ -31,6 +31,7 @@ def test_warning_about_rows_longer_than_the_model_supports(inputs, run_recipe, t
     assert "but the model supports 16 " in told("full_finetune", inputs.settings("max_steps=1"), "warning")
 
 
+@pytest.mark.slow
 def test_run_starts_with_warnings_about_its_data(inputs, run_recipe):
     run, rows = inputs.folder / "doubtful", inputs.rows.read_text().splitlines()
     (inputs.folder / "doubtful.jsonl").write_text("\n".join([*rows, rows[0]]))

@@ -23,6 +23,7 @@ def common(checkpoint, chats):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", slow_but([full_finetune], [full_finetune, lora_finetune]))
 def test_curve_follows_fp32(recipe, common, run_recipe, tmp_path):
     for dtype in ("fp16", "fp32"):
@@ -32,6 +33,7 @@ def test_curve_follows_fp32(recipe, common, run_recipe, tmp_path):
         assert values == pytest.approx(expected, rel=within) and values != expected
 
 
+@pytest.mark.slow
 def test_run_whose_steps_all_overflow_exports_nothing(common, run_recipe, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(LossScale, "INITIAL", 2.0**40)
     assert run_recipe([*common, "compute.dtype=fp16", f"output_dir={tmp_path / 'run'}"]) == 2

@@ -143,6 +143,7 @@ def test_transformers_model_samples_and_learns_the_same(run, tmp_path):
 KL = ["adapter.rank=8", "kl=0.1", "reference=adapter_off"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     slow_but(
@@ -262,6 +263,7 @@ def test_samples_and_curve_are_the_same_on_two_processes(alone, run_recipe, chec
         assert_same_run(tmp_path / name, folder_of("plain"))
 
 
+@pytest.mark.slow
 def test_methods_do_what_their_names_say(alone):
     """Check that the runs above use the method in their names."""
     folder_of, _ = alone
@@ -281,6 +283,7 @@ def test_methods_do_what_their_names_say(alone):
     assert sum(dead) < len(prompts)
 
 
+@pytest.mark.slow
 def test_conversations_that_outgrow_the_model_are_counted(run, tmp_path):
     short = save_checkpoint(tmp_path / "short", max_position_embeddings=64)
     environment = [f"model.path={short}", *METHODS["environment"], "group_size=4", "mask_truncated=true"]
@@ -302,6 +305,7 @@ def test_log_states_the_number_of_steps(run, tmp_path):
     assert "max_steps=9 is not reached: epochs=1 ends " in log_text
 
 
+@pytest.mark.slow
 def test_report_names_the_data(run, tmp_path):
     run("max_steps=1")
     data = json.loads((tmp_path / "run" / "data.json").read_text())
@@ -321,6 +325,7 @@ def test_dynamic_sampling_trains_on_more_live_groups(run, tmp_path):
     assert len(rows(tmp_path / "3")) == len(rows(tmp_path / "0")) == 3 * 4 * 4  # the same number of groups
 
 
+@pytest.mark.slow
 def test_run_with_only_dead_groups_exports_nothing(run_recipe, checkpoint, requests, tmp_path, capsys):
     """A second start exports nothing either: the checkpoint records that nothing was learned."""
     dead = ["reward=recipes.test_grpo.always_one", "dynamic_sampling=1", f"output_dir={tmp_path / 'run'}"]
@@ -335,6 +340,7 @@ def test_run_with_only_dead_groups_exports_nothing(run_recipe, checkpoint, reque
     assert [step["lr"] for step in steps] == pytest.approx([steps[0]["lr"] * share for share in (1, 2 / 3, 1 / 3)])
 
 
+@pytest.mark.slow
 def test_truncated_completions_are_compared_but_not_learned(run, tmp_path):
     (step,) = run("mask_truncated=true", "max_steps=1", "sampling.stop_strings=[a]")
     samples = rows(tmp_path / "run")
@@ -479,6 +485,7 @@ def test_wrong_data(run, checkpoint, requests, told, tmp_path, capsys):
         assert message in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_model_without_a_chat_template(run, checkpoint, tmp_path, capsys):
     folder = tmp_path / "base"
     folder.mkdir()
@@ -494,6 +501,7 @@ def test_model_without_a_chat_template(run, checkpoint, tmp_path, capsys):
     assert run(f"model.path={folder}", "tokenizer.chat_template=chatml", "max_steps=1", folder=tmp_path / "with")
 
 
+@pytest.mark.slow
 def test_several_rewards_with_weights(run, tmp_path):
     weighted = {"odd_ones": 0.5, "always_one": 0}
     others = ", ".join(f"{{_component_: {HERE}.{name}, weight: {weight}}}" for name, weight in weighted.items())
@@ -539,6 +547,7 @@ def test_quantized_base(run, tmp_path):
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_mixture_of_experts(run, tmp_path):
     experts = save_checkpoint(
         tmp_path / "model", "Qwen3MoeConfig", num_experts=4, num_experts_per_tok=2, head_dim=16,

@@ -2,7 +2,10 @@
 
 import json
 
+import pytest
 
+
+@pytest.mark.slow
 def test_fraction_of_the_rows_is_held_out_for_validation(inputs, run_recipe):
     run = inputs.folder / "held_out"
     assert run_recipe(inputs.settings("dataset.validation_fraction=0.3", f"output_dir={run}")) == 0

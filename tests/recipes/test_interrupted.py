@@ -101,6 +101,7 @@ def test_disk_full_while_logging(short, run_recipe):
     assert json.loads((run / "run.json").read_text())["state"] == "failed"
 
 
+@pytest.mark.slow
 def test_disk_that_is_briefly_full(inputs, run_recipe, monkeypatch, capsys):
     log, run, (_, hard) = Run.log, inputs.folder / "new", resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -124,6 +125,7 @@ def test_disk_that_is_briefly_full(inputs, run_recipe, monkeypatch, capsys):
     ]
 
 
+@pytest.mark.slow
 def test_failed_last_checkpoint_sets_the_exit_status(inputs, run_recipe, monkeypatch, capsys):
     """The model is written: no training is lost."""
     save, run = checkpointer.dcp.save, inputs.folder / "new"
@@ -141,6 +143,7 @@ def test_failed_last_checkpoint_sets_the_exit_status(inputs, run_recipe, monkeyp
     assert (run / "model" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["the last step is logged", "the model is written"])
 def test_signal_after_the_last_check_for_signals(moment, inputs, run_recipe, monkeypatch, capfd):
     run = inputs.folder / "new"

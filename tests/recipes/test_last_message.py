@@ -7,6 +7,7 @@ import lora_finetune
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "settings", "written"),
     [

@@ -66,6 +66,7 @@ def common(checkpoint, chats):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but(["lora"], KINDS))
 def test_curve_matches_peft(kind, checkpoint, chats, common, tmp_path):
     """Compare 20 steps from one adapter with a loop of peft and transformers."""
@@ -166,6 +167,7 @@ def test_resume_is_exact(common, tmp_path):
     assert resumed == whole[5:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("then", "now"),
     [

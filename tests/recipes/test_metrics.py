@@ -71,6 +71,7 @@ def test_optional_metrics_are_logged(recipe, checkpoint, chats, tmp_path):
     assert steps[1]["lr"] == pytest.approx(1e-2) and steps[0]["lr"] == pytest.approx(5e-3)
 
 
+@pytest.mark.slow
 def test_optional_metrics_are_off_by_default(checkpoint, chats, tmp_path):
     settings = [f"model.path={checkpoint}", f"dataset.path={chats}", "device=cpu", "compute.dtype=fp32", "max_steps=1"]
     full_finetune.main(config.load("full_finetune", [*settings, f"output_dir={tmp_path}"]))

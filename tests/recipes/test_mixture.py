@@ -14,6 +14,7 @@ from tune.tokenizers import Tokenizer
 transformers = pytest.importorskip("transformers")
 
 
+@pytest.mark.slow
 def test_mixture_of_sources_logs_the_loss_of_each(checkpoint, chats, tmp_path):
     lines = chats.read_text().splitlines(keepends=True)
     files = {"few": tmp_path / "few.jsonl", "many": tmp_path / "many.jsonl"}

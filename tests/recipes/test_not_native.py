@@ -43,6 +43,7 @@ def transformers_logits(folder, **arguments):
         return model(TOKENS).logits
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_every_way_to_open_the_model(base, tmp_path, capsys):
     expected = transformers_logits(base)
@@ -60,6 +61,7 @@ def test_every_way_to_open_the_model(base, tmp_path, capsys):
     assert 0 < (in_nf4 - expected).norm() / expected.norm() < 0.3
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_adapter_matches_peft(base, tmp_path):
     """The merged model, the exported model and the frozen model match PEFT."""

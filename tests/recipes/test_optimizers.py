@@ -180,6 +180,7 @@ def test_update_in_backward_requires_one_micro_batch(common, tmp_path):
     assert not [*(tmp_path / "run" / "checkpoints").glob("step-*")]
 
 
+@pytest.mark.slow
 def test_no_update_in_backward_on_a_non_finite_loss(common, tmp_path, monkeypatch):
     models, weights = [], []
     loss_of, check = LinearCrossEntropy.__call__, training_run.check_forward
@@ -196,6 +197,7 @@ def test_no_update_in_backward_on_a_non_finite_loss(common, tmp_path, monkeypatc
     torch.testing.assert_close(models[-1].state_dict(), weights[-1], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_lower_learning_rate_applies_from_the_checkpoint_on(common, tmp_path):
     settings = [*common, "schedule._component_=tune.optimizers.constant", "schedule.warmup=0"]
     train("full_finetune", tmp_path / "run", *settings, "optimizer.lr=1e-3")
@@ -204,6 +206,7 @@ def test_lower_learning_rate_applies_from_the_checkpoint_on(common, tmp_path):
     assert [lr for _, _, _, lr in resumed] == [5e-4, 5e-4]
 
 
+@pytest.mark.slow
 def test_adapters_do_not_resume_on_another_base(checkpoint, common, tmp_path):
     base = shutil.copytree(checkpoint, tmp_path / "base")
     settings = [*common, *RECIPES["lora_finetune"], f"model.path={base}"]

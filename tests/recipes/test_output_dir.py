@@ -19,6 +19,7 @@ def contents(folder):
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
+@pytest.mark.slow
 def test_folder_of_another_recipe_is_refused(inputs, run_recipe, told, capsys):
     """The run once printed 'continued ... done', and distilled nothing."""
     before = contents(inputs.run)
@@ -81,6 +82,7 @@ def test_user_changes_to_the_result_are_not_lost(change, inputs, run_recipe, tol
     assert contents(inputs.run) == before
 
 
+@pytest.mark.slow
 def test_unchanged_result_is_replaced(inputs, run_recipe):
     before = contents(inputs.run / "model")
     assert run_recipe(inputs.settings("max_steps=3")) == 0
@@ -116,6 +118,7 @@ def test_added_tokens_do_not_overwrite_a_model(inputs):
 NAMES = ["config.json", "adapter_config.json", "rows.JSONL", "model.safetensors"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(NAMES[:1], NAMES))
 def test_folder_with_a_model_or_data_is_refused(name, inputs, run_recipe, told, capsys):
     """`tune generate` once used the model that was there before."""
@@ -135,6 +138,7 @@ def test_model_folder_is_refused_as_output_dir(inputs, run_recipe, capsys):
     assert "config.json" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_folder_with_notes_is_accepted(inputs, run_recipe):
     folder = inputs.folder / "notes"
     folder.mkdir()

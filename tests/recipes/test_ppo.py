@@ -92,6 +92,7 @@ def test_reference_of_a_continued_adapter_is_the_starting_model(run, tmp_path):
     assert base[0]["return"] < base[0]["reward"] - 0.1  # a divergence is subtracted
 
 
+@pytest.mark.slow
 def test_returns_are_rewards_minus_the_log_ratio_to_the_reference(run, checkpoint, tmp_path):
     """Recompute the returns with log-probs from transformers.
 

@@ -65,6 +65,7 @@ def test_every_loss_trains_and_raises_the_reward_margin(name, run, checkpoint, t
     assert all(not torch.equal(after[key], before[key]) for key in before)
 
 
+@pytest.mark.slow
 def test_reference_is_freed_before_the_first_step(run, tied_checkpoint, frozen_in_steps):
     run(f"reference={tied_checkpoint}", "max_steps=1")
     assert frozen_in_steps == [False]

@@ -137,6 +137,7 @@ def test_interrupted_run(inputs, run_recipe, monkeypatch):
     assert "The run was interrupted" in (inputs.folder / "new" / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_failed_report_is_logged(inputs, run_recipe, monkeypatch):
     def fail(folders, out):
         raise ZeroDivisionError("of the template")

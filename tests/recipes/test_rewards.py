@@ -174,6 +174,7 @@ def test_reward_models_of_transformers_have_the_same_scores(family, pad_token_id
     torch.testing.assert_close(ours(tmp_path, conversations), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("center", slow_but([0.05], [0.0, 0.05]))
 def test_steps_match_the_formula_on_a_transformers_model(center, rows, pairs, run, tmp_path):
     model = reward_model(tmp_path / "model")
@@ -219,6 +220,7 @@ def test_seed_determines_new_heads_and_all_weights_train(run, checkpoint, tmp_pa
     assert all(not torch.equal(after[name], before[name]) for name in before.keys() & after.keys())
 
 
+@pytest.mark.slow
 def test_adapters(run, rows, checkpoint, tmp_path):
     """PEFT on transformers' model, the merged export and `tune merge` give the same scores."""
     run("adapter.rank=4", "export.merge=true")
@@ -237,6 +239,7 @@ def test_adapters(run, rows, checkpoint, tmp_path):
     torch.testing.assert_close(theirs(merged, tmp_path / "merged", conversations), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_peft_adapter_continues(run, rows, checkpoint, tmp_path):
     base = transformers.AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=1, pad_token_id=0)
     adapter = peft.LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["q_proj"], init_lora_weights=False)
@@ -337,6 +340,7 @@ def test_rows_without_a_comparison_are_dropped_and_counted(change, reason, rows,
     assert json.loads((tmp_path / "run" / "data.json").read_text())["dropped"] == {reason: 1}
 
 
+@pytest.mark.slow
 def test_rows_that_are_too_long_are_dropped_and_counted(run, tmp_path):
     run("max_seq_len=100", "epochs=1")
     data = json.loads((tmp_path / "run" / "data.json").read_text())

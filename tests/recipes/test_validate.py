@@ -44,6 +44,7 @@ def test_damaged_checkpoint_that_the_run_sets_aside(inputs, told):
 HOLDS = "import sys; from pathlib import Path; from tune.files import lock; lock.hold(Path(sys.argv[1]), make=True)"
 
 
+@pytest.mark.slow
 def test_folder_that_another_run_is_writing_to(inputs, told):
     settings = inputs.settings(f"output_dir={inputs.run}")
     holds = [sys.executable, "-c", f"{HOLDS}; print('held', flush=True); sys.stdin.read()", str(inputs.run)]
@@ -56,6 +57,7 @@ def test_folder_that_another_run_is_writing_to(inputs, told):
     assert not lock.is_held(inputs.run)
 
 
+@pytest.mark.slow
 def test_checkpoint_before_a_damaged_one(inputs, told):
     checkpoint = inputs.run / "checkpoints" / "step-00000002"
     shutil.copytree(checkpoint, checkpoint.with_name("step-00000003"))
@@ -65,6 +67,7 @@ def test_checkpoint_before_a_damaged_one(inputs, told):
     assert "step-00000002 has a different optimizer" in told("full_finetune", settings)
 
 
+@pytest.mark.slow
 def test_optimizer_states_of_a_group_with_vectors_and_matrices(inputs, told):
     settings = inputs.settings(
         "optimizer._component_=tune.optimizers.Adafactor", "optimizer.lr=1e-2", "parameter_groups.decay_vectors=true",
@@ -113,6 +116,7 @@ def test_wrong_settings_cause_no_follow_up_errors(inputs, told):
     assert [line.partition(":")[0] for line in errors.splitlines()] == ["lrr", "optimizer._component_", "optimizer.lr"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
 def test_optimizer_that_cannot_step_with_these_groups(name, inputs, told):
     errors = told("full_finetune", inputs.settings(f"optimizer._component_=torch.optim.{name}"))
@@ -145,6 +149,7 @@ def test_target_device(settings, level, message, inputs, told):
     assert message in findings if message else findings == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -156,6 +161,7 @@ def test_errors_from_building_the_model(settings, message, inputs, told):
     assert message in told(*with_edits("full_finetune", inputs.settings(*settings)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["evaluate.every=1", "evaluate.first=true"])
 def test_measuring_nothing_is_a_warning(setting, inputs, told):
     """A copied recipe may add a measurement of its own."""

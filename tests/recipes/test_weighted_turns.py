@@ -98,6 +98,7 @@ def weighted_mean(thinking_checkpoint, rows):
     return total / weight
 
 
+@pytest.mark.slow
 def test_loss_is_the_weighted_mean_of_turns(alone, common, thinking_checkpoint, by_hand, tmp_path):
     all_rows = ["global_batch_size=12", "micro_batch_size=12", "max_steps=1"]
     full_finetune.main(config.load("full_finetune", [*common, *all_rows, f"output_dir={tmp_path / 'all'}"]))
@@ -133,6 +134,7 @@ def test_two_stages(alone, common, tmp_path):
     assert_one_curve(curve(tmp_path / "pp"), alone["full_finetune"])
 
 
+@pytest.mark.slow
 def test_packed_rows_weigh_the_same(common, tmp_path):
     """A step over a whole epoch has the same loss, packed or not."""
     for name, more in (("packed", ["packed=true", "micro_batch_size=1", "global_batch_size=64"]), ("plain", [])):

@@ -50,6 +50,7 @@ def test_wrong_setting(setting, by, inputs, run_recipe, capfd, told):
     assert SETTINGS[setting] in message
 
 
+@pytest.mark.slow
 def test_quantization_of_trained_weights_is_refused(inputs, run_recipe, capfd, told):
     message = "model.quantization: quantized weights are frozen, and the run has no adapter to train. Set adapter.rank"
     settings = inputs.settings("model.quantization=nf4", f"output_dir={inputs.folder / 'new'}")

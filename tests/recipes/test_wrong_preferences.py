@@ -52,6 +52,7 @@ class Broadcast(Mean):
         return rejected.ratio - chosen.ratio[:, None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loss", "shape"), [("Mean", "[]"), ("Broadcast", "[1, 1]")])
 def test_loss_that_is_not_one_number_per_pair_is_refused(settings, loss, shape, run_recipe, capsys):
     settings = [*settings, f"loss._component_=recipes.test_wrong_preferences.{loss}"]
@@ -156,6 +157,7 @@ def test_reference_with_another_tokenizer_or_vocabulary(settings, checkpoint, ru
     assert "small has rows for 260 tokens, but the tokenizer has 300" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_labeled_answers_that_are_all_good_log_no_rejected_metrics(settings, write, run_recipe, tmp_path):
     rows = [{**LABELLED, "prompt": prompt} for prompt in ("a", "the", "cat", "it was", "on", "under", "then")]
     overrides = ["dataset.validation_fraction=0.4", "evaluate.first=true", *KTO, write(*rows)]
@@ -164,6 +166,7 @@ def test_labeled_answers_that_are_all_good_log_no_rejected_metrics(settings, wri
     assert "NaN" not in lines and "validation_rewards/chosen" in lines and "rewards/rejected" not in lines
 
 
+@pytest.mark.slow
 def test_answers_without_room_for_a_mismatched_one_are_counted(settings, write, run_recipe, tmp_path):
     long = {**LABELLED, "completion": " " + "sat " * 20}
     rows = [LABELLED, {**LABELLED, "prompt": "a dog"}, long, {**LABELLED, "prompt": "it"}]
@@ -174,6 +177,7 @@ def test_answers_without_room_for_a_mismatched_one_are_counted(settings, write, 
     assert data["samples"] == 6
 
 
+@pytest.mark.slow
 def test_truncated_answers_get_no_advice_to_split(settings, run_recipe, capsys):
     assert run_recipe([*settings, "max_seq_len=60"], preference_finetune) == 0
     output = capsys.readouterr().out

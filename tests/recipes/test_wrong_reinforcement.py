@@ -253,6 +253,7 @@ def test_run_refuses(recipe, case, settings, folders, run_recipe, capsys, monkey
     assert all(message in shown for message in messages), shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "case"), cases(QUICK))
 def test_tune_validate_refuses(recipe, case, settings, folders, told):
     if case[0] in NOT_BEFORE:

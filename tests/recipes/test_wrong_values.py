@@ -154,6 +154,7 @@ def draw_and_check(seconds: float, most: int) -> int:
     return count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "wrong"),
     slow_but([case for case in KNOWN[::4] if "tasks" not in case[1]], KNOWN),
@@ -175,6 +176,7 @@ def test_wrong_batch_size_causes_no_follow_up_errors(others, here):
     assert of_sizes == wrong, errors
 
 
+@pytest.mark.slow
 def test_ratio_that_makes_a_learning_rate_absurd(here):
     overrides = ["optimizer.lr=1", "parameter_groups.lr_ratios={norm: 1000}"]
     _, (error,) = found_by_both("full_finetune", *overrides)

@@ -51,6 +51,7 @@ def curves(browser):
     return {title: {label: dict(points) for label, points in lines} for title, lines in lines_by_title}
 
 
+@pytest.mark.slow
 @needs_browser
 def test_report_of_one_run(shown, make_run):
     browser = shown(make_run())
@@ -120,6 +121,7 @@ def test_report_fits_the_screen(width, dark, shown, make_run):
     assert browser.ask("[...document.querySelectorAll('details.run')].every(each => each.open)")
 
 
+@pytest.mark.slow
 @needs_browser
 def test_overlaid_runs_of_different_recipes(shown, make_run):
     """One run has other metrics, the other has no default settings; both share their name with another run."""
@@ -149,6 +151,7 @@ def test_gaps_are_drawn_as_gaps(shown, make_run):
     assert browser.ask("charts[0].data[1].map(each => each === null)") == [step in (5, 8) for step in range(1, 11)]
 
 
+@pytest.mark.slow
 @needs_browser
 @pytest.mark.parametrize("steps", [0, 1])
 def test_run_with_hardly_any_steps(steps, shown, make_run):
@@ -161,6 +164,7 @@ def write_samples(folder, *samples, end=""):
     (folder / "samples.jsonl").write_text("".join(line + "\n" for line in lines) + end)
 
 
+@pytest.mark.slow
 @needs_browser
 def test_samples_before_and_after(shown, make_run):
     folder = make_run()

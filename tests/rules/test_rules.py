@@ -365,6 +365,7 @@ def test_beta_for_token_means_is_larger(facts):
     assert BY_ID["a-beta-that-holds"].judge(facts(PAIRS, settings)) is None
 
 
+@pytest.mark.slow
 def test_tied_weight_is_checked_under_all_its_names(facts):
     """Except the head of our own models, where it is an error with another remedy."""
     ours, theirs = [], ["model._component_=tune.models.hf"]
@@ -377,6 +378,7 @@ def test_tied_weight_is_checked_under_all_its_names(facts):
         assert (BY_ID["tied-halves"].judge(run) is not None) == fires, (settings, name)
 
 
+@pytest.mark.slow
 def test_validation_accuracy_has_one_name_and_must_be_enabled(facts):
     named = [
         ("validation_token_accuracy", "true", False), ("validation_token_accuracy", "false", True),
@@ -396,6 +398,7 @@ def test_weight_of_a_router_is_known_by_each_of_its_names(name, facts):
     assert BY_ID["adapted-router-weight"].judge(run) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["evaluate.every=2", "evaluate.first=true"])
 def test_clock_of_nothing_is_a_warning_unless_anything_is_evaluated(key, facts):
     """A warning, since a copy may add its own measurements to the evaluator."""

@@ -55,6 +55,7 @@ def test_requeued_batch_job_keeps_the_folder(monkeypatch):
     assert re.fullmatch(by_time, run_folder.choose(None, "mine", alone))
 
 
+@pytest.mark.slow
 def test_settings_of_every_start_are_kept(tmp_path):
     def start(*settings):
         return config.save(config.load("full_finetune", ["model.path=m", "dataset.path=d", *settings]), tmp_path)

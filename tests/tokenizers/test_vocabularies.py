@@ -120,6 +120,7 @@ def has_no_prefix(library, text: str) -> bool:
     return library.normalize(text).removeprefix("▁") in ("", *SYMBOLS)
 
 
+@pytest.mark.slow
 def test_2000_texts_match_the_reference(vocabulary, request):
     folder, (encode, decode) = vocabulary
     ours = Tokenizer(str(folder))
@@ -215,6 +216,7 @@ def test_dummy_prefix_between_special_tokens(tmp_path, legacy):
                 assert ours.encode(text) == theirs.encode(text, add_special_tokens=False), text
 
 
+@pytest.mark.slow
 def test_special_tokens_of_llama_3(tmp_path, ranked):
     write_tiktoken(tmp_path / "tokenizer.model", ranked, LLAMA3_TOKENS)
     tokenizer = Tokenizer(str(tmp_path))
@@ -230,6 +232,7 @@ def test_special_tokens_of_llama_3(tmp_path, ranked):
     assert tokenizer.prefix_ids == [128_000]
 
 
+@pytest.mark.slow
 def test_special_tokens_of_qwen(tmp_path, ranked):
     write_tiktoken(tmp_path / "qwen.tiktoken", ranked, QWEN_TOKENS)
     tokenizer = Tokenizer(str(tmp_path))

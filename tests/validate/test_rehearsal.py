@@ -100,6 +100,7 @@ def test_custom_class_keeps_its_methods_over_those_of_a_stand_in():
     assert rehearsal.stand_in(Own) is Own and rehearsal.stand_in(Sink) is Sink
 
 
+@pytest.mark.slow
 def test_rules_that_are_skipped_since_a_copy_renamed_their_settings_are_counted(mine):
     mine("full_finetune")
     found = findings_of("mine.py", *SETTINGS)
@@ -112,6 +113,7 @@ def test_rules_that_are_skipped_since_a_copy_renamed_their_settings_are_counted(
     assert "`optimizer`" in line and int(re.search(r"(\d+) rules", line)[1]) > 5
 
 
+@pytest.mark.slow
 def test_argument_of_a_component_of_your_own_is_not_judged(mine):
     mine("full_finetune")
     text = Path("mine.py").read_text()
@@ -138,6 +140,7 @@ FAULTS = [
 
 
 # The others are found in one pass, below.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("right", "wrong", "says"), slow_but(FAULTS[::6], FAULTS), ids=[wrong for _, wrong, _ in FAULTS]
 )
@@ -147,6 +150,7 @@ def test_error_in_a_line_of_a_copied_recipe(right, wrong, says, mine):
     assert f"mine.py:{line_of(wrong)}" in error and says in error
 
 
+@pytest.mark.slow
 def test_all_independent_errors_are_found_in_one_pass(mine):
     apart = [FAULTS[at] for at in (1, 2, 3, 5, 9)]
     mine("full_finetune", *((right, wrong) for right, wrong, _ in apart))
@@ -160,6 +164,7 @@ def test_file_that_is_not_python(mine):
     assert error.startswith("mine.py:") or f"mine.py:{line_of('def main(cfg:')}" in error
 
 
+@pytest.mark.slow
 def test_undefined_name_in_a_branch_of_later_steps(mine):
     line = "                loss.backward()\n"
     mine("full_finetune", (line, f"{line}            if step > 10**6:\n                averge.update(model)\n"))
@@ -176,6 +181,7 @@ def test_undefined_name_in_a_branch_of_later_steps(mine):
     assert error.startswith(f"mine.py:{line_of('averge.update')}: ")
 
 
+@pytest.mark.slow
 def test_setting_that_no_line_reads(mine):
     mine("full_finetune", ("loss_fn = instantiate(cfg.loss)", "loss_fn, bonus = instantiate(cfg.loss), cfg.bonus"))
     with Path("mine.yaml").open("a") as file:
@@ -184,6 +190,7 @@ def test_setting_that_no_line_reads(mine):
     assert [found["place"] for found in warnings] == ["bonus_unused"]
 
 
+@pytest.mark.slow
 def test_metrics_that_are_no_numbers_or_are_not_measured(mine, here):
     line = "metrics |= evaluator(step)"
     mine("full_finetune", (line, f"{line}\n            metrics['lengths'] = [1, 2]"))
@@ -200,6 +207,7 @@ def test_missing_module(mine):
     assert f"mine.py:{line_of('import not_there')}" in error and "not_there" in error
 
 
+@pytest.mark.slow
 def test_key_with_another_name_in_the_script_than_in_its_yaml(mine):
     mine("full_finetune")
     file = Path("mine.yaml")
@@ -208,6 +216,7 @@ def test_key_with_another_name_in_the_script_than_in_its_yaml(mine):
     assert error.startswith("max_grad_norm: ") and "mine.py:" in error
 
 
+@pytest.mark.slow
 def test_error_in_a_function_of_a_custom_module(mine):
     Path("own.py").write_text("def loss(hidden, weight, batch, **softcap):\n    return hidden.not_there\n")
     mine("full_finetune", ("loss_fn = instantiate(cfg.loss)", "from own import loss as loss_fn"))
@@ -215,12 +224,14 @@ def test_error_in_a_function_of_a_custom_module(mine):
     assert error.startswith("own.py:2: ") and "not_there" in error
 
 
+@pytest.mark.slow
 def test_mismatched_shapes(mine):
     mine("full_finetune", ("total_loss += loss.detach()", "total_loss += loss.detach() * torch.ones(3)"))
     (error,) = errors("mine.py", *SETTINGS)
     assert f"mine.py:{line_of('torch.ones(3)')}" in error
 
 
+@pytest.mark.slow
 def test_five_errors_of_different_kinds_in_one_pass(mine):
     """An unknown setting, a rule, the data, a line of the copy, and the layout."""
     mine("full_finetune", ("schedule.step()", "scheduel.step()"))
@@ -240,15 +251,18 @@ def test_invalid_tasks_and_prompts_are_both_reported(here):
     assert len(messages) == 2 and "chioce" in " ".join(messages) and "none.txt" in " ".join(messages)
 
 
+@pytest.mark.slow
 def test_general_data_causes_no_warning(here):
     assert findings_of("full_finetune", *SETTINGS, "evaluate.general=shipped") == []
 
 
+@pytest.mark.slow
 def test_prints_of_a_copied_recipe_stay_out_of_the_report(mine):
     mine("full_finetune", ("schedule.step()", "print('here'); schedule.step()"))
     assert errors("mine.py", *SETTINGS) == []
 
 
+@pytest.mark.slow
 def test_nothing_is_written_and_existing_files_are_kept(mine):
     Path("mine.pt").write_text("precious")
     line = "run.finish()  # last measurements; with keep_best, the best weights; after Ctrl-C the process exits here"
@@ -272,6 +286,7 @@ def test_run_of_a_custom_class(mine):
     assert errors("mine.py", *SETTINGS, "output_dir=runs/new") == [] and not Path("runs").exists()
 
 
+@pytest.mark.slow
 def test_unavailable_number_is_not_an_error(mine):
     mine("full_finetune", ("total_loss += loss.detach()", "total_loss += loss.detach().numpy().sum()"))
     findings = findings_of("mine.py", *SETTINGS)
@@ -280,11 +295,13 @@ def test_unavailable_number_is_not_an_error(mine):
     assert f"{limit['place']}: {limit['message']}".count("mine.py:") == 1
 
 
+@pytest.mark.slow
 def test_reading_numbers_in_the_loop(mine):
     mine("full_finetune", ("total_loss += loss.detach()", "total_loss += float(loss.detach()) + loss.item()"))
     assert errors("mine.py", *SETTINGS) == []
 
 
+@pytest.mark.slow
 def test_only_processor_time_ends_a_loop_and_the_warning_names_its_line(mine, monkeypatch):
     monkeypatch.setattr(hooks, "SECONDS", 1.0)
     waiting = "for _ in map(time.sleep, [0.6] * 3):  # waits, without the processor\n        pass\n    "
@@ -303,6 +320,7 @@ def test_only_processor_time_ends_a_loop_and_the_warning_names_its_line(mine, mo
     assert found[computes] == "warning" and waits not in found
 
 
+@pytest.mark.slow
 def test_rules_that_were_not_checked_are_counted_for_copies_alone(mine):
     assert not [finding for finding in findings_of("full_finetune", *SETTINGS) if finding["level"] == "info"]
     mine("full_finetune")
@@ -331,6 +349,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "settings"), slow_but([CASES[0], CASES[11], CASES[13]], CASES),
     ids=lambda value: value if isinstance(value, str) else " ".join(value[2:])[-40:],
