@@ -58,7 +58,7 @@ def store_predictions(cfg, world, tokenizer, *parts):
         )  # fmt: skip
 
 
-@config.entrypoint("distill")
+@config.entrypoint("distill")  # the name of its YAML; `tune cp` renames it, here and in Run
 def main(cfg):
     # From cheap to expensive: the layout, names and shapes, the data, weights. Nothing is written before run.steps.
     world = distributed.init(cfg.device, **cfg.parallel)

@@ -24,7 +24,7 @@ from tune.config import instantiate, instantiate_weighted
 from tune.files import written_aside
 
 
-@config.entrypoint("evaluate")
+@config.entrypoint("evaluate")  # the name of its YAML; `tune cp` renames it
 def main(cfg):
     source = cfg.dataset.copy()  # changed below
     path = source.get("path", "data")  # a component for several files has no path

@@ -35,7 +35,7 @@ def advantages(rewards, baseline: Literal["mean", "leave_one_out"]):
     return rewards - rewards.mean()
 
 
-@config.entrypoint("grpo")
+@config.entrypoint("grpo")  # the name of its YAML; `tune cp` renames it, here and in Run
 def main(cfg):
     # From cheap to expensive: the layout, names and shapes, the data, weights. Nothing is written before run.steps.
     world = distributed.init(cfg.device, **cfg.parallel)

@@ -14,7 +14,7 @@ from tune.config import instantiate
 from tune.run import Run
 
 
-@config.entrypoint("lora_finetune")
+@config.entrypoint("lora_finetune")  # the name of its YAML; `tune cp` renames it, here and in Run
 def main(cfg):
     # From cheap to expensive: the layout, names and shapes, the data, weights. Nothing is written before run.steps.
     world = distributed.init(cfg.device, **cfg.parallel)

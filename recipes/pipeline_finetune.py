@@ -18,7 +18,7 @@ from tune.config import instantiate
 from tune.run import Run
 
 
-@config.entrypoint("pipeline_finetune")
+@config.entrypoint("pipeline_finetune")  # the name of its YAML; `tune cp` renames it, here and in Run
 def main(cfg):
     # From cheap to expensive: the layout, names and shapes, the data, weights. Nothing is written before run.steps.
     # Stages are balanced for rows of max_seq_len tokens.

@@ -28,7 +28,7 @@ from tune.models import prepare_scores
 from tune.run import Run
 
 
-@config.entrypoint("reward_finetune")
+@config.entrypoint("reward_finetune")  # the name of its YAML; `tune cp` renames it, here and in Run
 def main(cfg):
     # From cheap to expensive: the layout, names and shapes, the data, weights. Nothing is written before run.steps.
     world = distributed.init(cfg.device, **cfg.parallel)

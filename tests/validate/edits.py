@@ -12,7 +12,7 @@ Edit = tuple[str, str]
 
 # Lines of the recipe, to which edits are made.
 IMPORT = "import torch\n"
-ENTRYPOINT = '@config.entrypoint("full_finetune")\n'
+ENTRYPOINT = '@config.entrypoint("full_finetune")  # the name of its YAML; `tune cp` renames it, here and in Run\n'
 LOSS = "    loss_fn = instantiate(cfg.loss)\n"
 WITH_RUN = "    with run:  # closes its files and the process group, however the training ends\n"
 STEPS = "run.steps(data, checkpointer, evaluator, seed=cfg.seed)"
