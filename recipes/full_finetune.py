@@ -39,7 +39,7 @@ def main(cfg):
     )
     weights.load(model)  # each process reads its own slices
 
-    # The evaluator computes the loss on dataset.validation. The checkpointer saves and restores all that changes.
+    # The evaluator validates. The checkpointer saves what changes; on resuming, it compares base if you freeze a part.
     loss_fn = instantiate(cfg.loss)
     evaluator = instantiate(cfg.evaluate, run, model, tokenizer, data, loss_fn)
     optimizer = instantiate(cfg.optimizer, optimizers.parameter_groups(model, cfg.optimizer.lr, **cfg.parameter_groups))
