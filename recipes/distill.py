@@ -149,7 +149,8 @@ def main(cfg):
             for micro_batch, is_last in batch:
                 distributed.set_gradient_sync(model, is_last)  # processes exchange gradients when they must
                 # The model calls loss_fn, which sums over the supervised tokens of this process. Gradients are summed
-                # over processes, so divide by the supervised tokens of all of them.
+                # over processes, so divide by the supervised tokens of all of them: none, if each answer of the student
+                # begins with an id that only pads its head.
                 loss = model(micro_batch, loss_fn) / max(1, batch.num_supervised)
                 loss.backward()
                 total_loss += loss.detach()

@@ -56,7 +56,7 @@ def main(cfg):
                 distributed.set_gradient_sync(model, is_last)  # processes exchange gradients when they must
                 # The model calls loss_fn, which sums over the supervised tokens of this process. Gradients are summed
                 # over processes, so divide by the supervised tokens of all of them.
-                loss = model(micro_batch, loss_fn) / max(1, batch.num_supervised)
+                loss = model(micro_batch, loss_fn) / batch.num_supervised
                 loss.backward()
                 total_loss += loss.detach()
 

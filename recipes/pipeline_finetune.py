@@ -76,7 +76,7 @@ def main(cfg):
                 micro_batch = micro_batch.to(world.device)
                 # The model calls loss_fn, which sums over the supervised tokens of this process. Gradients are summed
                 # over processes, so divide by the supervised tokens of all of them.
-                loss = model(micro_batch, loss_fn) / max(1, batch.num_supervised)
+                loss = model(micro_batch, loss_fn) / batch.num_supervised
                 total_loss += loss.detach()
                 # With several stages, the losses due now are none, an earlier one, or all remaining ones.
                 for due, is_last in pipeline.due(loss):

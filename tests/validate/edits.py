@@ -1206,7 +1206,7 @@ WRONG = {
     ),
     "attribute of the batch": (
         [
-            ("/ max(1, batch.num_supervised)", "/ max(1, batch.supervised)"),
+            ("/ batch.num_supervised", "/ batch.supervised"),
         ],
         ["batch.supervised"],
     ),

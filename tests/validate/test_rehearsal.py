@@ -133,7 +133,7 @@ FAULTS = [
     ("metrics |= evaluator(step)", "metrics |= evaluator()", "step"),
     ("loss_fn = instantiate(cfg.loss)", "loss_fn = instantiate(cfg.los)", "los"),
     ("total_loss += loss.detach()", "total_loss += loss.detach() + torch.ones(2)[5]", "index 5"),
-    ("/ max(1, batch.num_supervised)", "/ max(1, batch.supervised)", "supervised"),
+    ("/ batch.num_supervised", "/ batch.supervised", "supervised"),
     ("run.log(step, batch, metrics)", "run.log(step, batch, metrics['learning_rate'])", "learning_rate"),
     ("weights.load(model)", "weights.load(model)[0]", "0"),
 ]
