@@ -25,9 +25,9 @@ def main(cfg):
         model = instantiate(cfg.model)
     weights = checkpointers.Pretrained(cfg.model.path, model)
 
-    # Freezes the model and adds the adapters, in place: before parallelize, which shards them too.
+    # The settings of the adapters. They are added before parallelize, which shards them too.
     lora = instantiate(cfg.adapter)
-    adapted = peft.add_adapters(model, lora)
+    adapted = peft.add_adapters(model, lora)  # in place; freezes the rest
     run.info(adapted.table())
     distributed.parallelize(model, world, **cfg.compute)
 

@@ -31,7 +31,7 @@ def main(cfg):
     weights = checkpointers.Pretrained(cfg.model.path, model)
 
     # Without an adapter, all parameters are trained.
-    lora = instantiate(cfg.adapter) if cfg.adapter else None
+    lora = instantiate(cfg.adapter) if cfg.adapter else None  # settings
     if lora:
         run.info(peft.add_adapters(model, lora).table())  # in place; freezes the rest
     distributed.parallelize(model, world, **cfg.compute)

@@ -38,7 +38,7 @@ def main(cfg):
     critic_weights = checkpointers.Pretrained(cfg.value.path, critic, cfg.seed, "value.path")
 
     # Without an adapter, all parameters of the policy are trained; those of the value model always are.
-    lora = instantiate(cfg.adapter) if cfg.adapter else None
+    lora = instantiate(cfg.adapter) if cfg.adapter else None  # settings
     if lora:
         run.info(peft.add_adapters(model, lora).table())  # in place; freezes the rest
     distributed.parallelize(model, world, **cfg.compute)

@@ -68,7 +68,7 @@ UNSUPPORTED = (
 
 
 def adapter(path: str | None = None, dropout: Fraction | None = None, **settings: Any) -> LoRA:
-    """The adapter in the folder `path`, or without `path` a new one with `settings`, the other fields of `LoRA`.
+    """The settings of the adapter in the folder `path`, or without `path` of a new one: `settings` are fields of `LoRA`.
 
     `dropout` null: that of the adapter in `path`; 0 in a new one.
 

@@ -26,7 +26,7 @@ from tune.types import Fraction, PositiveFloat, PositiveInt, checked
 @checked
 @dataclass(frozen=True)
 class LoRA:
-    """The layers that get an adapter, its kind, and further trained parameters.
+    """The settings of an adapter: the layers that get one, its kind, and further trained parameters. Has no weights.
 
     `target_modules` is `all-linear` (all but the head and, in a model with experts, the feed-forward layers), a list of
     names, or a regular expression that must match a layer's whole name. Linear layers, experts and embeddings can be
