@@ -101,7 +101,8 @@ def main(cfg):
         teacher, _ = load_teacher(cfg, world, dataset, dataset.validation)
 
     weights.load(model)  # each process reads its own slices
-    peft.start(model, lora, cfg.seed)  # reads adapter.path, or makes a new adapter with B = 0, which changes nothing
+    # Reads adapter.path, or makes an adapter that changes nothing yet. init=pissa and olora read the base's values.
+    peft.load_or_initialize(model, lora, cfg.seed)
 
     divergence = instantiate(cfg.loss, vocab_size=tokenizer.vocab_size)
 
@@ -149,8 +150,8 @@ def main(cfg):
             for micro_batch, is_last in batch:
                 distributed.set_gradient_sync(model, is_last)  # processes exchange gradients when they must
                 # The model calls loss_fn, which sums over the supervised tokens of this process. Gradients are summed
-                # over processes, so divide by the supervised tokens of all of them: none, if each answer of the student
-                # begins with an id that only pads its head.
+                # over processes, so divide by the supervised tokens of all of them. There may be none: an answer of the
+                # student is empty if its first id only pads the head.
                 loss = model(micro_batch, loss_fn) / max(1, batch.num_supervised)
                 loss.backward()
                 total_loss += loss.detach()

@@ -67,7 +67,8 @@ def main(cfg):
     reference = peft.Reference(model, lora, cfg.reference, tokenizer=tokenizer) if cfg.kl else None
 
     weights.load(model)  # each process reads its own slices
-    peft.start(model, lora, cfg.seed)  # reads adapter.path, or makes a new adapter with B = 0, which changes nothing
+    # Reads adapter.path, or makes an adapter that changes nothing yet. init=pissa and olora read the base's values.
+    peft.load_or_initialize(model, lora, cfg.seed)
     if reference:
         reference.load(cfg.compute.dtype)
     critic_weights.load(critic)

@@ -72,7 +72,8 @@ def main(cfg):
         pad_packed=bool(cfg.compute.compile),  # compiled blocks want one shape
     )
     weights.load(model)  # each process reads its own slices
-    peft.start(model, lora, cfg.seed)  # reads adapter.path, or makes a new adapter with B = 0, which changes nothing
+    # Reads adapter.path, or makes an adapter that changes nothing yet. init=pissa and olora read the base's values.
+    peft.load_or_initialize(model, lora, cfg.seed)
 
     # Before the first forward, which leaves some parameters unsharded.
     optimizer = instantiate(cfg.optimizer, optimizers.parameter_groups(model, cfg.optimizer.lr, **cfg.parameter_groups))

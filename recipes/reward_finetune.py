@@ -59,7 +59,8 @@ def main(cfg):
         pad_packed=bool(cfg.compute.compile),  # compiled blocks want one shape
     )
     weights.load(model)  # each process reads its own slices
-    peft.start(model, lora, cfg.seed)  # reads adapter.path, or makes a new adapter with B = 0, which changes nothing
+    # Reads adapter.path, or makes an adapter that changes nothing yet. init=pissa and olora read the base's values.
+    peft.load_or_initialize(model, lora, cfg.seed)
     loss_fn = instantiate(cfg.loss)
 
     def measure(batch):

@@ -12,7 +12,7 @@ from tune.checkpointers import Pretrained, load_model
 from tune.collators import Batch
 from tune.errors import TuneError
 from tune.models import build
-from tune.peft import LoRA, Reference, adapter, add_adapters, start
+from tune.peft import LoRA, Reference, adapter, add_adapters, load_or_initialize
 from tune.tokenizers import Tokenizer
 
 TOKENS = torch.arange(5, 85).view(2, 40)
@@ -33,7 +33,7 @@ def of_recipe(checkpoint, lora, path=None):
     distributed.parallelize(model, world, dtype="fp32")
     reference = Reference(model, lora, path, tokenizer=tokenizer)
     weights.load(model)
-    start(model, lora, 0)
+    load_or_initialize(model, lora, 0)
     reference.load("fp32")
     return model, reference
 

@@ -36,7 +36,7 @@ def test_engine_has_the_current_weights_with_the_adapter_merged(vllm, checkpoint
     model = load_model(str(checkpoint))
     lora = peft.LoRA(rank=4)
     peft.add_adapters(model, lora)
-    peft.start(model, lora, 0)
+    peft.load_or_initialize(model, lora, 0)
     common = {"max_new_tokens": 8, "stop_ids": [2]}
     sampler, engine = Sampler(**common, temperature=0), VLLM(**common, path=str(checkpoint), dtype="fp32")
     log_probs = []

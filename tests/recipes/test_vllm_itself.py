@@ -57,7 +57,7 @@ def test_greedy_tokens_of_the_current_weights(family, tmp_path):
     model, decode = load_model(str(folder)), Tokenizer(folder).decode
     lora = peft.LoRA(rank=4)
     peft.add_adapters(model, lora)
-    peft.start(model, lora, 0)
+    peft.load_or_initialize(model, lora, 0)
     common = {"max_new_tokens": 12, "temperature": 0, "decode": decode}
     sampler, engine = Sampler(**common), VLLM(**common, path=str(folder), dtype="fp32", max_len=64, max_rows=8)
     log_probs = []

@@ -15,9 +15,9 @@ from tune.peft.files import (
     export_adapter,
     export_trained,
     load_adapter,
+    load_or_initialize,
     read_adapter,
     read_adapter_config,
-    start,
 )
 from tune.peft.lora import LoRA, LoRALinear, LowRank
 from tune.peft.merged import average, merge
@@ -43,13 +43,13 @@ __all__ = [
     "export_trained",
     "initialize",
     "load_adapter",
+    "load_or_initialize",
     "merge",
     "merge_in_place",
     "open_model",
     "read_adapter",
     "resolve_model",
     "set_dropout_keys",
-    "start",
     "switched_off",
     "untrained_tokens",
 ]

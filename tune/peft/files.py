@@ -68,7 +68,7 @@ UNSUPPORTED = (
 
 
 def adapter(path: str | None = None, dropout: Fraction | None = None, **settings: Any) -> LoRA:
-    """The settings of the adapter in the folder `path`, or without `path` of a new one: `settings` are fields of `LoRA`.
+    """Return the settings of the adapter in the folder `path`, or of a new one: `settings`, the other fields of `LoRA`.
 
     `dropout` null: that of the adapter in `path`; 0 in a new one.
 
@@ -450,8 +450,11 @@ def _name_of_base(model: Any) -> str:
     return getattr(model, "source", None) or getattr(getattr(model, "config", None), "_name_or_path", None) or ""
 
 
-def start(model: nn.Module, lora: LoRA | None, seed: int) -> None:
-    """Load the adapter's files, or initialize a new adapter. Does nothing without an adapter."""
+def load_or_initialize(model: nn.Module, lora: LoRA | None, seed: int) -> None:
+    """Load the adapter's files, or initialize a new adapter, which does not yet change what the model computes.
+
+    Does nothing without an adapter. The base must be loaded: some initial values are computed from its weights.
+    """
     if lora and lora.path:
         load_adapter(model, lora.path)
     else:
