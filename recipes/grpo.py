@@ -4,8 +4,10 @@
     torchrun --nproc-per-node 8 recipes/grpo.py --config my.yaml group_size=16
     tune run --nproc-per-node 8 grpo --config my.yaml adapter.rank=32
 
+    def is_right(row, completion): return row["answer"] in completion  # my_rewards.py: a row of the data, and a text
+
 A step samples `group_size` completions of each prompt and rewards them. The advantage A of a completion is its reward
-minus the mean reward of its group. With r = p / p_sampled, the loss of a step is
+minus the mean reward of its group. With r = p / p_sampled, the loss over the tokens of a step is
 
     - sum over tokens of  min(r, 2).detach() A log p  /  number of these tokens
 
@@ -13,7 +15,7 @@ minus the mean reward of its group. With r = p / p_sampled, the loss of a step i
    completions are right. All tokens of the global batch have the same weight, so length is not rewarded.
 2. r corrects for differences between sampler and trainer, and for older policies. losses.ClippedPolicy and losses.GSPO
    are alternatives.
-3. Groups whose rewards are all equal give no gradient. `dynamic_sampling` replaces them with groups of other prompts.
+3. Both sums leave out groups of equal rewards (or `dynamic_sampling` replaces them) and what `mask_truncated` masks.
 4. With `kl` above 0, the loss has a KL term. Its reference is the model before the first step, or another checkpoint.
 
 The settings are in configs/grpo.yaml. Copy this file (`tune cp grpo my.py`) and change it.
@@ -28,7 +30,7 @@ from tune.config import instantiate, instantiate_weighted
 from tune.run import Run
 
 
-def advantages(rewards, baseline: Literal["mean", "leave_one_out"]):
+def advantages(rewards, baseline: Literal["mean", "leave_one_out"]):  # the values that the setting may have
     """Compare the rewards of a prompt's completions with each other: `rewards` `[group]` -> advantages `[group]`."""
     if baseline == "leave_one_out":
         return rewards - (rewards.sum() - rewards) / (len(rewards) - 1)
@@ -64,23 +66,23 @@ def main(cfg):
         rewards=instantiate_weighted(cfg.reward),
         samples=cfg.group_size,
         max_prompt_len=cfg.max_prompt_len,
-        micro_batch_size=cfg.micro_batch_size,
+        micro_batch_size=cfg.micro_batch_size,  # of the batches for training, which rollouts.batch makes
         environment=cfg.environment,
         max_turns=cfg.max_turns,
         pad_to_longest=bool(cfg.compute.compile),
     )
-    rollouts.check(dataset, dataset.validation)
-    run.describe_rollouts(data, rollouts)
 
-    # The reference of the KL term is the model before the first step, or another one.
-    reference = peft.Reference(model, lora, cfg.reference, tokenizer=tokenizer) if cfg.kl else None
+    # These can fail, so they come before the weights are read.
+    rollouts.check(dataset, dataset.validation)  # room for a completion; with an environment, also conversations
+    run.describe_rollouts(data, rollouts)
+    reference = peft.Reference(model, lora, cfg.reference, tokenizer=tokenizer) if cfg.kl else None  # opened
 
     weights.load(model)  # each process reads its own slices
     # Reads adapter.path, or makes an adapter that changes nothing yet. init=pissa and olora read the base's values.
     peft.load_or_initialize(model, lora, cfg.seed)
     if reference:
-        reference.load(cfg.compute.dtype)
-    policy_loss = instantiate(cfg.loss)  # of log-probs, per token
+        reference.load(cfg.compute.dtype)  # reads its weights, or keeps the ones that were just loaded
+    policy_loss = instantiate(cfg.loss)  # of log-probs, per token; GSPO also reads the documents of the batch
     log_probs = losses.LogProbs(cfg.loss_chunk_tokens, cfg.sampling.temperature)  # the model calls it with its head
 
     def sample_live(prompts, step):
@@ -88,36 +90,35 @@ def main(cfg):
         groups = rollouts(prompts, step)
         for _ in range(cfg.dynamic_sampling):
             live = [group for group in groups if generation.is_live(group)]
-            dead = world.fetch(groups=world.sum(len(groups) - len(live)))["groups"]
-            if not dead:
+            num_dead = world.fetch(dead=world.sum(len(groups) - len(live)))["dead"]  # of all processes
+            if not num_dead:
                 break
-            groups = live + rollouts(data.draw(int(dead)), step)  # moves the position in the data
+            groups = live + rollouts(data.draw(int(num_dead)), step)  # all draw the same; rollouts samples its share
         return groups
 
     def with_advantages(group):
         """Return the samples of a group to train on, with their advantages; none if all rewards are equal."""
         if not generation.is_live(group):
-            return []
-        rewards_of_group = torch.tensor([episode.reward for episode in group], dtype=torch.float64)
+            return []  # else their tokens would count in the denominator
+        rewards = torch.tensor([episode.reward for episode in group], dtype=torch.float64)  # fp32 rounds differences
         samples = []
-        for episode, advantage in zip(group, advantages(rewards_of_group, cfg.baseline).tolist(), strict=True):
-            is_masked = cfg.mask_truncated and episode.finish != "stop"
-            if not is_masked:
+        for episode, advantage in zip(group, advantages(rewards, cfg.baseline).tolist(), strict=True):
+            if episode.finish == "stop" or not cfg.mask_truncated:  # else "length", or "room": none for another turn
                 samples.append(episode.sample(advantage))
         return samples
 
     def measure(micro_batch):
         """Return the loss and other metrics of a micro-batch's sampled tokens, each as (sum, count)."""
-        anchor = reference(micro_batch, log_probs).log_probs if reference else None
-        policy = model(micro_batch, log_probs)  # log-probs, and entropies without a gradient, [tokens]
-        advantage, sampled = (losses.of_tokens(name, micro_batch) for name in ("advantage", "sampled"))  # [tokens]
-        loss, clipped = policy_loss(policy.log_probs, sampled, advantage, micro_batch)  # [tokens]
-        measured = {"entropy": policy.entropies, "clipped_share": clipped.float()}
-        measured["mismatch_kl"] = losses.kl_estimate(sampled, policy.log_probs.detach())
+        anchor = reference(micro_batch, log_probs).log_probs if reference else None  # first: it may swap the parameters
+        predicted = model(micro_batch, log_probs)  # log-probs, and entropies without gradient: [tokens], like all here
+        advantage, sampled_log_probs = (losses.of_tokens(name, micro_batch) for name in ("advantage", "sampled"))
+        loss, clipped = policy_loss(predicted.log_probs, sampled_log_probs, advantage, micro_batch)
+        measured = {"loss": loss, "entropy": predicted.entropies, "clipped_share": clipped.float()}
+        measured["mismatch_kl"] = losses.kl_estimate(sampled_log_probs, predicted.log_probs.detach())  # sampler/trainer
         if anchor is not None:
-            measured["kl"] = losses.kl_estimate(policy.log_probs, anchor)
-            loss = loss + cfg.kl * measured["kl"]
-        return {name: losses.sum_and_count(values) for name, values in {"loss": loss, **measured}.items()}
+            measured["kl"] = losses.kl_estimate(predicted.log_probs, anchor)
+            measured["loss"] = loss + cfg.kl * measured["kl"]
+        return {name: losses.sum_and_count(values) for name, values in measured.items()}
 
     evaluator = instantiate(cfg.evaluate, run, model, tokenizer)
     if dataset.validation:
@@ -143,11 +144,11 @@ def main(cfg):
             with run.timed("rollout_seconds"):
                 groups = sample_live(prompts, step)
             samples = [sample for group in groups for sample in with_advantages(group)]
-            batch = rollouts.batch(samples, step, groups, cfg.seed)
-            metrics = run.fetch(**rollouts.metrics(groups), **rollouts.counts(groups))
+            batch = rollouts.batch(samples, step, groups, cfg.seed)  # groups: the rows that errors name
+            metrics = run.fetch(**rollouts.metrics(groups), **rollouts.counts(groups))  # means; counts of dead groups
 
             # All updates use the same samples; the last one is logged. If all groups are dead or masked, no token is
-            # supervised and nothing is updated.
+            # supervised and nothing is updated: the learning rate in the log is then from the line above.
             for _ in range(cfg.updates if batch.num_supervised else 0):
                 totals: dict[str, torch.Tensor] = {}
                 for micro_batch, is_last in batch:
@@ -155,7 +156,7 @@ def main(cfg):
                     measured = measure(micro_batch)
                     loss = measured["loss"][0] / batch.num_supervised
                     loss.backward()
-                    evaluation.add(totals, measured)
+                    evaluation.add(totals, measured)  # sums over micro-batches
 
                 grad_norm = distributed.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
                 metrics |= run.fetch(grad_norm=grad_norm, **world.means(totals))

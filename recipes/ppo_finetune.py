@@ -57,50 +57,49 @@ def main(cfg):
         rewards=instantiate_weighted(cfg.reward),
         samples=cfg.samples_per_prompt,
         max_prompt_len=cfg.max_prompt_len,
-        micro_batch_size=cfg.micro_batch_size,
+        micro_batch_size=cfg.micro_batch_size,  # of the batches for training, which rollouts.batch makes
         pad_to_longest=bool(cfg.compute.compile),
     )
-    rollouts.check(dataset, dataset.validation)
-    run.describe_rollouts(data, rollouts)
 
-    # The reference of the KL term is the model before the first step, or another one.
-    reference = peft.Reference(model, lora, cfg.reference, tokenizer=tokenizer) if cfg.kl else None
+    # These can fail, so they come before the weights are read.
+    rollouts.check(dataset, dataset.validation)  # room for a completion
+    run.describe_rollouts(data, rollouts)
+    reference = peft.Reference(model, lora, cfg.reference, tokenizer=tokenizer) if cfg.kl else None  # opened
 
     weights.load(model)  # each process reads its own slices
     # Reads adapter.path, or makes an adapter that changes nothing yet. init=pissa and olora read the base's values.
     peft.load_or_initialize(model, lora, cfg.seed)
     if reference:
-        reference.load(cfg.compute.dtype)
+        reference.load(cfg.compute.dtype)  # reads its weights, or keeps the ones that were just loaded
     critic_weights.load(critic)
     if critic_weights.new:
         torch.nn.init.zeros_(critic.head.weight)  # random values would add noise to the first advantages
     both = torch.nn.ModuleDict({"policy": model, "value": critic})
-    policy_loss = instantiate(cfg.loss)  # of log-probs, per token
+    policy_loss = instantiate(cfg.loss)  # of log-probs, per token; GSPO also reads the documents of the batch
     log_probs = losses.LogProbs(cfg.loss_chunk_tokens, cfg.sampling.temperature)  # the model calls it with its head
 
     @torch.no_grad()
     def judged(batch):
         """Return a micro-batch's values before the step and the advantages from them, `[tokens]` each."""
         values = critic(batch, losses.token_values)
-        ratio = (
-            losses.of_tokens("sampled", batch) - reference(batch, log_probs).log_probs
-            if reference
-            else torch.zeros_like(values)
-        )
-        return values, losses.gae(-cfg.kl * ratio, values, batch, cfg.gae_lambda, batch.columns["reward"])
+        log_ratio = torch.zeros_like(values)
+        if reference:
+            log_ratio = losses.of_tokens("sampled", batch) - reference(batch, log_probs).log_probs
+        return values, losses.gae(-cfg.kl * log_ratio, values, batch, cfg.gae_lambda, batch.columns["reward"])
 
     def measure(batch, judgement, mean, deviation):
         """Return the loss and other metrics of a micro-batch's sampled tokens, each as (sum, count)."""
         old, advantages = judgement  # [tokens], like all tensors below
-        policy, values = model(batch, log_probs), critic(batch, losses.token_values)
-        sampled, returns = losses.of_tokens("sampled", batch), advantages + old
-        loss, clipped = policy_loss(policy.log_probs, sampled, (advantages - mean) / deviation, batch)
+        predicted, values = model(batch, log_probs), critic(batch, losses.token_values)
+        sampled_log_probs, returns = losses.of_tokens("sampled", batch), advantages + old
+        normalized = (advantages - mean) / deviation
+        loss, clipped = policy_loss(predicted.log_probs, sampled_log_probs, normalized, batch)
         near = old + (values - old).clamp(-cfg.value_clip, cfg.value_clip)
         value_loss = torch.maximum((values - returns).square(), (near - returns).square()) / 2
         measured = {
             "loss": loss + cfg.value_weight * value_loss, "policy_loss": loss, "value_loss": value_loss,
-            "value": values, "return": returns, "entropy": policy.entropies, "clipped_share": clipped.float(),
-            "mismatch_kl": losses.kl_estimate(sampled, policy.log_probs.detach()),
+            "value": values, "return": returns, "entropy": predicted.entropies, "clipped_share": clipped.float(),
+            "mismatch_kl": losses.kl_estimate(sampled_log_probs, predicted.log_probs.detach()),  # sampler/trainer
         }  # fmt: skip
         return {name: losses.sum_and_count(values) for name, values in measured.items()}
 
@@ -121,8 +120,8 @@ def main(cfg):
             with run.timed("rollout_seconds"):
                 groups = rollouts(prompts, step)
             samples = [episode.sample() for group in groups for episode in group]
-            batch = rollouts.batch(samples, step, groups, cfg.seed)
-            metrics = world.fetch(**rollouts.metrics(groups))
+            batch = rollouts.batch(samples, step, groups, cfg.seed)  # groups: the rows that errors name
+            metrics = run.fetch(**rollouts.metrics(groups))
 
             both.eval()
             judgements = [judged(micro_batch) for micro_batch, _ in batch]
@@ -140,7 +139,7 @@ def main(cfg):
                     measured = measure(micro_batch, judgement, mean, deviation)
                     loss = measured["loss"][0] / batch.num_supervised
                     loss.backward()
-                    evaluation.add(totals, measured)
+                    evaluation.add(totals, measured)  # sums over micro-batches
 
                 grad_norm = distributed.clip_grad_norm_(both.parameters(), cfg.max_grad_norm)
                 metrics |= run.fetch(grad_norm=grad_norm, **world.means(totals))

@@ -100,7 +100,7 @@ def main(cfg):
                 measured = measure(micro_batch)
                 loss = measured["loss"][0] / batch.num_pairs
                 loss.backward()
-                evaluation.add(totals, measured)
+                evaluation.add(totals, measured)  # sums over micro-batches
 
             grad_norm = distributed.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
             metrics = run.fetch(grad_norm=grad_norm, **world.means(totals))  # waits for the device, once a step

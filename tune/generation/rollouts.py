@@ -25,6 +25,7 @@ class Rollouts:
     and the numbers that `rewards` give it: (name, function, weight), as from `tune.config.instantiate_weighted`. A
     prompt of up to `max_prompt_len` tokens and a completion have up to `longest` tokens. With `pad_to_longest`, batches
     are padded to that, as compiled blocks need it; the turns of an environment have no common length.
+    `micro_batch_size` is that of the batches to train on, which `batch` makes.
     """
 
     def __init__(
@@ -67,8 +68,11 @@ class Rollouts:
         )  # fmt: skip
 
     def batch(self, samples: Sequence[Any], step: int, groups: Sequence[Sequence[Episode]], seed: int) -> GlobalBatch:
-        """Return the batch of a step: the `samples` (of `Episode.sample`) of all processes, from these `groups`. All
-        processes must call this."""
+        """Return the batch of a step: the `samples` (of `Episode.sample`) of all processes.
+
+        `groups` are all groups of this process, also those without samples: errors name the rows of their prompts. All
+        processes must call this.
+        """
         rows = [group[0].prompt.index for group in groups]
         return global_batch(
             samples, self.micro_batch_size, self.world, seed=seed, step=step, rows=rows, pad_to=self.pad_to
@@ -79,7 +83,8 @@ class Rollouts:
         return self.world.means(statistics(groups, self.rewards, self.environment))
 
     def counts(self, groups: Sequence[Sequence[Episode]]) -> dict[str, torch.Tensor]:
-        """Return how many groups of all processes have equal rewards. All processes must call this."""
+        """Return how many groups of all processes have equal rewards. Not a part of `metrics`, since it has no meaning
+        where groups are not compared. All processes must call this."""
         return {name: self.world.sum(count) for name, count in counts(groups, self.environment).items()}
 
     def validate(self, dataset: Prompts) -> dict[str, float]:
