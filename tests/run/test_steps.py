@@ -1,6 +1,8 @@
 """What a run does before its first step, and the numbers that it fetches, with real parts in one process."""
 
+import itertools
 import json
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +13,8 @@ from omegaconf import OmegaConf
 from tune import distributed, evaluation
 from tune.checkpointers import Checkpointer, load_model
 from tune.collators import Batch
-from tune.datasets import DataLoader, load
+from tune.datasets import DataLoader, GlobalBatch, load
+from tune.errors import TuneError
 from tune.evaluation import Evaluator
 from tune.losses import LinearCrossEntropy
 from tune.run import Run
@@ -103,3 +106,60 @@ def test_model_card_names_recipe_base_and_data(checkpoint, world, tmp_path):
     run.dataset_name = "someone/chats"
     card = run.model_card(str(checkpoint))
     assert all(f"`{name}`" in card for name in ("test", "someone/chats", checkpoint.name))
+
+
+class Endless:
+    """A loop of one weight over data without an end, which the checkpoints and a measurement see."""
+
+    def __init__(self, folder, world):
+        self.run, self.weight = run_in(folder, world), torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(self.weight.parameters(), lr=0.1)
+        self.checkpointer = Checkpointer(self.run, model=self.weight, optimizer=optimizer, every=None, async_=False)
+        self.evaluator = Evaluator(self.run, self.weight, SimpleNamespace(stop_ids=()))
+        self.evaluator.add(lambda: {"measured": 1.0})
+
+    def data(self):
+        for step in itertools.count(self.run.step + 1):
+            yield step, GlobalBatch([], [], self.run.world.device, 8, 8, num_pairs=0)
+
+    def train(self, total, at_step=lambda step: None):
+        taken = []
+        with self.run:
+            for step, batch in self.run.steps(self.data(), self.checkpointer, self.evaluator, total=total):
+                taken.append(step)
+                at_step(step)
+                self.run.log(step, batch, {"loss": 1.0})
+                self.checkpointer.step(step)
+            self.run.finish()
+        return taken
+
+
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_data_with_more_steps_end_at_total(world, tmp_path):
+    folder = tmp_path / "run"
+    assert Endless(folder, world).train(total=3) == [1, 2, 3]
+    assert [(line["step"], line.get("measured")) for line in lines_of(folder)] == [(1, None), (2, None), (3, 1.0)]
+    assert [saved.name for saved in (folder / "checkpoints").iterdir()] == ["step-00000003"]
+    assert json.loads((folder / "run.json").read_text())["steps"] == 3
+    assert Endless(folder, world).train(total=3) == []
+    assert Endless(folder, world).train(total=5) == [4, 5]
+    with pytest.raises(TuneError, match="5.*4"):
+        Endless(folder, world).train(total=4)
+
+
+@pytest.mark.parametrize("at", [2, 3])
+def test_interrupted_data_with_more_steps(at, world, tmp_path):
+    folder = tmp_path / "run"
+
+    def interrupt(step):
+        if step == at:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(SystemExit) as ended:
+        Endless(folder, world).train(3, interrupt)
+    assert ended.value.code == 130
+    assert Endless(folder, world).train(3) == list(range(at + 1, 4))
+    assert [line["step"] for line in lines_of(folder) if "measured" in line] == [3]

@@ -480,8 +480,9 @@ class Run:
         """Restore the last checkpoint, describe the run, start writing to its folder, measure what is due before the
         first step, and iterate over the optimizer steps of `data`: pairs of a step and its batch.
 
-        The iteration goes from the step after the restored one to `total` (default: the length of `data`), and ends
-        when the `checkpointer` reports that training is over. After a first Ctrl-C or SIGTERM on any rank, the running
+        The iteration goes from the step after the restored one to `total` (default: the length of `data`), also if
+        `data` have more steps. It ends earlier with the data, or when the `checkpointer` reports that training is over.
+        After a first Ctrl-C or SIGTERM on any rank, the running
         step is the last one: the checkpointer saves it, and the process exits with code 130. Each step and its wait for
         data are timed.
 
@@ -521,6 +522,11 @@ class Run:
             if not isinstance(data, Sized):
                 raise TuneError(f"total: a {type(data).__name__} has no length. Pass the number of optimizer steps")
             total = len(data)
+        if start > total:
+            raise TuneError(
+                f"resume: the checkpoint is of step {start}, but this run ends at step {total}. Raise the number of "
+                "steps, or start over with resume=never and another output_dir"
+            )
         self.step, self.total = start, total
 
     def continues(self) -> Path | None:
@@ -577,7 +583,10 @@ class Run:
         try:
             while True:
                 watchdog.beat(self.step + 1)
-                if (checkpointer and checkpointer.is_over()) or (item := next(items, None)) is None:
+                if self.step >= self.total or (checkpointer and checkpointer.is_over()):
+                    return
+                item = next(items, None)
+                if item is None:
                     return
                 self.step = item[0]
                 PACE.intervals.append((begin, time.perf_counter(), 1.0))
