@@ -218,3 +218,50 @@ def advance(training, step):
     training.second.step()
     training.optimizer.zero_grad()
     training.schedule.step()
+
+
+def alternate(training, steps, metrics=lambda step: {}):
+    """Train one of two layers in each step, and freeze the other: a function of the step."""
+    for step in steps:
+        training.model.used.requires_grad_(step % 2 == 0)
+        training.model.late.requires_grad_(step % 2 == 1)
+        training.model(torch.arange(4.0) + step, 5).square().sum().backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        training.checkpointer.step(step, metrics(step))
+
+
+@pytest.mark.parametrize("at", [3, 4])
+def test_parameters_frozen_in_the_loop_are_saved(at, tmp_path):
+    whole, stopped, resumed = (Training(tmp_path / name, torch.optim.AdamW) for name in ("whole", "run", "run"))
+    alternate(whole, range(1, 7))
+    alternate(stopped, range(1, at + 1))
+    stopped.checkpointer.save(at)
+    frozen = [name for name, parameter in stopped.model.named_parameters() if not parameter.requires_grad]
+    assert frozen == [f"{'used' if at % 2 else 'late'}.{kind}" for kind in ("weight", "bias")]
+    assert resumed.checkpointer.resume() == at
+    alternate(resumed, range(at + 1, 7))
+    torch.testing.assert_close(resumed.weights(), whole.weights(), rtol=0, atol=0)
+
+
+def test_best_weights_include_parameters_frozen_in_the_loop(tmp_path):
+    how = {"keep_best": "validation_loss"}
+    best, training = (Training(tmp_path / name, torch.optim.AdamW, **how) for name in ("best", "run"))
+    alternate(best, range(1, 4))
+    alternate(training, range(1, 7), lambda step: {"validation_loss": abs(step - 3.0)})
+    assert training.checkpointer.finish() == 3
+    torch.testing.assert_close(training.weights(), best.weights(), rtol=0, atol=0)
+    assert all(parameter.requires_grad for parameter in training.model.parameters())  # for an export
+
+
+def test_parameters_unfrozen_in_the_loop_are_reported(tmp_path):
+    said = []
+    training = Training(tmp_path, torch.optim.AdamW)
+    training.model.late.requires_grad_(False)
+    checkpointer = Checkpointer(tmp_path, model=training.model, optimizer=training.optimizer, tell=said.append)
+    checkpointer.save(1)
+    assert not said
+    training.model.late.requires_grad_(True)
+    checkpointer.save(2)
+    checkpointer.save(3, wait=True)
+    assert len(said) == 1 and "late.weight" in said[0]

@@ -1,12 +1,13 @@
 """Save and restore training states with torch.distributed.checkpoint (DCP), also on another number of processes."""
 
 import base64
+import contextlib
 import functools
 import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -130,9 +131,11 @@ class Checkpointer:
     continues with the next batch and the current weights, `rollback` with the weights of the last checkpoint.
 
     Only values of the optimizer's parameter groups that training changed are saved. This includes the learning rate,
-    which tune's schedules recompute. Other hyperparameters come from the current config. Frozen parameters are not
-    saved: when resuming, `base` checks that they come from the same weights, and `adapter` that its settings match.
-    Without frozen parameters, `base` is not compared.
+    which tune's schedules recompute. Other hyperparameters come from the current config.
+
+    Parameters that are trainable when the checkpointer is made are saved, also those that the loop freezes later.
+    Others are not saved: when resuming, `base` checks that they come from the same weights, and `adapter` that its
+    settings match. Without frozen parameters, `base` is not compared.
 
     With `keep_best`, the name of a metric, the checkpoint with the best value is also kept. `higher_is_better` states
     whether that is the highest or the lowest value; it may be None for the metrics of docs/runs.md, and for a task's
@@ -188,6 +191,8 @@ class Checkpointer:
         self.folder, self.world = folder, world
         self.model, self.optimizer = model, optimizer
         self.settings = [dict(group) for group in optimizer.param_groups]
+        self.trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.left_out: set[str] = set()  # parameters that became trainable later, and are reported
         if all(parameter.requires_grad for parameter in model.parameters()):
             base = None  # all weights are in the checkpoints
         small = {"schedule": schedule, "data": data, "base": base, "adapter": adapter}
@@ -289,6 +294,39 @@ class Checkpointer:
             if before == self.folder:
                 self._renew_notes(self.saved)
 
+    @contextlib.contextmanager
+    def _as_made(self) -> Iterator[None]:
+        """Within the block, parameters are trainable or frozen as when the checkpointer was made.
+
+        The loop may freeze parameters for some steps, and torch ignores frozen ones.
+        """
+        reshard(self.model)  # FSDP's root may have gathered parameters in place of its own
+        changed = [
+            (name, parameter)
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad != (name in self.trained)
+        ]
+        for name, parameter in changed:
+            parameter.requires_grad_(name in self.trained)
+        try:
+            yield
+        finally:
+            for name, parameter in changed:
+                parameter.requires_grad_(name not in self.trained)
+
+    def _report_left_out(self) -> None:
+        """Warn once about parameters that became trainable after the checkpointer was made: they are not saved."""
+        trainable = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        left_out = trainable - self.trained - self.left_out
+        if left_out:
+            self.left_out |= left_out
+            self.tell(
+                f"warning: {len(left_out)} parameter(s) became trainable after the checkpointer was made, and are not "
+                f"in its checkpoints: {', '.join(sorted(left_out)[:3])}{', ...' if len(left_out) > 3 else ''}. Make "
+                "the optimizer and the checkpointer while all parameters that will be trained are trainable, and "
+                "freeze some in the loop"
+            )
+
     def _place(self, step: int) -> Path | None:
         """Return the checkpoint of a step in this folder or in the one that training continued from, or None."""
         places = [self.folder / f"step-{step:08d}", *filter(None, [self.resumed.get(step)])]
@@ -299,7 +337,8 @@ class Checkpointer:
         reader = Reader(path)
         saved = reader.read_metadata().state_dict_metadata
         # torch creates missing optimizer states of all parameters by a step with zero gradients.
-        model, optimizer = get_state_dict(self.model, self.optimizer, options=TRAINED)
+        with self._as_made():
+            model, optimizer = get_state_dict(self.model, self.optimizer, options=TRAINED)
         tensors = {"model": model, "extra": extra}
         of_parameters: Any = optimizer["state"]
         states = {name.rpartition(".")[2] for name in flatten_state_dict({"states": of_parameters})[0]}
@@ -325,7 +364,10 @@ class Checkpointer:
             group |= {name: value for name, value in settings.items() if name != "params"} | changed
             if torch.is_tensor(settings.get("lr")):  # torchao's optimizers need a tensor
                 group["lr"] = torch.full_like(settings["lr"], changed["lr"])
-        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=TRAINED)
+        with self._as_made():
+            set_state_dict(
+                self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=TRAINED
+            )
         for group, restored in zip(self.optimizer.param_groups, groups, strict=True):
             if not group["params"]:  # torch drops the settings of an empty group
                 group |= {name: value for name, value in restored.items() if name != "params"}
@@ -493,10 +535,10 @@ class Checkpointer:
                 "loss_scales": [scale.state_dict() for scale in loss_scales(self.model)], **parts,
             }
         )  # fmt: skip
-        tensors = {
-            "model": get_model_state_dict(self.model, options=TRAINED), "optimizer": self._optimizer_states(),
-            "extra": extra,
-        }  # fmt: skip
+        self._report_left_out()
+        with self._as_made():
+            model = get_model_state_dict(self.model, options=TRAINED)
+        tensors = {"model": model, "optimizer": self._optimizer_states(), "extra": extra}
         tensors = tree_map_only(Tensor, _on_host, tensors) if self.asynchronous else tensors
 
         def write() -> None:
@@ -574,8 +616,8 @@ class Checkpointer:
         self.metrics = {step: metrics for step, metrics in self.metrics.items() if step > saved}
 
     def finish(self) -> int | None:
-        """Wait as `wait` does; with `keep_best`, then load the weights of the best checkpoint. Call this before an
-        export. Returns the step of the loaded weights, or None if they are the last ones."""
+        """Wait as `wait` does; with `keep_best`, then load the weights of the best checkpoint. Parameters that the loop
+        froze are trainable again. Call this before an export. Returns the step of the loaded weights, or None if they are the last ones."""
         self.wait()
         if self.refused and not self.updates and (scales := loss_scales(self.model)) and scales[0].skipped:
             raise TuneError(
@@ -589,17 +631,22 @@ class Checkpointer:
                 f"{self.on_nan} skipped it. Nothing is exported. {CAUSES}"
             )
         reshard(self.model)  # the last evaluation may have gathered weights
+        for name, parameter in self.model.named_parameters():
+            if name in self.trained:  # the loop may have frozen it: an export has all trained parameters
+                parameter.requires_grad_(True)
         if self.best.metric is None:
             return None
         if (path := self._best_intact()) is None:
             self.tell(f"checkpointer.keep_best: no checkpoint has a finite {self.best.metric}; using the last weights")
             return None
-        model = get_model_state_dict(self.model, options=TRAINED)
+        with self._as_made():
+            model = get_model_state_dict(self.model, options=TRAINED)
         try:
             dcp.load({"model": model}, storage_reader=Reader(path), planner=Planner())
         except CheckpointException as error:
             raise TuneError(f"{path} cannot be read into this model: {cause_of(error)}. Remove that folder") from error
-        set_model_state_dict(self.model, model, options=TRAINED)
+        with self._as_made():
+            set_model_state_dict(self.model, model, options=TRAINED)
         self.tell(f"using the weights with the best {self.best}")
         return self.best.step
 
