@@ -1,6 +1,7 @@
 """Training that is saved, or stopped and resumed, equals uninterrupted training."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -265,3 +266,42 @@ def test_parameters_unfrozen_in_the_loop_are_reported(tmp_path):
     checkpointer.save(2)
     checkpointer.save(3, wait=True)
     assert len(said) == 1 and "late.weight" in said[0]
+
+
+def test_frozen_parameters_that_the_loop_changes_are_noted(tmp_path):
+    """Without a place in the checkpoints, they are reported once; the note says which model a checkpoint is not."""
+
+    def start(folder, **extra):
+        said, training = [], Training(tmp_path / "unused", torch.optim.AdamW)
+        training.model.never.requires_grad_(False)
+        checkpointer = Checkpointer(
+            folder, model=training.model, optimizer=training.optimizer, base=Position(), tell=said.append, async_=False
+        )
+        checkpointer.add(**{name: part(training.model) for name, part in extra.items()})
+        return said, training, checkpointer
+
+    def noted(folder, step):
+        return json.loads((folder / f"step-{step:08d}" / "state.json").read_text())["changed"]
+
+    bare, whole = tmp_path / "bare", tmp_path / "whole"
+    said, training, checkpointer = start(bare)
+    training.take([1])
+    checkpointer.save(1)
+    assert not said and not noted(bare, 1)
+    with torch.no_grad():
+        training.model.never.weight.add_(1)
+    checkpointer.save(2)
+    checkpointer.save(3)
+    assert len(said) == 1 and "never.weight" in said[0] and noted(bare, 3) == ["never.weight"]
+
+    bases = {"bases": lambda model: {"never": model.never.weight}}
+    said, training, checkpointer = start(whole, **bases)
+    with torch.no_grad():
+        training.model.never.weight.add_(1)
+    checkpointer.save(1)
+    assert not said and noted(whole, 1) == ["never.weight"]
+    said, resumed, checkpointer = start(whole, **bases)
+    assert checkpointer.resume() == 1
+    torch.testing.assert_close(resumed.model.never.weight, training.model.never.weight, rtol=0, atol=0)
+    checkpointer.save(2)
+    assert not said and noted(whole, 2) == ["never.weight"]

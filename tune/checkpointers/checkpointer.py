@@ -52,14 +52,14 @@ from tune.checkpointers.reading import (
     require_same,
     whole_states,
 )
-from tune.distributed import World, current_world, is_ray_worker, loss_scales, report, reshard
+from tune.distributed import World, current_world, is_ray_worker, local_shard, loss_scales, report, reshard
 from tune.errors import TuneError, explained
 from tune.files import CHECKPOINT, lock, written_aside
 from tune.lookup import in_shell
 from tune.types import PositiveInt, checked
 
 # The checkpointer's own keys in state.json.
-OF_ITSELF = {"step", "groups", "best", "optimizer", "updates", "stopped", "loss_scales", "unmeasured"}
+OF_ITSELF = {"step", "groups", "best", "optimizer", "updates", "stopped", "loss_scales", "unmeasured", "changed"}
 
 STORED = ".store"  # marks a run folder that is uploaded: each node has its own folder with its processes' files
 
@@ -192,7 +192,9 @@ class Checkpointer:
         self.model, self.optimizer = model, optimizer
         self.settings = [dict(group) for group in optimizer.param_groups]
         self.trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self.left_out: set[str] = set()  # parameters that became trainable later, and are reported
+        self.left_out: set[str] = set()  # reported parameters that training changes and checkpoints lack
+        self.frozen = self._memory_of_frozen()
+        self.changed: set[str] = set()  # frozen parameters that the loop has changed
         if all(parameter.requires_grad for parameter in model.parameters()):
             base = None  # all weights are in the checkpoints
         small = {"schedule": schedule, "data": data, "base": base, "adapter": adapter}
@@ -266,6 +268,7 @@ class Checkpointer:
             self.small["schedule"].load_state_dict(_from_json(small["schedule"]))
         self.updates, self.stopped = small["updates"], small.get("stopped", False)
         self.unmeasured = small.get("unmeasured", False)
+        self.changed = {*small.get("changed", ())}
         for scale, state in zip(loss_scales(self.model), small.get("loss_scales", ()), strict=False):
             scale.load_state_dict(state)
         self.best.load_state_dict(small.get("best", {}))
@@ -300,7 +303,7 @@ class Checkpointer:
 
         The loop may freeze parameters for some steps, and torch ignores frozen ones.
         """
-        reshard(self.model)  # FSDP's root may have gathered parameters in place of its own
+        reshard(self.model)  # a forward may have gathered parameters in place of the model's own
         changed = [
             (name, parameter)
             for name, parameter in self.model.named_parameters()
@@ -322,9 +325,37 @@ class Checkpointer:
             self.left_out |= left_out
             self.tell(
                 f"warning: {len(left_out)} parameter(s) became trainable after the checkpointer was made, and are not "
-                f"in its checkpoints: {', '.join(sorted(left_out)[:3])}{', ...' if len(left_out) > 3 else ''}. Make "
-                "the optimizer and the checkpointer while all parameters that will be trained are trainable, and "
-                "freeze some in the loop"
+                f"in its checkpoints: {_first(left_out)}. Make the optimizer and the checkpointer while all parameters "
+                "that will be trained are trainable, and freeze some in the loop"
+            )
+
+    @torch.no_grad()
+    def _memory_of_frozen(self) -> dict[str, tuple[int, int]]:
+        """Return the address of this process's part of each frozen parameter, and how often torch has changed it."""
+        if rehearsal.current():
+            return {}
+        found = {}
+        for name, parameter in self.model.named_parameters():
+            if name not in self.trained:
+                shard, _ = local_shard(parameter)
+                found[name] = shard.data_ptr(), shard._version
+        return found
+
+    @torch.no_grad()
+    def _note_changed(self, extra: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Note frozen parameters that the loop has changed. Warn once about those that are not in `extra`."""
+        now = self._memory_of_frozen()
+        saved = {local_shard(tensor)[0].data_ptr() for tensors in extra.values() for tensor in tensors.values()}
+        for name, (address, version) in self.frozen.items():
+            if address and now.get(name, (0, 0))[0] == address and now[name][1] != version:  # FSDP may move it
+                self.changed.add(name)
+        lost = {name for name in self.changed if name in now and now[name][0] not in saved} - self.left_out
+        if lost:
+            self.left_out |= lost
+            self.tell(
+                f"warning: the loop has changed {len(lost)} frozen parameter(s), which are not in the checkpoints: "
+                f"{_first(lost)}. A run that continues would start with their original values. Add them: "
+                "checkpointer.add(bases={name: parameter, ...})"
             )
 
     def _place(self, step: int) -> Path | None:
@@ -527,15 +558,17 @@ class Checkpointer:
         complete = self.folder / f"step-{step:08d}"
         unfinished = self.folder / f".step-{step:08d}.{self.world.broadcast(uuid.uuid4().hex[:8])}"
         parts, extra = self._states()
+        reshard(self.model)  # a forward may have gathered parameters in place of the model's own
+        self._report_left_out()
+        self._note_changed(extra)
         small = json.dumps(
             {
                 "step": step, "groups": self._changed(), "best": self.best.state_dict(),
                 "optimizer": _kind(self.optimizer), "updates": self.updates, "stopped": self.stopped,
-                "unmeasured": self.unmeasured,
+                "unmeasured": self.unmeasured, "changed": sorted(self.changed),
                 "loss_scales": [scale.state_dict() for scale in loss_scales(self.model)], **parts,
             }
         )  # fmt: skip
-        self._report_left_out()
         with self._as_made():
             model = get_model_state_dict(self.model, options=TRAINED)
         tensors = {"model": model, "optimizer": self._optimizer_states(), "extra": extra}
@@ -796,6 +829,12 @@ class OfDict:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.values.clear()
         self.values.update(state["values"])
+
+
+def _first(names: Iterable[str]) -> str:
+    """Return the first three names, for a message."""
+    first, more = sorted(names)[:3], sorted(names)[3:]
+    return ", ".join([*first, "..."] if more else first)
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -80,6 +80,13 @@ class TrainedWeights:
         base = state.get("base")
         return base.get("xxh3") if isinstance(base, dict) else None
 
+    def changed_frozen(self) -> list[str]:
+        """Return the names of frozen parameters that the training loop changed. The state does not have them, except
+        in `extra`."""
+        state = json.loads((self.checkpoint / "state.json").read_text(encoding="utf-8"))
+        changed: list[str] = state.get("changed", [])
+        return changed
+
     def _require_sound(self) -> None:
         if damage := found_damage(self.checkpoint):
             raise TuneError(f"{self.checkpoint} is damaged: {damage}. Use an earlier checkpoint")

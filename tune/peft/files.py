@@ -5,7 +5,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -267,6 +267,18 @@ def warn_of_another_base(adapter: str | Path, digest: str | None, base: str | Pa
             f"{adapter} was trained on a base with other weights or another config.json than {base} has now (xxh3 "
             f"{digest}, now {now}), so the model may be worse than the trained one. Use the base of the training if "
             "this is not intended",
+            stacklevel=3,
+        )
+
+
+def warn_of_changed_base(checkpoint: str | Path, changed: Sequence[str], base: str | Path) -> None:
+    """Warn, on rank 0, if the training of a `checkpoint` also changed frozen weights, which `base` does not have."""
+    is_main = not dist.is_initialized() or dist.get_rank() == 0
+    if is_main and changed:
+        warnings.warn(
+            f"{checkpoint}: the training loop changed {len(changed)} frozen parameter(s), such as {changed[0]}. This "
+            f"model has their values in {base}, so it is not the trained one. Continue the run to its end, and use its "
+            "export",
             stacklevel=3,
         )
 

@@ -42,7 +42,7 @@ from tune.errors import TuneError, explained
 from tune.lookup import local_path
 from tune.models import ConfigFile, HuggingFaceModel, Names, build, hf, set_pad
 from tune.peft.adding import add_adapters
-from tune.peft.files import adapter, digest, load_adapter, read_adapter, warn_of_another_base
+from tune.peft.files import adapter, digest, load_adapter, read_adapter, warn_of_another_base, warn_of_changed_base
 from tune.peft.lora import LoRA
 from tune.peft.merging import give_memory, load_combined, require_combinable, take_off
 from tune.peft.named import Resolved, checkpoint_of, resolve_model, step_of
@@ -359,6 +359,7 @@ def _at_step(run: Path, step: int, head: Literal["tokens", "score"] | None, sett
         state.load_trained(model)  # checks the files of the state
         if not rehearsal.current():
             warn_of_another_base(checkpoint, state.digest_of_base(), base)
+            warn_of_changed_base(checkpoint, state.changed_frozen(), base)
 
     adapters = [NamedAdapter(lora, load, state.digest)]
     return OpenedModel(folders, model, weights, adapters, title, setting, tokenizer)
