@@ -9,13 +9,18 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from copied_recipe import CHANGES, EDITS, EXTENDING, SAMPLED, TINY, Copied, assert_same, lines_of
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.nn.functional import cross_entropy, kl_div, nll_loss, softplus
 
 from tune import datasets
+from tune.checkpointers import load_model
+from tune.peft import open_model
 from tune.quantization.compressed import dequantize, group_size, quantize
 from tune.tokenizers import Tokenizer
 
@@ -42,6 +47,8 @@ MIXED = (
     "dataset._component_=tune.datasets.mix", "dataset.sources={own: {path: chats.jsonl}, other: {path: other.jsonl}}",
     "share_at_end=0.5", "epochs=4",
 )  # fmt: skip
+SOURCES = (*MIXED[:2], "epochs=4")
+MERGED = (CHATS, "merge_every=1", "optimizer.lr=1e-2")
 HELD_OUT = (CHATS, "dataset.validation=held_out.jsonl", "evaluate.every=2")
 ASKED = (CHATS, "evaluate.every=2", "good_enough=2")
 ROUNDED = (CHATS, "rounding=int8")
@@ -77,6 +84,10 @@ TABLE = {
     "trace": Edit("full_finetune", "A trace of some steps", 3, 3, (CHATS, "epochs=2", "max_steps=8")),
     "type": Edit("full_finetune", "Another type of the exported weights", 1, 1),
     "following": Edit("preference_finetune", "A reference that follows", 20, 31, FOLLOWED),
+    "frozen for a while": Edit("full_finetune", "Layers frozen for some steps", 6, 7, (CHATS, "steps_of_a_block=1")),
+    "kl": Edit("lora_finetune", "A second loss, logged", 9, 13, (CHATS, "optimizer.lr=1e-2")),
+    "sources": Edit("full_finetune", "A loss for each source", 9, 12, SOURCES),
+    "merged": Edit("lora_finetune", "Adapters merged during training", 11, 11, MERGED),
     "second validation": Edit("full_finetune", "A second validation set", 8, 3, HELD_OUT),
 }  # fmt: skip
 
@@ -109,6 +120,12 @@ def logits_and_labels(copied: Copied, model: torch.nn.Module, file: str, **how: 
     rows = datasets.load(tokenizer, str(copied.folder / file), max_seq_len=128, **how)
     tensors = [(torch.tensor(row.tokens).long(), torch.tensor(row.labels).long(), row) for row in rows]
     return [(model(tokens[None]).logits[0], labels, row) for tokens, labels, row in tensors]
+
+
+def saved_weights(copied: Copied, step: int) -> dict[str, torch.Tensor]:
+    """Return the weights in a checkpoint."""
+    dcp_to_torch_save(copied.folder / "run" / "checkpoints" / f"step-{step:08d}", copied.folder / "state.pt")
+    return torch.load(copied.folder / "state.pt", weights_only=True)["model"]
 
 
 @pytest.fixture
@@ -441,6 +458,75 @@ def test_following_reference(copied: Copied) -> None:
     copied.copy("preference_finetune", "")
     stored = copied.train("stored", *TINY, "model.path=SmolLM2-135M-Instruct", *PAIRS, "epochs=2")
     assert [step["loss"] for step in still] == pytest.approx([step["loss"] for step in stored], rel=1e-5)
+
+
+@pytest.mark.weekly
+def test_frozen_for_some_steps(copied: Copied, checkpoint: Path) -> None:
+    """One block changes in each step: the one that the seed draws."""
+    train(copied, "frozen for a while", "checkpointer.every=1", "optimizer.weight_decay=0.1")
+    before = dict(load_model(str(checkpoint)).named_parameters())
+    active = set()
+    for step in range(1, 5):
+        after = saved_weights(copied, step)
+        changed = {name for name, weight in before.items() if not torch.equal(weight, after[name])}
+        assert {"embedding.weight", "norm.weight"} <= changed
+        (block,) = {int(name.split(".")[1]) for name in changed if name.startswith("blocks.")}
+        assert block == np.random.default_rng([0, step - 1]).integers(3)
+        active.add(block)
+        before = after
+    assert len(active) > 1
+    assert_same(
+        {name: weight.detach() for name, weight in load_model(str(copied.folder / "run" / "model")).named_parameters()},
+        before,
+    )
+
+
+@pytest.mark.weekly
+@torch.no_grad()
+def test_second_loss(copied: Copied, pretrained: torch.nn.Module) -> None:
+    """The logged divergence is that of the exported model from the base, in float64 of transformers' logits."""
+    settings = ["kl_weight=0.5", "global_batch_size=48", "optimizer.lr=1e-2", "export.merge=true", "schedule.warmup=0"]
+    steps = train(copied, "kl", *settings, "epochs=3", "max_steps=2")
+    assert abs(steps[0]["kl"]) < 1e-6 < steps[1]["kl"]
+    copied.remove("run")
+    train(copied, "kl", *settings, "max_steps=1")
+    trained = transformers.AutoModelForCausalLM.from_pretrained(copied.folder / "run" / "model")
+    total, count = 0.0, 0
+    rows = zip(*(logits_and_labels(copied, model, "chats.jsonl") for model in (trained, pretrained)), strict=True)
+    for (ours, labels, _), (base, _, _) in rows:
+        ours, base = (logits[labels >= 0].double().log_softmax(-1) for logits in (ours, base))
+        total, count = total + kl_div(base, ours, log_target=True, reduction="sum").item(), count + len(ours)
+    assert steps[1]["kl"] == pytest.approx(total / count, rel=1e-3)
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize("packed", [False, True])
+@torch.no_grad()
+def test_loss_of_sources(packed: bool, copied: Copied, pretrained: torch.nn.Module) -> None:
+    (step,) = train(copied, "sources", "global_batch_size=96", "max_steps=1", f"packed={packed}", "micro_batch_size=1")
+    sums, counts = [], []
+    for name, file in (("own", "chats.jsonl"), ("other", "other.jsonl")):
+        rows = logits_and_labels(copied, pretrained, file)
+        sums.append(sum(cross_entropy(logits, labels, reduction="sum").item() for logits, labels, _ in rows))
+        counts.append(sum((labels >= 0).sum().item() for _, labels, _ in rows))
+        assert step[f"loss/{name}"] == pytest.approx(sums[-1] / counts[-1], rel=1e-4)
+    assert step["loss"] == pytest.approx(sum(sums) / sum(counts), rel=1e-4)
+
+
+@pytest.mark.weekly
+def test_merged_adapters(copied: Copied, checkpoint: Path) -> None:
+    """A merge changes no output: the rank of the sum grows, and a checkpoint by itself is reported as another model."""
+    steps = train(copied, "merged", "adapter.rank=1", "merge_every=2")
+    copied.remove("run")
+    never = train(copied, "merged", "adapter.rank=1", "merge_every=9")
+    assert [step["loss"] for step in steps[:3]] == pytest.approx([step["loss"] for step in never[:3]], rel=1e-5)
+    copied.remove("run")
+    train(copied, "merged", "adapter.rank=1", "merge_every=1", "optimizer.lr=1e-1", "schedule.warmup=0")
+    name = "model.layers.0.mlp.down_proj.weight"
+    change = copied.exported("run")[name].double() - load_file(checkpoint / "model.safetensors")[name].double()
+    assert (torch.linalg.svdvals(change) > 1e-4).sum() > 1
+    with copied.at_work(), pytest.warns(UserWarning, match="frozen"):
+        open_model("run", step=2).load()
 
 
 @pytest.mark.weekly

@@ -26,7 +26,7 @@ def refused(config: Leaves) -> str:
     if is_set(config, "processor_type"):
         return "processor_type: this config trains on images or audio; recipes only train on text"
     if is_set(config, "relora*"):
-        return "relora: tune does not merge and restart adapters during training"
+        return "relora: no recipe merges and restarts adapters; docs/changes.md has an edit of lora_finetune that does"
     if is_set(config, "diffusion*"):
         return "diffusion: no recipe trains diffusion language models"
     if is_set(config, "process_reward_model"):
