@@ -146,7 +146,7 @@ def test_data_with_more_steps_end_at_total(world, tmp_path):
     assert json.loads((folder / "run.json").read_text())["steps"] == 3
     assert Endless(folder, world).train(total=3) == []
     assert Endless(folder, world).train(total=5) == [4, 5]
-    with pytest.raises(TuneError, match="5.*4"):
+    with pytest.raises(TuneError, match="step 5"):
         Endless(folder, world).train(total=4)
 
 

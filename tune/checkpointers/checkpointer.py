@@ -649,8 +649,9 @@ class Checkpointer:
         self.metrics = {step: metrics for step, metrics in self.metrics.items() if step > saved}
 
     def finish(self) -> int | None:
-        """Wait as `wait` does; with `keep_best`, then load the weights of the best checkpoint. Parameters that the loop
-        froze are trainable again. Call this before an export. Returns the step of the loaded weights, or None if they are the last ones."""
+        """Wait as `wait` does; with `keep_best`, then load the weights of the best checkpoint. Call this before an
+        export. Parameters that the loop froze are trainable again. Returns the step of the loaded weights, or None if
+        they are the last ones, as when the loop changed frozen weights."""
         self.wait()
         if self.refused and not self.updates and (scales := loss_scales(self.model)) and scales[0].skipped:
             raise TuneError(
@@ -668,6 +669,12 @@ class Checkpointer:
             if name in self.trained:  # the loop may have frozen it: an export has all trained parameters
                 parameter.requires_grad_(True)
         if self.best.metric is None:
+            return None
+        if self.changed:
+            self.tell(
+                "warning: checkpointer.keep_best: the loop changed frozen weights, which belong to the last trained "
+                "weights. Using the last weights"
+            )
             return None
         if (path := self._best_intact()) is None:
             self.tell(f"checkpointer.keep_best: no checkpoint has a finite {self.best.metric}; using the last weights")
