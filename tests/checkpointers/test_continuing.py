@@ -305,3 +305,22 @@ def test_frozen_parameters_that_the_loop_changes_are_noted(tmp_path):
     torch.testing.assert_close(resumed.model.never.weight, training.model.never.weight, rtol=0, atol=0)
     checkpointer.save(2)
     assert not said and noted(whole, 2) == ["never.weight"]
+
+
+def test_best_weights_are_the_last_ones_if_frozen_parameters_changed(tmp_path):
+    """The base of the best step is not in its checkpoint."""
+    training = Training(tmp_path / "unused", torch.optim.AdamW)
+    training.model.never.requires_grad_(False)
+    checkpointer = Checkpointer(
+        tmp_path / "run", model=training.model, optimizer=training.optimizer, base=Position(), every=None,
+        keep_best="validation_loss", async_=False,
+    )  # fmt: skip
+    for step in (1, 2):
+        training.take([step])
+        with torch.no_grad():
+            training.model.never.weight.add_(1)
+        checkpointer.step(step, {"validation_loss": float(step)})
+    checkpointer.save(2)
+    last = training.weights()
+    assert checkpointer.finish() is None
+    torch.testing.assert_close(training.weights(), last, rtol=0, atol=0)

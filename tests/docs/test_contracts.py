@@ -1,12 +1,17 @@
 """docs/contracts.md, followed to the letter."""
 
 import json
+import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from docs_reader import BLOCK, ROOT, Reader
 from helpers import run_processes, slow_but
 from pytest import MonkeyPatch
+
+from tune.datasets import Prompt
+from tune.generation import Episode
 
 PAGE = (ROOT / "docs" / "contracts.md").read_text(encoding="utf-8")
 OWN, AFTER = PAGE.split("## Reward\n")
@@ -35,6 +40,12 @@ def test_one_script_replaces_every_component(processes: int, tmp_path: Path, mon
         assert len(whole) == number and whole == again == parts, name
     table = [line.split() for line in (tmp_path / "parts" / "losses.txt").read_text().splitlines()]
     assert [(int(step), float(loss)) for step, loss in table] == [*enumerate(whole, 1)]
+
+
+def test_attributes_of_episodes_and_prompts() -> None:
+    named = set(re.findall(r"`(episode|prompt)\.(\w+)`", AFTER))
+    has = {("episode", field.name) for field in fields(Episode)} | {("prompt", field.name) for field in fields(Prompt)}
+    assert has - named == {("episode", "magnitude")} and named <= has
 
 
 @pytest.mark.slow
