@@ -74,7 +74,7 @@ def main(cfg):
 
     def measure_answers():
         """Return the mean scores and the answers."""
-        prompts = [replace(prompt, position=prompt.index) for prompt in questions.prompts]
+        prompts = [replace(prompt, position=prompt.index) for prompt in questions]
         groups = generation.rollout(model, sampler, tokenizer, prompts, scores, world, samples=1, step=0)
         means = world.fetch(**world.means(generation.statistics(groups, scores)))
         metrics = {name.removeprefix("reward/"): value for name, value in means.items() if name != "reward"}

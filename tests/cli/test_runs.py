@@ -19,7 +19,7 @@ from helpers import HANGS
 from rich.console import Console
 from run_folders import write_run
 
-from tune.cli import main, watch
+from tune.cli import main, runs, watch
 from tune.cli.output import gib
 from tune.records import read
 from tune.records.page import uses
@@ -387,3 +387,46 @@ def test_runs_as_json(make_run, tmp_path, capsys):
     (run,) = json.loads(capsys.readouterr().out)
     assert (run["path"], run["state"], run["metrics"]["step"]) == (str(folder), "done", 6)
     assert run["metrics"]["loss"] == read(folder).last("loss")
+
+
+def test_runs_reads_only_what_it_shows(make_run, tmp_path, monkeypatch, capsys):
+    """Settings are slow to read: 2,000 of them take most of the time."""
+    for name in ("one", "two"):
+        make_run(name)
+    opened = []
+
+    def noted(function):
+        def call(file, *how, **options):
+            if file.is_relative_to(tmp_path):
+                opened.append(file.name)
+            return function(file, *how, **options)
+
+        return call
+
+    monkeypatch.setattr(Path, "open", noted(Path.open))
+    monkeypatch.setattr(Path, "read_bytes", noted(Path.read_bytes))
+    monkeypatch.setattr(Path, "read_text", noted(Path.read_text))
+    monkeypatch.setattr("tune.config.saved", lambda folder: opened.append("settings") or {})
+    for options in ([], ["--json"]):
+        opened.clear()
+        main(["runs", str(tmp_path), *options])
+        assert {*opened} == {"run.json", "metrics.jsonl"}
+    capsys.readouterr()
+
+
+def test_runs_prints_its_progress(make_run, tmp_path, monkeypatch, capsys):
+    for name in ("one", "two", "three"):
+        make_run(name)
+    monkeypatch.setattr(runs, "TELL", 0)
+    main(["runs", str(tmp_path)])
+    assert "2 of 3 runs" in capsys.readouterr().err
+
+
+def test_checkpoints_imports_no_torch(make_run):
+    folder = make_run()
+    (folder / "checkpoints" / "step-00000004").mkdir(parents=True)
+    code = "import sys; from tune.cli import main; main(sys.argv[1:]); print('torch' in sys.modules)"
+    shown = subprocess.run(
+        [sys.executable, "-c", code, "checkpoints", folder], capture_output=True, text=True, check=True
+    )
+    assert "step-00000004" in shown.stdout and shown.stdout.endswith("False\n")

@@ -421,7 +421,7 @@ def test_a_full_disk_is_an_error(run: Path, monkeypatch: pytest.MonkeyPatch, cap
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("tune.datasets.cache._write", full)
+    monkeypatch.setattr("tune.datasets.preparation.keep", full)
     code, _ = verified(capsys, run / "adapter", "--against", run)
     assert code == 2
     monkeypatch.setattr("tune.cli.verify.verify", full)

@@ -5,39 +5,63 @@ import json
 from tune.collators import Sample
 from tune.datasets import load
 from tune.datasets.accounting import Accounting
-from tune.datasets.fit import CANNOT_BE_USED, FULLY_MASKED, Outcome
+from tune.datasets.block import ENDS, Block, Example, TokenizedRow
+from tune.datasets.fit import Fit
+from tune.datasets.reasons import CANNOT_BE_USED, FULLY_MASKED
 from tune.tokenizers import Tokenizer
 
-SAMPLE = Sample([1, 2, 3], [2, 3, -100])
-OUTCOMES = [
-    Outcome([SAMPLE], remarks=["odd"]),
-    Outcome([SAMPLE], cut=4, clipped=True, ends=False),
-    Outcome([SAMPLE, SAMPLE], remarks=["odd"]),
-    Outcome(dropped=FULLY_MASKED, place="data.jsonl:4", cut=5, needs=9),
-    Outcome(dropped=FULLY_MASKED, place="data.jsonl:5", cut=1, needs=7),
-    Outcome(dropped=CANNOT_BE_USED, place="data.jsonl:6", mistake="data.jsonl:6: wrong"),
+
+class Places:
+    def of(self, number):
+        return f"data.jsonl:{number}"
+
+
+def sample(first, learned, last=0):
+    """Return a sample whose first target is at `first`, with `learned` targets and then `last` others."""
+    return Sample([1] * (first + learned + last), [-100] * first + [2] * learned + [-100] * last)
+
+
+# In 4 tokens; the third row is split, the first target of the fourth and fifth is cut off.
+ROWS = [
+    TokenizedRow([Example(sample(1, 2, 1), remarks=["odd"])]),
+    TokenizedRow([Example(sample(1, 7), flags=0)]),
+    TokenizedRow([Example(sample(1, 2, 1), flags=0, remarks=["odd", "even"])]),
+    TokenizedRow([Example(sample(7, 2))]),
+    TokenizedRow([Example(sample(5, 2))]),
+    TokenizedRow(dropped=CANNOT_BE_USED, mistake="wrong"),
 ]
 
 
+def counted(rows, first=1):
+    block = Block.of(enumerate(rows, first))
+    return Fit(4, "truncate")(block, None, Places()).accounting
+
+
 def test_outcomes_are_counted():
-    counted = Accounting.of_rows(OUTCOMES, "chat", ["id"])
-    assert (counted.format, counted.ignored_columns) == ("chat", ["id"])
-    assert (counted.rows, counted.kept, counted.dropped) == (6, 3, {FULLY_MASKED: 2, CANNOT_BE_USED: 1})
-    assert (counted.truncated, counted.cut_tokens, counted.clipped) == (3, 10, 1)
-    assert (counted.split, counted.endless, counted.shortest_prompt) == (1, 1, 7)
-    assert (counted.remarks, counted.mistakes) == ({"odd": 2}, ["data.jsonl:6: wrong"])
-    assert counted.first_dropped == {FULLY_MASKED: "data.jsonl:4", CANNOT_BE_USED: "data.jsonl:6"}
+    found = counted(ROWS)
+    assert (found.rows, found.kept, found.dropped) == (6, 3, {FULLY_MASKED: 2, CANNOT_BE_USED: 1})
+    assert (found.truncated, found.cut_tokens, found.clipped) == (3, 4 + 5 + 3, 1)
+    assert (found.split, found.endless, found.shortest_prompt) == (0, 1, 7)
+    assert (found.remarks, found.mistakes) == ({"odd": 2, "even": 1}, ["data.jsonl:6: wrong"])
+    assert found.first_dropped == {FULLY_MASKED: "data.jsonl:4", CANNOT_BE_USED: "data.jsonl:6"}
 
 
-def test_chunks_add_up_to_the_whole():
-    parts = [Accounting.of_rows([outcome], "chat", ["id"]) for outcome in OUTCOMES]
-    assert sum(parts, Accounting()) == Accounting.of_rows(OUTCOMES, "chat", ["id"])
-    assert parts[0] == Accounting.of_rows(OUTCOMES[:1], "chat", ["id"])  # the sum did not change it
+def test_split_rows_are_counted():
+    block = Block.of([(1, TokenizedRow([Example(sample(0, 9), ENDS)])), (2, TokenizedRow([Example(sample(0, 4))]))])
+    assert Fit(4, "split")(block, None, Places()).accounting.split == 1
+
+
+def test_blocks_add_up_to_the_whole():
+    parts = [counted([row], number) for number, row in enumerate(ROWS, 1)]
+    assert sum(parts, Accounting()) == counted(ROWS)
+    assert parts[0] == counted(ROWS[:1])  # the sum did not change it
 
 
 def test_only_the_first_mistakes_are_kept():
-    wrong = [Outcome(dropped=CANNOT_BE_USED, mistake=str(number)) for number in range(9)]
-    assert (Accounting.of_rows(wrong[:4]) + Accounting.of_rows(wrong[4:])).mistakes == [*"01234"]
+    wrong = [TokenizedRow(dropped=CANNOT_BE_USED, mistake="wrong") for _ in range(9)]
+    assert (counted(wrong[:4]) + counted(wrong[4:], 5)).mistakes == [
+        f"data.jsonl:{number}: wrong" for number in range(1, 6)
+    ]
 
 
 def test_table_names_the_first_row_dropped_for_each_reason(folder, tmp_path):

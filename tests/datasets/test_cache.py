@@ -8,16 +8,16 @@ import signal
 import time
 from contextlib import contextmanager
 
-import numpy as np
 import pytest
 from helpers import HANGS
+from safetensors.numpy import load_file
 
-from tune.datasets import cache as cache_module
+from tune.datasets import kept_files as cache_module
 from tune.datasets import load
-from tune.datasets.cache import content_of, prepared
-from tune.datasets.fit import Outcome
+from tune.datasets.kept_files import content_of
+from tune.datasets.read import pieces as pieces_module
 from tune.datasets.read.opening import read
-from tune.datasets.samples import flat
+from tune.datasets.rows import RowReader
 from tune.errors import TuneError
 from tune.files import contents
 from tune.tokenizers import Tokenizer
@@ -33,19 +33,6 @@ def rows(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("one", "two and more", "", "three")))
     return file
-
-
-@pytest.fixture
-def chunks(make):
-    """Two chunks, and a list that grows each time they are made."""
-    made = []
-
-    def chunks():
-        made.append(os.getpid())
-        yield flat([Outcome([make.sample(5, 4, 7)])])
-        yield flat([Outcome([make.sample(3, 2, 9)]), Outcome(dropped="fully masked")])
-
-    return chunks, made
 
 
 def listing(folder):
@@ -78,7 +65,7 @@ def test_cache_key_depends_on_content_not_location(folder, rows, cache, tmp_path
     def prepare(**changes):
         settings = {"path": str(rows), "max_seq_len": 8, "cache_dir": str(cache)}
         load(Tokenizer(str(folder)), **settings | changes)
-        return len([name for name in listing(cache) if "." not in name])
+        return len(listing(cache / "datasets"))
 
     assert prepare() == 1
     moved = shutil.copy(rows, tmp_path / "moved.jsonl")
@@ -148,76 +135,168 @@ def wait_for(condition):
         time.sleep(0.01)
 
 
-def test_killed_preparation_is_repeated(chunks, cache):
-    make_chunks, made = chunks
+@pytest.fixture
+def prepare(folder, rows, cache):
+    """Return a function that loads the rows with one process."""
+    tokenizer = Tokenizer(str(folder))
+
+    def prepare(path=rows, **options):
+        return load(tokenizer, str(path), **{"max_seq_len": 8, "cache_dir": str(cache), "workers": 1} | options)
+
+    return prepare
+
+
+@pytest.fixture
+def tokenized(monkeypatch):
+    """The rows that are tokenized, in the order in which it happens."""
+    seen, read = [], RowReader.__call__
+
+    def counted(reader, row):
+        seen.append(row)
+        return read(reader, row)
+
+    monkeypatch.setattr(RowReader, "__call__", counted)
+    return seen
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Cut sources into pieces of two rows."""
+    monkeypatch.setattr(pieces_module, "BYTES", 20)
+    monkeypatch.setattr(pieces_module, "ROWS", 2)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
+def test_killed_preparation_goes_on_after_the_last_piece(folder, tmp_path, cache, tokenized, suffix):
+    texts = [f"row number {number}" for number in range(9)]
+    file = tmp_path / f"data{suffix}"
+    lines = [json.dumps({"text": text}) for text in texts] if suffix == ".jsonl" else ["text", *texts]
+    file.write_text("\n".join(lines))
+
+    def load_it():
+        return load(Tokenizer(str(folder)), str(file), max_seq_len=40, cache_dir=str(cache), workers=1)
 
     def stuck():
-        yield from make_chunks()
-        signal.pause()
+        read = RowReader.blocks
 
-    with process(lambda: prepared(stuck(), "key", cache)):
-        wait_for(lambda: list(cache.glob(".key.*.unfinished/tokens.npy")))
-    samples = prepared(make_chunks(), "key", cache)
-    assert samples.tokens.tolist() == [7] * 5 + [9] * 3
-    assert listing(cache) == ["key", "key.lock"]
-    assert made == [os.getpid()]
+        def blocks(reader, rows, places, fit):
+            return read(reader, rows, places, fit) if rows[0][0] + places.first < 5 else signal.pause()
+
+        RowReader.blocks = blocks
+        load_it()
+
+    with process(stuck):
+        wait_for(lambda: len(list((cache / "blocks").glob("[!.]*"))) == (4 if suffix == ".jsonl" else 2))
+    data = load_it()
+    assert [sample.tokens.tolist() for sample in data.samples] == [
+        sample.tokens.tolist()
+        for sample in load(
+            Tokenizer(str(folder)), str(file), max_seq_len=40, cache_dir=str(cache / "new"), workers=1
+        ).samples
+    ]
+    kept = 4
+    assert [row["text"] for row in tokenized[: len(texts) - kept]] == texts[kept:]
 
 
-def test_second_process_waits_for_the_first_to_prepare(chunks, cache, capsys, monkeypatch):
-    make_chunks, made = chunks
-    go = cache.parent / "go"
+@pytest.mark.usefixtures("small_pieces")
+def test_only_what_changes_is_tokenized(prepare, rows, tokenized):
+    prepare()
+    assert len(tokenized) == 4
+    before = prepare(max_seq_len=5, too_long="drop", packed=True)
+    prepare(take=2)
+    prepare(validation_fraction=0.5)
+    prepare(on_bad_row="skip")
+    assert len(tokenized) == 4 and before.accounting.dropped["longer than max_seq_len"]
+    with rows.open("a") as file:
+        file.write(json.dumps({"text": "appended"}) + "\n")
+    assert prepare().accounting.rows == 5
+    assert [row["text"] for row in tokenized[4:]] == ["appended"]
+    rows.write_text(rows.read_text().replace("two and", "Two and"))
+    assert {sample.place for sample in prepare().samples} == {f"rows.jsonl:{number}" for number in (1, 2, 4, 5)}
+    assert [row["text"] for row in tokenized[5:]] == ["one", "Two and more"]  # they are one piece
+    rows.with_name("more").mkdir()
+    for name in ("a", "b"):
+        shutil.copy(rows, rows.with_name("more") / f"{name}.jsonl")
+    more = rows.with_name("more")
+    assert prepare(more).accounting.rows == 10
+    assert len(tokenized) == 7
+
+
+def test_rows_before_a_bad_one_are_kept(prepare, rows, tokenized, capsys):
+    with rows.open("a") as file:
+        file.write("{\n")
+    with pytest.raises(TuneError, match=r"rows\.jsonl:5"):
+        prepare()
+    assert "rows.jsonl:5" in capsys.readouterr().err  # told when it is met
+    assert prepare(on_bad_row="skip", max_bad_share=0.5).accounting.kept == 3
+    assert len(tokenized) == 5
+
+
+def test_second_process_waits_for_the_first_to_prepare(prepare, cache, capsys, monkeypatch, tokenized):
+    go, started = cache.parent / "go", cache.parent / "started"
 
     def slow():
-        yield from make_chunks()
-        wait_for(go.exists)
+        read = RowReader.blocks
 
-    with process(lambda: prepared(slow(), "key", cache)):
-        wait_for(lambda: list(cache.glob(".key.*.unfinished")))
+        def blocks(*arguments, **options):
+            started.touch()
+            wait_for(go.exists)
+            return read(*arguments, **options)
+
+        RowReader.blocks = blocks
+        prepare()
+
+    with process(slow):
+        wait_for(started.exists)
         monkeypatch.setattr(cache_module, "TELL", 0)
         monkeypatch.setattr(cache_module, "print", lambda *line, **at: print(*line, **at) or go.touch(), raising=False)
-        samples = prepared(make_chunks(), "key", cache)
-    assert samples.lengths.tolist() == [5, 3]
-    assert not made  # the other process did
-    assert "waiting for another process to prepare the dataset" in capsys.readouterr().err
+        data = prepare()
+    assert data.accounting.kept == 3
+    assert not tokenized  # the other process did
+    assert "waiting for another process to prepare" in capsys.readouterr().err
 
 
-def test_waiting_processes_raise_the_error_of_the_preparing_one(chunks, cache, capsys, monkeypatch):
-    make_chunks, made = chunks
-    go = cache.parent / "go"
+def test_waiting_processes_raise_the_error_of_the_preparing_one(prepare, cache, capsys, monkeypatch, tokenized):
+    go, started = cache.parent / "go", cache.parent / "started"
 
     def wrong():
-        wait_for(go.exists)
-        raise TuneError("rows.jsonl:3: wrong")
-        yield
+        def blocks(*arguments, **options):
+            started.touch()
+            wait_for(go.exists)
+            raise TuneError("rows.jsonl:3: wrong")
+
+        RowReader.blocks = blocks
+        prepare()
 
     lockf = fcntl.lockf
-    with process(lambda: prepared(wrong(), "key", cache)):
-        wait_for(lambda: list(cache.glob(".key.*.unfinished")))
+    with process(wrong):
+        wait_for(started.exists)
         monkeypatch.setattr(fcntl, "lockf", lambda *how: (how[1] & fcntl.LOCK_NB or go.touch(), lockf(*how)))
         with pytest.raises(TuneError, match=r"^rows\.jsonl:3: wrong$"):
-            prepared(make_chunks(), "key", cache)
-    assert not made
+            prepare()
+    assert not tokenized
     assert not capsys.readouterr().err  # a short wait for a process of the same run prints nothing
-    assert len(prepared(make_chunks(), "key", cache)) == 2  # a process that did not wait tries again
+    assert prepare().accounting.kept == 3  # a process that did not wait tries again
 
 
-@pytest.mark.parametrize("damage", ["cut", "absent", "about", "no object", "a bit of the shape", "a bit of the header"])
-def test_damaged_files_are_prepared_again(chunks, cache, damage):
-    make_chunks, made = chunks
-    prepared(make_chunks(), "key", cache)
+@pytest.mark.parametrize("folder_name", ["blocks", "datasets"])
+@pytest.mark.parametrize("damage", ["cut", "absent", "no header", "a bit of the header"])
+def test_damaged_files_are_prepared_again(prepare, cache, folder_name, damage):
+    whole = [sample.tokens.tolist() for sample in prepare().samples]
+    (file,) = (cache / folder_name).iterdir()
+    content = bytearray(file.read_bytes())
     if damage == "cut":
-        os.truncate(cache / "key" / "tokens.npy", 140)
+        os.truncate(file, len(content) - 4)
     elif damage == "absent":
-        (cache / "key" / "lengths.npy").unlink()
-    elif damage.startswith("a bit"):
-        file = cache / "key" / "tokens.npy"
-        content = bytearray(file.read_bytes())
-        content[content.index(b"(8,") + 1 if damage == "a bit of the shape" else 8] ^= 64 if "header" in damage else 12
-        file.write_bytes(content)
+        file.unlink()
+    elif damage == "no header":
+        file.write_bytes(b"[]")
     else:
-        (cache / "key" / "about.json").write_text("{" if damage == "about" else "[]")
-    assert prepared(make_chunks(), "key", cache).tokens.tolist() == [7] * 5 + [9] * 3
-    assert len(made) == 2
+        content[12] ^= 64
+        file.write_bytes(content)
+    assert [sample.tokens.tolist() for sample in prepare().samples] == whole
+    assert (cache / folder_name / file.name).stat().st_size == len(content)
 
 
 def test_unwritable_cache_is_reported(folder, rows, tmp_path, monkeypatch):
@@ -230,16 +309,17 @@ def test_unwritable_cache_is_reported(folder, rows, tmp_path, monkeypatch):
         load(Tokenizer(str(folder)), str(rows), max_seq_len=8)
 
 
-def test_full_disk_leaves_no_partial_files(chunks, cache, monkeypatch):
+def test_full_disk_leaves_no_partial_files(prepare, cache, monkeypatch):
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(cache_module.os, "fsync", full)
     with pytest.raises(TuneError, match=r"cache: No space left on device\. .* cache_dir"):
-        prepared(chunks[0](), "key", cache)
-    assert listing(cache) == ["key.lock"]
+        prepare()
+    assert not list((cache / "blocks").iterdir())
 
 
-def test_flat_files_open_in_numpy(chunks, cache):
-    prepared(chunks[0](), "key", cache)
-    assert np.load(cache / "key" / "tokens.npy").tolist() == [7] * 5 + [9] * 3
+def test_kept_files_are_safetensors(prepare, cache):
+    first = prepare().samples[0].tokens
+    (file,) = (cache / "blocks").iterdir()
+    assert load_file(file)["tokens"][: len(first)].tolist() == first.tolist()

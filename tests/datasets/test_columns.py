@@ -4,14 +4,14 @@ import csv
 import json
 import re
 import shlex
-from dataclasses import replace
 
 import pytest
 from omegaconf import OmegaConf
+from row_outcomes import outcomes
 
 from tune import config
 from tune.config import text
-from tune.datasets import RowReader, load
+from tune.datasets import load
 from tune.datasets.parse.columns import MEANINGS
 from tune.errors import TuneError
 from tune.tokenizers import Tokenizer
@@ -256,10 +256,9 @@ PACKED_BY = {
 
 @pytest.mark.parametrize(("column", "values"), [(name, value) for name, all in PACKED_BY.items() for value in all])
 def test_rows_that_another_program_packed_are_refused(tokenizer, column, values):
-    reader = RowReader(tokenizer, 32)
     with pytest.raises(TuneError, match=rf"^row: .*{column}.* packed=true"):
-        reader([("row", {**PACKED_ROW, column: values})])
-    (outcome,) = replace(reader, ignore=[column])([("row", {**PACKED_ROW, column: values})])
+        outcomes(tokenizer, 32, [("row", {**PACKED_ROW, column: values})])
+    (outcome,) = outcomes(tokenizer, 32, [("row", {**PACKED_ROW, column: values})], ignore=[column])
     assert len(outcome.samples[0].tokens) == 6
 
 
@@ -272,7 +271,7 @@ def test_rows_that_another_program_packed_are_refused(tokenizer, column, values)
     ],
 )
 def test_columns_that_describe_one_document_are_accepted(tokenizer, columns):
-    (outcome,) = RowReader(tokenizer, 32)([("row", {**PACKED_ROW, **columns})])
+    (outcome,) = outcomes(tokenizer, 32, [("row", {**PACKED_ROW, **columns})])
     assert outcome.samples
 
 
@@ -289,6 +288,6 @@ def test_columns_that_describe_one_document_are_accepted(tokenizer, columns):
 def test_columns_that_other_trainers_read_are_refused(tokenizer, column, value):
     row = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
     with pytest.raises(TuneError, match=rf"^row: .*{column}"):
-        RowReader(tokenizer, 64)([("row", {**row, column: value})])
+        outcomes(tokenizer, 64, [("row", {**row, column: value})])
     for empty in (None, "", {}):
-        assert RowReader(tokenizer, 64)([("row", {**row, column: empty})])[0].samples
+        assert outcomes(tokenizer, 64, [("row", {**row, column: empty})])[0].samples

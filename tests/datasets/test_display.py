@@ -5,8 +5,10 @@ import re
 
 import numpy as np
 import pytest
+from row_outcomes import outcomes
 
-from tune.datasets import Dataset, RowReader, load, mix
+from tune.collators import Sample
+from tune.datasets import Dataset, load, mix
 from tune.datasets.display import document, first_rows, histogram, marked, parts_of
 from tune.datasets.stream import Stream
 from tune.datasets.warnings import overlap, warnings_of
@@ -154,7 +156,7 @@ def test_remarks_list_roles_the_template_omits(byte_checkpoint, tmp_path, folder
 
     def remarks(template):
         tokenizer = Tokenizer(str(byte_checkpoint(tmp_path / "other", SPECIAL, template)))
-        (outcome,) = RowReader(tokenizer, 1000)([("row", row)])
+        (outcome,) = outcomes(tokenizer, 1000, [("row", row)])
         assert outcome.mistake is None
         return list(outcome.remarks)
 
@@ -165,3 +167,17 @@ def test_remarks_list_roles_the_template_omits(byte_checkpoint, tmp_path, folder
     assert remarks(everything.replace("message.content +", "message.content | trim | tojson +")) == []
     without = everything.replace("in messages", "in messages if message.role in ('user', 'assistant')")
     assert remarks(without) == ["system left out by the template", "tool left out by the template"]
+
+
+def test_broken_characters_are_decoded_a_few_times_each(tokenizer, monkeypatch):
+    """A text of 4,000 first bytes of characters; each token is decoded with a bounded number of others."""
+    decoded = []
+    decode = Tokenizer.decode
+    monkeypatch.setattr(
+        Tokenizer, "decode", lambda self, ids, **options: decoded.append(len(ids)) or decode(self, ids, **options)
+    )
+    (first_byte, _) = tokenizer.encode("\u00e9")[-2:]
+    count = 4000
+    shown = document(Sample(np.full(count, first_byte), np.full(count, -100)), tokenizer)
+    assert "".join(text for text, _ in shown.tokens) == "\ufffd" * count
+    assert sum(decoded) < 200 * count

@@ -1,7 +1,7 @@
 """Prepared rows are stored on disk under FORMAT_VERSION: changed outputs need a new version.
 
 If this test fails, an edit has changed tokens, labels, columns or counts of rows that people may have prepared. Raise
-`tune.datasets.cache.FORMAT_VERSION` and put the new digests under the new number.
+`tune.datasets.kept_files.FORMAT_VERSION` and put the new digests under the new number.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tune.datasets import load
-from tune.datasets.cache import FORMAT_VERSION
+from tune.datasets.kept_files import FORMAT_VERSION
 from tune.tokenizers import Tokenizer
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]

@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
+from row_outcomes import outcomes
 
-from tune.datasets import RowReader
 from tune.datasets.parse.columns import recognize
 from tune.datasets.parse.formats import FORMATS
 from tune.datasets.parse.messages import checked_messages
@@ -40,7 +40,7 @@ def read(tokenizer):
     """The learned text of a row's samples."""
 
     def read(row, **options):
-        (outcome,) = RowReader(tokenizer, 10_000, **options)([("row", row)])
+        (outcome,) = outcomes(tokenizer, 10_000, [("row", row)], **options)
         assert outcome.mistake is None
         return [learned(sample, tokenizer) for sample in outcome.samples]
 
@@ -56,7 +56,7 @@ def rendered(folder):
 
     def rendered(row):
         tokenizer = Tokenizer(str(folder))
-        (outcome,) = RowReader(tokenizer, 10_000, train_on="all")([("row", row)])
+        (outcome,) = outcomes(tokenizer, 10_000, [("row", row)], train_on="all")
         assert outcome.mistake is None
         *messages, tools = tokenizer.decode(outcome.samples[0].tokens.tolist()).split("|")
         return [json.loads(message) for message in messages], json.loads(tools)
@@ -76,7 +76,7 @@ def test_docs_show_an_example_of_each_format():
 @pytest.mark.parametrize(("name", "row"), EXAMPLES)
 def test_docs_examples_are_recognized_and_read(name, row, tokenizer, read):
     if name == "tokens":
-        (outcome,) = RowReader(tokenizer, 1000)([("row", row)])
+        (outcome,) = outcomes(tokenizer, 1000, [("row", row)])
         assert outcome.samples[0].tokens.tolist() == [72, 105, 33]
         assert outcome.samples[0].labels.tolist() == [105, 33, -100]
     else:
@@ -131,13 +131,13 @@ def test_template_that_expects_arguments_as_json(folder, tokenizer):
         "{{ c.function.name + ':' + c.function.arguments }}{% endfor %}{% endgeneration %}{% endfor %}"
     )
     messages = [ASK, {"role": "assistant", "tool_calls": [CALL]}]
-    (outcome,) = RowReader(Tokenizer(str(folder)), 100)([("row", {"messages": messages})])
+    (outcome,) = outcomes(Tokenizer(str(folder)), 100, [("row", {"messages": messages})])
     assert tokenizer.decode(outcome.samples[0].tokens.tolist()) == 'Higet:{"at": "home"}'
 
 
 def test_template_that_omits_a_tool_call_is_a_mistake(tokenizer):
     messages = [ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
-    (outcome,) = RowReader(tokenizer, 100)([("row", {"messages": messages})])
+    (outcome,) = outcomes(tokenizer, 100, [("row", {"messages": messages})])
     assert (
         outcome.mistake == "row: the chat template leaves out the call of the tool get: it does not support tool calls"
     )
@@ -153,7 +153,7 @@ def test_text_parts_are_joined_as_templates_join_them(folder, tokenizer):
     (folder / "chat_template.jinja").write_text(template)
     messages = [ASK, {"role": "assistant", "content": parts}]
     reference = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(messages, tokenize=False)
-    (outcome,) = RowReader(Tokenizer(str(folder)), 100)([("row", {"messages": messages})])
+    (outcome,) = outcomes(Tokenizer(str(folder)), 100, [("row", {"messages": messages})])
     assert tokenizer.decode(outcome.samples[0].tokens.tolist()) == reference == "Hi|Hello!|"
 
 
@@ -198,14 +198,14 @@ def test_question_and_answer_columns_as_a_chat(read):
     ],
 )
 def test_labels_and_masks_of_tokens(tokenizer, columns, labels):
-    (outcome,) = RowReader(tokenizer, 100)([("row", {"input_ids": [1, 2, 3, 4], **columns})])
+    (outcome,) = outcomes(tokenizer, 100, [("row", {"input_ids": [1, 2, 3, 4], **columns})])
     assert outcome.samples[0].labels.tolist() == labels
 
 
 @pytest.mark.parametrize("mask", [[0, 0, 1, 1], [1, 1, 0, 0], [0, 1, 1, 0]])
 def test_padding_is_removed(tokenizer, mask):
     kept = [token for token, on in zip([0, 2, 3, 4], mask, strict=True) if on]
-    (outcome,) = RowReader(tokenizer, 100)([("row", {"input_ids": [0, 2, 3, 4], "attention_mask": mask})])
+    (outcome,) = outcomes(tokenizer, 100, [("row", {"input_ids": [0, 2, 3, 4], "attention_mask": mask})])
     assert outcome.samples[0].tokens.tolist() == kept
     assert outcome.samples[0].labels.tolist() == [*kept[1:], -100]
 

@@ -119,9 +119,7 @@ def test_each_source_of_a_mixture_has_its_own(tokenizer, folder):
 def test_prompts(tokenizer, folder):
     options = {"max_prompt_len": 64, "ignore": ["talk"]}
     prompts = load_prompts(tokenizer, str(folder), **options, validation={"split": "validation", "take": 3})
-    assert [prompt.row["instruction"] for prompt in prompts.validation.prompts] == [
-        f"validation {row}" for row in range(3)
-    ]
+    assert [prompt.row["instruction"] for prompt in prompts.validation] == [f"validation {row}" for row in range(3)]
     assert len(prompts) == 9
     assert load_prompts(tokenizer, str(folder), **options).validation is None
     with pytest.raises(TuneError, match=r"^validation\.max_prompt_len: "):

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from row_outcomes import outcomes
 
-from tune.datasets import RowReader
 from tune.tokenizers import Tokenizer
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>", "<|end|>"]
@@ -100,7 +100,7 @@ def chat(turns):
 
 
 def read(tokenizer, messages, **options):
-    (outcome,) = RowReader(tokenizer, 100_000, ignore=["<image>"], **options)([("row", {"messages": messages})])
+    (outcome,) = outcomes(tokenizer, 100_000, [("row", {"messages": messages})], ignore=["<image>"], **options)
     assert outcome.mistake is None
     return outcome.samples[0]
 

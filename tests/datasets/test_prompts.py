@@ -59,12 +59,12 @@ def test_prompts_with_media_are_refused(row, message, read):
 
 def test_other_columns_stay_available_to_rewards(read):
     row = {"prompt": "the cat", "chosen": "sat", "rejected": "ran", "label": 1, "weight": 2.5, "images": []}
-    assert read(row).prompts[0].row == row
+    assert read(row)[0].row == row
 
 
 def test_mapped_answer_is_added_to_the_row(read):
     row = {"ticket": "2 + 2", "reply": 4}
-    (prompt,) = read(row, columns={"instruction": "ticket", "output": "reply"}).prompts
+    (prompt,) = read(row, columns={"instruction": "ticket", "output": "reply"})
     assert prompt.row == {**row, "output": 4} and exact_match(prompt.row, "4") == 1
     with pytest.raises(TuneError, match="ticket, reply"):
         exact_match(row, "4")
@@ -77,7 +77,7 @@ def test_mapped_prompt_must_be_text(value, read):
 
 
 def test_input_follows_its_instruction(read, tokenizer):
-    (prompt,) = read({"instruction": "Translate.", "input": "the cat", "output": "die Katze"}).prompts
+    (prompt,) = read({"instruction": "Translate.", "input": "the cat", "output": "die Katze"})
     assert prompt.messages == [{"role": "user", "content": "Translate.\n\nthe cat"}]
     assert "Translate.\n\nthe cat<|im_end|>" in tokenizer.decode(prompt.tokens)
     with pytest.raises(TuneError, match=r"rows.jsonl:1: input is 3; it must be a string"):
@@ -108,7 +108,7 @@ def test_epoch_is_shuffled_once_per_step(monkeypatch):
 
 def test_sharegpt_conversations(read):
     turns = [{"from": "human", "value": "the cat"}, {"from": "gpt", "value": "sat"}]
-    (prompt,) = read({"conversations": turns}).prompts
+    (prompt,) = read({"conversations": turns})
     assert prompt.messages == [{"role": "user", "content": "the cat"}]
 
 

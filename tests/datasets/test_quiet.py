@@ -89,7 +89,7 @@ def test_prompt_date_comes_from_the_run(folder, write, checkpoint):
     (folder / "chat_template.jinja").write_text("{{ strftime_now('%Y-%m-%d') }}{{ messages[0].content }}")
     file = write({"instruction": "Hi"})
     prompts = {
-        date: load_prompts(tokenizer := Tokenizer(str(folder), **date_of), file, max_prompt_len=50).prompts[0].tokens
+        date: load_prompts(tokenizer := Tokenizer(str(folder), **date_of), file, max_prompt_len=50)[0].tokens
         for date, date_of in {"2024-07-26": {}, "2031-01-02": {"date": "2031-01-02"}}.items()
     }
     assert {date: tokenizer.decode(tokens) for date, tokens in prompts.items()} == {
@@ -105,12 +105,12 @@ def test_prompt_date_comes_from_the_run(folder, write, checkpoint):
 
 def test_reused_rows_are_reported_with_their_age(read, tmp_path):
     assert "prepared" not in read(chat()).accounting.table()
-    (about,) = (tmp_path / "cache").glob("*/about.json")
-    os.utime(about, (about.stat().st_atime, about.stat().st_mtime - 3 * 3600))
+    (kept,) = (tmp_path / "cache" / "datasets").iterdir()
+    os.utime(kept, (kept.stat().st_atime, kept.stat().st_mtime - 3 * 3600))
     again = read(chat()).accounting
     (line,) = (line for line in again.table().splitlines() if line.strip().startswith("prepared"))
-    assert "3 hours" in line and str(about.parent) in line
-    assert again.as_dict()["prepared"] == about.stat().st_mtime
+    assert "3 hours" in line and str(kept) in line
+    assert again.as_dict()["prepared"] == kept.stat().st_mtime
 
 
 def test_declared_dependencies_of_a_function_are_part_of_the_key(read, tmp_path, monkeypatch):

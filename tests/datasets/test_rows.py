@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from row_outcomes import outcomes
 
-from tune.datasets import RowReader, load
-from tune.datasets.accounting import Accounting
+from tune.datasets import load
 from tune.datasets.rows import exact_text
 from tune.datasets.user_functions import sources_of
 from tune.errors import TuneError
@@ -32,7 +32,7 @@ def tokenizer(folder):
 @pytest.fixture
 def outcome(tokenizer):
     def outcome(row, max_seq_len=10_000, **options):
-        (outcome,) = RowReader(tokenizer, max_seq_len, **options)([("row", row)])
+        (outcome,) = outcomes(tokenizer, max_seq_len, [("row", row)], **options)
         return outcome
 
     return outcome
@@ -115,7 +115,7 @@ def test_eos_is_learned_even_if_it_is_the_padding(folder, shown):
     tokenizer = Tokenizer(str(folder))
     assert tokenizer.pad_id == tokenizer.eos_id
     rows = [("row", {"messages": TURNS[:2]}), ("row", {"text": "once"})]
-    assert [shown(outcome.samples[0]) for outcome in RowReader(tokenizer, 100)(rows)] == [
+    assert [shown(outcome.samples[0]) for outcome in outcomes(tokenizer, 100, rows)] == [
         "<user\na>\n<assistant\n[A>]\n",
         "<s>[once>]",
     ]
@@ -131,22 +131,21 @@ def test_template_that_writes_bos_gets_no_second_one(folder):
     template = (folder / "chat_template.jinja").read_text()
     (folder / "chat_template.jinja").write_text("{{ bos_token }}" + template)
     tokenizer = Tokenizer(str(folder))
-    (outcome,) = RowReader(tokenizer, 100)([("row", {"messages": TURNS})])
+    (outcome,) = outcomes(tokenizer, 100, [("row", {"messages": TURNS})])
     assert outcome.samples[0].tokens.tolist().count(tokenizer.bos_id) == 1
 
 
 def test_conversations_without_end_of_turn_are_counted(folder):
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
-    outcomes = RowReader(Tokenizer(str(folder)), 100)([("row", {"messages": TURNS}), ("row", {"text": "once"})])
-    assert [outcome.ends for outcome in outcomes] == [False, True]
-    assert Accounting.of_rows(outcomes).endless == 1
+    found = outcomes(Tokenizer(str(folder)), 100, [("row", {"messages": TURNS}), ("row", {"text": "once"})])
+    assert [outcome.ends for outcome in found] == [False, True]
 
 
 def test_cut_conversation_is_not_counted_as_endless(folder):
     """It is counted as truncated."""
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
     rows = [("row", {"messages": TURNS[:2]}), ("row", {"messages": TURNS})]
-    whole, cut = RowReader(Tokenizer(str(folder)), 24)(rows)
+    whole, cut = outcomes(Tokenizer(str(folder)), 24, rows)
     assert (whole.cut, whole.ends) == (0, False)
     assert cut.cut > 0 and cut.samples and cut.ends
 
@@ -154,7 +153,7 @@ def test_cut_conversation_is_not_counted_as_endless(folder):
 def test_template_with_empty_generation_blocks_masks_the_row(folder):
     template = "{% for m in messages %}{{ m.content }}{% if m.role == 'model' %}{% generation %}{% endgeneration %}"
     (folder / "chat_template.jinja").write_text(template + "{% endif %}{% endfor %}")
-    (outcome,) = RowReader(Tokenizer(str(folder)), 100)([("row", {"messages": TURNS})])
+    (outcome,) = outcomes(Tokenizer(str(folder)), 100, [("row", {"messages": TURNS})])
     assert (len(outcome.samples), outcome.dropped) == (0, "fully masked")
 
 
@@ -433,11 +432,11 @@ def test_broken_generator_functions_are_reported(tokenizer):
 
 @pytest.mark.usefixtures("my_data")
 def test_pickled_reader_gives_the_same_rows(tokenizer):
-    reader = RowReader(tokenizer, 60, filter="my_data.is_long", train_on=["user"])
+    options = {"filter": "my_data.is_long", "train_on": ["user"]}
     rows = [("one", CHAT | {"text": "yes"}), ("two", {"text": "x"}), ("three", {"text": 5.0, "messages": 1})]
-    before = reader(rows)
-    copy = pickle.loads(pickle.dumps(reader))
-    for one, other in zip(before, copy(rows), strict=True):
+    before = outcomes(tokenizer, 60, rows, **options)
+    copy = pickle.loads(pickle.dumps(tokenizer))
+    for one, other in zip(before, outcomes(copy, 60, rows, **options), strict=True):
         assert (one.dropped, one.mistake) == (other.dropped, other.mistake)
         for mine, theirs in zip(one.samples, other.samples, strict=True):
             assert mine.tokens.tolist() == theirs.tokens.tolist() and mine.labels.tolist() == theirs.labels.tolist()

@@ -15,7 +15,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from tune import rehearsal
 from tune.datasets import load
-from tune.datasets.cache import content_of
+from tune.datasets.kept_files import content_of
 from tune.datasets.read.data_files import SCHEMES
 from tune.datasets.read.opening import read
 from tune.errors import TuneError

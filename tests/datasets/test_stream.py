@@ -8,10 +8,12 @@ from itertools import islice
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from row_outcomes import Named
 
 from tune.datasets import DataLoader, Stream, load, validation_batches
-from tune.datasets.fit import Outcome
-from tune.datasets.samples import flat
+from tune.datasets.block import Block, Example, TokenizedRow
+from tune.datasets.fit import Fit
+from tune.datasets.samples import Stored
 from tune.datasets.stream import Position
 from tune.datasets.workers import map_chunks
 from tune.errors import TuneError
@@ -21,12 +23,17 @@ from tune.tokenizers import Tokenizer
 def stream(make, lengths, pack_to=None, window=64, fingerprint="the same"):
     """Return a stream whose row i has lengths[i] tokens, all equal to i; rows of length 0 are dropped."""
 
-    def outcomes(numbers):
-        made = [(number, lengths[number]) for number in numbers]
-        return [Outcome([make.sample(n, n - 1, token)]) if n else Outcome(dropped="empty") for token, n in made]
+    def row(number):
+        if not lengths[number]:
+            return TokenizedRow(dropped="empty")
+        return TokenizedRow([Example(make.sample(lengths[number], lengths[number] - 1, number))])
+
+    def chunk(numbers):
+        block, places = Block.of([(number, row(number)) for number in numbers]), Named("row")
+        return Stored(block, places), Fit(64)(block, None, places)
 
     def chunks(start):
-        return map_chunks(lambda numbers: flat(outcomes(numbers)), range(start, len(lengths)), 1)
+        return map_chunks(chunk, range(start, len(lengths)), 1)
 
     return Stream(chunks, "rows.jsonl", 64, pack_to, window, fingerprint)
 
@@ -93,12 +100,12 @@ def test_packed_pass_has_every_row(make):
 
 def test_samples_are_numbered_in_order_of_arrival(make):
     """Dropout masks depend on the numbers: dropped rows have none, and a second pass has new ones."""
-    lengths = [row % 3 for row in range(300)]  # a row of one token has a number but no learned token
+    lengths = [2 * (row % 3) for row in range(300)]
     data = DataLoader(stream(make, lengths), make.world(), 50, 50, max_steps=6)
     numbers = {(token, number) for _, batch in data for token, number in rows_of(batch)}
     samples = [row for row, length in enumerate(lengths) if length]
     assert {(token, samples.index(token)) for token, _ in numbers} == numbers
-    assert len(numbers) == 100
+    assert len(numbers) == 200
 
 
 def test_each_pass_shuffles_rows_differently(make):

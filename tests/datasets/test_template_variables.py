@@ -48,7 +48,7 @@ def samples(tokenizer: Tokenizer, rows: list[dict[str, Any]], kind: Any, folder:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     if kind == "prompts":
         loaded = load_prompts(tokenizer, str(file), max_prompt_len=200, **options)
-        return [prompt.tokens for prompt in loaded.prompts]
+        return [prompt.tokens for prompt in loaded]
     options |= {"kind": kind, "max_seq_len": 200, "cache_dir": str(folder / "cache")}
     data: Any = load_dataset(tokenizer, str(file), **options)
     return [(sample.tokens.tolist(), sample.labels.tolist()) for sample in data.samples]

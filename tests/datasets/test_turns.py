@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from reasoning import ask, think
+from row_outcomes import outcomes
 from torch.testing import assert_close
 
 from tune.checkpointers import load_model
 from tune.collators import collate
-from tune.datasets import DataLoader, RowReader, load
+from tune.datasets import DataLoader, load
 from tune.errors import TuneError
 from tune.losses import LinearCrossEntropy
 from tune.tokenizers import Tokenizer
@@ -44,7 +45,7 @@ def by_hand(thinking_checkpoint, conversations):
 
 
 def read(tokenizer, messages, max_seq_len=400, **options):
-    (outcome,) = RowReader(tokenizer, max_seq_len, turns="as_seen", **options)([("row", {"messages": messages})])
+    (outcome,) = outcomes(tokenizer, max_seq_len, [("row", {"messages": messages})], turns="as_seen", **options)
     return outcome
 
 
@@ -59,7 +60,7 @@ def test_each_answer_has_the_context_of_its_turn(thinking_checkpoint, tokenizer)
     assert samples == by_hand(thinking_checkpoint, [TALK])
     assert len({sample.columns["group"] for sample in outcome.samples}) == 1
     assert outcome.remarks == []  # no reasoning is lost
-    together = RowReader(tokenizer, 400)([("row", {"messages": TALK})])[0]
+    together = outcomes(tokenizer, 400, [("row", {"messages": TALK})])[0]
     assert together.remarks == ["reasoning left out by the template"]
 
 
@@ -77,7 +78,7 @@ def test_answers_that_share_a_context_are_one_sample(thinking_checkpoint, tokeni
 
 def test_template_that_omits_nothing_gives_the_whole_conversation(checkpoint):
     tokenizer = Tokenizer(str(checkpoint))
-    (whole,) = RowReader(tokenizer, 400)([("row", {"messages": TALK})])[0].samples
+    (whole,) = outcomes(tokenizer, 400, [("row", {"messages": TALK})])[0].samples
     (sample,) = read(tokenizer, TALK).samples
     assert (sample.tokens == whole.tokens).all() and (sample.labels == whole.labels).all()
 

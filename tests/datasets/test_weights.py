@@ -8,10 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from row_outcomes import Named, outcomes
 
 from tune.collators import IGNORE, Batch, Sample, collate, collate_inputs
-from tune.datasets import DataLoader, Dataset, Mixture, RowReader, load, validation_batches
-from tune.datasets.fit import _split_anywhere
+from tune.datasets import DataLoader, Dataset, Mixture, load, validation_batches
+from tune.datasets.block import SPLITS, Block, Example, TokenizedRow
+from tune.datasets.fit import Fit
+from tune.datasets.samples import Samples, Stored
 from tune.errors import TuneError
 from tune.generation import own_answers
 from tune.tokenizers import Tokenizer
@@ -41,7 +44,7 @@ def say(text="Hello!", **more):
 
 
 def outcome_of(tokenizer, row, max_seq_len=400, **options):
-    (outcome,) = RowReader(tokenizer, max_seq_len, **options)([("row", row)])
+    (outcome,) = outcomes(tokenizer, max_seq_len, [("row", row)], **options)
     return outcome
 
 
@@ -83,7 +86,7 @@ def test_weights_of_messages(folder, template):
     assert learned(sample, tokenizer) == expected
     (first, *_) = outcome_of(tokenizer, {"messages": messages}, turns="as_seen").samples
     assert learned(first, tokenizer) == expected  # they share one context
-    rendered = RowReader(tokenizer, 400)([("row", {"messages": [ask(), say("One"), ask(), say("Two")]})])[0].samples[0]
+    rendered = outcomes(tokenizer, 400, [("row", {"messages": [ask(), say("One"), ask(), say("Two")]})])[0].samples[0]
     assert tokenizer.decode(sample.tokens.tolist()).startswith(tokenizer.decode(rendered.tokens.tolist()).rstrip())
 
 
@@ -172,7 +175,9 @@ def test_weights_of_all_pieces_of_a_split_row_stay_with_their_tokens(prefix):
     tokens = np.array([*prefix, *range(10, 30)], np.int32)
     weights = tokens / 100
     labels = np.append(tokens[1:], IGNORE).astype(np.int32)
-    pieces = _split_anywhere(Sample(tokens, labels, weights=weights.astype(np.float32)), 7, prefix).samples
+    sample = Sample(tokens, labels, weights=weights.astype(np.float32))
+    block, fit = Block.of([(1, TokenizedRow([Example(sample, SPLITS)]))]), Fit(7, prefix=prefix)
+    pieces = [*Samples.of([Stored(block, Named("row"))], [fit(block, None, Named("row"))], prefix, "a row")]
     assert len(pieces) > 2 and all(piece.tokens[: len(prefix)].tolist() == prefix for piece in pieces)
     found = [
         (int(token), int(label), float(weight))

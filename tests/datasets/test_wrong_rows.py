@@ -7,8 +7,9 @@ import math
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from row_outcomes import outcomes
 
-from tune.datasets import RowReader, load
+from tune.datasets import load
 from tune.datasets.parse.formats import FORMATS
 from tune.errors import TuneError
 from tune.tokenizers import Tokenizer
@@ -262,8 +263,7 @@ MESSAGE = st.fixed_dictionaries(
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(row=st.dictionaries(st.sampled_from(COLUMNS), JSON | st.lists(MESSAGE, max_size=3), max_size=4) | JSON)
 def test_any_row_is_either_used_or_dropped(tokenizer, row):
-    reader = RowReader(tokenizer, 20, too_long="split", validation_fraction=0.1)
-    for outcome in reader([("the row", row)]):
+    for outcome in outcomes(tokenizer, 20, [("the row", row)], too_long="split", validation_fraction=0.1):
         assert bool(outcome.samples) + (outcome.dropped is not None) == 1
         assert all(0 < len(sample.tokens) <= 20 for sample in outcome.samples)
 

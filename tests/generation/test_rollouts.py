@@ -48,10 +48,10 @@ def test_episodes_rewards_and_their_means(checkpoint, tokenizer, sampler, prompt
     model = load_model(str(checkpoint))
     rollouts = rollouts_of(model, sampler, tokenizer)
     rollouts.check(prompts, None)
-    groups = rollouts(prompts.prompts, 2)
+    groups = rollouts(prompts, 2)
     assert [len(group) for group in groups] == [3, 3]
     expected = rollout(
-        model, sampler, tokenizer, prompts.prompts, [Reward(*each) for each in REWARDS], distributed.init("cpu"),
+        model, sampler, tokenizer, prompts, [Reward(*each) for each in REWARDS], distributed.init("cpu"),
         samples=3, step=2,
     )  # fmt: skip
     episodes = [episode for group in groups for episode in group]
@@ -65,7 +65,7 @@ def test_episodes_rewards_and_their_means(checkpoint, tokenizer, sampler, prompt
 
 def test_groups_of_equal_rewards_are_counted(checkpoint, tokenizer, sampler, prompts):
     constant = rollouts_of(load_model(str(checkpoint)), sampler, tokenizer, [("same", lambda row, text: 1.0, 1.0)])
-    counted = constant.counts(constant(prompts.prompts, 1))
+    counted = constant.counts(constant(prompts, 1))
     assert int(counted["dead_groups"]) == 2
 
 
@@ -75,7 +75,7 @@ def test_validation_is_greedy(checkpoint, tokenizer, sampler, prompts):
     rollouts = rollouts_of(model, sampler, tokenizer)
     first, again = rollouts.validate(prompts), rollouts.validate(prompts)
     greedy = Sampler(max_new_tokens=6, temperature=0, stop_ids=tokenizer.stop_ids, decode=tokenizer.decode, seed=9)
-    answers = rollouts(prompts.prompts, 5, 1, greedy)
+    answers = rollouts(prompts, 5, 1, greedy)
     of_a = sum(count_of_a({}, group[0].record(5)["text"]) for group in answers) / 2
     assert first == again and first["validation_reward/a"] == pytest.approx(of_a)
     assert all(name.startswith("validation_") for name in first)
@@ -98,9 +98,9 @@ def test_prompt_without_room_is_refused(checkpoint, tokenizer, prompts):
 def test_batch_has_the_samples_of_all_groups(checkpoint, tokenizer, sampler, prompts):
     model = load_model(str(checkpoint))
     rollouts = rollouts_of(model, sampler, tokenizer, micro_batch_size=4)
-    groups = rollouts(prompts.prompts, 1)
+    groups = rollouts(prompts, 1)
     samples = [episode.sample(1.0) for group in groups for episode in group]
     batch = rollouts.batch(samples, 1, groups, seed=0)
-    assert batch.rows == [prompt.index for prompt in prompts.prompts]
+    assert batch.rows == [prompt.index for prompt in prompts]
     assert batch.num_supervised == sum(len(episode.record(1)["tokens"]) for group in groups for episode in group)
     assert [part.num_supervised for part in batch.micro_batches] and len(batch.micro_batches) == 2

@@ -8,6 +8,7 @@ from decimal import Decimal
 import numpy as np
 import pytest
 from helpers import as_in_transformers
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from sample_texts import conversations
 from tokenizer_references import transformers_rendering
 
@@ -170,3 +171,27 @@ def test_types_that_json_lacks_are_refused_with_their_place(value):
         ChatTemplate(DUMPED).render([{"role": "user"}, {"role": "assistant", "tool_calls": calls}])
     with pytest.raises(TuneError, match=rf"tools\[0\]\.x .*{name}"):
         ChatTemplate(DUMPED).render([], tools=[{"x": value}])
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["m.role", "m.absent is defined", "m.items() | list", "m.get('role')", "m.pop('role')", "m.__class__",
+     "m.role.upper()", "m.role.absent is defined", "m.role.format()", "'{0.__class__}'.format(m)", "m.role.__class__",
+     "m.absent.x"],
+)  # fmt: skip
+def test_attributes_are_those_of_the_plain_sandbox(expression):
+    """The short way to a message's keys and a text's methods gives what the sandbox gives, and refuses the same."""
+
+    def outcome(render):
+        try:
+            return render()
+        except Exception as error:
+            return str(error)
+
+    message, source = (
+        {"role": "user", "content": "Hi"},
+        f"{{% for m in messages %}}{{{{ {expression} }}}}{{% endfor %}}",
+    )
+    plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    expected = outcome(lambda: plain.from_string(source).render(messages=[message]))
+    assert expected in outcome(lambda: ChatTemplate(source).render([message]))

@@ -5,6 +5,7 @@ import re
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from template_cases import RESULT_INSIDE, reasoning
 
 from tune.errors import TuneError
 from tune.tokenizers import ChatTemplate, supervised_spans
@@ -137,16 +138,6 @@ def test_tool_calls_are_learned_and_their_results_are_not(templates):
     assert pieces(templates["llama3"], messages) == expected
 
 
-# Gemma 4: a tool's result is part of the turn that called it and precedes the text of that turn.
-RESULT_INSIDE = (
-    "{% for m in messages if m.role != 'tool' %}<|turn|>{{ m.role + '\n' }}"
-    "{% if m.tool_calls %}<|call|>{{ m.tool_calls[0].function.name }}<|result|>"
-    "{% for r in messages if r.role == 'tool' %}{{ r.content }}<|done|>{% endfor %}{% endif %}"
-    "{{ m.content }}{% if m.content or not m.tool_calls %}<|end|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt and (not messages or messages[-1].role != 'tool') %}<|turn|>assistant\n{% endif %}"
-)
-
-
 def a_call(words):
     return [user("a"), assistant(words, tool_calls=[{"function": {"name": "f"}}]), {"role": "tool", "content": "42"}]
 
@@ -175,20 +166,6 @@ def test_template_that_rewrites_earlier_turns_is_refused():
     template = "{% for m in messages %}{{ m.content if loop.last else m.content | upper }}<|im_end|>{% endfor %}"
     with pytest.raises(TuneError, match="generation %"):
         pieces(template, [user("A"), assistant("b"), user("C"), assistant("d")])
-
-
-def reasoning(prompt: str, past: str, last: str) -> str:
-    """ChatML of a reasoning model: the text that starts the generation prompt, past answers and the last answer."""
-    return (
-        "{% set asked = namespace(last=0) %}"
-        "{% for m in messages if m.role == 'user' %}{% set asked.last = asked.last + 1 %}{% endfor %}"
-        "{% set seen = namespace(n=0) %}"
-        "{% for m in messages %}<|im_start|>{{ m.role + '\n' }}"
-        "{% if m.role == 'user' %}{% set seen.n = seen.n + 1 %}"
-        f"{{% else %}}{{{{ {last!r} if seen.n == asked.last else {past!r} }}}}{{% endif %}}"
-        "{{ m.content }}<|im_end|>{{ '\n' }}{% endfor %}"
-        f"{{% if add_generation_prompt %}}{{{{ '<|im_start|>assistant\n' + ({prompt}) }}}}{{% endif %}}"
-    )
 
 
 TWO_TURNS = [user("1?"), assistant("One"), user("2?"), assistant("<Two>")]

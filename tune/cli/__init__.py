@@ -17,8 +17,8 @@ from tune.lookup import did_you_mean, quiet_libraries
 
 VERBS = [
     "ls", "cp", "cat", "run", "sweep", "runs", "watch", "report", "diff", "checkpoints", "validate", "preview", "plan",
-    "prepare", "generate", "chat", "download", "eval", "merge", "export", "quantize", "verify", "push", "add-tokens",
-    "migrate", "convert",
+    "prepare", "cache", "generate", "chat", "download", "eval", "merge", "export", "quantize", "verify", "push",
+    "add-tokens", "migrate", "convert",
 ]  # fmt: skip
 # Names that other tools have for verbs.
 OTHER_VERBS = {

@@ -15,8 +15,6 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("--verify", action="store_true", help="read all files and report damaged checkpoints")
     options = parser.parse_args(arguments)
     path = options.run
-    from tune.checkpointers import found_damage
-
     run = read(path)
     shown = {"loss", "reward", run.settings.get("checkpointer.keep_best")}
     prefixes = "validation_", *(f"{Path(each).stem}/" for each in run.settings.get("evaluate.tasks") or ())
@@ -28,9 +26,15 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
             state = "best" if int(name[2]) == run.best else "complete"
             if name[1]:
                 state = "unfinished"
-            elif options.verify and found_damage(folder):
+            elif options.verify and _is_damaged(folder):
                 state = "damaged"
             rows.append([folder.name, gib(folder), state, *values])
     if len(rows) == 1:
         raise TuneError(f"{path} has no checkpoints yet: checkpointer.every sets how often one is written")
     print_table(rows)
+
+
+def _is_damaged(checkpoint: Path) -> bool:
+    from tune.checkpointers import found_damage  # torch takes seconds to import
+
+    return found_damage(checkpoint) != ""

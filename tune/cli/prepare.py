@@ -22,7 +22,6 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
 
     tokenizer = config.instantiate(cfg.tokenizer)
     if "max_prompt_len" in cfg:
-        print("each run reads its prompts itself: nothing is cached")
         for name, prompts in prompts_of(cfg, tokenizer).items():
             print(visible(f"{name}: {prompts.table()}"))
         return

@@ -50,7 +50,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
             raise TuneError("--html and --source need learned tokens, and prompts have none. Leave them out")
         for name, found in prompts_of(cfg, tokenizer).items():
             print(visible(f"{name}: {found.table()}"))
-            for prompt in found.prompts[: options.rows]:
+            for prompt in found[: options.rows]:
                 text = visible(tokenizer.decode(prompt.tokens))
                 print(f"\nprompt {prompt.index}: {len(prompt.tokens):,} tokens\n{text}")
         return

@@ -3,7 +3,10 @@ with checkpointer.keep_best, of the best step. Runs are found in FOLDER (default
 
 import json
 import math
+import sys
+import time
 from argparse import ArgumentParser
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from tune.lookup import absent, in_shell, local_path
 from tune.records import Record, find, is_run, number, read
 
 TAIL = 1 << 20  # bytes to read from the end of metrics.jsonl
+TELL = 2.0  # seconds between progress lines
 
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
@@ -22,7 +26,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("folder", metavar="FOLDER", nargs="?", type=local_path, default=Path("runs"))
     options = parser.parse_args(arguments)
     folder = options.folder
-    runs = sorted((read(each, TAIL) for each in find(folder)), key=lambda run: run.started)
+    runs = sorted(records(find(folder)), key=lambda run: run.started)
     names = ["loss", "validation_loss"]
     if any("reward" in run.columns for run in runs):
         names.append("reward")
@@ -41,6 +45,16 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
         began = f"{datetime.fromtimestamp(run.started):%Y-%m-%d %H:%M}"
         rows.append((str(run.path), run.state, run.facts.get("recipe", ""), *metrics, gib(run.path), began))
     print_table(rows)
+
+
+def records(folders: Sequence[Path]) -> Iterator[Record]:
+    """Read the runs in `folders`, and print how many have been read every two seconds."""
+    last = time.monotonic()
+    for count, folder in enumerate(folders):
+        if time.monotonic() - last >= TELL:
+            last = time.monotonic()
+            print(f"read {count:,} of {len(folders):,} runs", file=sys.stderr, flush=True)
+        yield read(folder, TAIL)
 
 
 def described(run: Record) -> dict[str, Any]:

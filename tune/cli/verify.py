@@ -177,8 +177,11 @@ def probes_of_run(options: Namespace, run: Path, tokenizer: Any, room: int) -> l
     if component == "tune.datasets.load_prompts":
         names = ("split", "subset", "columns", "ignore")
         reading = {name: value for name, value in reading.items() if name in names}
-        prompts = load_prompts(tokenizer, path, max_prompt_len=room, take=options.limit, **reading).prompts
-        return probes_of_prompts([("", prompt.row) for prompt in prompts], tokenizer, options.tokens)
+        with tempfile.TemporaryDirectory() as cache:
+            prompts = load_prompts(
+                tokenizer, path, max_prompt_len=room, take=options.limit, cache_dir=cache, workers=1, **reading
+            )
+            return probes_of_prompts([("", prompt.row) for prompt in prompts], tokenizer, options.tokens)
     with tempfile.TemporaryDirectory() as cache:
         dataset: Any = load(
             tokenizer, path, max_seq_len=room, take=options.limit, cache_dir=cache, workers=1, on_bad_row="skip",

@@ -1,15 +1,15 @@
 """Turn data files into tokenized, packed and counted samples, and order them for training.
 
-A row passes through four steps, each a function in a file or folder of the same name:
+A row passes through four steps, each in a file or folder of the same name:
 
-1. `read(path)` yields rows, each with its place (file and line) for messages
+1. `read(path)` opens a source and cuts it into pieces, which yield numbered rows
 2. `parse(row)` returns the row's content: a conversation, a text, tokens, or several answers to compare
-3. `render(content, tokenizer)` returns tokens and labels
-4. `fit(examples, max_len)` returns the samples that fit, or the reason why the row is dropped
+3. `render` turns a content into tokens and labels
+4. `Fit` takes of many tokenized rows what fits into `max_seq_len`, and counts what becomes of each row
 
-`RowReader` takes rows through steps 2 to 4, 64 at a time, and `accounting` counts the results. `load` combines all
-steps. The cache keeps the samples as flat arrays (`Samples`), a `Dataset` packs them, and a `DataLoader` draws the
-training rows. Prompts, which a model answers, follow the same steps in `prompts`.
+`RowReader` takes a row through steps 2 and 3. The cache keeps the tokenized rows of a piece as a `Block` of flat
+arrays; `Samples` are spans of these, a `Dataset` packs them, and a `DataLoader` draws the training rows. `load`
+combines all steps. Prompts, which a model answers, follow the same steps in `prompts`.
 
 - row: one object of a source, such as a line of a JSONL file
 - sample: token ids and labels of a row, or of a piece of a row that is too long
@@ -22,17 +22,18 @@ Where to add:
 - a file type: a function in `read/readers.py`, and its suffix in `read/data_files.py`
 - a conversation format: a function and its `Format` in `parse/formats.py`
 - a rule about which tokens are supervised: `render.py`
-- a way to handle long rows: `fit.py`
+- a way to handle long rows: `fit.py`, and `cut.py` for conversations
 - a way to pack: `dataset.py`
 - a way to mix: `mix.py`
 
-If a step gives other samples for the same rows, raise `FORMAT_VERSION` in `cache.py`.
+If a step gives other samples for the same rows, raise `FORMAT_VERSION` in `kept_files.py`.
 """
 
 from tune.collators import Sample, collate, collate_inputs
 from tune.datasets.dataset import Dataset, pack
 from tune.datasets.display import MARKS, first_rows, histogram, marked, parts_of
 from tune.datasets.from_path import load, ray
+from tune.datasets.kept_files import kept
 from tune.datasets.loader import DataLoader, GlobalBatch, require_batches, validation_batches
 from tune.datasets.mix import Mixture, mix
 from tune.datasets.parse.messages import checked_messages, conversation

@@ -1,22 +1,21 @@
 """The statistics of a dataset: counts of rows kept and dropped, of samples and of tokens.
 
-All counting is done here, from the results of the steps. An `Accounting` is immutable: `of_rows` counts the outcomes of
-rows, `+` adds other rows, `with_samples` and `with_training_rows` add the figures of the whole dataset.
+`Fit` counts what becomes of the rows of a block. An `Accounting` is immutable: `+` adds other rows, `with_samples` and
+`with_training_rows` add the figures of the whole dataset.
 """
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from tune.datasets.fit import CANNOT_BE_USED, FOR_TRAINING, FULLY_MASKED, HELD_OUT, Outcome
+from tune.datasets.reasons import CANNOT_BE_USED, ELSEWHERE, FULLY_MASKED
 from tune.secrets import without_secrets
 
 NAMES_SHOWN = 5
-ELSEWHERE = (HELD_OUT, FOR_TRAINING)  # reasons of rows that are used, but not in this dataset
 SUMS = (
     *("rows", "dropped", "kept", "truncated", "cut_tokens", "clipped", "split", "endless", "remarks"),
     *("samples", "tokens", "supervised_tokens", "training_rows"),
@@ -52,32 +51,6 @@ class Accounting:
     row_capacity: int | None = None  # tokens in a packed row
     prepared: float | None = field(default=None, compare=False)  # seconds since 1970; None: prepared by this run
     prepared_in: str | None = field(default=None, compare=False)  # cache folder that an earlier run wrote
-
-    @classmethod
-    def of_rows(
-        cls, outcomes: Sequence[Outcome], format: str | None = None, ignored_columns: Sequence[str] = ()
-    ) -> "Accounting":
-        """Count the outcomes of rows, which were read in `format` without the `ignored_columns`."""
-        dropped = [outcome for outcome in outcomes if outcome.dropped is not None]
-        kept = [outcome for outcome in outcomes if outcome.dropped is None]
-        return cls(
-            format=format,
-            ignored_columns=[*ignored_columns],
-            rows=len(outcomes),
-            dropped=Counter(str(outcome.dropped) for outcome in dropped),
-            first_dropped={
-                str(outcome.dropped): outcome.place for outcome in reversed(dropped) if outcome.dropped not in ELSEWHERE
-            },
-            mistakes=[outcome.mistake for outcome in dropped if outcome.mistake][:NAMES_SHOWN],
-            kept=len(kept),
-            truncated=sum(outcome.cut > 0 for outcome in outcomes),
-            cut_tokens=sum(outcome.cut for outcome in outcomes),
-            clipped=sum(outcome.clipped for outcome in kept),
-            split=sum(len(outcome.samples) > 1 and "group" not in outcome.samples[0].columns for outcome in kept),
-            shortest_prompt=min((outcome.needs for outcome in dropped if outcome.needs), default=None),
-            endless=sum(not outcome.ends for outcome in kept),
-            remarks=Counter(remark for outcome in kept for remark in outcome.remarks),
-        )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Accounting":

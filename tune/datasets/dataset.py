@@ -5,14 +5,16 @@ import itertools
 import operator
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from tune.collators import Sample
-from tune.datasets.fit import fit_group
-from tune.datasets.samples import Samples, flat, joined
+from tune.collators import IGNORE, Sample
+from tune.datasets.block import Block, Example, TokenizedRow
+from tune.datasets.fit import Fit
+from tune.datasets.reasons import FULLY_MASKED
+from tune.datasets.samples import Samples, Stored
 from tune.errors import TuneError
 
 
@@ -36,12 +38,23 @@ class Dataset:
         """`pack_to` packs samples into rows of this many tokens; None: one sample a row."""
         self._samples = samples
         self.lengths, self.supervised, self.digests = samples.lengths, samples.supervised, samples.digests
+        self._order: np.ndarray | None = None  # None: rows are samples
+        self._has_lists = bool(pack_to) or "group" in samples.columns
+        if self._has_lists:
+            self._make_rows(samples, pack_to)
+        else:
+            self.row_tokens, self.row_supervised, self.row_weights = samples.lengths, samples.supervised, samples.weight
+            self.row_pairs = np.broadcast_to(np.int64(0), len(samples))
+        self.accounting = samples.accounting.with_training_rows(len(self), pack_to)
+
+    def _make_rows(self, samples: Samples, pack_to: int | None) -> None:
+        """Make rows of whole groups of samples."""
         groups = samples.columns.get("group", np.arange(len(samples)))
         units = np.flatnonzero(np.append(True, groups[1:] != groups[:-1]))  # where each sample or group begins
         self._unit_starts = units
         order, row_starts = np.arange(len(units)), np.arange(len(units) + 1)
         if pack_to:
-            lengths = np.add.reduceat(samples.lengths, units)
+            lengths = np.add.reduceat(samples.lengths, units, dtype=np.int64)
             if (longest := int(lengths.max())) > pack_to:
                 raise TuneError(
                     f"{samples.accounting.source}: a group of samples has {longest:,} tokens, more than "
@@ -53,11 +66,9 @@ class Dataset:
         self._order = np.repeat(units[order] - before[:-1], sizes) + np.arange(len(samples))
         self._row_starts = before[row_starts]
         self.row_pairs = np.diff(self._row_starts) - np.diff(row_starts)
-        self.row_tokens = np.add.reduceat(samples.lengths[self._order], self._row_starts[:-1])
-        self.row_supervised = np.add.reduceat(samples.supervised[self._order], self._row_starts[:-1])
-        self.row_weights = np.add.reduceat(samples.supervised_weight[self._order], self._row_starts[:-1])
-        self._has_lists = bool(pack_to) or "group" in samples.columns
-        self.accounting = samples.accounting.with_training_rows(len(self), pack_to)
+        self.row_tokens = np.add.reduceat(samples.lengths[self._order], self._row_starts[:-1], dtype=np.int64)
+        self.row_supervised = np.add.reduceat(samples.supervised[self._order], self._row_starts[:-1], dtype=np.int64)
+        self.row_weights = np.add.reduceat(samples.weight[self._order], self._row_starts[:-1])
 
     @property
     def name(self) -> str:
@@ -71,14 +82,19 @@ class Dataset:
         `packed` packs samples into rows of `max_seq_len` tokens. If one sample of a group is dropped, the whole group
         is. Raises TuneError if no sample is left.
         """
-        outcomes = []
-        for _, unit in itertools.groupby(enumerate(samples), lambda item: item[1].columns.get("group", -1 - item[0])):
+        given = list(samples)
+        rows = []
+        for _, unit in itertools.groupby(enumerate(given), lambda item: item[1].columns.get("group", -1 - item[0])):
             group = [sample for _, sample in unit]
-            outcomes += fit_group(group, [max_seq_len] * len(group))
-        return cls(joined([flat(outcomes)], "the dataset"), max_seq_len if packed else None)
+            rows += _whole_group(group, max_seq_len)
+        block = Block.of(enumerate(rows))
+        places = _GivenPlaces([sample.place for sample in given])
+        fit = Fit(max_seq_len, "truncate")
+        fitted = fit(block, None, places)
+        return cls(Samples.of([Stored(block, places)], [fitted], (), "the dataset"), max_seq_len if packed else None)
 
     def __len__(self) -> int:
-        return len(self._row_starts) - 1
+        return len(self.lengths) if self._order is None else len(self._row_starts) - 1
 
     def __getitem__(self, index: int) -> Sample | list[Sample]:
         """The sample of a row, or a list of samples if rows are packed or hold groups, for torch.utils.data.DataLoader.
@@ -97,6 +113,8 @@ class Dataset:
 
     def row(self, index: int) -> list[Sample]:
         """The documents of one row."""
+        if self._order is None:
+            return [self._sample(index)]
         return [self._sample(sample) for sample in self._order[self._row_starts[index] : self._row_starts[index + 1]]]
 
     @property
@@ -115,24 +133,23 @@ class Dataset:
     @property
     def columns(self) -> dict[str, np.ndarray]:
         """Column names with an example value each: an array if the column has a value per token."""
-        return {name: np.asarray(value) for name, value in self._samples.columns_of(0, slice(0, 1)).items()}
+        columns = {}
+        for name, value in self._samples.columns_of(0).items():
+            columns[name] = np.asarray(value)[:1] if np.ndim(value) else np.asarray(value)
+        return columns
 
     def add_column(self, name: str, values: np.ndarray) -> None:
         """Add a column with a value for each sample, or for each token."""
-        self._samples = replace(self._samples, columns={**self._samples.columns, name: values})
+        self._samples = replace(self._samples, added={**self._samples.added, name: values})
 
     @property
     def copies(self) -> int:
         """The number of samples with the same tokens as an earlier one, without mismatched answers of labeled rows."""
-        digests, columns = self.digests, self._samples.columns
-        if {"label", "answer"} <= columns.keys():
-            digests = digests[columns["answer"] == 0]
-        return len(digests) - len(np.unique(digests))
+        return self._samples.copies
 
     def learns_any(self, tokens: Sequence[int]) -> bool:
         """Whether any of these tokens is supervised anywhere."""
-        labels, block = self._samples.labels, 2**20
-        return any(np.isin(labels[start : start + block], tokens).any() for start in range(0, len(labels), block))
+        return bool(np.isin(self._samples.learned_tokens, tokens).any())
 
     def require_vocabulary(self, size: int) -> None:
         """Raise TuneError if a token id is not below a model's vocabulary `size`."""
@@ -146,8 +163,9 @@ class Dataset:
     def fingerprint(self) -> str:
         """A hash of all tokens, labels and rows: equal for equal training data."""
         digest = hashlib.blake2b(self._samples.fingerprint.encode(), digest_size=16)
-        digest.update(self._order.data)
-        digest.update(self._row_starts.data)
+        samples = len(self.lengths)
+        digest.update((np.arange(samples) if self._order is None else self._order).data)
+        digest.update((np.arange(samples + 1) if self._order is None else self._row_starts).data)
         return digest.hexdigest()
 
     def _sample(self, index: int) -> Sample:
@@ -156,6 +174,29 @@ class Dataset:
             return sample
         number = int(np.searchsorted(self._unit_starts, index, side="right"))  # from 1: 0 is padding in a batch
         return replace(sample, columns={**sample.columns, "group": number})
+
+
+@dataclass(frozen=True)
+class _GivenPlaces:
+    """The places of samples that are given and not read."""
+
+    places: list[str]
+
+    def of(self, number: int) -> str:
+        return self.places[number]
+
+
+def _whole_group(group: Sequence[Sample], max_len: int) -> list[TokenizedRow]:
+    """A row for each sample. If one has no target in `max_len` tokens, the others are dropped."""
+    rows = [TokenizedRow([Example(sample)]) for sample in group]
+    is_masked = [
+        bool((np.asarray(sample.labels[: max_len - (len(sample.labels) > max_len)]) == IGNORE).all())
+        for sample in group
+    ]
+    if len(group) == 1 or not any(is_masked):
+        return rows
+    dropped = TokenizedRow(dropped=f"of a group with one that is {FULLY_MASKED}")
+    return [row if masked else dropped for row, masked in zip(rows, is_masked, strict=True)]
 
 
 def permuted(items: int | np.ndarray, *seeds: int) -> np.ndarray:

@@ -14,6 +14,7 @@ from tune.terminal import visible
 from tune.tokenizers import Tokenizer
 
 MARKS = "⟦⟧"  # around supervised text
+BROKEN = 64  # tokens without a complete character, after which the text is shown as it is
 STRETCHES, CHARACTERS = 12, 240  # `marked(short=True)` shows this many stretches, and characters of each
 
 
@@ -43,7 +44,15 @@ def first_rows(dataset: Dataset | Mixture | Stream, tokenizer: Tokenizer, number
 def document(sample: Sample, tokenizer: Tokenizer) -> Document:
     """A sample as text, token by token, with control characters escaped."""
     stream = tokenizer.stream()
-    texts = [stream.add(token) for token in sample.tokens.tolist()]
+    texts: list[str] = []
+    waiting = 0
+    for token in sample.tokens.tolist():
+        text = stream.add(token)
+        waiting = 0 if text else waiting + 1
+        # The stream decodes all tokens of an incomplete character again for each further token.
+        if waiting == BROKEN:
+            text, waiting = stream.finish(), 0
+        texts.append(text)
     texts[-1] += stream.finish()
     learned = [False, *(np.asarray(sample.labels)[:-1] != IGNORE).tolist()]
     return Document(sample, [*zip(map(visible, texts), learned, strict=True)])

@@ -1,283 +1,548 @@
-"""Step 4: `fit(examples, max_len, ...)` returns the samples of a row that fit, or the reason why it is dropped.
+"""Step 4: fit tokenized rows into `max_seq_len` tokens, hold rows out, and count what becomes of them.
 
-A conversation that is too long is cut after a message, and `again` renders the shorter conversation. This is the only
-place where a row goes back to an earlier step.
+Rows stay where they are stored: a sample is made of spans of the tokens of a block. Most rows fit and are taken as they
+are, all rows of a block at once. Only rows that are too long are looked at one by one.
 """
 
 import hashlib
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from tune.collators import IGNORE, Sample
-from tune.datasets.parse.content import Chat, Content, Dropped, Plain
-from tune.datasets.render import Example
-from tune.errors import TuneError
-
-# Why rows are dropped, in addition to the reasons that a format gives with `Dropped`.
-CANNOT_BE_USED = "cannot be used"
-FULLY_MASKED = "fully masked"
-TOO_LONG = "longer than max_seq_len"
-HELD_OUT = "held out for validation"
-FOR_TRAINING = "left for training"
-EQUAL_AS_CUT = "chosen equal to rejected as far as they fit"  # followed by the limit
-SHARED_LIMIT = "all answers to a prompt share max_seq_len, each counted with its prompt: raise it"
-LEFT_OUT = "left out by "  # followed by the user's function
+from tune.collators import IGNORE
+from tune.datasets.accounting import NAMES_SHOWN, Accounting
+from tune.datasets.block import CHAT, CLIPPED, ENDS, RENDERS, SPLITS, TURNS, Block, Places, digest_of
+from tune.datasets.parse.formats import Kind
+from tune.datasets.reasons import (
+    CANNOT_BE_USED,
+    ELSEWHERE,
+    EQUAL,
+    EQUAL_AS_CUT,
+    FOR_TRAINING,
+    FULLY_MASKED,
+    HELD_OUT,
+    TOO_LONG,
+)  # fmt: skip
 
 TooLong = Literal["truncate", "drop", "split", "error"]
-Render = Callable[[Chat], Sample]
-"""Returns the tokens and labels of a conversation of any length."""
+PREFIX, WHOLE, RENDERED = range(3)
+"""Where a span is: in the prefix of texts, in the block, or among the conversations that were rendered again."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The result for one row: samples, or the reason why it was dropped; and its `place`. `mistake`: why the row cannot
-    be used."""
+class Stretch(NamedTuple):
+    """Tokens [start, start + length) of a place."""
 
-    samples: Sequence[Sample] = ()
+    place: int
+    start: int
+    length: int
+
+
+class Stretches(NamedTuple):
+    """A sample of a row: its spans, whether its last target was cut off, and the sample of the block whose columns it
+    has."""
+
+    spans: Sequence[Stretch]
+    is_cut: bool
+    of: tuple[int, int]  # place, sample
+
+
+@dataclass(slots=True)
+class Result:
+    """What becomes of a row that does not simply fit."""
+
+    pieces: list[Stretches] = field(default_factory=list)
     dropped: str | None = None
-    place: str = ""
     mistake: str | None = None
-    cut: int = 0  # tokens that were cut off
-    clipped: bool = False  # cut inside an answer, whose end is missing
-    ends: bool = True  # the token that ends the turn or text is supervised
-    remarks: Sequence[str] = ()  # valid, but seldom intended
-    needs: int = 0  # tokens up to and with the first supervised one, if all supervised tokens were cut off
+    cut: int = 0  # tokens
+    clipped: bool = False  # cut inside an answer
+    ends: bool = True
+    notes: Sequence[str] = ()
+    needs: int = 0  # tokens up to and with the first target, if all targets were cut off
+    groups: Sequence[int] = ()  # of the pieces, if they do not all belong together
 
 
-def fit(
-    examples: Sequence[Example], max_len: int, too_long: TooLong | None, again: Render, prefix: list[int], place: str
-) -> Outcome:
-    """Fit a row into `max_len` tokens: its one example, or its answers to one prompt.
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """The samples of a block: arrays with a value per span or per sample, and the accounting of its rows."""
 
-    Answers form a group, identified by the row's `place`, with at most `max_len` tokens in total. If the group is
-    longer, its longest samples are cut to a common length. If one of them has no supervised token left, the row is
-    dropped. `too_long=None` splits texts and truncates everything else. If a text begins with `prefix`, so does each of
-    its pieces.
-
-    Raises:
-        Dropped: the row cannot be trained on.
-        TuneError: the row is too long, and `too_long` is "error".
-    """
-    lengths = [len(example.sample.tokens) for example in examples]
-    limit = max_len
-    if (total := sum(lengths)) > max_len:
-        if too_long == "drop":
-            raise Dropped(TOO_LONG)
-        if too_long == "error":
-            raise TuneError(f"the row has {total:,} tokens, more than max_seq_len={max_len}")
-        limit = _shared_limit(lengths, max_len)
-    outcomes = [_fit_one(example, limit, too_long, again, prefix) for example in examples]
-    return outcomes[0] if len(outcomes) == 1 else _group(outcomes, place, max_len)
+    places: np.ndarray  # of a span: PREFIX, WHOLE or RENDERED
+    starts: np.ndarray
+    span_lengths: np.ndarray
+    spans: np.ndarray  # of a sample: how many
+    is_cut: np.ndarray
+    lengths: np.ndarray
+    supervised: np.ndarray
+    weight: np.ndarray
+    digests: np.ndarray
+    firsts: np.ndarray
+    rows: np.ndarray
+    columns: dict[str, np.ndarray]
+    accounting: Accounting
+    groups: np.ndarray | None = None  # equal for neighbors that belong together
 
 
-def fit_turns(
-    examples: Sequence[Example], max_len: int, too_long: TooLong | None, again: Render, prefix: list[int], place: str
-) -> Outcome:
-    """Fit a row whose answers are learned one by one, each in the context in which the model is asked for it.
+@dataclass(frozen=True)
+class Fit:
+    """How rows are fitted. See `tune.datasets.load`; `prefix` begins each piece of a text that begins with it."""
 
-    Each answer is treated like a row of its own. Arguments and errors are those of `fit`.
+    max_seq_len: int
+    too_long: TooLong | None = None
+    kind: Kind = "supervised"
+    as_seen: bool = False
+    prefix: Sequence[int] = ()
+    validation_fraction: float = 0.0
+    validation_seed: int = 0
+    validation: bool = False  # take the held-out rows instead of the training rows
 
-    If a sample begins with an earlier one, the two become one sample. The remaining samples form groups of at most
-    `max_len` tokens: a group is in one micro-batch, which computes a shared prefix once.
-    """
-    outcomes = []
-    for example in examples:
-        try:
-            outcomes.append(fit([example], max_len, too_long, again, prefix, place))
-        except Dropped as reason:
-            outcomes.append(Outcome(dropped=str(reason), cut=len(example.sample.tokens)))
-    whole = _joined(outcomes)
-    if not whole.samples:
-        return outcomes[0]
-    samples = list[Sample]()
-    for sample in whole.samples:
-        joined = _continued(samples[-1], sample) if samples else None
-        if joined:
-            samples[-1] = joined
-        else:
-            samples.append(sample)
-    number, room = 0, max_len
-    for index, sample in enumerate(samples):
-        if len(sample.tokens) > room:
-            number, room = number + 1, max_len
-        room -= len(sample.tokens)
-        group = _group_number(f"{place} {number}")
-        samples[index] = replace(sample, columns={**sample.columns, "group": group})
-    return replace(whole, samples=samples)
+    def rows_to_render(self, block: Block) -> np.ndarray:
+        """The rows with a conversation that is too long and may be cut after an earlier message."""
+        if self.as_seen or self.too_long in ("drop", "error"):
+            return np.empty(0, np.int64)
+        is_long = (block.reasons == 0) & (_per_row(block, block.lengths) > self.max_seq_len)
+        can_end_earlier = RENDERS | TURNS if self.too_long == "split" else RENDERS
+        renders = _per_row(block, block.flags & can_end_earlier != 0) > 0
+        return np.flatnonzero(is_long & renders)
+
+    def limit(self, lengths: Sequence[int]) -> int:
+        """The length to which the longest samples of a group are cut, so that the group has `max_seq_len` tokens."""
+        left, limit = self.max_seq_len, 0
+        for number, length in enumerate(sorted(lengths)):
+            limit = left // (len(lengths) - number)
+            left -= min(length, limit)
+        return limit
+
+    def __call__(self, block: Block, rendered: Block | None, places: Places, rows: int | None = None) -> Fitted:
+        """Fit the first `rows` of a block. `rendered` has the rows of `rows_to_render`, cut; `places` names rows."""
+        is_here = self._is_here(block)
+        kept = self._kept(block, rows)
+        total = _per_row(block, block.lengths)
+        looked_at = kept & ((total > self.max_seq_len) | (self.as_seen & (block.counts > 1)))
+        plain = kept & ~looked_at
+        masked = _per_row(block, block.supervised == 0) > 0
+        equal = _has_equal_answers(block) if self.kind != "supervised" else np.zeros(block.rows, bool)
+        taken = plain & ~masked & ~equal
+        cut = _Cut(self, block, rendered)
+        results = {int(row): cut.result(int(row)) for row in np.flatnonzero(looked_at)}
+
+        reasons = {row: result.dropped for row, result in results.items() if result.dropped}
+        reasons |= dict.fromkeys(np.flatnonzero(plain & masked).tolist(), FULLY_MASKED)
+        reasons |= dict.fromkeys(np.flatnonzero(plain & equal & ~masked).tolist(), EQUAL)
+        accounting = self._counted(block, is_here, taken, results, reasons, places, rows)
+        return cut.fitted(np.flatnonzero(np.repeat(taken, block.counts)), results, accounting)
+
+    def _kept(self, block: Block, rows: int | None) -> np.ndarray:
+        """Which rows belong to this dataset and can be used."""
+        kept = self._is_here(block) & (block.reasons == 0)
+        if rows is not None:
+            kept[rows:] = False
+        return kept
+
+    def _is_here(self, block: Block) -> np.ndarray:
+        """Which rows are on this side of `validation_fraction`. What is no row is an error on both sides.
+
+        The content decides: equal rows are on the same side, and a row stays there when others are added.
+        """
+        if not self.validation_fraction:
+            return np.full(block.rows, not self.validation)
+        drawn = block.contents
+        if self.validation_seed:
+            texts = (f"{self.validation_seed} {content}".encode() for content in drawn.tolist())
+            digests = [hashlib.blake2b(text, digest_size=8).digest() for text in texts]
+            drawn = np.array([int.from_bytes(digest, "big") for digest in digests], np.uint64)
+        held_out = drawn < np.uint64(min(self.validation_fraction * 2**64, 2**64 - 1))
+        return (held_out == self.validation) | (block.is_object == 0)
+
+    def _counted(
+        self, block: Block, is_here: np.ndarray, taken: np.ndarray, results: dict[int, Result],
+        reasons: dict[int, str], places: Places, rows: int | None,
+    ) -> Accounting:  # fmt: skip
+        """Count what became of the rows."""
+        rows = block.rows if rows is None else min(rows, block.rows)
+        elsewhere = FOR_TRAINING if self.validation else HELD_OUT
+        dropped, first = Counter[str](), dict[str, int]()
+        if others := int(rows - is_here[:rows].sum()):
+            dropped[elsewhere] = others
+        by_block = np.where(is_here, block.reasons, 0)[:rows]
+        for number in np.unique(by_block[by_block > 0]).tolist():
+            found = np.flatnonzero(by_block == number)
+            dropped[block.dropped[number]] += len(found)
+            first[block.dropped[number]] = int(found[0])
+        for row in sorted(reasons):
+            dropped[reasons[row]] += 1
+            first[reasons[row]] = min(row, first.get(reasons[row], row))
+        numbers = block.numbers.tolist() if block.mistakes else []
+        mistakes = {numbers.index(number): mistake for number, mistake in block.mistakes}
+        mistakes = {row: mistake for row, mistake in mistakes.items() if row < rows and is_here[row]}
+        mistakes |= {row: result.mistake for row, result in results.items() if result.mistake}
+        kept = [result for result in results.values() if result.pieces]
+        remarks = _remarks(block, taken) + Counter(name for result in kept for name in dict.fromkeys(result.notes))
+        has_groups = self.as_seen or self.kind != "supervised" or "group" in block.columns
+        return Accounting(
+            rows=rows,
+            dropped=dropped,
+            first_dropped={
+                reason: places.of(int(block.numbers[row])) for reason, row in first.items() if reason not in ELSEWHERE
+            },
+            mistakes=[f"{places.of(int(block.numbers[row]))}: {mistakes[row]}" for row in sorted(mistakes)][
+                :NAMES_SHOWN
+            ],
+            kept=int(taken.sum()) + len(kept),
+            truncated=sum(result.cut > 0 for result in results.values()),
+            cut_tokens=sum(result.cut for result in results.values()),
+            clipped=sum(result.clipped for result in kept),
+            split=0 if has_groups else sum(len(result.pieces) > 1 for result in kept),
+            shortest_prompt=min(
+                (each.needs for each in results.values() if not each.pieces and each.needs), default=None
+            ),
+            endless=int((_per_row(block, block.flags & ENDS == 0) > 0)[taken].sum())
+            + sum(not each.ends for each in kept),
+            remarks=remarks,
+        )
 
 
-def _continued(sample: Sample, longer: Sample) -> Sample | None:
-    """`longer` with the labels of `sample` added, if `longer` begins with the tokens of `sample` up to its last target
-    and supervises none of them. None otherwise."""
-    end = int(np.flatnonzero(sample.labels != IGNORE)[-1]) + 2  # after the last target
-    if len(sample.tokens) < end or not np.array_equal(sample.tokens[:end], longer.tokens[:end]):
+class _Cut:
+    """Looks at the rows of a block one by one."""
+
+    def __init__(self, fit: Fit, block: Block, rendered: Block | None) -> None:
+        self.fit, self.block, self.rendered = fit, block, rendered
+        self.rendered_rows = {number: at for at, number in enumerate(rendered.numbers.tolist())} if rendered else {}
+        prefix = np.array(fit.prefix, np.int32)
+        self.tokens = {PREFIX: prefix, WHOLE: block.tokens}
+        self.labels = {PREFIX: np.full(len(prefix), IGNORE, np.int32), WHOLE: block.labels}
+        self.weights = {PREFIX: None, WHOLE: block.weights}
+        if rendered:
+            self.tokens[RENDERED], self.labels[RENDERED] = rendered.tokens, rendered.labels
+            self.weights[RENDERED] = rendered.weights
+
+    def result(self, row: int) -> Result:
+        """What becomes of a row."""
+        block = self.block
+        samples = range(block.row_starts[row], block.row_starts[row + 1])
+        if self.fit.as_seen:
+            return self._turns(samples)
+        lengths = block.lengths[samples.start : samples.stop].tolist()
+        refusal = self._refusal(sum(lengths))
+        if refusal:
+            return refusal
+        number = int(block.numbers[row])
+        if number in self.rendered_rows:
+            return self._of_rendered(number, samples)
+        limit = self.fit.limit(lengths) if len(lengths) > 1 else self.fit.max_seq_len
+        results = [self._one(sample, limit) for sample in samples]
+        return results[0] if len(results) == 1 else self._group(results)
+
+    def _refusal(self, total: int) -> Result | None:
+        """The result of a row of so many tokens if it is too long and is not cut."""
+        limit = self.fit.max_seq_len
+        if total <= limit:
+            return None
+        if self.fit.too_long == "drop":
+            return Result(dropped=TOO_LONG)
+        if self.fit.too_long == "error":
+            mistake = f"the row has {total:,} tokens, more than max_seq_len={limit}"
+            return Result(dropped=CANNOT_BE_USED, mistake=mistake)
         return None
-    if (longer.labels[: end - 1] != IGNORE).any():
-        return None
-    labels = np.append(sample.labels[: end - 1], longer.labels[end - 1 :])
-    weights = None
-    if sample.weights is not None or longer.weights is not None:
-        weights = np.append(sample.weights_or_ones[: end - 1], longer.weights_or_ones[end - 1 :])
-    return replace(longer, labels=labels, weights=weights)
 
-
-def fit_sample(sample: Sample, max_len: int) -> Outcome:
-    """Truncate a finished sample to `max_len` tokens; drop it if no supervised token is left."""
-    return _learned(_start(sample, max_len) if len(sample.tokens) > max_len else Outcome([sample]), sample)
-
-
-def fit_group(samples: Sequence[Sample], limits: Sequence[int]) -> list[Outcome]:
-    """Truncate the finished samples of a group, each to its limit. If one is dropped, all are."""
-    outcomes = [fit_sample(sample, limit) for sample, limit in zip(samples, limits, strict=True)]
-    reason = next((outcome.dropped for outcome in outcomes if outcome.dropped), None)
-    if reason is None or len(outcomes) == 1:
-        return outcomes
-    dropped = Outcome(dropped=f"of a group with one that is {reason}")
-    return [outcome if outcome.dropped else dropped for outcome in outcomes]
-
-
-def _shared_limit(lengths: Sequence[int], max_len: int) -> int:
-    """The length to which the longest samples of a group are cut, so that the group has `max_len` tokens."""
-    left, limit = max_len, 0
-    for number, length in enumerate(sorted(lengths)):
-        limit = left // (len(lengths) - number)
-        left -= min(length, limit)
-    return limit
-
-
-def _group(outcomes: list[Outcome], place: str, max_len: int) -> Outcome:
-    """The outcome of a row with several answers to compare."""
-    if dropped := [outcome for outcome in outcomes if outcome.dropped]:
-        return replace(dropped[0], needs=len(outcomes) * dropped[0].needs)
-    samples = [outcome.samples[0] for outcome in outcomes]
-    if any(np.array_equal(samples[0].tokens, sample.tokens) for sample in samples[1:]):
-        is_cut = any(outcome.cut for outcome in outcomes)
-        raise Dropped(f"{EQUAL_AS_CUT} into max_seq_len={max_len}" if is_cut else "chosen equal to rejected")
-    group = _group_number(place)
-    samples = [replace(sample, columns={**sample.columns, "group": group}) for sample in samples]
-    return replace(_joined(outcomes), samples=samples)
-
-
-def _group_number(name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
-
-
-def _fit_one(example: Example, max_len: int, too_long: TooLong | None, again: Render, prefix: list[int]) -> Outcome:
-    content, whole = example.content, example.sample
-    if too_long is None:
-        too_long = "split" if isinstance(content, Plain) and not content.prompt else "truncate"
-    if len(whole.tokens) <= max_len:
-        pieces = Outcome([whole])
-    elif too_long != "split":
-        pieces = _truncated(content, whole, max_len, again)
-    elif isinstance(content, Chat):
-        pieces = _split_between_turns(content, max_len, again)
-    else:
-        pieces = _split_anywhere(whole, max_len, prefix)
-    outcome = _learned(pieces, whole)
-    samples = [replace(sample, columns=content.columns) for sample in outcome.samples]
-    return replace(outcome, samples=samples, remarks=example.remarks, ends=bool(pieces.cut) or example.ends)
-
-
-def _truncated(content: Content, whole: Sample, max_len: int, again: Render) -> Outcome:
-    """Truncate: a conversation after the last supervised message that fits; otherwise after `max_len` tokens."""
-    if isinstance(content, Chat):
-        ends = [end for end, message in enumerate(content.messages, 1) if message["train"]]
-        if sample := _longest(content, 0, 0, ends, max_len, again)[1]:
-            return Outcome([sample], cut=len(whole.tokens) - len(sample.tokens))
-    return _start(whole, max_len)
-
-
-def _split_between_turns(chat: Chat, max_len: int, again: Render) -> Outcome:
-    """Split into pieces that fit, each after the system message or the prompt. Turns that do not fit are truncated."""
-    roles = [message["role"] for message in chat.messages]
-    head = chat.prompt or int(roles[0] == "system")
-    borders = [end for end in range(head + 1, len(roles)) if roles[end] == "user"] + [len(roles)]
-    start, pieces = head, []
-    while borders:
-        end, sample = _longest(chat, head, start, borders, max_len, again)
-        if sample:
-            pieces.append(Outcome([sample]))
+    def _one(self, sample: int, limit: int) -> Result:
+        """A sample in `limit` tokens."""
+        block, start = self.block, int(self.block.starts[sample])
+        length, flags = int(block.lengths[sample]), int(block.flags[sample])
+        too_long = self.fit.too_long or ("split" if flags & SPLITS else "truncate")
+        too_long = "truncate" if flags & CHAT else too_long  # what is split between turns was rendered again
+        whole = (WHOLE, sample)
+        cut, clipped = 0, False
+        if length <= limit:
+            pieces = [Stretches([Stretch(WHOLE, start, length)], False, whole)]
+        elif too_long == "split":
+            if block.token_columns:
+                name = next(iter(block.token_columns))
+                mistake = (
+                    f"{name} has {length} numbers for a row of {length} tokens. A list in extra_columns needs a number "
+                    "for each of the input_ids, and cannot be used with too_long=split"
+                )
+                return Result(dropped=CANNOT_BE_USED, mistake=mistake)
+            pieces = [Stretches(spans, False, whole) for spans in self._split(start, length, limit)]
         else:
-            end, turn = borders[0], _messages_of(chat, head, start, borders[0])
-            pieces.append(_truncated(turn, again(turn), max_len, again))
-        start, borders = end, [border for border in borders if border > end]
-    return _joined(pieces)
+            pieces = [Stretches([Stretch(WHOLE, start, limit)], True, whole)]
+            cut, clipped = length - limit, block.labels[start + limit - 1] != IGNORE
+        notes = block.remarks[block.notes[sample]]
+        result = Result(pieces, cut=cut, clipped=bool(clipped), ends=cut > 0 or bool(flags & ENDS), notes=notes)
+        return self._learned(result, int(block.firsts[sample]))
+
+    def _split(self, start: int, length: int, limit: int) -> Iterator[list[Stretch]]:
+        """Spans of pieces that fit. The last label of a piece is the first token of the next.
+
+        Models trained with BOS are far worse without it: if the whole begins with `prefix`, so does each piece. The
+        token after the prefix is then supervised as the last label of the previous piece.
+        """
+        prefix = len(self.fit.prefix)
+        if prefix >= limit or self.block.tokens[start : start + prefix].tolist() != [*self.fit.prefix]:
+            prefix = 0
+        yield [Stretch(WHOLE, start, limit)]
+        step = limit - prefix
+        for at in range(start + limit, start + length, step):
+            span = Stretch(WHOLE, at, min(step, start + length - at))
+            yield [Stretch(PREFIX, 0, prefix), span] if prefix else [span]
+
+    def _of_rendered(self, number: int, samples: range) -> Result:
+        """The result of a row whose conversations were cut and rendered again."""
+        assert self.rendered is not None
+        rendered, at = self.rendered, self.rendered_rows[number]
+        if rendered.reasons[at]:
+            mistakes = dict(rendered.mistakes)
+            return Result(dropped=rendered.dropped[rendered.reasons[at]], mistake=mistakes.get(number))
+        found = range(rendered.row_starts[at], rendered.row_starts[at + 1])
+        notes = list(dict.fromkeys(name for each in samples for name in self.block.remarks[self.block.notes[each]]))
+        ends = bool(np.all(self.block.flags[samples.start : samples.stop] & ENDS))
+        results = []
+        for number, each in enumerate(found):
+            span = Stretch(RENDERED, int(rendered.starts[each]), int(rendered.lengths[each]))
+            cut, clipped = int(rendered.cuts[each]), bool(rendered.flags[each] & CLIPPED)
+            result = Result(
+                [Stretches([span], False, (RENDERED, each))], cut=cut, clipped=clipped, ends=cut > 0 or ends
+            )
+            results.append((result, samples[min(number, len(samples) - 1)]))
+        if len(samples) > 1:
+            learned = [self._learned(each, int(self.block.firsts[sample])) for each, sample in results]
+            return replace_notes(self._group(learned), notes)
+        whole = _together([each for each, _ in results])
+        whole = self._learned(whole, int(self.block.firsts[samples[0]]))
+        whole.ends = whole.cut > 0 or ends
+        return replace_notes(whole, notes)
+
+    def _learned(self, result: Result, first: int) -> Result:
+        """The result without pieces that have no target; dropped if all are such. `first` is that of the whole."""
+        result.pieces = [piece for piece in result.pieces if self._supervised(piece)]
+        if not result.pieces:
+            result.dropped, result.needs = FULLY_MASKED, first + 2 if first >= 0 else 0
+        return result
+
+    def _group(self, results: list[Result]) -> Result:
+        """The result of a row with several answers to compare."""
+        if dropped := [result for result in results if result.dropped]:
+            first = dropped[0]
+            first.needs, first.pieces = len(results) * first.needs, []
+            return first
+        whole = _together(results)
+        texts = [self._tokens(piece) for piece in whole.pieces]
+        if any(np.array_equal(texts[0], text) for text in texts[1:]):
+            limit = f"{EQUAL_AS_CUT} into max_seq_len={self.fit.max_seq_len}"
+            return Result(dropped=limit if whole.cut else EQUAL)
+        return whole
+
+    def _turns(self, samples: range) -> Result:
+        """The result of a row whose answers are learned one by one, each in the context in which it is asked for.
+
+        Each answer is treated like a row of its own. The samples form groups of at most `max_seq_len` tokens: a group
+        is in one micro-batch, which computes a shared prefix once.
+        """
+        results = [self._turn(sample) for sample in samples]
+        if mistake := next((result for result in results if result.mistake), None):
+            return mistake
+        whole = _together(results)
+        if not whole.pieces:
+            return results[0]
+        pieces: list[Stretches] = []
+        for piece in whole.pieces:
+            continued = self._continued(pieces[-1], piece) if pieces else None
+            if continued:
+                pieces[-1] = continued
+            else:
+                pieces.append(piece)
+        whole.pieces = pieces
+        number, room, groups = 0, self.fit.max_seq_len, []
+        for piece in pieces:
+            length = sum(span.length for span in piece.spans)
+            if length > room:
+                number, room = number + 1, self.fit.max_seq_len
+            room -= length
+            groups.append(number)
+        whole.groups = groups
+        return whole
+
+    def _turn(self, sample: int) -> Result:
+        """An answer, and the earlier ones that its sample continues: as many as fit, the last one cut."""
+        block, limit, start = self.block, self.fit.max_seq_len, int(self.block.starts[sample])
+        lengths = [*dict(block.joins).get(sample, ()), int(block.lengths[sample])]
+        if lengths[-1] <= limit or not block.flags[sample] & CHAT:
+            return self._refusal(lengths[-1]) or self._one(sample, limit)
+        targets = np.flatnonzero(block.labels[start : start + lengths[-1]] != IGNORE)
+        notes = block.remarks[block.notes[sample]]
+        result = Result(notes=notes, ends=True)
+        first, before = Result(), 0
+        for number, length in enumerate(lengths):
+            own = targets[(targets >= before - 1) & (targets < length)]
+            before, fits = length, min(length, limit)
+            turn = Result(cut=length - fits)
+            refusal = self._refusal(length)
+            if refusal and refusal.mistake:
+                return refusal
+            if refusal:
+                turn = Result(dropped=refusal.dropped, cut=length)
+            else:
+                is_cut = length > limit
+                turn.clipped = is_cut and bool((own == fits - 1).any())
+                if (own < fits - is_cut).any():
+                    result.pieces = [Stretches([Stretch(WHOLE, start, fits)], is_cut, (WHOLE, sample))]
+                else:
+                    turn.dropped, turn.needs = FULLY_MASKED, int(own[0]) + 2 if len(own) else 0
+            first = first if number else turn
+            result.cut, result.clipped = result.cut + turn.cut, result.clipped or turn.clipped
+        return result if result.pieces else first
+
+    def _continued(self, piece: Stretches, longer: Stretches) -> Stretches | None:
+        """`longer` with the labels of `piece` added, if `longer` begins with the tokens of `piece` up to its last
+        target and supervises none of them. None otherwise."""
+        tokens, longer_tokens = self._tokens(piece), self._tokens(longer)
+        end = int(np.flatnonzero(self._labels(piece) != IGNORE)[-1]) + 2  # after the last target
+        if not np.array_equal(tokens[:end], longer_tokens[:end]):
+            return None
+        if len(tokens) < end or (self._labels(longer)[: end - 1] != IGNORE).any():
+            return None
+        spans = [*_first(piece.spans, end - 1), *_after(longer.spans, end - 1)]
+        return Stretches(spans, longer.is_cut, longer.of)
+
+    def _tokens(self, piece: Stretches) -> np.ndarray:
+        return _of_spans(self.tokens, piece.spans)
+
+    def _labels(self, piece: Stretches) -> np.ndarray:
+        labels = _of_spans(self.labels, piece.spans)
+        return np.append(labels[:-1], np.int32(IGNORE)) if piece.is_cut else labels
+
+    def _supervised(self, piece: Stretches) -> int:
+        return int(np.count_nonzero(self._labels(piece) != IGNORE))
+
+    def _weight(self, piece: Stretches) -> float:
+        targets = self._labels(piece) != IGNORE
+        weights = [
+            np.ones(span.length, np.float32) if (of_place := self.weights[span.place]) is None
+            else of_place[span.start : span.start + span.length]
+            for span in piece.spans
+        ]  # fmt: skip
+        return float(np.concatenate(weights)[targets].sum(dtype=np.float64))
+
+    def fitted(self, taken: np.ndarray, results: dict[int, Result], accounting: Accounting) -> Fitted:
+        """The samples `taken` as they are, and those of the results, in the order of their rows."""
+        block = self.block
+        row_of = np.repeat(np.arange(block.rows), block.counts)
+        found = [(row, number, piece) for row, each in results.items() for number, piece in enumerate(each.pieces)]
+        pieces = [piece for _, _, piece in found]
+        spans = [span for piece in pieces for span in piece.spans]
+        rows = np.concatenate([row_of[taken], np.array([row for row, _, _ in found], np.int64)])
+        order = np.argsort(rows, kind="stable")
+        counts = np.concatenate(
+            [np.ones(len(taken), np.int32), np.array([len(each.spans) for each in pieces], np.int32)]
+        )
+        before = np.concatenate([[0], np.cumsum(counts)])
+        of_spans = np.repeat(before[:-1][order], counts[order]) + _within(counts[order])
+
+        def arranged(whole: np.ndarray, others: Sequence[int | float | bool]) -> np.ndarray:
+            return np.concatenate([whole[taken], np.array(others, whole.dtype)])[order]
+
+        def of_each_span(whole: np.ndarray, others: Sequence[int]) -> np.ndarray:
+            return np.concatenate([whole, np.array(others, whole.dtype)])[of_spans]
+
+        columns = {}
+        blocks = {WHOLE: block, RENDERED: self.rendered or block}
+        for name, values in block.columns.items():
+            columns[name] = arranged(values, [blocks[place].columns[name][at] for place, at in (p.of for p in pieces)])
+        groups = None
+        if self.fit.as_seen or (self.fit.kind != "supervised" and bool((block.counts > 1).any())):
+            numbers = [results[row].groups[number] if results[row].groups else 0 for row, number, _ in found]
+            within = np.concatenate([np.zeros(len(taken), np.int64), np.array(numbers, np.int64)])[order]
+            groups = rows[order] * 2**20 + within
+        labels = [np.flatnonzero(self._labels(piece) != IGNORE) for piece in pieces]
+        return Fitted(
+            places=of_each_span(np.full(len(taken), WHOLE, np.uint8), [span.place for span in spans]),
+            starts=of_each_span(block.starts[taken], [span.start for span in spans]),
+            span_lengths=of_each_span(block.lengths[taken], [span.length for span in spans]),
+            spans=counts[order],
+            is_cut=np.concatenate([np.zeros(len(taken), bool), np.array([each.is_cut for each in pieces], bool)])[
+                order
+            ],
+            lengths=arranged(block.lengths, [sum(span.length for span in piece.spans) for piece in pieces]),
+            supervised=arranged(block.supervised, [len(each) for each in labels]),
+            weight=arranged(block.weight, [self._weight(piece) for piece in pieces]),
+            digests=arranged(block.digests, [digest_of(self._tokens(piece)) for piece in pieces]),
+            firsts=arranged(block.firsts, [each[0] for each in labels]),
+            rows=rows[order],
+            columns=columns,
+            accounting=accounting,
+            groups=groups,
+        )
 
 
-def _split_anywhere(whole: Sample, max_len: int, prefix: list[int]) -> Outcome:
-    """Split into pieces that fit. The last label of a piece is the first token of the next.
-
-    Models trained with BOS are far worse without it: if the whole begins with `prefix`, so does each piece. The token
-    after the prefix is then supervised as the last label of the previous piece.
-    """
-    if len(prefix) >= max_len or list(whole.tokens[: len(prefix)]) != prefix:
-        prefix = []
-    bos, no_labels = (np.array(ids, dtype=np.int32) for ids in (prefix, [IGNORE] * len(prefix)))
-    tokens, labels = whole.tokens[len(prefix) :], whole.labels[len(prefix) :]
-    length = max_len - len(prefix)
-    samples = []
-    for start in range(0, len(tokens), length):
-        piece = slice(start, start + length)
-        weights = None
-        if whole.weights is not None:
-            weights = np.append(np.ones(len(prefix), np.float32), whole.weights[len(prefix) :][piece])
-        samples.append(Sample(np.append(bos, tokens[piece]), np.append(no_labels, labels[piece]), weights=weights))
-    samples[0].labels[: len(prefix)] = whole.labels[: len(prefix)]
-    return Outcome(samples)
+def replace_notes(result: Result, notes: Sequence[str]) -> Result:
+    return replace(result, notes=notes)
 
 
-def _longest(
-    chat: Chat, head: int, start: int, ends: list[int], max_len: int, again: Render
-) -> tuple[int, Sample | None]:
-    """The last of `ends` for which the first `head` messages and messages [start, end) fit, and their sample.
-
-    Returns `(start, None)` if not even the first end fits.
-    """
-    samples: dict[int, Sample] = {}
-
-    def length(end: int) -> int:
-        samples[end] = again(_messages_of(chat, head, start, end))
-        return len(samples[end].tokens)
-
-    fitting = bisect_right(ends, max_len, key=length)
-    return (ends[fitting - 1], samples[ends[fitting - 1]]) if fitting else (start, None)
+def _within(counts: np.ndarray) -> np.ndarray:
+    """0, 1, ... within each run of `counts` values."""
+    starts = np.cumsum(counts) - counts
+    return np.arange(counts.sum()) - np.repeat(starts, counts)
 
 
-def _messages_of(chat: Chat, head: int, start: int, end: int) -> Chat:
-    return Chat([*chat.messages[:head], *chat.messages[start:end]], chat.tools)
-
-
-def _start(sample: Sample, max_len: int) -> Outcome:
-    """The first `max_len` tokens of a sample."""
-    labels = np.array(sample.labels[:max_len], dtype=np.int32)
-    clipped = bool(labels[-1] != IGNORE)
-    labels[-1] = IGNORE  # its target was cut off
-    columns = {name: value[:max_len] if np.ndim(value) else value for name, value in sample.columns.items()}
-    weights = None if sample.weights is None else sample.weights[:max_len]
-    start = replace(sample, tokens=sample.tokens[:max_len], labels=labels, columns=columns, weights=weights)
-    return Outcome([start], cut=len(sample.tokens) - max_len, clipped=clipped)
-
-
-def _joined(outcomes: Sequence[Outcome]) -> Outcome:
-    """The outcome of a row from the outcomes of its parts."""
-    return Outcome(
-        [sample for outcome in outcomes for sample in outcome.samples],
-        cut=sum(outcome.cut for outcome in outcomes),
-        clipped=any(outcome.clipped for outcome in outcomes),
-        ends=all(outcome.ends for outcome in outcomes),
-        remarks=list(dict.fromkeys(remark for outcome in outcomes for remark in outcome.remarks)),
+def _together(results: Sequence[Result]) -> Result:
+    """The result of a row from those of its parts."""
+    return Result(
+        [piece for result in results for piece in result.pieces],
+        cut=sum(result.cut for result in results),
+        clipped=any(result.clipped for result in results),
+        ends=all(result.ends for result in results),
+        notes=list(dict.fromkeys(name for result in results for name in result.notes)),
     )
 
 
-def _learned(pieces: Outcome, whole: Sample) -> Outcome:
-    """The pieces of the whole sample that have a supervised token; dropped if there are none."""
-    kept = [sample for sample in pieces.samples if (np.asarray(sample.labels) != IGNORE).any()]
-    if kept:
-        return replace(pieces, samples=kept)
-    first = np.flatnonzero(np.asarray(whole.labels) != IGNORE)
-    return replace(pieces, samples=(), dropped=FULLY_MASKED, needs=int(first[0]) + 2 if len(first) else 0)
+def _of_spans(arrays: dict[int, np.ndarray], spans: Sequence[Stretch]) -> np.ndarray:
+    parts = [arrays[span.place][span.start : span.start + span.length] for span in spans]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _first(spans: Sequence[Stretch], length: int) -> Iterator[Stretch]:
+    """The spans of the first `length` tokens."""
+    for span in spans:
+        if length > 0:
+            yield span._replace(length=min(span.length, length))
+        length -= span.length
+
+
+def _after(spans: Sequence[Stretch], length: int) -> Iterator[Stretch]:
+    """The spans of the tokens after the first `length`."""
+    for span in spans:
+        left_out = min(max(length, 0), span.length)
+        if left_out < span.length:
+            yield Stretch(span.place, span.start + left_out, span.length - left_out)
+        length -= span.length
+
+
+def _per_row(block: Block, values: np.ndarray) -> np.ndarray:
+    """The sum of a value of samples over each row, int64."""
+    sums = np.concatenate([[0], np.cumsum(values, dtype=np.int64)])
+    return sums[block.row_starts[1:]] - sums[block.row_starts[:-1]]
+
+
+def _has_equal_answers(block: Block) -> np.ndarray:
+    """Which rows have an answer that is equal to their first one."""
+    firsts = np.repeat(block.row_starts[:-1], block.counts)
+    if not len(firsts):
+        return np.zeros(block.rows, bool)
+    is_other = np.arange(len(firsts)) != firsts
+    return _per_row(block, is_other & (block.digests == block.digests[firsts])) > 0
+
+
+def _remarks(block: Block, taken: np.ndarray) -> Counter[str]:
+    """How many of the rows have each remark."""
+    counted = Counter[str]()
+    of_samples = np.repeat(taken, block.counts)
+    numbers = np.where(of_samples, block.notes, 0)
+    alone = np.repeat(block.counts == 1, block.counts)
+    for number, count in enumerate(np.bincount(numbers[alone], minlength=1).tolist()):
+        for name in block.remarks[number] if count else ():
+            counted[name] += count
+    for row in np.unique(np.repeat(np.arange(block.rows), block.counts)[~alone & (numbers > 0)]).tolist():
+        samples = range(block.row_starts[row], block.row_starts[row + 1])
+        counted.update({name for sample in samples for name in block.remarks[block.notes[sample]]})
+    return counted

@@ -1,29 +1,25 @@
 """Load the dataset that a config's `dataset` describes."""
 
-import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from typing import Any, Literal
 
 from tune import rehearsal
-from tune.datasets.cache import content_of, hash_of, key_of, prepared
 from tune.datasets.dataset import Dataset
-from tune.datasets.fit import TooLong
+from tune.datasets.fit import Fit, TooLong
 from tune.datasets.full_rows import full_rows
 from tune.datasets.held_out import with_validation
-from tune.datasets.mismatched import with_mismatched
+from tune.datasets.kept_files import hash_of
 from tune.datasets.parse.formats import FORMATS, Format, Kind
-from tune.datasets.pipe import announced, chunks_of
+from tune.datasets.preparation import Preparation, fit_settings, reader_for, reader_settings
 from tune.datasets.ray_data import for_all_processes, require_ray
-from tune.datasets.read.opening import Source, read
+from tune.datasets.read.opening import read
 from tune.datasets.render import TrainOn, Turns
-from tune.datasets.rows import RowReader, exact_text
-from tune.datasets.samples import Samples
-from tune.datasets.stream import Stream
-from tune.datasets.user_functions import sources_of
+from tune.datasets.rows import RowReader
+from tune.datasets.stream import Chunk, Chunks, Stream
 from tune.datasets.workers import available_cores
 from tune.errors import TuneError, explained
 from tune.files import cache_folder
@@ -31,7 +27,6 @@ from tune.lookup import did_you_mean
 from tune.tokenizers import Tokenizer, require_ours
 from tune.types import Fraction, NonNegativeInt, PositiveInt, checked
 
-Chunks = Callable[[int], Iterator[Samples]]  # n -> the samples after the first n rows
 WINDOW = 8192  # stream rows that are shuffled together
 
 
@@ -122,10 +117,14 @@ def load(
     if turns == "as_seen":
         _require_turns(kind, train_on, too_long, extra_columns)
     reader = RowReader(
-        tokenizer, max_seq_len, _named(format, kind), dict(columns or {}), filter, train_on, train_on_end_of_turn,
-        turns, too_long, validation_fraction, validation_seed, bos_in_pieces=bos_in_pieces, ignore=ignore,
-        extra_columns=extra_columns, max_bad_share=max_bad_share if on_bad_row == "skip" else 0.0, kind=kind,
+        tokenizer, _named(format, kind), dict(columns or {}), filter, train_on, train_on_end_of_turn, turns, ignore,
+        extra_columns, kind,
     )  # fmt: skip
+    fit = Fit(
+        max_seq_len, too_long, kind, turns == "as_seen", tokenizer.prefix_ids if bos_in_pieces else (),
+        validation_fraction, validation_seed,
+    )  # fmt: skip
+    bad_share = max_bad_share if on_bad_row == "skip" else 0.0
     if "group" in extra_columns and (streaming or validation_fraction):
         raise TuneError("extra_columns: streaming and validation_fraction could separate the rows of a group")
     source = source.rehearsed()
@@ -133,27 +132,23 @@ def load(
     if streaming == "ray" and rehearsal.current():  # no cluster is started for so few rows
         require_ray()
         streaming = True
+    reader, ignored_columns = reader_for(source, reader)
     if streaming:
         if kind == "labelled":
             raise TuneError("streaming: labelled rows are compared with answers to other prompts; set streaming=false")
-        return _stream(source, reader, pack_to, workers, shuffle_buffer or WINDOW, streaming == "ray")
+        if validation_fraction:
+            raise TuneError("validation_fraction: a stream cannot hold out rows; name other rows in validation")
+        reader = replace(reader, digests=False)
+        chunks = Chunks(source, reader, fit, bad_share, ignored_columns, workers)
+        return _stream(chunks, pack_to, shuffle_buffer or WINDOW, streaming == "ray")
     if shuffle_buffer:
         raise TuneError("shuffle_buffer: without streaming=true, all rows are shuffled together. Remove it")
     folder = cache_folder(cache_dir)
-    content = content_of(source.files, folder) if source.files else _content_of_rows(source)
-
-    def dataset(reader: RowReader, name: str, ignored_files: Sequence[str] = ()) -> Dataset:
-        key = key_of(content, source.take, tokenizer.fingerprint, _settings(reader))
-        chunks = announced(chunks_of(source, reader, workers), name)  # nothing is read until it is iterated
-        samples = prepared(chunks, key, folder, name, ignored_files, [file.name for file in source.files])
-        if kind == "labelled":
-            samples = with_mismatched(samples, max_seq_len, pack_to)
-        return Dataset(samples, pack_to)
-
-    training = dataset(reader, path, source.ignored_files)
+    preparation = Preparation(source, reader, folder, workers, bad_share, ignored_columns)
+    training = Dataset(preparation.samples(fit, path, pack_to), pack_to)
     if validation_fraction:
-        name = f"{path}, the rows held out for validation"
-        training.validation = dataset(replace(reader, validation=True), name)
+        name, held_out = f"{path}, the rows held out for validation", replace(fit, validation=True)
+        training.validation = Dataset(preparation.samples(held_out, name, pack_to), pack_to)
     return training
 
 
@@ -191,18 +186,17 @@ ray.__signature__ = signature(load).replace(parameters=_known)  # type: ignore[a
 ray.__annotations__ = load.__annotations__
 
 
-def _stream(
-    source: Source, reader: RowReader, pack_to: int | None, workers: int | None, window: int, by_ray: bool
-) -> Stream:
-    if reader.validation_fraction:
-        raise TuneError("validation_fraction: a stream cannot hold out rows; name other rows in validation")
+def _stream(chunks: Chunks, pack_to: int | None, window: int, by_ray: bool) -> Stream:
+    source, reader, fit = chunks.source, chunks.reader, chunks.fit
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # processes on this machine that read the same rows
-    workers = workers if workers or by_ray else max(1, available_cores() // here)
+    if not (chunks.workers or by_ray):
+        chunks = replace(chunks, workers=max(1, available_cores() // here))
     names = [file.name for file in source.files]
-    fingerprint = hash_of(names, reader.tokenizer.fingerprint, _settings(reader), bool(pack_to), window)
-    chunks: Chunks = partial(chunks_of, source, reader, workers, by_ray=by_ray)
-    chunks = for_all_processes(chunks, source.name) if by_ray else chunks
-    return Stream(chunks, source.name, reader.max_seq_len, pack_to, window, fingerprint)
+    settings = [reader_settings(reader), fit_settings(fit)]
+    fingerprint = hash_of(names, reader.tokenizer.fingerprint, settings, bool(pack_to), window)
+    read: Callable[[int], Iterator[Chunk]] = partial(chunks.after, by_ray=by_ray)
+    read = for_all_processes(read, source.name) if by_ray else read
+    return Stream(read, source.name, fit.max_seq_len, pack_to, window, fingerprint, fit.prefix)
 
 
 def _named(format: str | None, kind: Kind) -> Format | str | None:
@@ -216,20 +210,3 @@ def _named(format: str | None, kind: Kind) -> Format | str | None:
             f"{', '.join(known)}. For your own function, give its path: format=my_data.to_messages"
         )
     return known[format]
-
-
-def _settings(reader: RowReader) -> dict[str, Any]:
-    """Everything that determines a row's samples, except the tokenizer."""
-    given = {field.name: getattr(reader, field.name) for field in fields(reader) if field.name != "tokenizer"}
-    named = {"filter": reader.filter, "format": reader.format}
-    functions = [sources_of(path, setting) for setting, path in named.items() if isinstance(path, str)]
-    format = reader.format.name if isinstance(reader.format, Format) else reader.format
-    return {**given, "format": format, "functions": functions}
-
-
-def _content_of_rows(source: Source) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for place, row in source:
-        with explained(place):
-            digest.update(f"{row!r}\n".encode() if isinstance(row, TuneError) else f"{exact_text(row)}\n".encode())
-    return digest.hexdigest()

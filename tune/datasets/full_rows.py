@@ -6,10 +6,12 @@ from typing import Any
 import numpy as np
 
 from tune.collators import Sample
+from tune.datasets.block import Block, Example, TokenizedRow
 from tune.datasets.dataset import Dataset
-from tune.datasets.fit import Outcome
+from tune.datasets.fit import Fit
 from tune.datasets.parse.formats import Kind
-from tune.datasets.samples import flat, joined
+from tune.datasets.read.pieces import RowPlaces
+from tune.datasets.samples import Samples, Stored
 
 
 def full_rows(kind: Kind, max_seq_len: int, packed: bool, extra_columns: Sequence[str] = ()) -> Dataset:
@@ -31,4 +33,6 @@ def full_rows(kind: Kind, max_seq_len: int, packed: bool, extra_columns: Sequenc
             columns |= {"label": 1 - answer}
         tokens = np.full(length, answer, dtype=np.int32)
         samples.append(Sample(tokens, np.zeros(length, dtype=np.int32), answer, columns))
-    return Dataset(joined([flat([Outcome(samples)])], "full rows"))
+    block, places = Block.of([(1, TokenizedRow([Example(sample) for sample in samples]))]), RowPlaces("full rows")
+    fitted = Fit(max_seq_len * answers)(block, None, places)
+    return Dataset(Samples.of([Stored(block, places)], [fitted], (), "full rows"))

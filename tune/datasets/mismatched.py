@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from tune.collators import IGNORE, Sample
-from tune.datasets.fit import fit_group
-from tune.datasets.samples import Samples, flat, joined
+from tune.collators import IGNORE
+from tune.datasets.samples import Samples
 from tune.errors import TuneError
 
 NO_ROOM = "an answer is left out, as a mismatched one has no room beside it"
@@ -17,47 +16,79 @@ def with_mismatched(samples: Samples, max_seq_len: int, capacity: int | None) ->
 
     KTO measures the distance of the policy from the reference on the log-probs of mismatched answers. In pairs, the
     chosen answer is labeled good and the rejected one bad. A sample has at most `max_seq_len` tokens, and a group at
-    most `capacity` if rows are packed. Raises TuneError if there is only one prompt.
+    most `capacity` if rows are packed. A mismatched answer is two spans of stored tokens: it is made when it is drawn.
+    Raises TuneError if there is only one prompt.
     """
-    answers, source = [*samples], samples.accounting.source
-    prompts = [hash(sample.tokens[: _last_of_prompt(sample) + 1].tobytes()) for sample in answers]
-    if len({*prompts}) == 1 < len(prompts):
+    source, count = samples.accounting.source, len(samples)
+    prompts = samples.prompts
+    if count > 1 and (prompts == prompts[0]).all():
         raise TuneError(
-            f"{source}: all {len(answers):,} answers belong to one prompt, but KTO compares each with an answer to "
+            f"{source}: all {count:,} answers belong to one prompt, but KTO compares each with an answer to "
             "another prompt. Add rows with other prompts, or use a pairwise loss such as tune.losses.DPO"
         )
-    outcomes = []
-    for index, (sample, other) in enumerate(zip(answers, _others(prompts), strict=True)):
-        label = int(sample.columns["label"] if "label" in sample.columns else sample.columns["answer"] == 0)
-        pair = [
-            replace(document, columns={"label": label, "answer": answer, "group": index})
-            for answer, document in enumerate((sample, _answering(sample, answers[other])))
-        ]
-        room = capacity - len(sample.tokens) if capacity else max_seq_len
-        outcomes += fit_group(pair, [max_seq_len, max(1, room)])
-    made = joined([flat(outcomes)], source)
+    others = _others(prompts)
+    if samples.spans is not None:
+        raise AssertionError("labeled answers are not split")
+    # Span 0 of a pair is the answer, spans 1 and 2 are the prompt and the mismatched answer.
+    head = samples.firsts + 1
+    tail = (samples.lengths - head)[others]
+    room = (capacity - samples.lengths) if capacity else np.full(count, max_seq_len)
+    room = np.clip(room, 1, max_seq_len)
+    is_cut = head + tail > room
+    lengths = np.minimum(head + tail, room)
+    supervised = samples.supervised[others].copy()
+    for index in np.flatnonzero(is_cut).tolist():
+        other = int(others[index])
+        start = int(samples.starts[other] + samples.firsts[other])
+        seen = max(0, int(lengths[index]) - 1 - int(samples.firsts[index]))
+        labels = samples.blocks[samples.stores[other]].labels[start : start + seen]
+        supervised[index] = np.count_nonzero(labels != IGNORE)
+    fits = supervised > 0
+    kept = np.flatnonzero(fits)
+
+    def pairs(answers: np.ndarray, mismatched: np.ndarray) -> np.ndarray:
+        return np.stack([answers[kept], mismatched[kept].astype(answers.dtype)], axis=1).reshape(-1)
+
+    def spans(answers: np.ndarray, prompt: np.ndarray, answer: np.ndarray) -> np.ndarray:
+        return np.stack([each[kept].astype(answers.dtype) for each in (answers, prompt, answer)], axis=1).reshape(-1)
+
+    if not len(kept):
+        shortest = int(2 * head.min()) + 2
+        raise TuneError(
+            f"{source}: no answer has room for a mismatched one beside it. Raise max_seq_len: the shortest prompt has "
+            f"{int(head.min())} tokens, so at least to {shortest}"
+        )
+    good = samples.columns["label"] if "label" in samples.columns else samples.columns["answer"] == 0
+    answers = np.tile(np.array([0, 1]), len(kept))
+    made = replace(
+        samples,
+        stores=spans(samples.stores, samples.stores, samples.stores[others]),
+        starts=spans(samples.starts, samples.starts, (samples.starts + head)[others]),
+        span_lengths=spans(samples.span_lengths, np.minimum(head, lengths), np.maximum(lengths - head, 0)),
+        spans=np.append(np.arange(0, 3 * len(kept), 3).repeat(2) + np.tile([0, 1], len(kept)), 3 * len(kept)),
+        is_cut=pairs(samples.is_cut, is_cut | samples.is_cut[others]),
+        lengths=pairs(samples.lengths, lengths),
+        supervised=pairs(samples.supervised, supervised),
+        weight=pairs(samples.weight, supervised),
+        digests=pairs(samples.digests, np.zeros(count, np.uint64)),
+        firsts=pairs(samples.firsts, samples.firsts),
+        numbers=pairs(samples.numbers, samples.numbers),
+        pieces=pairs(samples.pieces, samples.pieces),
+        columns={"label": good.astype(np.int64)[kept].repeat(2), "answer": answers, "group": kept.repeat(2)},
+    )
     accounting = samples.accounting.with_samples(made.lengths, made.supervised)
-    if left_out := made.accounting.dropped.total() // 2:
+    if left_out := count - len(kept):
         accounting = accounting.with_remark(NO_ROOM, left_out)
-    return replace(made, accounting=accounting)
+    return replace(
+        made, accounting=accounting, fingerprint=f"{samples.fingerprint}, mismatched {max_seq_len} {capacity}"
+    )
 
 
-def _others(prompts: list[int]) -> list[int]:
+def _others(prompts: np.ndarray) -> np.ndarray:
     """For each answer, the index of the next answer to another prompt, wrapping around at the end."""
-    others = [*range(len(prompts))]
-    for index in [*reversed(others)] * 2:
-        following = (index + 1) % len(prompts)
-        others[index] = others[following] if prompts[following] == prompts[index] else following
-    return others
-
-
-def _answering(sample: Sample, other: Sample) -> Sample:
-    """The prompt of `sample` with the answer of `other`."""
-    first, others_first = _last_of_prompt(sample), _last_of_prompt(other)
-    tokens = np.concatenate([sample.tokens[: first + 1], other.tokens[others_first + 1 :]])
-    labels = np.concatenate([sample.labels[:first], other.labels[others_first:]])
-    return Sample(tokens, labels, place=sample.place)
-
-
-def _last_of_prompt(sample: Sample) -> int:
-    return int(np.flatnonzero(sample.labels != IGNORE)[0])
+    count = len(prompts)
+    changes = np.flatnonzero(prompts != np.roll(prompts, -1)) + 1  # the answer after each run of one prompt
+    if not len(changes):
+        return np.arange(count)
+    following = np.searchsorted(changes, np.arange(count), side="right")
+    return changes[following % len(changes)] % count

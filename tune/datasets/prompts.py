@@ -4,24 +4,31 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, overload
 
 from tune import rehearsal
-from tune.datasets.cache import hash_of
+from tune.datasets.accounting import Accounting
 from tune.datasets.dataset import drawn_places
-from tune.datasets.fit import LEFT_OUT, TOO_LONG
 from tune.datasets.held_out import with_validation
+from tune.datasets.kept_files import content_of, content_of_rows, key_of, prepared_arrays
 from tune.datasets.loader import require_continuable, steps_of
 from tune.datasets.parse.columns import QUESTIONS, WEIGHTS, require_columns, require_meaning
 from tune.datasets.parse.content import Chat, Plain, Row, shown
 from tune.datasets.parse.messages import checked_tools, conversation, question_of
-from tune.datasets.read.opening import read
+from tune.datasets.progress import Progress
+from tune.datasets.read.opening import PlacedRows, Source, read
 from tune.datasets.read.readers import json_row
+from tune.datasets.reasons import LEFT_OUT, TOO_LONG
 from tune.datasets.rows import exact_text
-from tune.datasets.user_functions import applied
+from tune.datasets.stored_prompts import TYPES, NotJson, PromptRow, StoredRows, Summary, Summing, write
+from tune.datasets.user_functions import applied, sources_of
+from tune.datasets.workers import map_chunks
 from tune.errors import TuneError, explained
+from tune.files import cache_folder
+from tune.secrets import without_secrets
+from tune.terminal import visible
 from tune.tokenizers import Message, Tokenizer
 from tune.types import Epochs, NonNegativeInt, PositiveInt
 
@@ -47,39 +54,148 @@ class Prompt:
     position: int = 0
 
 
-class Prompts:
-    """The prompts of a dataset; `dropped` counts the other rows by reason. `validation` are other prompts, to validate
-    on."""
+class Prompts(Sequence[Prompt]):
+    """The prompts of a dataset; `dropped` counts the other rows by reason.
+
+    `prompts` may be a list, or make each prompt when it is drawn, with its `summary`. `validation` are other prompts,
+    to validate on.
+    """
 
     validation: "Prompts | None" = None
 
-    def __init__(self, name: str, prompts: list[Prompt], dropped: Mapping[str, int]) -> None:
-        self.name, self.prompts, self.dropped = name, prompts, dict(dropped)
-        self.lengths = [len(prompt.tokens) for prompt in prompts]
-        self.fingerprint = hash_of([(prompt.tokens, exact_text(prompt.row)) for prompt in prompts])
+    def __init__(
+        self, name: str, prompts: Sequence[Prompt], dropped: Mapping[str, int], summary: Summary | None = None
+    ) -> None:
+        self.name, self.dropped = name, dict(dropped)
+        self._prompts, self._summary = prompts, summary or _summary_of(prompts)
 
     def __len__(self) -> int:
-        return len(self.prompts)
+        return len(self._prompts)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        return self._prompts[index]
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the tokens and rows of all prompts."""
+        return self._summary.fingerprint
+
+    def extremes(self) -> list[Prompt]:
+        """A few prompts, such as the longest. A model that can complete these can complete all."""
+        return [self[index] for index in self._summary.extremes]
 
     def table(self) -> str:
         """A summary in one line."""
         dropped = "".join(f", {count:,} dropped: {reason}" for reason, count in self.dropped.items())
-        return f"{self.name}: {len(self):,} prompts of {min(self.lengths)} to {max(self.lengths)} tokens{dropped}"
+        shortest, longest = self._summary.shortest, self._summary.longest
+        return f"{self.name}: {len(self):,} prompts of {shortest} to {longest} tokens{dropped}"
 
     def as_dict(self) -> dict[str, Any]:
         """The summary with the keys of `Accounting.as_dict`."""
         return {
-            "source": self.name, "format": "prompts", "rows": len(self) + sum(self.dropped.values()),
-            "dropped": self.dropped, "kept": len(self), "remarks": {}, "tokens": sum(self.lengths),
-            "lengths": {"shortest": min(self.lengths), "longest": max(self.lengths)},
-        }  # fmt: skip
+            "source": self.name,
+            "format": "prompts",
+            "rows": len(self) + sum(self.dropped.values()),
+            "dropped": self.dropped,
+            "kept": len(self),
+            "remarks": {},
+            "tokens": self._summary.tokens,
+            "lengths": {"shortest": self._summary.shortest, "longest": self._summary.longest},
+        }
+
+
+def _summary_of(prompts: Iterable[Prompt]) -> Summary:
+    summing = Summing()
+    for prompt in prompts:
+        summing.add(PromptRow(prompt.row, prompt.tokens, exact_text(prompt.row), prompt.messages is not None))
+    return summing.summary()
+
+
+@dataclass(frozen=True)
+class PromptReader:
+    """Turn rows into prompts. A pure function of each row, so it can run in any process.
+
+    The settings are those of `load_prompts`.
+    """
+
+    tokenizer: Tokenizer
+    max_prompt_len: int
+    columns: Mapping[str, str]
+    ignore: Sequence[str]
+
+    def __call__(self, rows: Sequence[tuple[str, Any]], is_first: bool = False) -> "Chunk":
+        """The prompts of rows with their places. The columns of the first rows are checked."""
+        kept = []
+        for place, row in rows:
+            with explained(place):
+                content = self._parse(row, is_first)
+                tokens = _tokens_of(content, self.tokenizer)
+            if len(tokens) <= self.max_prompt_len:
+                exact = exact_text(self._with_answer(row))
+                kept.append(PromptRow(row, tokens, exact, isinstance(content, Chat)))
+        return Chunk(kept, Accounting(rows=len(rows), kept=len(kept)))
+
+    def prompt(self, index: int, row: Row, tokens: list[int]) -> Prompt:
+        """The prompt of a row that has been read before, and of its tokens."""
+        return _prompt_of(self._parse(row), tokens, self._with_answer(row), index)
+
+    def _parse(self, row: Any, is_first: bool = False) -> Chat | Plain:
+        return _parse(row, self.columns, [*self.ignore, *FOR_REWARDS], is_first)
+
+    def _with_answer(self, row: Row) -> Row:
+        """The row with the right answer under the name that rewards and scores read."""
+        right = {ours: row[theirs] for ours, theirs in self.columns.items() if ours in RIGHT and theirs in row}
+        return row | right
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The prompts of a few rows; `accounting` counts the rows."""
+
+    kept: list[PromptRow]
+    accounting: Accounting
+
+
+@dataclass(frozen=True)
+class DrawnPrompts(Sequence[Prompt]):
+    """Prompts that are made when they are drawn, from their `rows` and tokens."""
+
+    rows: Sequence[tuple[Row, list[int]]]
+    reader: PromptReader
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        places = range(len(self))[index]  # also of negative indices
+        if isinstance(places, range):
+            return [self[place] for place in places]
+        return self.reader.prompt(places, *self.rows[places])
 
 
 def load_prompts(
-    tokenizer: Tokenizer, path: str, split: str = "train", *, max_prompt_len: PositiveInt,
-    columns: Mapping[str, str] | None = None, filter: str | None = None, ignore: Sequence[str] = (),
-    subset: str | None = None, take: PositiveInt | None = None, validation: str | Mapping[str, Any] | None = None,
-) -> Prompts:  # fmt: skip
+    tokenizer: Tokenizer,
+    path: str,
+    split: str = "train",
+    *,
+    max_prompt_len: PositiveInt,
+    columns: Mapping[str, str] | None = None,
+    filter: str | None = None,
+    ignore: Sequence[str] = (),
+    subset: str | None = None,
+    take: PositiveInt | None = None,
+    validation: str | Mapping[str, Any] | None = None,
+    cache_dir: str | None = None,
+    workers: PositiveInt | None = None,
+) -> Prompts:
     """Read the prompts of a dataset, which is opened as in `tune.datasets.load`.
 
     A row has one of:
@@ -93,6 +209,9 @@ def load_prompts(
     dotted path of a function that returns whether to keep a row. Prompts of more than `max_prompt_len` tokens are
     dropped and counted. `validation` names the prompts in `.validation`, as in `tune.datasets.load`.
 
+    The prompts are prepared once, by one process of a machine, and stored in `cache_dir` (default: $TUNE_CACHE or
+    ~/.cache/tune). Rows with values that JSON lacks, such as dates from Parquet, are kept in memory instead.
+
     Raises:
         TuneError: a row has none of these columns, or an invalid value; a row has images or `<image>`, which a text
             model does not see, and `ignore` does not list them; or no prompt is left.
@@ -101,25 +220,91 @@ def load_prompts(
         return full_prompts(tokenizer.vocab_size, max_prompt_len)
     if validation:
         return with_validation(load_prompts, locals())  # nothing but the arguments is defined yet
-    prompts: list[Prompt] = []
-    dropped: Counter[str] = Counter()
     with explained("path"):
         source = read(path, split, subset, take)
-    for place, row in source.rehearsed():
+    source = source.rehearsed()
+    reader = PromptReader(tokenizer, max_prompt_len, dict(columns or {}), [*ignore])
+    try:
+        return _prompts_in_cache(source, reader, filter, workers, cache_folder(cache_dir))
+    except NotJson as reason:
+        if os.environ.get("RANK", "0") == "0":
+            problem = f"the rows hold {reason}, which JSON lacks. Each process reads and keeps all prompts itself"
+            print(f"{visible(without_secrets(path))}: {problem}", file=sys.stderr, flush=True)
+        return _prompts_in_memory(source, reader, filter, workers)
+
+
+def _prompts_in_cache(
+    source: Source, reader: PromptReader, filter: str | None, workers: int | None, folder: Path
+) -> Prompts:
+    """The prompts of a source, which are first prepared if they are not in the cache."""
+    version = None if source.files else source.version()
+    content = content_of(source.files, folder) if source.files else version or content_of_rows(iter(source))
+    settings = {
+        "columns": reader.columns,
+        "ignore": reader.ignore,
+        "max_prompt_len": reader.max_prompt_len,
+        "filter": filter,
+        "functions": sources_of(filter, "filter") if filter else {},
+    }
+    key = key_of("prompts", content, source.take, reader.tokenizer.fingerprint, settings)
+
+    def written(files: Mapping[str, BinaryIO]) -> dict[str, Any]:
+        dropped: Counter[str] = Counter()
+        summary = write(_kept_rows(source, reader, filter, workers, dropped), files)
+        return {"dropped": dict(sorted(dropped.items())), "summary": asdict(summary)}
+
+    arrays, about = prepared_arrays(written, TYPES, folder / "prompts" / key, source.name)
+    prompts = DrawnPrompts(StoredRows(arrays), reader)
+    return Prompts(source.name, prompts, about["dropped"], Summary(**about["summary"]))
+
+
+def _prompts_in_memory(source: Source, reader: PromptReader, filter: str | None, workers: int | None) -> Prompts:
+    dropped: Counter[str] = Counter()
+    rows = []
+    summing = Summing()
+    for prompt in _kept_rows(source, reader, filter, workers, dropped):
+        summing.add(prompt)
+        rows.append((prompt.row, prompt.tokens))
+    return Prompts(source.name, DrawnPrompts(rows, reader), dict(sorted(dropped.items())), summing.summary())
+
+
+def _kept_rows(
+    source: Source, reader: PromptReader, filter: str | None, workers: int | None, dropped: Counter[str]
+) -> Iterator[PromptRow]:
+    """Yield the rows that become prompts, and count the others in `dropped`. Raises TuneError if none is left."""
+    count, progress = 0, Progress(source.name)
+    for chunk in _chunks(_wanted(source, filter, dropped), reader, workers):
+        progress.add(chunk.accounting.rows)
+        too_long = chunk.accounting.rows - chunk.accounting.kept
+        if too_long:
+            dropped[TOO_LONG.replace("max_seq_len", "max_prompt_len")] += too_long
+        count += chunk.accounting.kept
+        yield from chunk.kept
+    if not count:
+        raise TuneError(
+            f"{source.name}: no prompt is left of {dropped.total():,} rows. Dropped: {dict(dropped) or 'none'}"
+        )
+
+
+def _chunks(rows: Iterator[tuple[str, Any]], reader: PromptReader, workers: int | None) -> Iterator[Chunk]:
+    """Read rows in several processes, but the first ones here: the names of columns are checked until one is kept."""
+    for placed in rows:
+        chunk = reader([placed], is_first=True)
+        yield chunk
+        if chunk.kept:
+            break
+    yield from map_chunks(reader, rows, workers)
+
+
+def _wanted(source: Source, filter: str | None, dropped: Counter[str]) -> PlacedRows:
+    """The rows that `filter` keeps. It is called here in the order of the rows, and not in several processes."""
+    for place, row in source:
         with explained(place):
-            if filter and isinstance(row, dict) and not applied(filter, "filter", row):
-                dropped[LEFT_OUT + filter] += 1
-                continue
-            content = _parse(row, columns or {}, [*ignore, *FOR_REWARDS], is_first=not prompts)
-            right = {ours: row[theirs] for ours, theirs in (columns or {}).items() if ours in RIGHT and theirs in row}
-            prompt = _render(content, tokenizer, row | right, len(prompts))
-        if len(prompt.tokens) > max_prompt_len:
-            dropped[TOO_LONG.replace("max_seq_len", "max_prompt_len")] += 1
+            is_wanted = not filter or not isinstance(row, dict) or applied(filter, "filter", row)
+        if is_wanted:
+            yield place, row
         else:
-            prompts.append(prompt)
-    if not prompts:
-        raise TuneError(f"{path}: no prompt is left of {dropped.total():,} rows. Dropped: {dict(dropped) or 'none'}")
-    return Prompts(path, prompts, dropped)
+            dropped[f"{LEFT_OUT}{filter}"] += 1
 
 
 def full_prompts(vocab_size: int, max_prompt_len: int) -> Prompts:
@@ -176,7 +361,8 @@ def open_prompts(
             asked = {**row, "prompt": None, "instruction": text} if isinstance(text, str) and is_chat else row
             asked = {**asked, "system": system} if system and isinstance(row, dict) else asked
             content = _parse(asked, None, FOR_REWARDS)
-            prompts.append(_render(content, tokenizer, row, len(prompts)))
+            tokens = _tokens_of(content, tokenizer)
+        prompts.append(_prompt_of(content, tokens, row, len(prompts)))
     return prompts
 
 
@@ -230,15 +416,22 @@ def _column_of_messages(named: Row, row: Row, columns: Mapping[str, str] | None)
     )
 
 
-def _render(content: Chat | Plain, tokenizer: Tokenizer, row: Row, index: int) -> Prompt:
-    """The prompt with the tokens that the model continues."""
+def _tokens_of(content: Chat | Plain, tokenizer: Tokenizer) -> list[int]:
+    """The tokens that the model continues."""
     if isinstance(content, Plain):
-        if not (tokens := [*tokenizer.prefix_ids, *tokenizer.encode(content.prompt)]):
+        tokens = [*tokenizer.prefix_ids, *tokenizer.encode(content.prompt)]
+        if not tokens:
             raise TuneError("prompt is empty, and the tokenizer adds no BOS")
-        return Prompt(index, tokens, row)
+        return tokens
     tokenizer.require_chat_template()
     text = tokenizer.apply_chat_template(content.messages, tools=content.tools, add_generation_prompt=True)
-    return Prompt(index, tokenizer.encode(text), row, content.messages, content.tools)
+    return tokenizer.encode(text)
+
+
+def _prompt_of(content: Chat | Plain, tokens: list[int], row: Row, index: int) -> Prompt:
+    if isinstance(content, Plain):
+        return Prompt(index, tokens, row)
+    return Prompt(index, tokens, row, content.messages, content.tools)
 
 
 class PromptLoader:
@@ -274,7 +467,7 @@ class PromptLoader:
         """The next `count` prompts, epoch after epoch. Extra draws do not change `len`."""
         start, self.position = self.position, self.position + count
         indices = drawn_places(len(self.dataset), start, self.position, self.seed)
-        return [replace(self.dataset.prompts[index], position=at) for at, index in enumerate(indices.tolist(), start)]
+        return [replace(self.dataset[index], position=at) for at, index in enumerate(indices.tolist(), start)]
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last step that was yielded."""

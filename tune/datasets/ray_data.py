@@ -11,7 +11,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tune.datasets.samples import Samples
 from tune.datasets.workers import CHUNK
 from tune.errors import TuneError
 from tune.lookup import needs
@@ -22,8 +21,8 @@ IN_FLIGHT = 2**28  # bytes that Ray Data may hold between reading and training, 
 
 
 def map_by_ray(
-    function: Callable[[list[Any]], Samples], rows: Callable[[], Iterator[Any]], workers: int | None
-) -> Iterator[Samples]:
+    function: Callable[[list[Any]], Any], rows: Callable[[], Iterator[Any]], workers: int | None
+) -> Iterator[Any]:
     """Apply `function` to 64 `rows` at a time in `workers` Ray Data tasks (None: one per free CPU); results in order.
 
     The tasks reserve no CPU: if the process that waits for their rows has reserved the last one, both would deadlock.
@@ -67,14 +66,14 @@ def require_ray() -> None:
         metadata.version("ray")  # importing ray is slow
 
 
-def _result(function: Callable[[list[Any]], Samples], rows: list[Any] | TuneError) -> Samples | TuneError:
+def _result(function: Callable[[list[Any]], Any], rows: list[Any] | TuneError) -> Any:
     try:
         return rows if isinstance(rows, TuneError) else function(rows)
     except TuneError as error:
         return error
 
 
-def for_all_processes(chunks: Callable[[int], Iterator[Samples]], name: str) -> Callable[[int], Iterator[Samples]]:
+def for_all_processes(chunks: Callable[[int], Iterator[Any]], name: str) -> Callable[[int], Iterator[Any]]:
     """Run `chunks` in a Ray actor, once for all processes of the process group. Each gets all chunks in the same order.
 
     The actor ends with the process that creates it. All processes must call this.
@@ -101,7 +100,7 @@ def for_all_processes(chunks: Callable[[int], Iterator[Samples]], name: str) -> 
     )  # fmt: skip
     actor, numbers = kind.remote(chunks, os.getcwd(), processes), count()
 
-    def read(start: int) -> Iterator[Samples]:
+    def read(start: int) -> Iterator[Any]:
         number = next(numbers)
         try:
             for index in count():
@@ -121,11 +120,11 @@ def for_all_processes(chunks: Callable[[int], Iterator[Samples]], name: str) -> 
 class _Passes:
     """An actor that reads the source once per pass and keeps each chunk until all processes have it."""
 
-    def __init__(self, chunks: Callable[[int], Iterator[Samples]], folder: str, processes: int):
+    def __init__(self, chunks: Callable[[int], Iterator[Any]], folder: str, processes: int):
         os.chdir(folder)
         self.chunks, self.processes = chunks, processes
         self.asked: dict[int, tuple[int, int]] = {}  # rank -> (pass, chunk)
-        self.passes: dict[int, tuple[Iterator[Samples], dict[int, Any]]] = {}
+        self.passes: dict[int, tuple[Iterator[Any], dict[int, Any]]] = {}
 
     def chunk(self, rank: int, number: int, start: int, index: int) -> tuple[Any]:
         """A reference to the chunk or to the TuneError in its place; None after the last chunk."""
@@ -142,7 +141,7 @@ class _Passes:
             self.passes[number] = self.chunks(start), {}
         source, held = self.passes[number]
         if index not in held:
-            found: Samples | TuneError | None
+            found: Any
             try:
                 found = next(source, None)
             except TuneError as error:

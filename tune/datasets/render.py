@@ -1,25 +1,24 @@
 """Step 3: `render(conversation, tokenizer, ...)` returns tokens and labels.
 
 `as_text` renders a content as text with its supervised spans, and `labelled` turns the text into tokens with labels.
-Between the two, the texts of many rows are tokenized together.
 """
 
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 import numpy as np
-from tokenizers import Encoding
 
 from tune.collators import IGNORE, Sample
 from tune.datasets.parse.content import Chat, Content, Dropped, Plain, Tokens
 from tune.datasets.parse.formats import Kind
 from tune.datasets.parse.messages import ROLES, checked_messages, is_empty_answer
 from tune.errors import TuneError
-from tune.tokenizers import Message, Span, Tokenizer, around_content, require_ours, require_unicode
+from tune.tokenizers import Beginnings, Encoded, Message, Span, Tokenizer, around_content, require_ours, require_unicode
 from tune.types import checked
 
 TrainOn = Literal["assistant", "all", "last"] | list[Literal["system", "developer", "user", "assistant", "tool"]]
@@ -34,14 +33,29 @@ class Learned(NamedTuple):
     weight: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Example:
-    """A content as one sample of any length; `ends`: whether its last supervised message ends a turn."""
+class Conversation:
+    """The beginnings of a flagged conversation, from which several texts are made."""
+
+    def __init__(self, chat: Chat, tokenizer: Tokenizer) -> None:
+        self.chat, self.tokenizer = chat, tokenizer
+
+    @cached_property
+    def beginnings(self) -> Beginnings:
+        return self.tokenizer.beginnings(self.chat.messages, self.chat.tools)
+
+    @cached_property
+    def beginnings_with_json(self) -> Beginnings:
+        """The same, with the arguments of tool calls as JSON strings."""
+        return self.tokenizer.beginnings(list(map(_with_arguments_as_json, self.chat.messages)), self.chat.tools)
+
+
+class Text(NamedTuple):
+    """A flagged content, its text, the supervised spans of the text, and the conversation that it is a beginning of."""
 
     content: Content
-    sample: Sample
-    ends: bool = True
-    remarks: Sequence[str] = ()
+    text: str
+    learned: list[Learned]
+    source: Conversation | None = None
 
 
 def learned_roles(train_on: TrainOn) -> Iterable[str]:
@@ -76,10 +90,23 @@ def tokenize_conversation(
 
 def render(content: Content, tokenizer: Tokenizer, train_on: TrainOn, train_on_end_of_turn: bool) -> Sample:
     """The tokens and labels of one content of any length."""
-    content = flagged(content, train_on)
-    text, learned = as_text(content, tokenizer, train_on)
-    (encoding,) = tokenizer.encode_with_offsets([text])
-    return labelled(content, text, learned, encoding, tokenizer, train_on_end_of_turn)
+    rendered = as_text(flagged(content, train_on), tokenizer, train_on)
+    (encoding,) = tokenizer.encode_with_offsets([rendered.text])
+    return labelled(rendered, Encoded(encoding), tokenizer, train_on_end_of_turn)
+
+
+def render_shorter(
+    chat: Chat, whole: Text, encoded: Encoded, tokenizer: Tokenizer, train_on: TrainOn, train_on_end_of_turn: bool
+) -> Sample:
+    """The tokens and labels of some messages of a conversation, whose whole text is given with its tokens. If they are
+    its first, neither their text nor their tokens are made again, as far as they are known to begin the whole's."""
+    assert isinstance(whole.content, Chat)
+    first = whole.content.messages[: len(chat.messages)]
+    is_beginning = all(message is other for message, other in zip(chat.messages, first, strict=True))
+    source = whole.source if is_beginning else None
+    rendered = as_text(flagged(chat, train_on), tokenizer, train_on, source)
+    of_chat = tokenizer.encode_like(rendered.text, whole.text, encoded)
+    return labelled(rendered, of_chat, tokenizer, train_on_end_of_turn)
 
 
 def flagged(content: Content, train_on: TrainOn) -> Content:
@@ -143,10 +170,14 @@ def turns_of(content: Content) -> list[Content]:
     return [replace(content, messages=[*masked[:index], content.messages[index]]) for index in learned]
 
 
-def as_text(content: Content, tokenizer: Tokenizer, train_on: TrainOn) -> tuple[str, list[Learned]]:
-    """The text of a flagged content and its supervised spans. Raises TuneError for text that is not valid Unicode."""
+def as_text(content: Content, tokenizer: Tokenizer, train_on: TrainOn, source: Conversation | None = None) -> Text:
+    """The text of a flagged content and its supervised spans. Raises TuneError for text that is not valid Unicode.
+
+    `source`: a conversation that begins with the messages of `content`.
+    """
     if isinstance(content, Chat):
-        text, learned = learned_text(content, tokenizer, whole=train_on == "all")
+        source = source or Conversation(content, tokenizer)
+        text, learned = learned_text(content, source, whole=train_on == "all")
     elif isinstance(content, Plain):
         text, border = content.prompt + content.text, len(content.prompt)
         roles = learned_roles(train_on)
@@ -155,26 +186,23 @@ def as_text(content: Content, tokenizer: Tokenizer, train_on: TrainOn) -> tuple[
     else:
         text, learned = "", []
     require_unicode(text)
-    return text, learned
+    return Text(content, text, learned, source)
 
 
-def labelled(
-    content: Content, text: str, learned: Sequence[Learned], encoding: Encoding, tokenizer: Tokenizer,
-    train_on_end_of_turn: bool,
-) -> Sample:  # fmt: skip
-    """The tokens of a text (`encoding`) with labels for its `learned` spans. A plain text gets BOS and EOS."""
+def labelled(rendered: Text, encoded: Encoded, tokenizer: Tokenizer, train_on_end_of_turn: bool) -> Sample:
+    """The tokens of a text with labels for its supervised spans. A plain text gets BOS and EOS."""
+    content, text, learned, _ = rendered
     if isinstance(content, Tokens):
         tokens, targets = (np.array(ids, dtype=np.int32) for ids in (content.ids, content.labels))
         weights = None if content.weights is None else np.array([*content.weights[1:], 1], dtype=np.float32)
         return _weighed(Sample(tokens, np.append(targets[1:], np.int32(IGNORE)), weights=weights))
-    ids, prefix, places = encoding.ids, [], range(len(encoding))
-    # Only a few spans are needed; `offsets`, which lists all of them, takes as long as rendering the text.
-    span = cast(Callable[[int], Span], encoding.token_to_chars)
+    tokens, prefix, places = encoded.ids, [], range(len(encoded))
+    span = encoded.token_to_chars
     is_plain = isinstance(content, Plain)
     if is_plain:
+        ids = tokens.tolist()
         prefix = [] if ids[: len(tokenizer.prefix_ids)] == tokenizer.prefix_ids else tokenizer.prefix_ids
-        ids = _with_eos(ids, tokenizer)
-    tokens = np.array(prefix + ids, dtype=np.int32)
+        tokens = np.array(prefix + _with_eos(ids, tokenizer), dtype=np.int32)
     labels = np.full(len(tokens), IGNORE, dtype=np.int32)
     weights = None if all(each.weight == 1 for each in learned) else np.ones(len(tokens), dtype=np.float32)
     for start, end, weight in learned:
@@ -211,7 +239,7 @@ def _with_eos(ids: list[int], tokenizer: Tokenizer) -> list[int]:
     return [*ids, tokenizer.eos_id]
 
 
-def shares_a_token(content: Content, encoding: Encoding) -> bool:
+def shares_a_token(content: Content, encoded: Encoded) -> bool:
     """Whether a plain prompt ends inside the first token of the answer.
 
     In training, other tokens then precede the answer than in generation, where the prompt is tokenized alone.
@@ -219,8 +247,8 @@ def shares_a_token(content: Content, encoding: Encoding) -> bool:
     if not isinstance(content, Plain) or not content.prompt or not content.text:
         return False
     border = len(content.prompt)
-    token = encoding.char_to_token(border)
-    span = None if token is None else encoding.token_to_chars(token)
+    token = encoded.char_to_token(border)
+    span = None if token is None else encoded.token_to_chars(token)
     return span is not None and span[0] < border
 
 
@@ -235,35 +263,37 @@ def _before_end_of_turn(tokens: np.ndarray, first: int, last: int, tokenizer: To
     return end
 
 
-def learned_text(chat: Chat, tokenizer: Tokenizer, whole: bool = False) -> tuple[str, list[Learned]]:
+def learned_text(chat: Chat, source: Conversation, whole: bool = False) -> tuple[str, list[Learned]]:
     """A flagged conversation as the template renders it, with the spans of supervised messages and their ends of turn.
 
-    `whole` also supervises the template's own text around the messages. Raises TuneError if a message cannot be located
-    in the rendered text, or if the template leaves out a tool call.
+    `source` is a conversation that begins with the same messages. `whole` also supervises the template's own text
+    around the messages. Raises TuneError if a message cannot be located in the rendered text, or if the template leaves
+    out a tool call.
     """
     if not whole:
-        return _rendered(chat, tokenizer)
+        return _rendered(chat, source)
     if weight := next((each["train"] for each in chat.messages if 0 < each["train"] < 1), None):
         raise TuneError(
             f"a message has weight (or train) {weight}, but with train_on=all every token counts alike. Remove it, or "
             "set train_on=[system, user, assistant]"
         )
     others = [{**message, "train": not message["train"]} for message in chat.messages]
-    text, masked = _rendered(replace(chat, messages=others), tokenizer)
+    text, masked = _rendered(replace(chat, messages=others), source)
     borders = [0, *(border for start, end, _ in masked for border in (start, end)), len(text)]
     return text, [Learned(start, end) for start, end in [*pairwise(borders)][::2] if start < end]
 
 
-def _rendered(chat: Chat, tokenizer: Tokenizer) -> tuple[str, list[Learned]]:
+def _rendered(chat: Chat, source: Conversation) -> tuple[str, list[Learned]]:
     calls = [call["function"]["name"] for message in chat.messages for call in message.get("tool_calls", ())]
     try:
-        text, parts = _learned(chat.messages, chat.tools, tokenizer)
+        text, parts = _learned(chat.messages, source.beginnings, source.tokenizer)
     except TuneError as refusal:
         if not calls:
             raise
         # Nearly all templates expect a call's arguments as an object; a few (DeepSeek V3) expect a JSON string.
         try:
-            text, parts = _learned([*map(_with_arguments_as_json, chat.messages)], chat.tools, tokenizer)
+            messages = list(map(_with_arguments_as_json, chat.messages))
+            text, parts = _learned(messages, source.beginnings_with_json, source.tokenizer)
         except TuneError:
             raise refusal from None
     if lost := [name for name in calls if name not in text]:
@@ -271,11 +301,11 @@ def _rendered(chat: Chat, tokenizer: Tokenizer) -> tuple[str, list[Learned]]:
     return text, parts
 
 
-def _learned(messages: list[Message], tools: list | None, tokenizer: Tokenizer) -> tuple[str, list[Learned]]:
+def _learned(messages: list[Message], beginnings: Beginnings, tokenizer: Tokenizer) -> tuple[str, list[Learned]]:
     roles = {message["role"] for message in messages if message["train"]}
     answers: list[Learned] = []
     if "assistant" in roles:
-        text, spans = tokenizer.supervised_spans(messages, tools)
+        text, spans = tokenizer.supervised_spans(messages, beginnings=beginnings)
         weights = [float(each["train"]) for each in messages if each["role"] == "assistant" and each["train"]]
         if {*weights} == {1.0}:
             weights = [1.0] * len(spans)
@@ -288,18 +318,18 @@ def _learned(messages: list[Message], tools: list | None, tokenizer: Tokenizer) 
         if len(roles) == 1:
             return text, answers
     bare = [{key: value for key, value in message.items() if key != "train"} for message in messages]
-    text = _render(bare, tools, tokenizer)
+    text = beginnings.render(len(messages))
     others = [
-        Learned(*_span_of(index, bare, tools, text, tokenizer), float(message["train"]))
+        Learned(*_span_of(index, bare, beginnings, text, tokenizer), float(message["train"]))
         for index, message in enumerate(messages)
         if message["train"] and message["role"] != "assistant"
     ]
     return text, sorted([*answers, *others])
 
 
-def _span_of(index: int, messages: list[Message], tools: list | None, text: str, tokenizer: Tokenizer) -> Span:
+def _span_of(index: int, messages: list[Message], beginnings: Beginnings, text: str, tokenizer: Tokenizer) -> Span:
     """The span of a message whose role is not assistant, including the end of turn after it."""
-    around = around_content(lambda probed: _render(probed, tools, tokenizer), messages, index)
+    around = around_content(beginnings.render_changed, messages, index)
     if not around or not (text.startswith(around[0]) and text.endswith(around[1])):
         raise TuneError(
             f"message {index + 1} ({messages[index]['role']}) cannot be located in the text of the chat template: "
@@ -309,10 +339,6 @@ def _span_of(index: int, messages: list[Message], tools: list | None, text: str,
     end = len(text) - len(behind)
     stops = map(tokenizer.decode, ([token] for token in tokenizer.stop_ids))
     return len(before), end + max((len(stop) for stop in stops if behind.startswith(stop)), default=0)
-
-
-def _render(messages: list[Message], tools: list | None, tokenizer: Tokenizer) -> str:
-    return tokenizer.apply_chat_template(messages, tools=tools)
 
 
 def _with_arguments_as_json(message: Message) -> Message:

@@ -1,49 +1,47 @@
-"""Turn rows into samples: parse, render and fit, for a few rows at a time."""
+"""One row on its way: parse, render and tokenize, or the reason why it has no tokens."""
 
 import hashlib
 import json
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date, time
 from decimal import Decimal
-from functools import partial
 from typing import Any
 
 import numpy as np
-from tokenizers import Encoding
 
-from tune.datasets.fit import CANNOT_BE_USED, FOR_TRAINING, HELD_OUT, LEFT_OUT, Outcome, TooLong, fit, fit_turns
+from tune.collators import IGNORE, Sample
+from tune.datasets.block import Block, Example, Places, TokenizedRow, flags_of
+from tune.datasets.cut import split_between_turns, truncated
+from tune.datasets.fit import Fit
 from tune.datasets.parse.columns import OtherMeaning, parse, recognize
 from tune.datasets.parse.content import Chat, Content, Dropped, Row, shown
 from tune.datasets.parse.formats import FORMATS, Format, Kind
+from tune.datasets.reasons import CANNOT_BE_USED, LEFT_OUT
 from tune.datasets.remarks import SHARED_TOKEN, remarks
 from tune.datasets.render import (
-    Example,
-    Learned,
+    Conversation,
+    Text,
     TrainOn,
     Turns,
     as_text,
     flagged,
     labelled,
-    render,
+    render_shorter,
     require_learned,
     require_whole_answers,
     shares_a_token,
     turns_of,
 )
-from tune.datasets.samples import Samples, flat
 from tune.datasets.user_functions import applied
 from tune.errors import TuneError, explained
-from tune.tokenizers import Tokenizer
-
-Text = tuple[Content, str, list[Learned]]
-"""A content, its text, and the supervised spans of the text."""
+from tune.tokenizers import Encoded, Tokenizer
 
 
 @dataclass(frozen=True)
 class RowReader:
-    """Turn rows into outcomes. A pure function of each row, so it can run in any process.
+    """Turn rows into tokens and labels. A pure function of each row, so it can run in any process.
 
     `format` is a known format, or the dotted path of a function that converts a row to a known format, or to None to
     leave it out. With `format=None`, each row's format is recognized by its columns. The other settings are those of
@@ -51,53 +49,101 @@ class RowReader:
     """
 
     tokenizer: Tokenizer
-    max_seq_len: int
     format: Format | str | None = None
     columns: Mapping[str, str] = field(default_factory=dict)
     filter: str | None = None
     train_on: TrainOn = "assistant"
     train_on_end_of_turn: bool = True
     turns: Turns = "together"
-    too_long: TooLong | None = None
-    validation_fraction: float = 0.0
-    validation_seed: int = 0
-    validation: bool = False  # read the held-out rows instead of the training rows
-    bos_in_pieces: bool = True
     ignore: Sequence[str] = ()
     extra_columns: Sequence[str] = ()
     kind: Kind = "supervised"
-    max_bad_share: float = 0.0  # a larger share of unusable rows is an error
+    digests: bool = True  # of rows, which decide which of them are held out
 
-    def __call__(self, rows: Sequence[tuple[str, Any]]) -> list[Outcome]:
-        """The outcome of each (place, row). A TuneError stands for an unreadable row. Rows are tokenized together."""
-        places = [place for place, _ in rows]
+    def __call__(self, row: Any) -> TokenizedRow:
+        """The examples of a row, uncut, or why it has none. `row` may be the TuneError of a malformed row.
 
-        def each_row(step: Callable[..., Any], *values: Sequence[Any]) -> list[Any]:
-            """The result of a step for each row. A row that an earlier step dropped keeps its outcome."""
-            return [
-                of_row[-1] if isinstance(of_row[-1], Outcome) else _attempted(place, step, *of_row)
-                for place, *of_row in zip(places, *values, strict=True)
-            ]
+        OtherMeaning is raised: what a format misreads in one row, it probably misreads in all.
+        """
+        digest = None
+        try:
+            _require_object(row)
+            digest = _digest(row) if self.digests else 0
+            examples = [self._example(*each) for each in self._tokenized(row)]
+            if self.turns == "as_seen":
+                examples = _continued(examples)
+            return TokenizedRow(self._with_columns(row, examples), digest=digest)
+        except Dropped as reason:
+            return TokenizedRow(dropped=str(reason), digest=digest)
+        except OtherMeaning:
+            raise
+        except TuneError as error:
+            return TokenizedRow(dropped=CANNOT_BE_USED, mistake=str(error), digest=digest)
 
-        contents = each_row(self._parse, [row for _, row in rows])
-        texts = each_row(self._render, contents)
-        examples = each_row(self._label, self._encodings(texts), texts)
-        outcomes = zip(places, each_row(self._fit, rows, examples), strict=True)
-        return [replace(outcome, place=place) for place, outcome in outcomes]
+    def blocks(self, rows: Sequence[tuple[int, Any]], places: Places, fit: Fit | None) -> tuple[Block, Block | None]:
+        """The block of numbered rows, and that of the rows that `fit` renders again.
 
-    def samples(self, rows: Sequence[tuple[str, Any]], ignored_columns: Sequence[str] = ()) -> Samples:
-        """The samples of all rows, with the accounting of the rows."""
-        format = self.format.name if isinstance(self.format, Format) else self.format
-        return flat(self(rows), format, ignored_columns)
+        Raises OtherMeaning with the place of the row.
+        """
+        tokenized = []
+        for number, row in rows:
+            try:
+                tokenized.append((number, self(row)))
+            except OtherMeaning as error:
+                raise OtherMeaning(f"{places.of(number)}: {error}") from None
+        block = Block.of(tokenized)
+        too_long = fit.rows_to_render(block).tolist() if fit else []
+        return block, self.cut([rows[at] for at in too_long], fit) if fit and too_long else None
 
-    def _parse(self, row: Any) -> list[Content]:
-        """The contents of a row. Raises Dropped if the row is filtered out, held out or cannot be trained on."""
-        if isinstance(row, TuneError):
-            raise row
-        if not isinstance(row, dict):
-            raise TuneError(f"the row is {'null' if row is None else shown(row)}; it must be an object with columns")
-        if self._is_held_out(row) != self.validation:
-            raise Dropped(FOR_TRAINING if self.validation else HELD_OUT)
+    def cut(self, rows: Sequence[tuple[int, Any]], fit: Fit) -> Block:
+        """The block of rows whose conversations are too long, each cut after a message and rendered again."""
+        return Block.of((number, self._cut(row, fit)) for number, row in rows)
+
+    def _cut(self, row: Any, fit: Fit) -> TokenizedRow:
+        try:
+            tokenized = self._tokenized(row)
+            wholes = [self._labelled(rendered, encoded) for rendered, encoded in tokenized]
+            limit = fit.limit([len(whole.tokens) for whole in wholes]) if len(wholes) > 1 else fit.max_seq_len
+            examples: list[Example] = []
+            for (rendered, encoded), whole in zip(tokenized, wholes, strict=True):
+                pieces = [Example(whole)]
+                if len(whole.tokens) > limit:
+                    pieces = self._pieces(rendered, encoded, whole, limit, fit)
+                examples += [_with(piece, rendered.content.columns) for piece in pieces]
+            return TokenizedRow(self._with_columns(row, examples))
+        except TuneError as error:
+            return TokenizedRow(dropped=CANNOT_BE_USED, mistake=str(error))
+
+    def _pieces(self, rendered: Text, encoded: Encoded, whole: Sample, limit: int, fit: Fit) -> list[Example]:
+        """A conversation that is too long, cut or split between turns."""
+        chat = rendered.content
+        assert isinstance(chat, Chat)
+
+        def again(chat: Chat) -> Sample:
+            return render_shorter(chat, rendered, encoded, self.tokenizer, self.train_on, self.train_on_end_of_turn)
+
+        if fit.too_long == "split":
+            return split_between_turns(chat, limit, again)
+        return [truncated(chat, whole, limit, again)]
+
+    def _tokenized(self, row: Row) -> list[tuple[Text, Encoded]]:
+        """The texts of a row with their tokens. Raises Dropped if the row is left out or has nothing to learn."""
+        texts = []
+        for content in self._parsed(row):
+            content = flagged(content, self.train_on)
+            require_learned(content)
+            require_whole_answers(content, self.kind)
+            source = Conversation(content, self.tokenizer) if isinstance(content, Chat) else None
+            for part in turns_of(content) if self.turns == "as_seen" else [content]:
+                rendered = as_text(part, self.tokenizer, self.train_on, source)
+                if self.turns == "as_seen" and source and isinstance(part, Chat):
+                    self.tokenizer.require_asked(part.messages, rendered.text, source.beginnings)
+                texts.append(rendered)
+        (encodings,) = self.tokenizer.encode_groups([[rendered.text for rendered in texts]])
+        return list(zip(texts, encodings, strict=True))
+
+    def _parsed(self, row: Row) -> list[Content]:
+        """The contents of a row. Raises Dropped if the row is filtered out or cannot be trained on."""
         if self.filter and not applied(self.filter, "filter", row):
             raise Dropped(LEFT_OUT + self.filter)
         if isinstance(self.format, str):
@@ -106,53 +152,6 @@ class RowReader:
         else:
             format = self.format or recognize(row, self.columns, "the row", FORMATS[self.kind])
         return parse(row, format, self.columns, (*self.ignore, *self.extra_columns))
-
-    def _render(self, contents: list[Content]) -> list[Text]:
-        """The texts of a row. Raises Dropped if a conversation has no supervised message."""
-        texts = []
-        for content in contents:
-            content = flagged(content, self.train_on)
-            require_learned(content)
-            require_whole_answers(content, self.kind)
-            for part in turns_of(content) if self.turns == "as_seen" else [content]:
-                text, learned = as_text(part, self.tokenizer, self.train_on)
-                if self.turns == "as_seen" and isinstance(part, Chat):
-                    self.tokenizer.require_asked(part.messages, text, part.tools)
-                texts.append((part, text, learned))
-        return texts
-
-    def _encodings(self, texts: Sequence[list[Text] | Outcome]) -> list[list[Encoding]]:
-        """The tokens of all texts of all rows; an empty list for a dropped row."""
-        of_rows = [[] if isinstance(of_row, Outcome) else [text for _, text, _ in of_row] for of_row in texts]
-        encodings = iter(self.tokenizer.encode_with_offsets([text for of_row in of_rows for text in of_row]))
-        return [[next(encodings) for _ in of_row] for of_row in of_rows]
-
-    def _label(self, encodings: list[Encoding], texts: list[Text]) -> list[Example]:
-        """The tokens and labels of a row's texts, with remarks."""
-        examples = []
-        for (content, text, learned), encoding in zip(texts, encodings, strict=True):
-            sample = labelled(content, text, learned, encoding, self.tokenizer, self.train_on_end_of_turn)
-            notes = remarks(content, text, self.tokenizer)
-            if shares_a_token(content, encoding):
-                notes.append(SHARED_TOKEN)
-            examples.append(Example(content, sample, self._ends(content, text, learned), notes))
-        return examples
-
-    def _ends(self, content: Content, text: str, learned: list[Learned]) -> bool:
-        """Whether the last supervised message ends a turn. True for texts, and if ends of turns are not supervised."""
-        if not self.train_on_end_of_turn or not learned or not isinstance(content, Chat):
-            return True
-        return self.tokenizer.ends_turn(text[learned[-1].start : learned[-1].end])
-
-    def _fit(self, row: tuple[str, Row], examples: list[Example]) -> Outcome:
-        place, columns = row
-        prefix = self.tokenizer.prefix_ids if self.bos_in_pieces else []
-        again = partial(
-            render, tokenizer=self.tokenizer, train_on=self.train_on, train_on_end_of_turn=self.train_on_end_of_turn
-        )
-        fit_row = fit_turns if self.turns == "as_seen" else fit
-        outcome = fit_row(examples, self.max_seq_len, self.too_long, again, prefix, place)
-        return self._with_columns(columns, outcome) if self.extra_columns else outcome
 
     def _formatted(self, row: Row, function: str) -> Row:
         """The row that the user's function returns. Raises Dropped if it returns None."""
@@ -163,16 +162,34 @@ class RowReader:
             raise TuneError(f"{function} returned {shown(made)}; it must return a row, or None to leave it out")
         return made
 
-    def _with_columns(self, row: Row, outcome: Outcome) -> Outcome:
-        """Add the row's `extra_columns` to its samples: a number applies to each sample, a list has one per token."""
-        samples, columns = outcome.samples, {}
-        for name in self.extra_columns if samples else ():
+    def _example(self, rendered: Text, encoded: Encoded) -> Example:
+        """A text as tokens and labels, with remarks."""
+        content = rendered.content
+        notes = remarks(content, rendered.text, self.tokenizer)
+        if shares_a_token(content, encoded):
+            notes.append(SHARED_TOKEN)
+        flags = flags_of(content, self._ends(rendered))
+        return _with(Example(self._labelled(rendered, encoded), flags, notes), content.columns)
+
+    def _labelled(self, rendered: Text, encoded: Encoded) -> Sample:
+        return labelled(rendered, encoded, self.tokenizer, self.train_on_end_of_turn)
+
+    def _ends(self, rendered: Text) -> bool:
+        """Whether the last supervised message ends a turn. True for texts, and if ends of turns are not supervised."""
+        content, text, learned, _ = rendered
+        if not self.train_on_end_of_turn or not learned or not isinstance(content, Chat):
+            return True
+        return self.tokenizer.ends_turn(text[learned[-1].start : learned[-1].end])
+
+    def _with_columns(self, row: Row, examples: list[Example]) -> list[Example]:
+        """Add the row's `extra_columns`: a number applies to each sample, a list has one per token."""
+        for name in self.extra_columns if examples else ():
             value = np.asarray(row.get(name, "absent"))
-            whole = len(samples[0].tokens) + outcome.cut
+            whole = len(examples[0].sample.tokens) + examples[0].cut
             is_integer = value.dtype != object and np.can_cast(value.dtype, np.int64)
             if not (is_integer or value.dtype.kind == "f") or value.ndim > 1:
                 raise TuneError(f"{name} is {shown(row.get(name))}; extra_columns must be numbers, or lists of numbers")
-            if value.ndim and (len(samples) > 1 or len(value) != whole):
+            if value.ndim and (len(examples) > 1 or len(value) != whole):
                 raise TuneError(
                     f"{name} has {len(value)} numbers for a row of {whole} tokens. A list in extra_columns needs a "
                     "number for each of the input_ids, and cannot be used with too_long=split"
@@ -180,17 +197,59 @@ class RowReader:
             # Ids and groups exceed the integers that fp32 holds. Lists of fractions are as large as the tokens.
             fraction = np.float32 if value.ndim else np.float64
             value = value.astype(np.int64 if is_integer else fraction)
-            columns[name] = value[: len(samples[0].tokens)] if value.ndim else value
-        samples = [replace(sample, columns={**sample.columns, **columns}) for sample in samples]
-        return replace(outcome, samples=samples)
+            examples = [
+                _with(each, {name: value[: len(each.sample.tokens)] if value.ndim else value}) for each in examples
+            ]
+        return examples
 
-    def _is_held_out(self, row: Row) -> bool:
-        """Decide by the row's content: equal rows are on the same side, and a row stays there when others are added."""
-        if not self.validation_fraction:
-            return False
-        text = f"{self.validation_seed} {exact_text(row)}"
-        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "big") < self.validation_fraction * 2**64
+
+def _require_object(row: Any) -> None:
+    if isinstance(row, TuneError):
+        raise row
+    if not isinstance(row, dict):
+        raise TuneError(f"the row is {'null' if row is None else shown(row)}; it must be an object with columns")
+
+
+def _with(example: Example, columns: Mapping[str, Any]) -> Example:
+    """The example with more columns."""
+    sample = example.sample
+    return replace(example, sample=replace(sample, columns={**sample.columns, **columns})) if columns else example
+
+
+def _continued(examples: Iterable[Example]) -> list[Example]:
+    """Join each sample to the one before it that it continues, so that a conversation is stored once."""
+    joined: list[Example] = []
+    for example in examples:
+        before = joined[-1] if joined else None
+        labels = _labels_of_both(before.sample, example.sample) if before else None
+        if before is None or labels is None:
+            joined.append(example)
+            continue
+        sample = replace(example.sample, labels=labels[0], weights=labels[1])
+        notes = list(dict.fromkeys([*before.remarks, *example.remarks]))
+        joins = [*before.joins, len(before.sample.tokens)]
+        joined[-1] = Example(sample, before.flags & example.flags, notes, joins=joins)
+    return joined
+
+
+def _labels_of_both(sample: Sample, longer: Sample) -> tuple[np.ndarray, np.ndarray | None] | None:
+    """The labels and weights of two samples in the longer one; None if it does not continue the other."""
+    targets = np.flatnonzero(sample.labels != IGNORE)
+    size = len(sample.tokens)
+    if not len(targets) or not np.array_equal(sample.tokens, longer.tokens[:size]):
+        return None
+    end = int(targets[-1]) + 1  # of the labels
+    if (longer.labels[:end] != IGNORE).any():
+        return None
+    weights = None
+    if sample.weights is not None or longer.weights is not None:
+        weights = np.append(sample.weights_or_ones[:end], longer.weights_or_ones[end:])
+    return np.append(sample.labels[:end], longer.labels[end:]), weights
+
+
+def _digest(row: Row) -> int:
+    """A number that is equal for equal rows. It decides which rows are held out with `validation_seed` 0."""
+    return int.from_bytes(hashlib.blake2b(f"0 {exact_text(row)}".encode(), digest_size=8).digest(), "big")
 
 
 def exact_text(row: Any) -> str:
@@ -213,18 +272,3 @@ def _exact(value: Any) -> Any:
         return [name, *map(list, value.items())]
     with explained(f"the row holds {name}, which cannot be compared between runs", Exception):
         return [name, pickle.dumps(value, protocol=5).hex()]
-
-
-def _attempted(place: str, step: Callable[..., Any], *values: Any) -> Any:
-    """The result of a step, or the outcome of a row that the step rejects.
-
-    OtherMeaning is raised at once: what a format misreads in one row, it probably misreads in all.
-    """
-    try:
-        return step(*values)
-    except Dropped as reason:
-        return Outcome(dropped=str(reason))
-    except OtherMeaning as error:
-        raise OtherMeaning(f"{place}: {error}") from None
-    except TuneError as error:
-        return Outcome(dropped=CANNOT_BE_USED, mistake=f"{place}: {error}")

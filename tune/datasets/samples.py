@@ -1,48 +1,138 @@
-"""Millions of tokenized samples as flat arrays, in memory or mapped from files."""
+"""Millions of samples as spans of stored rows, in memory or mapped from files."""
 
 import hashlib
-import io
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from tune.collators import IGNORE, Sample
 from tune.datasets.accounting import Accounting
-from tune.datasets.fit import EQUAL_AS_CUT, SHARED_LIMIT, Outcome
+from tune.datasets.block import Block, Places, digest_of
+from tune.datasets.fit import RENDERED, WHOLE, Fitted
+from tune.datasets.reasons import EQUAL_AS_CUT, SHARED_LIMIT
 from tune.errors import TuneError
 
-OF_SAMPLES = ("lengths", "supervised", "supervised_weight", "digests", "places")
-"""The arrays of `Samples` with a value for each sample."""
-NONE = np.empty(0, dtype=np.int32)
+ARRAYS = (
+    *("stores", "starts", "span_lengths", "is_cut"),
+    *("lengths", "supervised", "weight", "digests", "firsts", "numbers", "pieces"),
+)
+RUN = 2**22  # tokens that are hashed at once
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A block, the rows of it that were cut and rendered again, and the names of its rows."""
+
+    block: Block
+    places: Places
+    rendered: Block | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """Concatenated samples (int32): sample i has `lengths[i]` tokens, of which `supervised[i]` are supervised.
+    """Samples: arrays with a value per sample, or per span of tokens in a store.
 
-    `digests` (uint64) are equal for equal tokens. `places` are UTF-8. A column has a value for each sample, or for each
-    token. `accounting` counts the source rows. Only a whole dataset has a `fingerprint`, not the samples of a few rows.
+    - a sample is one span, or `spans[i]` to `spans[i + 1]`; `is_cut`: the target of its last token was cut off
+    - `lengths` and `supervised` count tokens; `weight` sums the weights of the supervised ones
+    - `digests` are equal for equal tokens; `firsts` are the positions of first targets
+    - `numbers` and `pieces` lead to the row in the source
+
+    `accounting` counts the source's rows. Only a whole dataset has a `fingerprint`.
     """
 
-    tokens: np.ndarray
-    labels: np.ndarray
+    blocks: Sequence[Block]  # the stores; the first one has the prefix of texts
+    places: Sequence[Places]
+    stores: np.ndarray
+    starts: np.ndarray
+    span_lengths: np.ndarray
+    is_cut: np.ndarray
     lengths: np.ndarray
     supervised: np.ndarray
+    weight: np.ndarray
     digests: np.ndarray
+    firsts: np.ndarray
+    numbers: np.ndarray
+    pieces: np.ndarray
     columns: dict[str, np.ndarray]
     accounting: Accounting
-    weights: np.ndarray | None = None  # fp32, per token; None: 1
-    supervised_weight: np.ndarray = field(
-        default_factory=lambda: np.empty(0)
-    )  # fp64, per sample: sum over its supervised tokens
-    places: np.ndarray = field(default_factory=lambda: np.empty(0, "S1"))  # of each sample's row: "chats.jsonl:12"
-    renamed: dict[str, str] = field(default_factory=dict)  # files in `places` whose name has changed since
+    spans: np.ndarray | None = None
+    added: dict[str, np.ndarray] = field(default_factory=dict)  # further columns, with a value per sample or per token
     fingerprint: str = ""  # equal for equal tokens, labels and columns
     largest_token: int = 0
+    learned_tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # sorted
+    copies: int = 0  # samples with the tokens of an earlier one
+
+    @classmethod
+    def of(cls, stored: Sequence[Stored], fitted: Sequence[Fitted], prefix: Sequence[int], source: str) -> "Samples":
+        """The samples of all blocks. Raises TuneError, which names the source, if there is none."""
+        stores, pieces, last = [], [], 0
+        for number, (each, of_block) in enumerate(zip(stored, fitted, strict=True)):
+            numbers_of_places = np.zeros(3, np.int32)  # the prefix is store 0
+            numbers_of_places[[WHOLE, RENDERED]] = last + 1, last + 2
+            last += 1 if each.rendered is None else 2
+            stores.append(numbers_of_places[of_block.places])
+            pieces.append(np.full(len(of_block.rows), number, np.int32))
+        accounting = sum((each.accounting for each in fitted), Accounting()).with_source(source)
+        if not sum(len(each.rows) for each in fitted):
+            raise nothing_left(accounting)
+
+        def joined(name: str) -> Any:
+            return np.concatenate([getattr(each, name) for each in fitted])
+
+        counts = joined("spans")
+        spans = None if (counts == 1).all() else np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        numbers = [each.block.numbers[of_block.rows] for each, of_block in zip(stored, fitted, strict=True)]
+        samples = cls(
+            blocks=_stores(stored, prefix),
+            places=[each.places for each in stored],
+            stores=np.concatenate(stores),
+            **{name: joined(name) for name in ("starts", "span_lengths", "is_cut", "lengths", "supervised", "weight")},
+            **{name: joined(name) for name in ("digests", "firsts")},
+            numbers=np.concatenate(numbers),
+            pieces=np.concatenate(pieces),
+            columns=_columns_of_all(fitted, source),
+            accounting=accounting,
+            spans=spans,
+        )
+        weight = samples.weight if samples.is_weighted else None
+        accounting = accounting.with_samples(samples.lengths, samples.supervised, weight)
+        return samples.hashed(accounting)
+
+    def hashed(self, accounting: Accounting) -> "Samples":
+        """A copy with `accounting` and what all tokens together decide: the fingerprint and the numbers after it."""
+        tokens_digest, labels_digest, weights_digest = (hashlib.blake2b(digest_size=16) for _ in range(3))
+        largest, is_learned = 0, np.zeros(0, bool)
+        for tokens, labels, weights in self.runs():
+            tokens_digest.update(tokens.data)
+            labels_digest.update(labels.data)
+            if self.is_weighted:
+                weights_digest.update(weights.data)
+            largest = max(largest, int(tokens.max()))
+            highest = int(labels.max())
+            if highest >= len(is_learned):
+                is_learned = np.append(is_learned, np.zeros(highest + 1 - len(is_learned), bool))
+            is_learned[labels[labels != IGNORE]] = True
+        digests = [tokens_digest, labels_digest, hashlib.blake2b(self.lengths.astype(np.int64).data, digest_size=16)]
+        digests += [hashlib.blake2b(values.data, digest_size=16) for values in self.columns.values()]
+        digests += [self._digest_of_column(name) for name in self.token_columns]
+        if self.is_weighted:
+            digests.append(weights_digest)
+        fingerprint = hashlib.blake2b(b"".join(digest.digest() for digest in digests), digest_size=16).hexdigest()
+        copies = len(self) - len(np.unique(self.digests))
+        return replace(
+            self, accounting=accounting, fingerprint=fingerprint, largest_token=largest, copies=copies,
+            learned_tokens=np.flatnonzero(is_learned).astype(np.int32),
+        )  # fmt: skip
+
+    @cached_property
+    def prompts(self) -> np.ndarray:
+        """Numbers that are equal for equal prompts: the tokens up to the first target."""
+        return np.array(
+            [digest_of(self.sample(at).tokens[: self.firsts[at] + 1]) for at in range(len(self))], np.uint64
+        )
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -51,119 +141,128 @@ class Samples:
         return map(self.sample, range(len(self)))
 
     @cached_property
-    def starts(self) -> np.ndarray:
-        """The position in `tokens` where each sample begins, and the end of the last sample."""
-        return np.concatenate([[0], np.cumsum(self.lengths)])
+    def is_weighted(self) -> bool:
+        """Whether some supervised tokens count less than others."""
+        return bool((self.weight != self.supervised).any())
+
+    @cached_property
+    def token_columns(self) -> list[str]:
+        """The names of the stored columns with a value per token."""
+        return list(dict.fromkeys(name for block in self.blocks for name in block.token_columns))
 
     def sample(self, index: int) -> Sample:
-        """One sample, as a view."""
-        span = slice(self.starts[index], self.starts[index + 1])
-        weights = None if self.weights is None else self.weights[span]
-        columns, place = self.columns_of(index, span), self.place_of(index)
-        return Sample(self.tokens[span], self.labels[span], index, columns, weights, place)
+        """One sample; a view if it is stored in one piece."""
+        spans = self.spans_of(index)
+        tokens, labels = self._labelled(spans, bool(self.is_cut[index]))
+        weights = None
+        if self.is_weighted:
+            weights = _joined([self.blocks[store].weights_or_ones[part] for store, part in spans])
+        return Sample(tokens, labels, index, self.columns_of(index), weights, self.place_of(index))
+
+    def spans_of(self, index: int) -> list[tuple[int, slice]]:
+        """The stores of a sample, with the tokens in each."""
+        numbers = range(index, index + 1) if self.spans is None else range(self.spans[index], self.spans[index + 1])
+        spans = []
+        for number in numbers:
+            start = int(self.starts[number])
+            spans.append((int(self.stores[number]), slice(start, start + int(self.span_lengths[number]))))
+        return spans
 
     def place_of(self, index: int) -> str:
-        """The place of a sample's row, with today's name of its file."""
-        place = self.places[index].decode()
-        if place in self.renamed:  # a file that is one row
-            return self.renamed[place]
-        file, colon, row = place.rpartition(":")
-        return f"{self.renamed.get(file, file)}{colon}{row}"
+        """The place of a sample's row."""
+        return self.places[self.pieces[index]].of(int(self.numbers[index]))
 
-    def columns_of(self, index: int, tokens: slice) -> dict[str, Any]:
-        """The columns of one sample; `tokens` is its slice of the token arrays."""
-        return {name: values[index if len(values) == len(self) else tokens] for name, values in self.columns.items()}
-
-
-def flat(outcomes: Sequence[Outcome], format: str | None = None, ignored_columns: Sequence[str] = ()) -> Samples:
-    """The samples of a few rows as arrays. `format` and `ignored_columns` go into their accounting."""
-    samples = [sample for outcome in outcomes for sample in outcome.samples]
-    places = [sample.place or outcome.place for outcome in outcomes for sample in outcome.samples]
-    tokens = [np.asarray(sample.tokens, dtype=np.int32) for sample in samples]
-    labels = [np.asarray(sample.labels, dtype=np.int32) for sample in samples]
-    is_weighted = any(sample.weights is not None for sample in samples)
-    columns = defaultdict(list)
-    for name, value in (item for sample in samples for item in sample.columns.items()):
-        columns[name].append(np.asarray(value))
-    digests = b"".join(hashlib.blake2b(ids.data, digest_size=8).digest() for ids in tokens)
-    return Samples(
-        np.concatenate([NONE, *tokens]),
-        np.concatenate([NONE, *labels]),
-        np.array([len(targets) for targets in labels], dtype=np.int64),
-        np.array([np.count_nonzero(targets != IGNORE) for targets in labels], dtype=np.int64),
-        np.frombuffer(digests, dtype="<u8"),
-        {name: np.concatenate(values) if values[0].ndim else np.stack(values) for name, values in columns.items()},
-        Accounting.of_rows(outcomes, format, ignored_columns),
-        np.concatenate([sample.weights_or_ones for sample in samples]) if is_weighted else None,
-        np.array([_weight_of(sample) for sample in samples], dtype=np.float64),
-        np.array([place.encode() for place in places], dtype=np.bytes_),
-    )
-
-
-def _weight_of(sample: Sample) -> float:
-    """The sum of the weights of a sample's supervised tokens."""
-    is_learned = np.asarray(sample.labels) != IGNORE
-    return float(is_learned.sum() if sample.weights is None else sample.weights[is_learned].sum(dtype=np.float64))
-
-
-def joined(chunks: Iterable[Samples], source: str) -> Samples:
-    """All chunks as one, in memory. Raises TuneError, which names the source, if no sample is left."""
-    tokens, labels = io.BytesIO(), io.BytesIO()
-    others = write(chunks, source, tokens, labels)
-    tokens_array, labels_array = (np.frombuffer(file.getbuffer(), dtype=np.int32) for file in (tokens, labels))
-    return Samples(tokens=tokens_array, labels=labels_array, **others)
-
-
-def write(chunks: Iterable[Samples], source: str, tokens: BinaryIO, labels: BinaryIO) -> dict[str, Any]:
-    """Write the tokens and labels of all chunks, and return the other fields of their `Samples`."""
-    arrays: dict[str, list[np.ndarray]] = defaultdict(list)
-    columns: dict[str, list[np.ndarray]] = defaultdict(list)
-    weights, is_weighted = list[np.ndarray](), False
-    accounting = Accounting().with_source(source)
-    largest = 0
-    digests = [hashlib.blake2b(digest_size=16) for _ in range(3)]
-    for chunk in chunks:
-        accounting += chunk.accounting
-        if not len(chunk):
-            continue
-        tokens.write(chunk.tokens.data)
-        labels.write(chunk.labels.data)
-        for digest, values in zip(digests, (chunk.tokens, chunk.labels, chunk.lengths), strict=True):
-            digest.update(values.data)
-        for name in OF_SAMPLES:
-            arrays[name].append(getattr(chunk, name))
-        weights.append(np.broadcast_to(np.float32(1), len(chunk.tokens)) if chunk.weights is None else chunk.weights)
-        is_weighted |= chunk.weights is not None
-        for name, values in chunk.columns.items():
-            columns[name].append(values)
-        largest = max(largest, int(chunk.tokens.max()))
-    if not arrays:
-        raise _nothing_left(accounting)
-    whole, whole_columns = ({name: np.concatenate(parts) for name, parts in of.items()} for of in (arrays, columns))
-    _require_values_of_all(whole_columns, whole["lengths"], accounting.source)
-    of_tokens = np.concatenate(weights) if is_weighted else None
-    more = [*whole_columns.values()] if of_tokens is None else [*whole_columns.values(), of_tokens]
-    digests += [hashlib.blake2b(values.data, digest_size=16) for values in more]
-    fingerprint = hashlib.blake2b(b"".join(digest.digest() for digest in digests), digest_size=16).hexdigest()
-    accounting = accounting.with_samples(
-        whole["lengths"], whole["supervised"], whole["supervised_weight"] if is_weighted else None
-    )
-    return {
-        **whole, "weights": of_tokens, "columns": whole_columns, "accounting": accounting, "fingerprint": fingerprint,
-        "largest_token": largest,
-    }  # fmt: skip
-
-
-def _require_values_of_all(columns: dict[str, np.ndarray], lengths: np.ndarray, source: str) -> None:
-    for name, values in columns.items():
-        if len(values) not in (len(lengths), lengths.sum()):
-            raise TuneError(
-                f"{source}: column {name} has {len(values):,} values for {len(lengths):,} samples with "
-                f"{lengths.sum():,} tokens; it must have one value for each sample or for each token"
+    def columns_of(self, index: int) -> dict[str, Any]:
+        """The columns of one sample."""
+        columns = {name: values[index] for name, values in self.columns.items()}
+        for name in self.token_columns:
+            columns[name] = _joined(
+                [self.blocks[store].token_columns[name][part] for store, part in self.spans_of(index)]
             )
+        for name, values in self.added.items():
+            is_per_sample = len(values) == len(self)
+            columns[name] = (
+                values[index] if is_per_sample else values[self.ends[index] - self.lengths[index] : self.ends[index]]
+            )
+        return columns
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """The number of tokens up to the end of each sample."""
+        return np.cumsum(self.lengths, dtype=np.int64)
+
+    def runs(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """All tokens, labels and weights in order: as many samples at once as lie one behind the other."""
+        counts = np.ones(len(self), bool) if self.spans is None else np.diff(self.spans) == 1
+        first = np.arange(len(self)) if self.spans is None else self.spans[:-1]
+        whole = counts & ~self.is_cut.astype(bool)
+        follows = whole[1:] & whole[:-1] & (self.stores[first[1:]] == self.stores[first[:-1]])
+        follows &= self.starts[first[1:]] == self.starts[first[:-1]] + self.span_lengths[first[:-1]]
+        borders = [*np.flatnonzero(~follows) + 1, len(self)]
+        at = 0
+        for border in borders:
+            if whole[at]:
+                block = self.blocks[self.stores[first[at]]]
+                start, size = int(self.starts[first[at]]), int(self.lengths[at:border].sum(dtype=np.int64))
+                for part in range(start, start + size, RUN):
+                    span = slice(part, min(part + RUN, start + size))
+                    yield block.tokens[span], block.labels[span], np.ascontiguousarray(block.weights_or_ones[span])
+            else:
+                sample = self.sample(at)
+                yield sample.tokens, sample.labels, sample.weights_or_ones
+            at = border
+
+    def as_arrays(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """The arrays by name and the rest as JSON, to store them beside the blocks; `from_arrays` is the way back."""
+        arrays = {name: getattr(self, name) for name in (*ARRAYS, "learned_tokens")}
+        if self.spans is not None:
+            arrays["spans"] = self.spans
+        arrays |= {f"column-{name}": values for name, values in self.columns.items()}
+        rest = {name: getattr(self, name) for name in ("fingerprint", "largest_token", "copies")}
+        return arrays, rest | {"accounting": vars(self.accounting), "columns": [*self.columns]}
+
+    @classmethod
+    def from_arrays(cls, arrays: dict[str, Any], rest: dict[str, Any], stored: Sequence[Stored]) -> "Samples":
+        columns = {name: arrays.pop(f"column-{name}") for name in rest.pop("columns")}
+        accounting = Accounting.from_dict(rest.pop("accounting"))
+        blocks = _stores(stored, rest.pop("prefix"))
+        places = [each.places for each in stored]
+        return cls(blocks=blocks, places=places, **arrays, **rest, columns=columns, accounting=accounting)
+
+    def _labelled(self, spans: Sequence[tuple[int, slice]], is_cut: bool) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens and labels of spans. A target at the end of one is the first token of the next."""
+        tokens = _joined([self.blocks[store].tokens[part] for store, part in spans])
+        labels = _joined([self.blocks[store].labels[part] for store, part in spans])
+        if len(spans) == 1 and not is_cut:
+            return tokens, labels
+        labels, end = np.array(labels, np.int32), 0
+        for _, part in spans[:-1]:
+            end += part.stop - part.start
+            if labels[end - 1] != IGNORE:
+                labels[end - 1] = tokens[end]
+        if is_cut:
+            labels[-1] = IGNORE
+        return tokens, labels
+
+    def _digest_of_column(self, name: str) -> "hashlib.blake2b":
+        digest = hashlib.blake2b(digest_size=16)
+        for index in range(len(self)):
+            digest.update(np.ascontiguousarray(self.columns_of(index)[name]).data)
+        return digest
 
 
-def _nothing_left(accounting: Accounting) -> TuneError:
+def _stores(stored: Sequence[Stored], prefix: Sequence[int]) -> list[Block]:
+    """What spans refer to by number: the prefix of texts, then each block and what of it was rendered again."""
+    labels = np.full(len(prefix), IGNORE, np.int32)
+    stores = [replace(Block.of([]), tokens=np.array(prefix, np.int32), labels=labels)]
+    for each in stored:
+        stores.append(each.block)
+        stores += [each.rendered] if each.rendered is not None else []
+    return stores
+
+
+def nothing_left(accounting: Accounting) -> TuneError:
+    """The error for a source without a usable row."""
     if accounting.rows == 0:
         row = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
         return TuneError(f"{accounting.source} has no rows: it needs at least one, such as {row}")
@@ -175,3 +274,26 @@ def _nothing_left(accounting: Accounting) -> TuneError:
     elif any(reason.startswith(EQUAL_AS_CUT) for reason in accounting.dropped):
         message += f". {SHARED_LIMIT[0].upper()}{SHARED_LIMIT[1:]}"
     return TuneError(message)
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _columns_of_all(fitted: Sequence[Fitted], source: str) -> dict[str, np.ndarray]:
+    filled = [each for each in fitted if len(each.rows)]
+    names = dict.fromkeys(name for each in filled for name in each.columns)
+    samples = sum(len(each.rows) for each in filled)
+    columns = {}
+    for name in names:
+        columns[name] = np.concatenate([each.columns[name] for each in filled if name in each.columns])
+        if len(columns[name]) != samples:
+            raise TuneError(
+                f"{source}: column {name} has {len(columns[name]):,} values for {samples:,} samples; it must have one "
+                "value for each sample or for each token"
+            )
+    if any(each.groups is not None for each in filled):
+        # Numbered within each block. Two neighbors of different blocks never have the same number.
+        groups = [each.groups + (number << 40) for number, each in enumerate(filled) if each.groups is not None]
+        columns["group"] = np.concatenate(groups)
+    return columns

@@ -12,8 +12,8 @@ import torch
 
 from tune import rehearsal
 from tune.collators import Batch
-from tune.datasets.cache import TELL, hash_of
 from tune.datasets.dataset import Dataset
+from tune.datasets.kept_files import TELL, hash_of
 from tune.datasets.loader import validation_batches
 from tune.datasets.mix import Mixture
 from tune.datasets.stream import Stream

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from tune.datasets.dataset import Dataset
-from tune.datasets.fit import (
+from tune.datasets.reasons import (
     CANNOT_BE_USED,
     EQUAL_AS_CUT,
     FOR_TRAINING,

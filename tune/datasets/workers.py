@@ -30,9 +30,9 @@ def available_cores() -> int:
 
 
 def map_chunks(
-    function: Callable[[list[Item]], Result], items: Iterable[Item], workers: int | None = None
+    function: Callable[[list[Item]], Result], items: Iterable[Item], workers: int | None = None, size: int = CHUNK
 ) -> Iterator[Result]:
-    """Apply `function` to 64 items at a time and yield the results in order. `workers=None`: one process per core.
+    """Apply `function` to `size` items at a time and yield the results in order. `workers=None`: one process per core.
 
     Only a few chunks per process are read ahead, so memory stays constant. A TuneError from `items` is raised after the
     results of the items before it. Raises TuneError if a process is killed.
@@ -47,8 +47,9 @@ def map_chunks(
             failures.append(error)
 
     source = readable()
-    chunks = iter(lambda: list(islice(source, CHUNK)), [])
-    yield from map(function, islice(chunks, ALONE // CHUNK))
+    chunks = iter(lambda: list(islice(source, size)), [])
+    if size == CHUNK:
+        yield from map(function, islice(chunks, ALONE // CHUNK))
     # Processes are cheap here because they are forked; on macOS, some libraries crash after a fork.
     ray = sys.modules.get("ray")  # a fork of a connected process could receive the parent's next answer
     if workers > 1 and sys.platform == "linux" and not (ray and ray.is_initialized()):

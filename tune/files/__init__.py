@@ -5,7 +5,7 @@
 
 from tune.files import lock
 from tune.files.atomic import CHECKPOINT, INDEX, exported, require_replaceable, written_aside
-from tune.files.contents import cache_folder, content_digest
+from tune.files.contents import cache_folder, content_digest, remembered
 from tune.files.links import require_inside
 from tune.files.weight_files import ADAPTER_CONFIG, WHOLE, is_adapter, weight_files
 

@@ -191,7 +191,7 @@ def statistics(
 def check_prompts(model: nn.Module, sampler: Sampler, prompts: Sequence[Prompt], environment: Any = None) -> None:
     """Raise TuneError if a prompt leaves no room for a completion, or if there is an environment and a prompt is not a
     conversation."""
-    sampler.check(model, [each.tokens for each in prompts], range(len(prompts)))
+    sampler.check(model, [each.tokens for each in prompts], [each.index for each in prompts])
     if environment and any(each.messages is None for each in prompts):
         raise TuneError("environment: prompts must be conversations: rows with messages or instruction")
 

@@ -55,8 +55,8 @@ class Rollouts:
     def check(self, *datasets: Prompts | None) -> None:
         """Raise TuneError if a prompt of the `datasets` leaves no room for a completion, or is no conversation although
         there is an environment."""
-        prompts = [prompt for dataset in datasets if dataset for prompt in dataset.prompts]
-        check_prompts(self.model, self.sampler, prompts, self.environment)
+        for dataset in filter(None, datasets):
+            check_prompts(self.model, self.sampler, dataset.extremes(), self.environment)
 
     def __call__(
         self, prompts: Sequence[Prompt], step: int, samples: int | None = None, sampler: Sampler | None = None
@@ -89,5 +89,5 @@ class Rollouts:
 
     def validate(self, dataset: Prompts) -> dict[str, float]:
         """Return the metrics of greedy answers to the prompts of `dataset`. All processes must call this."""
-        groups = self(dataset.prompts, 0, 1, replace(self.sampler, temperature=0))  # greedy: the step does not matter
+        groups = self(dataset, 0, 1, replace(self.sampler, temperature=0))  # greedy: the step does not matter
         return self.world.fetch(**{f"validation_{name}": value for name, value in self.metrics(groups).items()})

@@ -189,11 +189,11 @@ class Sampler:
                 "tune.models.hf"
             )
         count, room = model.config.vocab_size, self.room(model)
-        named = {f"prompt {name}": prompt for name, prompt in zip(names, prompts, strict=True)}
-        for name, ids in {"stop_ids": self.stop_ids, **named}.items():
+        named = [(f"prompt {name}", prompt) for name, prompt in zip(names, prompts, strict=True)]
+        for name, ids in [("stop_ids", self.stop_ids), *named]:
             if unknown := [each for each in ids if not 0 <= each < count]:
                 raise TuneError(f"{unknown[0]} in {name} is not one of the {count} tokens of the model")
-        for name, prompt in named.items():
+        for name, prompt in named:
             if not len(prompt):
                 raise TuneError(f"{name} is empty. Begin it with a token, e.g. BOS")
             if len(prompt) > room and not rehearsal.planning():  # a plan's prompts have the maximal length

@@ -94,10 +94,34 @@ class Record:
     path: Path
     state: str  # running | done | interrupted | failed | killed
     facts: dict[str, Any]  # run.json
-    settings: dict[str, Any]  # settings of the last start, by dotted key
-    data: dict[str, Any]  # data.json
     columns: dict[str, np.ndarray]  # values by metric at the steps in columns["step"]; NaN: no value
-    problems: list[str]  # parts that cannot be read
+    unreadable: int = 0  # lines of metrics.jsonl
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the last start by dotted key, read when they are asked for."""
+        return self._saved[0]
+
+    @cached_property
+    def data(self) -> dict[str, Any]:
+        """The values in data.json, read when they are asked for."""
+        return all_visible(_json(self.path / "data.json"))
+
+    @property
+    def problems(self) -> list[str]:
+        """The parts that cannot be read."""
+        if not self.unreadable:
+            return self._saved[1]
+        ignored = f"{self.unreadable:,} lines of metrics.jsonl are ignored: they are not the metrics of a step"
+        return [*self._saved[1], ignored]
+
+    @cached_property
+    def _saved(self) -> tuple[dict[str, Any], list[str]]:
+        """The settings, and why they cannot be read."""
+        try:
+            return all_visible(config.saved(self.path)), []
+        except TuneError as error:
+            return {}, [str(error)]
 
     def known(self, metric: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the steps that have a metric, and its values."""
@@ -178,17 +202,9 @@ def read(folder: Path, tail: int | None = None) -> Record:
             f"`tune runs {in_shell(folder)}` lists the {inside} in it" if inside else "Give the output_dir of a run"
         )
         raise TuneError(f"{folder} is not a run folder: it has none of {', '.join(FILES)}. {advice}")
-    problems: list[str] = []
-    settings: dict[str, Any] = {}
-    try:
-        settings = all_visible(config.saved(folder))
-    except TuneError as error:
-        problems.append(str(error))
     columns, unreadable = _metrics(folder / "metrics.jsonl", tail)
-    if unreadable:
-        problems.append(f"{unreadable:,} lines of metrics.jsonl are ignored: they are not the metrics of a step")
-    facts, data = (all_visible(_json(folder / name)) for name in ("run.json", "data.json"))
-    run = Record(folder, _state(folder, facts), facts, settings, data, columns, problems)
+    facts = all_visible(_json(folder / "run.json"))
+    run = Record(folder, _state(folder, facts), facts, columns, unreadable)
     if tail and run.exported_step is not None and run.exported_step < columns["step"][0]:
         return read(folder)
     return run

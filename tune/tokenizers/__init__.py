@@ -1,6 +1,8 @@
 """Tokenize text and render conversations, with supervised spans, by the files of a model's own tokenizer."""
 
+from tune.tokenizers.beginnings import Beginnings
 from tune.tokenizers.chat_template import ChatTemplate, Message, Span
+from tune.tokenizers.encoded import Encoded
 from tune.tokenizers.folder import mapping_in
 from tune.tokenizers.ranks import LLAMA3_WORDS, QWEN_WORDS
 from tune.tokenizers.supervision import PROBE, around_content, common_prefix, supervised_spans

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Mapping
 from datetime import date, datetime, time
 from decimal import Decimal
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from jinja2.utils import Namespace
 
 from tune.errors import TuneError, explained
 from tune.lookup import did_you_mean, local_path
+from tune.tokenizers.steps import StepwiseText, length, render_in_steps, with_steps
 
 Message = dict[str, Any]
 """A message with `role`, `content` and more, in the form of OpenAI and Hugging Face."""
@@ -73,11 +74,42 @@ class ChatTemplate:
         ):
             marked = self._template.render(
                 **{**self.variables, **variables},
-                messages=[_plain_message(message, f"messages[{at}]") for at, message in enumerate(messages)],
+                messages=_plain_messages(messages),
                 add_generation_prompt=add_generation_prompt,
                 tools=_plain(tools, "tools"),
                 documents=_plain(documents, "documents"),
             )
+        return self.without_marks(marked)
+
+    def render_in_steps(
+        self,
+        messages: list[Message],
+        add_generation_prompt: bool = False,
+        tools: list | None = None,
+        documents: list | None = None,
+        **variables: Any,
+    ) -> StepwiseText | None:
+        """The text of all beginnings of a conversation, with the marks of `{% generation %}` blocks: for
+        `without_marks`. None if the template does not write one message after another, or fails."""
+        if self._in_steps is None:
+            return None
+        try:
+            plain = _plain_messages(messages)
+            given = {"tools": _plain(tools, "tools"), "documents": _plain(documents, "documents")}
+        except TuneError:  # an ordinary rendering raises it again
+            return None
+        context = {**self.variables, **variables, **given, "add_generation_prompt": add_generation_prompt}
+        return render_in_steps(self._in_steps, plain, context)
+
+    @cached_property
+    def _in_steps(self) -> jinja2.Template | None:
+        environment = _environment()
+        environment.filters["length"] = environment.filters["count"] = length
+        syntax = with_steps(environment.parse(self.source))
+        return environment.from_string(syntax) if syntax else None
+
+    def without_marks(self, marked: str) -> tuple[str, list[Span]]:
+        """A rendered text without the marks of `{% generation %}` blocks, and the spans of the blocks."""
         if not self.marks_generation:
             return marked, []
         text, spans, start = "", [], 0
@@ -110,6 +142,10 @@ def markers(template: ChatTemplate) -> list[str]:
     except TuneError:  # the template needs another kind of conversation
         return []
     return list(dict.fromkeys(_MARKER.findall(text)))
+
+
+def _plain_messages(messages: list[Message]) -> list[Message]:
+    return [_plain_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
 
 
 def _plain_message(message: Message, place: str) -> Message:
@@ -155,10 +191,24 @@ class _Generation(Extension):
         return _OPEN + caller() + _CLOSE
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
+_OF_DICT = frozenset(dir(dict))
+# The methods of a text that the sandbox returns as they are.
+_OF_TEXT = frozenset(name for name in dir(str) if not name.startswith("_")) - {"format", "format_map"}
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, with a short way for what templates read most: `message.role` and `content.strip`."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is dict and attribute not in _OF_DICT:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if type(obj) is str and attribute in _OF_TEXT:
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
+
+
+def _environment() -> _Environment:
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     # Jinja's own filter escapes HTML characters and sorts keys; chat templates expect this one.
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _raise_exception

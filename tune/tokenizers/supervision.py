@@ -3,10 +3,10 @@
 import re
 import secrets
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from tune.errors import TuneError
+from tune.tokenizers.beginnings import Beginnings
 from tune.tokenizers.chat_template import ChatTemplate, Message, Span
 
 # Replaces a message's content, to find the text that the template writes around it. No dataset can contain it.
@@ -24,6 +24,7 @@ def supervised_spans(
     messages: list[Message],
     special_tokens: re.Pattern[str],
     tools: list | None = None,
+    beginnings: Beginnings | None = None,
     **variables: Any,
 ) -> tuple[str, list[Span]]:
     """The rendered conversation, and the character spans of the assistant's turns with their end-of-turn token.
@@ -31,28 +32,23 @@ def supervised_spans(
     If the template has `{% generation %}` blocks, they are the spans, as in transformers. Otherwise the turn of message
     i is the text that `messages[:i + 1]` renders in addition to `messages[:i]` with the generation prompt. Messages
     with `train: false` are left out. Raises TuneError if the template does not allow to find the spans.
+
+    `beginnings` are those of a conversation that begins with `messages`, with the same template, tools and variables.
     """
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     trained = [index for index in turns if messages[index].get("train", True)]
-    messages = [{key: value for key, value in message.items() if key != "train"} for message in messages]
-    text, spans = template.render_with_spans(messages, tools=tools, **variables)
+    beginnings = beginnings or Beginnings(template, messages, tools, **variables)
+    messages = beginnings.messages[: len(messages)]
+    text, spans = beginnings.render_with_spans(len(messages))
     if not template.marks_generation:
-        render: Callable[..., str] = partial(template.render, tools=tools, **variables)
-        roles = [message["role"] for message in messages]
-        first = next((at for at, role in enumerate(roles) if role not in ("system", "developer")), None)
-        if first is None or roles[first] != "assistant":
-            return text, [_turn_span(render, messages, index, text, special_tokens) for index in trained]
-
-        def render_asked(messages: list[Message], **options: Any) -> str:
-            return render([*messages[:first], {"role": "user", "content": "Hello"}, *messages[first:]], **options)
-
-        # Many templates cannot render a conversation without messages before the first answer. With a question added
-        # before it, the answer has the same text and the same distance from the end.
-        asked = render_asked(messages)
-        spans = [_turn_span(render_asked, messages, index, asked, special_tokens) for index in trained]
-        if spans and not text.endswith(tail := asked[spans[0][0] :]):
+        asked = beginnings.asked
+        whole = text if asked is beginnings else asked.render(len(messages))
+        spans = [_turn_span(asked, messages, index, whole, special_tokens) for index in trained]
+        if asked is beginnings:
+            return text, spans
+        if spans and not text.endswith(tail := whole[spans[0][0] :]):
             raise _disagreement(trained[0], "it and what follows", tail, text[-len(tail) :])
-        more = len(asked) - len(text)
+        more = len(whole) - len(text)
         return text, [(start - more, end - more) for start, end in spans]
     if trained == turns:
         return text, spans
@@ -64,22 +60,17 @@ def supervised_spans(
     return text, [span for span, index in zip(spans, turns, strict=True) if index in trained]
 
 
-def require_asked(
-    template: ChatTemplate, messages: list[Message], text: str, tools: list | None = None, **variables: Any
-) -> None:
+def require_asked(beginnings: Beginnings, messages: list[Message], text: str) -> None:
     """Raise TuneError unless `text`, the rendered conversation, is how the model is asked for its last message: it
     begins with the messages before it and the generation prompt.
 
     Only templates with `{% generation %}` blocks need this. Without blocks, `supervised_spans` requires the same.
     """
-    if not template.marks_generation or all(each["role"] in ("system", "developer") for each in messages[:-1]):
-        return  # an answer before the first question has no generation prompt
-    messages = [{key: value for key, value in message.items() if key != "train"} for message in messages]
+    template = beginnings.template
     before = messages[:-1]
-    prompts = [
-        template.render(before, add_generation_prompt=True, tools=tools, **variables, **switch)
-        for switch in ({}, *_SWITCHES)
-    ]
+    if not template.marks_generation or all(message["role"] in ("system", "developer") for message in before):
+        return  # an answer before the first question has no generation prompt
+    prompts = [beginnings.render(len(before), add_generation_prompt=True, **switch) for switch in ({}, *_SWITCHES)]
     if not any(map(text.startswith, prompts)):
         at = common_prefix(prompts[0], text)
         raise TuneError(
@@ -100,16 +91,17 @@ def end_of_turn(render: Callable[[list[Message]], str], special_tokens: re.Patte
 
 
 def _turn_span(
-    render: Callable[..., str], messages: list[Message], index: int, text: str, special_tokens: re.Pattern[str]
+    beginnings: Beginnings, messages: list[Message], index: int, text: str, special_tokens: re.Pattern[str]
 ) -> Span:
     """The span of assistant message `index` in `text`, the rendering of all messages."""
-    start = _turn_start(render, messages, index, text)
-    up_to_here = text if index == len(messages) - 1 else render(messages[: index + 1])
+    start = _turn_start(beginnings, messages, index, text)
+    up_to_here = text if index == len(messages) - 1 else beginnings.render(index + 1)
     if text.startswith(up_to_here):
         return start, _end_of_turn(up_to_here, start, special_tokens)
 
     # The template writes this turn differently if it is the last one (Qwen3 adds an empty <think> block). The end of
     # the turn then follows from the text after its content, which must not depend on the content.
+    render = beginnings.render_changed
     last, inside = (around_content(render, messages[:end], index) for end in (index + 1, len(messages)))
     if messages[index + 1]["role"] == "tool":
         result = around_content(render, messages, index + 1)
@@ -130,18 +122,18 @@ def _turn_span(
     raise _disagreement(index, "the messages up to it", up_to_here, text)
 
 
-def _turn_start(render: Callable[..., str], messages: list[Message], index: int, text: str) -> int:
-    before = messages[:index]
-    prompt = render(before, add_generation_prompt=True)
+def _turn_start(beginnings: Beginnings, messages: list[Message], index: int, text: str) -> int:
+    prompt = beginnings.render(index, add_generation_prompt=True)
     if text.startswith(prompt):
         # DiffusionGemma opens a turn after a tool's result, but its generation prompt does not. The model must not
         # write this header.
-        header = _header(render, before) if before and before[-1]["role"] == "tool" else ""
+        is_after_result = index > 0 and messages[index - 1]["role"] == "tool"
+        header = _header(beginnings, messages[:index]) if is_after_result else ""
         written = text.startswith(header, len(prompt)) and not prompt.endswith(header)
         return len(prompt) + (len(header) if written else 0)
     # A template that opens a reasoning block may have a switch that turns reasoning off or closes the block.
     for switch in _SWITCHES:
-        switched = render(before, add_generation_prompt=True, **switch)
+        switched = beginnings.render(index, add_generation_prompt=True, **switch)
         if text.startswith(switched):
             return len(switched)
     opened = _REASONING.search(prompt)
@@ -155,17 +147,17 @@ def _turn_start(render: Callable[..., str], messages: list[Message], index: int,
             f"({answer[:30]!r}). Remove {opening.strip()} from the prompt, keep the reasoning of answers, or mark"
         )
     # Earlier text may depend on later messages (Mistral writes the system message into the last question).
-    inside = around_content(render, messages, index)
-    if inside and text.startswith(inside[0]) and inside[0].endswith(prompt[len(render(before)) :]):
+    inside = around_content(beginnings.render_changed, messages, index)
+    if inside and text.startswith(inside[0]) and inside[0].endswith(prompt[len(beginnings.render(index)) :]):
         return len(inside[0])
     raise _disagreement(index, "the messages before it, with the generation prompt", prompt, text)
 
 
-def _header(render: Callable[..., str], messages: list[Message]) -> str:
+def _header(beginnings: Beginnings, messages: list[Message]) -> str:
     """The text that the generation prompt adds after the last message that is neither an answer nor a tool's result."""
     asked = [index for index, message in enumerate(messages) if message["role"] not in ("assistant", "tool")]
-    question = messages[: asked[-1] + 1] if asked else []
-    return render(question, add_generation_prompt=True).removeprefix(render(question))
+    end = asked[-1] + 1 if asked else 0
+    return beginnings.render(end, add_generation_prompt=True).removeprefix(beginnings.render(end))
 
 
 def around_content(

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from functools import cached_property, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from tokenizers import AddedToken
 from tune.errors import TuneError, explained
 from tune.files import require_inside
 from tune.lookup import in_shell, local_path
+from tune.tokenizers.beginnings import Beginnings
 from tune.tokenizers.chat_template import SHIPPED, ChatTemplate, Message, Span, chosen_template, markers
+from tune.tokenizers.encoded import Borders, Encoded
 from tune.tokenizers.folder import SOURCES, mapping_in, read_vocabulary
 from tune.tokenizers.supervision import end_of_turn, require_asked, supervised_spans
 
@@ -189,6 +192,41 @@ class Tokenizer:
         """Encode a batch of texts on all cores, without `prefix_ids`."""
         return self._tokenizer.encode_batch(texts, add_special_tokens=False)
 
+    def encode_groups(self, groups: list[list[str]]) -> list[list[Encoded]]:
+        """Encode groups of texts, without `prefix_ids`. What a text shares with the text before it in its group is not
+        tokenized again."""
+        cuts = [[0, *(self._borders.cut(text, before) for before, text in pairwise(group))] for group in groups]
+        rests = [
+            text[cut:]
+            for group, cuts_of_group in zip(groups, cuts, strict=True)
+            for text, cut in zip(group, cuts_of_group, strict=False)
+        ]
+        encodings = iter(self.encode_with_offsets(rests))
+        encoded_groups = []
+        for group, cuts_of_group in zip(groups, cuts, strict=True):
+            encoded_group: list[Encoded] = []
+            for text, cut in zip(group, cuts_of_group, strict=False):
+                encoding = next(encodings)
+                before = encoded_group[-1] if cut else None
+                encoded_group.append(self._joined(text, cut, encoding, before) if before else Encoded(encoding))
+            encoded_groups.append(encoded_group)
+        return encoded_groups
+
+    def encode_like(self, text: str, before: str, encoded: Encoded) -> Encoded:
+        """Encode a text, without `prefix_ids`. What it shares with the text `before`, which is encoded, is not
+        tokenized again."""
+        cut = self._borders.cut(text, before)
+        (encoding,) = self.encode_with_offsets([text[cut:]])
+        return self._joined(text, cut, encoding, encoded) if cut else Encoded(encoding)
+
+    def _joined(self, text: str, cut: int, rest: tokenizers.Encoding, before: Encoded) -> Encoded:
+        joined = self._borders.joined(before, text, cut, rest)
+        return joined or Encoded(self.encode_with_offsets([text])[0])
+
+    @cached_property
+    def _borders(self) -> Borders:
+        return Borders(self._tokenizer)
+
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         text = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return _cleaned(text) if self._cleans else text
@@ -215,7 +253,8 @@ class Tokenizer:
                 self._tokenizer.add_tokens([added])
                 self._added[token_id] = added
             ids.append(token_id)
-        self.__dict__.pop("_special_pattern", None)
+        for name in ("_special_pattern", "_borders"):
+            self.__dict__.pop(name, None)
         return ids
 
     def _reserve(self, token: str, token_id: int) -> None:
@@ -244,17 +283,23 @@ class Tokenizer:
         """
         return self._template(tools).render(messages, add_generation_prompt, tools=tools, **self._clock, **variables)
 
+    def beginnings(self, messages: list[Message], tools: list | None = None) -> Beginnings:
+        """The texts of the beginnings of a conversation, for `supervised_spans` and `require_asked`."""
+        return Beginnings(self._template(tools), messages, tools, **self._clock)
+
     def supervised_spans(
-        self, messages: list[Message], tools: list | None = None, **variables: Any
+        self, messages: list[Message], tools: list | None = None, beginnings: Beginnings | None = None
     ) -> tuple[str, list[Span]]:
         """The conversation as text and its supervised character spans; see `tune.tokenizers.supervised_spans`."""
         return supervised_spans(
-            self._template(tools), messages, self._special_pattern, tools, **self._clock, **variables
+            self._template(tools), messages, self._special_pattern, tools, beginnings, **self._clock
         )
 
-    def require_asked(self, messages: list[Message], text: str, tools: list | None = None) -> None:
-        """Raise TuneError unless `text`, the rendered conversation, is how the model is asked for its last message."""
-        require_asked(self._template(tools), messages, text, tools, **self._clock)
+    def require_asked(self, messages: list[Message], text: str, beginnings: Beginnings) -> None:
+        """Raise TuneError unless `text`, the rendered conversation, is how the model is asked for its last message.
+
+        `beginnings` are those of a conversation that begins with `messages`."""
+        require_asked(beginnings, messages, text)
 
     @property
     def _clock(self) -> dict[str, Any]:

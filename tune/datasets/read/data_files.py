@@ -65,6 +65,10 @@ class File:
     def is_local(self) -> bool:
         return isinstance(self.filesystem, LocalFileSystem)
 
+    @property
+    def is_compressed(self) -> bool:
+        return _suffix(self.path) in DECOMPRESS
+
     def open(self) -> IO[bytes]:
         """Open the file for reading, decompressed."""
         stream = self.filesystem.open(self.path, "rb")

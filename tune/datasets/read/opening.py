@@ -1,41 +1,55 @@
 """Open a source of rows: files, the Hugging Face hub, or a function."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
 from tune import rehearsal
 from tune.datasets.read.data_files import File, choose_files, is_on_the_hub, place_at, require_train
-from tune.datasets.read.readers import PlacedRows, numbered, rows_of
+from tune.datasets.read.pieces import RowPlaces, mark_of
+from tune.datasets.read.readers import NumberedRows, numbered, rows_of
 from tune.datasets.user_functions import load_function
 from tune.errors import TuneError, explained
 
 FUNCTION = "python:"
+PlacedRows = Iterator[tuple[str, Any]]
+"""Rows, each with its place. A TuneError takes the place of a malformed row."""
 
 
 @dataclass(frozen=True)
 class Source:
     """Rows, each with its place ("chats.jsonl:12") for messages. Each iteration reads them again.
 
-    `take` limits the number of rows; `files` is empty if the rows do not come from files.
+    `take` limits the number of rows. They come from `files`, or are `rows` with numbers, named by `places`. `version`
+    is equal for equal rows, if that is known without reading them.
     """
 
     name: str
-    rows: Callable[[], PlacedRows]
     take: int | None = None
     files: list[File] = field(default_factory=list)
     ignored_files: list[str] = field(default_factory=list)
+    rows: Callable[[], NumberedRows] | None = None
+    places: RowPlaces = field(default_factory=lambda: RowPlaces(""))
+    version: Callable[[], str | None] = lambda: None
 
     def __iter__(self) -> PlacedRows:
-        return islice(self.rows(), self.take)
+        return islice(self._all(), self.take)
+
+    def _all(self) -> PlacedRows:
+        if self.rows:
+            yield from ((self.places.of(number), row) for number, row in self.rows())
+        for file in self.files if not self.rows else ():
+            places = RowPlaces(file.name, mark_of(file))
+            yield from ((places.of(number), row) for number, row in rows_of(file))
 
     def rehearsed(self) -> "Source":
         """In a rehearsal, the source cut to the first rows; the rehearsal notes whether there are more."""
         rehearsed = rehearsal.current()
         if rehearsed is None or rehearsed.rows is None or (self.take or 1 << 62) <= rehearsed.rows:
             return self
-        if next(islice(self.rows(), rehearsed.rows, None), None) is not None:
+        if next(islice(self._all(), rehearsed.rows, None), None) is not None:
             rehearsed.cut.add(self.name)
         return replace(self, take=rehearsed.rows)
 
@@ -49,37 +63,48 @@ def read(path: str, split: str = "train", subset: str | None = None, take: int |
     if not is_function and is_on_the_hub(path):
         asked = f"from the Hugging Face hub (subset={subset}, split={split})"
         otherwise = f"is not a file or folder, and cannot be loaded {asked}"
-        return Source(path, lambda: _by_datasets("load_dataset", otherwise, path, subset, split=split), take)
+        opened = partial(_opened, "load_dataset", f"{path} {otherwise}", path, subset, split=split)
+        return _of_datasets(path, opened, take)
     if subset is not None:
         raise TuneError(f"{path} is not a hub dataset, and only these have subsets. Remove subset={subset}")
     if is_function:
         require_train(path, split)
         function = load_function(path.removeprefix(FUNCTION), path)
-        return Source(path, lambda: _generated(function, path), take)
+        places = RowPlaces(getattr(function, "__name__", "function"), ":row ")
+        return Source(path, take, rows=lambda: _generated(function, path), places=places)
     place = place_at(path)
     if (saved := place.saved_split(split)) is not None:
-        otherwise = "cannot be read as a saved dataset"
-        return Source(path, lambda: _by_datasets("load_from_disk", otherwise, saved), take, place_at(saved).below())
+        opened = partial(_opened, "load_from_disk", f"{saved} cannot be read as a saved dataset", saved)
+        return _of_datasets(saved, opened, take, place_at(saved).below())
     files, ignored = choose_files(place, split)
-    return Source(path, lambda: (row for file in files for row in rows_of(file)), take, files, ignored)
+    return Source(path, take, files, ignored)
 
 
-def _generated(function: Callable[[], Any], path: str) -> PlacedRows:
-    name, number = getattr(function, "__name__", "function"), 0
+def _generated(function: Callable[[], Any], path: str) -> NumberedRows:
+    number = 0
     try:
         for number, row in enumerate(function(), 1):
-            yield f"{name}:row {number}", row
+            yield number, row
     except TuneError:
         raise
     except Exception as error:  # a user's function can raise anything
         raise TuneError(f"{path} fails after row {number}: {type(error).__name__}: {error}") from error
 
 
-def _by_datasets(function: str, otherwise: str, name: str, *arguments: Any, **options: Any) -> PlacedRows:
-    """Yield rows of a dataset that a function of Hugging Face's `datasets` opens: from the hub or `save_to_disk`."""
+def _of_datasets(name: str, opened: Callable[[], Any], take: int | None, files: Sequence[File] = ()) -> Source:
+    """The rows of a dataset of Hugging Face's `datasets`, which knows when they change."""
+    places = RowPlaces(name, ":row ")
+
+    def rows() -> NumberedRows:
+        return numbered(opened().with_format("arrow").iter(batch_size=1024))
+
+    return Source(name, take, [*files], rows=rows, places=places, version=lambda: opened()._fingerprint)
+
+
+def _opened(function: str, otherwise: str, *arguments: Any, **options: Any) -> Any:
+    """A dataset that a function of Hugging Face's `datasets` opens: from the hub or `save_to_disk`."""
     import datasets
 
     datasets.disable_progress_bars()
-    with explained(f"{name} {otherwise}", OSError, ValueError, datasets.exceptions.DatasetsError):
-        rows = getattr(datasets, function)(name, *arguments, **options)
-    yield from numbered(name, rows.with_format("arrow").iter(batch_size=1024))
+    with explained(otherwise, OSError, ValueError, datasets.exceptions.DatasetsError):
+        return getattr(datasets, function)(*arguments, **options)

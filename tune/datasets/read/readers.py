@@ -9,32 +9,65 @@ import json
 import lzma
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
 from tune.datasets.read.data_files import File
 from tune.errors import TuneError, explained
 
-PlacedRows = Iterator[tuple[str, Any]]
-"""Rows, each with its place. A TuneError takes the place of a malformed row."""
+NumberedRows = Iterator[tuple[int, Any]]
+"""Rows, each with its number or line, from 1. A TuneError takes the place of a malformed row."""
 
 GIT_POINTER = b"version https://git-lfs.github.com"
 BLANKS = b"\xef\xbb\xbf \t\r\n"
 WRAPPERS = ("data", "rows", "examples", "samples", "instances", "records", "items")  # keys with the list of rows
 
 
-def rows_of(file: File) -> PlacedRows:
-    """Yield a file's rows with their places. Raises TuneError, with the line if there are lines, if it is damaged."""
+def rows_of(file: File, row_groups: Sequence[int] | None = None) -> NumberedRows:
+    """Yield a file's rows with their numbers, or those of some `row_groups` of Parquet, numbered from 1.
+
+    Raises TuneError, with the line if there are lines, if the file is damaged.
+    """
     with explained(f"{file.path} cannot be read", OSError, EOFError, zlib.error, lzma.LZMAError):
         with file.filesystem.open(file.path, "rb") as stream:
             is_git_pointer = stream.read(len(GIT_POINTER)) == GIT_POINTER
-        if is_git_pointer:  # the content is still on the Git server
-            raise TuneError(f"{file.path} is a Git LFS pointer, not the file itself. Run git lfs pull")
-        yield from READERS[file.kind](file)
+        if is_git_pointer:
+            raise _git_pointer(file)
+        yield from READERS[file.kind](file) if row_groups is None else _columnar(file, row_groups)
 
 
-def numbered(name: str, tables: Iterable[Any]) -> PlacedRows:
+def lines_between(file: File, start: int, stop: int) -> NumberedRows:
+    """Yield the rows in the lines of a plain file between two bytes, numbered from 1."""
+    with explained(f"{file.path} cannot be read", OSError), open(file.path, "rb") as stream:
+        stream.seek(start)
+        if not start and stream.read(len(GIT_POINTER)) == GIT_POINTER:
+            raise _git_pointer(file)
+        stream.seek(start)
+        lines = stream.read(stop - start).split(b"\n")
+    yield from _rows_of_lines(file, lines)
+
+
+def row_groups_of(file: File, size: int) -> Iterator[tuple[list[int], int, int]]:
+    """Yield neighboring row groups of a Parquet file of about `size` bytes together: their numbers, rows and bytes."""
+    import pyarrow
+    import pyarrow.parquet
+
+    with explained(f"{file.path}: malformed Parquet", pyarrow.ArrowException), file.open() as stream:
+        metadata = pyarrow.parquet.ParquetFile(stream).metadata
+        groups, rows, total = list[int](), 0, 0
+        for number in range(metadata.num_row_groups):
+            group = metadata.row_group(number)
+            groups.append(number)
+            rows, total = rows + group.num_rows, total + group.total_byte_size
+            if total >= size:
+                yield groups, rows, total
+                groups, rows, total = [], 0, 0
+        if groups:
+            yield groups, rows, total
+
+
+def numbered(tables: Iterable[Any]) -> NumberedRows:
     """Yield the rows of Arrow tables or record batches, without nulls for keys that only other rows have."""
     number = 0
     for table in tables:
@@ -49,7 +82,7 @@ def numbered(name: str, tables: Iterable[Any]) -> PlacedRows:
                     row[column] = _decoded(row[column], table.schema.field(column).type, features.get(column))
             except (ValueError, RecursionError) as error:
                 row = TuneError(f"{column} is {_malformed(error)}")
-            yield f"{name}:row {number}", row
+            yield number, row
 
 
 def _features(schema: Any) -> dict[str, Any]:
@@ -97,9 +130,9 @@ def _pruned(value: Any) -> Any:
     return [_pruned(item) for item in value] if isinstance(value, list) else value
 
 
-def _json(file: File) -> PlacedRows:
+def _json(file: File) -> NumberedRows:
     """Read a list of rows, an object with such a list (`{"data": [...]}`), or one row per line."""
-    if _has_lines(file):
+    if has_lines(file):
         yield from _json_lines(file)
         return
     try:
@@ -111,10 +144,10 @@ def _json(file: File) -> PlacedRows:
     if not isinstance(rows, list):
         inside = [rows[name] for name in WRAPPERS if isinstance(rows, dict) and isinstance(rows.get(name), list)]
         rows = inside[0] if len(inside) == 1 else [rows]
-    yield from ((f"{file.name}:row {number}", row) for number, row in enumerate(rows, 1))
+    yield from enumerate(rows, 1)
 
 
-def _has_lines(file: File) -> bool:
+def has_lines(file: File) -> bool:
     """Whether each line is a row: not a list, a single object, or an object over several lines."""
     with file.open() as stream:
         head = stream.read(4096).lstrip(BLANKS)
@@ -132,12 +165,21 @@ def _has_lines(file: File) -> bool:
     return has_more
 
 
-def _json_lines(file: File) -> PlacedRows:
-    otherwise = ", or the file one list of them" if file.kind == ".json" else ""
+def _json_lines(file: File) -> NumberedRows:
     with file.open() as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield f"{file.name}:{number}", json_row(line.rstrip(b"\r\n"), otherwise)
+        yield from _rows_of_lines(file, lines)
+
+
+def _rows_of_lines(file: File, lines: Iterable[bytes]) -> NumberedRows:
+    otherwise = ", or the file one list of them" if file.kind == ".json" else ""
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            yield number, json_row(line.rstrip(b"\r\n"), otherwise)
+
+
+def _git_pointer(file: File) -> TuneError:
+    """The error for a file whose content is still on the Git server."""
+    return TuneError(f"{file.path} is a Git LFS pointer, not the file itself. Run git lfs pull")
 
 
 def json_row(line: str | bytes, otherwise: str = "") -> Any:
@@ -176,7 +218,7 @@ def _malformed(error: Exception) -> str:
     return _not_text(error) if isinstance(error, UnicodeDecodeError) else f"malformed JSON: {error}"
 
 
-def _csv(file: File) -> PlacedRows:
+def _csv(file: File) -> NumberedRows:
     csv.field_size_limit(sys.maxsize)
     number = 0
     try:
@@ -194,9 +236,9 @@ def _csv(file: File) -> PlacedRows:
                     f"the row has {'more' if None in row else 'fewer'} cells than the header: "
                     "quote texts with separators or line breaks"
                 )
-                yield f"{file.name}:row {number}", mistake
+                yield number, mistake
             else:
-                yield f"{file.name}:row {number}", row
+                yield number, row
     except csv.Error as error:
         raise TuneError(f"{file.path}:row {number + 1}: malformed CSV: {error}") from error
 
@@ -210,7 +252,7 @@ def _text_lines(file: File) -> Iterator[str]:
                 raise TuneError(f"{file.path}:{number}: {_not_text(error)}") from error
 
 
-def _columnar(file: File) -> PlacedRows:
+def _columnar(file: File, row_groups: Sequence[int] | None = None) -> NumberedRows:
     """Read Parquet, or Arrow as an IPC file or an IPC stream."""
     import pyarrow
     import pyarrow.parquet
@@ -220,18 +262,18 @@ def _columnar(file: File) -> PlacedRows:
         is_ipc_file = stream.read(6) == b"ARROW1"
         stream.seek(0)
         if file.kind == ".parquet":
-            batches = pyarrow.parquet.ParquetFile(stream).iter_batches(1024)
+            batches = pyarrow.parquet.ParquetFile(stream).iter_batches(1024, row_groups)
         elif is_ipc_file:
             table = pyarrow.ipc.open_file(stream)
             batches = map(table.get_batch, range(table.num_record_batches))
         else:
             batches = pyarrow.ipc.open_stream(stream)
-        yield from numbered(file.name, batches)
+        yield from numbered(batches)
 
 
-def _text(file: File) -> PlacedRows:
+def _text(file: File) -> NumberedRows:
     """Read the whole file as one document."""
-    yield file.name, {"text": "".join(_text_lines(file))}
+    yield 1, {"text": "".join(_text_lines(file))}
 
 
 def _not_text(error: UnicodeDecodeError) -> str:
@@ -240,7 +282,7 @@ def _not_text(error: UnicodeDecodeError) -> str:
     return f"not UTF-8 text: {error.reason} at byte {error.start}. Save the file as UTF-8"
 
 
-READERS: dict[str, Callable[[File], PlacedRows]] = {
+READERS: dict[str, Callable[[File], NumberedRows]] = {
     ".json": _json,
     ".jsonl": _json_lines,
     ".csv": _csv,
