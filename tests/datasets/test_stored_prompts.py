@@ -108,7 +108,7 @@ def are_same(prompts, expected):
 
 
 def entries(tmp_path):
-    return [entry.name for entry in (tmp_path / "cache").iterdir() if entry.is_dir()]
+    return [entry.name for entry in (tmp_path / "cache" / "prompts").iterdir() if entry.is_dir()]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -204,7 +204,7 @@ def test_two_processes_prepare_once(load, wanted):
 def test_damaged_prompts_are_prepared_again(load, tmp_path, damage):
     before = [repr(prompt) for prompt in load()]
     (name,) = entries(tmp_path)
-    entry = tmp_path / "cache" / name
+    entry = tmp_path / "cache" / "prompts" / name
     if damage == "cut":
         os.truncate(entry / "rows.npy", 200)
     elif damage == "absent":
@@ -217,7 +217,7 @@ def test_damaged_prompts_are_prepared_again(load, tmp_path, damage):
 
 def test_key_covers_all_that_changes_prompts(load, file, wanted, tmp_path):
     for options in ({}, {"take": 9}, {"max_prompt_len": 70}, {"filter": wanted[0]}, {"ignore": ["note"]}):
-        before = len(entries(tmp_path)) if (tmp_path / "cache").exists() else 0
+        before = len(entries(tmp_path)) if (tmp_path / "cache" / "prompts").exists() else 0
         load(**options)
         load(**options)
         assert len(entries(tmp_path)) == before + 1
