@@ -138,7 +138,7 @@ def test_hub_errors_are_explained(tmp_path: Path, hub: str, arguments: list[str]
     assert explanation in result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_plan_downloads_only_the_config(
     tmp_path: Path, checkpoint: Path, hub: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

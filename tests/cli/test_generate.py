@@ -188,7 +188,7 @@ def actors_in(folder):
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_ray_actors_survive_the_loss_of_one(checkpoint, tmp_path, capsys):
     """The rows equal those of one process."""
     asked = [{"messages": [{"role": "user", "content": f"the cat {number}"}]} for number in range(24)]

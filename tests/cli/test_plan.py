@@ -51,7 +51,7 @@ def test_what_it_says(tmp_path, checkpoint, capsys):
     assert "it fits: 8 x h100" in text and "a billion tokens" in text
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_step_that_takes_less_than_to_put_its_batch_together(checkpoint, capsys):
     run = ["full_finetune", f"model.path={checkpoint}", "max_seq_len=512", "micro_batch_size=256", "--json"]
     found = json.loads(plan(capsys, *run, "global_batch_size=256", "--device", "b200", "--world-size", "1"))
@@ -103,7 +103,7 @@ def test_more_processes_than_key_heads(checkpoint):
     assert 0 < two < four  # more processes exchange as much
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_search_prints_overrides_that_the_recipe_takes(checkpoint, capsys):
     run = ["lora_finetune", f"model.path={checkpoint}", "max_seq_len=128", "--device", "a100"]
     found = json.loads(plan(capsys, *run, "--search", "--json"))
@@ -188,7 +188,7 @@ def test_seconds_have_three_digits(value, shown):
     assert three_digits(value) == shown
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_host_memory_must_suffice(tmp_path, checkpoint, capsys):
     (tmp_path / "small.json").write_text(json.dumps(asdict(DEVICES["h100"]) | {"host_memory": 1e-4}))
     run = ["full_finetune", f"model.path={checkpoint}", "max_seq_len=128", "--device"]
@@ -308,7 +308,7 @@ def test_wrong_inputs(name, checkpoint, capsys):
     assert exit.value.code == 2 and message in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_completions(checkpoint, capsys):
     """The steps of sampling grow with what is sampled; a process has the cache of its own prompts. The last token of a
     completion is a label alone."""

@@ -131,7 +131,7 @@ def test_asha_ends_weak_runs_early_and_ranks_the_best_first(tmp_path: Path) -> N
     assert (tmp_path / "out" / "report.html").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_metric_that_no_run_has(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(RECIPE.replace("0.2", "0.01"))
     (tmp_path / "defaults.yaml").write_text("lr: 1\nrank: 1\noutput_dir: null\n")

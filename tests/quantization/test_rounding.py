@@ -124,7 +124,7 @@ def test_product_and_gradient() -> None:
     assert_close(input.grad, 2 * output.detach() @ rounded)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_compiled_rounding_gives_the_same_bits() -> None:
     """Inductor would omit the rounding of scales to bf16 if it compiled the steps itself."""
     rounding = Rounding("int4", 32, torch.bfloat16)

@@ -329,7 +329,7 @@ OWN_METRIC = """
 """
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_run_keeps_the_lowest_value_of_a_metric_of_its_own(
     checkpoint, chats, tmp_path, monkeypatch, run_recipe, told, capsys
 ):

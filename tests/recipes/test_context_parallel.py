@@ -58,7 +58,7 @@ def test_in_backward(checkpoint, common, tmp_path):  # noqa: F811
     assert_curve_in_backward(common, {"all": [f"model.path={checkpoint}"]}, layouts, 4, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_adapters(wide, common, tmp_path):  # noqa: F811
     variants = {
         "LoRA": LORA,

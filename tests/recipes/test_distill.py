@@ -147,7 +147,7 @@ def reference_curves(common, tmp_path_factory):
     return {name: run(folder / name, [*common, *settings, steps]) for name, settings in METHODS.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("way", slow_but([*WAYS][1:2], [*WAYS][1:]))
 def test_one_curve_in_one_process(way, common, reference_curves, tmp_path):
     settings = [*common, *WAYS[way], f"max_steps={curve_steps()}"]
@@ -159,7 +159,7 @@ def test_one_curve_in_one_process(way, common, reference_curves, tmp_path):
     assert run(tmp_path, settings) == pytest.approx(reference_curves["forward"], rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_one_curve_in_two_processes(common, reference_curves, tmp_path):
     layouts = {"HSDP": "parallel.dp_replicate=2", "heads shared": "parallel.tp=2", "tokens shared": "parallel.cp=2"}
     variants = {name: METHODS[name] for name in ("forward", "adapter on NF4", "NF4 teacher")}
@@ -282,7 +282,7 @@ def test_wrong_settings(settings, message, by, common, told, tmp_path, monkeypat
 ON_POLICY = ["on_policy.share=0.6", "on_policy.max_new_tokens=12", "loss._component_=tune.losses.ReverseKL"]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_on_policy_curve_is_the_same_in_every_layout(common, reference_curves, tmp_path):
     """Sampled tokens follow from the weights, which differ by rounding; only the first steps are sure to agree."""
     settings = [*common, *ON_POLICY, "max_steps=3"]
@@ -349,7 +349,7 @@ def test_storing_the_whole_distribution_changes_nothing(common, reference_curves
     assert len(list((tmp_path / "kept").glob("teacher-*.npy"))) == 1  # training and validation share their rows
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_stored_predictions_are_reused(common, reference_curves, tmp_path):
     """Reuse requires the same teacher, rows and temperature."""
     kept_in = f"dataset.cache_dir={tmp_path / 'kept'}"
@@ -382,7 +382,7 @@ def test_prepare_stores_predictions_for_the_run(common, reference_curves, chats,
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "kept").glob("teacher-*.npy")} == stored
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_student_answers_to_fixed_prompts(common, checkpoint, tmp_path):
     (tmp_path / "prompts.txt").write_text("the cat\nit was\n")
     asked = [f"evaluate.prompts={tmp_path}/prompts.txt", "evaluate.max_new_tokens=7", "evaluate.every=2"]

@@ -104,7 +104,7 @@ def test_interrupted_run_reports_a_step_only_once_saved(recipe, train, closed, c
     ]  # no time to validate
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_failed_final_validation_is_repeated_at_the_next_start(recipe, train, monkeypatch, tmp_path, chats):
     recipe, validated = importlib.import_module(recipe), [f"dataset.validation={chats}", "evaluate.every=null"]
     train(recipe, f"output_dir={tmp_path / 'whole'}", *validated)

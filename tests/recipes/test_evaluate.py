@@ -171,7 +171,7 @@ def test_data_settings_apply_when_answers_are_scored(checkpoint, prompts, tmp_pa
     assert sample["row"]["question"] == "the cat"
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_adapter_and_run_folder(checkpoint, chats, folder, tmp_path, run_recipe):
     run = tmp_path / "run"
     settings = [
@@ -192,7 +192,7 @@ def test_adapter_and_run_folder(checkpoint, chats, folder, tmp_path, run_recipe)
     )
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_quantized_base(checkpoint, folder, tmp_path):
     out = tmp_path / "out.json"
     common = ["--tasks", "rolling", "--include-path", str(folder), "--out", str(out)]
@@ -208,7 +208,7 @@ def test_quantized_base(checkpoint, folder, tmp_path):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(("count", "tp"), [(2, 1), pytest.param(4, 2, id="two times two")])
 def test_several_processes(count, tp, checkpoint, chats, folder, prompts, tmp_path):
     def same(*settings):
@@ -260,7 +260,7 @@ def test_evaluation_during_training(checkpoint, chats, folder, tmp_path, run_rec
     assert metrics["acc_norm,none"] == pytest.approx(evaluated_[-1]["choice/acc_norm"])
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_best_checkpoint_by_a_metric_to_minimize(checkpoint, chats, folder, tmp_path, run_recipe, told, capsys):
     """Use the Brier score, which the task declares as better when lower. It falls, then rises."""
     body = (folder / "choice.yaml").read_text().replace("metric_list: [", "metric_list: [{metric: brier_score}, ")
