@@ -3,9 +3,13 @@
     python benchmarks/prepare.py --model SmolLM2-135M-Instruct --data chats.jsonl [--workers 2 --rows 10000]
 
 All use the same rows, template (with generation marks; labels are the assistant's) and number of processes. `bare` only
-renders and tokenizes: no labels, no checks, nothing written. `cached` is `tune` again, from its cache. Each variant
-runs in a separate process, imports are not counted, and rounds alternate. cpu sums the seconds of all processes, which
-is more reliable than wall time on a busy machine.
+renders and tokenizes: no labels, no checks, nothing written. Each variant runs in a separate process, imports are not
+counted, and rounds alternate. cpu sums the seconds of all processes, which is more reliable than wall time on a busy
+machine. What is done again after a change, each with the cache of the first time:
+
+- `cached`: tune, without a change
+- `longer`, `trl_longer`: twice the length
+- `appended`: tune, a hundred lines more at the end of the file
 """
 
 import argparse
@@ -112,7 +116,10 @@ def _call(index):
     return _share(index)
 
 
-VARIANTS = {"tune": tune, "cached": tune, "trl": trl, "bare": bare}
+VARIANTS = {
+    "tune": tune, "cached": tune, "longer": tune, "appended": tune, "trl": trl, "trl_longer": trl, "bare": bare,
+}  # fmt: skip
+MORE = 100  # lines that are appended
 
 
 def usage():
@@ -123,10 +130,14 @@ def usage():
 
 def measure(args, folder):
     """Return tokens, seconds, CPU seconds, and the peak GiB of the main process."""
+    if args.variant.endswith("longer"):
+        args.max_seq_len *= 2
+    if args.variant == "appended":
+        args.data = args.data.replace("rows.jsonl", "appended.jsonl")
     run = VARIANTS[args.variant](args, folder)
     start = usage()
     result = run()
-    tokens, spent = result if args.variant == "trl" else (result, None)
+    tokens, spent = result if args.variant.startswith("trl") else (result, None)
     spent = spent or [end - begin for begin, end in zip(start, usage(), strict=True)]
     return tokens, *spent, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
@@ -150,7 +161,9 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder, "rows.jsonl")
         with open(args.data, encoding="utf-8") as rows:
-            data.write_text("".join(islice(rows, args.rows)), encoding="utf-8")
+            lines = list(islice(rows, args.rows))
+        data.write_text("".join(lines), encoding="utf-8")
+        data.with_name("appended.jsonl").write_text("".join(lines + lines[:MORE]), encoding="utf-8")
         for number in range(args.rounds):
             place = Path(folder, str(number))
             place.mkdir()
@@ -165,7 +178,7 @@ def main():
     for variant, rounds in results.items():
         tokens, seconds, cpu, peak = (statistics.median(column) for column in zip(*rounds, strict=True))
         print(
-            f"{variant:7} {seconds:7.2f} s   cpu {cpu:7.2f} s   {tokens / seconds:11,.0f} tokens/s   "
+            f"{variant:10} {seconds:7.2f} s   cpu {cpu:7.2f} s   {tokens / seconds:11,.0f} tokens/s   "
             f"{tokens / cpu:11,.0f} tokens/cpu s   peak {peak:.2f} GiB   {tokens:,.0f} tokens"
         )
 
