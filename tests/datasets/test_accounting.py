@@ -5,7 +5,7 @@ import json
 from tune.collators import Sample
 from tune.datasets import load
 from tune.datasets.accounting import Accounting
-from tune.datasets.block import ENDS, Block, Example, TokenizedRow
+from tune.datasets.block import ENDS, Example, RowBlock, TokenizedRow
 from tune.datasets.fit import Fit
 from tune.datasets.reasons import CANNOT_BE_USED, FULLY_MASKED
 from tune.tokenizers import Tokenizer
@@ -33,7 +33,7 @@ ROWS = [
 
 
 def counted(rows, first=1):
-    block = Block.of(enumerate(rows, first))
+    block = RowBlock.of(enumerate(rows, first))
     return Fit(4, "truncate")(block, None, Places()).accounting
 
 
@@ -47,7 +47,7 @@ def test_outcomes_are_counted():
 
 
 def test_split_rows_are_counted():
-    block = Block.of([(1, TokenizedRow([Example(sample(0, 9), ENDS)])), (2, TokenizedRow([Example(sample(0, 4))]))])
+    block = RowBlock.of([(1, TokenizedRow([Example(sample(0, 9), ENDS)])), (2, TokenizedRow([Example(sample(0, 4))]))])
     assert Fit(4, "split")(block, None, Places()).accounting.split == 1
 
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from row_outcomes import Named
 
 from tune.datasets import DataLoader, Stream, load, validation_batches
-from tune.datasets.block import Block, Example, TokenizedRow
+from tune.datasets.block import Example, RowBlock, TokenizedRow
 from tune.datasets.fit import Fit
-from tune.datasets.samples import Stored
+from tune.datasets.samples import StoredBlock
 from tune.datasets.stream import Position
 from tune.datasets.workers import map_chunks
 from tune.errors import TuneError
@@ -29,8 +29,8 @@ def stream(make, lengths, pack_to=None, window=64, fingerprint="the same"):
         return TokenizedRow([Example(make.sample(lengths[number], lengths[number] - 1, number))])
 
     def chunk(numbers):
-        block, places = Block.of([(number, row(number)) for number in numbers]), Named("row")
-        return Stored(block, places), Fit(64)(block, None, places)
+        block, places = RowBlock.of([(number, row(number)) for number in numbers]), Named("row")
+        return StoredBlock(block, places), Fit(64)(block, None, places)
 
     def chunks(start):
         return map_chunks(chunk, range(start, len(lengths)), 1)

@@ -352,8 +352,7 @@ def test_template_of_a_model_folder_is_its_file(tmp_path):
 def test_tokenizing_processes(tmp_path):
     text = T + "dataset_num_proc: 4\n"
     assert ours(converted(text, tmp_path, "trl", "dpo"))["dataset.workers"] == 4
-    prompts = converted(text, tmp_path, "trl", "grpo")
-    assert "dataset.workers" not in ours(prompts) and status(prompts)["dataset_num_proc"] == "same by default"
+    assert ours(converted(text, tmp_path, "trl", "grpo"))["dataset.workers"] == 4
 
 
 @pytest.mark.parametrize(

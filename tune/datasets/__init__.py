@@ -7,7 +7,7 @@ A row passes through four steps, each in a file or folder of the same name:
 3. `render` turns a content into tokens and labels
 4. `Fit` takes of many tokenized rows what fits into `max_seq_len`, and counts what becomes of each row
 
-`RowReader` takes a row through steps 2 and 3. The cache keeps the tokenized rows of a piece as a `Block` of flat
+`RowReader` takes a row through steps 2 and 3. The cache keeps the tokenized rows of a piece as a `RowBlock` of flat
 arrays; `Samples` are spans of these, a `Dataset` packs them, and a `DataLoader` draws the training rows. `load`
 combines all steps. Prompts, which a model answers, follow the same steps in `prompts`.
 

@@ -15,7 +15,7 @@ from tune.datasets.parse.content import Chat, Content, Plain
 from tune.datasets.reasons import CANNOT_BE_USED
 from tune.errors import TuneError
 
-# Bits of `Block.flags`.
+# Bits of `RowBlock.flags`.
 ENDS = 1  # the last supervised message ends a turn
 SPLITS = 2  # a text without a prompt, which is split by default
 CLIPPED = 4  # cut inside an answer
@@ -53,7 +53,7 @@ class TokenizedRow:
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class RowBlock:
     """The rows of a piece of a source. Arrays have a value per token, per sample or per row, as `KINDS` says.
 
     A row has `counts` samples in a run, none if it is dropped for a reason. `digests` are equal for equal tokens, and
@@ -98,7 +98,7 @@ class Block:
         return len(self.counts)
 
     @classmethod
-    def of(cls, rows: Iterable[tuple[int, TokenizedRow]]) -> "Block":
+    def of(cls, rows: Iterable[tuple[int, TokenizedRow]]) -> "RowBlock":
         """The block of rows, each with its number."""
         rows = list(rows)
         examples = [example for _, row in rows for example in row.examples]
@@ -140,7 +140,7 @@ class Block:
         )
 
     @classmethod
-    def joined(cls, blocks: "Sequence[Block]") -> "Block":
+    def joined(cls, blocks: "Sequence[RowBlock]") -> "RowBlock":
         """The rows of several blocks of one piece as one block."""
         if len(blocks) == 1:
             return blocks[0]
@@ -207,7 +207,7 @@ class Block:
         return arrays, rest | {"columns": [*self.columns], "token_columns": [*self.token_columns]}
 
     @classmethod
-    def from_arrays(cls, arrays: dict[str, Any], rest: dict[str, Any]) -> "Block":
+    def from_arrays(cls, arrays: dict[str, Any], rest: dict[str, Any]) -> "RowBlock":
         columns = {name: arrays.pop(f"column-{name}") for name in rest.pop("columns")}
         token_columns = {name: arrays.pop(f"token-column-{name}") for name in rest.pop("token_columns")}
         return cls(**arrays, **rest, columns=columns, token_columns=token_columns)
@@ -221,7 +221,7 @@ ARRAYS = (
 
 
 def flags_of(content: Content, ends: bool) -> int:
-    """The `Block.flags` of a content; `ends`: its last supervised message ends a turn."""
+    """The `RowBlock.flags` of a content; `ends`: its last supervised message ends a turn."""
     flags = ENDS if ends else 0
     if isinstance(content, Plain) and not content.prompt:
         flags |= SPLITS

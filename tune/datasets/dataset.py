@@ -11,10 +11,10 @@ from functools import cached_property
 import numpy as np
 
 from tune.collators import IGNORE, Sample
-from tune.datasets.block import Block, Example, TokenizedRow
+from tune.datasets.block import Example, RowBlock, TokenizedRow
 from tune.datasets.fit import Fit
 from tune.datasets.reasons import FULLY_MASKED
-from tune.datasets.samples import Samples, Stored
+from tune.datasets.samples import Samples, StoredBlock
 from tune.errors import TuneError
 
 
@@ -87,11 +87,13 @@ class Dataset:
         for _, unit in itertools.groupby(enumerate(given), lambda item: item[1].columns.get("group", -1 - item[0])):
             group = [sample for _, sample in unit]
             rows += _whole_group(group, max_seq_len)
-        block = Block.of(enumerate(rows))
+        block = RowBlock.of(enumerate(rows))
         places = _GivenPlaces([sample.place for sample in given])
         fit = Fit(max_seq_len, "truncate")
         fitted = fit(block, None, places)
-        return cls(Samples.of([Stored(block, places)], [fitted], (), "the dataset"), max_seq_len if packed else None)
+        return cls(
+            Samples.of([StoredBlock(block, places)], [fitted], (), "the dataset"), max_seq_len if packed else None
+        )
 
     def __len__(self) -> int:
         return len(self.lengths) if self._order is None else len(self._row_starts) - 1

@@ -14,7 +14,7 @@ import numpy as np
 
 from tune.collators import IGNORE
 from tune.datasets.accounting import NAMES_SHOWN, Accounting
-from tune.datasets.block import CHAT, CLIPPED, ENDS, RENDERS, SPLITS, TURNS, Block, Places, digest_of
+from tune.datasets.block import CHAT, CLIPPED, ENDS, RENDERS, SPLITS, TURNS, Places, RowBlock, digest_of
 from tune.datasets.parse.formats import Kind
 from tune.datasets.reasons import (
     CANNOT_BE_USED,
@@ -50,7 +50,7 @@ class Stretches(NamedTuple):
 
 
 @dataclass(slots=True)
-class Result:
+class RowResult:
     """What becomes of a row that does not simply fit."""
 
     pieces: list[Stretches] = field(default_factory=list)
@@ -97,7 +97,7 @@ class Fit:
     validation_seed: int = 0
     validation: bool = False  # take the held-out rows instead of the training rows
 
-    def rows_to_render(self, block: Block) -> np.ndarray:
+    def rows_to_render(self, block: RowBlock) -> np.ndarray:
         """The rows with a conversation that is too long and may be cut after an earlier message."""
         if self.as_seen or self.too_long in ("drop", "error"):
             return np.empty(0, np.int64)
@@ -114,7 +114,7 @@ class Fit:
             left -= min(length, limit)
         return limit
 
-    def __call__(self, block: Block, rendered: Block | None, places: Places, rows: int | None = None) -> Fitted:
+    def __call__(self, block: RowBlock, rendered: RowBlock | None, places: Places, rows: int | None = None) -> Fitted:
         """Fit the first `rows` of a block. `rendered` has the rows of `rows_to_render`, cut; `places` names rows."""
         is_here = self._is_here(block)
         kept = self._kept(block, rows)
@@ -133,14 +133,14 @@ class Fit:
         accounting = self._counted(block, is_here, taken, results, reasons, places, rows)
         return cut.fitted(np.flatnonzero(np.repeat(taken, block.counts)), results, accounting)
 
-    def _kept(self, block: Block, rows: int | None) -> np.ndarray:
+    def _kept(self, block: RowBlock, rows: int | None) -> np.ndarray:
         """Which rows belong to this dataset and can be used."""
         kept = self._is_here(block) & (block.reasons == 0)
         if rows is not None:
             kept[rows:] = False
         return kept
 
-    def _is_here(self, block: Block) -> np.ndarray:
+    def _is_here(self, block: RowBlock) -> np.ndarray:
         """Which rows are on this side of `validation_fraction`. What is no row is an error on both sides.
 
         The content decides: equal rows are on the same side, and a row stays there when others are added.
@@ -156,7 +156,7 @@ class Fit:
         return (held_out == self.validation) | (block.is_object == 0)
 
     def _counted(
-        self, block: Block, is_here: np.ndarray, taken: np.ndarray, results: dict[int, Result],
+        self, block: RowBlock, is_here: np.ndarray, taken: np.ndarray, results: dict[int, RowResult],
         reasons: dict[int, str], places: Places, rows: int | None,
     ) -> Accounting:  # fmt: skip
         """Count what became of the rows."""
@@ -206,7 +206,7 @@ class Fit:
 class _Cut:
     """Looks at the rows of a block one by one."""
 
-    def __init__(self, fit: Fit, block: Block, rendered: Block | None) -> None:
+    def __init__(self, fit: Fit, block: RowBlock, rendered: RowBlock | None) -> None:
         self.fit, self.block, self.rendered = fit, block, rendered
         self.rendered_rows = {number: at for at, number in enumerate(rendered.numbers.tolist())} if rendered else {}
         prefix = np.array(fit.prefix, np.int32)
@@ -217,7 +217,7 @@ class _Cut:
             self.tokens[RENDERED], self.labels[RENDERED] = rendered.tokens, rendered.labels
             self.weights[RENDERED] = rendered.weights
 
-    def result(self, row: int) -> Result:
+    def result(self, row: int) -> RowResult:
         """What becomes of a row."""
         block = self.block
         samples = range(block.row_starts[row], block.row_starts[row + 1])
@@ -234,19 +234,19 @@ class _Cut:
         results = [self._one(sample, limit) for sample in samples]
         return results[0] if len(results) == 1 else self._group(results)
 
-    def _refusal(self, total: int) -> Result | None:
+    def _refusal(self, total: int) -> RowResult | None:
         """The result of a row of so many tokens if it is too long and is not cut."""
         limit = self.fit.max_seq_len
         if total <= limit:
             return None
         if self.fit.too_long == "drop":
-            return Result(dropped=TOO_LONG)
+            return RowResult(dropped=TOO_LONG)
         if self.fit.too_long == "error":
             mistake = f"the row has {total:,} tokens, more than max_seq_len={limit}"
-            return Result(dropped=CANNOT_BE_USED, mistake=mistake)
+            return RowResult(dropped=CANNOT_BE_USED, mistake=mistake)
         return None
 
-    def _one(self, sample: int, limit: int) -> Result:
+    def _one(self, sample: int, limit: int) -> RowResult:
         """A sample in `limit` tokens."""
         block, start = self.block, int(self.block.starts[sample])
         length, flags = int(block.lengths[sample]), int(block.flags[sample])
@@ -263,13 +263,13 @@ class _Cut:
                     f"{name} has {length} numbers for a row of {length} tokens. A list in extra_columns needs a number "
                     "for each of the input_ids, and cannot be used with too_long=split"
                 )
-                return Result(dropped=CANNOT_BE_USED, mistake=mistake)
+                return RowResult(dropped=CANNOT_BE_USED, mistake=mistake)
             pieces = [Stretches(spans, False, whole) for spans in self._split(start, length, limit)]
         else:
             pieces = [Stretches([Stretch(WHOLE, start, limit)], True, whole)]
             cut, clipped = length - limit, block.labels[start + limit - 1] != IGNORE
         notes = block.remarks[block.notes[sample]]
-        result = Result(pieces, cut=cut, clipped=bool(clipped), ends=cut > 0 or bool(flags & ENDS), notes=notes)
+        result = RowResult(pieces, cut=cut, clipped=bool(clipped), ends=cut > 0 or bool(flags & ENDS), notes=notes)
         return self._learned(result, int(block.firsts[sample]))
 
     def _split(self, start: int, length: int, limit: int) -> Iterator[list[Stretch]]:
@@ -287,13 +287,13 @@ class _Cut:
             span = Stretch(WHOLE, at, min(step, start + length - at))
             yield [Stretch(PREFIX, 0, prefix), span] if prefix else [span]
 
-    def _of_rendered(self, number: int, samples: range) -> Result:
+    def _of_rendered(self, number: int, samples: range) -> RowResult:
         """The result of a row whose conversations were cut and rendered again."""
         assert self.rendered is not None
         rendered, at = self.rendered, self.rendered_rows[number]
         if rendered.reasons[at]:
             mistakes = dict(rendered.mistakes)
-            return Result(dropped=rendered.dropped[rendered.reasons[at]], mistake=mistakes.get(number))
+            return RowResult(dropped=rendered.dropped[rendered.reasons[at]], mistake=mistakes.get(number))
         found = range(rendered.row_starts[at], rendered.row_starts[at + 1])
         notes = list(dict.fromkeys(name for each in samples for name in self.block.remarks[self.block.notes[each]]))
         ends = bool(np.all(self.block.flags[samples.start : samples.stop] & ENDS))
@@ -301,7 +301,7 @@ class _Cut:
         for number, each in enumerate(found):
             span = Stretch(RENDERED, int(rendered.starts[each]), int(rendered.lengths[each]))
             cut, clipped = int(rendered.cuts[each]), bool(rendered.flags[each] & CLIPPED)
-            result = Result(
+            result = RowResult(
                 [Stretches([span], False, (RENDERED, each))], cut=cut, clipped=clipped, ends=cut > 0 or ends
             )
             results.append((result, samples[min(number, len(samples) - 1)]))
@@ -313,14 +313,14 @@ class _Cut:
         whole.ends = whole.cut > 0 or ends
         return replace_notes(whole, notes)
 
-    def _learned(self, result: Result, first: int) -> Result:
+    def _learned(self, result: RowResult, first: int) -> RowResult:
         """The result without pieces that have no target; dropped if all are such. `first` is that of the whole."""
         result.pieces = [piece for piece in result.pieces if self._supervised(piece)]
         if not result.pieces:
             result.dropped, result.needs = FULLY_MASKED, first + 2 if first >= 0 else 0
         return result
 
-    def _group(self, results: list[Result]) -> Result:
+    def _group(self, results: list[RowResult]) -> RowResult:
         """The result of a row with several answers to compare."""
         if dropped := [result for result in results if result.dropped]:
             first = dropped[0]
@@ -330,10 +330,10 @@ class _Cut:
         texts = [self._tokens(piece) for piece in whole.pieces]
         if any(np.array_equal(texts[0], text) for text in texts[1:]):
             limit = f"{EQUAL_AS_CUT} into max_seq_len={self.fit.max_seq_len}"
-            return Result(dropped=limit if whole.cut else EQUAL)
+            return RowResult(dropped=limit if whole.cut else EQUAL)
         return whole
 
-    def _turns(self, samples: range) -> Result:
+    def _turns(self, samples: range) -> RowResult:
         """The result of a row whose answers are learned one by one, each in the context in which it is asked for.
 
         Each answer is treated like a row of its own. The samples form groups of at most `max_seq_len` tokens: a group
@@ -363,7 +363,7 @@ class _Cut:
         whole.groups = groups
         return whole
 
-    def _turn(self, sample: int) -> Result:
+    def _turn(self, sample: int) -> RowResult:
         """An answer, and the earlier ones that its sample continues: as many as fit, the last one cut."""
         block, limit, start = self.block, self.fit.max_seq_len, int(self.block.starts[sample])
         lengths = [*dict(block.joins).get(sample, ()), int(block.lengths[sample])]
@@ -371,17 +371,17 @@ class _Cut:
             return self._refusal(lengths[-1]) or self._one(sample, limit)
         targets = np.flatnonzero(block.labels[start : start + lengths[-1]] != IGNORE)
         notes = block.remarks[block.notes[sample]]
-        result = Result(notes=notes, ends=True)
-        first, before = Result(), 0
+        result = RowResult(notes=notes, ends=True)
+        first, before = RowResult(), 0
         for number, length in enumerate(lengths):
             own = targets[(targets >= before - 1) & (targets < length)]
             before, fits = length, min(length, limit)
-            turn = Result(cut=length - fits)
+            turn = RowResult(cut=length - fits)
             refusal = self._refusal(length)
             if refusal and refusal.mistake:
                 return refusal
             if refusal:
-                turn = Result(dropped=refusal.dropped, cut=length)
+                turn = RowResult(dropped=refusal.dropped, cut=length)
             else:
                 is_cut = length > limit
                 turn.clipped = is_cut and bool((own == fits - 1).any())
@@ -424,7 +424,7 @@ class _Cut:
         ]  # fmt: skip
         return float(np.concatenate(weights)[targets].sum(dtype=np.float64))
 
-    def fitted(self, taken: np.ndarray, results: dict[int, Result], accounting: Accounting) -> Fitted:
+    def fitted(self, taken: np.ndarray, results: dict[int, RowResult], accounting: Accounting) -> Fitted:
         """The samples `taken` as they are, and those of the results, in the order of their rows."""
         block = self.block
         row_of = np.repeat(np.arange(block.rows), block.counts)
@@ -475,7 +475,7 @@ class _Cut:
         )
 
 
-def replace_notes(result: Result, notes: Sequence[str]) -> Result:
+def replace_notes(result: RowResult, notes: Sequence[str]) -> RowResult:
     return replace(result, notes=notes)
 
 
@@ -485,9 +485,9 @@ def _within(counts: np.ndarray) -> np.ndarray:
     return np.arange(counts.sum()) - np.repeat(starts, counts)
 
 
-def _together(results: Sequence[Result]) -> Result:
+def _together(results: Sequence[RowResult]) -> RowResult:
     """The result of a row from those of its parts."""
-    return Result(
+    return RowResult(
         [piece for result in results for piece in result.pieces],
         cut=sum(result.cut for result in results),
         clipped=any(result.clipped for result in results),
@@ -518,13 +518,13 @@ def _after(spans: Sequence[Stretch], length: int) -> Iterator[Stretch]:
         length -= span.length
 
 
-def _per_row(block: Block, values: np.ndarray) -> np.ndarray:
+def _per_row(block: RowBlock, values: np.ndarray) -> np.ndarray:
     """The sum of a value of samples over each row, int64."""
     sums = np.concatenate([[0], np.cumsum(values, dtype=np.int64)])
     return sums[block.row_starts[1:]] - sums[block.row_starts[:-1]]
 
 
-def _has_equal_answers(block: Block) -> np.ndarray:
+def _has_equal_answers(block: RowBlock) -> np.ndarray:
     """Which rows have an answer that is equal to their first one."""
     firsts = np.repeat(block.row_starts[:-1], block.counts)
     if not len(firsts):
@@ -533,7 +533,7 @@ def _has_equal_answers(block: Block) -> np.ndarray:
     return _per_row(block, is_other & (block.digests == block.digests[firsts])) > 0
 
 
-def _remarks(block: Block, taken: np.ndarray) -> Counter[str]:
+def _remarks(block: RowBlock, taken: np.ndarray) -> Counter[str]:
     """How many of the rows have each remark."""
     counted = Counter[str]()
     of_samples = np.repeat(taken, block.counts)

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 
 from tune.collators import Sample
-from tune.datasets.block import Block, Example, TokenizedRow
+from tune.datasets.block import Example, RowBlock, TokenizedRow
 from tune.datasets.dataset import Dataset
 from tune.datasets.fit import Fit
 from tune.datasets.parse.formats import Kind
 from tune.datasets.read.pieces import RowPlaces
-from tune.datasets.samples import Samples, Stored
+from tune.datasets.samples import Samples, StoredBlock
 
 
 def full_rows(kind: Kind, max_seq_len: int, packed: bool, extra_columns: Sequence[str] = ()) -> Dataset:
@@ -33,6 +33,6 @@ def full_rows(kind: Kind, max_seq_len: int, packed: bool, extra_columns: Sequenc
             columns |= {"label": 1 - answer}
         tokens = np.full(length, answer, dtype=np.int32)
         samples.append(Sample(tokens, np.zeros(length, dtype=np.int32), answer, columns))
-    block, places = Block.of([(1, TokenizedRow([Example(sample) for sample in samples]))]), RowPlaces("full rows")
+    block, places = RowBlock.of([(1, TokenizedRow([Example(sample) for sample in samples]))]), RowPlaces("full rows")
     fitted = Fit(max_seq_len * answers)(block, None, places)
-    return Dataset(Samples.of([Stored(block, places)], [fitted], (), "full rows"))
+    return Dataset(Samples.of([StoredBlock(block, places)], [fitted], (), "full rows"))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tune.datasets.accounting import NAMES_SHOWN, Accounting
-from tune.datasets.block import Block
+from tune.datasets.block import RowBlock
 from tune.datasets.fit import Fit, Fitted
 from tune.datasets.kept_files import content_of, hash_of, keep, kept, key_of, locked, writable
 from tune.datasets.mismatched import with_mismatched
@@ -19,10 +19,10 @@ from tune.datasets.parse.columns import recognize
 from tune.datasets.parse.formats import FORMATS, Format
 from tune.datasets.progress import Progress
 from tune.datasets.read.opening import Source
-from tune.datasets.read.pieces import ROWS, Piece, RowPlaces, in_turn, pieces_of
+from tune.datasets.read.pieces import ROWS, RowPlaces, SourcePiece, in_turn, pieces_of
 from tune.datasets.reasons import CANNOT_BE_USED
 from tune.datasets.rows import RowReader, exact_text
-from tune.datasets.samples import Samples, Stored
+from tune.datasets.samples import Samples, StoredBlock
 from tune.datasets.user_functions import load_function, sources_of
 from tune.datasets.workers import available_cores, map_chunks
 from tune.errors import TuneError, explained
@@ -38,7 +38,7 @@ class Kept:
     key: str
     rendered_key: str | None
     file: int  # its number in the source
-    stored: Stored
+    stored: StoredBlock
     rows: int | None = None
 
 
@@ -129,10 +129,10 @@ class Preparation:
         if first.most is None:
             yield from (piece.key for piece in pieces)
 
-    def _pieces_of(self, file: Any) -> Iterator[Piece]:
+    def _pieces_of(self, file: Any) -> Iterator[SourcePiece]:
         return pieces_of(file, lambda file: content_of([file], self.folder)[0], self.folder / "files")
 
-    def _pieces(self) -> Iterator[tuple[int, Iterator[Piece]]]:
+    def _pieces(self) -> Iterator[tuple[int, Iterator[SourcePiece]]]:
         """For each file of the source, its number and its pieces."""
         source = self.source
         if source.rows is None:
@@ -172,7 +172,7 @@ class Preparation:
                 if piece.most and rows < piece.most:
                     break
 
-    def _prepared_side_by_side(self, pieces: list[Piece], fit: Fit, told: "Progress") -> list[Piece]:
+    def _prepared_side_by_side(self, pieces: list[SourcePiece], fit: Fit, told: "Progress") -> list[SourcePiece]:
         """Prepare the pieces in processes, each one whole, if there are enough of them. Returns the pieces."""
         workers = self.workers or available_cores()
         missing = [piece for piece in pieces if self._block(piece.key) is None]
@@ -182,13 +182,13 @@ class Preparation:
                 told.add(rows, size)
         return pieces
 
-    def _prepare_one(self, fit: Fit, pieces: list[Piece]) -> tuple[int, int]:
+    def _prepare_one(self, fit: Fit, pieces: list[SourcePiece]) -> tuple[int, int]:
         """Prepare a piece in this process: its rows and bytes."""
         (piece,) = pieces
         part = replace(self, workers=1)._prepared(piece, 0, fit, None)
         return part.stored.block.rows, piece.bytes
 
-    def _prepared(self, piece: Piece, number: int, fit: Fit, told: "Progress | None") -> Kept:
+    def _prepared(self, piece: SourcePiece, number: int, fit: Fit, told: "Progress | None") -> Kept:
         """A piece, from the files that are kept of it, or made and kept."""
         key = self._key(piece.key)
         block, rendered_key, rendered = self._block(piece.key), None, None
@@ -201,12 +201,12 @@ class Preparation:
             rendered = rendered or self._open_block(rendered_key) or self._rendered(piece, fit, block, too_long)
             keep(self.folder / "blocks" / rendered_key, *rendered.as_arrays())
         assert isinstance(piece.places, RowPlaces)
-        return Kept(key, rendered_key, number, Stored(block, piece.places, rendered))
+        return Kept(key, rendered_key, number, StoredBlock(block, piece.places, rendered))
 
-    def _tokenized(self, piece: Piece, fit: Fit, told: "Progress | None") -> tuple[Block, Block | None]:
+    def _tokenized(self, piece: SourcePiece, fit: Fit, told: "Progress | None") -> tuple[RowBlock, RowBlock | None]:
         """The block of a piece, and that of its conversations that are too long."""
         chunks = map_chunks(partial(self.reader.blocks, places=piece.places, fit=fit), piece.rows(), self.workers)
-        blocks, others, counted = [Block.of([])], [], Accounting()
+        blocks, others, counted = [RowBlock.of([])], [], Accounting()
         for block, rendered in chunks:
             blocks.append(block)
             others += [rendered] if rendered else []
@@ -215,23 +215,23 @@ class Preparation:
             counted += block.accounting(piece.places)
             if self.max_bad_share and counted.rows >= TRUSTED:
                 require_few_bad_rows(counted, self.max_bad_share, self.source.name, "the first ")
-        return Block.joined(blocks), Block.joined(others) if others else None
+        return RowBlock.joined(blocks), RowBlock.joined(others) if others else None
 
-    def _rendered(self, piece: Piece, fit: Fit, block: Block, rows: np.ndarray) -> Block:
+    def _rendered(self, piece: SourcePiece, fit: Fit, block: RowBlock, rows: np.ndarray) -> RowBlock:
         """The block of conversations that are too long, which are read again."""
         wanted = {*block.numbers[rows].tolist()}
         found = (numbered for numbered in piece.rows() if numbered[0] in wanted)
-        return Block.joined([*map_chunks(partial(self.reader.cut, fit=fit), found, self.workers)])
+        return RowBlock.joined([*map_chunks(partial(self.reader.cut, fit=fit), found, self.workers)])
 
     def _key(self, piece: str) -> str:
         return key_of(piece, self.reader.tokenizer.fingerprint, reader_settings(self.reader))
 
-    def _block(self, piece: str) -> Block | None:
+    def _block(self, piece: str) -> RowBlock | None:
         return self._open_block(self._key(piece))
 
-    def _open_block(self, key: str) -> Block | None:
+    def _open_block(self, key: str) -> RowBlock | None:
         found = kept(self.folder / "blocks" / key)
-        return Block.from_arrays(*found) if found else None
+        return RowBlock.from_arrays(*found) if found else None
 
     def _file(self, content: Sequence[str], settings: Any) -> Path:
         key = key_of(content, self.reader.tokenizer.fingerprint, reader_settings(self.reader), settings)
@@ -255,7 +255,7 @@ class Preparation:
             rendered = self._open_block(rendered_key) if rendered_key else None
             if block is None or (rendered_key and rendered is None):
                 return None
-            stored.append(Stored(block, RowPlaces(**{**places, "name": names[number]}), rendered))
+            stored.append(StoredBlock(block, RowPlaces(**{**places, "name": names[number]}), rendered))
         return Samples.from_arrays(arrays, rest, stored)
 
 
@@ -280,7 +280,7 @@ class _Given:
         return iter(self.given)
 
 
-def _by_content(source: Source) -> Iterator[Piece]:
+def _by_content(source: Source) -> Iterator[SourcePiece]:
     """Yield pieces of rows that must be read to be known."""
     assert source.rows is not None
     rows = iter(source.rows())
@@ -291,7 +291,7 @@ def _by_content(source: Source) -> Iterator[Piece]:
             with explained(source.places.of(number)):
                 text = f"{row!r}" if isinstance(row, TuneError) else exact_text(row)
             digest.update(f"{number} {text}\n".encode())
-        yield Piece(source.places, digest.hexdigest(), _Given(given), most=ROWS)
+        yield SourcePiece(source.places, digest.hexdigest(), _Given(given), most=ROWS)
 
 
 def reader_for(source: Iterable[tuple[str, Any]], reader: RowReader) -> tuple[RowReader, list[str]]:

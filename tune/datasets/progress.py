@@ -3,7 +3,7 @@
 import sys
 import time
 
-from tune.datasets.block import Block, Places
+from tune.datasets.block import Places, RowBlock
 from tune.secrets import without_secrets
 from tune.terminal import visible
 
@@ -23,7 +23,7 @@ class Progress:
         """Add the bytes of pieces to the whole."""
         self.total += total
 
-    def watch(self, chunk: Block, places: Places, max_bad_share: float) -> None:
+    def watch(self, chunk: RowBlock, places: Places, max_bad_share: float) -> None:
         """Count rows of a piece that is not finished. Tells the first row that cannot be used when it is met."""
         self.unfinished += chunk.rows
         if chunk.mistakes and not self.is_bad:

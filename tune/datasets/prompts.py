@@ -127,7 +127,7 @@ class PromptReader:
     columns: Mapping[str, str]
     ignore: Sequence[str]
 
-    def __call__(self, rows: Sequence[tuple[str, Any]], is_first: bool = False) -> "Chunk":
+    def __call__(self, rows: Sequence[tuple[str, Any]], is_first: bool = False) -> "PromptChunk":
         """The prompts of rows with their places. The columns of the first rows are checked."""
         kept = []
         for place, row in rows:
@@ -137,7 +137,7 @@ class PromptReader:
             if len(tokens) <= self.max_prompt_len:
                 exact = exact_text(self._with_answer(row))
                 kept.append(PromptRow(row, tokens, exact, isinstance(content, Chat)))
-        return Chunk(kept, Accounting(rows=len(rows), kept=len(kept)))
+        return PromptChunk(kept, Accounting(rows=len(rows), kept=len(kept)))
 
     def prompt(self, index: int, row: Row, tokens: list[int]) -> Prompt:
         """The prompt of a row that has been read before, and of its tokens."""
@@ -153,7 +153,7 @@ class PromptReader:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class PromptChunk:
     """The prompts of a few rows; `accounting` counts the rows."""
 
     kept: list[PromptRow]
@@ -286,7 +286,7 @@ def _kept_rows(
         )
 
 
-def _chunks(rows: Iterator[tuple[str, Any]], reader: PromptReader, workers: int | None) -> Iterator[Chunk]:
+def _chunks(rows: Iterator[tuple[str, Any]], reader: PromptReader, workers: int | None) -> Iterator[PromptChunk]:
     """Read rows in several processes, but the first ones here: the names of columns are checked until one is kept."""
     for placed in rows:
         chunk = reader([placed], is_first=True)

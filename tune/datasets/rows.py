@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tune.collators import IGNORE, Sample
-from tune.datasets.block import Block, Example, Places, TokenizedRow, flags_of
+from tune.datasets.block import Example, Places, RowBlock, TokenizedRow, flags_of
 from tune.datasets.cut import split_between_turns, truncated
 from tune.datasets.fit import Fit
 from tune.datasets.parse.columns import OtherMeaning, parse, recognize
@@ -80,7 +80,9 @@ class RowReader:
         except TuneError as error:
             return TokenizedRow(dropped=CANNOT_BE_USED, mistake=str(error), digest=digest)
 
-    def blocks(self, rows: Sequence[tuple[int, Any]], places: Places, fit: Fit | None) -> tuple[Block, Block | None]:
+    def blocks(
+        self, rows: Sequence[tuple[int, Any]], places: Places, fit: Fit | None
+    ) -> tuple[RowBlock, RowBlock | None]:
         """The block of numbered rows, and that of the rows that `fit` renders again.
 
         Raises OtherMeaning with the place of the row.
@@ -91,13 +93,13 @@ class RowReader:
                 tokenized.append((number, self(row)))
             except OtherMeaning as error:
                 raise OtherMeaning(f"{places.of(number)}: {error}") from None
-        block = Block.of(tokenized)
+        block = RowBlock.of(tokenized)
         too_long = fit.rows_to_render(block).tolist() if fit else []
         return block, self.cut([rows[at] for at in too_long], fit) if fit and too_long else None
 
-    def cut(self, rows: Sequence[tuple[int, Any]], fit: Fit) -> Block:
+    def cut(self, rows: Sequence[tuple[int, Any]], fit: Fit) -> RowBlock:
         """The block of rows whose conversations are too long, each cut after a message and rendered again."""
-        return Block.of((number, self._cut(row, fit)) for number, row in rows)
+        return RowBlock.of((number, self._cut(row, fit)) for number, row in rows)
 
     def _cut(self, row: Any, fit: Fit) -> TokenizedRow:
         try:

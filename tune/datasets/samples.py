@@ -10,7 +10,7 @@ import numpy as np
 
 from tune.collators import IGNORE, Sample
 from tune.datasets.accounting import Accounting
-from tune.datasets.block import Block, Places, digest_of
+from tune.datasets.block import Places, RowBlock, digest_of
 from tune.datasets.fit import RENDERED, WHOLE, Fitted
 from tune.datasets.reasons import EQUAL_AS_CUT, SHARED_LIMIT
 from tune.errors import TuneError
@@ -23,12 +23,12 @@ RUN = 2**22  # tokens that are hashed at once
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredBlock:
     """A block, the rows of it that were cut and rendered again, and the names of its rows."""
 
-    block: Block
+    block: RowBlock
     places: Places
-    rendered: Block | None = None
+    rendered: RowBlock | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +43,7 @@ class Samples:
     `accounting` counts the source's rows. Only a whole dataset has a `fingerprint`.
     """
 
-    blocks: Sequence[Block]  # the stores; the first one has the prefix of texts
+    blocks: Sequence[RowBlock]  # the stores; the first one has the prefix of texts
     places: Sequence[Places]
     stores: np.ndarray
     starts: np.ndarray
@@ -66,7 +66,9 @@ class Samples:
     copies: int = 0  # samples with the tokens of an earlier one
 
     @classmethod
-    def of(cls, stored: Sequence[Stored], fitted: Sequence[Fitted], prefix: Sequence[int], source: str) -> "Samples":
+    def of(
+        cls, stored: Sequence[StoredBlock], fitted: Sequence[Fitted], prefix: Sequence[int], source: str
+    ) -> "Samples":
         """The samples of all blocks. Raises TuneError, which names the source, if there is none."""
         stores, pieces, last = [], [], 0
         for number, (each, of_block) in enumerate(zip(stored, fitted, strict=True)):
@@ -222,7 +224,7 @@ class Samples:
         return arrays, rest | {"accounting": vars(self.accounting), "columns": [*self.columns]}
 
     @classmethod
-    def from_arrays(cls, arrays: dict[str, Any], rest: dict[str, Any], stored: Sequence[Stored]) -> "Samples":
+    def from_arrays(cls, arrays: dict[str, Any], rest: dict[str, Any], stored: Sequence[StoredBlock]) -> "Samples":
         columns = {name: arrays.pop(f"column-{name}") for name in rest.pop("columns")}
         accounting = Accounting.from_dict(rest.pop("accounting"))
         blocks = _stores(stored, rest.pop("prefix"))
@@ -251,10 +253,10 @@ class Samples:
         return digest
 
 
-def _stores(stored: Sequence[Stored], prefix: Sequence[int]) -> list[Block]:
+def _stores(stored: Sequence[StoredBlock], prefix: Sequence[int]) -> list[RowBlock]:
     """What spans refer to by number: the prefix of texts, then each block and what of it was rendered again."""
     labels = np.full(len(prefix), IGNORE, np.int32)
-    stores = [replace(Block.of([]), tokens=np.array(prefix, np.int32), labels=labels)]
+    stores = [replace(RowBlock.of([]), tokens=np.array(prefix, np.int32), labels=labels)]
     for each in stored:
         stores.append(each.block)
         stores += [each.rendered] if each.rendered is not None else []

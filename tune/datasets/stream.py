@@ -15,7 +15,7 @@ from tune.datasets.preparation import TRUSTED, read_as, require_few_bad_rows
 from tune.datasets.ray_data import map_by_ray
 from tune.datasets.read.opening import Source
 from tune.datasets.rows import RowReader
-from tune.datasets.samples import Samples, Stored
+from tune.datasets.samples import Samples, StoredBlock
 from tune.datasets.workers import CHUNK, ahead, map_chunks
 from tune.errors import TuneError
 
@@ -31,7 +31,7 @@ class Position:
     fingerprint: str | None = None  # of the window, once a row is drawn from it
 
 
-Chunk = tuple[Stored, Fitted]
+Chunk = tuple[StoredBlock, Fitted]
 """64 rows, and what is trained on of them."""
 
 
@@ -80,7 +80,7 @@ class Chunks:
         names = RowNames([place for place, _ in rows])
         block, rendered = self.reader.blocks([*enumerate(row for _, row in rows)], names, self.fit)
         fitted = read_as(self.fit(block, rendered, names), self.reader, self.ignored_columns)
-        return Stored(block, names, rendered), fitted
+        return StoredBlock(block, names, rendered), fitted
 
 
 Window = tuple[Position, Dataset]

@@ -34,7 +34,7 @@ class RowPlaces:
 
 
 @dataclass(frozen=True)
-class Piece:
+class SourcePiece:
     """Rows of a source. `key` is equal for equal content; `most`: rows, if one with fewer of them is the last."""
 
     places: RowPlaces
@@ -70,7 +70,7 @@ def mark_of(file: File) -> str:
     return ":" if is_by_line else ":row "
 
 
-def pieces_of(file: File, content: Callable[[File], str], memory: Path) -> Iterator[Piece]:
+def pieces_of(file: File, content: Callable[[File], str], memory: Path) -> Iterator[SourcePiece]:
     """Yield the pieces of a file. `content` gives its hash; `memory` is a folder that keeps what was found out.
 
     After a piece with fewer rows than `most`, there is no other one.
@@ -79,23 +79,23 @@ def pieces_of(file: File, content: Callable[[File], str], memory: Path) -> Itera
     if file.is_local and mark == ":" and not file.is_compressed:
         for start, stop, first, digest in remembered(Path(file.path), memory, "lines", _cut_at_lines):
             places = RowPlaces(file.name, mark, first)
-            yield Piece(places, f"{file.kind} {digest}", partial(lines_between, file, start, stop), stop - start)
+            yield SourcePiece(places, f"{file.kind} {digest}", partial(lines_between, file, start, stop), stop - start)
     elif file.is_local and file.kind == ".parquet":
         first = 0
         for number, (groups, rows, size) in enumerate(row_groups_of(file, BYTES)):
             places = RowPlaces(file.name, mark, first)
-            yield Piece(places, f"{content(file)} {number}", partial(rows_of, file, groups), size)
+            yield SourcePiece(places, f"{content(file)} {number}", partial(rows_of, file, groups), size)
             first += rows
     else:
         yield from in_turn(RowPlaces(file.name, mark), content(file), partial(rows_of, file))
 
 
-def in_turn(places: RowPlaces, content: str, rows: Callable[[], NumberedRows]) -> Iterator[Piece]:
+def in_turn(places: RowPlaces, content: str, rows: Callable[[], NumberedRows]) -> Iterator[SourcePiece]:
     """Yield pieces of rows that can only be read from the beginning, without end."""
     cursor = Cursor(rows)
     for index in itertools.count():
         read = partial(cursor.read, index * ROWS, ROWS)
-        yield Piece(places, f"{content} {index}", read, most=ROWS)
+        yield SourcePiece(places, f"{content} {index}", read, most=ROWS)
 
 
 def _cut_at_lines(file: Path) -> list[tuple[int, int, int, str]]:
