@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import random
 import shutil
 import signal
 import time
@@ -323,3 +324,43 @@ def test_kept_files_are_safetensors(prepare, cache):
     first = prepare().samples[0].tokens
     (file,) = (cache / "blocks").iterdir()
     assert load_file(file)["tokens"][: len(first)].tolist() == first.tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
+def test_preparation_killed_at_ten_random_instants(folder, tmp_path, cache, monkeypatch, suffix, workers):
+    """It gives the same samples, and prepares nothing twice but the pieces that were not finished."""
+    monkeypatch.setattr(pieces_module, "BYTES", 600)
+    monkeypatch.setattr(pieces_module, "ROWS", 20)
+    texts = [f"row number {number}" for number in range(800)]
+    file = tmp_path / f"data{suffix}"
+    lines = [json.dumps({"text": text}) for text in texts] if suffix == ".jsonl" else ["text", *texts]
+    file.write_text("\n".join(lines))
+    counted = tmp_path / "counted"
+    draw = random.Random(workers)
+
+    def load_it(folder_of_cache):
+        tokenizer = Tokenizer(str(folder))
+        return load(tokenizer, str(file), max_seq_len=40, cache_dir=str(folder_of_cache), workers=workers)
+
+    def slowly():
+        read = RowReader.__call__
+
+        def one_row(reader, row):
+            with counted.open("a") as stream:
+                stream.write(".")
+            time.sleep(0.001)  # so that a kill falls into a preparation
+            return read(reader, row)
+
+        RowReader.__call__ = one_row
+        load_it(cache)
+
+    for _ in range(10):
+        with process(slowly):
+            time.sleep(draw.uniform(0.05, 0.15))
+    tokenized = counted.stat().st_size if counted.exists() else 0
+    assert tokenized <= len(texts) + 10 * workers * 64  # a chunk of rows is at work in each process
+    killed, whole = load_it(cache), load_it(tmp_path / "another")
+    assert killed.fingerprint == whole.fingerprint
+    assert [sample.tokens.tolist() for sample in killed.samples] == [sample.tokens.tolist() for sample in whole.samples]
