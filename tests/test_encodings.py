@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": ""}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["tune", "recipes", "examples", "benchmarks"])
 def test_every_text_file_is_opened_as_utf8(folder: str) -> None:
     """Ruff (PLW1514) only sees calls on objects that it knows to be paths."""

@@ -110,6 +110,7 @@ def test_tensor_is_freed_before_the_next_one_is_gathered(checkpoint, tmp_path, m
     assert len(made) == len(tensors_of(checkpoint))
 
 
+@pytest.mark.slow
 def test_export_replaces_only_earlier_exports(checkpoint, tmp_path):
     """Regression: a user's notes and folders were deleted silently."""
     out = tmp_path / "out"

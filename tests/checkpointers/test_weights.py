@@ -127,6 +127,7 @@ def test_rank_loads_only_its_own_part(tmp_path):
     assert grown < held + 160
 
 
+@pytest.mark.slow
 def test_digest_changes_with_one_row_or_the_config(checkpoint, broken):
     _, whole = open_checkpoint(broken)
     before = whole.digest()

@@ -102,6 +102,7 @@ def write(tmp_path: Path, model: Any, tokenizer: Any) -> Write:
     return write
 
 
+@pytest.mark.slow
 def test_converted_folder_has_the_same_logits_and_tokens(
     tmp_path: Path, write: Write, model: Any, tokenizer: Any
 ) -> None:

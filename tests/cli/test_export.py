@@ -146,6 +146,7 @@ def test_llama_cpp_computes_the_same_probabilities(family: str, tmp_path: Path) 
     require_same(tmp_path / "model.gguf", load_model(str(folder)), tokens, within=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "within"), [("f16", 0.005), ("bf16", 0.02), ("q8_0", 0.02), ("q4_0", 0.2)])
 def test_gguf_types(checkpoint: Path, kind: str, within: float, tmp_path: Path) -> None:
     file = export(checkpoint, tmp_path / "model.gguf", "--to", "gguf", "--type", kind)
@@ -155,6 +156,7 @@ def test_gguf_types(checkpoint: Path, kind: str, within: float, tmp_path: Path) 
     require_same(file, load_model(str(checkpoint)), Tokenizer(str(checkpoint)).encode(TEXT)[:24], within)
 
 
+@pytest.mark.slow
 def test_gguf_tokens_and_chat_template_match_the_folder(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -268,6 +270,7 @@ def test_adapter_of_a_run_is_merged_or_exported_separately(
     assert (tmp_path / "lora.gguf.Modelfile").read_text() == "FROM ./BASE.gguf\nADAPTER ./lora.gguf\n"
 
 
+@pytest.mark.slow
 def test_run_with_a_merged_adapter_still_exports_the_adapter(
     runs: dict[str, Path], checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -67,6 +67,7 @@ def test_answers_match_transformers(checkpoint, files, capsys):
     assert system == theirs(checkpoint, text, 9) + "\n"
 
 
+@pytest.mark.slow
 def test_prompts_from_standard_input(checkpoint, files, capsys, monkeypatch):
     expected = {
         name: run(capsys, checkpoint, "--prompts", files / name, "--max-new-tokens", 5)[0]
@@ -77,6 +78,7 @@ def test_prompts_from_standard_input(checkpoint, files, capsys, monkeypatch):
         assert run(capsys, checkpoint, "--max-new-tokens", 5)[0] == answers
 
 
+@pytest.mark.slow
 def test_only_line_feeds_separate_prompts(checkpoint, tmp_path, capsys, monkeypatch):
     """A byte order mark is not part of the first prompt; line numbers match `wc -l` and editors."""
     text = "a cat\u2028and\x0ca dog\x85"
@@ -209,6 +211,7 @@ def test_ray_actors_survive_the_loss_of_one(checkpoint, tmp_path, capsys):
     assert parquet.read_table(tmp_path / "ray.parquet").to_pylist() == expected
 
 
+@pytest.mark.slow
 def test_parquet_has_the_same_records_as_json(checkpoint, tmp_path, capsys):
     rows = [{"prompt": "the", "system": None}, {"prompt": "a", "system": "be brief"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -322,6 +325,7 @@ def test_answers_do_not_overwrite_data(name, checkpoint, tmp_path, capsys):
     assert ended.value.code == 2 and str(file) in capsys.readouterr().err and file.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_model_loaded_through_transformers(checkpoint, files, tmp_path, capsys):
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     sizes["initializer_range"] = 0.5

@@ -299,6 +299,7 @@ WRONG_STAGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*WRONG, *WRONG_STAGES])
 def test_wrong_inputs(name, checkpoint, capsys):
     recipe, device = ("pipeline_finetune", ["--device", "h100"]) if name in WRONG_STAGES else ("full_finetune", [])

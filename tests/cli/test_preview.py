@@ -96,6 +96,7 @@ def test_validation_prompts_have_the_columns_of_training_prompts(arguments, tmp_
     assert "the held_out" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_source_must_exist(preview, error, chats):
     sources = f"dataset.sources={{big: {{path: {chats}}}, small: {{path: {chats}, take: 3}}}}"
     mix = "dataset._component_=tune.datasets.mix"
@@ -109,6 +110,7 @@ def test_source_must_exist(preview, error, chats):
     )
 
 
+@pytest.mark.slow
 def test_stream_preview_shows_the_first_window(preview):
     assert "streamed: rows 1 to 48" not in preview()
     assert "was not looked at" not in preview()

@@ -82,6 +82,7 @@ def test_setting_that_the_recipe_reads_and_its_yaml_lacks(recipe: Path) -> None:
     assert result.stderr.startswith(f"error: fail_on: recipe.py:{line} ") and "'fial_on'" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--nproc-per-node", "2")])
 def test_unknown_keys_are_reported_before_imports(recipe: Path, options: tuple[str, ...]) -> None:
     (recipe.parent / "greetings.py").write_text("import sys\nprint('imported', file=sys.stderr)\n" + COMPONENT)
@@ -143,6 +144,7 @@ def test_port_0_is_rejected(recipe: Path) -> None:
     assert result.returncode == 2 and "--master-port must not be 0" in result.stderr
 
 
+@pytest.mark.slow
 def test_recipe_help_does_not_start_torchrun(recipe: Path) -> None:
     result = run("--nproc-per-node", "2", recipe, "--help")
     assert result.stdout.splitlines()[0] == "A recipe of one's own."
@@ -173,6 +175,7 @@ def test_processes_have_time_to_save_after_sigterm(recipe: Path, monkeypatch: py
     assert asked == {"seconds": 600}
 
 
+@pytest.mark.slow
 def test_usage_is_printed(recipe: Path) -> None:
     assert run("--help").stdout.startswith("usage: tune run [--launcher NAME] [LAUNCHER OPTIONS] RECIPE")
 

@@ -422,6 +422,7 @@ def test_runs_prints_its_progress(make_run, tmp_path, monkeypatch, capsys):
     assert "2 of 3 runs" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_checkpoints_imports_no_torch(make_run):
     folder = make_run()
     (folder / "checkpoints" / "step-00000004").mkdir(parents=True)

@@ -147,6 +147,7 @@ def test_metric_that_no_run_has(tmp_path: Path) -> None:
     assert "tune report " in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_direction_of_a_metric_in_a_sweep() -> None:
     """As in keep_best: it is stated, known, or refused."""
     kept = [

@@ -69,6 +69,7 @@ def test_every_verb_refuses_both(
     assert "Traceback" not in shown and not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_adapter_is_taken_where_only_an_adapter_fits(folders: dict[str, Path], tmp_path: Path) -> None:
     base, both = folders["base"], folders["both"]

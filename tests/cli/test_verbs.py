@@ -57,6 +57,7 @@ def test_ls_describes_every_recipe_and_config(capsys: pytest.CaptureFixture[str]
     assert " ".join(described["full_finetune"]).startswith("Supervised fine-tuning of all parameters")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", config.list_recipes_with_settings())
 def test_ls_of_a_recipe_lists_optional_component_arguments(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(["ls", recipe])
@@ -79,6 +80,7 @@ def test_ls_of_a_recipe_lists_arguments_of_the_functions_that_take_a_group(capsy
     assert not keys & {"parallel.pp", "parallel.device", "compute.model", "compute.world", "parameter_groups.lr"}
 
 
+@pytest.mark.slow
 def test_ls_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     main(["ls", "--json"])
     assert json.loads(capsys.readouterr().out)["recipes"].keys() == {*config.list_recipes()}

@@ -339,6 +339,7 @@ def test_run_whose_own_model_is_broken_is_not_comparable(
     assert code == 2 and results == dict.fromkeys(("log-probs", "perplexity"), "not comparable")
 
 
+@pytest.mark.slow
 def test_texts_that_are_not_compared_whole_are_counted(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -377,6 +378,7 @@ def test_notes_of_an_export_are_repeated(checkpoint: Path, tmp_path: Path, capsy
     assert note in capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.slow
 def test_rounding_of_the_yardstick_is_that_of_q8_0(
     artifact: Callable, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -540,6 +542,7 @@ def test_spaces_that_llama_cpp_adds_around_special_tokens(checkpoint: Path) -> N
     assert not _is_same_chat((spaced, [1, 2]), expected, tokenizer, "<s>")  # other programs report their own text
 
 
+@pytest.mark.slow
 def test_folder_of_a_model_that_reads_images(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     sizes |= {"num_key_value_heads": 1, "vocab_size": 400, "head_dim": 16}
@@ -594,6 +597,7 @@ def test_class_that_the_config_names_decides_whether_weights_are_tied(
     assert (code, differing(checks)) == (0, set())
 
 
+@pytest.mark.slow
 def test_texts_in_turn_through_sliding_windows_in_llama_cpp(tmp_path: Path) -> None:
     """Each text reads its own keys and values, not those that an earlier text left in the cache of the windows."""
     pytest.importorskip("xllamacpp")

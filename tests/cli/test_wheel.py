@@ -65,6 +65,7 @@ def test_wheel_reports_missing_and_unknown_settings(tune: Path, tmp_path: Path) 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_copied_recipe_runs(tune: Path, tmp_path: Path) -> None:
     run(tune, tmp_path, "cp", "full_finetune", "mine.py")
     shown = run(tune, tmp_path, "run", "mine.py", "--help").stdout

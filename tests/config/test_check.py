@@ -333,6 +333,7 @@ def test_invalid_settings_cause_no_conflict_messages() -> None:
     assert [problem.partition(":")[0] for problem in problems] == ["reward", "loss._component_", "reference"]
 
 
+@pytest.mark.slow
 def test_environment_must_be_a_dotted_path() -> None:
     required = "model.path=m", "dataset.path=d"
     (message,) = findings(
@@ -465,6 +466,7 @@ def test_setting_with_another_name_now_is_an_error_that_gives_it(recipe: str, ol
         assert not [each for each in told(recipe, new) if "is not a setting" in each]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("old", EDITED)
 @pytest.mark.parametrize("recipe", slow_but(["lora_finetune"], TRAINING))
 def test_setting_that_is_an_edit_now_is_an_error_that_names_its_section(recipe: str, old: str) -> None:
@@ -473,6 +475,7 @@ def test_setting_that_is_an_edit_now_is_an_error_that_names_its_section(recipe: 
         assert " is not a setting. " in problem and f"docs/changes.md, '{EDITED[old]}'." in problem
 
 
+@pytest.mark.slow
 def test_group_of_an_earlier_version_names_all_of_its_settings(folder: Path) -> None:
     """As in the config.yaml of an earlier run, or with a misspelled setting."""
     (folder / "mine.yaml").write_text(
@@ -531,6 +534,7 @@ def test_arguments_that_the_recipe_gives_itself_are_no_settings() -> None:
         assert problem.startswith(f"{key}: is not a setting.")
 
 
+@pytest.mark.slow
 def test_arguments_of_the_recipe_are_recognized_by_name() -> None:
     cycle = ["schedule._component_=torch.optim.lr_scheduler.OneCycleLR", "schedule.max_lr=0.001"]
     assert load("full_finetune", ["model.path=m", "dataset.path=d", *cycle]).schedule.max_lr == 0.001
@@ -590,6 +594,7 @@ def test_without_imports_keys_are_checked_but_not_values() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["full_finetune", "lora_finetune"])
 def test_checks_without_imports_accept_valid_settings(recipe: str) -> None:
     """Arguments that another component may not take stay in place, so they may be missing or null."""
@@ -603,6 +608,7 @@ def test_checks_without_imports_accept_valid_settings(recipe: str) -> None:
         assert not read(recipe, ["model.path=m", *arguments], imports=False)[1]
 
 
+@pytest.mark.slow
 def test_settings_reject_nonfinite_numbers(folder: Path) -> None:
     for value in (".nan", ".inf", "-.inf", "1e400"):
         for key in ("threshold", "part.lr", "note", "tags", "writer.every"):

@@ -75,6 +75,7 @@ def default_of(function: Any, name: str | None) -> Any:
     return parameter.default if parameter else MISSING
 
 
+@pytest.mark.slow
 def test_values_of_the_yaml_are_the_defaults_of_the_functions() -> None:
     compared: dict[str, set[str]] = {}
     for recipe in config.list_recipes_with_settings():

@@ -48,6 +48,7 @@ def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
+@pytest.mark.slow
 def test_a_recipe_as_a_script(recipe: Path) -> None:
     done = run(recipe, "name=run")
     assert (done.returncode, done.stdout, done.stderr) == (0, "imports\ntrained run\n", "")
@@ -63,6 +64,7 @@ def test_wrong_settings_are_explained_before_main_begins(recipe: Path) -> None:
         assert (done.returncode, done.stderr) == (2, "")
 
 
+@pytest.mark.slow
 def test_help_is_the_docstring_and_the_settings(recipe: Path) -> None:
     done = run(recipe, "--help")
     assert (done.returncode, done.stderr) == (0, "")
@@ -173,6 +175,7 @@ def test_other_errors_keep_their_traceback() -> None:
         raise RuntimeError("a bug")
 
 
+@pytest.mark.slow
 def test_keys_and_plain_values_are_checked_without_torch_and_its_friends() -> None:
     heavy = ("torch", "datasets", "transformers", "wandb")
     check = f"loaded = [name for name in {heavy} if name in sys.modules]; print(loaded); assert not loaded"

@@ -72,6 +72,7 @@ def test_malformed_argument_is_rejected(folder: Path, argument: str, message: st
     assert message in failure("name=run", argument)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -181,6 +182,7 @@ def test_interpolation_in_a_run_folder_is_refused(folder: Path, monkeypatch: pyt
     assert load("default.yaml", ["--config", "config.yaml"]).name == cfg.name
 
 
+@pytest.mark.slow
 def test_defaults_of_full_finetune(tmp_path: Path) -> None:
     cfg = load(
         "full_finetune", ["model.path=model", "dataset.path=data.jsonl", "optimizer._component_=torch.optim.SGD"]

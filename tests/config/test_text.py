@@ -76,6 +76,7 @@ def test_names_in_lists(tmp_path: Path) -> None:
         assert cfg.evaluate.tasks == ["2024", "007", "12:30", "no"]
 
 
+@pytest.mark.slow
 def test_numbers_and_yaml_words_keep_their_types(folder: Path) -> None:
     for text, value in {
         "7": 7, "-7": -7, "1_000": 1000, "1e-5": 1e-5, "2.5": 2.5, "true": True, "False": False, "null": None,

@@ -224,6 +224,7 @@ def test_bad_rows_are_skipped_counted_and_shown(folder, tmp_path):
         load(tokenizer, str(file), max_seq_len=200, on_bad_row="skip", max_bad_share=0.03)
 
 
+@pytest.mark.slow
 def test_max_bad_share_counts_all_rows_and_fails_early(folder, tmp_path):
     tokenizer = Tokenizer(str(folder))
 

@@ -244,6 +244,7 @@ def test_least_max_seq_len_that_the_error_names(tokenizer, write, kind, row):
     assert len(load(tokenizer, write(row), kind=kind, max_seq_len=least)) > 0
 
 
+@pytest.mark.slow
 def test_many_rows_keep_their_order(tokenizer, write):
     file = write(*({"text": str(number)} for number in range(1300)))
     assert [answer for _, answer in learned(load(tokenizer, file, max_seq_len=9), tokenizer)] == [

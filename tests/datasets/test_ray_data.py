@@ -15,6 +15,7 @@ from tune.errors import TuneError
 from tune.tokenizers import Tokenizer
 
 
+@pytest.mark.slow
 def test_several_processes_need_one_cluster(checkpoint: Path, chats: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tune.datasets import ray_data
 

@@ -116,6 +116,7 @@ def test_samples_match_the_reference(source, read):
         assert quick == slow, options
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("too_long", ["truncate", "split"])
 @pytest.mark.parametrize("name", ["chatml", "llama3", "drops reasoning", "last"])
 def test_conversation_cut_at_every_limit(name, too_long, read):

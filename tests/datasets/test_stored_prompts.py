@@ -186,6 +186,7 @@ def prepare(load, barrier, results, **options):
     results.put(load(**options).fingerprint)
 
 
+@pytest.mark.slow
 def test_two_processes_prepare_once(load, wanted):
     name, calls = wanted
     fork = get_context("fork")
@@ -225,6 +226,7 @@ def test_key_covers_all_that_changes_prompts(load, file, wanted, tmp_path):
     assert len(load()) + sum(load().dropped.values()) == len(ROWS) - 1
 
 
+@pytest.mark.slow
 def test_error_names_the_first_bad_row_at_each_start(load, file):
     written(file, [*ROWS[:400], {"question": "?"}, *ROWS[:100], {"messages": []}])
     for _ in range(2):
@@ -258,6 +260,7 @@ def test_rows_of_a_function_are_stored_too(load, tmp_path, monkeypatch):
         assert len(entries(tmp_path)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", ["first", "second"])
 def test_memory_does_not_grow_with_the_rows(load, tmp_path, start):
     count = 20_000

@@ -124,6 +124,7 @@ TEXT = "The answer follows from what was said before it."
 STORY = {"instruction": "Tell me.", "input": "Of cats.", "output": "Once."}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "columns",
     [{"explanation": TEXT}, {"notes": ["short", TEXT]}, {"context": "Paris"}, {"thinking": "Hm."},

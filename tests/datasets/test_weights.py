@@ -332,6 +332,7 @@ def test_stream_with_weights_in_some_windows(tokenizer, tmp_path):
     assert len({round(weight, 5) for weight in torch.cat(weights).tolist()}) == 2
 
 
+@pytest.mark.slow
 @given(st.lists(st.floats(1 / 64, 1, width=32), min_size=3, max_size=20))
 def test_batch_weights_align_with_labels(values):
     length = len(values)

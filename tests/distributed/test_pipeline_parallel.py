@@ -171,6 +171,7 @@ def waits(schedule, processes, count, virtual=1):
     return 1 - 3 * virtual * count / max(clock)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 3, 4, 8])
 def test_idle_time_of_schedules(processes):
     """Narayanan et al., 2021, section 2.2: (p - 1) / v of a micro-batch's time. Qi et al., 2023, section 2.3: the

@@ -39,6 +39,7 @@ def test_log_likelihoods_without_a_world(checkpoint):
     assert [value for value, _ in scores] == pytest.approx(expected(transformers_model(checkpoint)), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_validation_loss_without_a_world(checkpoint, chats):
     dataset = load(Tokenizer(str(checkpoint)), str(chats), max_seq_len=128)
     results = evaluate(

@@ -98,6 +98,7 @@ def test_max_rows_does_not_change_the_samples(model, max_rows):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_order_and_subset_of_prompts_do_not_change_the_samples(llama):
     prompts, sampler = make_prompts(), Sampler(max_new_tokens=12)
     expected = sampler(llama[1], prompts, samples=2)
@@ -181,6 +182,7 @@ def test_prompts_are_read_once_and_without_padding(llama):
     hook.remove()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [{}, {"dora": True}])
 def test_sampling_with_adapters_disables_dropout(model, adapter):
     check_adapted(model, LoRA(rank=4, dropout=0.5, **adapter))
@@ -252,6 +254,7 @@ def test_sampling_from_compiled_and_checkpointed_models(llama, dtype):
     assert actual == expected
 
 
+@pytest.mark.slow
 def test_device_other_than_the_cpu(model):
     """`meta` has no values but refuses tensors of mixed devices in prefill, decoding, copies and choices."""
     device = torch.device("meta")

@@ -79,6 +79,7 @@ def test_cluster_that_does_not_start_is_explained(monkeypatch: pytest.MonkeyPatc
         ray_cluster.connect(None, 1)
 
 
+@pytest.mark.slow
 def test_internal_ray_errors_are_reported_with_their_cause(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As on a full disk, to which its controller writes."""
     module = pytest.importorskip("ray")

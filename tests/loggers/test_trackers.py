@@ -50,6 +50,7 @@ def test_mlflow(tracking, tmp_path):
     assert records.identity(folder) in run.data.tags.values()
 
 
+@pytest.mark.slow
 def test_mlflow_distinguishes_runs_of_one_name_and_records_their_end(tracking, tmp_path):
     uri, client = tracking
     for parent in ("a", "b"):

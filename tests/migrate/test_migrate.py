@@ -370,6 +370,7 @@ def test_reward_functions_are_written_as_a_setting(text, expected, tmp_path):
     assert "reward" in verb.check(run)
 
 
+@pytest.mark.slow
 def test_report_ends_with_a_summary(tmp_path, capsys):
     file = tmp_path / "theirs.yaml"
     file.write_text(T + "max_length: 8\nneftune_noise_alpha: 5\nrpo_alpha: 1.0\n")

@@ -135,6 +135,7 @@ def test_explicit_defaults_of_llama_factory_losses_change_nothing(pref_loss):
     assert differences(base, LLAMA_FACTORY["hparams"], "llama_factory", None) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("peft_config", [{}, {"name": "lora"}])
 def test_explicit_defaults_of_the_second_llama_factory_form_change_nothing(peft_config):
     base = {"model": "a/b", "train_dataset": "c/d", "template": "qwen", "peft_config": peft_config}
@@ -200,6 +201,7 @@ def test_explicit_defaults_of_torchtune_components_change_nothing(component):
     assert differences(base, defaults, "torchtune", None) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "component", ["torch.optim.AdamW", "torchtune.modules.loss.ForwardKLLoss", "torchtune.rlhf.loss.PPOLoss"]
 )
@@ -301,6 +303,7 @@ LOST = {  # defaults of keys without a counterpart, and why nothing is lost
 }
 
 
+@pytest.mark.slow
 def test_no_default_without_a_counterpart_is_lost_silently():
     defaults = [("trl", values) for values in TRL.values()]
     defaults += [("llama_factory", values) for values in LLAMA_FACTORY.values()] + [("axolotl", AXOLOTL)]

@@ -138,6 +138,7 @@ def test_flash_in_compiled_blocks(kind):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
+@pytest.mark.slow
 def test_compiled_fp32_avoids_the_kernel_without_compilable_gradients(monkeypatch):
     """The kernel's shape function in torch lacks an argument, so inductor fails (2.11 to 2.13)."""
     heads, documents = make()

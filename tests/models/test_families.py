@@ -361,6 +361,7 @@ COMPOSITE = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @COMPOSITE
 def test_vision_weights_are_kept(config_class, fields, tmp_path):
     theirs, ours = make_pair(

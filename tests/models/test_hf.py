@@ -172,6 +172,7 @@ def export_random_adapter(model, lora, to, base):
         return model.eval()(TOKENS)
 
 
+@pytest.mark.slow
 def test_adapter_of_a_checkpoint_without_a_head_is_merged(tmp_path):
     folder = save(tmp_path / "model", "BloomConfig", hidden_size=32, n_layer=2, n_head=4)
     tensors = load_file(folder / "model.safetensors")
@@ -272,6 +273,7 @@ def test_sharded_models_match_whole_ones(tmp_path):
     assert "2 processes agree" in run_processes(Path(__file__).with_name("sharded_hf.py"), 2, *folders)
 
 
+@pytest.mark.slow
 def test_adapter_skips_fused_experts(tmp_path):
     """Mixtral's experts are fused tensors in memory, so all-linear leaves them out."""
     peft = pytest.importorskip("peft")
@@ -301,6 +303,7 @@ def test_dropout_of_the_architecture_is_disabled(tmp_path):
     assert json.loads((folder / "config.json").read_text())["resid_pdrop"] == 0.5
 
 
+@pytest.mark.slow
 def test_checking_a_sharded_model_leaves_it_sharded(tmp_path):
     """An optimizer created afterwards must get the shards, not the gathered parameters of the root."""
     folder = save(tmp_path, "GPTNeoXConfig", **SHAPE)
@@ -334,6 +337,7 @@ def test_documents_beyond_the_trained_length_with_dynamic_rope_are_refused(tmp_p
         load(folder)(Batch.of(TOKENS, documents=DOCUMENTS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config_class", "fields"), [("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4}), VARIANTS["opt"][:2]]
 )

@@ -23,6 +23,7 @@ def loaded(folder):
     return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["checkpoint", "tied_checkpoint"])
 def test_wrapped_model_stays_whole_and_shares_its_parameters(folder, request):
     folder = request.getfixturevalue(folder)
@@ -60,6 +61,7 @@ def test_adapters_apply_to_the_model_and_its_wrapper(checkpoint, tmp_path):
     assert_close(theirs(TOKENS).logits, model(TOKENS).logits, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_sampling_matches_transformers_generate(checkpoint):
     model = loaded(checkpoint)
     prompts = [[5, 6, 7], [8, 9, 10, 11, 12]]

@@ -167,6 +167,7 @@ def test_process_may_have_no_rows():
     assert_close(weight.grad, torch.zeros_like(weight))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "shape"), [(torch.float32, (20, 24)), (torch.bfloat16, (16, 24))])
 def test_grouped_product_compiles(dtype, shape):
     torch.compiler.reset()

@@ -34,6 +34,7 @@ def builder(request):
     return request.param
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_weights_of_blocks_in_4_bits(builder, checkpoint):
     """As with `quantize_linears`, which the argument calls."""

@@ -59,6 +59,7 @@ def computed(model, batch):
 FAMILIES = ["llama", "gemma3_text", "gpt_oss", "qwen3_moe-window", "deepseek_v3", "ministral3"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_log_probs_and_gradients_match_separate_answers(name, tmp_path):
     model = model_of(name, tmp_path)
@@ -74,6 +75,7 @@ def test_log_probs_and_gradients_match_separate_answers(name, tmp_path):
     assert_close(model.eval()(batch), model(replace(batch, shared=None)), rtol=1e-5, atol=1e-5)  # logits of all tokens
 
 
+@pytest.mark.slow
 def test_checkpointing_computes_the_same(tmp_path):
     model, batch = model_of("gemma3_text", tmp_path), collate(answers(30, 5, 17))
     alone = log_probs_and_gradients(model, replace(batch, shared=None))

@@ -92,6 +92,7 @@ def test_parameter_counts_match_published_ones(name, on_meta):
     assert sum(parameter.numel() for parameter in on_meta(config).parameters()) == published
 
 
+@pytest.mark.slow
 def test_flops_match_the_llama_3_paper(on_meta):
     """3.8e25 FLOPs for 15.6T tokens: 6 per parameter and token."""
     config, _ = SIZES["Llama 3.1 405B"]
@@ -118,6 +119,7 @@ def test_flops_formula(on_meta):
     assert flops_per_token(on_meta(config), 8192) == 6 * published + 12 * 21 * 16 * 256 * (8192 + 4096)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_flops_match_the_torch_counter(tmp_path, tied):
     """Both count the matrix products; norms are counted by us but not by torch."""

@@ -153,6 +153,7 @@ def test_adapters_without_a_digest_are_used_without_a_word(checkpoint, adapters,
         assert not warned(way, other, [tmp_path / "adapter"], tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_hash_of_a_large_base_is_remembered(checkpoint, adapters, tmp_path, monkeypatch):
     """A base of 100 GB is read once, not for each load."""
     base = Path(shutil.copytree(checkpoint, tmp_path / "base"))

@@ -92,6 +92,7 @@ def test_table_shows_layers_left_out_and_how_to_adapt_them(family, tmp_path):
     assert "Experts cannot be adapted" in add(dora=True).table()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

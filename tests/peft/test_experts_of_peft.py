@@ -132,6 +132,7 @@ def test_single_parameters_are_read_continued_merged_and_written(family, setting
     require_as_in_peft(base, tmp_path / "adapter", tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_new_adapter_of_parameters_is_the_one_of_peft(family, tmp_path):
     """The same names and shapes, and the base's outputs at the start."""

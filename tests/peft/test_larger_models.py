@@ -60,6 +60,7 @@ def test_our_adapter_in_peft_and_merged(family, kind, tmp_path, recwarn):
     assert_close(WHOLE.from_pretrained(tmp_path / "merged").eval()(TOKENS).logits, logits, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "auto"), [("gemma3", WHOLE), ("mistral3", WHOLE), ("qwen3_5", WHOLE), ("qwen3_5", TEXT)]
 )

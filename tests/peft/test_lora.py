@@ -149,6 +149,7 @@ def test_peft_loads_our_adapter_with_the_same_results(folder, lora, tmp_path, re
     assert_close(torch.stack(sorted(ours_gradients)), torch.stack(expected), atol=1e-7, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("folder", "settings"),
     [
@@ -185,6 +186,7 @@ def test_adapter_written_by_peft_gives_the_same_results(folder, settings, tmp_pa
     assert_close(merged(TOKENS).logits, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_merged_weight_is_rounded_once(checkpoint, tmp_path):
     """The base is in bf16; weight, product and sum are computed in fp32."""
     base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint).bfloat16()
@@ -374,6 +376,7 @@ def test_merging_into_another_base_is_refused(checkpoint, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lora", [LoRA(rank=16), LoRA(rank=16, rank_stabilized=True), LoRA(rank=16, init="pissa", dora=True)]
 )

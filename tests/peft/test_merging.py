@@ -54,6 +54,7 @@ def test_model_card_names_the_base_by_its_hub_id(adapters: dict[str, Path], chec
     assert "\nbase_model: someone/tiny\n" in card and "`someone/tiny` with the adapter" in card
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["linear", "ties", "dare_linear", "dare_ties"])
 def test_merging_several_adapters_matches_peft(
     method: str, adapters: dict[str, Path], checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -29,6 +29,7 @@ def adapters(checkpoint, tmp_path_factory):
     return first, make_adapter(checkpoint, folder / "second", 2, target_modules=["q_proj", "down_proj", "embed_tokens"])
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_several_adapters_add_up_as_in_peft(checkpoint, adapters):
     base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
@@ -48,6 +49,7 @@ def test_several_adapters_add_up_as_in_peft(checkpoint, adapters):
     assert tokenizer.path == adapters[1] and not both.training
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_two_dora_adapters_add_up_as_in_peft(checkpoint, adapters, tmp_path):
     folders = [make_adapter(checkpoint, tmp_path / str(seed), seed, dora=True) for seed in (3, 4)]
@@ -99,6 +101,7 @@ def test_adapters_that_set_the_same_parameters_are_not_combined(checkpoint, adap
         assert_close(open_model(checkpoint, pair).load()(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_dora_below_another_adapter(checkpoint, adapters, tmp_path):
     dora = make_adapter(checkpoint, tmp_path / "dora", 3, dora=True)
     both = open_model(dora, adapters=[adapters[0]]).load()(TOKENS)

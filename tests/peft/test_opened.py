@@ -121,6 +121,7 @@ def test_checkpoint_of_a_run(kind, runs, tmp_path):
         open_model(run, step=9)
 
 
+@pytest.mark.slow
 def test_damaged_checkpoint_is_not_opened(runs, tmp_path):
     run = shutil.copytree(runs / "full", tmp_path / "run")
     file = next((run / "checkpoints" / "step-00000002").glob("*.distcp"))

@@ -79,6 +79,7 @@ def test_head_of_a_reward_model_is_not_quantized(tmp_path: Path) -> None:
     assert_close(scores, expected, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mxfp4", "nf4"])
 def test_transformers_unpacks_the_same_weights(kind: str, tmp_path: Path) -> None:
     """On a CPU, transformers multiplies packed 4-bit weights in bf16; its unpacked weights are compared in fp32."""
@@ -186,6 +187,7 @@ def test_result_that_transformers_cannot_open_is_not_written(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_transformers_also_quantizes_inputs(kind: str, checkpoint: Path, tmp_path: Path) -> None:
     """The reference is our model with rounded weights and layer inputs rounded with the library's scales."""

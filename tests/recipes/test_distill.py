@@ -170,6 +170,7 @@ def test_one_curve_in_two_processes(common, reference_curves, tmp_path):
         assert curve(tmp_path / name) == pytest.approx(reference_curves[name.partition(", ")[0]], rel=1e-5), name
 
 
+@pytest.mark.slow
 def test_methods_differ(reference_curves):
     assert len({curve[0] for curve in reference_curves.values()}) == len(METHODS) - 1  # a fresh adapter changes nothing
     assert reference_curves["adapter"][0] == pytest.approx(reference_curves["forward"][0], rel=1e-6)

@@ -400,6 +400,7 @@ def test_results_do_not_replace_other_files(name, checkpoint, folder, tmp_path, 
     assert end.value.code == 2 and str(file) in capsys.readouterr().err and file.read_bytes() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more", [["--data", "nowhere.jsonl"], ["--data", "no_prompts.jsonl", "--score", "my_scores:length"], ["--out", "."]]
 )

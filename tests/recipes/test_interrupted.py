@@ -273,6 +273,7 @@ def test_interrupted_runs_save_and_resume(number, processes, killing, tmp_path):
     assert killing.exported(tmp_path / "run") == reference.export
 
 
+@pytest.mark.slow
 def test_interrupted_before_training(inputs, contents):
     command = [sys.executable, "-m", "tune.cli", "run", "full_finetune", *inputs.settings()]
     before = contents(inputs.folder)

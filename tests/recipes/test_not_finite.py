@@ -169,6 +169,7 @@ class Overflowing(torch.optim.SGD):
             self.param_groups[0]["params"][0].mul_(1e38).mul_(1e38)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "folder"), [(full_finetune, "model"), (lora_finetune, "adapter")])
 def test_overflowing_last_step_exports_nothing(recipe, folder, inputs, run_recipe, capsys):
     """Its loss and gradients are finite, and no later step would notice."""
@@ -180,6 +181,7 @@ def test_overflowing_last_step_exports_nothing(recipe, folder, inputs, run_recip
     assert not (run / folder).exists() and "done" not in shown.out
 
 
+@pytest.mark.slow
 def test_learning_rate_too_high_for_the_dtype_of_the_weights(inputs, run_recipe, capsys):
     """The weights are in fp16, near its largest number, 65,504."""
     name, run = "model.embed_tokens.weight", inputs.folder / "new"

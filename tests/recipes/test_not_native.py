@@ -109,6 +109,7 @@ def test_added_tokens_keep_the_logits(base, tmp_path):
     assert logits.shape[-1] == expected.shape[-1] + 2
 
 
+@pytest.mark.slow
 def test_answers_and_loss(base, tmp_path, capfd):
     main(["generate", str(base), "--prompt", "the cat", "--max-new-tokens", "6", "--raw", "--device", "cpu"])
     shown = capfd.readouterr()

@@ -130,6 +130,7 @@ def test_failed_run(inputs, run_recipe):
     assert "The run has failed: " in (inputs.folder / "new" / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_interrupted_run(inputs, run_recipe, monkeypatch):
     monkeypatch.setattr(distributed.Interrupt, "requested", True)
     assert run_recipe(inputs.settings(f"output_dir={inputs.folder / 'new'}")) == 130

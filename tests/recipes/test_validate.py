@@ -84,6 +84,7 @@ def test_warning_names_training_and_validation_data(inputs, told):
     assert [line.partition(":")[0] for line in cut_off] == ["training", "validation"]
 
 
+@pytest.mark.slow
 def test_all_errors_in_one_pass_sorted_by_place(inputs, told):
     inputs.change_json("config.json", hidden_size="64")
     (inputs.model / "tokenizer.json").write_text("{}")
@@ -109,6 +110,7 @@ def test_all_errors_in_one_pass_sorted_by_place(inputs, told):
     ]
 
 
+@pytest.mark.slow
 def test_wrong_settings_cause_no_follow_up_errors(inputs, told):
     errors = told(
         "full_finetune", inputs.settings("optimizer.lr=-1", "optimizer._component_=torch.optim.AdmW", "lrr=1")
@@ -123,6 +125,7 @@ def test_optimizer_that_cannot_step_with_these_groups(name, inputs, told):
     assert f"{name} does" in errors and len(errors.splitlines()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "level", "message"),
     [
@@ -188,6 +191,7 @@ def test_disk_space_for_checkpoints_and_the_export(inputs, told, monkeypatch):
     assert "the checkpoints and the export take" in told("full_finetune", settings[:-1], "warning")
 
 
+@pytest.mark.slow
 def test_package_of_another_version(inputs, told, monkeypatch):
     monkeypatch.setattr("importlib.metadata.requires", lambda _: ["safetensors>=99", "torch>=1", "not-installed>=1"])
     assert "pip install 'safetensors>=99'" in told("full_finetune", inputs.settings("resume=auto"))
@@ -268,6 +272,7 @@ def test_number_of_rows_read_is_reported(inputs, capsys):
     assert [len(messages) for messages in levels] == [1, 0] and "1,000" in levels[0][0] and "--all" in levels[0][0]
 
 
+@pytest.mark.slow
 def test_missing_setting_has_no_second_error(inputs, told):
     """Values that are computed from it have no error, either."""
     settings = [setting for setting in inputs.settings() if not setting.startswith("model.path=")]
@@ -275,6 +280,7 @@ def test_missing_setting_has_no_second_error(inputs, told):
     assert [line.partition(":")[0] for line in errors.splitlines()] == ["model.path", "optimizer.lr"]
 
 
+@pytest.mark.slow
 def test_missing_model_folder_is_reported_once(inputs, told):
     (error,) = told("full_finetune", inputs.settings("model.path=nowhere")).splitlines()
     assert error.startswith("model.path: nowhere ")

@@ -126,6 +126,7 @@ def test_secrets_in_settings_are_masked(make_run):
     assert json.loads((folder / "run.json").read_text())["state"] == "done"
 
 
+@pytest.mark.slow
 def test_starts_are_bounded(tmp_path):
     for step in range(0, 250):
         records.start(tmp_path, step)

@@ -337,6 +337,7 @@ def test_bf16_is_fine_on_a_cpu_with_bf16_products(facts, monkeypatch):
     assert BY_ID["bf16-on-a-cpu"].judge(facts(FULL, ["compute.dtype=bf16"])) is None
 
 
+@pytest.mark.slow
 def test_missing_compilers_for_triton_are_reported(facts, tmp_path, monkeypatch):
     """A compiler (CC, gcc, or clang) and Python's headers, checked only on this machine."""
     rule, environ = BY_ID["compiling-without-a-c-compiler"], {"PATH": str(tmp_path)}

@@ -25,6 +25,7 @@ def write_json(file: Path, content: object) -> None:
     file.write_text(json.dumps(content))
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.one_of(st.text(), st.sampled_from(["<s>", "</s>", "<|im_end|>", " hello", "\n\n"]))).map("".join))
 def test_encodes_like_transformers(folder, text):

@@ -4,6 +4,7 @@
 `with_training_rows` add the figures of the whole dataset.
 """
 
+import pytest
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -180,7 +181,7 @@ class Accounting:
                 lines.append((f"{what} ignored", ", ".join(names[:NAMES_SHOWN]) + more))
         if self.prepared:
             age = _age(time.time() - self.prepared)
-            lines.append(("prepared", f"{age} ago; delete {self.prepared_in} to prepare it again"))
+            lines.append(("prepared", f"{age} ago, in {self.prepared_in} (see tune cache)"))
         return lines
 
 
