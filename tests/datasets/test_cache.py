@@ -9,13 +9,16 @@ import signal
 import time
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 from helpers import HANGS
 from safetensors.numpy import load_file
 
 from tune.datasets import kept_files as cache_module
 from tune.datasets import load
+from tune.datasets.fit import Fit
 from tune.datasets.kept_files import content_of
+from tune.datasets.preparation import Preparation
 from tune.datasets.read import pieces as pieces_module
 from tune.datasets.read.opening import read
 from tune.datasets.rows import RowReader
@@ -324,6 +327,18 @@ def test_kept_files_are_safetensors(prepare, cache):
     first = prepare().samples[0].tokens
     (file,) = (cache / "blocks").iterdir()
     assert load_file(file)["tokens"][: len(first)].tolist() == first.tolist()
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_finished_blocks_take_no_memory(folder, rows, cache):
+    reader, fit = RowReader(Tokenizer(str(folder))), Fit(4, "truncate")
+    parts = [*Preparation(read(str(rows)), reader, cache, 1)._parts(fit, "rows")]
+    assert len(parts) == 2
+    for part in parts:
+        array = part.stored.block.tokens
+        while array.base is not None and not isinstance(array, np.memmap):
+            array = array.base
+        assert isinstance(array, np.memmap)
 
 
 @pytest.mark.slow

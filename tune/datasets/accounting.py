@@ -4,7 +4,6 @@
 `with_training_rows` add the figures of the whole dataset.
 """
 
-import pytest
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping

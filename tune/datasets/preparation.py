@@ -194,12 +194,13 @@ class Preparation:
         block, rendered_key, rendered = self._block(piece.key), None, None
         if block is None:
             block, rendered = self._tokenized(piece, fit, told)
-            keep(self.folder / "blocks" / key, *block.as_arrays())
+            block = self._kept_block(key, block)
         too_long = fit.rows_to_render(block)
         if len(too_long):
             rendered_key = key_of(key, render_settings(fit))
-            rendered = rendered or self._open_block(rendered_key) or self._rendered(piece, fit, block, too_long)
-            keep(self.folder / "blocks" / rendered_key, *rendered.as_arrays())
+            found = None if rendered else self._open_block(rendered_key)
+            made = rendered or (None if found else self._rendered(piece, fit, block, too_long))
+            rendered = self._kept_block(rendered_key, made) if made else found
         assert isinstance(piece.places, RowPlaces)
         return Kept(key, rendered_key, number, StoredBlock(block, piece.places, rendered))
 
@@ -228,6 +229,13 @@ class Preparation:
 
     def _block(self, piece: str) -> RowBlock | None:
         return self._open_block(self._key(piece))
+
+    def _kept_block(self, key: str, block: RowBlock) -> RowBlock:
+        """The block, mapped from the file in which it is kept from now on, so that it takes no memory."""
+        keep(self.folder / "blocks" / key, *block.as_arrays())
+        found = self._open_block(key)
+        assert found is not None
+        return found
 
     def _open_block(self, key: str) -> RowBlock | None:
         found = kept(self.folder / "blocks" / key)
