@@ -339,7 +339,7 @@ class _Cut:
         Each answer is treated like a row of its own. The samples form groups of at most `max_seq_len` tokens: a group
         is in one micro-batch, which computes a shared prefix once.
         """
-        results = [self._turn(sample) for sample in samples]
+        results = [result for sample in samples for result in self._turn(sample)]
         if mistake := next((result for result in results if result.mistake), None):
             return mistake
         whole = _together(results)
@@ -363,35 +363,32 @@ class _Cut:
         whole.groups = groups
         return whole
 
-    def _turn(self, sample: int) -> RowResult:
-        """An answer, and the earlier ones that its sample continues: as many as fit, the last one cut."""
+    def _turn(self, sample: int) -> list[RowResult]:
+        """The results of an answer and of the earlier ones that its sample continues. As many as fit, the last one cut,
+        are one piece, which is that of the last."""
         block, limit, start = self.block, self.fit.max_seq_len, int(self.block.starts[sample])
         lengths = [*dict(block.joins).get(sample, ()), int(block.lengths[sample])]
         if lengths[-1] <= limit or not block.flags[sample] & CHAT:
-            return self._refusal(lengths[-1]) or self._one(sample, limit)
+            return [self._refusal(lengths[-1]) or self._one(sample, limit)]
         targets = np.flatnonzero(block.labels[start : start + lengths[-1]] != IGNORE)
         notes = block.remarks[block.notes[sample]]
-        result = RowResult(notes=notes, ends=True)
-        first, before = RowResult(), 0
-        for number, length in enumerate(lengths):
+        results, kept, before = [], None, 0
+        for length in lengths:
             own = targets[(targets >= before - 1) & (targets < length)]
-            before, fits = length, min(length, limit)
-            turn = RowResult(cut=length - fits)
-            refusal = self._refusal(length)
-            if refusal and refusal.mistake:
-                return refusal
-            if refusal:
-                turn = RowResult(dropped=refusal.dropped, cut=length)
+            before, fits, is_cut = length, min(length, limit), length > limit
+            result = self._refusal(length)
+            if result is not None:
+                result.cut = length
             else:
-                is_cut = length > limit
-                turn.clipped = is_cut and bool((own == fits - 1).any())
+                result = RowResult(cut=length - fits, clipped=is_cut and bool((own == fits - 1).any()), notes=notes)
                 if (own < fits - is_cut).any():
-                    result.pieces = [Stretches([Stretch(WHOLE, start, fits)], is_cut, (WHOLE, sample))]
+                    kept = result, Stretches([Stretch(WHOLE, start, fits)], is_cut, (WHOLE, sample))
                 else:
-                    turn.dropped, turn.needs = FULLY_MASKED, int(own[0]) + 2 if len(own) else 0
-            first = first if number else turn
-            result.cut, result.clipped = result.cut + turn.cut, result.clipped or turn.clipped
-        return result if result.pieces else first
+                    result.dropped, result.needs = FULLY_MASKED, int(own[0]) + 2 if len(own) else 0
+            results.append(result)
+        if kept:
+            kept[0].pieces = [kept[1]]
+        return results
 
     def _continued(self, piece: Stretches, longer: Stretches) -> Stretches | None:
         """`longer` with the labels of `piece` added, if `longer` begins with the tokens of `piece` up to its last

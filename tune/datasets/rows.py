@@ -223,14 +223,15 @@ def _continued(examples: Iterable[Example]) -> list[Example]:
     joined: list[Example] = []
     for example in examples:
         before = joined[-1] if joined else None
-        labels = _labels_of_both(before.sample, example.sample) if before else None
+        # What is counted of each is the same, so that it stays right if the later one does not fit.
+        is_alike = before is not None and (before.flags, before.remarks) == (example.flags, example.remarks)
+        labels = _labels_of_both(before.sample, example.sample) if before and is_alike else None
         if before is None or labels is None:
             joined.append(example)
             continue
         sample = replace(example.sample, labels=labels[0], weights=labels[1])
-        notes = list(dict.fromkeys([*before.remarks, *example.remarks]))
         joins = [*before.joins, len(before.sample.tokens)]
-        joined[-1] = Example(sample, before.flags & example.flags, notes, joins=joins)
+        joined[-1] = replace(example, sample=sample, joins=joins)
     return joined
 
 
