@@ -103,7 +103,7 @@ CASES = {
 }
 COUNTED = ("format", "rows", "dropped", "kept", "truncated", "cut_tokens", "clipped", "split", "endless", "remarks")
 DIGESTS = {
-    5: {
+    6: {
         "marked": {
             "chat": "399e8f271420f4d4",
             "sharegpt": "bf06dec92fa6bdae",
