@@ -34,7 +34,7 @@ def _list(folder: Path) -> None:
     """Print a line for each dataset, and the sizes of all."""
     from tune.datasets import kept  # NumPy takes half a second to import
 
-    rows = [["source", "samples", "tokens", "GiB of blocks", "days"]]
+    rows = [["source", "samples", "tokens", "MiB of blocks", "days"]]
     used: set[str] = set()
     for file in sorted((folder / "datasets").glob("[!.]*"), key=_used, reverse=True):
         found = kept(file)
@@ -46,7 +46,7 @@ def _list(folder: Path) -> None:
         sizes = sum(_size(folder / "blocks" / name) for name in blocks)
         counts, days = about["accounting"], (time.time() - _used(file)) / DAY
         samples, tokens = f"{counts['samples']:,}", f"{counts['tokens']:,}"
-        rows.append([visible(counts["source"]), samples, tokens, f"{sizes / 2**30:.2f}", f"{days:.0f}"])
+        rows.append([visible(counts["source"]), samples, tokens, f"{sizes / 2**20:,.1f}", f"{days:.0f}"])
     if len(rows) > 1:
         print_table(rows)
     unused = [file for file in (folder / "blocks").glob("[!.]*") if file.name not in used]
