@@ -330,6 +330,18 @@ def test_kept_files_are_safetensors(prepare, cache):
 
 
 @pytest.mark.usefixtures("small_pieces")
+def test_same_pieces_in_other_files_have_other_places(prepare, rows, tokenized):
+    prepare()
+    lines = rows.read_text().splitlines(keepends=True)
+    rows.with_name("parts").mkdir()
+    for name, part in {"a": lines[:2], "b": lines[2:]}.items():
+        (rows.with_name("parts") / f"{name}.jsonl").write_text("".join(part))
+    assert prepare(rows.with_name("parts")).samples[-1].place == "b.jsonl:2"
+    assert prepare().samples[-1].place == "rows.jsonl:4"
+    assert len(tokenized) == 4
+
+
+@pytest.mark.usefixtures("small_pieces")
 def test_finished_blocks_take_no_memory(folder, rows, cache):
     reader, fit = RowReader(Tokenizer(str(folder))), Fit(4, "truncate")
     parts = [*Preparation(read(str(rows)), reader, cache, 1)._parts(fit, "rows")]

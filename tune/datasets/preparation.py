@@ -112,11 +112,11 @@ class Preparation:
         require_few_bad_rows(counted, self.max_bad_share, name)
         return parts, fitted
 
-    def _content(self) -> list[str] | None:
+    def _content(self) -> list[Any] | None:
         """What the samples depend on, as far as it is known without reading rows; None: the rows must be read."""
         if self.source.files:
-            keys = [f"{file.suffixes} {each}" for file in self.source.files for each in self._keys(file)]
-            return keys
+            # By file: the same pieces may be divided otherwise among files, which name the places of rows.
+            return [[file.suffixes, *self._keys(file)] for file in self.source.files]
         version = self.source.version()
         return None if version is None else [version]
 
@@ -241,7 +241,7 @@ class Preparation:
         found = kept(self.folder / "blocks" / key)
         return RowBlock.from_arrays(*found) if found else None
 
-    def _file(self, content: Sequence[str], settings: Any) -> Path:
+    def _file(self, content: Sequence[Any], settings: Any) -> Path:
         key = key_of(content, self.reader.tokenizer.fingerprint, reader_settings(self.reader), settings)
         return self.folder / "datasets" / key
 
