@@ -40,3 +40,10 @@ def test_no_cache(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["cache", "--cache-dir", str(tmp_path / "none"), "--empty"])
     assert "none" in capsys.readouterr().err
+
+
+def test_age_without_removing_is_an_error(cache, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["cache", "--older-than", "3"])
+    assert end.value.code == 2 and "--empty" in capsys.readouterr().err
+    assert list((cache / "blocks").iterdir())

@@ -22,6 +22,8 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     parser.add_argument("--empty", action="store_true", help="remove all, or what --older-than says")
     parser.add_argument("--older-than", type=float, default=0.0, metavar="DAYS", help="only what was used before")
     options = parser.parse_args(arguments)
+    if options.older_than and not options.empty:
+        parser.error("--older-than says what --empty removes: add --empty")
     folder = cache_folder(options.cache_dir)
     before = time.time() - options.older_than * DAY
     if options.empty:
