@@ -41,7 +41,8 @@ def test_every_family_on_two_processes_matches_one(tmp_path):
     # have other ties.
     again = [family for family, most in apart.items() if most > 1e-5]
     assert all(family in OF_EXPERTS for family in again), again
-    assert max(differences_on_two(again, tmp_path, seed=1).values(), default=0) <= 1e-5
+    if again:
+        assert max(differences_on_two(again, tmp_path, seed=1).values()) <= 1e-5
 
 
 def differences_on_two(families, folder, seed):
