@@ -22,6 +22,6 @@ def bad(tmp_path):
 @pytest.mark.parametrize(("seconds", "times"), [(0.0, 1), (60.0, 0)])
 def test_a_bad_row_is_told_once_and_only_when_preparation_is_long(bad, checkpoint, capfd, monkeypatch, seconds, times):
     monkeypatch.setattr(progress, "TELL", seconds)
-    with pytest.raises(TuneError, match="rows.jsonl:2"):
+    with pytest.raises(TuneError, match=r"rows\.jsonl:2"):
         load(Tokenizer(str(checkpoint)), str(bad), max_seq_len=64, workers=1)
     assert capfd.readouterr().err.count("rows.jsonl:2: ") == times
