@@ -15,6 +15,9 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tune import cli, distributed, records
+from tune.cli import watch
+from tune.datasets import progress
+from tune.files import lock
 from tune.loggers import sinks
 from tune.run.hardware import size_in_words
 
@@ -241,3 +244,26 @@ def test_page_of_the_demo(width):
     steps = [json.loads(line) for line in (DEMO / "metrics.jsonl").read_text().splitlines()]
     assert losses == {step["step"]: pytest.approx(step["loss"], rel=1e-5) for step in steps if "loss" in step}
     assert (DEMO / "report.html").stat().st_size < 3 * 2**20
+
+
+def test_preparation_of_data_is_followed_from_its_first_line(
+    checkpoint, tmp_path, chats, run_recipe, monkeypatch, capsys
+):
+    """log.txt says how far a long preparation is, also if it fails. `tune watch` shows it."""
+    monkeypatch.setattr(progress, "TELL", 0.0)
+    rows, folder = tmp_path / "rows.jsonl", tmp_path / "run"
+    rows.write_text(chats.read_text() + "{}\n")
+    settings = [f"model.path={checkpoint}", f"dataset.path={rows}", f"output_dir={folder}", "device=cpu", "max_steps=1"]
+    assert run_recipe([*settings, "dataset.workers=1"]) == 2
+    assert f"preparing {rows}: " in (folder / "log.txt").read_text()
+    run = records.read(folder)
+    assert run.state == "preparing"  # this process holds the lock until it ends
+    assert any(f"preparing {rows}: " in str(part) for part in watch.view(run, 80))
+    lock.release(folder)
+    capsys.readouterr()
+    cli.main(["watch", str(folder)])
+    assert f"preparing {rows}: " not in capsys.readouterr().out and records.read(folder).state == "killed"
+    rows.write_text(chats.read_text())
+    assert run_recipe([*settings, "dataset.workers=1"]) == 0
+    log = (folder / "log.txt").read_text()
+    assert log.index(f"preparing {rows}: ") < log.index("1 optimizer step") and records.read(folder).state == "done"

@@ -33,13 +33,13 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
             began = time.monotonic()
             run = read(path)
             parts = [*view(run, console.width)]
-            room = console.height - 1 if console.is_terminal and run.state == "running" else sys.maxsize
+            room = console.height - 1 if console.is_terminal and run.goes_on else sys.maxsize
             for line in details(run, console.width):
                 if len(console.render_lines(Group(*parts, line))) > room:
                     break
                 parts.append(line)
-            live.update(Group(*parts), refresh=run.state == "running")  # at the end the last view is shown in full
-            if run.state != "running":
+            live.update(Group(*parts), refresh=run.goes_on)  # at the end the last view is shown in full
+            if not run.goes_on:
                 break
             time.sleep(max(1.0, 5 * (time.monotonic() - began)))  # reading a long run takes seconds
     if not console.is_terminal:
@@ -48,9 +48,12 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
 
 def view(run: Record, width: int) -> Iterator[RenderableType]:
     """Yield the main view of a run, for a terminal of `width` columns."""
-    color = {"running": "cyan", "done": "green"}.get(run.state, "red")
+    color = {"preparing": "cyan", "running": "cyan", "done": "green"}.get(run.state, "red")
     yield Text.assemble((visible(run.path), "bold"), "  ", (run.state, color), f"  {run.facts.get('error') or ''}")
     steps, times = run.known("time")
+    if run.state == "preparing":
+        yield Text("".join(run.text("log.txt", 4096).splitlines()[-1:]))
+        return
     if not len(steps):
         yield Text("no step has finished yet")
         return
@@ -94,7 +97,7 @@ def details(run: Record, width: int) -> Iterator[Text]:
         yield Text(f"{key}: {TEMPLATES.filters['setting'](value)} (default: {TEMPLATES.filters['setting'](default)})")
     shown = ("step", "time", "epoch", main_curve(run), *CURVES)
     yield from curves(run, [name for name in run.columns if name not in shown], width)
-    for sentence, commands in uses(run) if run.state != "running" else ():
+    for sentence, commands in uses(run) if not run.goes_on else ():
         yield Text(visible("\n".join(["", sentence, *commands])))
 
 

@@ -17,7 +17,7 @@ from tune.datasets.kept_files import content_of, hash_of, keep, kept, key_of, lo
 from tune.datasets.mismatched import with_mismatched
 from tune.datasets.parse.columns import recognize
 from tune.datasets.parse.formats import FORMATS, Format
-from tune.datasets.progress import Progress
+from tune.datasets.progress import PreparationProgress
 from tune.datasets.read.opening import Source
 from tune.datasets.read.pieces import ROWS, RowPlaces, SourcePiece, in_turn, pieces_of
 from tune.datasets.reasons import CANNOT_BE_USED
@@ -101,14 +101,15 @@ class Preparation:
     def _fitted(self, fit: Fit, name: str) -> tuple[list[Kept], list[Fitted]]:
         """The pieces and what is trained on of each."""
         parts, fitted, counted = [], [], Accounting()
-        for part in self._parts(fit, name):
-            stored = part.stored
-            parts.append(part)
-            fitted.append(fit(stored.block, stored.rendered, stored.places, part.rows))
-            counted += fitted[-1].accounting
-            enough = counted.rows >= TRUSTED if self.max_bad_share else len(counted.mistakes) == NAMES_SHOWN
-            if enough:
-                require_few_bad_rows(counted, self.max_bad_share, name, "the first ")
+        with PreparationProgress(name) as progress:
+            for part in self._parts(fit, progress):
+                stored = part.stored
+                parts.append(part)
+                fitted.append(fit(stored.block, stored.rendered, stored.places, part.rows))
+                counted += fitted[-1].accounting
+                enough = counted.rows >= TRUSTED if self.max_bad_share else len(counted.mistakes) == NAMES_SHOWN
+                if enough:
+                    require_few_bad_rows(counted, self.max_bad_share, name, "the first ")
         require_few_bad_rows(counted, self.max_bad_share, name)
         return parts, fitted
 
@@ -146,24 +147,24 @@ class Preparation:
         else:
             yield 0, _by_content(source)
 
-    def _parts(self, fit: Fit, name: str) -> Iterator[Kept]:
+    def _parts(self, fit: Fit, progress: PreparationProgress) -> Iterator[Kept]:
         """Prepare the pieces, as many as are taken."""
-        told, left = Progress(name), self.source.take
+        left = self.source.take
         for number, pieces in self._pieces():
             peeked = next(pieces, None)
             if peeked is None:
                 continue
             pieces = chain([peeked], pieces)
             if peeked.most is None and left is None:
-                pieces = iter(self._prepared_side_by_side([*pieces], fit, told))
+                pieces = iter(self._prepared_side_by_side([*pieces], fit, progress))
             for piece in pieces:
                 if left is not None and left < ROWS and self._block(piece.key) is None:
                     piece = replace(piece, key=f"{piece.key}, {left} rows", rows=_Firsts(piece.rows, left))
                 is_new = self._block(piece.key) is None
-                part = self._prepared(piece, number, fit, told)
+                part = self._prepared(piece, number, fit, progress)
                 rows = part.stored.block.rows
                 if is_new:
-                    told.add(rows, piece.bytes)
+                    progress.add(rows, piece.bytes)
                 if left is not None:
                     part, left = replace(part, rows=min(left, rows)), max(0, left - rows)
                 yield part
@@ -172,14 +173,16 @@ class Preparation:
                 if piece.most and rows < piece.most:
                     break
 
-    def _prepared_side_by_side(self, pieces: list[SourcePiece], fit: Fit, told: "Progress") -> list[SourcePiece]:
+    def _prepared_side_by_side(
+        self, pieces: list[SourcePiece], fit: Fit, progress: PreparationProgress
+    ) -> list[SourcePiece]:
         """Prepare the pieces in processes, each one whole, if there are enough of them. Returns the pieces."""
         workers = self.workers or available_cores()
         missing = [piece for piece in pieces if self._block(piece.key) is None]
-        told.expect(sum(piece.bytes for piece in missing))
+        progress.expect(sum(piece.bytes for piece in missing))
         if workers > 1 and len(missing) >= 2 * workers:
             for rows, size in map_chunks(partial(self._prepare_one, fit), missing, workers, 1):
-                told.add(rows, size)
+                progress.add(rows, size)
         return pieces
 
     def _prepare_one(self, fit: Fit, pieces: list[SourcePiece]) -> tuple[int, int]:
@@ -188,12 +191,12 @@ class Preparation:
         part = replace(self, workers=1)._prepared(piece, 0, fit, None)
         return part.stored.block.rows, piece.bytes
 
-    def _prepared(self, piece: SourcePiece, number: int, fit: Fit, told: "Progress | None") -> Kept:
+    def _prepared(self, piece: SourcePiece, number: int, fit: Fit, progress: PreparationProgress | None) -> Kept:
         """A piece, from the files that are kept of it, or made and kept."""
         key = self._key(piece.key)
         block, rendered_key, rendered = self._block(piece.key), None, None
         if block is None:
-            block, rendered = self._tokenized(piece, fit, told)
+            block, rendered = self._tokenized(piece, fit, progress)
             block = self._kept_block(key, block)
         too_long = fit.rows_to_render(block)
         if len(too_long):
@@ -204,15 +207,17 @@ class Preparation:
         assert isinstance(piece.places, RowPlaces)
         return Kept(key, rendered_key, number, StoredBlock(block, piece.places, rendered))
 
-    def _tokenized(self, piece: SourcePiece, fit: Fit, told: "Progress | None") -> tuple[RowBlock, RowBlock | None]:
+    def _tokenized(
+        self, piece: SourcePiece, fit: Fit, progress: PreparationProgress | None
+    ) -> tuple[RowBlock, RowBlock | None]:
         """The block of a piece, and that of its conversations that are too long."""
         chunks = map_chunks(partial(self.reader.blocks, places=piece.places, fit=fit), piece.rows(), self.workers)
         blocks, others, counted = [RowBlock.of([])], [], Accounting()
         for block, rendered in chunks:
             blocks.append(block)
             others += [rendered] if rendered else []
-            if told:
-                told.watch(block, piece.places, self.max_bad_share)
+            if progress:
+                progress.watch(block, piece.places, self.max_bad_share)
             counted += block.accounting(piece.places)
             if self.max_bad_share and counted.rows >= TRUSTED:
                 require_few_bad_rows(counted, self.max_bad_share, self.source.name, "the first ")

@@ -17,7 +17,7 @@ from tune.datasets.loader import require_continuable, steps_of
 from tune.datasets.parse.columns import QUESTIONS, WEIGHTS, require_columns, require_meaning
 from tune.datasets.parse.content import Chat, Plain, Row, shown
 from tune.datasets.parse.messages import checked_tools, conversation, question_of
-from tune.datasets.progress import Progress
+from tune.datasets.progress import PreparationProgress
 from tune.datasets.read.opening import PlacedRows, Source, read
 from tune.datasets.read.readers import json_row
 from tune.datasets.reasons import LEFT_OUT, TOO_LONG
@@ -272,14 +272,15 @@ def _kept_rows(
     source: Source, reader: PromptReader, filter: str | None, workers: int | None, dropped: Counter[str]
 ) -> Iterator[PromptRow]:
     """Yield the rows that become prompts, and count the others in `dropped`. Raises TuneError if none is left."""
-    count, progress = 0, Progress(source.name)
-    for chunk in _chunks(_wanted(source, filter, dropped), reader, workers):
-        progress.add(chunk.accounting.rows)
-        too_long = chunk.accounting.rows - chunk.accounting.kept
-        if too_long:
-            dropped[TOO_LONG.replace("max_seq_len", "max_prompt_len")] += too_long
-        count += chunk.accounting.kept
-        yield from chunk.kept
+    count = 0
+    with PreparationProgress(source.name) as progress:
+        for chunk in _chunks(_wanted(source, filter, dropped), reader, workers):
+            progress.add(chunk.accounting.rows)
+            too_long = chunk.accounting.rows - chunk.accounting.kept
+            if too_long:
+                dropped[TOO_LONG.replace("max_seq_len", "max_prompt_len")] += too_long
+            count += chunk.accounting.kept
+            yield from chunk.kept
     if not count:
         raise TuneError(
             f"{source.name}: no prompt is left of {dropped.total():,} rows. Dropped: {dict(dropped) or 'none'}"

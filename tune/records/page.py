@@ -117,7 +117,7 @@ def uses(run: Record) -> Iterator[tuple[str, list[str]]]:
     if not folders:
         again = f"To continue the run: the same command with output_dir={in_shell(run.path)} resume=auto"
         advice = f". {again}. Without checkpoints it starts over. If you do not need it, delete {run.path}."
-        yield f"There is no model{' yet: it is written at the end.' if run.state == 'running' else advice}", []
+        yield f"There is no model{' yet: it is written at the end.' if run.goes_on else advice}", []
     step = run.exported_step or 0
     is_best = run.best or step < run.last("step")
     best = f"the best by {run.settings.get('checkpointer.keep_best')}" if is_best else "the last one"

@@ -31,6 +31,12 @@ def is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in FILES)
 
 
+def prepare(folder: Path) -> None:
+    """Record in run.json that data are prepared for a run, unless a run has written to the folder."""
+    if not is_run(folder):
+        _note(folder, state="preparing")
+
+
 def start(folder: Path, step: int, **facts: Any) -> None:
     """Record in run.json that the run starts after `step`; the first and the latest starts are kept."""
     before = _json(folder / "run.json")
@@ -92,10 +98,15 @@ class Record:
     """A run as recorded in its folder. Missing or unreadable parts are empty."""
 
     path: Path
-    state: str  # running | done | interrupted | failed | killed
+    state: str  # preparing | running | done | interrupted | failed | killed
     facts: dict[str, Any]  # run.json
     columns: dict[str, np.ndarray]  # values by metric at the steps in columns["step"]; NaN: no value
     unreadable: int = 0  # lines of metrics.jsonl
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a process prepares data for the run or trains."""
+        return self.state in ("preparing", "running")
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -231,10 +242,11 @@ def number(value: float) -> str:
 
 
 def _state(folder: Path, facts: dict[str, Any]) -> str:
-    if facts.get("state", "running") != "running":
-        return facts["state"]
+    state = facts.get("state", "running")
+    if state not in ("preparing", "running"):
+        return state
     if lock.is_held(folder):
-        return "running"
+        return state
     return "killed" if facts or not any((folder / name).is_dir() for name in ("model", "adapter")) else "done"
 
 

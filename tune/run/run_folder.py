@@ -3,6 +3,7 @@
 import contextlib
 import glob
 import itertools
+import logging
 import os
 import socket
 import time
@@ -15,7 +16,7 @@ from tune import records
 from tune.checkpointers import checkpoint_at, sampled_digest
 from tune.distributed import World, launcher_store
 from tune.errors import TuneError
-from tune.files import ADAPTER_CONFIG, CHECKPOINT, require_replaceable
+from tune.files import ADAPTER_CONFIG, CHECKPOINT, lock, require_replaceable
 from tune.lookup import in_shell, local_path
 
 OF_MODELS = ("config.json", ADAPTER_CONFIG)
@@ -80,6 +81,31 @@ def refusal(path: Path, resume: str, mark: Path, recipe: str | None) -> str:
     except TuneError as error:
         return str(error)
     return ""
+
+
+class PreparationLog(logging.Handler):
+    """Writes lines about the preparation of data to log.txt in a run folder, which the first line creates."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock.hold(self.folder, make=True)
+        records.prepare(self.folder)
+        with (self.folder / "log.txt").open("a", encoding="utf-8") as log:
+            log.write(f"{record.getMessage()}\n")
+
+
+def log_preparation(folder: Path | None) -> None:
+    """Have lines about the preparation of data written to a run folder; None: to none, as before."""
+    logger = logging.getLogger("tune.datasets")
+    for handler in [handler for handler in logger.handlers if isinstance(handler, PreparationLog)]:
+        logger.removeHandler(handler)
+    if folder:
+        logger.setLevel(logging.INFO)
+        logger.addHandler(PreparationLog(folder))
 
 
 def continued(path: Path, resume: str) -> Path | None:

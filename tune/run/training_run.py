@@ -97,7 +97,8 @@ class Run:
     `recipe` names a new folder; a folder of another recipe's run is refused. `resume` is the setting; after a
     restart by the launcher, the attribute is "auto".
 
-    Nothing is written before `steps` is called, so a wrong input does not change an earlier run.
+    Nothing is written before `steps` is called, so a wrong input does not change an earlier run. The exception is a
+    preparation of data that takes long: log.txt says how far it is, and another run cannot take the folder.
 
     Raises:
         TuneError: the folder cannot be written, another run is writing there, or it holds another run's results and
@@ -183,6 +184,8 @@ class Run:
         else:
             run_folder.require_shared(mark, world)
         run_folder.require_same_files(values, world)
+        if world.is_main:
+            run_folder.log_preparation(self.path)
 
     def __enter__(self) -> Self:
         return self
@@ -548,6 +551,7 @@ class Run:
 
     def _begin(self, start: int) -> None:
         """Start writing to the folder."""
+        run_folder.log_preparation(None)
         if self.world.is_main:
             self.path.mkdir(parents=True, exist_ok=True)
         self.world.of_main(lambda: lock.hold(self.path, make=True))
