@@ -54,6 +54,24 @@ def test_plain_text_outside_a_terminal(preview, first, chats):
     )
 
 
+@pytest.mark.parametrize(("options", "rows"), [([], 1000), (["--all"], 1200), (["dataset.take=1100"], 1100)])
+def test_only_the_first_rows_are_read(preview, chats, tmp_path, options, rows):
+    """Of a source and of the validation data."""
+    file = tmp_path / "many.jsonl"
+    file.write_text(chats.read_text() * 25)
+    shown = preview(*options, f"dataset.validation={chats}", data=f"dataset.path={file}")
+    assert f"copies of another sample: {rows - 48:,} of {rows:,}" in shown
+    assert ("--all" in shown) == (rows == 1000)
+
+
+def test_only_the_first_rows_of_each_source_are_read(preview, chats, tmp_path):
+    file = tmp_path / "many.jsonl"
+    file.write_text(chats.read_text() * 25)
+    mixture = f"{{_component_: tune.datasets.mix, sources: {{a: {{path: {file}}}, b: {{path: {chats}}}}}}}"
+    shown = preview(data=f"dataset={mixture}")
+    assert "of another sample: 952 of 1,000" in shown and "of another sample: 0 of 48" in shown
+
+
 def test_partly_weighted_tokens(preview, tmp_path):
     answer = {"role": "assistant", "content": "the cat", "weight": 0.25}
     (tmp_path / "weighed.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, answer]}) + "\n")

@@ -1,6 +1,7 @@
 """Show the data of a run before it starts: its first rows with learned tokens marked, packing, the counts of kept and
-dropped rows, lengths, duplicates and likely mistakes. It needs the tokenizer, but no weights and no GPU. It takes the
-arguments of `tune run`. RECIPE may be a config; the recipe with its keys is then used."""
+dropped rows, lengths, duplicates and likely mistakes. It reads the first 1,000 rows of each source, or all with --all,
+which takes as long as `tune prepare`. It needs the tokenizer, but no weights and no GPU. It takes the arguments of
+`tune run`. RECIPE may be a config; the recipe with its keys is then used."""
 
 import io
 from argparse import ArgumentParser
@@ -9,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 import numpy as np
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.text import Text
 
@@ -22,6 +24,8 @@ from tune.lookup import did_you_mean
 from tune.terminal import visible
 
 STYLES = {True: ("black on pale_green1", "black on pale_green3"), False: ("grey62", "grey50")}
+FIRST = 1000  # rows of each source that are read
+ONLY_FIRST = f"only the first {FIRST:,} rows of each source were read: --all reads all"
 BAR = 40  # characters of the longest bar
 
 # The browser wraps long lines, so that text copied from the page has no line breaks that the data lacks.
@@ -36,13 +40,18 @@ pre {{ font-family: monospace; white-space: pre-wrap; overflow-wrap: anywhere; m
 
 def main(parser: ArgumentParser, arguments: list[str]) -> None:
     run = "RECIPE [--config FILE_OR_NAME] [key=value ...]"
-    parser.usage = f"tune preview {run} [--rows N] [--source NAME] [--html FILE]"
+    parser.usage = f"tune preview {run} [--rows N] [--all] [--source NAME] [--html FILE]"
     parser.add_argument("--rows", metavar="N", type=count, default=3, help="show the first N rows (default: 3)")
+    parser.add_argument(
+        "--all", action="store_true", help=f"read all rows, not only the first {FIRST:,} of each source"
+    )
     parser.add_argument("--source", metavar="NAME", help="only this: training, validation, or a source of a mixture")
     parser.add_argument("--html", metavar="FILE", help="write an HTML page instead")
     parser.add_argument("recipe", metavar="RECIPE")
     options, rest = parse_options(parser, arguments)
     cfg = settings(options.recipe, rest)
+    if not options.all and str(cfg.dataset.get("_component_")).startswith("tune.datasets."):
+        take_first(cfg.dataset)
 
     tokenizer = instantiate(cfg.tokenizer)
     if "max_prompt_len" in cfg:
@@ -50,6 +59,8 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
             raise TuneError("--html and --source need learned tokens, and prompts have none. Leave them out")
         for name, found in prompts_of(cfg, tokenizer).items():
             print(visible(f"{name}: {found.table()}"))
+            if len(found) == FIRST and not options.all:
+                print(ONLY_FIRST)
             for prompt in found[: options.rows]:
                 text = visible(tokenizer.decode(prompt.tokens))
                 print(f"\nprompt {prompt.index}: {len(prompt.tokens):,} tokens\n{text}")
@@ -72,6 +83,8 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     warnings = warnings_about(training, held_out, tokenizer)
     if isinstance(dataset, Stream):
         tables.append("a stream: only its first rows were read")
+    elif not options.all and any(part.accounting.rows == FIRST for part in (training | held_out).values()):
+        tables.append(ONLY_FIRST)
     console = Console()
     if options.html is not None:
         console = Console(
@@ -88,6 +101,18 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
             Path(options.html).parent.mkdir(parents=True, exist_ok=True)
             console.save_html(options.html, code_format=HTML, inline_styles=True)
         print(f"wrote {options.html}; warnings: {len(warnings)}")
+
+
+def take_first(data: DictConfig) -> None:
+    """Change the settings of data, with their sources and validation data, to read only the first rows."""
+    if isinstance(data.get("validation"), str):
+        OmegaConf.update(data, "validation", {"path": data.validation}, force_add=True)
+    for part in (data, data.get("validation")):
+        if isinstance(part, DictConfig) and part.get("take") is None and "sources" not in part:
+            OmegaConf.update(part, "take", FIRST, force_add=True)
+    for source in (data.get("sources") or {}).values():
+        if isinstance(source, DictConfig):
+            take_first(source)
 
 
 def report(parts: dict[str, tuple], tables: list[str], warnings: list[str], colors: bool) -> Iterator[Text]:
