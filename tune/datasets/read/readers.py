@@ -4,9 +4,12 @@ Files are read here and not through `datasets` for four reasons. Errors name the
 file, so that no row changes because of another. No cache is written. All ranks can read at once.
 """
 
+import codecs
+import contextlib
 import csv
 import json
 import lzma
+import re
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +24,9 @@ NumberedRows = Iterator[tuple[int, Any]]
 
 GIT_POINTER = b"version https://git-lfs.github.com"
 BLANKS = b"\xef\xbb\xbf \t\r\n"
+_BLANKS = re.compile(r"[ \t\r\n]*")
+OF_NUMBERS = "0123456789.eE+-"  # characters with which a number may go on
+PART = 2**20  # bytes of a JSON list that are read at once
 WRAPPERS = ("data", "rows", "examples", "samples", "instances", "records", "items")  # keys with the list of rows
 
 
@@ -135,16 +141,100 @@ def _json(file: File) -> NumberedRows:
     if has_lines(file):
         yield from _json_lines(file)
         return
+    with file.open() as stream:
+        head = stream.read(4096).lstrip(BLANKS)
+    is_list = head.startswith(b"[") and b"\0" not in head  # else UTF-16, which is read whole
     try:
-        with file.open() as stream:
-            rows = json.loads(stream.read(), object_pairs_hook=_with_unique_keys)
+        yield from enumerate(_items(file) if is_list else _rows_inside(file), 1)
     except (ValueError, RecursionError) as error:
         line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
         raise TuneError(f"{file.path}{line}: {_malformed(error)}") from error
-    if not isinstance(rows, list):
-        inside = [rows[name] for name in WRAPPERS if isinstance(rows, dict) and isinstance(rows.get(name), list)]
-        rows = inside[0] if len(inside) == 1 else [rows]
-    yield from enumerate(rows, 1)
+
+
+def _rows_inside(file: File) -> list[Any]:
+    """The list of rows in an object, or the object as the only row."""
+    with file.open() as stream:
+        whole = json.loads(stream.read(), object_pairs_hook=_with_unique_keys)
+    inside = [whole[name] for name in WRAPPERS if isinstance(whole, dict) and isinstance(whole.get(name), list)]
+    return inside[0] if len(inside) == 1 else [whole]
+
+
+def _items(file: File) -> Iterator[Any]:
+    """Yield the items of a JSON list, which is read in parts."""
+    text = JsonText(file)
+    with contextlib.closing(text):
+        text.skip("[", "Expecting value")
+        more = text.next() != "]"
+        while more:
+            yield text.value()
+            more = text.next() == ","
+            if more:
+                text.skip(",")
+        text.skip("]", "Expecting ',' delimiter")
+        text.skip("", "Extra data")
+
+
+class JsonText:
+    """The rest of a file of JSON. Errors have the line and column of the file."""
+
+    def __init__(self, file: File) -> None:
+        self.stream = file.open()
+        self.decoder = json.JSONDecoder(object_pairs_hook=_with_unique_keys)
+        self.utf8 = codecs.getincrementaldecoder("utf-8-sig")()
+        self.text, self.at = "", 0
+        self.lines = self.columns = 0  # before `text`
+
+    def close(self) -> None:
+        self.stream.close()
+
+    def next(self) -> str:
+        """The next character that is not blank, or "" at the end."""
+        while True:
+            self.at = _BLANKS.match(self.text, self.at).end()  # type: ignore[union-attr]
+            if self.at < len(self.text) or not self._read(PART):
+                return self.text[self.at : self.at + 1]
+
+    def skip(self, character: str, otherwise: str = "") -> None:
+        """Skip a character; "" is the end. Raises JSONDecodeError with a message if another one follows."""
+        if self.next() != character:
+            raise self._placed(json.JSONDecodeError(otherwise, self.text, self.at))
+        self.at += len(character)
+
+    def value(self) -> Any:
+        """The value that follows."""
+        self.next()
+        size = PART
+        while True:
+            try:
+                value, end = self.decoder.raw_decode(self.text, self.at)
+            except json.JSONDecodeError as error:
+                if not self._read(size):
+                    raise self._placed(error) from None
+                size *= 2  # so that reading a long value again and again takes linear time
+                continue
+            is_whole = end < len(self.text) and self.text[end] not in OF_NUMBERS
+            if is_whole or not self._read(PART):
+                self.at = end
+                return value
+
+    def _read(self, size: int) -> bool:
+        """Read a part of the file, and drop what was passed; False at the end."""
+        part = self.stream.read(size)
+        more = self.utf8.decode(part, final=not part)
+        if not part:
+            return False
+        passed, self.text = self.text[: self.at], self.text[self.at :]
+        self.columns = len(passed) - passed.rfind("\n") - 1 + (0 if "\n" in passed else self.columns)
+        self.lines += passed.count("\n")
+        self.text, self.at = self.text + more, 0
+        return True
+
+    def _placed(self, error: json.JSONDecodeError) -> json.JSONDecodeError:
+        """The error with its place in the file in place of that in the text."""
+        if error.lineno == 1:
+            error.colno += self.columns
+        error.lineno += self.lines
+        return error
 
 
 def has_lines(file: File) -> bool:
