@@ -7,7 +7,7 @@ from typing import Any
 from tune.collators import Sample
 from tune.datasets import RowReader
 from tune.datasets.fit import Fit
-from tune.datasets.samples import Samples, StoredBlock
+from tune.datasets.samples import Samples
 from tune.tokenizers import Tokenizer
 
 OF_READER = {field.name for field in fields(RowReader)}
@@ -57,8 +57,8 @@ def _outcome(reader: RowReader, fit: Fit, place: str, row: Any) -> Outcome:
     fitted = fit(block, rendered, Named(place))
     counted = fitted.accounting
     samples: list[Sample] = []
-    if len(fitted.rows):
-        samples = [*Samples.of([StoredBlock(block, Named(place), rendered)], [fitted], fit.prefix, "a row")]
+    if len(fitted):
+        samples = [*Samples.joined([fitted], "a row")]
     return Outcome(
         samples,
         next(iter(counted.dropped), None),

@@ -347,7 +347,7 @@ def test_finished_blocks_take_no_memory(folder, rows, cache):
     parts = [*Preparation(read(str(rows)), reader, cache, 1)._parts(fit, PreparationProgress("rows"))]
     assert len(parts) == 2
     for part in parts:
-        array = part.stored.block.tokens
+        array = part.block.tokens
         while array.base is not None and not isinstance(array, np.memmap):
             array = array.base
         assert isinstance(array, np.memmap)

@@ -13,7 +13,6 @@ from row_outcomes import Named
 from tune.datasets import DataLoader, Stream, load, validation_batches
 from tune.datasets.block import Example, RowBlock, TokenizedRow
 from tune.datasets.fit import Fit
-from tune.datasets.samples import StoredBlock
 from tune.datasets.stream import Position
 from tune.datasets.workers import map_chunks
 from tune.errors import TuneError
@@ -30,7 +29,7 @@ def stream(make, lengths, pack_to=None, window=64, fingerprint="the same"):
 
     def chunk(numbers):
         block, places = RowBlock.of([(number, row(number)) for number in numbers]), Named("row")
-        return StoredBlock(block, places), Fit(64)(block, None, places)
+        return Fit(64)(block, None, places)
 
     def chunks(start):
         return map_chunks(chunk, range(start, len(lengths)), 1)

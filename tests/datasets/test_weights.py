@@ -14,7 +14,6 @@ from tune.collators import IGNORE, Batch, Sample, collate, collate_inputs
 from tune.datasets import DataLoader, Dataset, Mixture, load, validation_batches
 from tune.datasets.block import SPLITS, Example, RowBlock, TokenizedRow
 from tune.datasets.fit import Fit
-from tune.datasets.samples import Samples, StoredBlock
 from tune.errors import TuneError
 from tune.generation import own_answers
 from tune.tokenizers import Tokenizer
@@ -177,7 +176,7 @@ def test_weights_of_all_pieces_of_a_split_row_stay_with_their_tokens(prefix):
     labels = np.append(tokens[1:], IGNORE).astype(np.int32)
     sample = Sample(tokens, labels, weights=weights.astype(np.float32))
     block, fit = RowBlock.of([(1, TokenizedRow([Example(sample, SPLITS)]))]), Fit(7, prefix=prefix)
-    pieces = [*Samples.of([StoredBlock(block, Named("row"))], [fit(block, None, Named("row"))], prefix, "a row")]
+    pieces = [*fit(block, None, Named("row"))]
     assert len(pieces) > 2 and all(piece.tokens[: len(prefix)].tolist() == prefix for piece in pieces)
     found = [
         (int(token), int(label), float(weight))

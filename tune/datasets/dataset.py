@@ -14,7 +14,7 @@ from tune.collators import IGNORE, Sample
 from tune.datasets.block import Example, RowBlock, TokenizedRow
 from tune.datasets.fit import Fit
 from tune.datasets.reasons import FULLY_MASKED
-from tune.datasets.samples import Samples, StoredBlock
+from tune.datasets.samples import Samples
 from tune.errors import TuneError
 
 
@@ -89,11 +89,8 @@ class Dataset:
             rows += _whole_group(group, max_seq_len)
         block = RowBlock.of(enumerate(rows))
         places = _GivenPlaces([sample.place for sample in given])
-        fit = Fit(max_seq_len, "truncate")
-        fitted = fit(block, None, places)
-        return cls(
-            Samples.of([StoredBlock(block, places)], [fitted], (), "the dataset"), max_seq_len if packed else None
-        )
+        fitted = Fit(max_seq_len, "truncate")(block, None, places)
+        return cls(Samples.joined([fitted], "the dataset"), max_seq_len if packed else None)
 
     def __len__(self) -> int:
         return len(self.lengths) if self._order is None else len(self._row_starts) - 1

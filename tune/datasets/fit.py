@@ -26,10 +26,12 @@ from tune.datasets.reasons import (
     HELD_OUT,
     TOO_LONG,
 )  # fmt: skip
+from tune.datasets.samples import Samples, block_of_prefix
 
 TooLong = Literal["truncate", "drop", "split", "error"]
 PREFIX, WHOLE, RENDERED = range(3)
-"""Where a span is: in the prefix of texts, in the block, or among the conversations that were rendered again."""
+"""Where a span is: in the prefix of texts, in the block, or among the conversations that were rendered again. These are
+the numbers of `Samples.blocks`."""
 
 
 class Stretch(NamedTuple):
@@ -64,26 +66,6 @@ class RowResult:
     groups: Sequence[int] = ()  # of the pieces, if they do not all belong together
 
 
-@dataclass(frozen=True, eq=False)
-class Fitted:
-    """The samples of a block: arrays with a value per span or per sample, and the accounting of its rows."""
-
-    places: np.ndarray  # of a span: PREFIX, WHOLE or RENDERED
-    starts: np.ndarray
-    span_lengths: np.ndarray
-    spans: np.ndarray  # of a sample: how many
-    is_cut: np.ndarray
-    lengths: np.ndarray
-    supervised: np.ndarray
-    weight: np.ndarray
-    digests: np.ndarray
-    firsts: np.ndarray
-    rows: np.ndarray
-    columns: dict[str, np.ndarray]
-    accounting: Accounting
-    groups: np.ndarray | None = None  # equal for neighbors that belong together
-
-
 @dataclass(frozen=True)
 class Fit:
     """How rows are fitted. See `tune.datasets.load`; `prefix` begins each piece of a text that begins with it."""
@@ -114,8 +96,9 @@ class Fit:
             left -= min(length, limit)
         return limit
 
-    def __call__(self, block: RowBlock, rendered: RowBlock | None, places: Places, rows: int | None = None) -> Fitted:
-        """Fit the first `rows` of a block. `rendered` has the rows of `rows_to_render`, cut; `places` names rows."""
+    def __call__(self, block: RowBlock, rendered: RowBlock | None, places: Places, rows: int | None = None) -> Samples:
+        """The samples of the first `rows` of a block. `rendered` has the rows of `rows_to_render`, cut; `places` names
+        rows."""
         is_here = self._is_here(block)
         kept = self._kept(block, rows)
         total = _per_row(block, block.lengths)
@@ -131,7 +114,7 @@ class Fit:
         reasons |= dict.fromkeys(np.flatnonzero(plain & masked).tolist(), FULLY_MASKED)
         reasons |= dict.fromkeys(np.flatnonzero(plain & equal & ~masked).tolist(), EQUAL)
         accounting = self._counted(block, is_here, taken, results, reasons, places, rows)
-        return cut.fitted(np.flatnonzero(np.repeat(taken, block.counts)), results, accounting)
+        return cut.samples(np.flatnonzero(np.repeat(taken, block.counts)), results, accounting, places)
 
     def _kept(self, block: RowBlock, rows: int | None) -> np.ndarray:
         """Which rows belong to this dataset and can be used."""
@@ -421,7 +404,9 @@ class _Cut:
         ]  # fmt: skip
         return float(np.concatenate(weights)[targets].sum(dtype=np.float64))
 
-    def fitted(self, taken: np.ndarray, results: dict[int, RowResult], accounting: Accounting) -> Fitted:
+    def samples(
+        self, taken: np.ndarray, results: dict[int, RowResult], accounting: Accounting, places: Places
+    ) -> Samples:
         """The samples `taken` as they are, and those of the results, in the order of their rows."""
         block = self.block
         row_of = np.repeat(np.arange(block.rows), block.counts)
@@ -446,29 +431,31 @@ class _Cut:
         blocks = {WHOLE: block, RENDERED: self.rendered or block}
         for name, values in block.columns.items():
             columns[name] = arranged(values, [blocks[place].columns[name][at] for place, at in (p.of for p in pieces)])
-        groups = None
-        if self.fit.as_seen or (self.fit.kind != "supervised" and bool((block.counts > 1).any())):
+        is_grouped = self.fit.as_seen or (self.fit.kind != "supervised" and bool((block.counts > 1).any()))
+        if is_grouped:
             numbers = [results[row].groups[number] if results[row].groups else 0 for row, number, _ in found]
             within = np.concatenate([np.zeros(len(taken), np.int64), np.array(numbers, np.int64)])[order]
-            groups = rows[order] * 2**20 + within
+            columns["group"] = rows[order] * 2**20 + within
         labels = [np.flatnonzero(self._labels(piece) != IGNORE) for piece in pieces]
-        return Fitted(
-            places=of_each_span(np.full(len(taken), WHOLE, np.uint8), [span.place for span in spans]),
+        is_cut = np.concatenate([np.zeros(len(taken), bool), np.array([each.is_cut for each in pieces], bool)])
+        return Samples(
+            blocks=[block_of_prefix(self.fit.prefix), block, *([self.rendered] if self.rendered else [])],
+            places=[places],
+            stores=of_each_span(np.full(len(taken), WHOLE, np.int32), [span.place for span in spans]),
             starts=of_each_span(block.starts[taken], [span.start for span in spans]),
             span_lengths=of_each_span(block.lengths[taken], [span.length for span in spans]),
-            spans=counts[order],
-            is_cut=np.concatenate([np.zeros(len(taken), bool), np.array([each.is_cut for each in pieces], bool)])[
-                order
-            ],
+            spans=None if (counts == 1).all() else np.concatenate([[0], np.cumsum(counts[order], dtype=np.int64)]),
+            is_cut=is_cut[order],
             lengths=arranged(block.lengths, [sum(span.length for span in piece.spans) for piece in pieces]),
             supervised=arranged(block.supervised, [len(each) for each in labels]),
             weight=arranged(block.weight, [self._weight(piece) for piece in pieces]),
             digests=arranged(block.digests, [digest_of(self._tokens(piece)) for piece in pieces]),
             firsts=arranged(block.firsts, [each[0] for each in labels]),
-            rows=rows[order],
+            numbers=block.numbers[rows[order]],
+            pieces=np.zeros(len(rows), np.int32),
             columns=columns,
+            is_grouped=is_grouped,
             accounting=accounting,
-            groups=groups,
         )
 
 

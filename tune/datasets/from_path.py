@@ -19,7 +19,8 @@ from tune.datasets.ray_data import for_all_processes, require_ray
 from tune.datasets.read.opening import read
 from tune.datasets.render import TrainOn, Turns
 from tune.datasets.rows import RowReader
-from tune.datasets.stream import Chunk, Chunks, Stream
+from tune.datasets.samples import Samples
+from tune.datasets.stream import Chunks, Stream
 from tune.datasets.workers import available_cores
 from tune.errors import TuneError, explained
 from tune.files import cache_folder
@@ -194,9 +195,9 @@ def _stream(chunks: Chunks, pack_to: int | None, window: int, by_ray: bool) -> S
     names = [file.name for file in source.files]
     settings = [reader_settings(reader), fit_settings(fit)]
     fingerprint = hash_of(names, reader.tokenizer.fingerprint, settings, bool(pack_to), window)
-    read: Callable[[int], Iterator[Chunk]] = partial(chunks.after, by_ray=by_ray)
+    read: Callable[[int], Iterator[Samples]] = partial(chunks.after, by_ray=by_ray)
     read = for_all_processes(read, source.name) if by_ray else read
-    return Stream(read, source.name, fit.max_seq_len, pack_to, window, fingerprint, fit.prefix)
+    return Stream(read, source.name, fit.max_seq_len, pack_to, window, fingerprint)
 
 
 def _named(format: str | None, kind: Kind) -> Format | str | None:

@@ -11,7 +11,7 @@ from tune.datasets.dataset import Dataset
 from tune.datasets.fit import Fit
 from tune.datasets.parse.formats import Kind
 from tune.datasets.read.pieces import RowPlaces
-from tune.datasets.samples import Samples, StoredBlock
+from tune.datasets.samples import Samples
 
 
 def full_rows(kind: Kind, max_seq_len: int, packed: bool, extra_columns: Sequence[str] = ()) -> Dataset:
@@ -34,5 +34,4 @@ def full_rows(kind: Kind, max_seq_len: int, packed: bool, extra_columns: Sequenc
         tokens = np.full(length, answer, dtype=np.int32)
         samples.append(Sample(tokens, np.zeros(length, dtype=np.int32), answer, columns))
     block, places = RowBlock.of([(1, TokenizedRow([Example(sample) for sample in samples]))]), RowPlaces("full rows")
-    fitted = Fit(max_seq_len * answers)(block, None, places)
-    return Dataset(Samples.of([StoredBlock(block, places)], [fitted], (), "full rows"))
+    return Dataset(Samples.joined([Fit(max_seq_len * answers)(block, None, places)], "full rows"))

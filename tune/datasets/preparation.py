@@ -12,7 +12,7 @@ import numpy as np
 
 from tune.datasets.accounting import NAMES_SHOWN, Accounting
 from tune.datasets.block import RowBlock
-from tune.datasets.fit import Fit, Fitted
+from tune.datasets.fit import Fit
 from tune.datasets.kept_files import content_of, hash_of, keep, kept, key_of, locked, writable
 from tune.datasets.mismatched import with_mismatched
 from tune.datasets.parse.columns import recognize
@@ -22,7 +22,7 @@ from tune.datasets.read.opening import Source
 from tune.datasets.read.pieces import ROWS, RowPlaces, SourcePiece, in_turn, pieces_of
 from tune.datasets.reasons import CANNOT_BE_USED
 from tune.datasets.rows import RowReader, exact_text
-from tune.datasets.samples import Samples, StoredBlock
+from tune.datasets.samples import Samples, block_of_prefix
 from tune.datasets.user_functions import load_function, sources_of
 from tune.datasets.workers import available_cores, map_chunks
 from tune.errors import TuneError, explained
@@ -38,7 +38,9 @@ class Kept:
     key: str
     rendered_key: str | None
     file: int  # its number in the source
-    stored: StoredBlock
+    block: RowBlock
+    rendered: RowBlock | None
+    places: RowPlaces
     rows: int | None = None
 
 
@@ -78,12 +80,12 @@ class Preparation:
 
     def _made(self, fit: Fit, name: str, capacity: int | None, file: Path | None, settings: Any) -> Samples:
         """Prepare the pieces, and put together what is trained on."""
-        parts, fitted = self._fitted(fit, name)
+        parts, samples_of_parts = self._fitted(fit, name)
         file = file or self._file([part.key for part in parts], settings)
         if samples := self._from_cache(file):  # rows that had to be read to be known
             return samples
-        fitted = [read_as(each, self.reader, self.ignored_columns) for each in fitted]
-        samples = Samples.of([part.stored for part in parts], fitted, fit.prefix, name)
+        samples_of_parts = [read_as(each, self.reader, self.ignored_columns) for each in samples_of_parts]
+        samples = Samples.joined(samples_of_parts, name)
         if fit.kind == "labelled":
             samples = with_mismatched(samples, fit.max_seq_len, capacity)
         self._keep(file, samples, parts, fit.prefix)
@@ -98,14 +100,13 @@ class Preparation:
             return None
         return replace(samples, accounting=samples.accounting.from_cache(str(file), file.stat().st_mtime))
 
-    def _fitted(self, fit: Fit, name: str) -> tuple[list[Kept], list[Fitted]]:
+    def _fitted(self, fit: Fit, name: str) -> tuple[list[Kept], list[Samples]]:
         """The pieces and what is trained on of each."""
         parts, fitted, counted = [], [], Accounting()
         with PreparationProgress(name) as progress:
             for part in self._parts(fit, progress):
-                stored = part.stored
                 parts.append(part)
-                fitted.append(fit(stored.block, stored.rendered, stored.places, part.rows))
+                fitted.append(fit(part.block, part.rendered, part.places, part.rows))
                 counted += fitted[-1].accounting
                 enough = counted.rows >= TRUSTED if self.max_bad_share else len(counted.mistakes) == NAMES_SHOWN
                 if enough:
@@ -162,7 +163,7 @@ class Preparation:
                     piece = replace(piece, key=f"{piece.key}, {left} rows", rows=_Firsts(piece.rows, left))
                 is_new = self._block(piece.key) is None
                 part = self._prepared(piece, number, fit, progress)
-                rows = part.stored.block.rows
+                rows = part.block.rows
                 if is_new:
                     progress.add(rows, piece.bytes)
                 if left is not None:
@@ -189,7 +190,7 @@ class Preparation:
         """Prepare a piece in this process: its rows and bytes."""
         (piece,) = pieces
         part = replace(self, workers=1)._prepared(piece, 0, fit, None)
-        return part.stored.block.rows, piece.bytes
+        return part.block.rows, piece.bytes
 
     def _prepared(self, piece: SourcePiece, number: int, fit: Fit, progress: PreparationProgress | None) -> Kept:
         """A piece, from the files that are kept of it, or made and kept."""
@@ -205,7 +206,7 @@ class Preparation:
             made = rendered or (None if found else self._rendered(piece, fit, block, too_long))
             rendered = self._kept_block(rendered_key, made) if made else found
         assert isinstance(piece.places, RowPlaces)
-        return Kept(key, rendered_key, number, StoredBlock(block, piece.places, rendered))
+        return Kept(key, rendered_key, number, block, rendered, piece.places)
 
     def _tokenized(
         self, piece: SourcePiece, fit: Fit, progress: PreparationProgress | None
@@ -252,7 +253,7 @@ class Preparation:
 
     def _keep(self, file: Path, samples: Samples, parts: Sequence[Kept], prefix: Sequence[int]) -> None:
         arrays, rest = samples.as_arrays()
-        about = [[part.key, part.rendered_key, part.file, vars(part.stored.places)] for part in parts]
+        about = [[part.key, part.rendered_key, part.file, vars(part.places)] for part in parts]
         keep(file, arrays, {**rest, "parts": about, "prefix": [*prefix]})
 
     def _open(self, file: Path) -> Samples | None:
@@ -262,14 +263,15 @@ class Preparation:
             return None
         arrays, rest = found
         names = [each.name for each in self.source.files] if self.source.rows is None else [self.source.places.name]
-        stored = []
-        for key, rendered_key, number, places in rest.pop("parts"):
-            block = self._open_block(key)
-            rendered = self._open_block(rendered_key) if rendered_key else None
-            if block is None or (rendered_key and rendered is None):
-                return None
-            stored.append(StoredBlock(block, RowPlaces(**{**places, "name": names[number]}), rendered))
-        return Samples.from_arrays(arrays, rest, stored)
+        blocks, places = [block_of_prefix(rest.pop("prefix"))], []
+        for key, rendered_key, number, place in rest.pop("parts"):
+            for block_key in filter(None, (key, rendered_key)):
+                block = self._open_block(block_key)
+                if block is None:
+                    return None
+                blocks.append(block)
+            places.append(RowPlaces(**{**place, "name": names[number]}))
+        return Samples.from_arrays(arrays, rest, blocks, places)
 
 
 @dataclass(frozen=True)
@@ -326,11 +328,11 @@ def reader_for(source: Iterable[tuple[str, Any]], reader: RowReader) -> tuple[Ro
     return replace(reader, format=format), [name for name in row if name not in used]
 
 
-def read_as(fitted: Fitted, reader: RowReader, ignored_columns: Sequence[str]) -> Fitted:
+def read_as(samples: Samples, reader: RowReader, ignored_columns: Sequence[str]) -> Samples:
     """The samples with the format of their rows, and the columns that it does not read, in the accounting."""
     format = reader.format.name if isinstance(reader.format, Format) else reader.format
-    accounting = replace(fitted.accounting, format=format, ignored_columns=[*ignored_columns])
-    return replace(fitted, accounting=accounting)
+    accounting = replace(samples.accounting, format=format, ignored_columns=[*ignored_columns])
+    return replace(samples, accounting=accounting)
 
 
 def require_few_bad_rows(counted: Accounting, max_bad_share: float, name: str, which: str = "") -> None:

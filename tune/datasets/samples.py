@@ -11,7 +11,6 @@ import numpy as np
 from tune.collators import IGNORE, Sample
 from tune.datasets.accounting import Accounting
 from tune.datasets.block import Places, RowBlock, digest_of
-from tune.datasets.fit import RENDERED, WHOLE, Fitted
 from tune.datasets.reasons import EQUAL_AS_CUT, SHARED_LIMIT
 from tune.errors import TuneError
 
@@ -22,18 +21,9 @@ ARRAYS = (
 RUN = 2**22  # tokens that are hashed at once
 
 
-@dataclass(frozen=True)
-class StoredBlock:
-    """A block, the rows of it that were cut and rendered again, and the names of its rows."""
-
-    block: RowBlock
-    places: Places
-    rendered: RowBlock | None = None
-
-
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """Samples: arrays with a value per sample, or per span of tokens in a store.
+    """Samples of one or several blocks: arrays with a value per sample, or per span of tokens in a block.
 
     - a sample is one span, or `spans[i]` to `spans[i + 1]`; `is_cut`: the target of its last token was cut off
     - `lengths` and `supervised` count tokens; `weight` sums the weights of the supervised ones
@@ -43,9 +33,9 @@ class Samples:
     `accounting` counts the source's rows. Only a whole dataset has a `fingerprint`.
     """
 
-    blocks: Sequence[RowBlock]  # the stores; the first one has the prefix of texts
+    blocks: Sequence[RowBlock]  # the first one has the prefix of texts
     places: Sequence[Places]
-    stores: np.ndarray
+    stores: np.ndarray  # of a span: the number of its block
     starts: np.ndarray
     span_lengths: np.ndarray
     is_cut: np.ndarray
@@ -59,6 +49,7 @@ class Samples:
     columns: dict[str, np.ndarray]
     accounting: Accounting
     spans: np.ndarray | None = None
+    is_grouped: bool = False  # the column group was numbered by `Fit`, within a block
     added: dict[str, np.ndarray] = field(default_factory=dict)  # further columns, with a value per sample or per token
     fingerprint: str = ""  # equal for equal tokens, labels and columns
     largest_token: int = 0
@@ -66,38 +57,31 @@ class Samples:
     copies: int = 0  # samples with the tokens of an earlier one
 
     @classmethod
-    def of(
-        cls, stored: Sequence[StoredBlock], fitted: Sequence[Fitted], prefix: Sequence[int], source: str
-    ) -> "Samples":
-        """The samples of all blocks. Raises TuneError, which names the source, if there is none."""
-        stores, pieces, last = [], [], 0
-        for number, (each, of_block) in enumerate(zip(stored, fitted, strict=True)):
-            numbers_of_places = np.zeros(3, np.int32)  # the prefix is store 0
-            numbers_of_places[[WHOLE, RENDERED]] = last + 1, last + 2
-            last += 1 if each.rendered is None else 2
-            stores.append(numbers_of_places[of_block.places])
-            pieces.append(np.full(len(of_block.rows), number, np.int32))
-        accounting = sum((each.accounting for each in fitted), Accounting()).with_source(source)
-        if not sum(len(each.rows) for each in fitted):
+    def joined(cls, parts: "Sequence[Samples]", source: str) -> "Samples":
+        """The samples of all parts. Raises TuneError, which names the source, if there is none."""
+        accounting = sum((part.accounting for part in parts), Accounting()).with_source(source)
+        if not sum(map(len, parts)):
             raise nothing_left(accounting)
+        blocks, stores = [*parts[0].blocks[:1]], []
+        for part in parts:
+            before = len(blocks) - 1
+            stores.append(part.stores + np.where(part.stores > 0, before, 0).astype(np.int32))
+            blocks += part.blocks[1:]
+        counts = np.concatenate([part.span_counts for part in parts])
 
-        def joined(name: str) -> Any:
-            return np.concatenate([getattr(each, name) for each in fitted])
+        def together(name: str) -> Any:
+            return np.concatenate([getattr(part, name) for part in parts])
 
-        counts = joined("spans")
-        spans = None if (counts == 1).all() else np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-        numbers = [each.block.numbers[of_block.rows] for each, of_block in zip(stored, fitted, strict=True)]
         samples = cls(
-            blocks=_stores(stored, prefix),
-            places=[each.places for each in stored],
+            blocks=blocks,
+            places=[place for part in parts for place in part.places],
             stores=np.concatenate(stores),
-            **{name: joined(name) for name in ("starts", "span_lengths", "is_cut", "lengths", "supervised", "weight")},
-            **{name: joined(name) for name in ("digests", "firsts")},
-            numbers=np.concatenate(numbers),
-            pieces=np.concatenate(pieces),
-            columns=_columns_of_all(fitted, source),
+            **{name: together(name) for name in ("starts", "span_lengths", "is_cut", "lengths", "supervised")},
+            **{name: together(name) for name in ("weight", "digests", "firsts", "numbers")},
+            pieces=np.repeat(np.arange(len(parts), dtype=np.int32), [len(part) for part in parts]),
+            columns=_joined_columns([part for part in parts if len(part)], source),
             accounting=accounting,
-            spans=spans,
+            spans=None if (counts == 1).all() else np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]),
         )
         weight = samples.weight if samples.is_weighted else None
         accounting = accounting.with_samples(samples.lengths, samples.supervised, weight)
@@ -135,6 +119,11 @@ class Samples:
         return np.array(
             [digest_of(self.sample(at).tokens[: self.firsts[at] + 1]) for at in range(len(self))], np.uint64
         )
+
+    @property
+    def span_counts(self) -> np.ndarray:
+        """The number of spans of each sample."""
+        return np.ones(len(self), np.int64) if self.spans is None else np.diff(self.spans)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -195,9 +184,8 @@ class Samples:
 
     def runs(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """All tokens, labels and weights in order: as many samples at once as lie one behind the other."""
-        counts = np.ones(len(self), bool) if self.spans is None else np.diff(self.spans) == 1
         first = np.arange(len(self)) if self.spans is None else self.spans[:-1]
-        whole = counts & ~self.is_cut.astype(bool)
+        whole = (self.span_counts == 1) & ~self.is_cut.astype(bool)
         follows = whole[1:] & whole[:-1] & (self.stores[first[1:]] == self.stores[first[:-1]])
         follows &= self.starts[first[1:]] == self.starts[first[:-1]] + self.span_lengths[first[:-1]]
         borders = [*np.flatnonzero(~follows) + 1, len(self)]
@@ -224,11 +212,11 @@ class Samples:
         return arrays, rest | {"accounting": vars(self.accounting), "columns": [*self.columns]}
 
     @classmethod
-    def from_arrays(cls, arrays: dict[str, Any], rest: dict[str, Any], stored: Sequence[StoredBlock]) -> "Samples":
+    def from_arrays(
+        cls, arrays: dict[str, Any], rest: dict[str, Any], blocks: Sequence[RowBlock], places: Sequence[Places]
+    ) -> "Samples":
         columns = {name: arrays.pop(f"column-{name}") for name in rest.pop("columns")}
         accounting = Accounting.from_dict(rest.pop("accounting"))
-        blocks = _stores(stored, rest.pop("prefix"))
-        places = [each.places for each in stored]
         return cls(blocks=blocks, places=places, **arrays, **rest, columns=columns, accounting=accounting)
 
     def _labelled(self, spans: Sequence[tuple[int, slice]], is_cut: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -253,14 +241,10 @@ class Samples:
         return digest
 
 
-def _stores(stored: Sequence[StoredBlock], prefix: Sequence[int]) -> list[RowBlock]:
-    """What spans refer to by number: the prefix of texts, then each block and what of it was rendered again."""
+def block_of_prefix(prefix: Sequence[int]) -> RowBlock:
+    """The tokens with which pieces of texts begin."""
     labels = np.full(len(prefix), IGNORE, np.int32)
-    stores = [replace(RowBlock.of([]), tokens=np.array(prefix, np.int32), labels=labels)]
-    for each in stored:
-        stores.append(each.block)
-        stores += [each.rendered] if each.rendered is not None else []
-    return stores
+    return replace(RowBlock.of([]), tokens=np.array(prefix, np.int32), labels=labels)
 
 
 def nothing_left(accounting: Accounting) -> TuneError:
@@ -282,20 +266,18 @@ def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _columns_of_all(fitted: Sequence[Fitted], source: str) -> dict[str, np.ndarray]:
-    filled = [each for each in fitted if len(each.rows)]
-    names = dict.fromkeys(name for each in filled for name in each.columns)
-    samples = sum(len(each.rows) for each in filled)
-    columns = {}
-    for name in names:
-        columns[name] = np.concatenate([each.columns[name] for each in filled if name in each.columns])
+def _joined_columns(parts: Sequence[Samples], source: str) -> dict[str, np.ndarray]:
+    """The columns of parts, none of which is empty."""
+    samples, columns = sum(map(len, parts)), {}
+    for name in dict.fromkeys(name for part in parts for name in part.columns):
+        values = [part.columns[name] for part in parts if name in part.columns]
+        if name == "group" and parts[0].is_grouped:
+            # Two neighbors of different parts never have the same number.
+            values = [of_part + (number << 40) for number, of_part in enumerate(values)]
+        columns[name] = np.concatenate(values)
         if len(columns[name]) != samples:
             raise TuneError(
                 f"{source}: column {name} has {len(columns[name]):,} values for {samples:,} samples; it must have one "
                 "value for each sample or for each token"
             )
-    if any(each.groups is not None for each in filled):
-        # Numbered within each block. Two neighbors of different blocks never have the same number.
-        groups = [each.groups + (number << 40) for number, each in enumerate(filled) if each.groups is not None]
-        columns["group"] = np.concatenate(groups)
     return columns

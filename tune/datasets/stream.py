@@ -10,12 +10,12 @@ import numpy as np
 from tune.collators import Sample
 from tune.datasets.accounting import Accounting
 from tune.datasets.dataset import Dataset, permuted, renumbered
-from tune.datasets.fit import Fit, Fitted
+from tune.datasets.fit import Fit
 from tune.datasets.preparation import TRUSTED, read_as, require_few_bad_rows
 from tune.datasets.ray_data import map_by_ray
 from tune.datasets.read.opening import Source
 from tune.datasets.rows import RowReader
-from tune.datasets.samples import Samples, StoredBlock
+from tune.datasets.samples import Samples
 from tune.datasets.workers import CHUNK, ahead, map_chunks
 from tune.errors import TuneError
 
@@ -29,10 +29,6 @@ class Position:
     samples: int = 0  # in earlier windows of the epoch
     drawn: int = 0
     fingerprint: str | None = None  # of the window, once a row is drawn from it
-
-
-Chunk = tuple[StoredBlock, Fitted]
-"""64 rows, and what is trained on of them."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,7 @@ class Chunks:
     ignored_columns: Sequence[str]
     workers: int | None
 
-    def after(self, start: int, by_ray: bool = False) -> Iterator[Chunk]:
+    def after(self, start: int, by_ray: bool = False) -> Iterator[Samples]:
         """Yield the chunks after the first `start` rows.
 
         Raises TuneError if too many rows are unusable: at the end, or as soon as the limit is exceeded after 1,000
@@ -68,19 +64,18 @@ class Chunks:
 
         chunks = map_by_ray(self.chunk, rows, self.workers) if by_ray else map_chunks(self.chunk, rows(), self.workers)
         counted = Accounting()
-        for stored, fitted in chunks:
-            counted += fitted.accounting
+        for samples in chunks:
+            counted += samples.accounting
             if counted.rows >= TRUSTED or not self.max_bad_share:
                 require_few_bad_rows(counted, self.max_bad_share, self.source.name, "the first ")
-            yield stored, fitted
+            yield samples
         require_few_bad_rows(counted, self.max_bad_share, self.source.name)
 
-    def chunk(self, rows: Sequence[tuple[str, Any]]) -> Chunk:
-        """A chunk of rows with their places."""
+    def chunk(self, rows: Sequence[tuple[str, Any]]) -> Samples:
+        """What is trained on of 64 rows with their places."""
         names = RowNames([place for place, _ in rows])
         block, rendered = self.reader.blocks([*enumerate(row for _, row in rows)], names, self.fit)
-        fitted = read_as(self.fit(block, rendered, names), self.reader, self.ignored_columns)
-        return StoredBlock(block, names, rendered), fitted
+        return read_as(self.fit(block, rendered, names), self.reader, self.ignored_columns)
 
 
 Window = tuple[Position, Dataset]
@@ -112,13 +107,13 @@ class Stream:
     validation: Dataset | None = None
 
     def __init__(
-        self, chunks: Callable[[int], Iterator[Chunk]], name: str, max_seq_len: int, pack_to: int | None, window: int,
-        fingerprint: str, prefix: Sequence[int] = (),
+        self, chunks: Callable[[int], Iterator[Samples]], name: str, max_seq_len: int, pack_to: int | None, window: int,
+        fingerprint: str,
     ) -> None:  # fmt: skip
         """`chunks(n)` yields the rows after the first n of the source, in chunks of 64 rows. `window` is a number of
-        rows, rounded up to whole chunks. `prefix` begins each piece of a text that begins with it. Raises TuneError for
+        rows, rounded up to whole chunks. Raises TuneError for
         mistakes in the first window."""
-        self.chunks, self.name, self.fingerprint, self.prefix = chunks, name, fingerprint, prefix
+        self.chunks, self.name, self.fingerprint = chunks, name, fingerprint
         self.max_seq_len, self.pack_to = max_seq_len, pack_to
         self.chunks_of_window = -(-window // CHUNK)
         self.seen = Accounting(row_capacity=pack_to).with_source(f"{name}, rows read in this run")
@@ -172,11 +167,10 @@ class Stream:
         row, samples = start.row, start.samples
         chunks = self.chunks(row)
         while (window := self._next_chunks(chunks)) or not row:
-            if row and not any(len(fitted.rows) for _, fitted in window):
+            if row and not any(map(len, window)):
                 return  # the end of the source, without a usable row
             rows = f", streamed: rows {row + 1:,} to {row + CHUNK * len(window):,}" if window else ""
-            stored, fitted = [stored for stored, _ in window], [fitted for _, fitted in window]
-            data = Dataset(Samples.of(stored, fitted, self.prefix, f"{self.name}{rows}"), self.pack_to)
+            data = Dataset(Samples.joined(window, f"{self.name}{rows}"), self.pack_to)
             if self.vocab_size:
                 data.require_vocabulary(self.vocab_size)
             yield Position(start.epoch, row, samples), data
@@ -188,11 +182,11 @@ class Stream:
             yield from self.windows(start)
             start = Position(start.epoch + 1)
 
-    def _next_chunks(self, chunks: Iterator[Chunk]) -> list[Chunk]:
+    def _next_chunks(self, chunks: Iterator[Samples]) -> list[Samples]:
         """Read the chunks of a window; read on if none of its rows is usable."""
-        window: list[Chunk] = []
+        window: list[Samples] = []
         while more := list(islice(chunks, self.chunks_of_window)):
             window += more
-            if any(len(fitted.rows) for _, fitted in more):
+            if any(map(len, more)):
                 break
         return window
