@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import sys
+from collections import defaultdict
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import hypothesis
 import pytest
 import torch
 from fork_server import RARELY
-from helpers import WORDS, is_drawn, result_of, run_processes, save_checkpoint
+from helpers import WORDS, drawn_number, is_drawn, result_of, run_processes, save_checkpoint
 from reasoning import DROPS_REASONING
 
 from tune import cli
@@ -29,10 +30,16 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by `-m`
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark a sample of the weekly tests as slow, too."""
+    """Mark a sample of the weekly tests as slow, too: one in `DRAWN_OF`, and one case of those that are `but_one`."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("weekly") and is_drawn(item.nodeid):
+        weekly = item.get_closest_marker("weekly")
+        if weekly and is_drawn(item.nodeid):
             item.add_marker(pytest.mark.slow)
+        if weekly and weekly.kwargs.get("but_one"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for of_function in cases.values():
+        min(of_function, key=lambda item: drawn_number(item.nodeid)).add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:

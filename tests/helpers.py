@@ -62,12 +62,17 @@ WORDS = [
 # Raise it with each change that is more than a mend: the slow tier then runs other weekly tests.
 DRAW = int(Path(__file__).with_name("draw.txt").read_text())
 OF_SPEED = re.compile(r"_seconds$|_per_second$|^mfu$|_gib$|^slowest_")  # metrics that depend on the machine
-DRAWN_OF = 24  # weekly tests, of which one is drawn
+DRAWN_OF = 40  # weekly tests, of which one is drawn
 
 
 def is_drawn(test: str) -> bool:
     """Return whether the slow tier runs a weekly test, too. `test` is its name and parameters."""
-    return crc32(f"{DRAW} {test}".encode()) % DRAWN_OF == 0
+    return drawn_number(test) % DRAWN_OF == 0
+
+
+def drawn_number(test: str) -> int:
+    """A number of a test that another number in tests/draw.txt changes."""
+    return crc32(f"{DRAW} {test}".encode())
 
 
 def slow_but(fast: Iterable, cases: Iterable, mark: pytest.MarkDecorator = pytest.mark.slow) -> list:

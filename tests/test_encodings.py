@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": ""}
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("folder", ["tune", "recipes", "examples", "benchmarks"])
 def test_every_text_file_is_opened_as_utf8(folder: str) -> None:
     """Ruff (PLW1514) only sees calls on objects that it knows to be paths."""
@@ -28,7 +28,7 @@ def test_every_text_file_is_opened_as_utf8(folder: str) -> None:
     assert not calls
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_locale_without_utf8(tmp_path: Path) -> None:
     run = write_run(tmp_path, "läuft")
     with (run / "config.yaml").open("a", encoding="utf-8") as settings:

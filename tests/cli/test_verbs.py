@@ -130,7 +130,7 @@ def recipe_lines() -> list[str]:
     return config.find_recipe("full_finetune").read_text().splitlines()
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_new_setting_in_a_copied_recipe_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], checkpoint: Path, chats: Path
 ) -> None:

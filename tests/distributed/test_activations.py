@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from flash_on_cpu import flash_path
-from helpers import save_checkpoint, slow_but
+from helpers import save_checkpoint, weekly_but
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.testing import assert_close
@@ -104,7 +104,7 @@ TWO_FORWARDS = [("selective", False), ("full", False)]
 
 
 @pytest.mark.parametrize(
-    ("checkpointing", "compile"), slow_but(TWO_FORWARDS, [*TWO_FORWARDS, ("selective", True), ("full", True)])
+    ("checkpointing", "compile"), weekly_but(TWO_FORWARDS, [*TWO_FORWARDS, ("selective", True), ("full", True)])
 )
 @pytest.mark.parametrize("experts", [False, True])
 def test_two_forwards_with_their_own_dropout_share_a_backward(

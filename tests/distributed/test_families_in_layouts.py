@@ -28,7 +28,7 @@ WITH_IMAGES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_every_family_on_two_processes_matches_one(tmp_path):
     """Each process has some of the heads, the widths, and the vocabulary."""
     transformers = pytest.importorskip("transformers")

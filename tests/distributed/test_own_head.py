@@ -13,7 +13,7 @@ ON_TWO = [
 ON_FOUR = [{"cp": 2, "tp": 2}, {"cp": 2, "dp_shard": 2}, {"tp": 2, "dp_replicate": 2}, {"cp": 4}]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(but_one=True)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("layouts", [ON_TWO, pytest.param(ON_FOUR, marks=pytest.mark.weekly)], ids=["two", "four"])
 def test_gradients_and_norm_match_one_process(layouts, tied, tmp_path):

@@ -163,7 +163,7 @@ main()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_srun_tasks_leave_in_order(tmp_path):
     """NCCL's destroy_process_group waits for the others, forever if they wait for a failed process. A remaining gloo
     thread may request the interpreter while it shuts down, which aborts the process."""

@@ -50,7 +50,7 @@ def test_tables_are_complete(cards_page):
         assert {len(cells) for cells in table.values()} == {len(cards_page.CARDS)}
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_each_cell_has_a_command(cards_page, tmp_path, monkeypatch):
     """Its settings are read without an error."""
     monkeypatch.chdir(tmp_path)

@@ -163,7 +163,7 @@ def with_z(logits, labels):
     return F.cross_entropy(logits, labels, reduction="sum") + 0.01 * logits.exp().sum(dim=-1).log().pow(2).sum()
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("settings", "reference"),
     slow_but(

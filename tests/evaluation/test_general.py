@@ -218,7 +218,7 @@ def test_general_data_is_measured_with_each_validation(common, chats, tmp_path):
     assert with_loss == {2, 3} and {step for step, line in steps.items() if "general_kl" in line} == {0, 2, 3}
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(but_one=True)
 @pytest.mark.parametrize("recipe", ["full_finetune", "lora_finetune"])
 def test_layouts_give_the_same_general_metrics(recipe, common, tmp_path):
     """The metrics do not depend on the number of processes or on how they shard the model."""

@@ -198,7 +198,7 @@ def test_context_of_blanks_is_empty(models, world):
     assert score == expected
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(but_one=True)
 @pytest.mark.parametrize("chat", [{}, {"apply_chat_template": True, "num_fewshot": 2}], ids=["plain", "chat"])
 @pytest.mark.parametrize("name", slow_but(["llama"], ["llama", "adapter", "with BOS"]))
 def test_whole_tasks_match_the_harness(name, chat, models, folder, world):
@@ -228,7 +228,7 @@ def test_git_is_silent_outside_a_repository(models, folder, world, tmp_path, mon
     assert "git" not in capfd.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_task_names_may_be_patterns_groups_and_files(models, folder, world, tmp_path):
     """Names select one task, several tasks, a group or a file."""
     ours, _ = both(models["llama"], world)
@@ -273,7 +273,7 @@ def test_chat_template_with_a_started_answer(models, world):
     assert ours.apply_chat_template(chat[:1]) == theirs.apply_chat_template(chat[:1])
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_two_processes_share_the_requests(models, folder, world, tmp_path):
     script = Path(__file__).with_name("shared_requests.py")
     run_processes(script, 2, models["llama"]["pretrained"], str(folder), str(tmp_path / "out"))

@@ -79,7 +79,7 @@ def test_samples_and_log_probs_match_the_definition(model):
         assert_close(torch.tensor(completion.log_probs), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("max_rows", slow_but([3], [1, 3, 5]))
 def test_max_rows_does_not_change_the_samples(model, max_rows):
     prompts = make_prompts()

@@ -82,7 +82,7 @@ def top_level(recipe: str) -> list[str]:
     return [str(key) for key in OmegaConf.load(file)]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("recipe", weekly_but(["full_finetune"], RECIPES))
 def test_all_settings_renamed(recipe: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = top_level(recipe)

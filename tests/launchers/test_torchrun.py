@@ -26,7 +26,7 @@ world.finish()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_node_joins_a_running_run(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(RECIPE)
     endpoint, agents = f"127.0.0.1:{free_port()}", list[subprocess.Popen[bytes]]()
@@ -87,7 +87,7 @@ def test_second_node_waits_for_the_first_one(capsys: pytest.CaptureFixture[str])
         torchrun.wait_for_first_node("no.such.host.invalid", None, patience=0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_second_node_can_be_interrupted_and_may_come_first(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(RECIPE)
     port = str(free_port())

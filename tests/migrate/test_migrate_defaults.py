@@ -155,7 +155,7 @@ OF_AXOLOTL = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("form", slow_but(["sft", "grpo"], OF_AXOLOTL))
 def test_explicit_defaults_of_axolotl_change_nothing(form):
     """Defaults that its schema leaves open come from TRL."""

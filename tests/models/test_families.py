@@ -246,7 +246,7 @@ def test_logits_loss_and_gradients(pair, tmp_path):
             assert (gradient - references[on_disk]).norm() <= 1e-4 * references[on_disk].norm(), on_disk
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_bf16_is_as_close_to_fp32_as_in_transformers(pair):
     theirs, ours = pair
     folder, tokens = theirs.saved_in, random_tokens(2, 100)
@@ -276,7 +276,7 @@ def test_documents_in_a_row_do_not_see_each_other(pair):
     assert_close(ours(Batch.of(tokens, documents=documents)), alone, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("most", [4, pytest.param(32, marks=pytest.mark.slow)])  # beyond a window of 16
+@pytest.mark.parametrize("most", [4, pytest.param(32, marks=pytest.mark.weekly)])  # beyond a window of 16
 def test_greedy_decoding(pair, most):
     theirs, ours = pair
     prompts = [random_tokens(1, length)[0].tolist() for length in (3, 27, 17, 1, 9)]

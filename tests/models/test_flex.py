@@ -174,7 +174,7 @@ def test_device_without_flex_support_falls_back_with_one_warning(on_cpu, monkeyp
     )
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("checkpointing", "compile"),
     slow_but([("selective", False)], [("none", False), ("selective", False), ("full", False), ("selective", True)]),

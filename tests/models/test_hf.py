@@ -116,7 +116,7 @@ def test_documents_that_share_a_row_and_gradients(pair):
             assert (parameter.grad - reference).norm() <= 1e-5 * reference.norm() + 1e-5, name
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     "pair",
     [pytest.param(kind, marks=() if kind.startswith(("gpt2:", "gpt:")) else pytest.mark.slow) for kind in VARIANTS],
@@ -220,7 +220,7 @@ def join_experts(folder):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("config_class", "fields", "joined"),
     [

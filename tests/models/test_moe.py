@@ -262,7 +262,7 @@ def test_packing_and_padding_do_not_change_the_gradients(tmp_path):
         assert_close(gradient, alone[0][1][name] + alone[1][1][name], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_compiled_blocks_give_the_same_gradients(tmp_path):
     ours = load_model(save_mixtral(tmp_path, num_hidden_layers=2, router_aux_loss_coef=COEFFICIENT)[1])
     torch.compiler.reset()

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_table_matches_the_code():
     """It runs in a separate process, because it needs its own process group."""
     pytest.importorskip("transformers")

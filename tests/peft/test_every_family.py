@@ -18,7 +18,7 @@ FAMILIES = {name.partition("-")[0]: variant for name, variant in reversed(VARIAN
 TOKENS = torch.arange(5, 85).view(2, 40)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("family", weekly_but([*FAMILIES][::4], FAMILIES))
 def test_adapter_of_every_family_matches_peft(family, tmp_path):
     config_class, changes = FAMILIES[family]

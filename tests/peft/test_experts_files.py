@@ -171,7 +171,7 @@ def test_unsupported_adapters_are_refused(family, settings, message, tmp_path):
         add_adapters(model, LoRA(rank=4, **settings))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(("family", "targets"), [("mixtral", "[w1,w2,w3]"), ("gpt_oss", "[down_proj,gate_up_proj]")])
 def test_two_processes_train_expert_adapters_like_one(family, targets, chats, tmp_path):
     """Dropout masks follow the tokens to their experts, and each process reads its own part of an adapter."""

@@ -102,7 +102,7 @@ def require_as_in_peft(base, adapter, tmp_path):
     assert_close(ours(TOKENS), logits, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("family", slow_but(["qwen3_moe", "qwen2_moe"], FAMILIES))
 def test_all_linear_is_read_continued_merged_and_written(family, tmp_path):
     base = checkpoint_of(family, tmp_path / "base")
@@ -110,7 +110,7 @@ def test_all_linear_is_read_continued_merged_and_written(family, tmp_path):
     require_as_in_peft(base, tmp_path / "adapter", tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("family", "settings"),
     [

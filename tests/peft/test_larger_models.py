@@ -36,7 +36,7 @@ KINDS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", LARGER)
 def test_our_adapter_in_peft_and_merged(family, kind, tmp_path, recwarn):

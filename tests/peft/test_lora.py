@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import save_checkpoint, slow_but
+from helpers import save_checkpoint, weekly_but
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
@@ -122,7 +122,7 @@ def test_initial_values_match_peft_and_dropout_is_saved(checkpoint, tmp_path):
     assert read_adapter(str(tmp_path)).dropout == 0.25
 
 
-@pytest.mark.parametrize("folder", slow_but(["checkpoint"], ["checkpoint", "tied_checkpoint", "biased_checkpoint"]))
+@pytest.mark.parametrize("folder", weekly_but(["checkpoint"], ["checkpoint", "tied_checkpoint", "biased_checkpoint"]))
 def test_peft_loads_our_adapter_with_the_same_results(folder, lora, tmp_path, request):
     if folder == "tied_checkpoint" and lora in UNTIED.values():
         pytest.skip("a tied head is refused (test_adapters_of_a_tied_head_are_refused)")

@@ -23,7 +23,7 @@ def checkpoints(tmp_path_factory):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(("recipe", "settings"), [("full_finetune", []), ("lora_finetune", ["adapter.rank=1"])])
 def test_every_family(recipe, settings, checkpoints, chats, tmp_path):
     common = [

@@ -45,7 +45,7 @@ def lines(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_two_processes_share_the_experts(chats, common, tmp_path):  # noqa: F811
     (tmp_path / "prompts.txt").write_text("the cat\na big dog\nit\n")
     prompts = [f"evaluate.prompts={tmp_path / 'prompts.txt'}", "evaluate.max_new_tokens=5"]
@@ -71,7 +71,7 @@ def test_two_processes_share_the_experts(chats, common, tmp_path):  # noqa: F811
     assert len(answers) == 6 and answers == expected
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(but_one=True)
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_families(name, common, tmp_path):  # noqa: F811
     variants = {name: [of_family(name, tmp_path)]}

@@ -59,7 +59,7 @@ def assert_same_curves(ours, reference):
     assert ours == pytest.approx(reference, rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(but_one=True)
 @pytest.mark.parametrize("way", slow_but(["packed, micro-batches of 4", "selective recomputation"], [*WAYS][2:]))
 def test_one_process(way, alone):
     assert_same_curves(alone(way), alone("packed" if way.startswith("packed") else "unpacked"))

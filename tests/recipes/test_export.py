@@ -66,7 +66,7 @@ def test_tokenizer_and_template(run, source):
     assert "Fine-tuned from" in (run / "model" / "README.md").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_trace_tensorboard_and_another_dtype(checkpoint, chats, tmp_path):
     overrides = [
         f"model.path={checkpoint}", f"dataset.path={chats}", "device=cpu", "max_steps=3", f"output_dir={tmp_path}",

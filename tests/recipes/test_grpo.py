@@ -112,7 +112,7 @@ def run(run_recipe, checkpoint, requests, tmp_path):
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_reward_rises(run, requests, tmp_path):
     steps = run(
         "max_steps=24", "epochs=8", "optimizer.lr=1e-2", f"dataset.validation={requests}", "evaluate.first=true"
@@ -143,7 +143,7 @@ def test_transformers_model_samples_and_learns_the_same(run, tmp_path):
 KL = ["adapter.rank=8", "kl=0.1", "reference=adapter_off"]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(but_one=True)
 @pytest.mark.parametrize(
     "settings",
     slow_but(
@@ -221,7 +221,7 @@ def alone(run_recipe, checkpoint, requests, tmp_path_factory):
     return alone, common
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(but_one=True)
 @pytest.mark.parametrize("method", slow_but(["plain", "environment"], ["plain", "dynamic", "kl", "environment"]))
 def test_samples_and_curve_do_not_depend_on_micro_batches(method, alone, run_recipe, tmp_path):
     folder_of, common = alone
@@ -525,7 +525,7 @@ def test_references_agree(run, checkpoint, tmp_path):
         assert one["loss"] == pytest.approx(other["loss"], abs=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("trained", [[], ["adapter.modules_to_save=[norm]"], ["adapter.dora=true"]])
 def test_reference_of_a_continued_adapter_is_the_starting_model(trained, run, tmp_path):
     """A folder with the merged model as the reference gives the same numbers."""

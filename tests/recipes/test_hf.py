@@ -124,7 +124,7 @@ def test_full_finetuning(architecture, common, chats, tmp_path):
     assert first == [first[0]] * 6
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(but_one=True)
 @pytest.mark.parametrize("architecture", ["neox", "opt"], indirect=True)
 def test_lora(architecture, common, chats, tmp_path):
     name, folder = architecture

@@ -54,7 +54,7 @@ def short(inputs, run_recipe):
 
 
 @pytest.mark.parametrize("saving", ["async", "sync"])
-@pytest.mark.slow
+@pytest.mark.weekly(but_one=True)
 def test_disk_full_while_saving(saving, short, run_recipe, contents):
     run, settings = short
     before = contents(run / "checkpoints")
@@ -74,7 +74,7 @@ def test_disk_full_while_saving(saving, short, run_recipe, contents):
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_disk_full_while_writing_the_model(short, contents):
     run, settings = short
     before = contents(run / "model")
@@ -185,7 +185,7 @@ LOCKED = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("place", ["folder", "URL"])
 def test_second_start_while_a_run_writes_a_checkpoint(place, inputs, run_recipe, contents, monkeypatch):
     """It is refused before it tidies up, even after the first upload, and the first run is unaffected."""
@@ -244,7 +244,7 @@ def test_run_that_starts_while_another_one_prepares(inputs, run_recipe, capfd, m
     assert [path.name for path in (folder / "checkpoints").iterdir()] == [".step-00000001.abcdef01"]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_out_of_memory(inputs):
     inputs.change_json("config.json", hidden_size=65536, intermediate_size=65536, head_dim=16)
     new = f"output_dir={inputs.folder / 'new'}"
@@ -254,7 +254,7 @@ def test_out_of_memory(inputs):
     assert float(re.search(r"max_seq_len=64: ([\d,.]+) GiB", message)[1].replace(",", "")) > 8  # by `tune plan`
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(but_one=True)
 @pytest.mark.parametrize(("number", "processes"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
 def test_interrupted_runs_save_and_resume(number, processes, killing, tmp_path):
     settings = [*killing.make_inputs(tmp_path), "checkpointer.every=null"]
@@ -317,7 +317,7 @@ def test_interrupt_during_an_import_that_swallows_exceptions(inputs):
     assert process.returncode == -signal.SIGINT
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_lost_process_without_a_launcher(killing, tmp_path):
     launch = killing.Launch([*killing.make_inputs(tmp_path), f"output_dir={tmp_path / 'run'}"], 2)
     launch.wait_for("step 3/")

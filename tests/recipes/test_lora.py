@@ -66,7 +66,7 @@ def common(checkpoint, chats):
     ]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(but_one=True)
 @pytest.mark.parametrize("kind", slow_but(["lora"], KINDS))
 def test_curve_matches_peft(kind, checkpoint, chats, common, tmp_path):
     """Compare 20 steps from one adapter with a loop of peft and transformers."""
@@ -183,7 +183,7 @@ def test_resume_with_another_quantization_is_refused(common, tmp_path, then, now
         train(tmp_path, *common, *now.split(), "max_steps=2")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(but_one=True)
 @pytest.mark.parametrize("double", ["true", "false"])
 def test_qlora(checkpoint, common, tmp_path, double):
     """The quantized base has one curve on 1 and 2 processes, close to the curve of the plain base."""

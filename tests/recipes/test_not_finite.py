@@ -64,7 +64,7 @@ METHODS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("way", [pytest.param("skip", marks=pytest.mark.slow), "rollback"])
 @pytest.mark.parametrize("recipe", METHODS, ids=lambda recipe: recipe.__name__)
 def test_nan_gradients_of_every_method(

@@ -149,7 +149,7 @@ def test_two_processes(recipe, common, told_to, tmp_path):
         assert losses(tmp_path / f"{name}, continued") == pytest.approx(losses(tmp_path / name)[2:], rel=tolerance)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(but_one=True)
 @pytest.mark.parametrize("name", slow_but(["cosine", "WSD"], SCHEDULES))
 def test_schedules_resume_exactly(name, common, tmp_path):
     settings = [*common, *RECIPES["full_finetune"], "max_steps=6", *SCHEDULES[name]]
@@ -220,7 +220,7 @@ def test_adapters_do_not_resume_on_another_base(checkpoint, common, tmp_path):
         train("lora_finetune", tmp_path / "run", *settings, "max_steps=6")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_missing_compiler_is_named(common, tmp_path):
     env = os.environ | {"CXX": "/nowhere/g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     settings = [*common, "optimizer._component_=torchao.optim.AdamW8bit", f"output_dir={tmp_path / 'run'}"]

@@ -118,7 +118,7 @@ def test_added_tokens_do_not_overwrite_a_model(inputs):
 NAMES = ["config.json", "adapter_config.json", "rows.JSONL", "model.safetensors"]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("name", slow_but(NAMES[:1], NAMES))
 def test_folder_with_a_model_or_data_is_refused(name, inputs, run_recipe, told, capsys):
     """`tune generate` once used the model that was there before."""

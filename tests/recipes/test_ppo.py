@@ -69,7 +69,7 @@ def test_new_value_head_starts_at_zero_unlike_a_reward_model(run, tmp_path):
     assert abs(run("max_steps=1", "updates=1", values, folder=tmp_path / "learned")[0]["value"]) > 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_reference_of_a_continued_adapter_is_the_starting_model(run, tmp_path):
     """A merged model as the reference gives the same returns, which contain the log-ratio to the reference."""
     run("adapter.rank=4", "optimizer.lr=1e-2", "export.merge=true", folder=tmp_path / "first")
@@ -240,7 +240,7 @@ def assert_same(steps, expected):
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_one_curve_on_one_and_two_processes(run, common, tmp_path):
     slow = "optimizer.lr=1e-4"  # AdamW amplifies rounding: with the rate above, values differ by 1e-5 after 8 updates
     alone = run(slow, folder=tmp_path / "alone")
@@ -253,7 +253,7 @@ def test_one_curve_on_one_and_two_processes(run, common, tmp_path):
         assert_same(logged(tmp_path / "two" / way), alone)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(but_one=True)
 @pytest.mark.parametrize("adapter", slow_but([WITH_ADAPTER], [[], WITH_ADAPTER]))
 def test_resume_is_bitwise_exact(adapter, run, common, told, tmp_path):
     whole = run(*adapter, "checkpointer.every=1", "checkpointer.keep=null", folder=tmp_path / "whole")
@@ -306,7 +306,7 @@ def test_from_a_base_to_ppo(run, run_recipe, checkpoint, chats, pairs, tmp_path)
         assert sample["RewardModel"] == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     "adapter", [[], ["adapter.rank=4", "export.merge=true", "parameter_groups.lr_ratios={^value: 0.1}"]]
 )

@@ -49,7 +49,7 @@ def run(run_recipe, settings, tmp_path):
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(but_one=True)
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_trains_and_raises_the_reward_margin(name, run, checkpoint, tmp_path):
     steps = run(*loss(name))
@@ -78,7 +78,7 @@ def losses(steps):
     return [step["loss"] for step in steps]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(but_one=True)
 @pytest.mark.parametrize("name", slow_but(["DPO"], ["DPO", "KTO"]))
 def test_answers_to_fixed_prompts(name, run, checkpoint, tmp_path):
     """They come before the first step, after every second step and the last. Training is unchanged."""
@@ -103,7 +103,7 @@ def references(folder):
     return {file: file.stat().st_mtime_ns for file in folder.glob("reference-*.npy")}
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("name", slow_but(["DPO"], ["DPO", "KTO"]))
 def test_references_agree(name, run, checkpoint, tmp_path):
     curves = {
@@ -125,7 +125,7 @@ def test_another_model_as_the_reference(run, tied_checkpoint, checkpoint, tmp_pa
     assert step["logps/chosen"] - own["logps/chosen"] == pytest.approx(ratio, rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_continued_adapter_is_part_of_the_reference(run, tmp_path):
     run(*LORA, folder=tmp_path / "first")
     adapter = f"adapter={{_component_: tune.peft.adapter, path: {tmp_path / 'first' / 'adapter'}}}"
@@ -144,7 +144,7 @@ def test_reference_has_no_dropout(run, pairs, tmp_path):
     assert abs(first["rewards/margins"]) > 1e-6  # the policy has dropout in training
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_resumed_run_keeps_the_reference_of_the_starting_model(run, tmp_path):
     constant = ["schedule._component_=tune.optimizers.constant", "epochs=4"]
     whole = losses(run(*constant, folder=tmp_path / "whole"))
@@ -158,7 +158,7 @@ def test_resumed_run_keeps_the_reference_of_the_starting_model(run, tmp_path):
     assert [*references(folder)] == [written[0]]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_other_data_or_weights_have_their_own_reference(run, pairs, tied_checkpoint, tmp_path):
     """This holds in the folder of an earlier run, too."""
     folder = tmp_path / "run"
@@ -211,7 +211,7 @@ def test_curve_does_not_depend_on_micro_batches(method, run, tmp_path):
         assert_one_curve(curve, plain)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_one_curve_on_two_processes(run, settings, pairs, tmp_path):
     ways = {
         "micro-batches of 1": ["micro_batch_size=1"],

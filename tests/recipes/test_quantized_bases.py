@@ -38,7 +38,7 @@ def settings_of(path, chats):
     ]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(but_one=True)
 @pytest.mark.parametrize("family", BASES)
 def test_training_matches_the_plain_base(family, chats, tmp_path):
     make, kind, shape, how, layout = BASES[family]

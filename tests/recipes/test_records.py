@@ -201,7 +201,7 @@ def test_commands_in_the_report_work(inputs, run_recipe, monkeypatch, capsys):
 
 
 @needs_browser
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_pages_of_real_runs_in_a_browser(checkpoint, chats, pairs, tmp_path, run_recipe, shown):  # noqa: F811
     """Show a supervised run, a preference run, and both on one page. The pages fit on a phone, too."""
     (tmp_path / "prompts.txt").write_text("the cat\nit was\n")

@@ -29,7 +29,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_refused_before_the_data_are_read(checkpoint, told_to, tmp_path):
     pytest.importorskip("transformers")
     (tmp_path / "tried.py").write_text(TRIED)

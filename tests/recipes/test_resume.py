@@ -11,7 +11,7 @@ import grpo
 import preference_finetune
 import pytest
 import torch
-from helpers import slow_but
+from helpers import weekly_but
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -94,7 +94,7 @@ def stopped_after(step, uninterrupted, folder):
 
 @pytest.mark.parametrize(
     ("method", "saving", "step"),
-    slow_but(
+    weekly_but(
         [("full", "async", 3)],
         [
             *itertools.product(["full"], ["async", "sync"], [1, 3, 4]),
@@ -124,7 +124,7 @@ def test_only_the_newest_checkpoints_are_kept(uninterrupted, settings, train, tm
     assert [path.name for path in checkpoints(run)] == ["step-00000005", "step-00000006"]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("where", ["step-00000003", "run"])
 def test_resume_from_the_checkpoint_of_another_run(where, uninterrupted, settings, train, contents, tmp_path):
     source = stopped_after(3, uninterrupted, tmp_path)
@@ -180,7 +180,7 @@ def killed(killing, tmp_path_factory):
     return inputs, reference
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(but_one=True)
 @pytest.mark.parametrize(
     ("recipe", "processes", "layouts", "saving", "kills"),
     [

@@ -20,7 +20,7 @@ FAMILIES = {name.partition("-")[0]: variant for name, variant in reversed(VARIAN
 TOKENS = torch.arange(5, 45)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in SHOWN])
 def test_family_trains_as_a_reward_model(family, tmp_path):
     config_class, changes = FAMILIES[family]

@@ -174,7 +174,7 @@ def test_reward_models_of_transformers_have_the_same_scores(family, pad_token_id
     torch.testing.assert_close(ours(tmp_path, conversations), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("center", slow_but([0.05], [0.0, 0.05]))
 def test_steps_match_the_formula_on_a_transformers_model(center, rows, pairs, run, tmp_path):
     model = reward_model(tmp_path / "model")
@@ -298,7 +298,7 @@ def curves(common, pairs, checkpoint, tmp_path_factory):
     return curves
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_one_curve(curves):
     metrics = {"loss", "grad_norm", "rewards/margins", "rewards/accuracies", "validation_loss"}
     for runs in (alone := curves(1), curves(2)):

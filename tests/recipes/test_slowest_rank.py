@@ -31,7 +31,7 @@ def test_slowest_of_several_ranks():
 
 
 @pytest.mark.parametrize("count", LAYOUTS)
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_one_slow_rank_is_named(count, checkpoint, chats, tmp_path):
     mixture = tmp_path / "mixture"
     if "ep" in LAYOUTS[count]:

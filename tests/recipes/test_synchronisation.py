@@ -62,7 +62,7 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(("recipe", "settings", "model"), slow_but(CASES[::4], CASES))
 def test_one_wait_per_step(recipe, settings, model, chats, pairs, run_recipe, tmp_path, monkeypatch):
     folder = save_checkpoint(tmp_path / "model", hidden_size=128, **model)

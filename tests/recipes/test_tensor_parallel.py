@@ -70,7 +70,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_two_processes_share_each_block(wide, chats, common, tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # two nodes
     # More blocks than Dynamo's recompile limit, and a number of rows that two processes cannot share.

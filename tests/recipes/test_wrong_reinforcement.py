@@ -225,11 +225,11 @@ QUICK = {"grpo": {"raises", "no prompt fits"}, "ppo_finetune": set()}
 
 
 def cases(names):
-    """Return all cases; those that are not in `names`, by recipe, are slow."""
+    """Return all cases; those that are not in `names`, by recipe, are weekly."""
     return [
         pytest.param(
             recipe, case, id=f"{recipe.__name__} {case[0]}",
-            marks=() if case[0] in names[recipe.__name__] else pytest.mark.slow,
+            marks=() if case[0] in names[recipe.__name__] else pytest.mark.weekly,
         )
         for recipe, case in CASES
     ]  # fmt: skip
@@ -253,7 +253,7 @@ def test_run_refuses(recipe, case, settings, folders, run_recipe, capsys, monkey
     assert all(message in shown for message in messages), shown
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(("recipe", "case"), cases(QUICK))
 def test_tune_validate_refuses(recipe, case, settings, folders, told):
     if case[0] in NOT_BEFORE:

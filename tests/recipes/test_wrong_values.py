@@ -154,7 +154,7 @@ def draw_and_check(seconds: float, most: int) -> int:
     return count
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("recipe", "wrong"),
     slow_but([case for case in KNOWN[::4] if "tasks" not in case[1]], KNOWN),
@@ -206,7 +206,7 @@ def test_group_and_key_in_it_are_both_wrong(here):
     require_agreement("ppo_finetune", "parallel=99999999999999999999", "parallel.auto=${.}")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("recipe", ["full_finetune", "distill", "ppo_finetune", "evaluate"])
 def test_text_that_is_too_long_for_a_file_name(recipe, here):
     for key in keys(recipe):

@@ -30,7 +30,7 @@ def test_two_processes(checkpoint, common, tmp_path):  # noqa: F811
     )
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_invalid_stages_are_refused(told, checkpoint, chats):
     settings = [f"model.path={checkpoint}", f"dataset.path={chats}"]
     for value in ("5", "-1", "two", "true", "2.5", "[1]"):
@@ -62,7 +62,7 @@ def test_in_backward(checkpoint, common, tmp_path):  # noqa: F811
     assert_curve_in_backward(common, {"all": [f"model.path={checkpoint}"]}, whole, 4, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_adapters(wide, common, tmp_path):  # noqa: F811
     variants = {"LoRA": LORA, "QLoRA": [*LORA, *NF4], "DoRA": ["adapter.rank=4", "adapter.dora=true"]}
     common = [*common, f"model.path={wide}", "evaluate.every=2"]

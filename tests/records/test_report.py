@@ -191,7 +191,7 @@ def test_samples_with_different_prompts_in_each_step(make_run):
     assert samples(read(folder)) == first + last
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_long_run_keeps_its_extremes(make_run, tmp_path):
     folder, steps = make_run(steps=0), 100_000
     with (folder / "metrics.jsonl").open("w") as lines:

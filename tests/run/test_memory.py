@@ -20,7 +20,7 @@ def test_peak_memory_matches_the_kernel():
     assert peak_memory_gib(torch.device("cpu")) == pytest.approx(peak / 2**20, rel=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_peak_memory_excludes_the_parent_process():
     """On Linux, getrusage starts with the parent's peak."""
     held = b"x" * 2**30

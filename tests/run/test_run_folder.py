@@ -17,7 +17,7 @@ from tune.run import run_folder
 STARTS = Path(__file__).with_name("starts.py")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_torchrun_restarts_keep_the_folder_and_all_processes_must_see_it(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", STARTS]
     env = os.environ | {"OMP_NUM_THREADS": "1", "LOGLEVEL": "INFO"}

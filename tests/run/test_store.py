@@ -385,7 +385,7 @@ def s3(tmp_path: Path):
     server.stop()
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(but_one=True)
 @pytest.mark.parametrize("kind", ["file", "s3"])
 def test_killed_run_resumes_on_an_empty_machine(
     kind: str, checkpoint: Path, chats: Path, tmp_path: Path, request: pytest.FixtureRequest

@@ -86,7 +86,7 @@ def test_template_text_inside_messages_is_not_misread(templates):
     assert pieces(templates["thinking"], messages) == expected
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(but_one=True)
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.text(), st.text()), min_size=1, max_size=4))
 def test_answers_are_learned_and_questions_are_not(templates, any_template, turns):

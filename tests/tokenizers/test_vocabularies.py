@@ -120,7 +120,7 @@ def has_no_prefix(library, text: str) -> bool:
     return library.normalize(text).removeprefix("▁") in ("", *SYMBOLS)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_2000_texts_match_the_reference(vocabulary, request):
     folder, (encode, decode) = vocabulary
     ours = Tokenizer(str(folder))

@@ -100,7 +100,7 @@ def test_custom_class_keeps_its_methods_over_those_of_a_stand_in():
     assert rehearsal.stand_in(Own) is Own and rehearsal.stand_in(Sink) is Sink
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_rules_that_are_skipped_since_a_copy_renamed_their_settings_are_counted(mine):
     mine("full_finetune")
     found = findings_of("mine.py", *SETTINGS)
@@ -140,7 +140,7 @@ FAULTS = [
 
 
 # The others are found in one pass, below.
-@pytest.mark.slow
+@pytest.mark.weekly(but_one=True)
 @pytest.mark.parametrize(
     ("right", "wrong", "says"), slow_but(FAULTS[::6], FAULTS), ids=[wrong for _, wrong, _ in FAULTS]
 )
@@ -164,7 +164,7 @@ def test_file_that_is_not_python(mine):
     assert error.startswith("mine.py:") or f"mine.py:{line_of('def main(cfg:')}" in error
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_undefined_name_in_a_branch_of_later_steps(mine):
     line = "                loss.backward()\n"
     mine("full_finetune", (line, f"{line}            if step > 10**6:\n                averge.update(model)\n"))
@@ -245,7 +245,7 @@ def test_five_errors_of_different_kinds_in_one_pass(mine):
     assert places == ["compute.activation_offload:", "dataset:", "lrr:", mine_py, "parallel:"]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_invalid_tasks_and_prompts_are_both_reported(here):
     messages = errors("full_finetune", *SETTINGS, "evaluate.tasks=[chioce]", "evaluate.prompts=none.txt")
     assert len(messages) == 2 and "chioce" in " ".join(messages) and "none.txt" in " ".join(messages)
@@ -349,7 +349,7 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(but_one=True)
 @pytest.mark.parametrize(
     ("recipe", "settings"), slow_but([CASES[0], CASES[11], CASES[13]], CASES),
     ids=lambda value: value if isinstance(value, str) else " ".join(value[2:])[-40:],
@@ -358,7 +358,7 @@ def test_every_recipe(recipe, settings, here):
     assert errors(recipe, *settings) == []
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(but_one=True)
 @pytest.mark.parametrize("part", [slice(1, None, 3), pytest.param(slice(None), marks=pytest.mark.slow)])
 def test_layouts_of_processes_that_do_not_exist(part, here, told_to):
     save_checkpoint(
