@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from docs_reader import ROOT, Reader
-from helpers import slow_but
+from helpers import slow_but, weekly_but
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -166,7 +166,7 @@ def with_z(logits, labels):
 @pytest.mark.weekly
 @pytest.mark.parametrize(
     ("settings", "reference"),
-    slow_but(
+    weekly_but(
         [(["loss._component_=my_losses.ZLoss", "loss.z_weight=0.01"], with_z)],
         [
             (["loss._component_=my_losses.LabelSmoothing", "loss.smoothing=0.2"], SMOOTHED),

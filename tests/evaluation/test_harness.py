@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from evaluation.task_files import write_tasks
-from helpers import WORDS, run_processes, save_checkpoint, slow_but
+from helpers import WORDS, run_processes, save_checkpoint, weekly_but
 from tokenizers import Tokenizer, processors
 
 from tune import distributed
@@ -200,7 +200,7 @@ def test_context_of_blanks_is_empty(models, world):
 
 @pytest.mark.weekly(but_one=True)
 @pytest.mark.parametrize("chat", [{}, {"apply_chat_template": True, "num_fewshot": 2}], ids=["plain", "chat"])
-@pytest.mark.parametrize("name", slow_but(["llama"], ["llama", "adapter", "with BOS"]))
+@pytest.mark.parametrize("name", weekly_but(["llama"], ["llama", "adapter", "with BOS"]))
 def test_whole_tasks_match_the_harness(name, chat, models, folder, world):
     ours, lm = both(models[name], world)
     tasks = Tasks(NAMES, ours.tokenizer, str(folder), **chat)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import run_processes, slow_but
+from helpers import run_processes, weekly_but
 from models.test_families import LATENT, SMALL, VARIANTS, make_pair
 from torch import nn
 from torch.testing import assert_close
@@ -80,7 +80,7 @@ def test_samples_and_log_probs_match_the_definition(model):
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize("max_rows", slow_but([3], [1, 3, 5]))
+@pytest.mark.parametrize("max_rows", weekly_but([3], [1, 3, 5]))
 def test_max_rows_does_not_change_the_samples(model, max_rows):
     prompts = make_prompts()
     settings = {"max_new_tokens": 20, "stop_ids": range(9)}  # so that rows end at different times

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import slow_but
+from helpers import slow_but, weekly_but
 from omegaconf import OmegaConf
 
 from tune import config
@@ -156,7 +156,7 @@ OF_AXOLOTL = {
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize("form", slow_but(["sft", "grpo"], OF_AXOLOTL))
+@pytest.mark.parametrize("form", weekly_but(["sft", "grpo"], OF_AXOLOTL))
 def test_explicit_defaults_of_axolotl_change_nothing(form):
     """Defaults that its schema leaves open come from TRL."""
     base = {"base_model": "a/b", "datasets": [{"path": "c/d", "type": "chat_template"}], "learning_rate": 1e-4}

@@ -12,7 +12,7 @@ from tune.losses import LinearCrossEntropy
 from tune.models.context import Context
 from tune.peft import set_dropout_keys
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.weekly
 
 transformers = pytest.importorskip("transformers")
 

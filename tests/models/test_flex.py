@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import save_checkpoint, slow_but
+from helpers import save_checkpoint, weekly_but
 from models.test_attention import SCORINGS, make, parts, with_gradients
 from torch.nn.attention import flex_attention
 from torch.testing import assert_close
@@ -177,7 +177,7 @@ def test_device_without_flex_support_falls_back_with_one_warning(on_cpu, monkeyp
 @pytest.mark.weekly
 @pytest.mark.parametrize(
     ("checkpointing", "compile"),
-    slow_but([("selective", False)], [("none", False), ("selective", False), ("full", False), ("selective", True)]),
+    weekly_but([("selective", False)], [("none", False), ("selective", False), ("full", False), ("selective", True)]),
 )
 def test_model_with_softcapped_scores(checkpointing, compile, on_cpu, tmp_path, monkeypatch):
     """The two kinds of layers of Gemma 2 share one graph; with compiled blocks, each kind has its own."""

@@ -8,7 +8,7 @@ import lora_finetune
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import run_processes, save_checkpoint, slow_but
+from helpers import run_processes, save_checkpoint, weekly_but
 from models.test_families import VARIANTS
 from safetensors.torch import load_file
 from torch.testing import assert_close
@@ -103,7 +103,7 @@ def require_as_in_peft(base, adapter, tmp_path):
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize("family", slow_but(["qwen3_moe", "qwen2_moe"], FAMILIES))
+@pytest.mark.parametrize("family", weekly_but(["qwen3_moe", "qwen2_moe"], FAMILIES))
 def test_all_linear_is_read_continued_merged_and_written(family, tmp_path):
     base = checkpoint_of(family, tmp_path / "base")
     of_peft(base, tmp_path / "adapter", target_modules="all-linear")

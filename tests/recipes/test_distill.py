@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import REFUSED_BY, curve_steps, run_processes, save_checkpoint, slow_but
+from helpers import REFUSED_BY, curve_steps, run_processes, save_checkpoint, slow_but, weekly_but
 
 from tune import config
 from tune.checkpointers import load_model
@@ -148,7 +148,7 @@ def reference_curves(common, tmp_path_factory):
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize("way", slow_but([*WAYS][1:2], [*WAYS][1:]))
+@pytest.mark.parametrize("way", weekly_but([*WAYS][1:2], [*WAYS][1:]))
 def test_one_curve_in_one_process(way, common, reference_curves, tmp_path):
     settings = [*common, *WAYS[way], f"max_steps={curve_steps()}"]
     if way == "packed":  # packing changes rows and their order

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import full_finetune
 import pytest
-from helpers import curve_steps, figures_of, run_processes, save_checkpoint, slow_but
+from helpers import curve_steps, figures_of, run_processes, save_checkpoint, weekly_but
 
 from tune import config
 
@@ -60,7 +60,7 @@ def assert_same_curves(ours, reference):
 
 
 @pytest.mark.weekly(but_one=True)
-@pytest.mark.parametrize("way", slow_but(["packed, micro-batches of 4", "selective recomputation"], [*WAYS][2:]))
+@pytest.mark.parametrize("way", weekly_but(["packed, micro-batches of 4", "selective recomputation"], [*WAYS][2:]))
 def test_one_process(way, alone):
     assert_same_curves(alone(way), alone("packed" if way.startswith("packed") else "unpacked"))
 

@@ -13,7 +13,7 @@ import ppo_finetune
 import pytest
 import torch
 import transformers
-from helpers import REFUSED_BY, WORDS, of_training, run_processes, save_checkpoint, slow_but
+from helpers import REFUSED_BY, WORDS, of_training, run_processes, save_checkpoint, weekly_but
 from safetensors.torch import load_file
 
 from tune.records import read
@@ -146,7 +146,7 @@ KL = ["adapter.rank=8", "kl=0.1", "reference=adapter_off"]
 @pytest.mark.weekly(but_one=True)
 @pytest.mark.parametrize(
     "settings",
-    slow_but(
+    weekly_but(
         [KL],
         [
             KL,
@@ -222,7 +222,7 @@ def alone(run_recipe, checkpoint, requests, tmp_path_factory):
 
 
 @pytest.mark.weekly(but_one=True)
-@pytest.mark.parametrize("method", slow_but(["plain", "environment"], ["plain", "dynamic", "kl", "environment"]))
+@pytest.mark.parametrize("method", weekly_but(["plain", "environment"], ["plain", "dynamic", "kl", "environment"]))
 def test_samples_and_curve_do_not_depend_on_micro_batches(method, alone, run_recipe, tmp_path):
     folder_of, common = alone
     for way, settings in WAYS.items():

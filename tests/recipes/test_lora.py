@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from edited_recipes import run_edited
-from helpers import curve_steps, run_processes, slow_but
+from helpers import curve_steps, run_processes, weekly_but
 from safetensors.torch import load_file
 
 from tune.checkpointers import load_model
@@ -67,7 +67,7 @@ def common(checkpoint, chats):
 
 
 @pytest.mark.weekly(but_one=True)
-@pytest.mark.parametrize("kind", slow_but(["lora"], KINDS))
+@pytest.mark.parametrize("kind", weekly_but(["lora"], KINDS))
 def test_curve_matches_peft(kind, checkpoint, chats, common, tmp_path):
     """Compare 20 steps from one adapter with a loop of peft and transformers."""
     base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)

@@ -65,7 +65,7 @@ METHODS = {
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize("way", [pytest.param("skip", marks=pytest.mark.slow), "rollback"])
+@pytest.mark.parametrize("way", [pytest.param("skip", marks=pytest.mark.weekly), "rollback"])
 @pytest.mark.parametrize("recipe", METHODS, ids=lambda recipe: recipe.__name__)
 def test_nan_gradients_of_every_method(
     recipe, way, run_recipe, checkpoint, tied_checkpoint, pairs, chats, tmp_path, monkeypatch

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from edited_recipes import run_edited
-from helpers import HANGS, run_processes, save_checkpoint, slow_but
+from helpers import HANGS, run_processes, save_checkpoint, weekly_but
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from update_in_backward import in_backward
 
@@ -97,7 +97,7 @@ def state(checkpoint, folder):
 
 @pytest.mark.weekly
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", slow_but(["AdamW", "AdamW8bit"], OPTIMIZERS))
+@pytest.mark.parametrize("name", weekly_but(["AdamW", "AdamW8bit"], OPTIMIZERS))
 def test_resumed_run_equals_the_uninterrupted_one(name, recipe, common, told, tmp_path):
     settings = [*common, *RECIPES[recipe], *OPTIMIZERS[name][0]]
     whole = train(recipe, tmp_path / "whole", *settings)
@@ -150,7 +150,7 @@ def test_two_processes(recipe, common, told_to, tmp_path):
 
 
 @pytest.mark.weekly(but_one=True)
-@pytest.mark.parametrize("name", slow_but(["cosine", "WSD"], SCHEDULES))
+@pytest.mark.parametrize("name", weekly_but(["cosine", "WSD"], SCHEDULES))
 def test_schedules_resume_exactly(name, common, tmp_path):
     settings = [*common, *RECIPES["full_finetune"], "max_steps=6", *SCHEDULES[name]]
     whole = train("full_finetune", tmp_path / "whole", *settings)

@@ -6,7 +6,7 @@ import shutil
 import distill
 import lora_finetune
 import pytest
-from helpers import slow_but
+from helpers import weekly_but
 from safetensors.torch import load_file
 
 from tune.checkpointers import add_tokens
@@ -119,7 +119,7 @@ NAMES = ["config.json", "adapter_config.json", "rows.JSONL", "model.safetensors"
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize("name", slow_but(NAMES[:1], NAMES))
+@pytest.mark.parametrize("name", weekly_but(NAMES[:1], NAMES))
 def test_folder_with_a_model_or_data_is_refused(name, inputs, run_recipe, told, capsys):
     """`tune generate` once used the model that was there before."""
     folder = inputs.folder / "taken"

@@ -10,7 +10,7 @@ import pytest
 import reward_finetune
 import torch
 import transformers
-from helpers import run_processes, save_checkpoint, slow_but
+from helpers import run_processes, save_checkpoint, weekly_but
 from recipes.test_grpo import requests, share_of_a  # noqa: F401
 from recipes.test_rewards import pairs, reward_model, rows  # noqa: F401
 from safetensors.torch import load_file
@@ -254,7 +254,7 @@ def test_one_curve_on_one_and_two_processes(run, common, tmp_path):
 
 
 @pytest.mark.weekly(but_one=True)
-@pytest.mark.parametrize("adapter", slow_but([WITH_ADAPTER], [[], WITH_ADAPTER]))
+@pytest.mark.parametrize("adapter", weekly_but([WITH_ADAPTER], [[], WITH_ADAPTER]))
 def test_resume_is_bitwise_exact(adapter, run, common, told, tmp_path):
     whole = run(*adapter, "checkpointer.every=1", "checkpointer.keep=null", folder=tmp_path / "whole")
     resume = f"resume={tmp_path / 'whole' / 'checkpoints' / 'step-00000001'}"

@@ -8,7 +8,7 @@ from pathlib import Path
 import preference_finetune
 import pytest
 import torch
-from helpers import run_processes, save_checkpoint, slow_but
+from helpers import run_processes, save_checkpoint, slow_but, weekly_but
 from safetensors.torch import load_file
 
 from tune.cli import main as tune
@@ -79,7 +79,7 @@ def losses(steps):
 
 
 @pytest.mark.weekly(but_one=True)
-@pytest.mark.parametrize("name", slow_but(["DPO"], ["DPO", "KTO"]))
+@pytest.mark.parametrize("name", weekly_but(["DPO"], ["DPO", "KTO"]))
 def test_answers_to_fixed_prompts(name, run, checkpoint, tmp_path):
     """They come before the first step, after every second step and the last. Training is unchanged."""
     (tmp_path / "prompts.txt").write_text("the cat\nit was\n")
@@ -104,7 +104,7 @@ def references(folder):
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize("name", slow_but(["DPO"], ["DPO", "KTO"]))
+@pytest.mark.parametrize("name", weekly_but(["DPO"], ["DPO", "KTO"]))
 def test_references_agree(name, run, checkpoint, tmp_path):
     curves = {
         reference: losses(run(*loss(name), *LORA, f"reference={reference}", folder=tmp_path / str(number)))
@@ -202,7 +202,7 @@ def assert_one_curve(steps, plain):
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize("method", slow_but(["DPO"], METHODS))
+@pytest.mark.parametrize("method", weekly_but(["DPO"], METHODS))
 def test_curve_does_not_depend_on_micro_batches(method, run, tmp_path):
     curves = {way: run(*METHODS[method], *WAYS[way], folder=tmp_path / way) for way in WAYS}
     plain = curves["micro-batches of 1"]

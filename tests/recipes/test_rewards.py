@@ -12,7 +12,7 @@ import pytest
 import reward_finetune
 import torch
 import transformers
-from helpers import REFUSED_BY, WORDS, run_processes, save_checkpoint, slow_but
+from helpers import REFUSED_BY, WORDS, run_processes, save_checkpoint, weekly_but
 from models.test_families import MIXED
 from safetensors.torch import load_file
 from torch.nn.functional import logsigmoid
@@ -175,7 +175,7 @@ def test_reward_models_of_transformers_have_the_same_scores(family, pad_token_id
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize("center", slow_but([0.05], [0.0, 0.05]))
+@pytest.mark.parametrize("center", weekly_but([0.05], [0.0, 0.05]))
 def test_steps_match_the_formula_on_a_transformers_model(center, rows, pairs, run, tmp_path):
     model = reward_model(tmp_path / "model")
     conversations, margins = chats(rows), torch.tensor([row["margin"] for row in rows for _ in row["rejected"]])

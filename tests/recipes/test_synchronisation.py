@@ -10,7 +10,7 @@ import lora_finetune
 import preference_finetune
 import pytest
 import torch
-from helpers import save_checkpoint, slow_but
+from helpers import save_checkpoint, weekly_but
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -63,7 +63,7 @@ CASES = [
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize(("recipe", "settings", "model"), slow_but(CASES[::4], CASES))
+@pytest.mark.parametrize(("recipe", "settings", "model"), weekly_but(CASES[::4], CASES))
 def test_one_wait_per_step(recipe, settings, model, chats, pairs, run_recipe, tmp_path, monkeypatch):
     folder = save_checkpoint(tmp_path / "model", hidden_size=128, **model)
     rows = pairs if recipe is preference_finetune else chats

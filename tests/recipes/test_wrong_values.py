@@ -9,7 +9,7 @@ import random
 import time
 
 import pytest
-from helpers import WORDS, save_checkpoint, slow_but
+from helpers import WORDS, save_checkpoint, weekly_but
 from omegaconf import OmegaConf
 
 from tune import config
@@ -157,7 +157,7 @@ def draw_and_check(seconds: float, most: int) -> int:
 @pytest.mark.weekly
 @pytest.mark.parametrize(
     ("recipe", "wrong"),
-    slow_but([case for case in KNOWN[::4] if "tasks" not in case[1]], KNOWN),
+    weekly_but([case for case in KNOWN[::4] if "tasks" not in case[1]], KNOWN),
     ids=[f"{recipe}-{wrong[:40]}" for recipe, wrong in KNOWN],
 )
 def test_wrong_value_is_reported_by_its_key(recipe, wrong, here):
@@ -186,7 +186,7 @@ def test_ratio_that_makes_a_learning_rate_absurd(here):
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
-        pytest.param(["tasks=[no_such_task]"], "tasks", marks=pytest.mark.slow),  # imports the harness
+        pytest.param(["tasks=[no_such_task]"], "tasks", marks=pytest.mark.weekly),  # imports the harness
         (["limit=0.5"], "limit"),
         (["log_samples=true"], "log_samples"),
         (["dataset.path=null", "score=rewarding.length"], "score"),

@@ -11,7 +11,7 @@ from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
 import pytest
-from helpers import run_verbs, save_checkpoint, slow_but
+from helpers import run_verbs, save_checkpoint, weekly_but
 
 from tune import cli, rehearsal
 from tune.validate import hooks
@@ -142,7 +142,7 @@ FAULTS = [
 # The others are found in one pass, below.
 @pytest.mark.weekly(but_one=True)
 @pytest.mark.parametrize(
-    ("right", "wrong", "says"), slow_but(FAULTS[::6], FAULTS), ids=[wrong for _, wrong, _ in FAULTS]
+    ("right", "wrong", "says"), weekly_but(FAULTS[::6], FAULTS), ids=[wrong for _, wrong, _ in FAULTS]
 )
 def test_error_in_a_line_of_a_copied_recipe(right, wrong, says, mine):
     mine("full_finetune", (right, wrong))
@@ -351,7 +351,7 @@ CASES = [
 
 @pytest.mark.weekly(but_one=True)
 @pytest.mark.parametrize(
-    ("recipe", "settings"), slow_but([CASES[0], CASES[11], CASES[13]], CASES),
+    ("recipe", "settings"), weekly_but([CASES[0], CASES[11], CASES[13]], CASES),
     ids=lambda value: value if isinstance(value, str) else " ".join(value[2:])[-40:],
 )  # fmt: skip
 def test_every_recipe(recipe, settings, here):
@@ -359,7 +359,7 @@ def test_every_recipe(recipe, settings, here):
 
 
 @pytest.mark.weekly(but_one=True)
-@pytest.mark.parametrize("part", [slice(1, None, 3), pytest.param(slice(None), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("part", [slice(1, None, 3), pytest.param(slice(None), marks=pytest.mark.weekly)])
 def test_layouts_of_processes_that_do_not_exist(part, here, told_to):
     save_checkpoint(
         here / "experts", "Qwen3MoeConfig", num_experts=4, num_experts_per_tok=2, head_dim=16,
