@@ -119,7 +119,7 @@ def test_documents_that_share_a_row_and_gradients(pair):
 @pytest.mark.weekly
 @pytest.mark.parametrize(
     "pair",
-    [pytest.param(kind, marks=() if kind.startswith(("gpt2:", "gpt:")) else pytest.mark.slow) for kind in VARIANTS],
+    [pytest.param(kind, marks=() if kind.startswith(("gpt2:", "gpt:")) else pytest.mark.weekly) for kind in VARIANTS],
     indirect=True,
 )
 def test_generation_matches_transformers(pair):

@@ -124,7 +124,7 @@ def test_in_backward(checkpoint, common, tmp_path):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_compiled(checkpoint, common, tmp_path):
     variants = {"all": [f"model.path={checkpoint}"], "recomputed": [f"model.path={checkpoint}", *FULL]}
     layouts = {
