@@ -28,11 +28,11 @@ def test_run_uses_prepared_data(arguments, chats, tmp_path, monkeypatch, capsys)
     assert (tmp_path / "run" / "model").exists()
 
 
-def test_streams_are_not_prepared(arguments, tmp_path, capsys):
+def test_only_the_first_window_of_a_stream_is_prepared(arguments, tmp_path, capsys):
     main(["prepare", "full_finetune", *arguments, "dataset.streaming=true"])
     shown = capsys.readouterr().out
-    assert "is streamed: nothing is cached" in shown and "no warnings" in shown
-    assert not (tmp_path / "cache").exists()
+    assert "is streamed: only its first rows are cached" in shown and "no warnings" in shown
+    assert [file.parent.name for file in (tmp_path / "cache").glob("*/*")] == ["windows"]
 
 
 def test_prepare_needs_no_weights(arguments, checkpoint, tmp_path, capsys):

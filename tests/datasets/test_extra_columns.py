@@ -141,7 +141,7 @@ def test_integers_beyond_fp32_stay_exact(tokenizer, tmp_path, streaming):
     options = {"extra_columns": ["id", "fraction"], "cache_dir": str(tmp_path / "cache"), "streaming": streaming}
     data = load(tokenizer, write(tmp_path / "rows.jsonl", rows), max_seq_len=32, **options)
     if streaming:
-        data = next(data.windows())[1]
+        data = next(data.windows()).data
     assert [(int(sample.columns["id"]), float(sample.columns["fraction"])) for sample in data] == [(i, i) for i in ids]
     ((_, step),) = list(DataLoader(data, ranks(1)[0], 8, 8))
     assert step.micro_batches[0].columns["id"].dtype == torch.int64

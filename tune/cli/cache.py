@@ -13,7 +13,7 @@ from tune.errors import TuneError
 from tune.files import cache_folder
 from tune.terminal import visible
 
-FOLDERS = ("blocks", "datasets", "prompts", "files")
+FOLDERS = ("blocks", "datasets", "prompts", "windows", "files")
 DAY = 86400.0
 
 

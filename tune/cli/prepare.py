@@ -28,7 +28,7 @@ def main(parser: ArgumentParser, arguments: list[str]) -> None:
     dataset, validation = data_of(cfg, tokenizer)
     for part in filter(None, (dataset, validation)):
         if isinstance(part, Stream):
-            print(visible(without_secrets(f"{part.name} is streamed: nothing is cached. Its first rows:")))
+            print(visible(without_secrets(f"{part.name} is streamed: only its first rows are cached:")))
         print(visible(part.accounting.table()), flush=True)
     found = warnings_about(parts_of(dataset, "training"), parts_of(validation, "validation"), tokenizer)
     print(visible("\n  ".join(["warnings", *found] if found else ["no warnings"])), flush=True)

@@ -35,7 +35,7 @@ from tune.datasets.display import MARKS, first_rows, histogram, marked, parts_of
 from tune.datasets.from_path import load, ray
 from tune.datasets.kept_files import kept
 from tune.datasets.loader import DataLoader, GlobalBatch, require_batches, validation_batches
-from tune.datasets.mix import Mixture, mix
+from tune.datasets.mix import Mixture, StreamMixture, mix
 from tune.datasets.parse.messages import checked_messages, conversation
 from tune.datasets.prompts import Prompt, PromptLoader, Prompts, load_prompts, open_prompts, placed_rows
 from tune.datasets.render import tokenize_conversation
@@ -58,6 +58,7 @@ __all__ = [
     "RowReader",
     "Sample",
     "Stream",
+    "StreamMixture",
     "add_scores",
     "collate",
     "collate_inputs",

@@ -12,7 +12,8 @@ from tune.datasets.dataset import Dataset
 from tune.datasets.fit import Fit, TooLong
 from tune.datasets.full_rows import full_rows
 from tune.datasets.held_out import with_validation
-from tune.datasets.kept_files import hash_of
+from tune.datasets.kept_files import hash_of, key_of
+from tune.datasets.kept_windows import KeptWindows
 from tune.datasets.parse.formats import FORMATS, Format, Kind
 from tune.datasets.preparation import Preparation, fit_settings, reader_for, reader_settings
 from tune.datasets.ray_data import for_all_processes, require_ray
@@ -21,7 +22,7 @@ from tune.datasets.render import TrainOn, Turns
 from tune.datasets.rows import RowReader
 from tune.datasets.samples import Samples
 from tune.datasets.stream import Chunks, Stream
-from tune.datasets.workers import available_cores
+from tune.datasets.workers import cores_of_a_process
 from tune.errors import TuneError, explained
 from tune.files import cache_folder
 from tune.lookup import did_you_mean
@@ -94,8 +95,8 @@ def load(
         cache_dir: folder for the prepared samples (default: $TUNE_CACHE or ~/.cache/tune). They are reused for the same
             content, tokenizer and options.
         workers: tokenizing processes; None: one per core.
-        streaming: tokenize while reading, and store nothing. Each process reads all rows; with "ray", Ray Data
-            tokenizes once for all processes.
+        streaming: tokenize while reading, and keep only the rows from which runs start. Each process reads all rows;
+            with "ray", Ray Data tokenizes once for all processes.
         shuffle_buffer: stream rows that are shuffled and packed together (default: 8,192).
 
     Rows that cannot be trained on are dropped and counted in `.accounting`.
@@ -139,9 +140,14 @@ def load(
             raise TuneError("streaming: labelled rows are compared with answers to other prompts; set streaming=false")
         if validation_fraction:
             raise TuneError("validation_fraction: a stream cannot hold out rows; name other rows in validation")
-        reader = replace(reader, digests=False)
-        chunks = Chunks(source, reader, fit, bad_share, ignored_columns, workers)
-        return _stream(chunks, pack_to, shuffle_buffer or WINDOW, streaming == "ray")
+        window = shuffle_buffer or WINDOW
+        names = [file.name for file in source.files]
+        # Positions in checkpoints depend on this fingerprint, which was made without digests of rows.
+        settings = [reader_settings(replace(reader, digests=False)), fit_settings(fit)]
+        fingerprint = hash_of(names, tokenizer.fingerprint, settings, packed, window)
+        kept = KeptWindows(cache_folder(cache_dir) / "windows", key_of(fingerprint))
+        chunks = Chunks(source, reader, fit, bad_share, ignored_columns, workers, kept)
+        return _stream(chunks, pack_to, window, fingerprint, streaming == "ray")
     if shuffle_buffer:
         raise TuneError("shuffle_buffer: without streaming=true, all rows are shuffled together. Remove it")
     folder = cache_folder(cache_dir)
@@ -181,23 +187,20 @@ def _plain(train_on: TrainOn) -> TrainOn:
     return train_on if isinstance(train_on, str) else [*train_on]
 
 
-NOT_STREAMED = ("streaming", "validation_fraction", "validation_seed", "cache_dir")
+NOT_STREAMED = ("streaming", "validation_fraction", "validation_seed")
 _known = [parameter for parameter in signature(load).parameters.values() if parameter.name not in NOT_STREAMED]
 ray.__signature__ = signature(load).replace(parameters=_known)  # type: ignore[attr-defined]
 ray.__annotations__ = load.__annotations__
 
 
-def _stream(chunks: Chunks, pack_to: int | None, window: int, by_ray: bool) -> Stream:
-    source, reader, fit = chunks.source, chunks.reader, chunks.fit
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # processes on this machine that read the same rows
-    if not (chunks.workers or by_ray):
-        chunks = replace(chunks, workers=max(1, available_cores() // here))
-    names = [file.name for file in source.files]
-    settings = [reader_settings(reader), fit_settings(fit)]
-    fingerprint = hash_of(names, reader.tokenizer.fingerprint, settings, bool(pack_to), window)
+def _stream(chunks: Chunks, pack_to: int | None, window: int, fingerprint: str, by_ray: bool) -> Stream:
+    source, fit = chunks.source, chunks.fit
+    if not (chunks.workers or by_ray):  # each process reads the same rows
+        chunks = replace(chunks, workers=cores_of_a_process())
     read: Callable[[int], Iterator[Samples]] = partial(chunks.after, by_ray=by_ray)
     read = for_all_processes(read, source.name) if by_ray else read
-    return Stream(read, source.name, fit.max_seq_len, pack_to, window, fingerprint)
+    kept = None if rehearsal.current() else chunks.windows  # a rehearsal may have cut the rows
+    return Stream(read, source.name, fit.max_seq_len, pack_to, window, fingerprint, kept)
 
 
 def _named(format: str | None, kind: Kind) -> Format | str | None:

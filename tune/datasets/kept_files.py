@@ -8,6 +8,7 @@ lock, which is released when the process ends in any way.
     blocks/KEY      the rows of a piece of a source, uncut: depends on the rows, the tokenizer and what is learned
     datasets/KEY    the samples of a source: depends on its pieces, and on the length, the held-out rows and the like
     prompts/KEY     prompts, as arrays
+    windows/KEY-ROW the rows of a stream from which a run starts: see `kept_windows`
     files/KEY       hashes of large files
 """
 

@@ -122,14 +122,16 @@ class DataLoader:
         return validation_batches(self.dataset.validation, self.world, self.micro_batch_size, self.pad_to)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last step that was yielded."""
+        """The position after the last step that was yielded. A stream keeps the window of this position."""
+        if isinstance(self.dataset, Stream):
+            self.dataset.keep(self._position)
         return {"step": self._step, "position": asdict(self._position), **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after a saved step. Raises TuneError if the data, their order or the batch size differ, or if the
         run ends before that step."""
         require_continuable(state, self._identity(), self._steps, "max_seq_len, packed")
-        self._step, self._position = state["step"], Position(**state["position"])
+        self._step, self._position = state["step"], Position.from_dict(state["position"])
 
     def _batch(self, data: Dataset | Mixture | DrawnRows, rows: np.ndarray, names: list[int], step: int) -> GlobalBatch:
         size = self.micro_batch_size
@@ -210,7 +212,9 @@ def validation_batches(
     `world=None` is `tune.distributed.current_world()`.
     """
     world = _world(world)
-    parts = (("", data) for _, data in dataset.windows()) if isinstance(dataset, Stream) else dataset.parts.items()
+    parts = (
+        (("", window.data) for window in dataset.windows()) if isinstance(dataset, Stream) else dataset.parts.items()
+    )
     for source, part in parts:
         names = ("validation_loss", f"validation_loss/{source}") if source else ("validation_loss",)
         rows = np.arange(len(part))

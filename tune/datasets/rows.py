@@ -68,7 +68,7 @@ class RowReader:
         digest = None
         try:
             _require_object(row)
-            digest = _digest(row) if self.digests else 0
+            digest = digest_of_row(row) if self.digests else 0
             examples = [self._example(*each) for each in self._tokenized(row)]
             if self.turns == "as_seen":
                 examples = _continued(examples)
@@ -250,8 +250,11 @@ def _labels_of_both(sample: Sample, longer: Sample) -> tuple[np.ndarray, np.ndar
     return np.append(sample.labels[:end], longer.labels[end:]), weights
 
 
-def _digest(row: Row) -> int:
-    """A number that is equal for equal rows. It decides which rows are held out with `validation_seed` 0."""
+def digest_of_row(row: Row) -> int:
+    """A number that is equal for equal rows. Raises TuneError if the row cannot be compared.
+
+    It decides which rows are held out with `validation_seed` 0.
+    """
     return int.from_bytes(hashlib.blake2b(f"0 {exact_text(row)}".encode(), digest_size=8).digest(), "big")
 
 

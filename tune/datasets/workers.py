@@ -29,6 +29,11 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def cores_of_a_process() -> int:
+    """The cores of this machine for each of the processes that a launcher started on it."""
+    return max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
 def map_chunks(
     function: Callable[[list[Item]], Result], items: Iterable[Item], workers: int | None = None, size: int = CHUNK
 ) -> Iterator[Result]:

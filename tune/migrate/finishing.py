@@ -368,7 +368,7 @@ def fraction_held_out(run: Migration, source: Arguments, rest: Arguments) -> Non
 def mix(run: Migration, sources: list[Arguments]) -> None:
     """Build a mixture; settings of `dataset` are copied into each source."""
     for key in {"dataset.streaming", "dataset.shuffle_buffer"} & run.settings.keys():
-        run.refuse(key, "a mixture cannot be streamed")
+        run.refuse(key, "in a mixture, each source has its own streaming=true, and a weight")
     shared = {key[8:]: run.settings.pop(key) for key in [*run.settings] if key.startswith("dataset.")}
     parts: dict[str, dict[str, Any]] = {}
     for index, source in enumerate(sources):

@@ -9,7 +9,7 @@ from typing import Any
 from tune import rehearsal
 from tune.datasets.read.data_files import File, choose_files, is_on_the_hub, place_at, require_train
 from tune.datasets.read.pieces import RowPlaces, mark_of
-from tune.datasets.read.readers import NumberedRows, numbered, rows_of
+from tune.datasets.read.readers import NumberedRows, Skip, numbered, rows_of
 from tune.datasets.user_functions import load_function
 from tune.errors import TuneError, explained
 
@@ -22,34 +22,40 @@ PlacedRows = Iterator[tuple[str, Any]]
 class Source:
     """Rows, each with its place ("chats.jsonl:12") for messages. Each iteration reads them again.
 
-    `take` limits the number of rows. They come from `files`, or are `rows` with numbers, named by `places`. `version`
-    is equal for equal rows, if that is known without reading them.
+    `take` limits the number of rows. They come from `files`, or from the function `rows(start=0)`, which yields those
+    after the first `start` with their numbers, named by `places`. `version` is equal for equal rows, if that is known
+    without reading them.
     """
 
     name: str
     take: int | None = None
     files: list[File] = field(default_factory=list)
     ignored_files: list[str] = field(default_factory=list)
-    rows: Callable[[], NumberedRows] | None = None
+    rows: Callable[..., NumberedRows] | None = None
     places: RowPlaces = field(default_factory=lambda: RowPlaces(""))
     version: Callable[[], str | None] = lambda: None
 
     def __iter__(self) -> PlacedRows:
-        return islice(self._all(), self.take)
+        return self.after(0)
 
-    def _all(self) -> PlacedRows:
+    def after(self, start: int) -> PlacedRows:
+        """Yield the rows after the first `start`, which are skipped without parsing them where the files allow it."""
+        return islice(self._after(start), None if self.take is None else max(0, self.take - start))
+
+    def _after(self, start: int) -> PlacedRows:
         if self.rows:
-            yield from ((self.places.of(number), row) for number, row in self.rows())
+            yield from ((self.places.of(number), row) for number, row in self.rows(start))
+        skip = Skip(start)
         for file in self.files if not self.rows else ():
             places = RowPlaces(file.name, mark_of(file))
-            yield from ((places.of(number), row) for number, row in rows_of(file))
+            yield from ((places.of(number), row) for number, row in rows_of(file, skip=skip))
 
     def rehearsed(self) -> "Source":
         """In a rehearsal, the source cut to the first rows; the rehearsal notes whether there are more."""
         rehearsed = rehearsal.current()
         if rehearsed is None or rehearsed.rows is None or (self.take or 1 << 62) <= rehearsed.rows:
             return self
-        if next(islice(self._all(), rehearsed.rows, None), None) is not None:
+        if next(self._after(rehearsed.rows), None) is not None:
             rehearsed.cut.add(self.name)
         return replace(self, take=rehearsed.rows)
 
@@ -71,7 +77,7 @@ def read(path: str, split: str = "train", subset: str | None = None, take: int |
         require_train(path, split)
         function = load_function(path.removeprefix(FUNCTION), path)
         places = RowPlaces(getattr(function, "__name__", "function"), ":row ")
-        return Source(path, take, rows=lambda: _generated(function, path), places=places)
+        return Source(path, take, rows=partial(_generated, function, path), places=places)
     place = place_at(path)
     if (saved := place.saved_split(split)) is not None:
         opened = partial(_opened, "load_from_disk", f"{saved} cannot be read as a saved dataset", saved)
@@ -80,11 +86,12 @@ def read(path: str, split: str = "train", subset: str | None = None, take: int |
     return Source(path, take, files, ignored)
 
 
-def _generated(function: Callable[[], Any], path: str) -> NumberedRows:
+def _generated(function: Callable[[], Any], path: str, start: int = 0) -> NumberedRows:
     number = 0
     try:
         for number, row in enumerate(function(), 1):
-            yield number, row
+            if number > start:
+                yield number, row
     except TuneError:
         raise
     except Exception as error:  # a user's function can raise anything
@@ -95,8 +102,11 @@ def _of_datasets(name: str, opened: Callable[[], Any], take: int | None, files: 
     """The rows of a dataset of Hugging Face's `datasets`, which knows when they change."""
     places = RowPlaces(name, ":row ")
 
-    def rows() -> NumberedRows:
-        return numbered(opened().with_format("arrow").iter(batch_size=1024))
+    def rows(start: int = 0) -> NumberedRows:
+        data = opened().with_format("arrow")
+        if start:  # `skip` refuses to skip all rows
+            data = data.skip(start) if start < len(data) else data.take(0)
+        return numbered(data.iter(batch_size=1024), number=start)
 
     return Source(name, take, [*files], rows=rows, places=places, version=lambda: opened()._fingerprint)
 

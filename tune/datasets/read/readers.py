@@ -13,6 +13,7 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -30,17 +31,27 @@ PART = 2**20  # bytes of a JSON list that are read at once
 WRAPPERS = ("data", "rows", "examples", "samples", "instances", "records", "items")  # keys with the list of rows
 
 
-def rows_of(file: File, row_groups: Sequence[int] | None = None) -> NumberedRows:
+@dataclass
+class Skip:
+    """The number of rows to skip before the first one that is read. Readers count it down."""
+
+    left: int = 0
+
+
+def rows_of(file: File, row_groups: Sequence[int] | None = None, skip: Skip | None = None) -> NumberedRows:
     """Yield a file's rows with their numbers, or those of some `row_groups` of Parquet, numbered from 1.
+
+    Rows to `skip` keep their numbers. In files with a row a line, Parquet and Arrow they are not parsed.
 
     Raises TuneError, with the line if there are lines, if the file is damaged.
     """
+    skip = skip or Skip()
     with explained(f"{file.path} cannot be read", OSError, EOFError, zlib.error, lzma.LZMAError):
         with file.filesystem.open(file.path, "rb") as stream:
             is_git_pointer = stream.read(len(GIT_POINTER)) == GIT_POINTER
         if is_git_pointer:
             raise _git_pointer(file)
-        yield from READERS[file.kind](file) if row_groups is None else _columnar(file, row_groups)
+        yield from READERS[file.kind](file, skip) if row_groups is None else _columnar(file, skip, row_groups)
 
 
 def lines_between(file: File, start: int, stop: int) -> NumberedRows:
@@ -51,7 +62,7 @@ def lines_between(file: File, start: int, stop: int) -> NumberedRows:
             raise _git_pointer(file)
         stream.seek(start)
         lines = stream.read(stop - start).split(b"\n")
-    yield from _rows_of_lines(file, lines)
+    yield from _rows_of_lines(file, lines, Skip())
 
 
 def row_groups_of(file: File, size: int) -> Iterator[tuple[list[int], int, int]]:
@@ -73,13 +84,19 @@ def row_groups_of(file: File, size: int) -> Iterator[tuple[list[int], int, int]]
             yield groups, rows, total
 
 
-def numbered(tables: Iterable[Any]) -> NumberedRows:
-    """Yield the rows of Arrow tables or record batches, without nulls for keys that only other rows have."""
-    number = 0
+def numbered(tables: Iterable[Any], skip: Skip | None = None, number: int = 0) -> NumberedRows:
+    """Yield the rows of Arrow tables or record batches, without nulls for keys that only other rows have.
+
+    `number` is that of the row before the first table.
+    """
+    skip = skip or Skip()
     for table in tables:
+        skipped = min(skip.left, table.num_rows)
+        skip.left -= skipped
+        number += skipped
         features = _features(table.schema)
         json_columns = {field.name for field in table.schema if _holds_json(field.type, features.get(field.name))}
-        pieces = (table.slice(start, 1024) for start in range(0, table.num_rows, 1024))
+        pieces = (table.slice(start, 1024) for start in range(skipped, table.num_rows, 1024))
         for row in (row for piece in pieces for row in piece.to_pylist()):
             number += 1
             row = {column: _pruned(value) for column, value in row.items()}
@@ -136,16 +153,25 @@ def _pruned(value: Any) -> Any:
     return [_pruned(item) for item in value] if isinstance(value, list) else value
 
 
-def _json(file: File) -> NumberedRows:
+def _after(skip: Skip, rows: NumberedRows) -> NumberedRows:
+    """Yield rows after those to skip, which had to be parsed."""
+    for row in rows:
+        if skip.left:
+            skip.left -= 1
+        else:
+            yield row
+
+
+def _json(file: File, skip: Skip) -> NumberedRows:
     """Read a list of rows, an object with such a list (`{"data": [...]}`), or one row per line."""
     if has_lines(file):
-        yield from _json_lines(file)
+        yield from _json_lines(file, skip)
         return
     with file.open() as stream:
         head = stream.read(4096).lstrip(BLANKS)
     is_list = head.startswith(b"[") and b"\0" not in head  # else UTF-16, which is read whole
     try:
-        yield from enumerate(_items(file) if is_list else _rows_inside(file), 1)
+        yield from _after(skip, enumerate(_items(file) if is_list else _rows_inside(file), 1))
     except (ValueError, RecursionError) as error:
         line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
         raise TuneError(f"{file.path}{line}: {_malformed(error)}") from error
@@ -255,15 +281,19 @@ def has_lines(file: File) -> bool:
     return has_more
 
 
-def _json_lines(file: File) -> NumberedRows:
+def _json_lines(file: File, skip: Skip) -> NumberedRows:
     with file.open() as lines:
-        yield from _rows_of_lines(file, lines)
+        yield from _rows_of_lines(file, lines, skip)
 
 
-def _rows_of_lines(file: File, lines: Iterable[bytes]) -> NumberedRows:
+def _rows_of_lines(file: File, lines: Iterable[bytes], skip: Skip) -> NumberedRows:
     otherwise = ", or the file one list of them" if file.kind == ".json" else ""
     for number, line in enumerate(lines, 1):
-        if line.strip():
+        if not line.strip():
+            continue
+        if skip.left:
+            skip.left -= 1
+        else:
             yield number, json_row(line.rstrip(b"\r\n"), otherwise)
 
 
@@ -308,7 +338,12 @@ def _malformed(error: Exception) -> str:
     return _not_text(error) if isinstance(error, UnicodeDecodeError) else f"malformed JSON: {error}"
 
 
-def _csv(file: File) -> NumberedRows:
+def _csv(file: File, skip: Skip) -> NumberedRows:
+    """Read a table. Rows to skip are parsed too: a cell may have several lines."""
+    yield from _after(skip, _rows_of_table(file))
+
+
+def _rows_of_table(file: File) -> NumberedRows:
     csv.field_size_limit(sys.maxsize)
     number = 0
     try:
@@ -342,7 +377,7 @@ def _text_lines(file: File) -> Iterator[str]:
                 raise TuneError(f"{file.path}:{number}: {_not_text(error)}") from error
 
 
-def _columnar(file: File, row_groups: Sequence[int] | None = None) -> NumberedRows:
+def _columnar(file: File, skip: Skip, row_groups: Sequence[int] | None = None) -> NumberedRows:
     """Read Parquet, or Arrow as an IPC file or an IPC stream."""
     import pyarrow
     import pyarrow.parquet
@@ -351,19 +386,29 @@ def _columnar(file: File, row_groups: Sequence[int] | None = None) -> NumberedRo
     with malformed, file.open() as stream:
         is_ipc_file = stream.read(6) == b"ARROW1"
         stream.seek(0)
+        skipped = 0
         if file.kind == ".parquet":
-            batches = pyarrow.parquet.ParquetFile(stream).iter_batches(1024, row_groups)
+            table = pyarrow.parquet.ParquetFile(stream)
+            groups = [*(range(table.num_row_groups) if row_groups is None else row_groups)]
+            # Metadata have the number of rows in each group: groups to skip are not read.
+            while groups and table.metadata.row_group(groups[0]).num_rows <= skip.left:
+                rows = table.metadata.row_group(groups.pop(0)).num_rows
+                skip.left, skipped = skip.left - rows, skipped + rows
+            batches = table.iter_batches(1024, groups)
         elif is_ipc_file:
             table = pyarrow.ipc.open_file(stream)
             batches = map(table.get_batch, range(table.num_record_batches))
         else:
             batches = pyarrow.ipc.open_stream(stream)
-        yield from numbered(batches)
+        yield from numbered(batches, skip, skipped)
 
 
-def _text(file: File) -> NumberedRows:
+def _text(file: File, skip: Skip) -> NumberedRows:
     """Read the whole file as one document."""
-    yield 1, {"text": "".join(_text_lines(file))}
+    if skip.left:
+        skip.left -= 1
+    else:
+        yield 1, {"text": "".join(_text_lines(file))}
 
 
 def _not_text(error: UnicodeDecodeError) -> str:
@@ -372,7 +417,7 @@ def _not_text(error: UnicodeDecodeError) -> str:
     return f"not UTF-8 text: {error.reason} at byte {error.start}. Save the file as UTF-8"
 
 
-READERS: dict[str, Callable[[File], NumberedRows]] = {
+READERS: dict[str, Callable[[File, Skip], NumberedRows]] = {
     ".json": _json,
     ".jsonl": _json_lines,
     ".csv": _csv,
