@@ -21,7 +21,7 @@ ORDER = [
     *("tokenizers", "losses", "quantization", "distributed"),
     *("collators", "config", "rules", "files"),
     # Files next to the packages.
-    *("ray_cluster", "fused", "rehearsal", "processor", "run_settings"),
+    *("ray_cluster", "fused", "rehearsal", "processor", "parts", "run_settings"),
     *("devices", "lookup", "types", "errors", "secrets", "terminal", "__version__"),
 ]
 ALLOWED = {

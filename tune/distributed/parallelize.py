@@ -28,6 +28,7 @@ from tune.distributed.shards import layout_of, norm_of_squares, sum_of_squares
 from tune.distributed.tensor_parallel import share
 from tune.distributed.world import World, current_world
 from tune.errors import TuneError
+from tune.parts import language_of, tower_blocks
 from tune.types import PositiveFloat
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -146,6 +147,9 @@ def parallelize(
         wrap_forward(block, *how, backwards_wait=world.num_stages > 1)
         if world.size > 1:
             count_time(block)
+    for block in tower_blocks(model):
+        if any(parameter.requires_grad for parameter in block.parameters()):  # else it keeps nothing for backward
+            wrap_forward(block, activation_checkpointing, False, activation_offload)
     # With nothing to gather, cast or move, FSDP would only add a copy of every parameter and gradient per micro-batch.
     if world.size > 1 or needs_cast or cpu_offload:
         _shard(model, units, world, dtype, needs_cast, cpu_offload)
@@ -320,8 +324,9 @@ def _placements(experts: set[nn.Parameter], mesh: DeviceMesh) -> Callable[[nn.Pa
 
 
 def units_of(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    """Return the modules that FSDP gathers one at a time: blocks, embeddings that are not tied to the head, and the
-    model for all other weights. The head is the model's `head_module`, else a Linear child with an output per token."""
+    """Return the modules that FSDP gathers one at a time: blocks, a tower's blocks, embeddings of tokens that are not
+    tied to the head, and the model for all other weights. The head is the model's `head_module`, else a Linear child
+    with an output per token."""
     linears = [child for child in model.children() if isinstance(child, nn.Linear)]
     says = hasattr(model, "head_module")
 
@@ -331,8 +336,9 @@ def units_of(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
 
     if says:  # other Linear children are not the head
         linears = [each for each in linears if each is model.head_module]
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    return [*blocks, *filter(is_untied, embeddings), model]
+    # Towers read the weights of embeddings of positions without calling them, so these are not units.
+    embeddings = [module for module in language_of(model).modules() if isinstance(module, nn.Embedding)]
+    return [*blocks, *tower_blocks(model), *filter(is_untied, embeddings), model]
 
 
 def _require_one_type(unit: nn.Module, parameters: set[nn.Parameter], cast: torch.dtype | None) -> None:
@@ -363,8 +369,9 @@ def _named(blocks: list[nn.Module], model: nn.Module, patterns: Sequence[str]) -
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a model: the members of its largest nn.ModuleList. Raises TuneError if it has none."""
-    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    """Return the blocks of a model: the members of the largest nn.ModuleList of its language part. Raises TuneError if
+    it has none."""
+    lists = [list(module) for module in language_of(model).modules() if isinstance(module, nn.ModuleList)]
     if not lists:
         raise TuneError(f"{type(model).__name__} has no nn.ModuleList of blocks, which sharding needs")
     found = max(lists, key=lambda blocks: sum(p.numel() for block in blocks for p in block.parameters()))

@@ -28,6 +28,7 @@ from tune.distributed.plans import SharingPlan
 from tune.distributed.uses import WHOLE, Use, Uses, column, columns_of, require_even, rows_of, see_shares
 from tune.distributed.wrapping import Forward, Wrap, wrap, wrapper_of
 from tune.errors import TuneError
+from tune.parts import part_of
 
 
 def share(
@@ -90,10 +91,10 @@ def _uses_outside_blocks(model: Any, blocks: list[nn.Module], mesh: DeviceMesh, 
     # Models with a `head_module` use an embedding's weight nowhere else; for others this is unknown.
     is_known, head = hasattr(model, "head_module"), getattr(model, "head_module", None)
     own_to_each = undivided(model, blocks, mesh.size(), loss_parallel).values()
-    for module in model.modules():
+    for name, module in model.named_modules():
         if not isinstance(module, nn.Embedding | nn.Linear) or module._parameters.get("weight") is None:
             continue
-        if module in inside or module in own_to_each:
+        if module in inside or module in own_to_each or part_of(model, name) != "language":
             continue
         is_plain_head = type(module) is nn.Linear and module is head
         sees_shares = is_plain_head or (type(module) is nn.Embedding and is_known)
@@ -127,6 +128,7 @@ def undivided(model: nn.Module, blocks: list[nn.Module], size: int, loss_paralle
         name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.Embedding | nn.Linear) and module not in inside
+        if part_of(model, name) == "language"
         if module.weight is not None and (len(module.weight) % size or module is head)
     }
 

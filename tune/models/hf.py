@@ -23,6 +23,7 @@ from tune.models.config_file import ConfigFile
 from tune.models.decoder import Decoder, Head, head_operands
 from tune.models.names import Names, OnDisk, own_name
 from tune.models.quantized import quantized
+from tune.parts import ModelPart
 from tune.quantization import Scaling
 
 # If padding all documents to the longest multiplies the tokens by at most this factor, each gets its own row: plain
@@ -177,6 +178,7 @@ class HuggingFaceModel(nn.Module):
         if self.tied and head.bias is not None:
             raise TuneError(f"model: {name} is not supported: it has an output bias and tied weights")
         self.head = None if self.tied else head
+        self.part_of_prefix = self._parts()
         ours = {id(tensor): each for each, tensor in [*self.named_parameters(), *self.named_buffers()]}
         self.names = Names({}, ignored=(*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"))
         for name, (identity, names) in on_disk.items():
@@ -269,6 +271,35 @@ class HuggingFaceModel(nn.Module):
     def head_module(self) -> nn.Module:
         """The head, or the embedding whose weight it shares."""
         return self.get_submodule(self.tied.rpartition(".")[0]) if self.head is None else self.head
+
+    @property
+    def tower(self) -> nn.Module | None:
+        """The module that reads pictures; None for a model of text."""
+        return _encoder(self.body, "image")
+
+    @property
+    def language(self) -> nn.Module:
+        """The module that reads tokens, with the embedding and without the head: all of a model of text."""
+        return self if self.tower is None else self.body.get_decoder()
+
+    def _parts(self) -> dict[str, ModelPart]:
+        """The parts by the prefix of their names. All other modules are the projector."""
+        parts: list[tuple[ModelPart, nn.Module | None]] = [
+            ("language", self.language),
+            ("language", self.head),
+            ("tower", self.tower),
+            ("tower", _encoder(self.body, "audio")),
+        ]
+        names = {module: f"{name}." for name, module in self.named_modules()}
+        return {names[module]: part for part, module in parts if module is not None}
+
+    def part_of(self, name: str) -> ModelPart:
+        """The part of the model to which the module or parameter `name` belongs."""
+        for prefix, part in self.part_of_prefix.items():
+            if name.startswith(prefix):
+                # The towers of Qwen and GLM end with their projector.
+                return "projector" if part == "tower" and "merger" in name.removeprefix(prefix) else part
+        return "language" if self.tower is None or name == "head" else "projector"
 
     def _softcapped(self, logits: Tensor) -> Tensor:
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
@@ -407,10 +438,17 @@ def _logit_transform(config: Any) -> tuple[float, float | None]:
     return scale, getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
 
 
+def _encoder(model: Any, kind: Literal["image", "audio"]) -> nn.Module | None:
+    """The module of a transformers model that reads pictures or sounds, if any."""
+    encoder = model.get_encoder(kind)
+    return None if encoder is model or encoder is model.base_model else encoder
+
+
 def _longest(model: Any, config: Any) -> tuple[int | None, str]:
     """The maximum length of documents, if any, and a phrase on what the model does beyond it."""
     trained = getattr(config, "max_position_embeddings", None)
-    for each in model.modules():
+    readers = model if _encoder(model, "image") is None else model.get_decoder()  # a tower has other positions
+    for each in readers.modules():
         is_table = isinstance(each, nn.Embedding) and each is not model.get_input_embeddings()
         if is_table and trained and trained <= each.num_embeddings <= trained + 2:  # two may be for padding
             return trained, "has no position embeddings"

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from tune.errors import TuneError
 from tune.lookup import did_you_mean
 from tune.models import ExpertLinear, Names, Router, require_no_peft
+from tune.parts import part_of
 from tune.peft.adapters import Adapter, adapted_modules, initialize, is_tied
 from tune.peft.dropout import set_dropout_keys
 from tune.peft.files import load_adapter
@@ -293,7 +294,11 @@ def token_modules(model: nn.Module, lora: LoRA, others: Mapping[str, nn.Module])
     modules that the setting names."""
     if not lora.trainable_tokens:
         return {}
-    embeddings = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    embeddings = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and part_of(model, name) == "language"
+    }
     name, embedding = max(embeddings.items(), key=lambda item: item[1].num_embeddings)
     size = embedding.num_embeddings
     heads = {

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tune.checkpointers import DiskTensor, plain_tensors
 from tune.distributed import full_tensor
 from tune.models import Names
+from tune.parts import part_of
 
 CHUNK = 16_384  # rows compared at a time
 ALIKE, SMALL = 0.999, 0.1  # cosine similarity; share of the median norm
@@ -81,7 +82,8 @@ def untrained_tokens(model: nn.Module, path: str | Path, tokens: Collection[int]
     frozen = {
         name: set(tokens).difference(getattr(module, "tokens", ()))
         for name, module in model.named_modules()
-        if (type(module) in kinds or (name == "head" and type(module) is nn.Linear))
+        if part_of(model, name) == "language"
+        and (type(module) in kinds or (name == "head" and type(module) is nn.Linear))
         and not module.get_parameter("weight").requires_grad
     }
     if not any(frozen.values()):

@@ -21,6 +21,7 @@ from tune.devices import Device
 from tune.distributed import LARGE, as_dtype, cast_by_fsdp, repeated_blocks, split_blocks
 from tune.errors import TuneError
 from tune.files import written_aside
+from tune.parts import language_of
 from tune.plan.memory import GIB, IN_STEP, PARTS, Checkpointing, Layout, PlannedStage, memory
 from tune.plan.recording import Recording, is_trained, meshes_of, require_layout
 from tune.plan.sampling import read_prompts, read_together, sample_token
@@ -388,7 +389,7 @@ class Job:
 
     def _packed(self, model: Any) -> float:
         """Return the bytes of weight copies in the layout of CPU kernels, which exist while sampling."""
-        tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+        tables = [module.weight for module in language_of(model).modules() if isinstance(module, nn.Embedding)]
         looked_up = [] if getattr(model, "head", None) is None else tables
         of_products = {*model.parameters()}.difference(looked_up)
         large = sum(weight.numel() for weight in of_products if weight.dim() == 2 and weight.numel() >= LARGE)

@@ -5,7 +5,7 @@ quantized like the whole weight, and FSDP shards codes and scales as plain tenso
 of 16,384 elements and uses the mean of a shard's scales, so that a sharded weight differs from the whole.)
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
 
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from tune import fused
 from tune.distributed import full_tensor, local_shard
 from tune.errors import TuneError
+from tune.parts import part_of
 
 BLOCK = 64
 BLOCKS = 64  # blocks per program of the kernel
@@ -203,14 +204,14 @@ def quantize_linears(model: nn.Module, kind: Literal["nf4"] = "nf4", *, double: 
     return sum(linear.out_features * linear.in_features for linear in linears.values())
 
 
-def block_linears(model: nn.Module) -> dict[str, nn.Linear]:
+def block_linears(model: nn.Module, parts: Collection[str] = ("language",)) -> dict[str, nn.Linear]:
     """The linear layers inside the modules of `model`, by name, without the head, which is a child of `model` itself,
-    and without `uncalled_linears`."""
+    and without `uncalled_linears`. Of a model of images and text, only those of its `parts`."""
     uncalled = uncalled_linears(model)
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and "." in name and module not in uncalled
+        if isinstance(module, nn.Linear) and "." in name and module not in uncalled and part_of(model, name) in parts
     }
 
 

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from tune.devices import named
 from tune.models import Decoder, weight_flops
+from tune.parts import language_of, part_of
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -18,12 +19,15 @@ def flops_per_token(model: nn.Module, seq_len: int) -> float:
 
     They include `weight_flops`, without the embedding unless it is also the head. Attention counts 6 for each pair of
     tokens and each dimension of queries and values, as if not causal, within the window. In transformers models, only
-    attentions that end with an `nn.Linear` count. Recurrent layers count only their weights.
+    attentions that end with an `nn.Linear` count. Recurrent layers count only their weights. Of a model of images and
+    text, the language part counts: a picture's patches are not tokens.
     """
-    lookups = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    language = language_of(model)
+    lookups: set[Tensor] = {module.weight for module in language.modules() if isinstance(module, nn.Embedding)}
     if getattr(model, "head", None) is None and lookups:
         lookups.remove(max(lookups, key=Tensor.numel))
-    return weight_flops(model, lookups) + 6 * _pair_widths(model, seq_len)
+    others = {parameter for name, parameter in model.named_parameters() if part_of(model, name) != "language"}
+    return weight_flops(model, lookups | others) + 6 * _pair_widths(language, seq_len)
 
 
 def _pair_widths(model: nn.Module, seq_len: int) -> float:
