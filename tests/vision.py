@@ -1,6 +1,7 @@
 """Tiny folders of models of images and text: config, random weights, tokenizer, chat template and processor files."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,6 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 from transformers.models.auto.image_processing_auto import get_image_processor_class_from_name
 from transformers.processing_utils import ProcessorMixin
+
+from tune.collators import IGNORE, Batch, Pictures
 
 TEXT = "What is in this image? It is a red square and the blue cat."
 CHAT = ("<|im_start|>", "<|im_end|>")
@@ -250,6 +253,7 @@ def tokenizer_of(family: Family) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+@cache
 def processor_of(name: str) -> Any:
     """The processor of a family of `FAMILIES`, without its parts for videos and sounds, which need torchvision."""
     family = FAMILIES[name]
@@ -295,9 +299,43 @@ def picture(seed: int, width: int = 60, height: int = 60) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def inputs(processor: Any, text: str, pictures: list[Image.Image]) -> tuple[list[int], dict[str, torch.Tensor]]:
-    """The tokens of a text with a marker for each picture, and the model's other arguments for the pictures."""
+OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+
+
+def inputs_of(name: str, text: str, *seeds: int) -> dict[str, torch.Tensor]:
+    """The arguments of transformers' model for a text that follows pictures of these seeds, of two sizes."""
+    pictures = [picture(seed, width=60 + 40 * (seed % 2)) for seed in seeds]
+    marked = FAMILIES[name].marker * len(pictures) + text
     images = [pictures] if pictures else None
-    found = processor(text=[text], images=images, add_special_tokens=False, return_tensors="pt")
-    of_text = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
-    return found["input_ids"][0].tolist(), {name: value for name, value in found.items() if name not in of_text}
+    found = processor_of(name)(text=[marked], images=images, add_special_tokens=False, return_tensors="pt")
+    return {**found}
+
+
+def pictures_of(documents: list[dict[str, torch.Tensor]]) -> Pictures:
+    """The pictures of documents, as in a batch: joined along the first dimension, padded with zeros along others."""
+    shown = [each for each in documents if "pixel_values" in each]
+    values = {}
+    for name in shown[0].keys() - {*OF_TEXT}:
+        largest = [max(sizes) for sizes in zip(*(each[name].shape[1:] for each in shown), strict=True)]
+        values[name] = torch.cat([_padded(each[name], largest) for each in shown])
+    return Pictures(values, len(shown))
+
+
+def _padded(values: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    padded = values.new_zeros(len(values), *sizes)
+    padded[tuple(slice(size) for size in values.shape)] = values
+    return padded
+
+
+def blank_of(name: str) -> Pictures:
+    """The pictures of a batch without any."""
+    return replace(pictures_of([inputs_of(name, "", 9)]), count=0)
+
+
+def batch_of(documents: list[dict[str, torch.Tensor]], pictures: Pictures) -> Batch:
+    """A row of documents, in which every next token is learned."""
+    tokens = [each["input_ids"][0] for each in documents]
+    labels = [torch.cat([each[1:], each.new_tensor([IGNORE])]) for each in tokens]
+    ids = torch.arange(len(tokens)).repeat_interleave(torch.tensor([len(each) for each in tokens]))
+    batch = Batch.of(torch.cat(tokens)[None], torch.cat(labels)[None], ids[None])
+    return replace(batch, pictures=pictures)

@@ -122,6 +122,19 @@ class Shared:
         return self.documents.part.attended(values)[0]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Pictures:
+    """The pictures of a batch, as the arguments of a transformers model (`pixel_values`, `image_grid_thw` ...).
+
+    Values of all pictures, in the order of their placeholders in the tokens, are joined along the first dimension.
+    `count` 0 means a batch without pictures in a run that has some: `values` are then those of a blank picture, which
+    is noise and has no placeholders. All processes must call the tower, or those that do would wait for the others.
+    """
+
+    values: dict[str, Tensor]
+    count: int
+
+
 class Columns(dict[str, Tensor]):
     """Columns of a batch by name."""
 
@@ -153,6 +166,7 @@ class Batch:
     supervised_in_step: int | None = None
     weights: Tensor | None = None  # fp32 [rows, seq]: how much the loss of each token counts; None: 1
     places: tuple[str, ...] = ()  # for each document, "chats.jsonl:12" in the source; "" if it has none
+    pictures: Pictures | None = None  # None: the run has no pictures
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "columns", Columns(self.columns))
@@ -387,7 +401,7 @@ def _each_tensor(value: T, function: Callable[[Tensor], Tensor]) -> T:
         return function(value)  # type: ignore[return-value]
     if isinstance(value, dict):
         return {name: _each_tensor(each, function) for name, each in value.items()}  # type: ignore[return-value]
-    if not isinstance(value, Batch | Documents | Shared | Repeats):
+    if not isinstance(value, Batch | Documents | Shared | Repeats | Pictures):
         return value
     changed: Any = {each.name: _each_tensor(getattr(value, each.name), function) for each in fields(value)}
     return replace(value, **changed)

@@ -3,7 +3,7 @@
 import pickle
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
@@ -23,6 +23,7 @@ from tune.models.families import family, supported
 from tune.models.hf import HuggingFaceModel, hf
 from tune.models.names import Names, own_name
 from tune.models.quantized import quantized
+from tune.parts import ModelPart
 from tune.quantization import Scaling
 from tune.tokenizers import Tokenizer, mapping_in
 from tune.types import NonNegativeFloat
@@ -35,6 +36,7 @@ def build(
     path: str,
     router_loss: NonNegativeFloat | None = None,
     head: Literal["tokens", "score"] = "tokens",
+    parts: Sequence[ModelPart] | None = None,
     *,
     quantization: Literal["nf4"] | None = None,
     double_quantization: bool = True,
@@ -49,6 +51,8 @@ def build(
     `router_aux_loss_coef` from the file if its `output_router_logits` is true, else 0. With `head="score"`, one output
     replaces the vocabulary: a reward model (transformers' `...ForSequenceClassification` with one label).
 
+    `parts` of a model of images and text are trained, or get adapters: see `tune.models.hf`.
+
     `quantization` stores the frozen weights of the blocks in 4 bits, and with `double_quantization` their scales in 8
     (see `tune.quantization.quantize_linears`). `float8` computes the matrix products of the blocks in 8 bits (see
     `tune.quantization.compute_in_float8`).
@@ -58,15 +62,22 @@ def build(
             `router_loss` is set for a model without experts; or the model scores several labels. If the family is not
             native: transformers is not installed or cannot build it, or `router_loss` is set.
     """
-    model = _build(path, router_loss, head)
+    model = _build(path, router_loss, head, parts)
     return quantized(model, quantization, double_quantization, float8)
 
 
-def _build(path: str, router_loss: float | None, head: Literal["tokens", "score"]) -> Decoder | HuggingFaceModel:
+def _build(
+    path: str, router_loss: float | None, head: Literal["tokens", "score"], parts: Sequence[ModelPart] | None
+) -> Decoder | HuggingFaceModel:
     file = ConfigFile(Path(path))
     model_type = file.get("model_type", "(none)")
     if isinstance(model_type, str) and "model_type" in file.fields and model_type not in supported():
-        return _of_transformers(path, model_type, router_loss, head)
+        return _of_transformers(path, model_type, router_loss, head, parts)
+    if others := {*(parts or ())} - {"language"}:
+        raise TuneError(
+            f"model.parts: {min(others)}: tune.models.build trains only the text of {model_type}. For its other parts, "
+            "set model._component_=tune.models.hf"
+        )
     architecture = family(str(model_type))
     config = architecture.read_config(file)
     if head == "score":
@@ -145,13 +156,17 @@ def _differ(one: Iterator[Tensor], other: Iterator[Tensor]) -> bool:
 
 
 def _of_transformers(
-    path: str, model_type: str, router_loss: float | None, head: Literal["tokens", "score"]
+    path: str,
+    model_type: str,
+    router_loss: float | None,
+    head: Literal["tokens", "score"],
+    parts: Sequence[ModelPart] | None,
 ) -> HuggingFaceModel:
     known = f"model_type '{model_type}' is not native. Native families: {', '.join(supported())}"
     if router_loss is not None:
         raise TuneError(f"router_loss: {known}. Models loaded through transformers do not support router_loss")
     try:
-        return hf(path, head=head)
+        return hf(path, head=head, parts=parts)
     except TuneError as error:
         raise TuneError(f"{error}. {known}") from error
 

@@ -5,8 +5,10 @@ import copy
 import inspect
 import math
 import re
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
 from typing import Any, Literal
@@ -15,8 +17,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
-from tune.collators import Batch
+from tune.collators import Batch, Pictures
 from tune.errors import TuneError
 from tune.lookup import needs
 from tune.models.config_file import ConfigFile
@@ -32,12 +36,19 @@ MAX_PADDING = 1.25
 MODEL_CLASS = "transformers.modeling_utils.PreTrainedModel"
 # Names that forward() uses for its cache.
 STATES = ("past_key_values", "cache_params", "state")
+# A folder with one of these files has a processor, which makes pixels of pictures.
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+# Names that configs have for the token in whose place a model puts the features of pictures.
+PLACEHOLDERS = ("image_token_id", "image_token_index")
+# Names that forward() has for the kinds of tokens: 1 for a placeholder of a picture.
+KINDS_OF_TOKENS = ("mm_token_type_ids", "token_type_ids")
 
 
 def hf(
     path: str | Path | nn.Module,
     trust_remote_code: bool = False,
     head: Literal["tokens", "score"] = "tokens",
+    parts: Sequence[ModelPart] | None = None,
     *,
     quantization: Literal["nf4"] | None = None,
     double_quantization: bool = True,
@@ -50,12 +61,17 @@ def hf(
     changed; it keeps its own dropout. If it was made on the meta device, buffers that are in no checkpoint get their
     values.
 
+    A folder of a model of images and text with the files of a processor becomes the whole model. `parts` are those
+    that are trained: by default `[language, projector]`, and with adapters `[language]`. The tower, which reads the
+    pictures, is frozen unless it is listed. A model in memory keeps what it trains unless `parts` is given.
+
     Code in the folder only runs with `trust_remote_code`. The other arguments are as in `tune.models.build`.
 
     Raises:
         TuneError: transformers cannot build the folder as a causal language model, or the model cannot be trained here,
-            or it scores several labels. Also if the model in memory is not a transformers model, is quantized or
-            sharded, has adapters of the library peft, or is given with `head="score"`.
+            or it scores several labels, or a model of text has none of the `parts`. Also if the model in memory is not
+            a transformers model, is quantized or sharded, has adapters of the library peft, or is given with
+            `head="score"`.
     """
     if isinstance(path, nn.Module):
         if head == "score":
@@ -63,6 +79,8 @@ def hf(
         model = _in_memory(path)
     else:
         model = _of_folder(str(path), trust_remote_code, head)
+    if parts is not None or not isinstance(path, nn.Module):
+        model.train_parts(parts)
     return quantized(model, quantization, double_quantization, float8)
 
 
@@ -77,19 +95,22 @@ def _of_folder(path: str, trust_remote_code: bool, head: Literal["tokens", "scor
         import transformers
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        for part in (config, config.get_text_config()):
+        configs = [config, *(each for each in vars(config).values() if isinstance(each, transformers.PretrainedConfig))]
+        configs.append(config.get_text_config())
+        for part in configs:
             vars(part).pop("quantization_config", None)  # weights are dequantized when read
         # The model's own dropout and router noise would depend on the distribution of rows over devices.
-        for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        for part in {id(part): part for part in configs}.values():
             part.use_cache = False
             for name, value in vars(part).items():
                 if re.search("drop|jitter", name) and isinstance(value, float):
                     setattr(part, name, 0.0)
         # Buffers get their values, since most are in no checkpoint.
         with torch.device("cpu"), accelerate.init_empty_weights(include_buffers=False):
-            model = transformers.AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, trust_remote_code=trust_remote_code
-            )
+            options = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
+            model, reason = _with_tower(config, Path(path), options)
+            if model is None:
+                model = transformers.AutoModelForCausalLM.from_config(config, **options)
         model.tie_weights()
         if head == "score":
             width = model.get_output_embeddings().in_features
@@ -100,11 +121,44 @@ def _of_folder(path: str, trust_remote_code: bool, head: Literal["tokens", "scor
             f"{file.path}: transformers {transformers.__version__} cannot build a model: {error}"
         ) from error
     wrapped = HuggingFaceModel(model)
+    wrapped.no_pictures = reason or wrapped.no_pictures
     if head == "score":
         wrapped.score_with(file.scored_pad_id)
     if model.config.model_type != config.model_type:  # the language model of a larger model
         wrapped.names.ignored += (r"^(?!.*\blanguage_model\.)(?!lm_head\.)",)
     return wrapped
+
+
+def _with_tower(config: Any, folder: Path, options: dict[str, Any]) -> tuple[Any, str]:
+    """The model of images and text in a folder, or None and the reason why its pictures cannot be trained on.
+
+    Both are empty for a model of text. Raises TuneError if there is no such model, and no model of its text either.
+    """
+    import transformers
+
+    if not any((folder / name).exists() for name in PROCESSOR_FILES):
+        return None, ""
+    if type(config) not in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        is_remote = "auto_map" in vars(config) and "vision_config" in vars(config)
+        return None, "only the code in its folder reads them" if is_remote else ""
+    model = transformers.AutoModelForImageTextToText.from_config(config, **options)
+    reason = _why_no_pictures(model)
+    if reason and not {type(config), type(config.get_text_config())} & {*transformers.MODEL_FOR_CAUSAL_LM_MAPPING}:
+        raise TuneError(f"{type(model).__name__} is not supported: {reason}. Use another model")
+    return (None if reason else model), reason
+
+
+def _why_no_pictures(model: Any) -> str:
+    """Why features of pictures cannot be given to a transformers model; "" if they can."""
+    if _encoder(model, "image") is None:
+        return "it has no tower of its own for pictures"
+    if "mm_encoder_outputs" not in inspect.signature(model.forward).parameters:
+        return "its forward takes no features of pictures (mm_encoder_outputs), as if its layers attend to pictures"
+    if not hasattr(model.base_model, "get_image_features"):
+        return "it has no get_image_features, which computes the features of pictures alone"
+    if not any(isinstance(getattr(model.config, name, None), int) for name in PLACEHOLDERS):
+        return f"its config names no placeholder of pictures ({' or '.join(PLACEHOLDERS)})"
+    return ""
 
 
 def is_transformers_model(model: Any) -> bool:
@@ -158,6 +212,8 @@ class HuggingFaceModel(nn.Module):
         arguments = inspect.signature(model.forward).parameters
         self.takes_positions = "position_ids" in arguments
         self.takes_use_cache = "use_cache" in arguments
+        self.kinds_of_tokens = next((each for each in KINDS_OF_TOKENS if each in arguments), None)
+        self.taken = arguments.keys()
         self.state = next((each for each in STATES if each in arguments), None)
         self.max_positions = getattr(self.config, "max_position_embeddings", None)
         self.max_generated, self.beyond = _longest(model, self.config)  # also the limit for training
@@ -179,6 +235,13 @@ class HuggingFaceModel(nn.Module):
             raise TuneError(f"model: {name} is not supported: it has an output bias and tied weights")
         self.head = None if self.tied else head
         self.part_of_prefix = self._parts()
+        self.parts: tuple[ModelPart, ...] | None = None  # that the caller chose to train
+        # Why it cannot be trained on pictures; "" if it can.
+        self.no_pictures = "it reads only text" if self.tower is None else _why_no_pictures(model)
+        placeholders = (getattr(model.config, name, None) for name in PLACEHOLDERS)
+        self.placeholder = next((each for each in placeholders if each is not None), None)
+        # Positions of tokens and pictures have three dimensions, which only the model itself computes.
+        self.rotates_in_3d = hasattr(self.body.base_model, "get_rope_index")
         ours = {id(tensor): each for each, tensor in [*self.named_parameters(), *self.named_buffers()]}
         self.names = Names({}, ignored=(*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"))
         for name, (identity, names) in on_disk.items():
@@ -187,6 +250,8 @@ class HuggingFaceModel(nn.Module):
                 self.names.alternatives[ours[identity]] = name  # the name in memory, which transformers also loads
             elif isinstance(names, str):
                 self.names.copies[names] = ours[identity]
+        if self.tower is not None:  # PEFT sees the names in memory, and on disk some models have older ones
+            self.names.in_peft = {each: str(name) for each, name in self.names.alternatives.items()}
 
     def forward(
         self,
@@ -198,6 +263,8 @@ class HuggingFaceModel(nn.Module):
     ) -> Any:
         """See `tune.models.Decoder.forward`."""
         if cache is not None:
+            if isinstance(batch, Batch) and batch.pictures is not None:
+                raise TuneError("model: generation from pictures is not supported. Use prompts without pictures")
             hidden = self._go_on(batch, positions, cache)
         else:
             hidden = self._run_documents(batch) if isinstance(batch, Batch) else self._run(batch)
@@ -239,7 +306,12 @@ class HuggingFaceModel(nn.Module):
         return TransformersCache(rows)
 
     def _run(
-        self, tokens: Tensor, positions: Tensor | None = None, cache: "TransformersCache | None" = None, row: int = 0
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        cache: "TransformersCache | None" = None,
+        row: int = 0,
+        pictures: Pictures | None = None,
     ) -> Tensor:
         """The input of the head, `[batch, seq, hidden]`; with a `cache`, `tokens` follow the cached ones of `row`."""
         arguments: dict[str, Any] = {"use_cache": False} if self.takes_use_cache else {}
@@ -252,15 +324,70 @@ class HuggingFaceModel(nn.Module):
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         if self.takes_positions:
             arguments["position_ids"] = positions
+        zero = None
+        if pictures is not None:
+            values, features = self._see(pictures)
+            zero = self._zero(features)
+            if pictures.count:
+                arguments |= self._shown(tokens, values, features)
+                if self.rotates_in_3d:
+                    del arguments["position_ids"]
         output = self.body(input_ids=tokens, return_dict=True, **arguments)
         if cache is not None:
             cache.states[row] = output.get(self.state, tokens)
         logits, hidden = output.logits, self.head_input.take()
+        if zero is not None:
+            hidden = hidden + zero.to(hidden.dtype)
         if self.checks_logits and not _close(logits, self._softcapped(hidden * self.scale), tolerance=1e-2):
             raise TuneError(
                 f"model: {type(self.body).__name__} is not supported: its logits are not the output of its head"
             )
         return hidden
+
+    def _see(self, pictures: Pictures) -> tuple[dict[str, Tensor], Any]:
+        """The values of pictures in the dtype of the tower, and transformers' output for their features.
+
+        All processes compute them here, before the body, so that they gather the weights of tower and embedding in the
+        same order, with and without pictures.
+        """
+        if self.no_pictures:
+            raise TuneError(
+                f"model: {type(self.body).__name__} cannot be trained on pictures: {self.no_pictures}. Use another "
+                "model, or rows without pictures"
+            )
+        assert self.tower is not None
+        function: Any = self.body.base_model.get_image_features
+        dtype = next(self.tower.parameters()).dtype
+        values = {name: each.to(dtype) if each.is_floating_point() else each for name, each in pictures.values.items()}
+        unknown = values.keys() - inspect.signature(function).parameters.keys() - self.taken
+        if unknown:
+            raise TuneError(
+                f"model: {type(self.body).__name__} takes no {min(unknown)}. Only pictures are supported, not videos "
+                "or sounds"
+            )
+        return values, function(**values, return_dict=True)
+
+    def _zero(self, features: Any) -> Tensor | None:
+        """0, as a function of all that was computed for pictures and of the projector's weights, if any is trained.
+
+        So the same gradients exist on all processes, which sum them: of outputs that the body does not use, in a batch
+        without pictures, and of weights for kinds of pictures that a batch lacks.
+        """
+        tensors = [each for each in tree_leaves(dict(features)) if isinstance(each, Tensor)]
+        for name, parameter in self.named_parameters():
+            # A DTensor belongs to a unit of the tower, which is called for every picture.
+            if self.part_of(name) == "projector" and not isinstance(parameter, DTensor):
+                tensors.append(parameter)
+        zeros = [(each * 0).sum() for each in tensors if each.requires_grad]
+        return torch.stack([each.float() for each in zeros]).sum() if zeros else None
+
+    def _shown(self, tokens: Tensor, values: dict[str, Tensor], features: Any) -> dict[str, Any]:
+        """The arguments of the body for pictures with these features and other values, such as their sizes."""
+        others = {name: each for name, each in values.items() if name in self.taken and not name.startswith("pixel")}
+        shown: dict[str, Any] = {**others, "mm_encoder_outputs": {"image": features}}
+        if self.kinds_of_tokens is not None:
+            shown[self.kinds_of_tokens] = tokens.eq(self.placeholder or 0).long()
+        return shown
 
     @property
     def embedding(self) -> nn.Embedding:
@@ -293,6 +420,21 @@ class HuggingFaceModel(nn.Module):
         names = {module: f"{name}." for name, module in self.named_modules()}
         return {names[module]: part for part, module in parts if module is not None}
 
+    def train_parts(self, parts: Sequence[ModelPart] | None = None) -> None:
+        """Freeze all parts but these; by default all but language and projector. For adapters, see `hf`."""
+        if self.tower is None:
+            if others := {*(parts or ())} - {"language"}:
+                raise TuneError(f"model.parts: {min(others)}: {type(self.body).__name__} has no such part")
+            return
+        self.parts = None if parts is None else tuple(parts)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(self.part_of(name) in (self.parts or ("language", "projector")))
+
+    @property
+    def _plain_token(self) -> int:
+        """A token that is no placeholder of a picture."""
+        return int(self.placeholder == 0)
+
     def part_of(self, name: str) -> ModelPart:
         """The part of the model to which the module or parameter `name` belongs."""
         for prefix, part in self.part_of_prefix.items():
@@ -309,8 +451,10 @@ class HuggingFaceModel(nn.Module):
         longest = max(documents.lengths)
         if (most := self.max_generated) and longest > most:
             raise TuneError(f"max_seq_len: {longest} exceeds {most}, where this model {self.beyond}. Lower it")
-        if self.separates_documents and len(documents.lengths) * longest > MAX_PADDING * tokens.numel():
-            return self._run(tokens, batch.positions)
+        has_pictures = batch.pictures is not None and batch.pictures.count > 0
+        is_padded = len(documents.lengths) * longest > MAX_PADDING * tokens.numel()
+        if self.separates_documents and is_padded and not has_pictures:
+            return self._run(tokens, batch.positions, pictures=batch.pictures)
         # One document per row. Tokens after its end do not affect it, since attention is causal, and are dropped later.
         offsets = torch.arange(longest, device=tokens.device)
         index = (documents.boundaries[:-1, None].long() + offsets).clamp(max=tokens.numel() - 1)
@@ -318,7 +462,10 @@ class HuggingFaceModel(nn.Module):
             keys = getattr(module, "dropout_keys", None)
             if keys is not None and keys.shape == tokens.shape:
                 module.dropout_keys = keys.flatten()[index]
-        hidden = self._run(tokens.flatten()[index])
+        rows = tokens.flatten()[index]
+        if has_pictures:  # the placeholders of the next document would ask for its pictures
+            rows = rows.masked_fill(offsets >= documents.boundaries.diff()[:, None], self._plain_token)
+        hidden = self._run(rows, pictures=batch.pictures)
         return hidden.flatten(0, 1)[documents.ids * longest + batch.positions]
 
     def _go_on(self, batch: Batch | Tensor, positions: Tensor | None, cache: "TransformersCache") -> Tensor:
@@ -333,11 +480,11 @@ class HuggingFaceModel(nn.Module):
         return torch.cat([self._run(text[None], place[None], cache, row)[:, -1:] for row, text, place in new])
 
     @torch.no_grad()
-    def check(self) -> None:
+    def check(self, pictures: Pictures | None = None) -> None:
         """Check with a few tokens that the head can be computed outside of the model, and that attention is causal.
 
-        Also finds out whether positions separate the documents of a row. Call it on all processes, after weights are
-        loaded.
+        Also finds out whether positions separate the documents of a row. With the values of one picture, such as the
+        blank one, checks the same of a text with this picture. Call it on all processes, after weights are loaded.
 
         Raises:
             TuneError: the logits are not the output of the head, or a token attends to later tokens.
@@ -345,6 +492,7 @@ class HuggingFaceModel(nn.Module):
         training, device = self.training, next(self.parameters()).device
         self.eval()
         tokens = (torch.arange(12, device=device) * 7 + 3) % self.config.vocab_size
+        tokens = tokens.masked_fill(tokens == self.placeholder, self._plain_token)
         self.checks_logits = True
         alone = self(tokens[None, 2:])
         self.checks_logits = False
@@ -358,10 +506,49 @@ class HuggingFaceModel(nn.Module):
         self.separates_documents = self.takes_positions
         together = self(Batch.of(tokens[None].cpu(), documents=[[0] * 2 + [1] * 10]).to(device))
         self.separates_documents = self.takes_positions and _close(together[:, 2:], alone, tolerance)
+        if pictures is not None:
+            self._check_pictures(tokens, replace(pictures, count=1), tolerance)
         for module in self.modules():
             if isinstance(module, FSDPModule):  # an optimizer must get the sharded parameters
                 module.reshard()
         self.train(training)
+
+    def _check_pictures(self, tokens: Tensor, pictures: Pictures, tolerance: float) -> None:
+        """Check that later tokens do not change what is computed for a text with a picture, and that the picture does.
+
+        Raises TuneError if later tokens do. Warns if the picture does not: a projector whose weights are zero.
+        """
+        counts: list[int] = []
+        see = self._see
+
+        def counted(pictures: Pictures) -> tuple[dict[str, Tensor], Any]:
+            values, features = see(pictures)
+            whole = features.get("pooler_output")
+            whole = features.last_hidden_state if whole is None else whole
+            counts.append(sum(each[..., 0].numel() for each in tree_leaves(whole)))
+            return values, features
+
+        def run(tokens: Tensor, pictures: Pictures) -> Tensor:
+            batch = Batch.of(tokens[None].cpu())
+            return self(replace(batch, pictures=pictures).to(tokens.device))
+
+        with patch.object(self, "_see", counted):  # weights are only gathered inside a forward
+            run(tokens, replace(pictures, count=0))
+        assert self.placeholder is not None
+        row = torch.cat([tokens[:6], tokens.new_full((counts[0],), self.placeholder), tokens[6:]])
+        whole = run(row, pictures)
+        if not _close(whole[:, :-2], run(row[:-2], pictures), tolerance):
+            raise TuneError(
+                f"model: in {type(self.body).__name__}, a text with a picture attends to later tokens, so it would see "
+                "the answers that it should learn"
+            )
+        negative = {name: -each if name == "pixel_values" else each for name, each in pictures.values.items()}
+        if torch.equal(whole, run(row, replace(pictures, values=negative))):
+            warnings.warn(
+                f"model: {type(self.body).__name__} computes the same for different pictures. The weights of its "
+                "projector may be zero or missing in the checkpoint",
+                stacklevel=3,
+            )
 
 
 class TransformersCache:

@@ -26,6 +26,7 @@ class Names:
       other checkpoints.
     - `copies` maps names on disk of tensors that repeat one of ours, such as a tied head, to our name.
     - `ignored` has patterns of tensors on disk that the model does not use.
+    - `in_peft` maps them to their names in PEFT's files, for a model whose names on disk do not show them.
     - `replaced` maps tensors of ours that a checkpoint may lack, and that are then initialized, to the pattern of the
       tensors on disk that they replace, which are neither loaded nor exported.
     """
@@ -35,6 +36,7 @@ class Names:
     copies: dict[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     replaced: dict[str, str] = field(default_factory=dict)
+    in_peft: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: nn.Module) -> "Names":
@@ -77,6 +79,21 @@ class Names:
             return [self.module(name)]
         return [each.removesuffix(".weight") for each in on_disk if isinstance(each, str)]
 
+    def peft_module(self, name: str) -> str:
+        """PEFT's name of the module `name`; `name` itself if it is a stack or not on disk."""
+        known = self.in_peft.get(f"{name}.weight")
+        return peft_name(self.module(name)) if known is None else known.removesuffix(".weight")
+
+    def peft_members(self, name: str) -> list[str]:
+        """PEFT's names of the module `name`: one name, or one for each expert of a stack."""
+        if f"{name}.weight" in self.in_peft:
+            return [self.peft_module(name)]
+        return [peft_name(each) for each in self.members(name)]
+
+    def peft_parameter(self, name: str) -> str:
+        """PEFT's name of the parameter `name`, which is trained in full."""
+        return self.in_peft.get(name) or peft_name(str(self.on_disk.get(name, name)))
+
     def is_joined(self, name: str) -> bool:
         """Whether the experts `name` are one tensor on disk that is not a module's weight, as in transformers."""
         on_disk = self.on_disk.get(f"{name}.weight")
@@ -108,7 +125,8 @@ class Names:
 
     def spellings(self, name: str) -> list[str]:
         """All names of the module `name` that settings accept: ours, on disk, PEFT's; for experts, of each expert."""
-        return [name, *(spelling for known in self.members(name) for spelling in spellings(known))]
+        known = [*self.members(name), self.peft_module(name)] if self.in_peft else self.members(name)
+        return [name, *dict.fromkeys(spelling for each in known for spelling in spellings(each))]
 
 
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
