@@ -30,6 +30,7 @@ from tune.models import (
     build,
     disk_names,
     disk_parts,
+    hf,
     stored_tensors,
 )
 from tune.quantization import NF4Weight
@@ -268,15 +269,26 @@ def check_forward(model: nn.Module) -> None:
 
 
 def open_checkpoint(
-    path: str | Path, head: Literal["tokens", "score"] = "tokens", setting: str = "model.path"
+    path: str | Path,
+    head: Literal["tokens", "score"] = "tokens",
+    setting: str = "model.path",
+    adapted: Collection[str] = (),
 ) -> tuple[Any, Pretrained]:
-    """Build the model of a folder, natively or through transformers, on the meta device, and open its weights. Raises
-    TuneError, naming `setting`, as `Pretrained` does, and if `head` is "tokens" but the model has scores."""
+    """Build the model of a folder, natively or through transformers, on the meta device, and open its weights.
+
+    `adapted` are names of modules that adapters change. A native model of images and text has only its language part:
+    if they change other parts, the model is transformers'.
+
+    Raises TuneError, naming `setting`, as `Pretrained` does, and if `head` is "tokens" but the model has scores.
+    """
     file = ConfigFile(Path(path), setting)
     if head == "tokens":
         file.require_texts()
     with torch.device("meta"):
         model = build(str(path), head=head)
+        ignored = model.names.is_ignored
+        if any(ignored(f"{name}.weight") or ignored(f"{name.removeprefix('model.')}.weight") for name in adapted):
+            model = hf(path, head=head)
     return model, Pretrained(str(path), model, setting=setting)
 
 

@@ -179,12 +179,15 @@ def adapted_layers(model: nn.Module, lora: LoRA) -> dict[str, Any]:
     weights: dict[str, Any] = {name: each for name, each in model.named_modules() if isinstance(each, tuple(KINDS))}
     layers = {name: each for name, each in weights.items() if not isinstance(each, Router)}
     of_experts = {_last(name) for name in names.stacked_modules()}
+    # Towers have layers of the same names as language models. A pattern for whole names, or PEFT, may mean those too.
+    parts: Collection[str] = getattr(model, "parts", None) or ("language",)
+    of_parts = {name: each for name, each in layers.items() if part_of(model, name) in parts or lora.path is not None}
     if wanted == "all-linear":
         # Skip gates with one output, and layers with the name of an expert's projection, whose adapters PEFT would
         # apply to experts.
         chosen: dict[str, Any] = {
             name: layer
-            for name, layer in block_linears(model).items()
+            for name, layer in block_linears(model, parts).items()
             if layer.out_features > 1 and _last(names.module(name)) not in of_experts
         }
     elif isinstance(wanted, str):
@@ -194,7 +197,7 @@ def adapted_layers(model: nn.Module, lora: LoRA) -> dict[str, Any]:
             raise TuneError(f"adapter.target_modules: '{wanted}' is not a regular expression: {error}") from error
         chosen = {name: layers[name] for name in layers if any(map(pattern.fullmatch, names.spellings(name)))}
     else:
-        chosen = _named(model, "target_modules", wanted, layers)
+        chosen = _named(model, "target_modules", wanted, of_parts)
     for each in lora.target_parameters:
         matching = {name: layer for name, layer in weights.items() if names.is_parameter(name, [each])}
         if not matching:
@@ -205,6 +208,12 @@ def adapted_layers(model: nn.Module, lora: LoRA) -> dict[str, Any]:
             )
         chosen |= matching
     chosen = {name: layer for name, layer in weights.items() if name in chosen}
+    without = {*parts} - {part_of(model, name) for name in chosen} if getattr(model, "parts", None) else {}
+    if without and chosen and lora.path is None and not lora.modules_to_save:
+        raise TuneError(
+            f"adapter.target_modules: none of the layers is in the {min(without)}, which model.parts lists. Name its "
+            "layers in adapter.target_modules, or its modules in adapter.modules_to_save, or take it out of model.parts"
+        )
     if not chosen:
         raise _no_match(model, "target_modules", str(wanted), layers)
     uncalled = uncalled_linears(model)
@@ -385,6 +394,12 @@ def _no_match(model: nn.Module, setting: str, wanted: str, candidates: Mapping[s
         return TuneError(
             f"adapter.target_modules: '{wanted}' is a router, which has an adapter by the name of its weight: "
             f"adapter.target_parameters=[{weight}]"
+        )
+    elsewhere = {part_of(model, name) for name, module in others.items() if isinstance(module, nn.Linear)}
+    if elsewhere - {"language"} and setting == "target_modules":
+        return TuneError(
+            f"adapter.target_modules: '{wanted}' is in the {min(elsewhere)}, which gets no adapters by default. List "
+            f"it in model.parts, such as model.parts=[language, {min(elsewhere)}]"
         )
     if others and setting == "target_modules":
         kind = type(next(iter(others.values()))).__name__

@@ -34,7 +34,7 @@ from tune.checkpointers import (
 from tune.distributed import World, current_world, from_its_stage, full_tensor, local_shard, uncut
 from tune.errors import TuneError, explained
 from tune.files import ADAPTER_CONFIG, content_digest, exported, require_replaceable
-from tune.models import Decoder, HuggingFaceModel, Names, OnDisk, disk_parts, own_name, peft_name, read_json
+from tune.models import Decoder, HuggingFaceModel, Names, OnDisk, disk_parts, own_name, read_json
 from tune.peft.adapters import Adapter, adapted_modules, initialize, is_tied
 from tune.peft.lora import LoRA, LoRAExperts, LoRALinear, LoRARouter, LoRASecondExperts, LowRank
 from tune.peft.tokens import TokenRows
@@ -160,6 +160,13 @@ def _has_only_shared_experts(file: Path) -> bool:
     """Whether an adapter's file has adapters of shared experts, but none of other experts."""
     names = [tensor.name for tensor in headers(file)] if file.exists() else []
     return any(".shared_expert" in name for name in names) and not any(".experts." in name for name in names)
+
+
+def trained_modules(path: str | Path) -> list[str]:
+    """PEFT's names of the modules that the adapter in the folder `path` changes; none if it has no weights."""
+    file = Path(path) / WEIGHTS
+    names = [tensor.name.removeprefix(PREFIX) for tensor in headers(file)] if file.exists() else []
+    return sorted({re.split(r"\.(lora_|token_adapter\.|weight$|bias$)", name)[0] for name in names})
 
 
 def _on_disk(file: Path, part: str) -> list[str]:
@@ -322,6 +329,7 @@ def _compare_with_base(
     names = Names.of(model)
     ours = {own_name(PREFIX + on_disk): name for name, on_disk in names.on_disk.items() if isinstance(on_disk, str)}
     ours |= {own_name(PREFIX + on_disk): name for on_disk, name in names.copies.items()}
+    ours |= {own_name(PREFIX + in_peft): name for name, in_peft in names.in_peft.items()}
     for name in [*found]:
         if name.endswith(BASE_COPY):
             copy, place = found.pop(name), ours.get(f"{name.removesuffix(BASE_COPY)}.weight")
@@ -496,7 +504,7 @@ def _config(model: nn.Module, base: str, task_type: str | None) -> dict[str, Any
     weights = _adapted_parameters(model)
     adapted: dict[str, Any] = {}
     for name, layer in adapted_modules(model).items():
-        in_files = [names.parameter(name)] if name in weights else map(peft_name, names.members(name))
+        in_files = [names.parameter(name)] if name in weights else names.peft_members(name)
         adapted |= dict.fromkeys(in_files, layer)
     layers = {name: layer for name, layer in adapted.items() if isinstance(layer, LowRank)}
     tokens = {name: layer.tokens for name, layer in adapted.items() if isinstance(layer, TokenRows)}
@@ -557,7 +565,7 @@ def _shortest(model: nn.Module, adapted: set[str]) -> list[str]:
     """
     names = Names.of(model)
     kinds = {name.rpartition(".")[2] for name in adapted}
-    modules = {peft_name(names.module(name)) for name, _ in model.named_modules()} | names.stacked_modules()
+    modules = {names.peft_module(name) for name, _ in model.named_modules()} | names.stacked_modules()
     matched = {name for name in modules if name.rpartition(".")[2] in kinds}
     is_part = any("language_model." in name for name in adapted)
     return sorted(kinds if matched == adapted and not is_part else adapted)
@@ -622,7 +630,7 @@ def _parts(model: nn.Module) -> list[_Part]:
     }
     parts: dict[nn.Parameter, _Part] = {}
     for name, module in adapted.items():
-        modules = [weights[name]] if name in weights else [peft_name(each) for each in names.members(name)]
+        modules = [weights[name]] if name in weights else names.peft_members(name)
         for kind, ending in module.PARTS.items():
             parameter = getattr(module, kind)
             if parameter is None or isinstance(module, LoRASecondExperts):  # a part of the first experts' tensor
@@ -639,8 +647,9 @@ def _parts(model: nn.Module) -> list[_Part]:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter not in known:
             owner, _, kind = name.rpartition(".")
-            on_disk = peft_name(str(names.on_disk.get(name, name)))
-            parts[parameter] = _Part(PREFIX + on_disk, here.get(owner) or model.get_submodule(owner), kind)
+            parts[parameter] = _Part(
+                PREFIX + names.peft_parameter(name), here.get(owner) or model.get_submodule(owner), kind
+            )
     return list(parts.values())
 
 

@@ -42,7 +42,15 @@ from tune.errors import TuneError, explained
 from tune.lookup import local_path
 from tune.models import ConfigFile, HuggingFaceModel, Names, build, hf, set_pad
 from tune.peft.adding import add_adapters
-from tune.peft.files import adapter, digest, load_adapter, read_adapter, warn_of_another_base, warn_of_changed_base
+from tune.peft.files import (
+    adapter,
+    digest,
+    load_adapter,
+    read_adapter,
+    trained_modules,
+    warn_of_another_base,
+    warn_of_changed_base,
+)
 from tune.peft.lora import LoRA
 from tune.peft.merging import give_memory, load_combined, require_combinable, take_off
 from tune.peft.named import Resolved, checkpoint_of, resolve_model, step_of
@@ -311,7 +319,9 @@ def _exported(
     if head == "tokens" and has_scores:
         raise _writes_none(setting, path)
     scores = has_scores or ConfigFile(folders.base, setting or "model.path").scores
-    model, weights = open_checkpoint(folders.base, head or ("score" if scores else "tokens"), setting or "model.path")
+    kind: Literal["tokens", "score"] = head or ("score" if scores else "tokens")
+    adapted = [name for folder in folders.adapters for name in trained_modules(folder)]
+    model, weights = open_checkpoint(folders.base, kind, setting or "model.path", adapted)
     if head == "score" and not has_scores:
         weights.require_complete()
     named = [
