@@ -12,7 +12,7 @@ from spans_one_by_one import supervised_spans as spans_one_by_one
 from template_cases import RESULT_INSIDE, TEMPLATES, UNUSUAL, conversations, reasoning
 
 from tune.tokenizers import ChatTemplate, supervised_spans
-from tune.tokenizers.beginnings import Beginnings, without_train
+from tune.tokenizers.beginnings import Beginnings, of_template
 from tune.tokenizers.chat_template import SHIPPED, chosen_template
 from tune.tokenizers.supervision import require_asked
 
@@ -82,7 +82,7 @@ def test_every_beginning_is_its_own_rendering(source):
     """Also its spans, and whether it is what the model is asked, for each answer on its own."""
     template = ChatTemplate(source, VARIABLES)
     for messages, tools in conversations(4, seed=1):
-        shown = [without_train(message) for message in messages]
+        shown = [of_template(message) for message in messages]
         beginnings = Beginnings(template, messages, tools)
         for end in range(1, len(messages) + 1):
             for prompt in (False, True):

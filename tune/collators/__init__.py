@@ -1,6 +1,17 @@
 """Collate rows of samples into a `Batch` (tensors, document boundaries, columns) or inputs of a transformers model."""
 
-from tune.collators.batch import IGNORE, Batch, Documents, Part, Pictures, Sample, collate, shift_labels
+from tune.collators.batch import (
+    IGNORE,
+    Batch,
+    Documents,
+    Part,
+    Picture,
+    Pictures,
+    Pixels,
+    Sample,
+    collate,
+    shift_labels,
+)
 from tune.collators.inputs import collate_inputs
 
 __all__ = [
@@ -8,6 +19,7 @@ __all__ = [
     "Batch",
     "Documents",
     "Part",
+    "Picture",
     "Pictures",
     "Sample",
     "collate",

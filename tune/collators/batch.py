@@ -20,6 +20,16 @@ WORTH_SHARING = 1 / 8  # share of a batch's or document's tokens; below it, gath
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A picture of a sample: its file, a digest of the file, and its tokens [start, start + length)."""
+
+    file: Any
+    digest: int
+    start: int
+    length: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
     """A document's token ids and the id to predict at each position (`tokens[i + 1]`, or -100), int32 `[length]`.
@@ -34,6 +44,7 @@ class Sample:
     columns: Mapping[str, Any] = field(default_factory=dict)
     weights: np.ndarray | None = None  # fp32 [length]: how much the loss at each position counts; None: 1
     place: str = ""  # of its row in the source, as in messages: "chats.jsonl:12"
+    pictures: tuple[Picture, ...] = ()
 
     @property
     def weights_or_ones(self) -> np.ndarray:
@@ -133,6 +144,15 @@ class Pictures:
 
     values: dict[str, Tensor]
     count: int
+
+
+class Pixels(Protocol):
+    """Makes the arguments of a model for pictures: `tune.tokenizers.PictureProcessor`."""
+
+    @property
+    def blank(self) -> dict[str, np.ndarray]: ...
+
+    def values(self, picture: Any, digest: int) -> dict[str, np.ndarray]: ...
 
 
 class Columns(dict[str, Tensor]):
@@ -301,12 +321,16 @@ def collate(
     rows: Sequence[Sample | Sequence[Sample]],
     pad_to: int | None = None,
     columns: Mapping[str, np.ndarray] | None = None,
+    pictures: Pixels | None = None,
 ) -> Batch:
     """Make a batch `[len(rows), pad_to]`, or with `pad_to=None` join all rows into one, `[1, total]`, without padding.
 
     A row is a document or a list of documents. It may be empty, to fill up a batch. `columns` has an example value of
     each column, for batches without any document; the default are the columns of the first document. Joined rows
     compute shared prefixes of documents once; padded rows do not, since compiled blocks need a fixed shape.
+
+    `pictures` makes pixels of the documents' pictures, or of a blank one for a batch without any. None: the data have
+    no pictures.
 
     Can be the `collate_fn` of torch.utils.data.DataLoader.
     """
@@ -344,7 +368,26 @@ def collate(
     count = sum(len(document.tokens) for document in present)
     batch = Batch.of(tokens, labels, ids, samples, values, count, weights)
     places = tuple(document.place for document in documents)
+    if pictures is not None:  # equal tokens may stand for different pictures, so no prefix is shared
+        return replace(batch, places=places, pictures=_pictures_of(present, pictures))
     return replace(batch, places=places, shared=_shared(batch) if joined else None)
+
+
+def _pictures_of(documents: Sequence[Sample], pixels: Pixels) -> Pictures:
+    """The pictures of documents, joined along the first dimension, and padded with zeros along others."""
+    shown = [picture for document in documents for picture in document.pictures]
+    arrays = [pixels.values(picture.file, picture.digest) for picture in shown] or [pixels.blank]
+    values = {}
+    for name in arrays[0]:
+        found = [each[name] for each in arrays]
+        largest = [max(sizes) for sizes in zip(*(each.shape[1:] for each in found), strict=True)]
+        padded = [np.pad(each, [(0, 0), *_missing(each.shape[1:], largest)]) for each in found]
+        values[name] = torch.from_numpy(np.concatenate(padded))
+    return Pictures(values, len(shown))
+
+
+def _missing(sizes: Sequence[int], largest: Sequence[int]) -> list[tuple[int, int]]:
+    return [(0, most - size) for size, most in zip(sizes, largest, strict=True)]
 
 
 def _shared(batch: Batch) -> Shared | None:

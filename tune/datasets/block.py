@@ -9,11 +9,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tune.collators import IGNORE, Sample
+from tune.collators import IGNORE, Picture, Sample
 from tune.datasets.accounting import NAMES_SHOWN, Accounting
 from tune.datasets.parse.content import Chat, Content, Plain
 from tune.datasets.reasons import CANNOT_BE_USED
 from tune.errors import TuneError
+from tune.tokenizers import PictureFile
 
 # Bits of `RowBlock.flags`.
 ENDS = 1  # the last supervised message ends a turn
@@ -78,6 +79,7 @@ class RowBlock:
     weights: np.ndarray | None = None  # fp32, per token; None: 1
     columns: dict[str, np.ndarray] = field(default_factory=dict)  # per sample
     token_columns: dict[str, np.ndarray] = field(default_factory=dict)
+    pictures: dict[str, np.ndarray] = field(default_factory=dict)  # see `_pictures_of`
     dropped: Sequence[str] = ("",)
     remarks: Sequence[Sequence[str]] = ((),)
     mistakes: Sequence[tuple[int, str]] = ()  # of the first rows that cannot be used: number, why
@@ -120,7 +122,7 @@ class RowBlock:
             lengths=np.array([len(each) for each in tokens], np.int32),
             supervised=np.array([len(each) for each in targets], np.int32),
             weight=np.array([_weight(*each) for each in zip(samples, targets, strict=True)], np.float64),
-            digests=np.array([digest_of(each) for each in tokens], np.uint64),
+            digests=np.array([digest_of(each.tokens, each.pictures) for each in samples], np.uint64),
             firsts=np.array([each[0] if len(each) else -1 for each in targets], np.int32),
             flags=np.array([example.flags for example in examples], np.uint8),
             notes=np.array(notes, np.uint32),
@@ -133,6 +135,7 @@ class RowBlock:
             weights=weights,
             columns=columns,
             token_columns=token_columns,
+            pictures=_pictures_of(samples),
             dropped=[*dropped],
             remarks=[*remarks],
             mistakes=[(number, row.mistake) for number, row in rows if row.mistake][:NAMES_SHOWN],
@@ -168,6 +171,7 @@ class RowBlock:
             weights=weights,
             columns=_joined_columns([block.columns for block in filled]),
             token_columns=_joined_columns([block.token_columns for block in filled]),
+            pictures=_joined_pictures(blocks),
             dropped=[*dropped],
             remarks=[*remarks],
             mistakes=[mistake for block in blocks for mistake in block.mistakes][:NAMES_SHOWN],
@@ -194,7 +198,28 @@ class RowBlock:
         columns = {name: values[at] for name, values in self.columns.items()}
         columns |= {name: values[span] for name, values in self.token_columns.items()}
         weights = None if self.weights is None else self.weights[span]
-        return Sample(self.tokens[span], self.labels[span], columns=columns, weights=weights)
+        pictures = self.pictures_in(span)
+        return Sample(self.tokens[span], self.labels[span], columns=columns, weights=weights, pictures=pictures)
+
+    def before_picture(self, start: int, length: int) -> int:
+        """The length of tokens that begin at `start` and are cut to `length`: a picture is left out as a whole."""
+        for picture in self.pictures_in(slice(start, start + length)):
+            if picture.start + picture.length > length:
+                return picture.start
+        return length
+
+    def pictures_in(self, span: slice) -> tuple[Picture, ...]:
+        """The pictures among some of the tokens, with their places in them."""
+        if not self.pictures:
+            return ()
+        first, last = np.searchsorted(self.pictures["starts"], [span.start, span.stop]).tolist()
+        pictures = []
+        for at in range(first, last):
+            begin, end = self.pictures["ends"][at : at + 2].tolist()
+            file = _file_of(self.pictures["files"][begin:end].tobytes())
+            start = int(self.pictures["starts"][at]) - span.start
+            pictures.append(Picture(file, int(self.pictures["digests"][at]), start, int(self.pictures["lengths"][at])))
+        return tuple(pictures)
 
     def as_arrays(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """The arrays by name and the rest as JSON, to store them; `from_arrays` is the way back."""
@@ -203,6 +228,7 @@ class RowBlock:
             arrays["weights"] = self.weights
         arrays |= {f"column-{name}": values for name, values in self.columns.items()}
         arrays |= {f"token-column-{name}": values for name, values in self.token_columns.items()}
+        arrays |= {f"picture-{name}": values for name, values in self.pictures.items()}
         rest = {name: getattr(self, name) for name in ("dropped", "remarks", "mistakes", "joins")}
         return arrays, rest | {"columns": [*self.columns], "token_columns": [*self.token_columns]}
 
@@ -210,7 +236,8 @@ class RowBlock:
     def from_arrays(cls, arrays: dict[str, Any], rest: dict[str, Any]) -> "RowBlock":
         columns = {name: arrays.pop(f"column-{name}") for name in rest.pop("columns")}
         token_columns = {name: arrays.pop(f"token-column-{name}") for name in rest.pop("token_columns")}
-        return cls(**arrays, **rest, columns=columns, token_columns=token_columns)
+        pictures = {name: arrays.pop(f"picture-{name}") for name in PICTURES if f"picture-{name}" in arrays}
+        return cls(**arrays, **rest, columns=columns, token_columns=token_columns, pictures=pictures)
 
 
 ARRAYS = (
@@ -218,6 +245,9 @@ ARRAYS = (
     *("lengths", "supervised", "weight", "digests", "firsts", "flags", "notes", "cuts"),
     *("numbers", "counts", "reasons", "contents", "is_object"),
 )
+
+
+PICTURES = ("starts", "lengths", "digests", "ends", "files")
 
 
 def flags_of(content: Content, ends: bool) -> int:
@@ -234,9 +264,63 @@ def flags_of(content: Content, ends: bool) -> int:
     return flags
 
 
-def digest_of(tokens: np.ndarray) -> int:
-    """A number that is equal for equal tokens (int32)."""
-    return int.from_bytes(hashlib.blake2b(np.ascontiguousarray(tokens).data, digest_size=8).digest(), "little")
+def digest_of(tokens: np.ndarray, pictures: Sequence[Picture] = ()) -> int:
+    """A number that is equal for equal tokens (int32) with equal pictures."""
+    digest = hashlib.blake2b(np.ascontiguousarray(tokens).data, digest_size=8)
+    for picture in pictures:
+        digest.update(picture.digest.to_bytes(8, "little"))
+    return int.from_bytes(digest.digest(), "little")
+
+
+def _pictures_of(samples: Sequence[Sample]) -> dict[str, np.ndarray]:
+    """The pictures of samples as arrays; empty if there are none.
+
+    The position in the tokens of the block at which each picture starts, its length in tokens, and the digest of its
+    file. `files` joins what `_text_of` gives of each file, which ends before `ends[i + 1]`.
+    """
+    if not any(sample.pictures for sample in samples):
+        return {}
+    starts, lengths, digests, files, before = [], [], [], [], 0
+    for sample in samples:
+        for picture in sample.pictures:
+            starts.append(before + picture.start)
+            lengths.append(picture.length)
+            digests.append(picture.digest)
+            files.append(_text_of(picture.file))
+        before += len(sample.tokens)
+    return {
+        "starts": np.array(starts, np.int64),
+        "lengths": np.array(lengths, np.int32),
+        "digests": np.array(digests, np.uint64),
+        "ends": np.cumsum([0, *map(len, files)], dtype=np.int64),
+        "files": np.frombuffer(b"".join(files), np.uint8),
+    }
+
+
+def _joined_pictures(blocks: "Sequence[RowBlock]") -> dict[str, np.ndarray]:
+    if not any(block.pictures for block in blocks):
+        return {}
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in PICTURES}
+    parts["ends"].append(np.zeros(1, np.int64))
+    tokens = size = 0
+    for block in blocks:
+        if block.pictures:
+            for name in ("lengths", "digests", "files"):
+                parts[name].append(block.pictures[name])
+            parts["starts"].append(block.pictures["starts"] + tokens)
+            parts["ends"].append(block.pictures["ends"][1:] + size)
+            size += len(block.pictures["files"])
+        tokens += len(block.tokens)
+    return {name: np.concatenate(values) for name, values in parts.items()}
+
+
+def _text_of(file: PictureFile) -> bytes:
+    """A picture's path after a "p", or the bytes of its file after a "b"."""
+    return b"b" + file.content if file.content else b"p" + file.path.encode()
+
+
+def _file_of(text: bytes) -> PictureFile:
+    return PictureFile(content=text[1:]) if text[:1] == b"b" else PictureFile(text[1:].decode())
 
 
 def _weight(sample: Sample, targets: np.ndarray) -> float:

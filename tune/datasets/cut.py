@@ -44,12 +44,14 @@ def split_between_turns(chat: Chat, max_len: int, again: Render) -> list[Example
 
 
 def start_of(sample: Sample, max_len: int) -> Example:
-    """The first `max_len` tokens of a sample."""
+    """The first `max_len` tokens of a sample, and none of a picture that does not fit."""
+    max_len = min([max_len, *(each.start for each in sample.pictures if each.start + each.length > max_len)])
+    pictures = tuple(picture for picture in sample.pictures if picture.start < max_len)
     labels = np.array(sample.labels[:max_len], dtype=np.int32)
-    is_clipped = labels[-1] != IGNORE
-    labels[-1] = IGNORE  # its target was cut off
+    is_clipped = bool((labels[-1:] != IGNORE).any())
+    labels[-1:] = IGNORE  # its target was cut off
     weights = None if sample.weights is None else sample.weights[:max_len]
-    start = replace(sample, tokens=sample.tokens[:max_len], labels=labels, weights=weights)
+    start = replace(sample, tokens=sample.tokens[:max_len], labels=labels, weights=weights, pictures=pictures)
     return Example(start, ENDS | (CLIPPED if is_clipped else 0), cut=len(sample.tokens) - max_len)
 
 

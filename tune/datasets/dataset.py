@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from tune.collators import IGNORE, Sample
+from tune.collators import IGNORE, Pixels, Sample
 from tune.datasets.block import Example, RowBlock, TokenizedRow
 from tune.datasets.fit import Fit
 from tune.datasets.reasons import FULLY_MASKED
@@ -34,9 +34,11 @@ class Dataset:
 
     validation: "Dataset | None" = None
 
-    def __init__(self, samples: Samples, pack_to: int | None = None) -> None:
-        """`pack_to` packs samples into rows of this many tokens; None: one sample a row."""
+    def __init__(self, samples: Samples, pack_to: int | None = None, pictures: Pixels | None = None) -> None:
+        """`pack_to` packs samples into rows of this many tokens; None: one sample a row. `pictures` makes pixels of
+        the samples' pictures."""
         self._samples = samples
+        self.pictures = pictures if samples.has_pictures else None
         self.lengths, self.supervised, self.digests = samples.lengths, samples.supervised, samples.digests
         self._order: np.ndarray | None = None  # None: rows are samples
         self._has_lists = bool(pack_to) or "group" in samples.columns

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from tune.collators import IGNORE
+from tune.collators import IGNORE, Picture
 from tune.datasets.accounting import NAMES_SHOWN, Accounting
 from tune.datasets.block import CHAT, CLIPPED, ENDS, RENDERS, SPLITS, TURNS, Places, RowBlock, digest_of
 from tune.datasets.parse.formats import Kind
@@ -235,6 +235,8 @@ class _Cut:
         length, flags = int(block.lengths[sample]), int(block.flags[sample])
         too_long = self.fit.too_long or ("split" if flags & SPLITS else "truncate")
         too_long = "truncate" if flags & CHAT else too_long  # what is split between turns was rendered again
+        if length > limit:
+            limit = block.before_picture(start, limit)
         whole = (WHOLE, sample)
         cut, clipped = 0, False
         if length <= limit:
@@ -249,8 +251,8 @@ class _Cut:
                 return RowResult(dropped=CANNOT_BE_USED, mistake=mistake)
             pieces = [Stretches(spans, False, whole) for spans in self._split(start, length, limit)]
         else:
-            pieces = [Stretches([Stretch(WHOLE, start, limit)], True, whole)]
-            cut, clipped = length - limit, block.labels[start + limit - 1] != IGNORE
+            pieces = [Stretches([Stretch(WHOLE, start, limit)], True, whole)] if limit else []
+            cut, clipped = length - limit, bool(limit) and block.labels[start + limit - 1] != IGNORE
         notes = block.remarks[block.notes[sample]]
         result = RowResult(pieces, cut=cut, clipped=bool(clipped), ends=cut > 0 or bool(flags & ENDS), notes=notes)
         return self._learned(result, int(block.firsts[sample]))
@@ -358,7 +360,8 @@ class _Cut:
         results, kept, before = [], None, 0
         for length in lengths:
             own = targets[(targets >= before - 1) & (targets < length)]
-            before, fits, is_cut = length, min(length, limit), length > limit
+            before, is_cut = length, length > limit
+            fits = block.before_picture(start, limit) if is_cut else length
             result = self._refusal(length)
             if result is not None:
                 result.cut = length
@@ -387,6 +390,14 @@ class _Cut:
 
     def _tokens(self, piece: Stretches) -> np.ndarray:
         return _of_spans(self.tokens, piece.spans)
+
+    def _pictures(self, piece: Stretches) -> list[Picture]:
+        pictures: list[Picture] = []
+        for place, start, length in piece.spans:
+            block = self.block if place == WHOLE else self.rendered
+            if block and place != PREFIX:
+                pictures += block.pictures_in(slice(start, start + length))
+        return pictures
 
     def _labels(self, piece: Stretches) -> np.ndarray:
         labels = _of_spans(self.labels, piece.spans)
@@ -449,7 +460,7 @@ class _Cut:
             lengths=arranged(block.lengths, [sum(span.length for span in piece.spans) for piece in pieces]),
             supervised=arranged(block.supervised, [len(each) for each in labels]),
             weight=arranged(block.weight, [self._weight(piece) for piece in pieces]),
-            digests=arranged(block.digests, [digest_of(self._tokens(piece)) for piece in pieces]),
+            digests=arranged(block.digests, [digest_of(self._tokens(each), self._pictures(each)) for each in pieces]),
             firsts=arranged(block.firsts, [each[0] for each in labels]),
             numbers=block.numbers[rows[order]],
             pieces=np.zeros(len(rows), np.int32),

@@ -120,7 +120,7 @@ def load(
         _require_turns(kind, train_on, too_long, extra_columns)
     reader = RowReader(
         tokenizer, _named(format, kind), dict(columns or {}), filter, train_on, train_on_end_of_turn, turns, ignore,
-        extra_columns, kind,
+        extra_columns, kind, pictures=folder_of(path) if tokenizer.pictures else None,
     )  # fmt: skip
     fit = Fit(
         max_seq_len, too_long, kind, turns == "as_seen", tokenizer.prefix_ids if bos_in_pieces else (),
@@ -152,11 +152,17 @@ def load(
         raise TuneError("shuffle_buffer: without streaming=true, all rows are shuffled together. Remove it")
     folder = cache_folder(cache_dir)
     preparation = Preparation(source, reader, folder, workers, bad_share, ignored_columns)
-    training = Dataset(preparation.samples(fit, path, pack_to), pack_to)
+    training = Dataset(preparation.samples(fit, path, pack_to), pack_to, tokenizer.pictures)
     if validation_fraction:
         name, held_out = f"{path}, the rows held out for validation", replace(fit, validation=True)
-        training.validation = Dataset(preparation.samples(held_out, name, pack_to), pack_to)
+        training.validation = Dataset(preparation.samples(held_out, name, pack_to), pack_to, tokenizer.pictures)
     return training
+
+
+def folder_of(path: str) -> str:
+    """The folder in which relative paths in the rows of a source begin: that of its file, or itself."""
+    place = os.path.abspath(path)
+    return place if os.path.isdir(place) else os.path.dirname(place)
 
 
 def _require_turns(kind: Kind, train_on: TrainOn, too_long: TooLong | None, extra_columns: Sequence[str]) -> None:
@@ -200,7 +206,7 @@ def _stream(chunks: Chunks, pack_to: int | None, window: int, fingerprint: str, 
     read: Callable[[int], Iterator[Samples]] = partial(chunks.after, by_ray=by_ray)
     read = for_all_processes(read, source.name) if by_ray else read
     kept = None if rehearsal.current() else chunks.windows  # a rehearsal may have cut the rows
-    return Stream(read, source.name, fit.max_seq_len, pack_to, window, fingerprint, kept)
+    return Stream(read, source.name, fit.max_seq_len, pack_to, window, fingerprint, kept, chunks.reader.tokenizer.pictures)
 
 
 def _named(format: str | None, kind: Kind) -> Format | str | None:

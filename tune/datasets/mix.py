@@ -9,7 +9,7 @@ from typing import Any, Literal, get_type_hints
 
 import numpy as np
 
-from tune.collators import Sample
+from tune.collators import Pixels, Sample
 from tune.datasets.accounting import Accounting
 from tune.datasets.dataset import Dataset, drawn_places, permuted, renumbered
 from tune.datasets.from_path import load
@@ -115,6 +115,11 @@ class Mixture:
     def columns(self) -> dict[str, np.ndarray]:
         """Column names of all parts with an example value each; of a fraction, if it is one in any part."""
         return _columns_of_all([part.columns for part in self.parts.values()])
+
+    @property
+    def pictures(self) -> Pixels | None:
+        """Makes pixels of the pictures of all parts; None if none has pictures."""
+        return next((part.pictures for part in self.parts.values() if part.pictures), None)
 
     @cached_property
     def validation(self) -> "Mixture | None":
@@ -262,7 +267,8 @@ class StreamMixture(Stream):
         documents = [row.documents[0] for row in rows]
         columns = _columns_of_all([self.columns, *(row.columns for row in rows)])
         counts = ("row_tokens", "row_supervised", "row_weights", "row_pairs")
-        return DrawnRows(documents, columns, *(np.concatenate([getattr(row, name) for row in rows]) for name in counts))
+        joined = DrawnRows(documents, columns, *(np.concatenate([getattr(row, name) for row in rows]) for name in counts))
+        return replace(joined, pictures=next((row.pictures for row in rows if row.pictures), None))
 
 
 def _drawn_in_memory(dataset: Dataset, seed: int, number: int, start: Position) -> Iterator[tuple[DrawnRows, Position]]:

@@ -8,6 +8,7 @@ from itertools import pairwise
 from tune.datasets.parse.columns import NOTHING, is_long
 from tune.datasets.parse.content import Chat, Content
 from tune.datasets.parse.messages import READ, REASONING, is_empty_answer
+from tune.datasets.parse.pictures import text_of
 from tune.tokenizers import Message, Tokenizer
 
 COLUMN = "column left out that holds text: "
@@ -36,7 +37,7 @@ def _of_chat(chat: Chat, text: str, tokenizer: Tokenizer) -> list[str]:
     notes = [
         f"{message['role']} {LOST}"
         for message in chat.messages
-        if message["role"] != "assistant" and not _is_in(message["content"], text)
+        if message["role"] != "assistant" and not _is_in(text_of(message), text)
     ]
     for message in chat.messages:
         if message["role"] == "assistant":
@@ -52,7 +53,7 @@ def _of_chat(chat: Chat, text: str, tokenizer: Tokenizer) -> list[str]:
     if any(isinstance(tool, dict) and str(tool.get("name", "")) not in text for tool in tools):
         notes.append(f"tools {LOST}")
     for message in chat.messages:
-        spelled = tokenizer.special_tokens_in(message.get("content") or "")
+        spelled = tokenizer.special_tokens_in(text_of(message))
         notes += [f"{token} spelled in {message['role']} text" for token in spelled]
     if any(is_empty_answer(message) and not message["train"] for message in chat.messages):
         notes.append("empty answer, not learned")
@@ -61,13 +62,13 @@ def _of_chat(chat: Chat, text: str, tokenizer: Tokenizer) -> list[str]:
 
 def _lost(message: Message, text: str) -> Iterator[str]:
     """Yield the names of the parts of an assistant message that are missing from its rendering."""
-    thought, end, answer = (message.get("content") or "").rpartition("</think>")
+    thought, end, answer = text_of(message).rpartition("</think>")
     before, opened, inside = thought.partition("<think>")
     if not opened:  # the template has opened the thought
         before, inside = "", before
     parts = [("a part of an answer", before), ("a part of an answer", answer)]
     if message["train"]:  # in mere context, generation has no reasoning either
-        parts += [("reasoning", message.get(name)) for name in REASONING]
+        parts += [("reasoning", message.get(name) or "") for name in REASONING]
         parts.append(("reasoning", inside if end else ""))
     others = {"role", "content", "train", "tool_calls", *REASONING}
     rest = [(f"{name} of an answer", value) for name, value in message.items() if name not in others]

@@ -5,7 +5,7 @@
 
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
@@ -13,12 +13,23 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from tune.collators import IGNORE, Sample
+from tune.collators import IGNORE, Picture, Sample
 from tune.datasets.parse.content import Chat, Content, Dropped, Plain, Tokens
 from tune.datasets.parse.formats import Kind
 from tune.datasets.parse.messages import ROLES, checked_messages, is_empty_answer
+from tune.datasets.parse.pictures import pictures_of
 from tune.errors import TuneError
-from tune.tokenizers import Beginnings, Encoded, Message, Span, Tokenizer, around_content, require_ours, require_unicode
+from tune.tokenizers import (
+    Beginnings,
+    Encoded,
+    Message,
+    PictureFile,
+    Span,
+    Tokenizer,
+    around_content,
+    require_ours,
+    require_unicode,
+)
 from tune.types import checked
 
 TrainOn = Literal["assistant", "all", "last"] | list[Literal["system", "developer", "user", "assistant", "tool"]]
@@ -31,6 +42,15 @@ class Learned(NamedTuple):
     start: int
     end: int
     weight: float = 1.0
+
+
+class Shown(NamedTuple):
+    """A picture, a digest of its file, and its placeholder in a text: characters [start, end)."""
+
+    start: int
+    end: int
+    file: PictureFile
+    digest: int
 
 
 class Conversation:
@@ -50,12 +70,14 @@ class Conversation:
 
 
 class Text(NamedTuple):
-    """A flagged content, its text, the supervised spans of the text, and the conversation that it is a beginning of."""
+    """A flagged content, its text, the supervised spans of the text, the conversation that it is a beginning of, and
+    its pictures."""
 
     content: Content
     text: str
     learned: list[Learned]
     source: Conversation | None = None
+    pictures: Sequence[Shown] = ()
 
 
 def learned_roles(train_on: TrainOn) -> Iterable[str]:
@@ -186,12 +208,45 @@ def as_text(content: Content, tokenizer: Tokenizer, train_on: TrainOn, source: C
     else:
         text, learned = "", []
     require_unicode(text)
-    return Text(content, text, learned, source)
+    files = pictures_of(content.messages) if isinstance(content, Chat) else []
+    if not files:
+        return Text(content, text, learned, source)
+    text, learned, pictures = _with_placeholders(text, learned, files, tokenizer)
+    return Text(content, text, learned, source, pictures)
+
+
+def _with_placeholders(
+    text: str, learned: list[Learned], files: Sequence[PictureFile], tokenizer: Tokenizer
+) -> tuple[str, list[Learned], list[Shown]]:
+    """The text with each picture's placeholder instead of the mark that the template wrote, and the spans in it."""
+    processor = tokenizer.pictures
+    if processor is None:
+        raise TuneError("the row has pictures, and the model reads only text")
+    pieces = text.split(processor.marker)
+    if len(pieces) != len(files) + 1:
+        raise TuneError(
+            f"the chat template writes {len(pieces) - 1} pictures, and the row has {len(files)}: a text spells out "
+            f"{processor.marker}, or the template leaves pictures out"
+        )
+    whole, pictures, borders, growths, at = pieces[0], [], [], [0], len(pieces[0])
+    for file, piece in zip(files, pieces[1:], strict=True):
+        placeholder, digest = processor.placeholder(file)
+        pictures.append(Shown(len(whole), len(whole) + len(placeholder), file, digest))
+        whole += placeholder + piece
+        at += len(processor.marker)
+        borders.append(at)
+        growths.append(len(whole) - len(piece) - at)
+        at += len(piece)
+
+    def moved(place: int) -> int:
+        return place + growths[bisect_right(borders, place)]
+
+    return whole, [Learned(moved(start), moved(end), weight) for start, end, weight in learned], pictures
 
 
 def labelled(rendered: Text, encoded: Encoded, tokenizer: Tokenizer, train_on_end_of_turn: bool) -> Sample:
     """The tokens of a text with labels for its supervised spans. A plain text gets BOS and EOS."""
-    content, text, learned, _ = rendered
+    content, text, learned, *_ = rendered
     if isinstance(content, Tokens):
         tokens, targets = (np.array(ids, dtype=np.int32) for ids in (content.ids, content.labels))
         weights = None if content.weights is None else np.array([*content.weights[1:], 1], dtype=np.float32)
@@ -216,7 +271,13 @@ def labelled(rendered: Text, encoded: Encoded, tokenizer: Tokenizer, train_on_en
             labels[first - 1 : last - 1] = tokens[first:last]
             if weights is not None:
                 weights[first - 1 : last - 1] = weight
-    return _weighed(Sample(tokens, labels, weights=weights))
+    pictures = []
+    for start, end, file, digest in rendered.pictures:
+        first = bisect_right(places, start, key=lambda place: span(place)[1])
+        last = bisect_left(places, end, key=lambda place: span(place)[0])
+        labels[max(0, first - 1) : last - 1] = IGNORE  # the model reads placeholders, and never writes them
+        pictures.append(Picture(file, digest, first, last - first))
+    return _weighed(Sample(tokens, labels, weights=weights, pictures=tuple(pictures)))
 
 
 def _weighed(sample: Sample) -> Sample:

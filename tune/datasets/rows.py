@@ -18,6 +18,7 @@ from tune.datasets.fit import Fit
 from tune.datasets.parse.columns import OtherMeaning, parse, recognize
 from tune.datasets.parse.content import Chat, Content, Dropped, Row, shown
 from tune.datasets.parse.formats import FORMATS, Format, Kind
+from tune.datasets.parse.pictures import with_pictures
 from tune.datasets.reasons import CANNOT_BE_USED, LEFT_OUT
 from tune.datasets.remarks import SHARED_TOKEN, remarks
 from tune.datasets.render import (
@@ -59,6 +60,7 @@ class RowReader:
     extra_columns: Sequence[str] = ()
     kind: Kind = "supervised"
     digests: bool = True  # of rows, which decide which of them are held out
+    pictures: str | None = None  # the folder of relative paths of pictures; None: the model reads only text
 
     def __call__(self, row: Any) -> TokenizedRow:
         """The examples of a row, uncut, or why it has none. `row` may be the TuneError of a malformed row.
@@ -153,6 +155,8 @@ class RowReader:
             format = recognize(row, {}, f"the row from {self.format}", FORMATS[self.kind])
         else:
             format = self.format or recognize(row, self.columns, "the row", FORMATS[self.kind])
+        if self.pictures is not None:
+            row = with_pictures(row, self.pictures)
         return parse(row, format, self.columns, (*self.ignore, *self.extra_columns))
 
     def _formatted(self, row: Row, function: str) -> Row:
@@ -178,7 +182,7 @@ class RowReader:
 
     def _ends(self, rendered: Text) -> bool:
         """Whether the last supervised message ends a turn. True for texts, and if ends of turns are not supervised."""
-        content, text, learned, _ = rendered
+        content, text, learned, *_ = rendered
         if not self.train_on_end_of_turn or not learned or not isinstance(content, Chat):
             return True
         return self.tokenizer.ends_turn(text[learned[-1].start : learned[-1].end])

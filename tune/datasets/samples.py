@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tune.collators import IGNORE, Sample
+from tune.collators import IGNORE, Picture, Sample
 from tune.datasets.accounting import Accounting
 from tune.datasets.block import Places, RowBlock, digest_of
 from tune.datasets.reasons import EQUAL_AS_CUT, SHARED_LIMIT
@@ -106,6 +106,8 @@ class Samples:
         digests += [self._digest_of_column(name) for name in self.token_columns]
         if self.is_weighted:
             digests.append(weights_digest)
+        if self.has_pictures:
+            digests.append(self._digest_of_pictures())
         fingerprint = hashlib.blake2b(b"".join(digest.digest() for digest in digests), digest_size=16).hexdigest()
         copies = len(self) - len(np.unique(self.digests))
         return replace(
@@ -116,9 +118,11 @@ class Samples:
     @cached_property
     def prompts(self) -> np.ndarray:
         """Numbers that are equal for equal prompts: the tokens up to the first target."""
-        return np.array(
-            [digest_of(self.sample(at).tokens[: self.firsts[at] + 1]) for at in range(len(self))], np.uint64
-        )
+        digests = []
+        for sample, first in zip(self, self.firsts.tolist(), strict=True):
+            before = [picture for picture in sample.pictures if picture.start <= first]
+            digests.append(digest_of(sample.tokens[: first + 1], before))
+        return np.array(digests, np.uint64)
 
     @property
     def span_counts(self) -> np.ndarray:
@@ -148,7 +152,22 @@ class Samples:
         weights = None
         if self.is_weighted:
             weights = _joined([self.blocks[store].weights_or_ones[part] for store, part in spans])
-        return Sample(tokens, labels, index, self.columns_of(index), weights, self.place_of(index))
+        pictures = self._pictures(spans)
+        return Sample(tokens, labels, index, self.columns_of(index), weights, self.place_of(index), pictures)
+
+    @cached_property
+    def has_pictures(self) -> bool:
+        """Whether a block has pictures."""
+        return any(block.pictures for block in self.blocks)
+
+    def _pictures(self, spans: Sequence[tuple[int, slice]]) -> tuple[Picture, ...]:
+        """The pictures of spans, with their places in the sample."""
+        pictures, before = list[Picture](), 0
+        for store, part in spans if self.has_pictures else ():
+            shown = self.blocks[store].pictures_in(part)
+            pictures += [replace(picture, start=picture.start + before) for picture in shown]
+            before += part.stop - part.start
+        return tuple(pictures)
 
     def spans_of(self, index: int) -> list[tuple[int, slice]]:
         """The stores of a sample, with the tokens in each."""
@@ -233,6 +252,13 @@ class Samples:
         if is_cut:
             labels[-1] = IGNORE
         return tokens, labels
+
+    def _digest_of_pictures(self) -> "hashlib.blake2b":
+        digest = hashlib.blake2b(digest_size=16)
+        for index in range(len(self)):
+            for picture in self._pictures(self.spans_of(index)):
+                digest.update(f"{index} {picture.digest} {picture.start}".encode())
+        return digest
 
     def _digest_of_column(self, name: str) -> "hashlib.blake2b":
         digest = hashlib.blake2b(digest_size=16)

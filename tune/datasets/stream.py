@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tune.collators import Sample
+from tune.collators import Pixels, Sample
 from tune.datasets.accounting import Accounting
 from tune.datasets.dataset import Dataset, permuted, renumbered
 from tune.datasets.fit import Fit
@@ -109,6 +109,7 @@ class DrawnRows:
     row_supervised: np.ndarray
     row_weights: np.ndarray
     row_pairs: np.ndarray
+    pictures: Pixels | None = None
 
     def row(self, index: int) -> list[Sample]:
         return self.documents[index]
@@ -126,12 +127,12 @@ class Stream:
 
     def __init__(
         self, chunks: Callable[[int], Iterator[Samples]], name: str, max_seq_len: int, pack_to: int | None, window: int,
-        fingerprint: str, kept: KeptWindows | None = None,
+        fingerprint: str, kept: KeptWindows | None = None, pictures: Pixels | None = None,
     ) -> None:  # fmt: skip
         """`chunks(n)` yields the rows after the first n of the source, in chunks of 64 rows. `window` is a number of
         rows, rounded up to whole chunks. `kept` has the windows that `chunks` reads instead of tokenizing them; None:
         nothing is kept. Raises TuneError for mistakes in the first window."""
-        self.chunks, self.name, self.fingerprint = chunks, name, fingerprint
+        self.chunks, self.name, self.fingerprint, self.pictures = chunks, name, fingerprint, pictures
         self.max_seq_len, self.pack_to = max_seq_len, pack_to
         self.chunks_of_window = -(-window // CHUNK)
         self._seen = Accounting(row_capacity=pack_to).with_source(f"{name}, rows read in this run")
@@ -191,7 +192,8 @@ class Stream:
                 if len(rows) == number:
                     documents_of, *of_rows = zip(*rows, strict=True)
                     position = replace(first, drawn=at, fingerprint=data.fingerprint)
-                    yield DrawnRows(list(documents_of), data.columns, *map(np.array, of_rows)), position
+                    drawn_rows = DrawnRows(list(documents_of), data.columns, *map(np.array, of_rows))  # type: ignore[arg-type]
+                    yield replace(drawn_rows, pictures=self.pictures), position
                     rows = []
 
     def windows(self, start: Position | None = None) -> Iterator[Window]:

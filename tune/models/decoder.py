@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tune.collators import Batch, Documents
 from tune.distributed import Peers, Stage
+from tune.errors import TuneError
 from tune.models.attention import Capability, Choice
 from tune.models.context import Context, KeyValueCache, Masks
 from tune.models.layers import AttentionPartConfig, NormConfig, PartConfig
@@ -216,6 +217,11 @@ class Decoder(nn.Module):
         """The forward of one stage, see `forward`."""
         shared = batch.shared if isinstance(batch, Batch) and self._can_share(batch.documents) else None
         if isinstance(batch, Batch):
+            if batch.pictures is not None:
+                raise TuneError(
+                    "model: the rows have pictures, and this model reads only their text. Set "
+                    "model._component_=tune.models.hf, or use rows without pictures"
+                )
             computed = shared or batch
             tokens, positions, documents = computed.tokens, computed.positions, computed.documents
         else:

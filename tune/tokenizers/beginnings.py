@@ -20,7 +20,7 @@ class Beginnings:
         self, template: ChatTemplate, messages: list[Message], tools: list | None = None, **variables: Any
     ) -> None:
         self.template = template
-        self.messages = [without_train(message) for message in messages]
+        self.messages = [of_template(message) for message in messages]
         self._tools = tools
         self._variables = variables
         self._asked_at: int | None = None
@@ -83,6 +83,6 @@ class Beginnings:
         return self._steps[key]
 
 
-def without_train(message: Message) -> Message:
-    """The message as templates see it."""
-    return {key: value for key, value in message.items() if key != "train"}
+def of_template(message: Message) -> Message:
+    """The message as templates see it: they write a mark for each picture, whose file is not theirs to read."""
+    return {key: value for key, value in message.items() if key not in ("train", "pictures")}

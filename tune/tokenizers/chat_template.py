@@ -4,6 +4,7 @@ import json
 import re
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import date, datetime, time
 from decimal import Decimal
 from functools import cached_property, partial
@@ -30,6 +31,7 @@ Span = tuple[int, int]
 # These marks enclose the text of a `{% generation %}` block until they are removed. They are random in every process,
 # so that no text in a dataset can contain them.
 _OPEN, _CLOSE = (f"\ufdd0{secrets.token_hex(8)}{bracket}\ufdd1" for bracket in "[]")
+TEXT = f"text{secrets.token_hex(8)}"  # is in no template
 _MARK = re.compile(f"({re.escape(_OPEN)}|{re.escape(_CLOSE)})")
 
 _FOLDER = Path(__file__).parent / "templates"
@@ -74,7 +76,7 @@ class ChatTemplate:
         ):
             marked = self._template.render(
                 **{**self.variables, **variables},
-                messages=_plain_messages(messages),
+                messages=self._plain_messages(messages),
                 add_generation_prompt=add_generation_prompt,
                 tools=_plain(tools, "tools"),
                 documents=_plain(documents, "documents"),
@@ -94,12 +96,26 @@ class ChatTemplate:
         if self._in_steps is None:
             return None
         try:
-            plain = _plain_messages(messages)
+            plain = self._plain_messages(messages)
             given = {"tools": _plain(tools, "tools"), "documents": _plain(documents, "documents")}
         except TuneError:  # an ordinary rendering raises it again
             return None
         context = {**self.variables, **variables, **given, "add_generation_prompt": add_generation_prompt}
         return render_in_steps(self._in_steps, plain, context)
+
+    def _plain_messages(self, messages: list[Message]) -> list[Message]:
+        plain = [_plain_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
+        return [_in_parts(message) for message in plain] if self._needs_parts else plain
+
+    @cached_property
+    def _needs_parts(self) -> bool:
+        """Whether the template writes only parts of a content, and leaves out a content that is a text."""
+        found = []
+        for content in (TEXT, [{"type": "text", "text": TEXT}]):
+            with suppress(jinja2.TemplateError, TypeError, AttributeError):  # it needs another kind of conversation
+                values = {"messages": [{"role": "user", "content": content}], "add_generation_prompt": False}
+                found.append(TEXT in self._template.render(**self.variables, **values))
+        return found == [False, True]
 
     @cached_property
     def _in_steps(self) -> jinja2.Template | None:
@@ -144,8 +160,10 @@ def markers(template: ChatTemplate) -> list[str]:
     return list(dict.fromkeys(_MARKER.findall(text)))
 
 
-def _plain_messages(messages: list[Message]) -> list[Message]:
-    return [_plain_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
+def _in_parts(message: Message) -> Message:
+    """The message with its text as a part."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _plain_message(message: Message, place: str) -> Message:

@@ -22,11 +22,12 @@ from tune.tokenizers.beginnings import Beginnings
 from tune.tokenizers.chat_template import SHIPPED, ChatTemplate, Message, Span, chosen_template, markers
 from tune.tokenizers.encoded import Borders, Encoded
 from tune.tokenizers.folder import SOURCES, mapping_in, read_vocabulary
+from tune.tokenizers.pictures import PROCESSOR_FILES, PictureProcessor, has_processor
 from tune.tokenizers.supervision import end_of_turn, require_asked, supervised_spans
 
 FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-    "additional_chat_templates/*.jinja", "vocab.json", "merges.txt", *SOURCES,
+    "additional_chat_templates/*.jinja", "vocab.json", "merges.txt", *SOURCES, *PROCESSOR_FILES,
 )  # fmt: skip
 CLEAN = "clean_up_tokenization_spaces"
 # transformers' replacements, in this order.
@@ -139,7 +140,14 @@ class Tokenizer:
         contents = [tokenizers.__version__, self._tokenizer.to_str(), self.special_tokens, self._templates, ends]
         if any("strftime_now" in template for template in self._templates.values()):
             contents.append(str(self._date))
+        if self.pictures:
+            contents.append(self.pictures.fingerprint)
         return hashlib.blake2b(json.dumps(contents, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+    @cached_property
+    def pictures(self) -> PictureProcessor | None:
+        """The processor of pictures in the folder; None if it reads only text."""
+        return PictureProcessor(self.path) if has_processor(self.path) else None
 
     @cached_property
     def stop_ids(self) -> set[int]:

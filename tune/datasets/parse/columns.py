@@ -9,6 +9,7 @@ from typing import Any
 
 from tune.datasets.parse.content import Chat, Content, Dropped, Plain, Row, Tokens
 from tune.datasets.parse.formats import Format
+from tune.datasets.parse.pictures import text_of
 from tune.errors import TuneError
 from tune.lookup import did_you_mean
 
@@ -192,7 +193,7 @@ def _other_meanings(row: Row, content: Content, columns: Sequence[str]) -> list[
         prompts = [content.prompt]
     else:
         messages = content.messages if isinstance(content, Chat) else []
-        prompts = [message.get("content") or "" for message in messages if message["role"] != "assistant"]
+        prompts = [text_of(message) for message in messages if message["role"] != "assistant"]
     return [*names, IMAGE] if any(IMAGE in prompt for prompt in prompts) else names
 
 

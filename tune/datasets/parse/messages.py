@@ -27,7 +27,7 @@ SHARE_GPT_ROLES = {
     "system": "system",
 }
 # Keys that are read here, and ids, which change nothing. The chat template may read others.
-READ = {"role", "content", "train", "weight", "tool_calls", "tool_call_id", "id", *REASONING}
+READ = {"role", "pictures", "content", "train", "weight", "tool_calls", "tool_call_id", "id", *REASONING}
 
 
 def conversation(row: Row, column: str) -> list[Message]:
@@ -92,8 +92,8 @@ def _checked(message: Any, place: str) -> Message:
         if not message["tool_calls"]:
             del message["tool_calls"]
     message = _without_thinking_parts(message, f"{place}.content")
-    content = _joined(message.get("content"), f"{place}.content")
-    is_right = isinstance(content, str) or (content is None and "tool_calls" in message)
+    content = _joined(message.get("content"), f"{place}.content", bool(message.get("pictures")))
+    is_right = isinstance(content, str | list) or (content is None and "tool_calls" in message)
     require(is_right, f"{place}.content", content, "a string")
     if content is not None:
         message["content"] = content
@@ -154,7 +154,8 @@ def _from_share_gpt(message: Message, place: str) -> Message:
     name: Any = message["from"]
     value: Any = message.get("value")
     _require_one_of(SHARE_GPT_ROLES, name, f"{place}.from")
-    require(isinstance(value, str), f"{place}.value", value, "a string")
+    has_pictures = bool(message.get("pictures"))
+    require(isinstance(value, str) or has_pictures, f"{place}.value", value, "a string")
     rest = {key: item for key, item in message.items() if key not in ("from", "value")}
     if name == "function_call":
         calls = _parsed(value, f"{place}.value")
@@ -182,15 +183,19 @@ def _without_thinking_parts(message: Message, place: str) -> Message:
     return {**message, "content": rest or "", "reasoning_content": "\n".join(texts)}
 
 
-def _joined(content: Any, place: str) -> Any:
-    """Join content parts into one text without separator, as templates that take parts do."""
+def _joined(content: Any, place: str, has_pictures: bool = False) -> Any:
+    """Join content parts into one text without separator, as templates that take parts do. Parts stay if some are
+    pictures."""
     if not isinstance(content, list) or not content or not all(isinstance(part, dict) for part in content):
+        require(not isinstance(content, list), place, content, "a string")
         return content
     for index, part in enumerate(content):
+        if has_pictures and part == {"type": "image"}:
+            continue
         if part.get("type") != "text":
             raise TuneError(f"{place}[{index}].type is {shown(part.get('type'))}; only text and thinking are supported")
         require(isinstance(part.get("text"), str), f"{place}[{index}].text", part.get("text"), "a string")
-    return "".join(part["text"] for part in content)
+    return content if has_pictures else "".join(part["text"] for part in content)
 
 
 def _tool_calls(calls: Any, role: str, place: str) -> list[dict[str, Any]]:
