@@ -206,7 +206,9 @@ def _stream(chunks: Chunks, pack_to: int | None, window: int, fingerprint: str, 
     read: Callable[[int], Iterator[Samples]] = partial(chunks.after, by_ray=by_ray)
     read = for_all_processes(read, source.name) if by_ray else read
     kept = None if rehearsal.current() else chunks.windows  # a rehearsal may have cut the rows
-    return Stream(read, source.name, fit.max_seq_len, pack_to, window, fingerprint, kept, chunks.reader.tokenizer.pictures)
+    return Stream(
+        read, source.name, fit.max_seq_len, pack_to, window, fingerprint, kept, chunks.reader.tokenizer.pictures
+    )
 
 
 def _named(format: str | None, kind: Kind) -> Format | str | None:

@@ -267,8 +267,10 @@ class StreamMixture(Stream):
         documents = [row.documents[0] for row in rows]
         columns = _columns_of_all([self.columns, *(row.columns for row in rows)])
         counts = ("row_tokens", "row_supervised", "row_weights", "row_pairs")
-        joined = DrawnRows(documents, columns, *(np.concatenate([getattr(row, name) for row in rows]) for name in counts))
-        return replace(joined, pictures=next((row.pictures for row in rows if row.pictures), None))
+        whole = [np.concatenate([getattr(row, name) for row in rows]) for name in counts]
+        return DrawnRows(
+            documents, columns, *whole, pictures=next((row.pictures for row in rows if row.pictures), None)
+        )
 
 
 def _drawn_in_memory(dataset: Dataset, seed: int, number: int, start: Position) -> Iterator[tuple[DrawnRows, Position]]:
@@ -283,7 +285,7 @@ def _drawn_in_memory(dataset: Dataset, seed: int, number: int, start: Position) 
             rows.append(order[place % len(dataset)])
         documents = [dataset.row(row) for row in rows]
         counts = (dataset.row_tokens, dataset.row_supervised, dataset.row_weights, dataset.row_pairs)
-        drawn = DrawnRows(documents, dataset.columns, *(of_rows[rows] for of_rows in counts))
+        drawn = DrawnRows(documents, dataset.columns, *(of_rows[rows] for of_rows in counts), pictures=dataset.pictures)
         yield drawn, Position(drawn=first + number, fingerprint=dataset.fingerprint)
 
 

@@ -109,7 +109,7 @@ class DrawnRows:
     row_supervised: np.ndarray
     row_weights: np.ndarray
     row_pairs: np.ndarray
-    pictures: Pixels | None = None
+    pictures: Pixels | None = field(default=None, kw_only=True)
 
     def row(self, index: int) -> list[Sample]:
         return self.documents[index]
@@ -192,8 +192,8 @@ class Stream:
                 if len(rows) == number:
                     documents_of, *of_rows = zip(*rows, strict=True)
                     position = replace(first, drawn=at, fingerprint=data.fingerprint)
-                    drawn_rows = DrawnRows(list(documents_of), data.columns, *map(np.array, of_rows))  # type: ignore[arg-type]
-                    yield replace(drawn_rows, pictures=self.pictures), position
+                    counts_of = map(np.array, of_rows)
+                    yield DrawnRows(list(documents_of), data.columns, *counts_of, pictures=self.pictures), position
                     rows = []
 
     def windows(self, start: Position | None = None) -> Iterator[Window]:

@@ -38,7 +38,8 @@ def with_pictures(row: Row, folder: str) -> Row:
     marked = {name: [_marked(message, bool(given), folder) for message in chat] for name, chat in chats.items()}
     shared = [name for name in MESSAGES if name in marked]
     compared = [name for name in ANSWERS if name in marked]
-    if given and not any([*_places(chat)] for chat in marked.values()):
+    has_any = any(message.get("pictures") for chat in marked.values() for message in chat)
+    if given and not has_any:
         for name in shared[:1] or compared:
             marked[name] = _before_question(marked[name], len(given))
     for names in [[*shared, name] for name in compared] or [shared]:
@@ -78,6 +79,8 @@ def _places(messages: list[Message]) -> Iterator[tuple[list[Any], int]]:
 
 def _marked(message: Message, is_given: bool, folder: str) -> Message:
     """A message with a part for each picture, and its pictures; None for one that a column has."""
+    if "pictures" in message:
+        raise TuneError("pictures in a message is not read: give each picture a part of the message's content")
     key = "value" if "value" in message and "content" not in message else "content"
     content = message.get(key)
     is_answer = message.get("role", message.get("from")) in ("assistant", "gpt")
