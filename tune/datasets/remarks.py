@@ -8,7 +8,7 @@ from itertools import pairwise
 from tune.datasets.parse.columns import NOTHING, is_long
 from tune.datasets.parse.content import Chat, Content
 from tune.datasets.parse.messages import READ, REASONING, is_empty_answer
-from tune.datasets.parse.pictures import text_of
+from tune.datasets.parse.pictures import text_of, texts_of
 from tune.tokenizers import Message, Tokenizer
 
 COLUMN = "column left out that holds text: "
@@ -37,7 +37,7 @@ def _of_chat(chat: Chat, text: str, tokenizer: Tokenizer) -> list[str]:
     notes = [
         f"{message['role']} {LOST}"
         for message in chat.messages
-        if message["role"] != "assistant" and not _is_in(text_of(message), text)
+        if message["role"] != "assistant" and not all(_is_in(part, text) for part in texts_of(message))
     ]
     for message in chat.messages:
         if message["role"] == "assistant":

@@ -156,7 +156,8 @@ class RowReader:
         else:
             format = self.format or recognize(row, self.columns, "the row", FORMATS[self.kind])
         if self.pictures is not None:
-            row = with_pictures(row, self.pictures)
+            read = {name: value for name, value in row.items() if name not in self.ignore}
+            row = with_pictures(read, self.pictures)
         return parse(row, format, self.columns, (*self.ignore, *self.extra_columns))
 
     def _formatted(self, row: Row, function: str) -> Row:

@@ -6,6 +6,8 @@ import json
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +22,7 @@ PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 OF_PARTS = ("processor_class", "image_processor", "video_processor", "feature_extractor", "tokenizer", "auto_map")
 # What a processor returns for the text of a picture.
 OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+PACKAGES = (("pillow", "PIL"), ("transformers", "transformers"))
 REMEMBERED = 10_000  # placeholders of pictures
 
 
@@ -96,12 +99,9 @@ class PictureProcessor:
 
     @property
     def fingerprint(self) -> list[Any]:
-        """Everything that determines the placeholders of a picture."""
-        with needs("vision", "a model of images and text"):
-            import PIL
-        with needs("hf", "a model of images and text"):
-            import transformers
-        return [PIL.__version__, transformers.__version__, *map(self._settings, PROCESSOR_FILES)]
+        """Everything that determines the placeholders of a picture. Rows of text need none of these packages."""
+        versions = [version(name) if find_spec(module) else "" for name, module in PACKAGES]
+        return [*versions, *map(self._settings, PROCESSOR_FILES)]
 
     def __call__(self, picture: PictureFile) -> tuple[dict[str, np.ndarray], str]:
         """The model's arguments for a picture, and the text that takes the place of its marker.

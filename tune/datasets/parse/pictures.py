@@ -61,8 +61,13 @@ def pictures_of(messages: list[Message]) -> list[PictureFile]:
 
 def text_of(message: Message) -> str:
     """The text of a message without its pictures."""
+    return "".join(texts_of(message))
+
+
+def texts_of(message: Message) -> list[str]:
+    """The texts of a message between its pictures."""
     content = message.get("content") or ""
-    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+    return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
 
 
 def _is_chat(value: Any) -> bool:
