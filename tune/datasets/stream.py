@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,9 +20,6 @@ from tune.datasets.rows import RowReader
 from tune.datasets.samples import Samples
 from tune.datasets.workers import CHUNK, ahead, map_chunks
 from tune.errors import TuneError
-
-if TYPE_CHECKING:
-    from tune.datasets.mix import Mixture
 
 
 @dataclass(frozen=True)
@@ -123,7 +120,7 @@ class Stream:
     is asked for, are kept: the next start does not tokenize them.
     """
 
-    validation: "Dataset | Mixture | None" = None
+    validation: Any = None  # a `Dataset`, or a `Mixture` of those of a mixture's streams
 
     def __init__(
         self, chunks: Callable[[int], Iterator[Samples]], name: str, max_seq_len: int, pack_to: int | None, window: int,

@@ -4,7 +4,7 @@ from tune.tokenizers.beginnings import Beginnings
 from tune.tokenizers.chat_template import ChatTemplate, Message, Span
 from tune.tokenizers.encoded import Encoded
 from tune.tokenizers.folder import mapping_in
-from tune.tokenizers.pictures import PictureFile, PictureProcessor
+from tune.tokenizers.picture_processor import PictureFile, PictureProcessor
 from tune.tokenizers.ranks import LLAMA3_WORDS, QWEN_WORDS
 from tune.tokenizers.supervision import PROBE, around_content, common_prefix, supervised_spans
 from tune.tokenizers.tokenizer import Tokenizer, require_ours, require_unicode

@@ -110,6 +110,8 @@ class ChatTemplate:
     @cached_property
     def _needs_parts(self) -> bool:
         """Whether the template writes only parts of a content, and leaves out a content that is a text."""
+        if "image" not in self.source:
+            return False
         found = []
         for content in (TEXT, [{"type": "text", "text": TEXT}]):
             with suppress(jinja2.TemplateError, TypeError, AttributeError):  # it needs another kind of conversation

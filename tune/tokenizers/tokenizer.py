@@ -22,7 +22,7 @@ from tune.tokenizers.beginnings import Beginnings
 from tune.tokenizers.chat_template import SHIPPED, ChatTemplate, Message, Span, chosen_template, markers
 from tune.tokenizers.encoded import Borders, Encoded
 from tune.tokenizers.folder import SOURCES, mapping_in, read_vocabulary
-from tune.tokenizers.pictures import PROCESSOR_FILES, PictureProcessor, has_processor
+from tune.tokenizers.picture_processor import PROCESSOR_FILES, PictureProcessor, has_processor
 from tune.tokenizers.supervision import end_of_turn, require_asked, supervised_spans
 
 FILES = (
