@@ -324,3 +324,17 @@ def test_best_weights_are_the_last_ones_if_frozen_parameters_changed(tmp_path):
     last = training.weights()
     assert checkpointer.finish() is None
     torch.testing.assert_close(training.weights(), last, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["best", "step", "groups", "optimizer", "updates", "stopped", "changed", "data", "schedule", "model", "mine"],
+)
+def test_own_state_cannot_take_the_name_of_another_one(tmp_path, name):
+    """It would replace that state, or be lost with it."""
+    training = Training(tmp_path / "unused", torch.optim.AdamW)
+    checkpointer = Checkpointer(
+        tmp_path / "run", model=training.model, optimizer=training.optimizer, data=Position(), extra={"mine": {"a": 1}}
+    )
+    with pytest.raises(TuneError, match=f"extra.{name}:"):
+        checkpointer.add(**{name: {"value": 1.0}})

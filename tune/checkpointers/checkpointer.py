@@ -59,6 +59,7 @@ from tune.lookup import in_shell
 from tune.types import PositiveInt, checked
 
 # The checkpointer's own keys in state.json.
+PARTS = {"model", "schedule", "data", "base", "adapter"}  # names of the arguments that have states
 OF_ITSELF = {"step", "groups", "best", "optimizer", "updates", "stopped", "loss_scales", "unmeasured", "changed"}
 
 STORED = ".store"  # marks a run folder that is uploaded: each node has its own folder with its processes' files
@@ -229,7 +230,15 @@ class Checkpointer:
         self.metrics: dict[int, dict[str, float]] = {}  # of steps that are not reported to Ray yet
 
     def add(self, **extra: Any) -> None:
-        """Also save and restore your own state, by name, as with `extra`: before `resume`."""
+        """Also save and restore your own state, by name, as with `extra`: before `resume`.
+
+        Raises TuneError if the checkpointer, or an earlier call, has a state of this name.
+        """
+        if taken := sorted(extra.keys() & (OF_ITSELF | PARTS | self.small.keys())):
+            raise TuneError(
+                f"extra.{taken[0]}: a checkpoint has a state of this name already. Choose another name, such as "
+                f"my_{taken[0]}"
+            )
         self.small |= _stateful(extra)
 
     def resume(self, resume: str | Path = "auto") -> int:

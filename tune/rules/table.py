@@ -11,7 +11,7 @@ EMBEDDINGS = ("embedding", "embed_tokens", "embed_in", "wte", "word_embeddings")
 
 def _compares(run: Facts) -> bool:
     """Return whether the loss compares the log-probs of answers."""
-    return "reference" in run.cfg and "reward" not in run.cfg
+    return "reference" in run.cfg and run("dataset.kind") in ("preferences", "graded", "labelled")
 
 
 def _samples(run: Facts) -> bool:
