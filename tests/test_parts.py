@@ -8,7 +8,7 @@ from tune.distributed import repeated_blocks, units_of
 from tune.models import build, hf
 from tune.parts import language_of, part_of, tower_blocks
 from tune.peft import LoRA, add_adapters, untrained_tokens
-from tune.quantization import block_linears
+from tune.quantization import NF4Linear, block_linears
 from tune.run import flops_per_token
 
 transformers = pytest.importorskip("transformers")
@@ -63,6 +63,7 @@ def test_a_model_of_text_is_all_language(checkpoint):
     with torch.device("meta"):
         text = transformers.AutoModelForCausalLM.from_config(transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4))
         models = [build(str(checkpoint)), hf(text), nn.Linear(2, 2)]
+    models[-1].tower, models[-1].parts, models[-1].language = "high", ["a"], "en"  # somebody's own names
     for model in models:
         assert language_of(model) is model and not tower_blocks(model)
         assert {part_of(model, name) for name, _ in model.named_modules()} == {"language"}
@@ -90,6 +91,19 @@ def test_tables_of_positions_are_not_tables_of_tokens(tmp_path):
     assert [unit for unit in units_of(model, repeated_blocks(model)) if unit in tables] == [model.embedding]
     add_adapters(model, LoRA())
     assert untrained_tokens(model, tmp_path, [3, model.config.vocab_size - 1]) == []
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen3_vl"])
+def test_only_the_language_model_is_quantized(family):
+    config = config_of(family, tokenizer_of(FAMILIES[family]))
+    config.text_config.hidden_size, config.text_config.intermediate_size, config.text_config.head_dim = 64, 128, 16
+    if hasattr(config.vision_config, "out_hidden_size"):
+        config.vision_config.out_hidden_size = 64
+    config.text_config.rope_parameters["mrope_section"] = [4, 2, 2]
+    with torch.device("meta"):
+        model = hf(transformers.AutoModelForImageTextToText.from_config(config), quantization="nf4")
+    quantized = [name for name, module in model.named_modules() if isinstance(module, NF4Linear)]
+    assert len(quantized) == 14 and all(".language_model.layers." in name for name in quantized)
 
 
 @pytest.mark.parametrize("family", ["llava", "gemma3", "idefics3"])

@@ -4,7 +4,7 @@ A model of images and text has `tower`, the module that reads pictures, `languag
 `part_of(name)`, the part of a module or parameter. Every other model is all language.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from torch import nn
@@ -16,18 +16,27 @@ that read pictures."""
 
 def language_of(model: Any) -> nn.Module:
     """Return the part of `model` that reads tokens: the model itself unless it has a tower."""
-    return model if getattr(model, "tower", None) is None else model.language
+    return model.language if _says_its_parts(model) else model
 
 
 def part_of(model: Any, name: str) -> ModelPart:
     """Return the part of `model` to which the module or parameter `name` belongs."""
-    return "language" if getattr(model, "tower", None) is None else model.part_of(name)
+    return model.part_of(name) if _says_its_parts(model) else "language"
 
 
 def tower_blocks(model: Any) -> list[nn.Module]:
     """Return the members of the outermost nn.ModuleLists of the tower; nothing for a model without a tower."""
-    tower = getattr(model, "tower", None)
-    return [] if tower is None else [*_blocks(tower)]
+    return [*_blocks(model.tower)] if _says_its_parts(model) else []
+
+
+def chosen_parts(model: Any) -> Sequence[ModelPart] | None:
+    """Return the parts that are trained or adapted, if the caller of `tune.models.hf` chose them."""
+    return model.parts if _says_its_parts(model) else None
+
+
+def _says_its_parts(model: Any) -> bool:
+    """Whether the model has a tower; other modules may use these names for something else."""
+    return hasattr(model, "part_of") and model.tower is not None
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from tune.collators import Batch, Sample, collate, shift_labels
+from tune.collators import Batch, Pictures, Sample, collate, shift_labels
 from tune.errors import TuneError
 
 
@@ -44,11 +44,13 @@ def test_row_without_documents_is_all_padding():
 
 
 def test_tensors_move_together():
-    batch = collate([[sample(5, 6, 7)]])
+    pictures = Pictures({"pixel_values": torch.zeros(1, 3, 4, 4)}, 1)
+    batch = replace(collate([[sample(5, 6, 7)]]), pictures=pictures)
     tensors = (batch.tokens, batch.labels, batch.positions, batch.documents.ids)
     assert all(tensor.dtype == torch.int64 for tensor in tensors)
     moved = batch.to("meta")
     assert all(tensor.is_meta for tensor in (moved.tokens, moved.labels, moved.positions, moved.documents.boundaries))
+    assert moved.pictures.values["pixel_values"].is_meta and moved.pictures.count == 1
     assert moved.num_tokens == 3
 
 

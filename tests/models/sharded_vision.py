@@ -1,7 +1,8 @@
-"""Run in each process as `sharded_vision.py FAMILY FOLDER ...`: pictures on some processes only change nothing.
+"""Run in each process as `sharded_vision.py TP FAMILY FOLDER ...`: pictures on some processes only change nothing.
 
 Process 0 has the pictures, the others have text. Loss and gradients match transformers' in one process. Once with a
-tower that is trained, once with a frozen one; without and with recomputation of activations; and with adapters.
+tower that is trained, once with a frozen one; without and with recomputation of activations; and with adapters. With
+tensor parallelism, TP processes share the language model and have the same batch.
 """
 
 import sys
@@ -38,7 +39,7 @@ def compare(name: str, folder: str, world: distributed.World, tower: str, recomp
 
     with_pictures = [inputs_of(name, "What is in this image?", 1), inputs_of(name, "a cat", 2, 3)]
     without = [inputs_of(name, "It is a red square and the blue cat.")]
-    mine = [(with_pictures, pictures_of(with_pictures)), (without, blank_of(name))][min(world.rank, 1)]
+    mine = [(with_pictures, pictures_of(with_pictures)), (without, blank_of(name))][min(world.data_rank, 1)]
     for _ in range(2):  # a second step would hang if the first left a process behind
         model.zero_grad()
         loss = model(batch_of(*mine), LinearCrossEntropy())
@@ -47,7 +48,7 @@ def compare(name: str, folder: str, world: distributed.World, tower: str, recomp
 
     theirs = AutoModelForImageTextToText.from_pretrained(folder).eval()
     expected = torch.zeros(())
-    for each in with_pictures + without * (world.size - 1):
+    for each in with_pictures + without * (world.data_size - 1):
         expected = expected + F.cross_entropy(theirs(**each).logits[0, :-1], each["input_ids"][0, 1:], reduction="sum")
     assert_close(total, expected.detach(), rtol=1e-6, atol=0)
     expected.backward()
@@ -71,8 +72,8 @@ def compare(name: str, folder: str, world: distributed.World, tower: str, recomp
 
 
 if __name__ == "__main__":
-    world = distributed.init("cpu")
-    for name, folder in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+    world = distributed.init("cpu", tp=int(sys.argv[1]))
+    for name, folder in zip(sys.argv[2::2], sys.argv[3::2], strict=True):
         print(name, flush=True)
         compare(name, folder, world, "trained", "none", False)
         compare(name, folder, world, "trained", "full", False)

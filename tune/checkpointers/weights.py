@@ -19,6 +19,7 @@ from tune.checkpointers.disk import (
     unread_weights,
 )
 from tune.checkpointers.packed import plain_tensors, quantization
+from tune.collators import Pictures
 from tune.distributed import Dtype, allocate, as_dtype, check_plan, from_its_stage, full_tensor, local_shard
 from tune.errors import TuneError, explained
 from tune.models import (
@@ -257,15 +258,21 @@ def initialize(model: Any, names: Iterable[str], seed: int) -> None:
             shard.copy_(full[where])
 
 
-def check_forward(model: nn.Module) -> None:
+def check_forward(model: nn.Module, pictures: Pictures | None = None) -> None:
     """Check with a few tokens that a model computes the same with and without its tensor-parallel plan. For models of
-    transformers, also check that they can be trained, and how documents can share a row. Raises TuneError otherwise.
-    All processes must call this after loading."""
+    transformers, also check that they can be trained, and how documents can share a row; with `pictures`, the blank
+    picture of the data, also that they can be trained on pictures. Raises TuneError otherwise. All processes must call
+    this after loading."""
+    if pictures is not None and not isinstance(model, HuggingFaceModel):
+        raise TuneError(
+            f"model: {type(model).__name__} reads only text, and the rows have pictures. For the whole model, set "
+            "model._component_=tune.models.hf"
+        )
     if rehearsal.current():
         return
     check_plan(model)
     if isinstance(model, HuggingFaceModel):
-        model.check()
+        model.check(pictures)
 
 
 def open_checkpoint(

@@ -254,7 +254,7 @@ def _micro_batches(
     for start in range(0, len(by_length), together):
         mine = by_length[start : start + together][world.data_rank :: world.data_size]
         missing = micro_batch_size - len(mine)
-        yield collate([*map(data.row, mine), *([[]] * missing)], pad_to, data.columns, data.pictures)
+        yield collate([*map(data.row, mine), *([[]] * missing)], pad_to, data.columns, getattr(data, "pictures", None))
 
 
 def require_batches(global_batch_size: PositiveInt, micro_batch_size: PositiveInt, ranks: int, stages: int = 1) -> None:

@@ -129,7 +129,7 @@ class Stream:
         """`chunks(n)` yields the rows after the first n of the source, in chunks of 64 rows. `window` is a number of
         rows, rounded up to whole chunks. `kept` has the windows that `chunks` reads instead of tokenizing them; None:
         nothing is kept. Raises TuneError for mistakes in the first window."""
-        self.chunks, self.name, self.fingerprint, self.pictures = chunks, name, fingerprint, pictures
+        self.chunks, self.name, self.fingerprint, self.pixels = chunks, name, fingerprint, pictures
         self.max_seq_len, self.pack_to = max_seq_len, pack_to
         self.chunks_of_window = -(-window // CHUNK)
         self._seen = Accounting(row_capacity=pack_to).with_source(f"{name}, rows read in this run")
@@ -151,6 +151,11 @@ class Stream:
     def seen(self) -> Accounting:
         """The counts of all rows read so far."""
         return self._seen
+
+    @property
+    def pictures(self) -> Pixels | None:
+        """Makes pixels of pictures; None if the first window has none, as long as nothing has been drawn."""
+        return next((part.pictures for part in self.parts.values()), None)
 
     @property
     def parts(self) -> dict[str, Dataset]:
@@ -190,7 +195,9 @@ class Stream:
                     documents_of, *of_rows = zip(*rows, strict=True)
                     position = replace(first, drawn=at, fingerprint=data.fingerprint)
                     counts_of = map(np.array, of_rows)
-                    yield DrawnRows(list(documents_of), data.columns, *counts_of, pictures=self.pictures), position
+                    has_pictures = any(sample.pictures for documents in documents_of for sample in documents)
+                    pixels = self.pixels if has_pictures else None
+                    yield DrawnRows(list(documents_of), data.columns, *counts_of, pictures=pixels), position
                     rows = []
 
     def windows(self, start: Position | None = None) -> Iterator[Window]:
@@ -202,7 +209,7 @@ class Stream:
             if row and not any(map(len, window)):
                 return  # the end of the source, without a usable row
             rows = f", streamed: rows {row + 1:,} to {row + CHUNK * len(window):,}" if window else ""
-            data = Dataset(Samples.joined(window, f"{self.name}{rows}"), self.pack_to)
+            data = Dataset(Samples.joined(window, f"{self.name}{rows}"), self.pack_to, self.pixels)
             if self.vocab_size:
                 data.require_vocabulary(self.vocab_size)
             yield Window(Position(start.epoch, row, samples), data, window)

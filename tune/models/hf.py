@@ -213,7 +213,7 @@ class HuggingFaceModel(nn.Module):
         self.takes_positions = "position_ids" in arguments
         self.takes_use_cache = "use_cache" in arguments
         self.kinds_of_tokens = next((each for each in KINDS_OF_TOKENS if each in arguments), None)
-        self.taken = arguments.keys()
+        self.taken = frozenset(arguments)
         self.state = next((each for each in STATES if each in arguments), None)
         self.max_positions = getattr(self.config, "max_position_embeddings", None)
         self.max_generated, self.beyond = _longest(model, self.config)  # also the limit for training
@@ -263,8 +263,6 @@ class HuggingFaceModel(nn.Module):
     ) -> Any:
         """See `tune.models.Decoder.forward`."""
         if cache is not None:
-            if isinstance(batch, Batch) and batch.pictures is not None:
-                raise TuneError("model: generation from pictures is not supported. Use prompts without pictures")
             hidden = self._go_on(batch, positions, cache)
         else:
             hidden = self._run_documents(batch) if isinstance(batch, Batch) else self._run(batch)
@@ -297,8 +295,8 @@ class HuggingFaceModel(nn.Module):
     def cost(self) -> str:
         """A sentence on the cost of a model that is not native."""
         return (
-            f"{self.config.model_type} is computed by transformers, slower than a family of tune.models.families, and "
-            "without parallel.cp, pp and ep"
+            f"{self.body.config.model_type} is computed by transformers, slower than a family of tune.models.families, "
+            "and without parallel.cp, pp and ep"
         )
 
     def new_cache(self, rows: int, capacity: int) -> "TransformersCache":
@@ -320,6 +318,9 @@ class HuggingFaceModel(nn.Module):
             if isinstance(state, Tensor):  # the earlier tokens, which are computed again
                 tokens, positions, state = torch.cat([state, tokens], dim=1), None, None
             arguments |= {self.state: state, "use_cache": True} if self.state else {}
+            if pictures is not None and self.state is None:
+                raise TuneError(f"model: {type(self.body).__name__} has no cache for generation from pictures")
+            positions = None if positions is None else positions + cache.deltas[row]
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         if self.takes_positions:
@@ -335,6 +336,8 @@ class HuggingFaceModel(nn.Module):
         output = self.body(input_ids=tokens, return_dict=True, **arguments)
         if cache is not None:
             cache.states[row] = output.get(self.state, tokens)
+            if pictures is not None and self.rotates_in_3d:
+                cache.deltas[row] = int(self.body.base_model.rope_deltas[0])
         logits, hidden = output.logits, self.head_input.take()
         if zero is not None:
             hidden = hidden + zero.to(hidden.dtype)
@@ -351,10 +354,7 @@ class HuggingFaceModel(nn.Module):
         same order, with and without pictures.
         """
         if self.no_pictures:
-            raise TuneError(
-                f"model: {type(self.body).__name__} cannot be trained on pictures: {self.no_pictures}. Use another "
-                "model, or rows without pictures"
-            )
+            raise self._reads_no_pictures()
         assert self.tower is not None
         function: Any = self.body.base_model.get_image_features
         dtype = next(self.tower.parameters()).dtype
@@ -366,6 +366,12 @@ class HuggingFaceModel(nn.Module):
                 "or sounds"
             )
         return values, function(**values, return_dict=True)
+
+    def _reads_no_pictures(self) -> TuneError:
+        return TuneError(
+            f"model: {type(self.body).__name__} cannot be trained on pictures: {self.no_pictures}. Use another model, "
+            "or rows without pictures"
+        )
 
     def _zero(self, features: Any) -> Tensor | None:
         """0, as a function of all that was computed for pictures and of the projector's weights, if any is trained.
@@ -426,9 +432,12 @@ class HuggingFaceModel(nn.Module):
             if others := {*(parts or ())} - {"language"}:
                 raise TuneError(f"model.parts: {min(others)}: {type(self.body).__name__} has no such part")
             return
+        if parts is not None and not parts:
+            raise TuneError("model.parts is empty, so nothing would be trained. Set it to null for the default")
         self.parts = None if parts is None else tuple(parts)
+        trained = self.parts or ("language", "projector")
         for name, parameter in self.named_parameters():
-            parameter.requires_grad_(self.part_of(name) in (self.parts or ("language", "projector")))
+            parameter.requires_grad_(self.part_of(name) in trained)
 
     @property
     def _plain_token(self) -> int:
@@ -470,14 +479,20 @@ class HuggingFaceModel(nn.Module):
 
     def _go_on(self, batch: Batch | Tensor, positions: Tensor | None, cache: "TransformersCache") -> Tensor:
         """The input of the head after the last token of each document or row, `[rows, 1, hidden]`."""
+        pictures = batch.pictures if isinstance(batch, Batch) else None
+        if pictures is not None and pictures.count == 0:
+            pictures = None  # prompts of other processes are not waited for
         if isinstance(batch, Batch):
             lengths = batch.documents.lengths
+            if pictures is not None and len(lengths) > 1:
+                raise TuneError(f"batch: {len(lengths)} prompts with pictures. With a cache, give one at a time")
             texts, places = batch.tokens[0].split(lengths), batch.positions[0].split(lengths)
         else:
             assert positions is not None, "tokens that follow others have positions"
             texts, places = batch.unbind(), positions.unbind()
         new = zip(cache.rows, texts, places, strict=True)
-        return torch.cat([self._run(text[None], place[None], cache, row)[:, -1:] for row, text, place in new])
+        last = [self._run(text[None], place[None], cache, row, pictures)[:, -1:] for row, text, place in new]
+        return torch.cat(last)
 
     @torch.no_grad()
     def check(self, pictures: Pictures | None = None) -> None:
@@ -490,9 +505,12 @@ class HuggingFaceModel(nn.Module):
             TuneError: the logits are not the output of the head, or a token attends to later tokens.
         """
         training, device = self.training, next(self.parameters()).device
+        if pictures is not None and self.no_pictures:
+            raise self._reads_no_pictures()
         self.eval()
         tokens = (torch.arange(12, device=device) * 7 + 3) % self.config.vocab_size
-        tokens = tokens.masked_fill(tokens == self.placeholder, self._plain_token)
+        if self.placeholder is not None:
+            tokens = tokens.masked_fill(tokens == self.placeholder, self._plain_token)
         self.checks_logits = True
         alone = self(tokens[None, 2:])
         self.checks_logits = False
@@ -561,11 +579,13 @@ class TransformersCache:
     def __init__(self, rows: int):
         self.states: list[Any] = [None] * rows
         self.rows: Sequence[int] = ()
+        # A picture has fewer positions than tokens in some models: the next position, less the number of tokens.
+        self.deltas = [0] * rows
 
     def start(self, rows: list[int], batch: Batch, device: torch.device) -> None:
         self.rows = rows
         for row in rows:
-            self.states[row] = None
+            self.states[row], self.deltas[row] = None, 0
 
     def extend(self, positions: Tensor, length: int) -> None:
         self.rows = range(len(positions))
@@ -578,7 +598,7 @@ class TransformersCache:
 
     def copy(self, moves: Sequence[tuple[int, int]]) -> None:
         for source, target in moves:
-            self.states[target] = copy.deepcopy(self.states[source])
+            self.states[target], self.deltas[target] = copy.deepcopy(self.states[source]), self.deltas[source]
 
 
 class _HeadInput(nn.Module):

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from tune.errors import TuneError
 from tune.lookup import did_you_mean
 from tune.models import ExpertLinear, Names, Router, require_no_peft
-from tune.parts import part_of
+from tune.parts import chosen_parts, part_of
 from tune.peft.adapters import Adapter, adapted_modules, initialize, is_tied
 from tune.peft.dropout import set_dropout_keys
 from tune.peft.files import load_adapter
@@ -180,7 +180,8 @@ def adapted_layers(model: nn.Module, lora: LoRA) -> dict[str, Any]:
     layers = {name: each for name, each in weights.items() if not isinstance(each, Router)}
     of_experts = {_last(name) for name in names.stacked_modules()}
     # Towers have layers of the same names as language models. A pattern for whole names, or PEFT, may mean those too.
-    parts: Collection[str] = getattr(model, "parts", None) or ("language",)
+    wanted_parts = chosen_parts(model)
+    parts = wanted_parts or ("language",)
     of_parts = {name: each for name, each in layers.items() if part_of(model, name) in parts or lora.path is not None}
     if wanted == "all-linear":
         # Skip gates with one output, and layers with the name of an expert's projection, whose adapters PEFT would
@@ -208,7 +209,7 @@ def adapted_layers(model: nn.Module, lora: LoRA) -> dict[str, Any]:
             )
         chosen |= matching
     chosen = {name: layer for name, layer in weights.items() if name in chosen}
-    without = {*parts} - {part_of(model, name) for name in chosen} if getattr(model, "parts", None) else {}
+    without = {*(wanted_parts or ())} - {part_of(model, name) for name in chosen}
     if without and chosen and lora.path is None and not lora.modules_to_save:
         raise TuneError(
             f"adapter.target_modules: none of the layers is in the {min(without)}, which model.parts lists. Name its "

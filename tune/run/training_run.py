@@ -22,6 +22,7 @@ from torch import nn
 
 from tune import config, evaluation, optimizers, records, rehearsal
 from tune.checkpointers import Checkpointer, check_forward, model_card
+from tune.collators import collate
 from tune.datasets import (
     MARKS,
     DataLoader,
@@ -494,7 +495,9 @@ class Run:
         """
         self.checkpointer, self.evaluator = checkpointer, evaluator
         if evaluator:
-            check_forward(evaluator.model)
+            pixels = getattr(getattr(evaluator.data, "dataset", None), "pictures", None)
+            blank = collate([[]], pictures=pixels).to(self.world.device).pictures if pixels else None
+            check_forward(evaluator.model, blank)
             if isinstance(evaluator.data, DataLoader):  # the loop may iterate over several, or its own
                 self._describe_rows(evaluator.model, evaluator.data, evaluator.tokenizer)
         self._set_ends(data, checkpointer.resume(self.resume) if checkpointer else 0, total)
