@@ -4,7 +4,7 @@ import json
 import tracemalloc
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tune.datasets.read import readers
@@ -23,6 +23,7 @@ def read(path):
     return [row for _, row in readers.rows_of(file)]
 
 
+@settings(max_examples=40)
 @given(st.lists(VALUES, max_size=6), st.sampled_from([None, 1, "\t"]), st.integers(1, 9), st.booleans())
 def test_items_are_those_that_json_gives(tmp_path_factory, rows, indent, part, has_bom):
     path = tmp_path_factory.mktemp("json") / "rows.json"

@@ -205,3 +205,8 @@ def test_text_model_refuses_pictures(tmp_path, checkpoint):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": [QUESTION, ANSWER]}) + "\n")
     with pytest.raises(TuneError, match=r"rows\.jsonl:1.*image"):
         load(Tokenizer(checkpoint), str(tmp_path / "rows.jsonl"), max_seq_len=64, workers=1)
+
+
+def test_collating_without_pixels_is_an_error(data):
+    with pytest.raises(TuneError, match=r"rows\.jsonl:1 has pictures"):
+        collate([data({"messages": [QUESTION, ANSWER]}).row(0)])

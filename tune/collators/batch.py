@@ -368,6 +368,11 @@ def collate(
     count = sum(len(document.tokens) for document in present)
     batch = Batch.of(tokens, labels, ids, samples, values, count, weights)
     places = tuple(document.place for document in documents)
+    if pictures is None and (shown := next((each for each in present if each.pictures), None)):
+        raise TuneError(
+            f"collate: the document {shown.place} has pictures, whose pixels nothing makes here. Pass "
+            "pictures=dataset.pictures, or use rows without pictures"
+        )
     if pictures is not None:  # equal tokens may stand for different pictures, so no prefix is shared
         return replace(batch, places=places, pictures=_pictures_of(present, pictures))
     return replace(batch, places=places, shared=_shared(batch) if joined else None)
