@@ -44,6 +44,7 @@ def test_installed_command_is_ours() -> None:
     assert "tune.cli" in command.read_text()
 
 
+@pytest.mark.slow
 def test_wheel_lists_recipes(tune: Path, tmp_path: Path) -> None:
     assert "full_finetune.yaml" in run(tune, tmp_path, "ls").stdout
 

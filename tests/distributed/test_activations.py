@@ -73,6 +73,7 @@ def force_eager_compile(monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("checkpointing", "products", "attentions", "compile"),
     # 3 blocks of 7 products and 1 attention; backward does not need the result of a block's last product.
@@ -176,6 +177,7 @@ def test_offloaded_activations_are_restored(checkpoint, checkpointing, compile, 
     assert_close(gradients, expected, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize(
     ("checkpointing", "compile"),

@@ -56,7 +56,7 @@ LONG = (
     "examples/", "docs/cli.md", "docs/clusters.md", "docs/coming_from_", "docs/components.md",
     "docs/data.md", "docs/distillation.md", "docs/edits.md", "docs/evaluation.md", "docs/families.md",
     "docs/layouts.md", "docs/lora.md", "docs/planning.md", "docs/preferences.md", "docs/reinforcement.md",
-    "docs/results.md", "docs/reward.md", "docs/runs.md", "docs/start.md", "docs/training.md",
+    "docs/results.md", "docs/templates.md", "docs/reward.md", "docs/runs.md", "docs/start.md", "docs/training.md",
     "docs/troubleshooting.md", "docs/tutorials/", "docs/using.md", "docs/which_method.md",
 )  # fmt: skip
 

@@ -44,6 +44,7 @@ def test_recipe_guide(reader):
     assert metrics(reader.folder / "free") == metrics(reader.folder / "original")
 
 
+@pytest.mark.slow
 def test_loss_guide(reader):
     reader.follow(GUIDES["A loss"])
     focal = runpy.run_path(str(reader.folder / "my_losses.py"))["Focal"](gamma=1.5, chunk_tokens=3)

@@ -43,6 +43,7 @@ def rounded(model: nn.Module, kind: str, group: int | None) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["LlamaConfig", "Phi3Config", "Qwen2Config"])
 def test_transformers_loads_quantized_folders(kind: str, family: str, tmp_path: Path) -> None:

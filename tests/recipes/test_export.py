@@ -33,6 +33,7 @@ def run(source, chats, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_transformers_computes_the_same_loss(run, source, chats):
     """The last validation loss came from the model in training; the export must give it in another library."""
     reported = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["validation_loss"]

@@ -31,6 +31,7 @@ assert_curve_of_adapters = functools.partial(assert_one_curve, "pipeline_finetun
 FAMILIES = {"qwen3": ["pp"], "gemma3_text-scaled": ["pp x FSDP"], "qwen3_moe": ["pp", "pp x ep"]}
 
 
+@pytest.mark.slow
 def test_two_stages(checkpoint, tied_checkpoint, common, tmp_path):  # noqa: F811
     variants = {
         "packed": [f"model.path={checkpoint}", "loss.accuracy=true", "evaluate.every=2"],

@@ -123,6 +123,7 @@ def test_returns_are_rewards_minus_the_log_ratio_to_the_reference(run, checkpoin
     assert abs(step["return"] - step["reward"]) > 0.1
 
 
+@pytest.mark.slow
 def test_two_updates_match_the_formulas(run, checkpoint, tmp_path):
     """Recompute every metric of the second update with transformers; its ratios and values have moved.
 

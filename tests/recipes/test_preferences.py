@@ -365,6 +365,7 @@ def test_steps_match_a_transformers_loop(name, run, checkpoint, pairs):
         assert ours["tokens"] > ours["supervised_tokens"]
 
 
+@pytest.mark.slow
 def test_commands(checkpoint, pairs, run_recipe, tmp_path, capsys):
     """Preview and prepare read pairs and labeled answers; a copy of the recipe runs, too."""
     data = [f"model.path={checkpoint}", f"dataset.path={pairs}", "max_seq_len=128"]

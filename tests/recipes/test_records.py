@@ -246,6 +246,7 @@ def test_page_of_the_demo(width):
     assert (DEMO / "report.html").stat().st_size < 3 * 2**20
 
 
+@pytest.mark.slow
 def test_preparation_of_data_is_followed_from_its_first_line(
     checkpoint, tmp_path, chats, run_recipe, monkeypatch, capsys
 ):

@@ -142,6 +142,7 @@ def made_a_reward_model(base):
     return model, tokenizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_computes_the_same_scores(family, rows, tmp_path):
     """The reward model was a language model, whose pad token was the token that ends turns."""

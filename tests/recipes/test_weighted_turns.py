@@ -120,6 +120,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["full_finetune", pytest.param("lora_finetune", marks=pytest.mark.slow)])
 def test_two_processes(recipe, alone, common, tmp_path):
     run_processes(RUN_VARIANTS, 2, recipe, str(tmp_path), json.dumps(common), json.dumps(LAYOUTS))

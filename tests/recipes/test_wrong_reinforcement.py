@@ -242,7 +242,7 @@ def overrides_and_messages(case, folders):
 
 # Cases that both methods refuse are quick in one of them.
 @pytest.mark.parametrize(
-    ("recipe", "case"), cases({"grpo": {*[*BOTH][::2], *[*OF_GRPO][::2]}, "ppo_finetune": {*[*OF_PPO][::2], "raises"}})
+    ("recipe", "case"), cases({"grpo": {*[*BOTH][::4], *[*OF_GRPO][::4]}, "ppo_finetune": {*[*OF_PPO][::4], "raises"}})
 )
 def test_run_refuses(recipe, case, settings, folders, run_recipe, capsys, monkeypatch):
     overrides, messages = overrides_and_messages(case, folders)
