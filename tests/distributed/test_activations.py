@@ -244,6 +244,19 @@ def test_tensor_that_is_changed_in_place_is_saved_again():
     assert [saved.unpack(number).tolist() for number in (first, again, second)] == [[1.0] * 3, [1.0] * 3, [2.0] * 3]
 
 
+def test_offloaded_views_of_one_storage_are_several_tensors():
+    square = torch.arange(9.0).view(3, 3)
+    views = [square, square.T, square[1:], square[:2], square.flatten(), square.expand(2, 3, 3)]
+    views.append(square.view(torch.int32))
+    saved = Offloaded(set())
+    numbers = [saved.pack(view) for view in views]
+    assert len({*numbers}) == len(views)
+    saved.leave_device()
+    for number, view in zip(numbers, views, strict=True):
+        tensor = saved.unpack(number)
+        assert torch.equal(tensor, view) and tensor.stride() == view.stride() and tensor.dtype == view.dtype
+
+
 def test_offloaded_activations_keep_their_strides():
     """Compiled backwards expect the strides of the forward."""
     block = Product()

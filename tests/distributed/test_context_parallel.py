@@ -19,6 +19,7 @@ from tune.distributed.exchanges import Peers
 from tune.errors import TuneError
 from tune.models import hf
 from tune.models.attention import attend, attend_masked
+from tune.models.rope import Rope, RopeConfig
 
 DOCUMENTS = [[7, 1, 24], [32], [5, 5, 5, 17]]  # three rows, as `make` arranges them
 
@@ -102,6 +103,22 @@ def test_parts_attend_like_the_whole_batch(scoring, processes, way, monkeypatch)
     gradients = (torch.autograd.grad(output.square().sum(), heads, retain_graph=True) for output in (outputs, expected))
     for one, other in zip(*gradients, strict=True):
         assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("kind", ["longrope", "yarn", "default"])
+def test_parts_rotate_like_the_whole_batch(kind, processes):
+    """With LongRoPE, the length of the whole document decides between short and long factors."""
+    factors = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0], "factor": 4.0}
+    rope = Rope(RopeConfig(8, 40, kind=kind, scaling={**factors, "original_max_position_embeddings": 10}))
+    batch = batch_of(DOCUMENTS)
+    whole = rope(batch.positions, batch.documents, torch.float32)
+    for part in parts(batch, processes):
+        places = part.documents.part.places
+        real = places < 96
+        rotation = rope(part.positions, part.documents, torch.float32)
+        for name in ("cos", "sin"):
+            assert torch.equal(getattr(rotation, name)[0, real], getattr(whole, name).flatten(0, 1)[places[real]])
 
 
 def pairs_of(part):
