@@ -377,6 +377,18 @@ def test_best_tracks_the_value_and_patience():
     assert other.is_over and other.state_dict() == loss.state_dict()
 
 
+@pytest.mark.parametrize("last", [2.5, 1.5, float("nan")])
+def test_value_of_a_step_counts_once(last: float) -> None:
+    """A run that ends before its next checkpoint measures the same step again when it continues."""
+    best, again = Best("validation_loss", 2, {}), Best("validation_loss", 2, {})
+    best.take(1, 2.0)
+    best.take(2, last)
+    again.load_state_dict(best.state_dict())
+    again.take(2, last)
+    assert again.state_dict() == best.state_dict() and not again.is_over
+    assert again.take(3, 1.0) and again.stale == 0
+
+
 @pytest.mark.parametrize("metric", ["validation_loss", "validation_rewards/margins"])
 def test_values_that_are_not_finite_are_never_the_best(metric: str) -> None:
     best, worse = Best(metric, 3, {}), Best(metric, 3, {})

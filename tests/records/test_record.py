@@ -151,6 +151,17 @@ def test_values_are_those_of_the_exported_weights(make_run, tmp_path):
     assert plain.exported_step == 12 and plain.result("loss") == (12, 2 / 12)
 
 
+def test_last_weights_may_be_exported_although_there_is_a_best_checkpoint(make_run):
+    """As when the loop changed frozen weights. Runs of earlier versions did not record the exported step."""
+    for name, facts, step in (("last", {"exported_step": 12}, 12), ("earlier", {}, 8)):
+        folder = make_run(name, **facts)
+        for saved in (8, 12):
+            (folder / f"checkpoints/step-{saved:08d}").mkdir(parents=True)
+            (folder / f"checkpoints/step-{saved:08d}/state.json").write_text('{"best": {"step": 8}}')
+        run = records.read(folder)
+        assert run.best == 8 and run.exported_step == step and run.result("validation_loss") == (step, 2.1 / step)
+
+
 def test_tail_without_the_exported_step_is_not_enough(make_run):
     folder = make_run(steps=200, exported_step=4)
     assert records.read(folder, tail=2000).result("validation_loss") == (4, 2.1 / 4)
