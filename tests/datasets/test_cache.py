@@ -204,6 +204,40 @@ def test_killed_preparation_goes_on_after_the_last_piece(folder, tmp_path, cache
     assert [row["text"] for row in tokenized[: len(texts) - kept]] == texts[kept:]
 
 
+WAYS = {
+    "first rows": {"take": 2}, "all rows": {}, "split": {"too_long": "split"}, "dropped": {"too_long": "drop"},
+    "split shorter": {"too_long": "split", "max_seq_len": 110}, "held out": {"validation_fraction": 0.5},
+    "all learned": {"train_on": "all"}, "rows that can be skipped": {"on_bad_row": "skip", "take": 5},
+}  # fmt: skip
+
+
+def outcome(data):
+    sides = [data] if data.validation is None else [data, data.validation]
+    return [(side.fingerprint, [sample.place for sample in side], side.accounting) for side in sides]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("step", "size"), [(1, 2**23), (-1, 2000)])
+def test_other_settings_in_the_same_cache_change_nothing(step, size, folder, tmp_path, monkeypatch):
+    """In one piece or several, whatever was prepared before."""
+    monkeypatch.setattr(pieces_module, "BYTES", size)
+    roles = ("user", "assistant") * 3
+    lines = []
+    for length in range(3, 15):  # 99 to 231 tokens
+        chat = [{"role": role, "content": f"{word} " * length} for role, word in zip(roles, "abcdef", strict=True)]
+        lines.append(json.dumps({"messages": chat}) + "\n")
+    file = tmp_path / "chats.jsonl"
+    file.write_text("".join(lines))
+    tokenizer = Tokenizer(str(folder))
+
+    def prepared(way, cache):
+        return outcome(load(tokenizer, str(file), cache_dir=str(cache), workers=1, **{"max_seq_len": 160} | WAYS[way]))
+
+    alone = {way: prepared(way, tmp_path / way) for way in WAYS}
+    assert {way: prepared(way, tmp_path / "shared") for way in [*WAYS][::step]} == alone
+    assert len({fingerprint for (fingerprint, *_), *_ in alone.values()}) == len(WAYS)
+
+
 @pytest.mark.usefixtures("small_pieces")
 def test_only_what_changes_is_tokenized(prepare, rows, tokenized):
     prepare()

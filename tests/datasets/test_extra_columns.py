@@ -134,6 +134,18 @@ def test_extra_columns_from_a_file_through_the_cache(tokenizer, tmp_path):
     assert "weight" not in first.accounting.ignored_columns
 
 
+@pytest.mark.parametrize(
+    "change", [{"score": [1, 2, 4]}, {"kind": 5}, {"weights": [1, 0.5, 1]}, {"input_ids": [7, 8, 8]}]
+)
+def test_a_changed_column_is_other_data(change, tokenizer, tmp_path):
+    """A resume compares the fingerprints."""
+    row = {"input_ids": [7, 8, 9], "score": [1, 2, 3], "kind": 4}
+    options = {"max_seq_len": 32, "extra_columns": ["score", "kind"], "cache_dir": str(tmp_path / "cache")}
+    paths = [write(tmp_path / f"{name}.jsonl", [row, last]) for name, last in (("a", row), ("b", row | change))]
+    same, other = (load(tokenizer, path, **options).fingerprint for path in paths)
+    assert same == load(tokenizer, write(tmp_path / "c.jsonl", [row, row]), **options).fingerprint != other
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_integers_beyond_fp32_stay_exact(tokenizer, tmp_path, streaming):
     ids = [1_700_000_000 + i for i in range(8)]

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from tune.collators import Batch, Sample, collate
-from tune.datasets import DataLoader, Dataset, Mixture, load
+from tune.datasets import DataLoader, Dataset, Mixture, load, preparation
+from tune.datasets.read import pieces
 from tune.tokenizers import Tokenizer
 
 WORDS = ["once", "upon", "a", "time", "there", "was", "a", "quick", "brown", "fox", "that", "said", "hello"]
@@ -84,6 +85,30 @@ def test_prepared_rows_of_a_renamed_file(folder: Path, tmp_path: Path) -> None:
     assert isinstance(again, Dataset) and again.accounting.prepared
     assert before == [f"a.jsonl:{line}" for line in (1, 2, 3, 5, 6, 7, 9)]
     assert [sample.place for sample in again.samples] == [place.replace("a.jsonl", "b.jsonl") for place in before]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".csv"])
+def test_rows_of_later_pieces(suffix: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    monkeypatch.setattr(pieces, "BYTES", 1)
+    monkeypatch.setattr(pieces, "ROWS", 2)
+    monkeypatch.setattr(preparation, "ROWS", 2)
+    file, texts = tmp_path / f"rows{suffix}", [f"text {number}" for number in range(1, 10)]
+    if suffix == ".parquet":
+        pyarrow.parquet.write_table(arrow.table({"text": texts}), file, row_group_size=2)
+    elif suffix == ".csv":
+        file.write_text("\n".join(["text", *texts]) + "\n")
+    else:
+        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    tokenizer, mark = Tokenizer(folder), ":" if suffix == ".jsonl" else ":row "
+    for streaming in (False, True):
+        data = load(tokenizer, str(file), max_seq_len=64, cache_dir=str(tmp_path), streaming=streaming)
+        found = {sample.place: sample for sample in (next(iter(data.windows()))[1] if streaming else data)}
+        for number, text in enumerate(texts, 1):
+            sample = found[f"{file.name}{mark}{number}"]
+            assert tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=True) == text
 
 
 def test_other_sources_and_kinds(folder: Path, tmp_path: Path) -> None:

@@ -171,6 +171,8 @@ def test_keys_of_messages_that_nothing_reads_are_counted(read, folder):
     row = {"messages": [asked, {"role": "assistant", "content": "yes", "score": 0}]}
     remarks = read(row, row, chat()).accounting.remarks
     assert {name.rpartition(" ")[2]: count for name, count in remarks.items()} == {"lang": 2, "score": 2}
+    of_words = {"messages": [asked | {"lang": None, "ca": 1, "ontent": 1}, row["messages"][1]]}  # cat, content
+    assert {name.rpartition(" ")[2] for name in read(of_words).accounting.remarks} == {"ca", "ontent", "score"}
     template = (folder / "chat_template.jinja").read_text()
     (folder / "chat_template.jinja").write_text(
         "{% if messages[0].lang %}{{ messages[1].score }}{% endif %}" + template

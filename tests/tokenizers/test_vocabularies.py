@@ -412,3 +412,20 @@ def test_added_tokens_take_no_id_of_a_vocabulary_with_holes(tmp_path: Path) -> N
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "saved" / "tokenizer.json"))
     for same in (Tokenizer(str(tmp_path / "saved")).encode, theirs.encode):
         assert same("a<x>h<y>g") == [0, 8, 7, 9, 6]
+
+
+def test_earlier_added_tokens_keep_their_ids_in_a_vocabulary_with_holes(tmp_path: Path) -> None:
+    """The library gives the first added token id 6, the number of tokens, which is free here."""
+    vocabulary = {letter: index for index, letter in enumerate("abcdefgh") if index not in (2, 6)}
+    base = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    base.add_special_tokens(["<s>"])
+    base.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(str(tmp_path))
+    before = tokenizer.vocabulary
+    assert before["<s>"] == 6 and tokenizer.add_tokens(["<x>", "<y>"]) == [8, 9]
+    assert tokenizer.vocabulary == before | {"<x>": 8, "<y>": 9}
+
+    tokenizer.save(tmp_path / "saved")
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "saved" / "tokenizer.json"))
+    for same in (tokenizer.encode, Tokenizer(str(tmp_path / "saved")).encode, theirs.encode):
+        assert same("a<x>h<s><y>f") == [0, 8, 7, 6, 9, 5]
