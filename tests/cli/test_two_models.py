@@ -93,3 +93,11 @@ def test_copy_of_the_config_of_its_base_leaves_an_adapter(folders: dict[str, Pat
     for call in (build, load_model):
         with pytest.raises(TuneError, match=rf"{folder} is an adapter.*adapter.path={folder}"):
             call(str(folder))
+
+
+def test_adapter_with_other_tensors_is_an_adapter(folders: dict[str, Path], tmp_path: Path) -> None:
+    """transformers reads weights only next to a config.json."""
+    adapter = Path(shutil.copytree(folders["adapter"], tmp_path / "adapter"))
+    shutil.copyfile(adapter / "adapter_model.safetensors", adapter / "optimizer.safetensors")
+    assert is_adapter(adapter)
+    assert open_model(adapter).folders.adapters == (adapter,)

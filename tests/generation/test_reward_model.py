@@ -103,6 +103,18 @@ def test_truncated_completion_is_scored_at_its_end(checkpoint):
     assert stopped == asked + answer + tokenizer.encode("<|im_end|>\n")
 
 
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_scores_do_not_depend_on_how_many_texts_other_processes_have(count, judge, world, monkeypatch):
+    episodes = [Episode(Prompt(0, [5, 9, 30], {}), tokens=[40 + number, 2]) for number in range(count)]
+    model, tokenizer = RewardModel(str(judge), micro_batch_size=2), Tokenizer(str(judge))
+    alone = model.scores(episodes, tokenizer, world)
+    forwards, embed = [], Decoder.embed
+    monkeypatch.setattr(type(world), "all_gather", lambda self, batches: [batches, 4])
+    monkeypatch.setattr(Decoder, "embed", lambda self, tokens: forwards.append(1) or embed(self, tokens))
+    assert model.scores(episodes, tokenizer, world) == alone and len(alone) == count
+    assert len(forwards) == 4  # a process with fewer texts takes part in the forwards of the others
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_group_of_equal_completions_is_dead(dtype, judge, world):
     """Wherever they stand in the batches of the reward model, next to other texts of other lengths."""

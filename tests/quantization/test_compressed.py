@@ -161,6 +161,9 @@ def test_image_towers_are_not_quantized(family: str, kind: str, names: str, tmp_
     assert len(tower) > 8
     for name in tower:
         assert torch.equal(theirs.get_parameter(name), plain.get_parameter(name)), name
+    for name, layer in plain.named_modules():
+        if isinstance(layer, nn.Linear) and "language_model" not in name:  # another class could not compute with them
+            assert type(theirs.get_submodule(name)) is type(layer), name
     layers = theirs.model.language_model.layers
     packed = [layer for layer in layers.modules() if isinstance(layer, nn.Linear) and is_packed(layer)]
     assert len(packed) == len([layer for layer in layers.modules() if isinstance(layer, nn.Linear)]) > 0
