@@ -13,6 +13,7 @@ from edited_recipes import run_edited
 from helpers import make_adapter, run_processes, slow_but
 
 from tune import config
+from tune.cli import validate
 from tune.errors import TuneError
 from tune.evaluation.general import SHIPPED, K
 from tune.tokenizers import Tokenizer
@@ -108,8 +109,9 @@ def test_start_over_computes_the_base_again(common, checkpoint, tied_checkpoint,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["set later", "other rows"])
-def test_missing_predictions_of_the_base_are_reported_before_a_step(case, common, rows, told, tmp_path):
-    """RUN/general may have files, but of other rows."""
+def test_missing_predictions_of_the_base_are_reported_before_a_step(case, common, rows, told, tmp_path, monkeypatch):
+    """RUN/general may have files, but of other rows. All rows are read, also if a rehearsal reads few."""
+    monkeypatch.setattr(validate, "ROWS", 2)
     run = tmp_path / "run"
     without, general = common[:-1], common[-1]
     before = {"set later": without, "other rows": [*without, "evaluate.general=shipped"]}[case]

@@ -17,7 +17,7 @@ from edited_recipes import with_edits
 from helpers import run_verbs
 
 from tune import config
-from tune.cli import main
+from tune.cli import main, validate
 from tune.devices import DEVICES
 from tune.files import lock
 
@@ -27,6 +27,17 @@ GOOD = ["compute.dtype=fp32", "device=cpu", "max_seq_len=128"]
 def test_run_that_works_has_no_findings(inputs, told):
     for level in ("error", "changed", "warning"):
         assert told("full_finetune", inputs.settings("resume=auto"), level) == ""
+
+
+@pytest.mark.slow
+def test_first_rows_are_not_compared_with_all_rows_of_the_checkpoint(inputs, told, monkeypatch):
+    monkeypatch.setattr(validate, "ROWS", 2)
+    again = inputs.settings(f"output_dir={inputs.run}")
+    assert told("full_finetune", again) == told("full_finetune", [*again, "--all"]) == ""
+    assert "seed was 0 and is now 1" in told("full_finetune", [*again, "seed=1"])
+    other = [*again, "dataset.train_on=all"]
+    assert told("full_finetune", other) == ""
+    assert "fingerprint was" in told("full_finetune", [*other, "--all"])
 
 
 @pytest.mark.slow
