@@ -1,6 +1,8 @@
 """Rows with better and worse answers or labeled answers: what is learned, cut, dropped and refused."""
 
+import itertools
 import json
+import re
 
 import numpy as np
 import pytest
@@ -100,6 +102,39 @@ def test_labeled_answers_come_with_a_mismatched_one(read, row):
     )
     prompts = [text.removesuffix("\n").removesuffix(learned) for text, learned in texts]
     assert prompts[0] == prompts[1] != prompts[2] == prompts[3]
+
+
+def test_packed_rows_without_room_for_mismatched_answers(read):
+    """The named length is the least one at which there is a pair."""
+    rows = [{"prompt": f"question {name}", "completion": " yes", "label": True} for name in "ab"]
+    longest = max(len(sample.tokens) for sample in read(*rows, kind="labelled"))
+    with pytest.raises(TuneError, match="packed=false") as error:
+        read(*rows, kind="labelled", max_seq_len=longest, packed=True)
+    least = int(re.search(r"max_seq_len to (\d+)", str(error.value))[1])
+    with pytest.raises(TuneError, match=f"max_seq_len to {least} or"):
+        read(*rows, kind="labelled", max_seq_len=least - 1, packed=True)
+    assert len(read(*rows, kind="labelled", max_seq_len=least, packed=True).samples) == 4
+    assert len(read(*rows, kind="labelled", max_seq_len=longest).samples) == 4
+
+
+@pytest.mark.parametrize(("most", "packed"), [*itertools.product(range(10, 40, 4), [False]), (40, True), (60, True)])
+def test_labels_of_cut_answers_are_their_next_tokens(most, packed, read):
+    """Also where a mismatched answer was itself cut before it is put after another prompt."""
+    rows = [
+        {"prompt": "p" * length, "completion": f" {length}" * (12 - length), "label": length % 2}
+        for length in range(1, 8)
+    ]
+    data = read(*rows, kind="labelled", max_seq_len=most, packed=packed)
+    samples = list(data)
+    assert all(len(sample.tokens) <= most for sample in samples)
+    assert most >= 30 or any(len(sample.tokens) == most for sample in samples)
+    learned = 0
+    for sample in samples:
+        at = np.flatnonzero(sample.labels != -100)
+        assert len(at) and at[-1] < len(sample.tokens) - 1
+        assert (sample.labels[at] == sample.tokens[at + 1]).all()
+        learned += len(at)
+    assert learned == data.accounting.supervised_tokens == data.row_supervised.sum()
 
 
 def test_pairs_as_labeled_answers_use_mismatches_from_other_prompts(read):

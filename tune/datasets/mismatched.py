@@ -53,10 +53,10 @@ def with_mismatched(samples: Samples, max_seq_len: int, capacity: int | None) ->
         return np.stack([each[kept].astype(answers.dtype) for each in (answers, prompt, answer)], axis=1).reshape(-1)
 
     if not len(kept):
-        shortest = int(2 * head.min()) + 2
+        least = int((samples.lengths + head).min()) + 1  # an answer, its prompt again, and a token
         raise TuneError(
-            f"{source}: no answer has room for a mismatched one beside it. Raise max_seq_len: the shortest prompt has "
-            f"{int(head.min())} tokens, so at least to {shortest}"
+            f"{source}: no answer has room for a mismatched one in the same packed row. Set packed=false, or raise "
+            f"max_seq_len to {least} or more"
         )
     good = samples.columns["label"] if "label" in samples.columns else samples.columns["answer"] == 0
     answers = np.tile(np.array([0, 1]), len(kept))
