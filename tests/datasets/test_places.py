@@ -95,20 +95,23 @@ def test_rows_of_later_pieces(suffix: str, folder: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr(pieces, "BYTES", 1)
     monkeypatch.setattr(pieces, "ROWS", 2)
     monkeypatch.setattr(preparation, "ROWS", 2)
-    file, texts = tmp_path / f"rows{suffix}", [f"text {number}" for number in range(1, 10)]
-    if suffix == ".parquet":
-        pyarrow.parquet.write_table(arrow.table({"text": texts}), file, row_group_size=2)
-    elif suffix == ".csv":
-        file.write_text("\n".join(["text", *texts]) + "\n")
-    else:
-        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    tokenizer, mark = Tokenizer(folder), ":" if suffix == ".jsonl" else ":row "
+    (tmp_path / "rows").mkdir()
+    mark, places = ":" if suffix == ".jsonl" else ":row ", {}
+    for name in ("a", "b"):
+        file, texts = tmp_path / "rows" / f"{name}{suffix}", [f"text {name} {number}" for number in range(1, 10)]
+        places |= {f"{file.name}{mark}{number}": text for number, text in enumerate(texts, 1)}
+        if suffix == ".parquet":
+            pyarrow.parquet.write_table(arrow.table({"text": texts}), file, row_group_size=2)
+        elif suffix == ".csv":
+            file.write_text("\n".join(["text", *texts]) + "\n")
+        else:
+            file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    tokenizer = Tokenizer(folder)
     for streaming in (False, True):
-        data = load(tokenizer, str(file), max_seq_len=64, cache_dir=str(tmp_path), streaming=streaming)
-        found = {sample.place: sample for sample in (next(iter(data.windows()))[1] if streaming else data)}
-        for number, text in enumerate(texts, 1):
-            sample = found[f"{file.name}{mark}{number}"]
-            assert tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=True) == text
+        data = load(tokenizer, str(file.parent), max_seq_len=64, cache_dir=str(tmp_path), streaming=streaming)
+        samples = next(iter(data.windows()))[1] if streaming else data
+        found = {sample.place: tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=True) for sample in samples}
+        assert found == places
 
 
 def test_other_sources_and_kinds(folder: Path, tmp_path: Path) -> None:

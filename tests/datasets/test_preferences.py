@@ -137,6 +137,15 @@ def test_labels_of_cut_answers_are_their_next_tokens(most, packed, read):
     assert learned == data.accounting.supervised_tokens == data.row_supervised.sum()
 
 
+def test_pairs_of_two_files_are_two_groups(folder, tmp_path):
+    (tmp_path / "pairs").mkdir()
+    for name in "ab":
+        row = {"prompt": f"{name}:", "chosen": " yes", "rejected": " no"}
+        (tmp_path / "pairs" / f"{name}.jsonl").write_text(json.dumps(row))
+    data = load(Tokenizer(str(folder)), str(tmp_path / "pairs"), max_seq_len=64, kind="preferences")
+    assert [sample.columns["group"] for sample in data.samples] == [1, 1, 2, 2] and len(data) == 2
+
+
 def test_pairs_as_labeled_answers_use_mismatches_from_other_prompts(read):
     rows = [{"prompt": f"{name}:", "chosen": f" {name}1", "rejected": f" {name}2"} for name in "ab"]
     data = read(*rows, kind="labelled")
