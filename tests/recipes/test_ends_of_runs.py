@@ -62,7 +62,7 @@ def test_infinite_gradient_of_a_finite_loss_stops_the_run(recipe, clip, train, c
         return loss_of(loss_fn, hidden, *others, **softcap)
 
     monkeypatch.setattr(LinearCrossEntropy, "__call__", overflowing)
-    monkeypatch.setattr(training_run, "check_forward", lambda model: models.append(model) or check(model))
+    monkeypatch.setattr(training_run, "check_forward", lambda model, *_: models.append(model) or check(model))
     with pytest.raises(TuneError, match=r"grad_norm is (inf|nan) at step 3"):
         train(recipe, "checkpointer.every=1", "checkpointer.async=false", f"max_grad_norm={clip}")
     assert closed == ["closed"]

@@ -190,7 +190,7 @@ def test_no_update_in_backward_on_a_non_finite_loss(common, tmp_path, monkeypatc
         return loss_of(*operands, **softcap) * (torch.nan if len(weights) == 3 else 1)
 
     monkeypatch.setattr(LinearCrossEntropy, "__call__", spoiled)
-    monkeypatch.setattr(training_run, "check_forward", lambda model: models.append(model) or check(model))
+    monkeypatch.setattr(training_run, "check_forward", lambda model, *_: models.append(model) or check(model))
     changed = in_backward("full_finetune", tmp_path / "changed")
     with pytest.raises(TuneError, match="loss is nan at step 3"):
         train(changed, tmp_path / "run", *common, "micro_batch_size=8")
