@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from helpers import slow_but
+from helpers import weekly_but
 from omegaconf import OmegaConf
 
 from tune.cli.ls import settings_of
@@ -452,9 +452,9 @@ def told(recipe: str, *arguments: str, imports: bool = True) -> list[str]:
     return read(recipe, [*needed, *arguments], imports=imports)[1]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(but_one=True)
 @pytest.mark.parametrize(
-    ("recipe", "old", "new"), slow_but([each for each in MOVES if each[0] in ("full_finetune", "grpo")], MOVES)
+    ("recipe", "old", "new"), weekly_but([each for each in MOVES if each[0] in ("full_finetune", "grpo")], MOVES)
 )
 def test_setting_with_another_name_now_is_an_error_that_gives_it(recipe: str, old: str, new: Any) -> None:
     new = new[recipe] if isinstance(new, dict) else new
@@ -466,9 +466,9 @@ def test_setting_with_another_name_now_is_an_error_that_gives_it(recipe: str, ol
         assert not [each for each in told(recipe, new) if "is not a setting" in each]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(but_one=True)
 @pytest.mark.parametrize("old", EDITED)
-@pytest.mark.parametrize("recipe", slow_but(["lora_finetune"], TRAINING))
+@pytest.mark.parametrize("recipe", weekly_but(["lora_finetune"], TRAINING))
 def test_setting_that_is_an_edit_now_is_an_error_that_names_its_section(recipe: str, old: str) -> None:
     for imports in (True, False):
         (problem,) = told(recipe, old, imports=imports)

@@ -33,7 +33,7 @@ def table_of(tokens: int) -> dict[tuple[str, str], list[str]]:
 CELLS = [("1B", "LoRA", 2048, 0), ("8B", "LoRA", 2048, 2), ("70B", "full", 2048, 4), ("3B", "full", 8192, 5)]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(but_one=True)
 @pytest.mark.parametrize(("size", "method", "tokens", "card"), weekly_but(CELLS[:1], CELLS))
 def test_cell_is_what_a_plan_computes(size, method, tokens, card, cards_page, tmp_path):
     cards_page.write_shapes(tmp_path)

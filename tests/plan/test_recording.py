@@ -153,7 +153,7 @@ def compare_completions(folder, tmp_path, monkeypatch, more, is_rollout=None, re
     assert is_rollout is None or (plan.moment == "rollout") == is_rollout
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(but_one=True)
 @pytest.mark.parametrize("name", weekly_but([*CASES][:1], CASES))
 def test_peak_of_counted_storages(name, checkpoint, texts, tmp_path):
     recipe, rows, more = CASES[name]
@@ -231,7 +231,7 @@ PLANNED = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.weekly(but_one=True)
 @pytest.mark.parametrize("name", weekly_but(["try/continue around backward", "loop in a helper"], PLANNED))
 def test_edits_without_an_effect_on_memory_or_time_are_planned(name, planned, checkpoint, tmp_path):
     (tmp_path / "mine.py").write_text(applied(RIGHT[name]))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from edited_recipes import run_edited, with_edits
-from helpers import save_checkpoint, slow_but
+from helpers import save_checkpoint, slow_but, weekly_but
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.testing import assert_close
@@ -159,8 +159,8 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("wrong", slow_but([*WRONG][::5], WRONG))
+@pytest.mark.weekly(but_one=True)
+@pytest.mark.parametrize("wrong", weekly_but([*WRONG][::5], WRONG))
 def test_invalid_inputs_are_refused(
     wrong: str, checkpoint: Path, in_bf16: Path, chats: Path, tmp_path: Path, told: Any
 ) -> None:

@@ -12,7 +12,7 @@ import torch
 from edited_recipes import run_edited
 from evaluation.task_files import write_tasks
 from flash_on_cpu import flash_path
-from helpers import save_checkpoint, weekly_but
+from helpers import save_checkpoint
 from models.test_attention import SCORINGS, make
 from models.test_families import VARIANTS
 from update_in_backward import in_backward
@@ -179,13 +179,16 @@ def test_every_family(family, step, tmp_path):
         step("full_finetune", folder)
 
 
-# Each recipe's first settings are in the quick tests.
-QUICK = [(recipe, next(iter(SETTINGS[recipe]))) for recipe in RECIPES]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("recipe", "name"), weekly_but(QUICK, [(recipe, name) for recipe in RECIPES for name in SETTINGS[recipe]])
+    ("recipe", "name"),
+    [
+        # Each recipe with its first settings for each change, the others once a week.
+        pytest.param(
+            recipe, name, marks=pytest.mark.slow if name == next(iter(SETTINGS[recipe])) else pytest.mark.weekly
+        )
+        for recipe in RECIPES
+        for name in SETTINGS[recipe]
+    ],
 )
 def test_settings(recipe, name, checkpoint, step):
     step(recipe, checkpoint, *SETTINGS[recipe][name])
