@@ -179,17 +179,14 @@ def test_every_family(family, step, tmp_path):
         step("full_finetune", folder)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "name"),
-    [
-        # Each recipe with its first settings for each change, the others once a week.
-        pytest.param(
-            recipe, name, marks=pytest.mark.slow if name == next(iter(SETTINGS[recipe])) else pytest.mark.weekly
-        )
-        for recipe in RECIPES
-        for name in SETTINGS[recipe]
-    ],
-)
+# Each recipe with its first settings for each change, the others once a week.
+SLOW = [pytest.param(recipe, next(iter(SETTINGS[recipe])), marks=pytest.mark.slow) for recipe in RECIPES]
+WEEKLY = [
+    pytest.param(recipe, name, marks=pytest.mark.weekly) for recipe in RECIPES for name in [*SETTINGS[recipe]][1:]
+]
+
+
+@pytest.mark.parametrize(("recipe", "name"), [*SLOW, *WEEKLY])
 def test_settings(recipe, name, checkpoint, step):
     step(recipe, checkpoint, *SETTINGS[recipe][name])
 
