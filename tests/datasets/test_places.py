@@ -109,7 +109,7 @@ def test_rows_of_later_pieces(suffix: str, folder: Path, tmp_path: Path, monkeyp
     tokenizer = Tokenizer(folder)
     for streaming in (False, True):
         data = load(tokenizer, str(file.parent), max_seq_len=64, cache_dir=str(tmp_path), streaming=streaming)
-        samples = next(iter(data.windows()))[1] if streaming else data
+        samples = next(iter(data.windows())).data if streaming else data
         found = {sample.place: tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=True) for sample in samples}
         assert found == places
 
