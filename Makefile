@@ -36,11 +36,11 @@ test: lint  ## lint, and run the quick tests
 
 # Families, layouts, compiled and killed runs, the real model, and the weekly tests that tests/draw.txt draws.
 test-slow: $(INSTALLED_DEV)  ## run the tests that each change must pass, too: half an hour
-	$(BIN)/pytest $(PYTEST_ARGS) -m "slow and not hub"
+	$(BIN)/pytest $(PYTEST_ARGS) -m "(slow and not weekly or drawn) and not hub"
 
 # Pairs of settings, families on eight processes, random draws, all edits of copies.
 test-weekly: $(INSTALLED_DEV)  ## run the rest, before a release and once a week
-	$(BIN)/pytest $(PYTEST_ARGS) -m "weekly and not slow and not hub"
+	$(BIN)/pytest $(PYTEST_ARGS) -m "weekly and not drawn and not hub"
 
 test-all: test test-slow test-weekly  ## run all tests
 

@@ -30,16 +30,16 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by `-m`
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark a sample of the weekly tests as slow, too: one in `DRAWN_OF`, and one case of those that are `but_one`."""
+    """Mark a sample of the weekly tests as drawn: one in `DRAWN_OF`, and one case of those that are `but_one`."""
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         weekly = item.get_closest_marker("weekly")
         if weekly and is_drawn(item.nodeid):
-            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.drawn)
         if weekly and weekly.kwargs.get("but_one"):
             cases[item.nodeid.partition("[")[0]].append(item)
     for of_function in cases.values():
-        min(of_function, key=lambda item: drawn_number(item.nodeid)).add_marker(pytest.mark.slow)
+        min(of_function, key=lambda item: drawn_number(item.nodeid)).add_marker(pytest.mark.drawn)
 
 
 def pytest_collection_finish() -> None:
