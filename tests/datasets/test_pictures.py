@@ -178,6 +178,8 @@ def test_labelled_answers_keep_the_pictures_of_their_prompts(data):
         ([{"type": "image"}], None, "1 places"),
         ([{**PART, "image": "none.png"}], None, "none.png cannot be read"),
         ([{**PART, "image": "rows.jsonl"}], None, "rows.jsonl cannot be read"),
+        ([{**PART, "image": "/dev/zero"}], None, "/dev/zero cannot be read"),
+        ([{**PART, "image": "a\0.png"}], None, "cannot be read"),
         ([{**PART, "image": "http://a/b.png"}], None, "is a URL"),
         ([{"type": "video", "video": "a.mp4"}], None, '"video"'),
         ([PART, {"type": "text", "text": "<|image_pad|>"}], None, "2 pictures"),

@@ -155,7 +155,7 @@ class Stream:
     @property
     def pictures(self) -> Pixels | None:
         """Makes pixels of pictures; None if the first window has none, as long as nothing has been drawn."""
-        return next((part.pictures for part in self.parts.values()), None)
+        return next((part.pictures for part in self.parts.values() if part.pictures), None)
 
     @property
     def parts(self) -> dict[str, Dataset]:

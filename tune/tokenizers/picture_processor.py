@@ -34,10 +34,12 @@ class PictureFile:
     content: bytes = b""
 
     def read(self) -> bytes:
-        """The bytes of the file. Raises TuneError if it cannot be read."""
+        """The bytes of the file. Raises TuneError if it cannot be read, or is no regular file: devices never end."""
         if self.content:
             return self.content
-        with explained(f"the picture {self.path} cannot be read", OSError):
+        with explained(f"the picture {self.path} cannot be read", OSError, ValueError):
+            if not Path(self.path).is_file():
+                raise OSError("it is not a file")
             return Path(self.path).read_bytes()
 
     def __str__(self) -> str:
@@ -78,8 +80,10 @@ class PictureProcessor:
             )
         with explained(f"the processor of pictures in {self.path} cannot be opened", Exception):
             parts: dict[str, Any] = {
-                "image_processor": transformers.AutoImageProcessor.from_pretrained(self.path, backend="pil"),
-                "tokenizer": transformers.AutoTokenizer.from_pretrained(self.path),
+                "image_processor": transformers.AutoImageProcessor.from_pretrained(
+                    self.path, backend="pil", trust_remote_code=False
+                ),
+                "tokenizer": transformers.AutoTokenizer.from_pretrained(self.path, trust_remote_code=False),
             }
             # They need torchvision, and are not used.
             parts |= dict.fromkeys({"video_processor", "feature_extractor"} & {*kind.get_attributes()})
